@@ -5,7 +5,7 @@ attention, of rows and of images, is the splash kernel that ships with JAX; on
 GPU it is cuDNN's flash attention, in chunks of queries whose masks are
 affordable; everywhere else (and where a kernel does not apply) attention is
 plain XLA in chunks of queries, whose scores are computed again in the backward
-pass; on CPU one head's chunk at a time (see `tiles`). On CPU, products of
+pass; on CPU block by block (see `blocks`). On CPU, products of
 bfloat16 operands are summed into float32 outputs, which is several times faster
 there than bfloat16 outputs.
 
@@ -34,8 +34,8 @@ from typing import Callable, Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tunix.rl.multi_turn.policy import blocks as blocks_lib
 from tunix.rl.multi_turn.policy import sharding
-from tunix.rl.multi_turn.policy import tiles
 
 _NEG = -1e30
 
@@ -237,6 +237,10 @@ def _causal_local(
 ) -> jax.Array:
   """Attends in chunks of queries, by XLA or an implementation of `jax.nn`."""
   b, t = segments_BT.shape
+  if not flash and _blocks_apply(t):
+    return blocks_lib.attend(
+        q_BTNH, k_BTKH, v_BTKH, segments_BT, prefix_BT, causal=True
+    )
   if flash:
     k, v, axis = k_BTKH, v_BTKH, 1
     chunk = max(1, MAX_MASK // (b * t * 128)) * 128
@@ -245,9 +249,6 @@ def _causal_local(
     k, v, axis = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2), 2
     chunk = max(128, -(-t // 1024) * 128)
     attend_ = attend if t <= chunk else jax.checkpoint(attend)
-
-  if not flash and _tiles_apply(t):
-    return _causal_tiles(q_BTNH, k_BTKH, v_BTKH, segments_BT, prefix_BT)
 
   def part(start: int, end: int) -> jax.Array:
     mask = segments_BT[:, start:end, None] == segments_BT[:, None, :end]
@@ -262,27 +263,11 @@ def _causal_local(
   return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
-def _tiles_apply(queries: int) -> bool:
-  """Whether a tile of scores is worth a loop's turn: elsewhere than on a CPU
-  one large product is quicker than many small ones, and so it is for few
-  queries."""
-  return backend() == "cpu" and queries >= tiles.LEAST
-
-
-def _causal_tiles(
-    q_BTNH, k_BTKH, v_BTKH, segments_BT, prefix_BT
-) -> jax.Array:
-  """As `_causal_local`, a head's chunk of queries at a time."""
-  t = segments_BT.shape[1]
-  chunk = min(max(128, -(-t // 1024) * 128), tiles.MOST)
-  parts = []
-  for start in range(0, t, chunk):
-    end = min(start + chunk, t)
-    seen = None if prefix_BT is None else prefix_BT[:, start:end]
-    ids = tiles.Ids(segments_BT[:, start:end], segments_BT[:, :end], seen)
-    qkv = q_BTNH[:, start:end], k_BTKH[:, :end], v_BTKH[:, :end]
-    parts.append(tiles.attend(*qkv, ids, start))
-  return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+def _blocks_apply(tokens: int) -> bool:
+  """Whether loops over tiles of scores are worth their turns: elsewhere than
+  on a CPU one large product is quicker than many small ones, and so it is for
+  few tokens."""
+  return backend() == "cpu" and tokens >= blocks_lib.LEAST
 
 
 def image_attention(
@@ -355,6 +340,8 @@ def _image_local(
         flash=flash,
     )
     return mixed.reshape(s, p + fill, heads, head_dim)[:, :p]
+  if segments_SP.dtype != jnp.bool_ and not (cut or flash) and _blocks_apply(p):
+    return blocks_lib.attend(q_SPNH, k_SPNH, v_SPNH, segments_SP, causal=False)
   block = min(reach, p)
   blocks = -(-p // block)
   fill = blocks * block - p
@@ -383,9 +370,6 @@ def _image_local(
       return jnp.concatenate(parts, axis=1)
 
     k, v, segments = neighbours(k), neighbours(v), neighbours(segments)
-  if blocks == 1 and not (cut or flash) and _tiles_apply(block):
-    q, k, v = (x.reshape(s, block, heads, head_dim) for x in (q, k, v))
-    return tiles.attend(q, k, v, tiles.Ids(own, segments))[:, :p]
   mask = own[:, :, None] == segments[:, None, :]
   if cut:
     distance = np.arange(span)[None, :] - np.arange(block)[:, None]

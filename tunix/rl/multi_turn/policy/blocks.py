@@ -1,0 +1,239 @@
+"""Computes attention of packed rows, block by block.
+
+A block of queries goes over the blocks of keys that it sees any of, with the
+running maximum and sum of Milakov and Gimelshein 2018, "Online normalizer
+calculation for softmax"; the backward pass computes scores again (Dao et al.
+2022, "FlashAttention"). Time grows with the pairs of blocks that share a
+segment, memory with the tokens. Loops, not unrolled: a program is as large for
+a long row as for a short one. For a CPU, where scores that fit a core's cache
+are several times faster than those that go through memory.
+
+Promises: the numbers of attention under the explicit mask, up to rounding.
+
+Does not: place anything on a mesh; the caller gives a device's own rows.
+
+Axis names: B = rows, T = tokens, N = query heads, K = KV heads, G = query heads
+of a KV head, H = head width, I = blocks of a row, Q = tokens of a block.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+MOST = 192
+"""Tokens of a block at most: a tile of scores fits a core's own cache."""
+
+LEAST = 256
+"""Tokens of a row below which loops cost more than they save."""
+
+_NEG = -1e30
+
+
+class _Given(NamedTuple):
+  """What one KV head's attention reads.
+
+  Attributes:
+    q: [I, G * Q, H], scaled.
+    k: [I, Q, H].
+    v: [I, Q, H].
+    ids: int32[I, Q], a token's segment.
+    prefix: int32[I, Q], the other segment that a token sees.
+    seen: bool[I, I], whether a block of queries sees any of a block of keys.
+  """
+
+  q: jax.Array
+  k: jax.Array
+  v: jax.Array
+  ids: jax.Array
+  prefix: jax.Array
+  seen: jax.Array
+
+
+def attend(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segments_BT: jax.Array,
+    prefix_BT: jax.Array | None = None,
+    *,
+    causal: bool,
+) -> jax.Array:
+  """Attention to the own segment; [B, T, N, H].
+
+  Args:
+    q_BTNH: queries.
+    k_BTKH: keys.
+    v_BTKH: values.
+    segments_BT: int32, at least -1, which segment of the row a token belongs
+      to. Segments whose tokens lie together and whose ids rise are fast.
+    prefix_BT: int32, one more segment that a token may see, -1 = none.
+    causal: whether a token sees none that come later.
+  """
+  b, t, n, h = q_BTNH.shape
+  kv = k_BTKH.shape[2]
+  group = n // kv
+  count = -(-t // MOST)
+  size = -(-t // (8 * count)) * 8
+  if prefix_BT is None:
+    prefix_BT = segments_BT
+  fill = count * size - t
+
+  def pad(x: jax.Array, value: int = 0) -> jax.Array:
+    widths = [(0, 0), (0, fill)] + [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x, widths, constant_values=value)
+
+  def keys(x: jax.Array) -> jax.Array:
+    x = pad(x).reshape(b, count, size, kv, h).transpose(0, 3, 1, 2, 4)
+    return x.reshape(b * kv, count, size, h)
+
+  q = pad((q_BTNH * h**-0.5).astype(q_BTNH.dtype))
+  q = q.reshape(b, count, size, kv, group, h).transpose(0, 3, 1, 4, 2, 5)
+  # Filled places are a segment of their own, -2: they see themselves.
+  own, other = (
+      pad(x, -2).reshape(b, count, size) for x in (segments_BT, prefix_BT)
+  )
+  seen = _seen(own, other, causal)
+  given = _Given(
+      q.reshape(b * kv, count, group * size, h),
+      keys(k_BTKH),
+      keys(v_BTKH),
+      *(jnp.repeat(x, kv, axis=0) for x in (own, other, seen)),
+  )
+  mixed = _attend(causal, given.q, given.k, given.v, given[3:])
+  mixed = mixed.reshape(b, kv, count, group, size, h)
+  mixed = mixed.transpose(0, 2, 4, 1, 3, 5).reshape(b, count * size, n, h)
+  return mixed[:, :t]
+
+
+def _seen(
+    own_BIQ: jax.Array, other_BIQ: jax.Array, causal: bool
+) -> jax.Array:
+  """bool[B, I, I]: pairs of blocks whose ranges of ids meet."""
+  low, high = own_BIQ.min(-1)[:, None], own_BIQ.max(-1)[:, None]
+  meet = lambda ids: (low <= ids.max(-1)[..., None]) & (
+      ids.min(-1)[..., None] <= high
+  )
+  seen = meet(own_BIQ) | meet(other_BIQ)
+  return jnp.tril(seen) if causal else seen
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+  return jnp.matmul(a, b, preferred_element_type=jnp.float32)
+
+
+def _hidden(
+    given: _Given, i: jax.Array, j: jax.Array, causal: bool
+) -> jax.Array:
+  """bool[Q, Q]: queries of block `i` that do not see keys of block `j`."""
+  ids = given.ids[j]
+  seen = (given.ids[i][:, None] == ids) | (given.prefix[i][:, None] == ids)
+  if causal:
+    q = np.arange(len(ids))
+    seen &= (j < i) | (q[:, None] >= q)
+  return ~seen
+
+
+def _range(given: _Given, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """The first and the end of the blocks of keys that block `i` sees any of."""
+  seen = given.seen[i]
+  return jnp.argmax(seen), len(seen) - jnp.argmax(seen[::-1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(causal, q, k, v, masks) -> jax.Array:
+  return _forward(causal, q, k, v, masks)[0]
+
+
+def _forward(causal, q, k, v, masks) -> tuple[jax.Array, Any]:
+  one = functools.partial(_forward_one, causal)
+  mixed, total = jax.lax.map(one, _Given(q, k, v, *masks))
+  return mixed, (q, k, v, masks, mixed, total)
+
+
+def _forward_one(
+    causal: bool, given: _Given
+) -> tuple[jax.Array, jax.Array]:
+  """The mix [I, G * Q, H] and the logarithms of the sums, [I, G * Q]."""
+  count, rows, h = given.q.shape
+  size = given.k.shape[1]
+
+  def block(i):
+    q = given.q[i]
+
+    def turn(j, carry):
+      peak, total, mixed = carry
+      scores = _product(q, given.k[j].T).reshape(-1, size, size)
+      scores = jnp.where(_hidden(given, i, j, causal), _NEG, scores)
+      scores = scores.reshape(rows, size)
+      above = jnp.maximum(peak, scores.max(-1))
+      weights = jnp.exp(scores - above[:, None])
+      keep = jnp.exp(peak - above)
+      mixed = mixed * keep[:, None]
+      mixed += _product(weights.astype(given.v.dtype), given.v[j])
+      return above, total * keep + weights.sum(-1), mixed
+
+    def maybe(j, carry):
+      return jax.lax.cond(
+          given.seen[i, j], lambda carry: turn(j, carry), lambda x: x, carry
+      )
+
+    nothing = jnp.full(rows, _NEG), jnp.zeros(rows), jnp.zeros((rows, h))
+    peak, total, mixed = jax.lax.fori_loop(*_range(given, i), maybe, nothing)
+    mixed = (mixed / total[:, None]).astype(q.dtype)
+    return mixed, peak + jnp.log(total)
+
+  return jax.lax.map(block, jnp.arange(count))
+
+
+def _backward(causal, kept, slopes) -> tuple[Any, ...]:
+  q, k, v, masks, mixed, total = kept
+  given = _Given(q, k, v, *masks)
+  offset = jnp.sum(mixed.astype(jnp.float32) * slopes, -1)
+  one = functools.partial(_backward_one, causal)
+  return *jax.lax.map(one, (given, total, offset, slopes)), None
+
+
+def _backward_one(causal, kept) -> tuple[jax.Array, jax.Array, jax.Array]:
+  given, totals, offsets, slopes = kept
+  count, rows, h = given.q.shape
+  size = given.k.shape[1]
+
+  def block(i, carry):
+    to_q, to_k, to_v = carry
+    q, total, offset, slope = given.q[i], totals[i], offsets[i], slopes[i]
+
+    def turn(j):
+      # Keys outside queries: two of three products with them need no
+      # transpose.
+      hidden = jnp.tile(_hidden(given, i, j, causal), (rows // size, 1)).T
+      k, v = given.k[j], given.v[j]
+      weights = jnp.where(hidden, 0.0, jnp.exp(_product(k, q.T) - total))
+      to_v = _product(weights.astype(v.dtype), slope)
+      scores = weights * (_product(v, slope.T) - offset)
+      scores = scores.astype(q.dtype)
+      return _product(k.T, scores), _product(scores, q), to_v
+
+    def maybe(j, carry):
+      # Sums lie outside the condition, which would copy them.
+      to_q, to_k, to_v = carry
+      none = jnp.zeros((h, rows)), jnp.zeros((size, h)), jnp.zeros((size, h))
+      own, k, v = jax.lax.cond(given.seen[i, j], turn, lambda _: none, j)
+      return to_q + own, to_k.at[j].add(k), to_v.at[j].add(v)
+
+    own, to_k, to_v = jax.lax.fori_loop(
+        *_range(given, i), maybe, (jnp.zeros((h, rows)), to_k, to_v)
+    )
+    return to_q.at[i].set(own.T.astype(to_q.dtype)), to_k, to_v
+
+  sums = jnp.zeros(given.k.shape), jnp.zeros(given.v.shape)
+  start = (jnp.zeros(given.q.shape, given.q.dtype), *sums)
+  to_q, to_k, to_v = jax.lax.fori_loop(0, count, block, start)
+  return to_q, to_k.astype(given.k.dtype), to_v.astype(given.v.dtype)
+
+
+_attend.defvjp(_forward, _backward)
