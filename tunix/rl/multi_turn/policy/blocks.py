@@ -33,6 +33,8 @@ LEAST = 256
 
 _NEG = -1e30
 
+_zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
+
 
 class _Given(NamedTuple):
   """What one KV head's attention reads.
@@ -151,14 +153,14 @@ def _attend(causal, q, k, v, masks) -> jax.Array:
 
 def _forward(causal, q, k, v, masks) -> tuple[jax.Array, Any]:
   one = functools.partial(_forward_one, causal)
-  mixed, total = jax.lax.map(one, _Given(q, k, v, *masks))
-  return mixed, (q, k, v, masks, mixed, total)
+  mixed, norms = jax.lax.map(one, _Given(q, k, v, *masks))
+  return mixed, (q, k, v, masks, mixed, norms)
 
 
 def _forward_one(
     causal: bool, given: _Given
 ) -> tuple[jax.Array, jax.Array]:
-  """The mix [I, G * Q, H] and the logarithms of the sums, [I, G * Q]."""
+  """The mix [I, G * Q, H]; peaks and inverse sums, [I, 2, G * Q]."""
   count, rows, h = given.q.shape
   size = given.k.shape[1]
 
@@ -182,37 +184,42 @@ def _forward_one(
           given.seen[i, j], lambda carry: turn(j, carry), lambda x: x, carry
       )
 
-    nothing = jnp.full(rows, _NEG), jnp.zeros(rows), jnp.zeros((rows, h))
+    nothing = (
+        jnp.full(rows, _NEG, jnp.float32), _zeros(rows), _zeros((rows, h))
+    )
     peak, total, mixed = jax.lax.fori_loop(*_range(given, i), maybe, nothing)
     mixed = (mixed / total[:, None]).astype(q.dtype)
-    return mixed, peak + jnp.log(total)
+    # One number, peak + log(total), would cost the gradients a digit.
+    return mixed, jnp.stack([peak, 1 / total])
 
   return jax.lax.map(block, jnp.arange(count))
 
 
 def _backward(causal, kept, slopes) -> tuple[Any, ...]:
-  q, k, v, masks, mixed, total = kept
+  q, k, v, masks, mixed, norms = kept
   given = _Given(q, k, v, *masks)
   offset = jnp.sum(mixed.astype(jnp.float32) * slopes, -1)
   one = functools.partial(_backward_one, causal)
-  return *jax.lax.map(one, (given, total, offset, slopes)), None
+  return *jax.lax.map(one, (given, norms, offset, slopes)), None
 
 
 def _backward_one(causal, kept) -> tuple[jax.Array, jax.Array, jax.Array]:
-  given, totals, offsets, slopes = kept
+  given, norms, offsets, slopes = kept
   count, rows, h = given.q.shape
   size = given.k.shape[1]
 
   def block(i, carry):
     to_q, to_k, to_v = carry
-    q, total, offset, slope = given.q[i], totals[i], offsets[i], slopes[i]
+    q, offset, slope = given.q[i], offsets[i], slopes[i]
+    peak, inverse = norms[i]
 
     def turn(j):
       # Keys outside queries: two of three products with them need no
       # transpose.
       hidden = jnp.tile(_hidden(given, i, j, causal), (rows // size, 1)).T
       k, v = given.k[j], given.v[j]
-      weights = jnp.where(hidden, 0.0, jnp.exp(_product(k, q.T) - total))
+      weights = jnp.exp(_product(k, q.T) - peak) * inverse
+      weights = jnp.where(hidden, 0.0, weights)
       to_v = _product(weights.astype(v.dtype), slope)
       scores = weights * (_product(v, slope.T) - offset)
       scores = scores.astype(q.dtype)
@@ -221,16 +228,16 @@ def _backward_one(causal, kept) -> tuple[jax.Array, jax.Array, jax.Array]:
     def maybe(j, carry):
       # Sums lie outside the condition, which would copy them.
       to_q, to_k, to_v = carry
-      none = jnp.zeros((h, rows)), jnp.zeros((size, h)), jnp.zeros((size, h))
+      none = _zeros((h, rows)), _zeros((size, h)), _zeros((size, h))
       own, k, v = jax.lax.cond(given.seen[i, j], turn, lambda _: none, j)
       return to_q + own, to_k.at[j].add(k), to_v.at[j].add(v)
 
     own, to_k, to_v = jax.lax.fori_loop(
-        *_range(given, i), maybe, (jnp.zeros((h, rows)), to_k, to_v)
+        *_range(given, i), maybe, (_zeros((h, rows)), to_k, to_v)
     )
     return to_q.at[i].set(own.T.astype(to_q.dtype)), to_k, to_v
 
-  sums = jnp.zeros(given.k.shape), jnp.zeros(given.v.shape)
+  sums = _zeros(given.k.shape), _zeros(given.v.shape)
   start = (jnp.zeros(given.q.shape, given.q.dtype), *sums)
   to_q, to_k, to_v = jax.lax.fori_loop(0, count, block, start)
   return to_q, to_k.astype(given.k.dtype), to_v.astype(given.v.dtype)
