@@ -84,7 +84,12 @@ class _Chunk(NamedTuple):
 
 
 class _Coming:
-  """What requests of a call will have cached, for later ones to wait for."""
+  """The page that each request of a call fills next, for later ones to wait.
+
+  One page of a request is enough: a later request that would gain from a page
+  after it holds all before that page, and so would the earlier one, which
+  adopts whatever is there.
+  """
 
   def __init__(self, pool: kv_cache.PagePool):
     self._size, self._copies = pool.page_size, pool.copies
@@ -95,13 +100,13 @@ class _Coming:
       self, sequence: kv_cache.CachedSequence, goal: int, shard: int
   ) -> None:
     """A sequence will be cached up to `goal` tokens."""
-    first, size = sequence.cached // self._size, self._size
+    block = sequence.cached // self._size
+    start = block * self._size
     ids = kv_cache.content_ids(
-        sequence.tokens, sequence.spans, first * size, goal
+        sequence.tokens, sequence.spans, start, min(start + self._size, goal)
     )
-    for i in range(0, len(ids), size):
-      place = shard, sequence.parent_key(first + i // size)
-      self._ids.setdefault(place, []).append(ids[i : i + size])
+    place = shard, sequence.parent_key(block)
+    self._ids.setdefault(place, []).append(ids)
 
   def serves(
       self, sequence: kv_cache.CachedSequence, goal: int, shard: int
