@@ -51,6 +51,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = types.MappingProxyType({
         "trajectory_collector.buffer_service",
         "keep rollouts between collectors and trainers",
     ),
+    "publish": (
+        "commands.publish",
+        "put a policy or episodes on the Hugging Face Hub",
+    ),
     "doctor": ("doctor", "check this machine for a run, and what to mend"),
 })
 """Word after `tunix-mt` -> (module of tunix.rl.multi_turn, its purpose)."""

@@ -22,6 +22,7 @@ from tunix.rl.multi_turn.api import html as html_lib
 from tunix.rl.multi_turn.core import yaml_text
 from tunix.rl.multi_turn.reporting import evaluation_journal
 from tunix.rl.multi_turn.reporting import files
+from tunix.rl.multi_turn.reporting import publishing
 from tunix.rl.multi_turn.reporting import report
 from tunix.rl.multi_turn.reporting import run_data
 
@@ -232,6 +233,60 @@ class Run:
         f' style="border:0;width:100%;height:{height}px"></iframe>',
         str(address),
     )
+
+  # --- to give away -----------------------------------------------------------
+
+  def push_to_hub(
+      self,
+      repo: str,
+      content: publishing.Content = "policy",
+      *,
+      private: bool | None = None,
+      license: str = "",  # pylint: disable=redefined-builtin
+      base_model: str = "",
+      token: str | None = None,
+  ) -> str:
+    """Puts the policy, or the kept episodes, on the Hugging Face Hub.
+
+    Args:
+      repo: owner/name; made where it is absent.
+      content: policy or episodes.
+      private: whether a new repository is; None: as the owner's default.
+      license: for the card, the Hub's identifier.
+      base_model: for the card, what was trained.
+      token: None: HF_TOKEN's, or that of `hf auth login`.
+
+    Returns:
+      the address of the repository.
+
+    Raises:
+      PublishError: the run has nothing of it; the Hub refuses, or does not
+        answer.
+    """
+    return publishing.push(
+        self.directory,
+        content,
+        repo,
+        publishing.Described(license, base_model),
+        private=private,
+        token=token,
+    )
+
+  def save_for_hub(
+      self,
+      folder: str | pathlib.Path,
+      content: publishing.Content = "policy",
+      *,
+      license: str = "",  # pylint: disable=redefined-builtin
+      base_model: str = "",
+  ) -> pathlib.Path:
+    """Writes what `push_to_hub` would send to an absent or empty folder.
+
+    Raises:
+      PublishError: the run has nothing of it, or the folder is in use.
+    """
+    described = publishing.Described(license, base_model)
+    return publishing.save(self.directory, content, folder, described)
 
   def __repr__(self) -> str:
     total = (self.config.get("learner") or {}).get("steps")

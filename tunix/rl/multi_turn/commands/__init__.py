@@ -35,6 +35,9 @@ COMMANDS = {
     f"{_HERE}.clients.vllm": "Prints the command that starts vLLM for a run.",
     f"{_HERE}.monitor": "Stores and shows runs: the Training Monitor.",
     f"{_HERE}.reporting.report": "Writes report.html of a run directory.",
+    f"{_HERE}.commands.publish": (
+        "Puts a run's policy or episodes on the Hugging Face Hub."
+    ),
     f"{_HERE}.commands.inspect_policy": (
         "Reports a policy's sizes, tokens and memory; runs it once."
     ),

@@ -1,0 +1,120 @@
+"""Makes folders for the Hugging Face Hub from a run directory, and pushes them.
+
+    publishing.save(run_directory, "policy", folder)
+    publishing.push(run_directory, "episodes", "me/desktop-episodes")
+
+`policy` is the trained policy's files with a model card; `episodes` the kept
+episodes as Parquet, screenshots inside, with a data set card. Nothing in the
+run directory is changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+import tempfile
+from typing import Any, Literal
+
+from tunix.rl.multi_turn.reporting import run_data
+from tunix.rl.multi_turn.reporting.publishing import episode_tables
+from tunix.rl.multi_turn.reporting.publishing import hub
+from tunix.rl.multi_turn.reporting.publishing import policy_folder
+
+Content = Literal["policy", "episodes"]
+PublishError = hub.PublishError
+_WRITERS = {"policy": policy_folder.write, "episodes": episode_tables.write}
+CONTENTS = tuple(_WRITERS)
+_LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+  """What a card says and no run knows.
+
+  Attributes:
+    license: identifier of the Hub's list, such as apache-2.0; "" leaves it
+      open.
+    base_model: the policy's origin on the Hub; "" takes the run's
+      `policy.name` where that looks like one.
+  """
+
+  license: str = ""
+  base_model: str = ""
+
+  def __post_init__(self):
+    if self.license and not _LICENSE.fullmatch(self.license):
+      raise PublishError(
+          f"license is {self.license!r}; give the Hub's identifier, such as"
+          " apache-2.0 or cc-by-4.0"
+      )
+    if self.base_model:
+      hub.check_name(self.base_model, "base_model")
+
+
+def save(
+    directory: str | pathlib.Path,
+    content: Content,
+    folder: str | pathlib.Path,
+    described: Described = Described(),
+) -> pathlib.Path:
+  """Writes the folder that `push` would send.
+
+  Args:
+    directory: of a run or an evaluation.
+    content: policy or episodes.
+    folder: to write; absent or empty.
+    described: for the card.
+
+  Returns:
+    the folder.
+
+  Raises:
+    PublishError: the run has nothing of it, or the folder is in use.
+    FileNotFoundError: `directory` is no run.
+  """
+  if content not in _WRITERS:
+    raise PublishError(
+        f"content is {content!r}; take one of {', '.join(CONTENTS)}"
+    )
+  folder = pathlib.Path(folder)
+  run = run_data.load(directory)
+  if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    raise PublishError(f"{folder} is not an empty folder; give another")
+  if folder.resolve().is_relative_to((run.directory / "policy").resolve()):
+    raise PublishError(f"{folder} lies in the run's policy; give another")
+  folder.mkdir(parents=True, exist_ok=True)
+  _WRITERS[content](run, folder, described)
+  return folder
+
+
+def push(
+    directory: str | pathlib.Path,
+    content: Content,
+    repo: str,
+    described: Described = Described(),
+    *,
+    private: bool | None = None,
+    token: str | None = None,
+    message: str = "",
+) -> str:
+  """Pushes a run's policy or episodes; see `hub.push` and `save`.
+
+  Returns:
+    the address of the repository.
+
+  Raises:
+    PublishError: see `save`; or the Hub refuses or does not answer.
+  """
+  target = hub.Target(
+      repo, "dataset" if content == "episodes" else "model", private, token
+  )
+  hub.check(target)  # Before a folder of gigabytes is made.
+  run = run_data.load(directory)
+  # Beside the policy, so that weights are linked and not copied.
+  with tempfile.TemporaryDirectory(
+      dir=run.directory, prefix=".publish-"
+  ) as folder:
+    save(directory, content, folder, described)
+    return hub.push(folder, target, message or f"{content} of {run.name}")
+

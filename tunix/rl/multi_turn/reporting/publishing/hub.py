@@ -1,0 +1,159 @@
+"""Pushes a folder to the Hugging Face Hub by its own client.
+
+The address is HF_ENDPOINT's, the token HF_TOKEN's or that of `hf auth login`,
+unless one is given. `huggingface_hub` waits without end for a silent server;
+here each wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+from typing import Any, Iterator, Literal
+
+STALL_S = 60.0
+"""That the Hub may be silent, in seconds."""
+
+
+class PublishError(ValueError):
+  """Something that cannot be published, and what to do about it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+  """A repository.
+
+  Attributes:
+    repo: owner/name, or a name of the token's user.
+    kind: model or dataset.
+    private: whether a new repository is; None: as the owner's default.
+    token: None: as the client finds it.
+  """
+
+  repo: str
+  kind: Literal["model", "dataset"]
+  private: bool | None = None
+  token: str | None = dataclasses.field(default=None, repr=False)
+
+
+def check_name(name: str, field: str = "repo") -> None:
+  """Raises PublishError unless `name` is a repository's."""
+  from huggingface_hub import errors, utils  # pylint: disable=g-import-not-at-top,g-multiple-import
+
+  try:
+    utils.validate_repo_id(name)
+  except errors.HFValidationError as error:
+    raise PublishError(
+        f"{field} is {name!r}, which is no name of a repository; give"
+        f" owner/name ({error})"
+    ) from None
+
+
+def check(target: Target) -> None:
+  """What can be said before the Hub is asked; raises PublishError."""
+  import huggingface_hub  # pylint: disable=g-import-not-at-top
+
+  check_name(target.repo)
+  if huggingface_hub.constants.is_offline_mode():
+    raise PublishError(
+        "HF_HUB_OFFLINE is set, so nothing can be pushed; unset it, or write a"
+        " folder instead"
+    )
+  if not (target.token or huggingface_hub.get_token()):
+    raise PublishError(
+        "there is no token for the Hub; set HF_TOKEN to one that may write, or"
+        " run: hf auth login"
+    )
+
+
+def push(
+    folder: str | pathlib.Path,
+    target: Target,
+    message: str,
+    stall_s: float = STALL_S,
+) -> str:
+  """Makes the repository where it is absent, and commits the folder to it.
+
+  Args:
+    folder: all its files are sent; those that the repository has already are
+      not sent again.
+    target: the repository.
+    message: of the commit.
+    stall_s: that the Hub may be silent.
+
+  Returns:
+    the address of the repository.
+
+  Raises:
+    PublishError: the Hub refuses, or does not answer.
+  """
+  import httpx  # pylint: disable=g-import-not-at-top
+  import huggingface_hub  # pylint: disable=g-import-not-at-top
+  from huggingface_hub import errors  # pylint: disable=g-import-not-at-top
+
+  check(target)
+  api = huggingface_hub.HfApi(token=target.token)
+  where = f"{target.repo} at {api.endpoint}"
+  try:
+    with _deadlines(stall_s):
+      url = api.create_repo(
+          target.repo,
+          repo_type=target.kind,
+          private=target.private,
+          exist_ok=True,
+      )
+      api.upload_folder(
+          folder_path=str(folder),
+          repo_id=url.repo_id,
+          repo_type=target.kind,
+          commit_message=message,
+      )
+  except errors.HfHubHTTPError as error:
+    raise PublishError(_refusal(where, error)) from error
+  except (httpx.TransportError, errors.OfflineModeIsEnabled, OSError) as error:
+    told = f"{error}" or type(error).__name__
+    raise PublishError(
+        f"{where} does not answer: {told}; try again, or write a folder instead"
+    ) from error
+  except (ValueError, RuntimeError) as error:  # RuntimeError: a file of it.
+    cause = error.__cause__ or error
+    raise PublishError(f"{where} did not take it: {cause}") from error
+  return str(url)
+
+
+def _refusal(where: str, error: Any) -> str:
+  status = error.response.status_code
+  told = error.server_message or f"HTTP {status}"
+  if status == 401:
+    return (
+        f"{where} does not know the token ({told}); set HF_TOKEN, or run: hf"
+        " auth login"
+    )
+  if status in (403, 404):
+    return (
+        f"{where} may not be written with this token ({told}); give a token"
+        " that may write there, or another name"
+    )
+  return f"{where} refused: {told}"
+
+
+@contextlib.contextmanager
+def _deadlines(stall_s: float) -> Iterator[None]:
+  """Within, requests of the client end when the server is silent so long."""
+  import httpx  # pylint: disable=g-import-not-at-top
+  import huggingface_hub  # pylint: disable=g-import-not-at-top
+  from huggingface_hub.utils import _http  # pylint: disable=g-import-not-at-top
+
+  before = _http._GLOBAL_CLIENT_FACTORY  # pylint: disable=protected-access
+
+  def make() -> httpx.Client:
+    client = before()
+    client.timeout = httpx.Timeout(stall_s)
+    return client
+
+  huggingface_hub.set_client_factory(make)
+  try:
+    yield
+  finally:
+    huggingface_hub.set_client_factory(before)

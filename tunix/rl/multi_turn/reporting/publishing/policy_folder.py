@@ -1,0 +1,170 @@
+"""A run's policy as a model repository: its files, a card, the settings.
+
+Promises: weights are linked where the file system can, not copied. The
+settings name no directory of the machine and no secret of an address.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+from typing import TYPE_CHECKING, Any
+
+from tunix.rl.multi_turn.core import credentials
+from tunix.rl.multi_turn.core import yaml_text
+from tunix.rl.multi_turn.reporting import run_data
+from tunix.rl.multi_turn.reporting.publishing import hub
+
+if TYPE_CHECKING:
+  from tunix.rl.multi_turn.reporting import publishing
+
+_TAGS = ["computer-use", "gui-agent", "reinforcement-learning", "tunix"]
+_OWN = ("dir", "resume")
+"""Settings of `run` that say where it lay."""
+
+
+def write(
+    run: run_data.RunDirectory,
+    folder: pathlib.Path,
+    described: publishing.Described,
+) -> None:
+  """See `publishing.save`."""
+  source = run.directory / "policy"
+  if not (source / "config.json").is_file():
+    status = run.summary.get("status", "unfinished")
+    raise hub.PublishError(
+        f"{run.directory} has no policy yet: it is {status}, and the policy is"
+        " saved when training ends"
+    )
+  for path in sorted(source.iterdir()):
+    if path.is_file() and path.suffix != ".part" and path.name != "README.md":
+      _link(path, folder / path.name)
+  text = yaml_text.dump(settings(run))
+  (folder / "training_config.yaml").write_text(text, encoding="utf-8")
+  config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+  card = _card(run, config, described)
+  (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def settings(run: run_data.RunDirectory) -> dict[str, Any]:
+  """The run's settings without places and secrets; {} where there are none."""
+  parsed = yaml_text.parse(credentials.masked(run.config)) if run.config else {}
+  if not isinstance(parsed, dict):
+    return {}
+  if isinstance(parsed.get("run"), dict):
+    for name in _OWN:
+      parsed["run"].pop(name, None)
+  return parsed
+
+
+def _link(source: pathlib.Path, target: pathlib.Path) -> None:
+  try:
+    os.link(source, target)
+  except OSError:  # Another file system, or one without links.
+    shutil.copyfile(source, target)
+
+
+def _card(
+    run: run_data.RunDirectory,
+    config: dict[str, Any],
+    described: publishing.Described,
+) -> str:
+  import huggingface_hub  # pylint: disable=g-import-not-at-top
+
+  sees = "vision_config" in config or "vision" in config
+  data = huggingface_hub.ModelCardData(
+      license=described.license or None,
+      base_model=described.base_model or None,
+      library_name="transformers" if "architectures" in config else "tunix",
+      pipeline_tag="image-text-to-text" if sees else "text-generation",
+      tags=_TAGS,
+      model_name=run.name,
+      eval_results=_results(run) or None,
+  )
+  chosen = settings(run)
+  of = lambda section, name: (chosen.get(section) or {}).get(name, "–")
+  return "\n".join([
+      "---",
+      data.to_yaml(),
+      "---",
+      "",
+      f"# {run.name}",
+      "",
+      "An agent that uses a computer, trained by multi-turn reinforcement"
+      " learning with `tunix.rl.multi_turn`.",
+      "",
+      "| | |",
+      "|---|---|",
+      f"| policy before training | {described.base_model or of('policy', 'name')} |",
+      f"| environment | {of('environment', 'name')}, gym {of('gym', 'name')} |",
+      f"| agent | {of('agent', 'name')}, parser {of('agent', 'parser')} |",
+      f"| updates | {run.summary.get('step', len(run.metrics))} |",
+      f"| advantage | {of('algorithm', 'advantage')} |",
+      "",
+      "All settings: `training_config.yaml`.",
+      "",
+      *evaluation_table(run),
+      "## Use",
+      "",
+      "    tunix-mt evaluate FOLDER",
+      "    tunix-mt train policy=FOLDER",
+      "",
+      "with the folder that this repository was downloaded to.",
+      "",
+  ])
+
+
+def evaluation_table(run: run_data.RunDirectory) -> list[str]:
+  """Lines of Markdown: success by evaluation; none without one."""
+  if not run.evaluations:
+    return []
+  lines = [
+      "## Evaluation",
+      "",
+      "| | success | 95 % interval | episodes |",
+      "|---|---|---|---|",
+  ]
+  for name, found in run.evaluations.items():
+    low, high = found.get("interval") or (None, None)
+    interval = "–" if low is None else f"{low:.3f} to {high:.3f}"
+    lines.append(
+        f"| {_cell(name)} | {found['success_rate']:.3f} | {interval} |"
+        f" {found.get('episodes', '–')} |"
+    )
+  last = list(run.evaluations.values())[-1]
+  families = last.get("by_task") or {}
+  if families:
+    lines += ["", "Last evaluation by family:", "", "| family | success |",
+              "|---|---|"]  # pyformat: disable
+    for name, found in families.items():
+      rate = found.get("success_rate")
+      shown = "–" if rate is None else f"{rate:.3f}"
+      lines.append(f"| {_cell(name)} | {shown} |")
+  return [*lines, ""]
+
+
+def _cell(text: Any) -> str:
+  return str(text).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _results(run: run_data.RunDirectory) -> list[Any]:
+  """The last evaluation in the Hub's own form."""
+  import huggingface_hub  # pylint: disable=g-import-not-at-top
+
+  if not run.evaluations:
+    return []
+  name, found = list(run.evaluations.items())[-1]
+  gym = (settings(run).get("gym") or {}).get("name") or "gym"
+  return [
+      huggingface_hub.EvalResult(
+          task_type="reinforcement-learning",
+          task_name="computer use",
+          dataset_type=str(gym),
+          dataset_name=str(gym),
+          metric_type="success_rate",
+          metric_name=f"success rate ({name})",
+          metric_value=round(float(found["success_rate"]), 4),
+      )
+  ]
