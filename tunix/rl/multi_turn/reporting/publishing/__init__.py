@@ -10,46 +10,22 @@ run directory is changed.
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
-import re
+import shutil
 import tempfile
-from typing import Any, Literal
+from typing import Literal
 
 from tunix.rl.multi_turn.reporting import run_data
+from tunix.rl.multi_turn.reporting.publishing import described as described_lib
 from tunix.rl.multi_turn.reporting.publishing import episode_tables
 from tunix.rl.multi_turn.reporting.publishing import hub
 from tunix.rl.multi_turn.reporting.publishing import policy_folder
 
 Content = Literal["policy", "episodes"]
+Described = described_lib.Described
 PublishError = hub.PublishError
 _WRITERS = {"policy": policy_folder.write, "episodes": episode_tables.write}
 CONTENTS = tuple(_WRITERS)
-_LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
-
-
-@dataclasses.dataclass(frozen=True)
-class Described:
-  """What a card says and no run knows.
-
-  Attributes:
-    license: identifier of the Hub's list, such as apache-2.0; "" leaves it
-      open.
-    base_model: the policy's origin on the Hub; "" takes the run's
-      `policy.name` where that looks like one.
-  """
-
-  license: str = ""
-  base_model: str = ""
-
-  def __post_init__(self):
-    if self.license and not _LICENSE.fullmatch(self.license):
-      raise PublishError(
-          f"license is {self.license!r}; give the Hub's identifier, such as"
-          " apache-2.0 or cc-by-4.0"
-      )
-    if self.base_model:
-      hub.check_name(self.base_model, "base_model")
 
 
 def save(
@@ -83,8 +59,16 @@ def save(
     raise PublishError(f"{folder} is not an empty folder; give another")
   if folder.resolve().is_relative_to((run.directory / "policy").resolve()):
     raise PublishError(f"{folder} lies in the run's policy; give another")
+  made = not folder.exists()
   folder.mkdir(parents=True, exist_ok=True)
-  _WRITERS[content](run, folder, described)
+  try:
+    _WRITERS[content](run, folder, described)
+  except BaseException:
+    # It was empty: a second attempt finds it so.
+    shutil.rmtree(folder, ignore_errors=True)
+    if not made:
+      folder.mkdir(exist_ok=True)
+    raise
   return folder
 
 

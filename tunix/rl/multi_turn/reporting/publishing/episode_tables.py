@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import json
 import pathlib
-from typing import TYPE_CHECKING, Any, Iterator
+from typing import Any, Iterator
 
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.reporting import run_data
+from tunix.rl.multi_turn.reporting.publishing import described as described_lib
 from tunix.rl.multi_turn.reporting.publishing import hub
 from tunix.rl.multi_turn.reporting.publishing import policy_folder
-
-if TYPE_CHECKING:
-  from tunix.rl.multi_turn.reporting import publishing
 
 _GROUP_BYTES = 64 << 20  # Of a row group: what a reader holds at once.
 _FILE_BYTES = 500 << 20
@@ -46,7 +44,7 @@ _COLUMNS = {
 def write(
     run: run_data.RunDirectory,
     folder: pathlib.Path,
-    described: publishing.Described,
+    described: described_lib.Described,
 ) -> None:
   """See `publishing.save`."""
   import datasets  # pylint: disable=g-import-not-at-top
@@ -114,7 +112,8 @@ def _rows(run: run_data.RunDirectory) -> Iterator[dict[str, Any]]:
             "note": frame.note,
             "reward": float(step.get("reward") or 0.0),
         }
-        for frame, step in zip(shown.frames, steps)  # After them: the last screen.
+        # After the turns comes the last screen.
+        for frame, step in zip(shown.frames, steps, strict=False)
     ]
     whole = {k: v for k, v in line.items() if k not in run_data.BESIDE}
     yield {
@@ -192,7 +191,7 @@ class _Shards:
 def _card(
     run: run_data.RunDirectory,
     counts: dict[str, int],
-    described: publishing.Described,
+    described: described_lib.Described,
 ) -> str:
   import huggingface_hub  # pylint: disable=g-import-not-at-top
 
@@ -227,7 +226,8 @@ def _card(
       "",
       f'    rows = datasets.load_dataset("FOLDER", split="{list(counts)[0]}")',
       '    rows[0]["images"][0]',
-      "    trajectory.Trajectory.from_json(json.loads(rows[0][\"trajectory\"]))",
+      "    kept = json.loads(rows[0][\"trajectory\"])",
+      "    trajectory.Trajectory.from_json(kept)",
       "",
       "| column | |",
       "|---|---|",

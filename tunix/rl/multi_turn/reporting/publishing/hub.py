@@ -39,7 +39,8 @@ class Target:
 
 def check_name(name: str, field: str = "repo") -> None:
   """Raises PublishError unless `name` is a repository's."""
-  from huggingface_hub import errors, utils  # pylint: disable=g-import-not-at-top,g-multiple-import
+  from huggingface_hub import errors  # pylint: disable=g-import-not-at-top,g-multiple-import
+  from huggingface_hub import utils  # pylint: disable=g-import-not-at-top,g-multiple-import
 
   try:
     utils.validate_repo_id(name)

@@ -10,15 +10,14 @@ import json
 import os
 import pathlib
 import shutil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tunix.rl.multi_turn.core import credentials
 from tunix.rl.multi_turn.core import yaml_text
 from tunix.rl.multi_turn.reporting import run_data
+from tunix.rl.multi_turn.reporting.publishing import described as described_lib
 from tunix.rl.multi_turn.reporting.publishing import hub
-
-if TYPE_CHECKING:
-  from tunix.rl.multi_turn.reporting import publishing
+import yaml
 
 _TAGS = ["computer-use", "gui-agent", "reinforcement-learning", "tunix"]
 _OWN = ("dir", "resume")
@@ -28,7 +27,7 @@ _OWN = ("dir", "resume")
 def write(
     run: run_data.RunDirectory,
     folder: pathlib.Path,
-    described: publishing.Described,
+    described: described_lib.Described,
 ) -> None:
   """See `publishing.save`."""
   source = run.directory / "policy"
@@ -41,7 +40,7 @@ def write(
   for path in sorted(source.iterdir()):
     if path.is_file() and path.suffix != ".part" and path.name != "README.md":
       _link(path, folder / path.name)
-  text = yaml_text.dump(settings(run))
+  text = yaml.safe_dump(settings(run), sort_keys=False, allow_unicode=True)
   (folder / "training_config.yaml").write_text(text, encoding="utf-8")
   config = json.loads((source / "config.json").read_text(encoding="utf-8"))
   card = _card(run, config, described)
@@ -69,7 +68,7 @@ def _link(source: pathlib.Path, target: pathlib.Path) -> None:
 def _card(
     run: run_data.RunDirectory,
     config: dict[str, Any],
-    described: publishing.Described,
+    described: described_lib.Described,
 ) -> str:
   import huggingface_hub  # pylint: disable=g-import-not-at-top
 
@@ -85,6 +84,7 @@ def _card(
   )
   chosen = settings(run)
   of = lambda section, name: (chosen.get(section) or {}).get(name, "–")
+  origin = described.base_model or of("policy", "name")
   return "\n".join([
       "---",
       data.to_yaml(),
@@ -97,7 +97,7 @@ def _card(
       "",
       "| | |",
       "|---|---|",
-      f"| policy before training | {described.base_model or of('policy', 'name')} |",
+      f"| policy before training | {origin} |",
       f"| environment | {of('environment', 'name')}, gym {of('gym', 'name')} |",
       f"| agent | {of('agent', 'name')}, parser {of('agent', 'parser')} |",
       f"| updates | {run.summary.get('step', len(run.metrics))} |",

@@ -1,0 +1,276 @@
+"""A run's policy and episodes as folders, and pushed to a Hub on loopback.
+
+The Hub's client is huggingface_hub itself, the readers `datasets` and
+`transformers`.
+"""
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import datasets
+import hub_server
+import huggingface_hub
+import numpy as np
+from pyarrow import parquet
+import pytest
+from safetensors import numpy as safetensors_numpy
+import synthetic_run
+from tunix.rl.multi_turn.api import runs
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import hf_checkpoint
+from tunix.rl.multi_turn.reporting import publishing
+from tunix.rl.multi_turn.reporting.publishing import hub
+
+CONFIG = """
+run: {name: demo, dir: /home/somebody/runs, resume: '', seed: 3}
+gym: {name: desktop}
+policy: {name: qwen3_vl_tiny}
+clients: {url: 'https://user:secretword@host/v1'}
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  directory = synthetic_run.write(tmp_path_factory.mktemp("runs") / "demo")
+  (directory / "config.yaml").write_text(CONFIG, encoding="utf-8")
+  model, _, _ = checkpoint.create_policy("qwen3_vl_tiny")
+  hf_checkpoint.save_policy(
+      directory / "policy", model, "qwen3_vl_tiny", "float32"
+  )
+  return runs.load(directory)
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+  monkeypatch.setenv("HF_HOME", str(tmp_path))
+  with hub_server.HubServer().serving() as found:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", found.url)
+    yield found
+
+
+def command(*arguments, **env):
+  return subprocess.run(
+      [sys.executable, "-m", "tunix_multi_turn", "commands.publish",
+       *map(str, arguments)],
+      capture_output=True, text=True, timeout=120,
+      env={**os.environ, "HF_TOKEN": "", **env},
+  )  # pyformat: disable
+
+
+def metadata(card):
+  return huggingface_hub.RepoCard(card, ignore_metadata_errors=False).data
+
+
+# --- folders ------------------------------------------------------------------
+
+
+def test_episodes_are_a_data_set(run, tmp_path):
+  folder = run.save_for_hub(tmp_path / "data", "episodes", license="cc-by-4.0")
+  found = datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "cache"))
+  kept = {e.trajectory.trajectory_id: e for e in run.episodes}
+  rows = [row for split in found.values() for row in split]
+  assert {r["episode_id"] for r in rows} == set(kept) and len(rows) == len(kept)
+  assert set(found) == {e.split for e in run.episodes}
+  looked = 0
+  for row in rows:
+    episode = kept[row["episode_id"]]
+    again = trajectory_lib.Trajectory.from_json(json.loads(row["trajectory"]))
+    assert again.to_json() == episode.trajectory.to_json()
+    assert row["success"] == episode.success
+    assert row["reward"] == episode.reward
+    assert row["instruction"] == episode.shown.instruction
+    assert len(row["turns"]) == episode.turns
+    for number, turn in enumerate(row["turns"]):
+      frame = episode.shown.frames[number]
+      assert turn["response"] == frame.text
+      assert json.loads(turn["actions"]) == list(frame.actions)
+      if turn["image"] >= 0:
+        shown = row["images"][turn["image"]]
+        assert np.array_equal(
+            np.asarray(shown.convert("RGB")),
+            np.asarray(episode.screenshot(number)),
+        )
+        looked += 1
+  assert looked > 10
+  card = (folder / "README.md").read_text(encoding="utf-8")
+  assert metadata(card).license == "cc-by-4.0"
+
+
+def test_screenshots_that_were_not_kept_are_told(run, tmp_path):
+  copy = tmp_path / "run"
+  copy.mkdir()
+  for name in ("summary.json", "metrics.jsonl", "trajectories.jsonl"):
+    (copy / name).write_bytes((run.directory / name).read_bytes())
+  folder = publishing.save(copy, "episodes", tmp_path / "data")
+  found = datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "cache"))
+  for split in found.values():
+    for row in split:
+      assert row["images"] == []
+      assert all(turn["image"] == -1 for turn in row["turns"])
+
+
+def test_large_runs_become_several_files(run, tmp_path, monkeypatch):
+  from tunix.rl.multi_turn.reporting.publishing import episode_tables
+
+  monkeypatch.setattr(episode_tables, "_GROUP_BYTES", 2000)
+  monkeypatch.setattr(episode_tables, "_FILE_BYTES", 8000)
+  folder = run.save_for_hub(tmp_path / "data", "episodes")
+  assert len(list((folder / "data").glob("train-*.parquet"))) > 2
+  found = datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "cache"))
+  assert sum(map(len, found.values())) == len(run.episodes)
+
+
+def test_a_policy_is_a_model_repository(run, tmp_path):
+  transformers = pytest.importorskip("transformers")
+  folder = run.save_for_hub(
+      tmp_path / "model", license="apache-2.0", base_model="Qwen/Qwen3-VL-2B"
+  )
+  config = transformers.AutoConfig.from_pretrained(folder)
+  assert config.model_type == "qwen3_vl"
+  ours = safetensors_numpy.load_file(run.policy / "model.safetensors")
+  theirs = safetensors_numpy.load_file(folder / "model.safetensors")
+  assert all(np.array_equal(ours[k], theirs[k]) for k in ours | theirs)
+  data = metadata((folder / "README.md").read_text(encoding="utf-8"))
+  assert data.library_name == "transformers"
+  assert data.pipeline_tag == "image-text-to-text"
+  assert data.base_model == "Qwen/Qwen3-VL-2B"
+  (result,) = data.eval_results
+  final = list(run.evaluations.values())[-1]
+  assert result.metric_value == pytest.approx(final["success_rate"], abs=1e-4)
+  settings = (folder / "training_config.yaml").read_text(encoding="utf-8")
+  assert "seed: 3" in settings and "desktop" in settings
+  for hidden in ("somebody", "secretword"):
+    assert not any(
+        hidden.encode() in path.read_bytes() for path in folder.iterdir()
+    )
+
+
+@pytest.mark.parametrize("content, missing", [
+    ("policy", "policy"), ("episodes", "trajectories.jsonl"),
+])  # pyformat: disable
+def test_what_a_run_has_not_is_named(run, content, missing, tmp_path):
+  copy = tmp_path / "run"
+  copy.mkdir()
+  (copy / "summary.json").write_bytes(
+      (run.directory / "summary.json").read_bytes()
+  )
+  kind = "no policy yet" if missing == "policy" else "kept no episode"
+  with pytest.raises(publishing.PublishError, match=kind):
+    publishing.save(copy, content, tmp_path / "out")
+  assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_in_use_stays(run, tmp_path):
+  (tmp_path / "mine.txt").write_text("mine")
+  with pytest.raises(publishing.PublishError, match="not an empty folder"):
+    run.save_for_hub(tmp_path)
+  assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("options, told", [
+    ({"license": "Apache 2"}, "apache-2.0"),
+    ({"base_model": "a/b/c"}, "owner/name"),
+])  # pyformat: disable
+def test_wrong_words_for_a_card(run, tmp_path, options, told):
+  with pytest.raises(publishing.PublishError, match=told):
+    run.save_for_hub(tmp_path / "out", **options)
+
+
+# --- the Hub ------------------------------------------------------------------
+
+
+def test_the_command_pushes_both(run, server, tmp_path):
+  env = {"HF_ENDPOINT": server.url, "HF_TOKEN": hub_server.TOKEN,
+         "HF_HOME": str(tmp_path)}  # pyformat: disable
+  done = command(run.directory, "policy", "--to", "me/agent", "--private", **env)
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.strip().endswith("/me/agent")
+  held = server.repos["model", "me/agent"]
+  weights = (run.policy / "model.safetensors").read_bytes()
+  assert held["model.safetensors"] == weights
+  assert {"README.md", "training_config.yaml", "config.json"} <= set(held)
+  assert server.private["model", "me/agent"] in (True, "private")
+  uploads = len(server.uploads)
+  done = command(run.directory, "policy", "--to", "me/agent",
+                 "--message", "again", **env)  # pyformat: disable
+  assert done.returncode == 0, done.stderr
+  assert len(server.uploads) == uploads
+  done = command(run.directory, "episodes", "--to", "me/played", **env)
+  assert done.returncode == 0, done.stderr
+  held = server.repos["dataset", "me/played"]
+  table = parquet.read_table(io.BytesIO(held["data/train-00000.parquet"]))
+  trained = [e.trajectory for e in run.episodes.where(split="train")]
+  assert sorted(table["episode_id"].to_pylist()) == sorted(
+      episode.trajectory_id for episode in trained
+  )
+  assert hub_server.TOKEN not in done.stdout + done.stderr
+  assert not list(run.directory.glob(".publish-*"))
+
+
+def test_a_push_from_python(run, server, monkeypatch):
+  monkeypatch.setenv("HF_TOKEN", hub_server.TOKEN)
+  url = run.push_to_hub("me/from-python", "episodes")
+  assert url == f"{server.url}/datasets/me/from-python"
+  assert server.messages == ["episodes of demo"]
+  assert server.private["dataset", "me/from-python"] in (None, False)
+
+
+@pytest.mark.parametrize("status, told", [
+    (403, "may not be written with this token .not yours"),
+    (500, "refused: not yours"),
+])  # pyformat: disable
+def test_a_refusal_is_told(run, server, status, told):
+  server.refuse = status
+  with pytest.raises(publishing.PublishError, match=told):
+    run.push_to_hub("me/agent", token=hub_server.TOKEN)
+  assert not list(run.directory.glob(".publish-*"))
+
+
+def test_a_wrong_token_is_told(run, server):
+  with pytest.raises(publishing.PublishError, match="does not know the token"):
+    run.push_to_hub("me/agent", token="hf_wrong")
+
+
+def test_without_a_token_nothing_is_asked(run, server, monkeypatch):
+  monkeypatch.delenv("HF_TOKEN", raising=False)
+  with pytest.raises(publishing.PublishError, match="set HF_TOKEN"):
+    run.push_to_hub("me/agent")
+  assert not server.repos
+
+
+def test_a_silent_hub_has_a_deadline(server, tmp_path):
+  server.silent.set()
+  target = hub.Target("me/agent", "model", token=hub_server.TOKEN)
+  with pytest.raises(publishing.PublishError, match="does not answer"):
+    hub.push(tmp_path, target, "m", stall_s=0.3)
+
+
+def test_wrong_arguments_of_the_command(run, tmp_path):
+  gone = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": "hf_x",
+          "HF_HOME": str(tmp_path)}  # pyformat: disable
+  for arguments, told in [
+      ((run.directory, "policy", "--to", "a/b/c"), "repo is 'a/b/c'"),
+      ((run.directory, "policy", "--to", "me/a"), "does not answer"),
+      ((tmp_path, "policy", "--out", tmp_path / "o"), "not a run directory"),
+      ((run.directory, "policy", "--out", tmp_path / "o", "--private"),
+       "--private"),
+  ]:  # pyformat: disable
+    done = command(*arguments, **gone)
+    assert done.returncode == 2 and told in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_its_names_are_importable_without_jax():
+  code = (
+      "import tunix_multi_turn; tunix_multi_turn.light()\n"
+      "from tunix.rl.multi_turn.commands import publish\n"
+      "import sys; print('jax' in sys.modules, 'datasets' in sys.modules)"
+  )
+  done = subprocess.run(
+      [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+  )
+  assert done.stdout.split() == ["False", "False"], done.stderr
