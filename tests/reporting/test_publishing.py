@@ -35,9 +35,11 @@ clients: {url: 'https://user:secretword@host/v1'}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-  directory = synthetic_run.write(tmp_path_factory.mktemp("runs") / "demo")
+  directory = tmp_path_factory.mktemp("runs") / "demo"
+  synthetic_run.write(directory)
   (directory / "config.yaml").write_text(CONFIG, encoding="utf-8")
   model, _, _ = checkpoint.create_policy("qwen3_vl_tiny")
+  (directory / "policy").mkdir()
   hf_checkpoint.save_policy(
       directory / "policy", model, "qwen3_vl_tiny", "float32"
   )
@@ -186,7 +188,9 @@ def test_wrong_words_for_a_card(run, tmp_path, options, told):
 def test_the_command_pushes_both(run, server, tmp_path):
   env = {"HF_ENDPOINT": server.url, "HF_TOKEN": hub_server.TOKEN,
          "HF_HOME": str(tmp_path)}  # pyformat: disable
-  done = command(run.directory, "policy", "--to", "me/agent", "--private", **env)
+  done = command(
+      run.directory, "policy", "--to", "me/agent", "--private", **env
+  )
   assert done.returncode == 0, done.stderr
   assert done.stdout.strip().endswith("/me/agent")
   held = server.repos["model", "me/agent"]

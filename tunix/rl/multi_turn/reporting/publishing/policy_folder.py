@@ -72,7 +72,7 @@ def _card(
 ) -> str:
   import huggingface_hub  # pylint: disable=g-import-not-at-top
 
-  sees = "vision_config" in config or "vision" in config
+  sees = any(key.startswith("vision") for key in config)
   data = huggingface_hub.ModelCardData(
       license=described.license or None,
       base_model=described.base_model or None,
