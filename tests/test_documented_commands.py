@@ -209,6 +209,10 @@ def _accepted(module, words, capsys):
     config_lib.load_config(program.read(words)[0])
   elif module in ("config", "reporting.metrics"):
     assert not words
+  elif module == "commands.publish":  # Its words are read; no run is here.
+    assert _main(module)(words) == 2
+    told = capsys.readouterr().err
+    assert "is not a run directory" in told or "no token" in told, told
   elif module in ("environments.play", "commands.inspect_policy") or (
       module.endswith("miniwob")
   ):

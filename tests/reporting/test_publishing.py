@@ -13,6 +13,7 @@ import sys
 import datasets
 import hub_server
 import huggingface_hub
+from huggingface_hub import constants
 import numpy as np
 from pyarrow import parquet
 import pytest
@@ -50,7 +51,8 @@ def run(tmp_path_factory):
 def server(monkeypatch, tmp_path):
   monkeypatch.setenv("HF_HOME", str(tmp_path))
   with hub_server.HubServer().serving() as found:
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", found.url)
+    monkeypatch.setattr(constants, "ENDPOINT", found.url)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     yield found
 
 
@@ -59,12 +61,12 @@ def command(*arguments, **env):
       [sys.executable, "-m", "tunix_multi_turn", "commands.publish",
        *map(str, arguments)],
       capture_output=True, text=True, timeout=120,
-      env={**os.environ, "HF_TOKEN": "", **env},
+      env={**os.environ, "HF_HUB_DISABLE_XET": "1", **env},
   )  # pyformat: disable
 
 
-def metadata(card):
-  return huggingface_hub.RepoCard(card, ignore_metadata_errors=False).data
+def metadata(card, kind=huggingface_hub.ModelCard):
+  return kind(card, ignore_metadata_errors=False).data
 
 
 # --- folders ------------------------------------------------------------------
@@ -99,7 +101,7 @@ def test_episodes_are_a_data_set(run, tmp_path):
         looked += 1
   assert looked > 10
   card = (folder / "README.md").read_text(encoding="utf-8")
-  assert metadata(card).license == "cc-by-4.0"
+  assert metadata(card, huggingface_hub.DatasetCard).license == "cc-by-4.0"
 
 
 def test_screenshots_that_were_not_kept_are_told(run, tmp_path):

@@ -54,9 +54,10 @@ def check_name(name: str, field: str = "repo") -> None:
 def check(target: Target) -> None:
   """What can be said before the Hub is asked; raises PublishError."""
   import huggingface_hub  # pylint: disable=g-import-not-at-top
+  from huggingface_hub import constants  # pylint: disable=g-import-not-at-top
 
   check_name(target.repo)
-  if huggingface_hub.constants.is_offline_mode():
+  if constants.is_offline_mode():
     raise PublishError(
         "HF_HUB_OFFLINE is set, so nothing can be pushed; unset it, or write a"
         " folder instead"
