@@ -210,7 +210,7 @@ def _accepted(module, words, capsys):
   elif module in ("config", "reporting.metrics"):
     assert not words
   elif module == "commands.publish":  # Its words are read; no run is here.
-    assert _main(module)(words) == 2
+    assert program.main(words) == 2
     told = capsys.readouterr().err
     assert "is not a run directory" in told or "no token" in told, told
   elif module in ("environments.play", "commands.inspect_policy") or (
