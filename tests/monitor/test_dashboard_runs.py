@@ -1,8 +1,11 @@
 """Tags, the pinned baseline and lists of rollouts, in a real browser."""
 
+import shlex
+
 import chromium
 import monitor_server
 import pytest
+from tunix.rl.multi_turn import config as config_lib
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
@@ -178,3 +181,62 @@ def test_rollouts_are_narrowed_sorted_and_paged_through(server, tab):
   assert len(ids(page)) == sum(n % 4 % 2 and n % 6 == 1 for n in range(60))
   page.locator("#rollouts td a.chip, #rollouts td a .chip").first.click()
   page.wait_for_url("**task=*")
+
+
+# --- settings -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def told(server):
+  """Number of a run whose defaults were recorded, its configuration."""
+  config = config_lib.load_config([
+      "steps=7", "gym=desktop", "learner.learning_rate=3e-5",
+      "engine.temperature=0.5", "policy.config={layers: 2, width: 32}",
+      "run.seed=3", "environment.options={note: 'yes: a $HOME'}",
+  ])  # pyformat: disable
+  server.post({"training": {
+      "client_id": "told", "run_name": "told", "status": "completed",
+      "config_json": config.to_dict(),
+      "changed_json": config_lib.changed(config),
+  }})  # pyformat: disable
+  number = 4  # After the three.
+  return number, config
+
+
+def test_settings_that_differ_are_marked(told, tab):
+  number, config = told
+  page = tab.page
+  tab.go(f"/runs/{number}/config")
+  marked = page.locator("tr.changed th").all_inner_texts()
+  assert marked == sorted(config_lib.changed(config))
+  assert "learner.learning_rate" in marked and "policy.config" in marked
+  every = page.locator("table.config tbody tr").count()
+  page.click("text=Show only these")
+  assert page.locator("table.config tbody tr").count() == len(marked) < every
+  row = page.locator("tr", has_text="run.seed").first
+  assert row.locator("td").all_inner_texts() == ["3", "0"]
+
+
+def test_the_command_repeats_the_run(told, tab):
+  number, config = told
+  page = tab.page
+  page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+  tab.go(f"/runs/{number}/config")
+  page.click("text=Copy the command")
+  page.wait_for_selector("text=Copied")
+  line = page.evaluate("navigator.clipboard.readText()")
+  words = shlex.split(line)
+  assert words[:3] == ["python", "-m", "tunix.rl.multi_turn.train"]
+  again = config_lib.load_config(words[3:]).to_dict()
+  wanted = config.to_dict()
+  for name in ("dir", "name"):
+    again["run"].pop(name), wanted["run"].pop(name)
+  assert again == wanted
+
+
+def test_a_run_of_an_older_client_has_no_defaults(tab):
+  page = tab.page
+  tab.go("/runs/1/config")
+  assert page.locator("tr.changed").count() == 0
+  assert page.locator("table.config tbody tr").count() == 1
+  assert not page.locator("#run-command").count()

@@ -67,7 +67,9 @@ def execute(run: Run) -> tuple[str, str | None]:
     )
   run.attach_observers(step)
   run.observers.on_event(
-      events.RunStarted(config.run.name, config.to_dict())
+      events.RunStarted(
+          config.run.name, config.to_dict(), config_lib.changed(config)
+      )
   )
   listed = getattr(run.task_source, "listed", ())
   for start in range(0, len(listed), events.TASKS_LISTED):

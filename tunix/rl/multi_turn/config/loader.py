@@ -492,17 +492,31 @@ def name_problems(config: Any) -> list[str]:
 # --- out ----------------------------------------------------------------------
 
 
+def plain(value: Any) -> Any:
+  """Lists in place of tuples, dicts in place of other mappings."""
+  if isinstance(value, (list, tuple)):
+    return [plain(v) for v in value]
+  if isinstance(value, collections.abc.Mapping):
+    return {k: plain(v) for k, v in value.items()}
+  return value
+
+
 def to_dict(config: Any) -> dict[str, Any]:
   """Nested plain values (tuples as lists), ready for YAML or JSON."""
-
-  def plain(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-      return [plain(v) for v in value]
-    if isinstance(value, collections.abc.Mapping):
-      return {k: plain(v) for k, v in value.items()}
-    return value
-
   return plain(dataclasses.asdict(config))
+
+
+def changed(config: Any) -> dict[str, Any]:
+  """Dotted key of each setting that is not its default -> the default, plain.
+
+  A value that a preset or another setting chose counts, too.
+  """
+  found = {}
+  for path, field in leaves(type(config)).items():
+    value = functools.reduce(getattr, path.split("."), config)
+    if plain(value) != plain(field.default):
+      found[path] = plain(field.default)
+  return found
 
 
 def to_yaml(config: Any) -> str:

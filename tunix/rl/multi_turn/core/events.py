@@ -31,6 +31,8 @@ class Event:
 class RunStarted(Event):
   run_name: str
   config: Mapping[str, Any]
+  # Dotted key of each setting that is not its default -> the default.
+  changed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -291,7 +291,11 @@ class Evaluation:
     """
     status, error = "failed", None
     self.observers.on_event(
-        events.RunStarted(self.config.run.name, self.config.to_dict())
+        events.RunStarted(
+            self.config.run.name,
+            self.config.to_dict(),
+            config_lib.changed(self.config),
+        )
     )
     try:
       self._write("running")

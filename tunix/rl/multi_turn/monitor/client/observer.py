@@ -151,6 +151,7 @@ class MonitorObserver:
     return {"training": {
         "client_id": self._identity.training, "run_name": event.run_name,
         **self._training, "config_json": dict(event.config),
+        "changed_json": dict(event.changed),
         "status": "initializing", "current_phase": "initialization",
         "start_time": event.time if not self._identity.session else None,
         "current_step": self._step - 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.dashboard import attempts_page
+from tunix.rl.multi_turn.monitor.dashboard import configuration_page
 from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib
 from tunix.rl.multi_turn.monitor.dashboard import health_page
 from tunix.rl.multi_turn.monitor.dashboard import log_page
@@ -85,7 +86,8 @@ class Pages:
     )
     self.eval_points = runs.eval_points
     self.runs, self.compare, self.run = runs.runs, runs.compare, runs.run
-    self.steps, self.config = runs.steps, runs.config
+    self.steps = runs.steps
+    self.config = configuration_page.ConfigurationPage(runs).page
     self.step, self.measurement = steps.step, steps.measurement
     self.rollouts, self.run_rollouts = lists.of_all, lists.of_run
     self.rollout, self.export = rollouts.rollout, rollouts.export

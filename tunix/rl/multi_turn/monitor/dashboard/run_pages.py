@@ -34,6 +34,7 @@ _COMPARED = (
     "reward_mean", "success_rate", "entropy", "kl", "grad_norm",
     "rollout_tokens_per_second", "seconds_total",
 )  # pyformat: disable
+_LONG = ("config_json", "changed_json")
 STATES = ("running", "silent", "paused", "completed", "failed", "cancelled")
 
 Row = dict[str, Any]
@@ -139,7 +140,7 @@ class RunPages:
     wanted, after = asks.state, asks.after
     t, owner = tables.training, tables.training_project
     query = (
-        sa.select(*(c for c in t.c if c.name != "config_json"))
+        sa.select(*(c for c in t.c if c.name not in _LONG))
         .join(owner, owner.c.training_id == t.c.id)
         .where(
             owner.c.project_id == request.project, *queries_lib.tagged(asks.tag)
@@ -344,14 +345,6 @@ class RunPages:
           400, f"against={other}: give another run than this one"
       )
     return self._queries.one(project, "training", other)
-
-  def config(self, request: page_request.PageRequest) -> page_request.Page:
-    run = self.head(request.project, request.id())
-    config = run["config_json"]
-    return page_request.Page("config.html", {
-        "run": run, "tab": "config",
-        "rows": sorted(flat(config).items()) if config else [],
-    })  # pyformat: disable
 
   def steps(self, request: page_request.PageRequest) -> page_request.Page:
     """Steps, the last one first."""

@@ -83,3 +83,18 @@ function start() {
 }
 
 start();
+
+// Copies the text of the element that a button names; without a clipboard, as
+// on plain HTTP from another machine, the text is selected.
+document.addEventListener("click", async (event) => {
+  const button = event.target.closest("[data-copy]");
+  if (!button) return;
+  const shown = document.getElementById(button.dataset.copy);
+  try {
+    await navigator.clipboard.writeText(shown.textContent);
+    button.textContent = "Copied";
+  } catch {
+    getSelection().selectAllChildren(shown);
+    button.textContent = "Selected: press Ctrl+C";
+  }
+});
