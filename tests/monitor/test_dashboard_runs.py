@@ -1,5 +1,6 @@
 """Tags, the pinned baseline and lists of rollouts, in a real browser."""
 
+import json
 import shlex
 
 import chromium
@@ -191,13 +192,13 @@ def told(server):
   """Number of a run whose defaults were recorded, its configuration."""
   config = config_lib.load_config([
       "steps=7", "gym=desktop", "learner.learning_rate=3e-5",
-      "engine.temperature=0.5", "policy.config={layers: 2, width: 32}",
+      "sampling.temperature=0.5", "policy.config={layers: 2, width: 32}",
       "run.seed=3", "environment.options={note: 'yes: a $HOME'}",
   ])  # pyformat: disable
   server.post({"training": {
       "client_id": "told", "run_name": "told", "status": "completed",
       "config_json": config.to_dict(),
-      "changed_json": config_lib.changed(config),
+      "changed_settings": json.dumps(config_lib.changed(config)),
   }})  # pyformat: disable
   number = 4  # After the three.
   return number, config

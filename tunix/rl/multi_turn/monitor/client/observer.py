@@ -23,6 +23,7 @@ from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.monitor.client import ingest_client
 from tunix.rl.multi_turn.monitor.client import ingest_rows
 from tunix.rl.multi_turn.monitor.client import monitor_training_hooks as hooks
+from tunix.rl.multi_turn.monitor.client import plain_json
 from tunix.rl.multi_turn.monitor.client import sender
 from tunix.rl.multi_turn.monitor.client import task_rows
 
@@ -151,7 +152,7 @@ class MonitorObserver:
     return {"training": {
         "client_id": self._identity.training, "run_name": event.run_name,
         **self._training, "config_json": dict(event.config),
-        "changed_json": dict(event.changed),
+        "changed_settings": plain_json.dumps(dict(event.changed)).decode(),
         "status": "initializing", "current_phase": "initialization",
         "start_time": event.time if not self._identity.session else None,
         "current_step": self._step - 1,

@@ -7,14 +7,17 @@ import re
 import shlex
 from typing import Any, Literal, Mapping
 
+import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.dashboard import run_pages
+from tunix.rl.multi_turn.monitor.schema import database
+from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 _PLACES = ("run.dir", "run.resume", "run.name", "run.dry_run")
 """Settings of one start, not of what it does."""
 _PLAIN = re.compile(r"[A-Za-z_/][\w./:@%+-]*")
-_WORDS = frozenset(("true", "false", "null", "yes", "no", "on", "off", "y", "n"))
+_WORDS = frozenset("true false null yes no on off y n".split())
 """Words that YAML reads as another value than their text."""
 
 
@@ -27,16 +30,22 @@ class ConfigurationQuery(query_lib.PageQuery):
 class ConfigurationPage:
   """The tab Configuration of a run."""
 
-  def __init__(self, runs: run_pages.RunPages):
-    self._runs = runs
+  def __init__(self, engine: sa.Engine, head: Any):
+    """Args:
+
+      engine: of the database.
+      head: finds a run of a project, see `run_pages.RunPages.head`.
+    """
+    self._engine = engine
+    self._head = head
 
   def page(self, request: page_request.PageRequest) -> page_request.Page:
     asks = request.read(ConfigurationQuery)
-    run = self._runs.head(request.project, request.id())
-    config, defaults = run["config_json"], run["changed_json"]
+    run = self._head(request.project, request.id())
+    config, defaults = run["config_json"], self._defaults(run["id"])
     settings = run_pages.flat(config) if config else {}
-    known = isinstance(defaults, dict)
-    changed = whole(settings, defaults) if known else {}
+    known = defaults is not None
+    changed = whole(settings, defaults or {})
     rows = [
         (name, value, name in changed, (defaults or {}).get(name))
         for name, value in sorted((inner(settings, changed) | changed).items())
@@ -49,6 +58,22 @@ class ConfigurationPage:
             not any(name.startswith("evaluate.") for name in settings)
         ) else "",
     })  # pyformat: disable
+
+  def _defaults(self, training: int) -> dict[str, Any] | None:
+    """Of the settings that have another value; None if the client told none."""
+    raw = tables.raw_value
+    with database.reading(self._engine) as connection:
+      value = connection.execute(
+          sa.select(raw.c.value).where(
+              raw.c.kind == "training", raw.c.entity_id == training,
+              raw.c.field == "changed_settings",
+          )
+      ).scalar()  # pyformat: disable
+    try:
+      found = json.loads(value or "null")
+    except ValueError:  # Of another client.
+      return None
+    return found if isinstance(found, dict) else None
 
 
 def whole(

@@ -87,7 +87,7 @@ class Pages:
     self.eval_points = runs.eval_points
     self.runs, self.compare, self.run = runs.runs, runs.compare, runs.run
     self.steps = runs.steps
-    self.config = configuration_page.ConfigurationPage(runs).page
+    self.config = configuration_page.ConfigurationPage(engine, runs.head).page
     self.step, self.measurement = steps.step, steps.measurement
     self.rollouts, self.run_rollouts = lists.of_all, lists.of_run
     self.rollout, self.export = rollouts.rollout, rollouts.export

@@ -34,7 +34,6 @@ _COMPARED = (
     "reward_mean", "success_rate", "entropy", "kl", "grad_norm",
     "rollout_tokens_per_second", "seconds_total",
 )  # pyformat: disable
-_LONG = ("config_json", "changed_json")
 STATES = ("running", "silent", "paused", "completed", "failed", "cancelled")
 
 Row = dict[str, Any]
@@ -140,7 +139,7 @@ class RunPages:
     wanted, after = asks.state, asks.after
     t, owner = tables.training, tables.training_project
     query = (
-        sa.select(*(c for c in t.c if c.name not in _LONG))
+        sa.select(*(c for c in t.c if c.name != "config_json"))
         .join(owner, owner.c.training_id == t.c.id)
         .where(
             owner.c.project_id == request.project, *queries_lib.tagged(asks.tag)

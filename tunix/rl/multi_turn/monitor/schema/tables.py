@@ -149,7 +149,7 @@ training = _table(
     _text("status_message", "error_message"),
     _times("start_time", "end_time"),
     _now("last_heartbeat"),
-    _text("config_json", "changed_json"),
+    _text("config_json"),
     _now("created_at"),
     _now("updated_at"),
 )

@@ -182,8 +182,8 @@ _JSON_ARRAYS = frozenset(
     {"tags", "prerequisites", "errors", "tokens", "logprobs"}
 )
 _JSON = _JSON_ARRAYS | {
-    "config_json", "changed_json", "rollout_progress", "training_progress",
-    "metrics_json", "summary_json", "tool_args", "model_input_json", "details_json",
+    "config_json", "rollout_progress", "training_progress", "metrics_json",
+    "summary_json", "tool_args", "model_input_json", "details_json",
 }  # pyformat: disable
 _KEYS = frozenset({
     ("training", "run_name"), ("task", "task_id"), ("rollout", "rollout_id"),

@@ -81,7 +81,9 @@ def _kind(
 
 
 KINDS: tuple[ItemKind, ...] = (
-    _kind("training", "training", kept=(*_TIMING, "project_id", "traceback")),
+    _kind("training", "training", kept=(
+        *_TIMING, "project_id", "traceback", "changed_settings",
+    )),  # pyformat: disable
     _kind(
         "task", "tasks", required=("task_id",),
         kept=("instruction", "env_config", "evaluation", "seed_id"),

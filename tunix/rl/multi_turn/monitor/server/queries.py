@@ -20,13 +20,13 @@ from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 JSON_COLUMNS = frozenset({
-    "config_json", "changed_json", "tags", "prerequisites", "rollout_progress",
+    "config_json", "tags", "prerequisites", "rollout_progress",
     "training_progress", "metrics_json", "errors", "summary_json", "tool_args",
     "tokens", "logprobs", "model_input_json", "details_json", "metadata_json",
     "health_json",
 })  # pyformat: disable
 _HEAVY = {
-    "training": {"config_json", "changed_json"},
+    "training": {"config_json"},
     "step": {"metrics_json"},
     "rollout": {"summary_json"},
 }
