@@ -512,7 +512,8 @@ def changed(config: Any) -> dict[str, Any]:
   A value that a preset or another setting chose counts, too.
   """
   found = {}
-  for path, field in leaves(type(config)).items():
+  cls: Any = type(config)
+  for path, field in leaves(cls).items():
     value = functools.reduce(getattr, path.split("."), config)
     if plain(value) != plain(field.default):
       found[path] = plain(field.default)
