@@ -48,9 +48,10 @@ class ConfigurationPage:
     changed = whole(settings, defaults or {})
     rows = [
         (name, value, name in changed, (defaults or {}).get(name))
-        for name, value in sorted((inner(settings, changed) | changed).items())
+        for name, value in (inner(settings, changed) | changed).items()
         if asks.only is None or name in changed
     ]
+    rows.sort(key=lambda row: (not row[2], row[0]))  # What differs comes first.
     return page_request.Page("config.html", {
         "run": run, "tab": "config", "rows": rows, "known": known,
         "changed": len(changed), "only": asks.only,
