@@ -141,7 +141,7 @@ def test_cores_of_the_cgroup_count(
     file.write_text(quota + "\n")
   monkeypatch.setattr(machine, "_CPU_MAX", file)
   monkeypatch.setattr(
-      machine.os, "sched_getaffinity", lambda _: set(range(allowed))
+      machine.worker_pool, "usable_cores", lambda: allowed
   )
   assert one(machine.cores()).status == status
 

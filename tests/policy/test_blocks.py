@@ -61,7 +61,7 @@ def value_and_slopes(attention, qkv):
 def test_values_and_gradients_are_those_under_the_mask(
     t, kind, prefix, causal, monkeypatch
 ):
-  monkeypatch.setattr(blocks, "MOST", 48)
+  monkeypatch.setattr(blocks, "_most", lambda causal: 48)
   qkv, segments, other = case(t, kind, prefix)
   got, slopes = value_and_slopes(
       lambda *qkv: blocks.attend(*qkv, segments, other, causal=causal), qkv

@@ -135,13 +135,13 @@ def test_windows_help_wherever_splash_does_not_take_images(platform, head_dim):
   assert helps == (platform != "tpu" or head_dim in (32, 100))
 
 
-@pytest.mark.parametrize("reach", (23, 64))
-def test_one_image_a_buffer_is_seen_without_its_padding(reach):
+@pytest.mark.parametrize("p, reach", ((23, 23), (23, 64), (300, 300)))
+def test_one_image_a_buffer_is_seen_without_its_padding(p, reach):
   """Real places as under the mask; values and gradients."""
   rng = np.random.default_rng(6)
-  s, p, n, h = 3, 23, 2, 4
+  s, n, h = 3, 2, 4
   q, k, v = (random(rng, s, p, n, h) for _ in "qkv")
-  real = np.arange(p) < np.array([[23], [9], [0]])
+  real = np.arange(p) < np.array([[p], [9], [0]])
   weight = random(rng, s, p, n, h) * real[:, :, None, None]
 
   def value(segments, q, k, v):

@@ -15,6 +15,7 @@ import collections
 import concurrent.futures
 import logging
 import math
+import os
 import threading
 import time
 from typing import Any, Callable, TypeVar
@@ -24,6 +25,12 @@ from tunix.rl.multi_turn.core import containment
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+def usable_cores() -> int:
+  """Cores that this process may use; a cgroup's share is not looked at."""
+  known = getattr(os, "sched_getaffinity", None)  # Not on macOS.
+  return len(known(0)) if known else os.cpu_count() or 1
 
 
 class DeadlineExceeded(TimeoutError):

@@ -14,6 +14,7 @@ from typing import Iterator, Sequence
 from packaging import requirements
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import shell_hints
+from tunix.rl.multi_turn.core import worker_pool
 from tunix.rl.multi_turn.doctor import finding
 from tunix.rl.multi_turn.policy import memory_limits
 
@@ -32,7 +33,7 @@ _CONSTRAINTS = pathlib.Path(__file__).resolve().parents[4] / "constraints.txt"
 
 def cores() -> Iterator[Finding]:
   """Cores that this process may use, and its cgroup's share of them."""
-  count = float(len(os.sched_getaffinity(0)))
+  count = float(worker_pool.usable_cores())
   how = f"{count:.0f} cores ({platform.machine()})"
   try:
     quota, period = _CPU_MAX.read_text(encoding="ascii").split()

@@ -6,7 +6,9 @@ calculation for softmax"; the backward pass computes scores again (Dao et al.
 2022, "FlashAttention"). Time grows with the pairs of blocks that share a
 segment, memory with the tokens. Loops, not unrolled: a program is as large for
 a long row as for a short one. For a CPU, where scores that fit a core's cache
-are several times faster than those that go through memory.
+are several times faster than those that go through memory. Blocks are as large
+as a cache allows where all of a row is seen, smaller where a part of it is; and
+large enough for all cores to work on one, as loops run turn by turn.
 
 Promises: the numbers of attention under the explicit mask, up to rounding.
 
@@ -24,9 +26,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tunix.rl.multi_turn.core import worker_pool
 
-MOST = 192
-"""Tokens of a block at most: a tile of scores fits a core's own cache."""
+MOST_FULL = 576
+"""Tokens of a block at most, where tokens see all of their segment."""
+
+MOST_CAUSAL = 192
+"""The same where they see none that come later, on one core."""
+
+MOST_CAUSAL_SHARED = 288
+"""The same on several cores: the products of smaller blocks keep one busy."""
 
 LEAST = 256
 """Tokens of a row below which loops cost more than they save."""
@@ -79,7 +88,7 @@ def attend(
   b, t, n, h = q_BTNH.shape
   kv = k_BTKH.shape[2]
   group = n // kv
-  count = -(-t // MOST)
+  count = -(-t // _most(causal))
   size = -(-t // (8 * count)) * 8
   if prefix_BT is None:
     prefix_BT = segments_BT
@@ -110,6 +119,14 @@ def attend(
   mixed = mixed.reshape(b, kv, count, group, size, h)
   mixed = mixed.transpose(0, 2, 4, 1, 3, 5).reshape(b, count * size, n, h)
   return mixed[:, :t]
+
+
+def _most(causal: bool) -> int:
+  """Tokens of a block at most, on the cores that this process may use."""
+  if not causal:
+    return MOST_FULL
+  several = worker_pool.usable_cores() > 1
+  return MOST_CAUSAL_SHARED if several else MOST_CAUSAL
 
 
 def _seen(

@@ -340,8 +340,9 @@ def _image_local(
         flash=flash,
     )
     return mixed.reshape(s, p + fill, heads, head_dim)[:, :p]
-  if segments_SP.dtype != jnp.bool_ and not (cut or flash) and _blocks_apply(p):
-    return blocks_lib.attend(q_SPNH, k_SPNH, v_SPNH, segments_SP, causal=False)
+  if not (cut or flash) and _blocks_apply(p):
+    ids = segments_SP.astype(jnp.int32)
+    return blocks_lib.attend(q_SPNH, k_SPNH, v_SPNH, ids, causal=False)
   block = min(reach, p)
   blocks = -(-p // block)
   fill = blocks * block - p
