@@ -245,6 +245,7 @@ def _tasks(c: TrainConfig) -> Iterator[str]:
         c.gym.width,
         c.gym.height,
         families if generated else None,
+        c.task_source.levels,
     )
     if c.task_source.source == "gym" and spec.task_list is None:
       yield (

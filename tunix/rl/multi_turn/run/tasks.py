@@ -36,6 +36,11 @@ def make_tasks(config: TrainConfig) -> Any:
   where = "task_source.families"
   found = environment_spec.get(config.environment.name)
   families = config.task_source.families
+  if config.task_source.levels and not found.gym:
+    raise ConfigError([
+        f"task_source.levels={list(config.task_source.levels)} are a gym's, and"
+        f" environment.name={config.environment.name} has none; leave them out"
+    ])
   try:
     if config.task_source.source != "generated":
       where = "task_source"
@@ -167,6 +172,18 @@ def make_sampler(config: TrainConfig, source: Any) -> Any:
     }
     arms: Sequence[str] = tuple(tasks)
     draw = lambda arm, index: tasks[arm]
+  elif chosen.levels:
+    at = {
+        f"{family}/{level}": (family, level)
+        for level in chosen.levels
+        for family in families
+    }
+    arms = tuple(at)
+
+    def draw(arm: str, index: int) -> gym_base.Task:
+      family, level = at[arm]
+      return source.train_task(family, index, seed, difficulty=level)
+
   else:
     arms = families
     draw = lambda arm, index: source.train_task(arm, index, seed)

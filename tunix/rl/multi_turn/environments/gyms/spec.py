@@ -76,6 +76,8 @@ class GymSpec:
     doc: one line for lists of gyms.
     tasks: `(**options) -> TaskSet`; one with a parameter `families` gets the
       chosen ones, None for all. None: the gym makes no tasks of its own.
+    levels: difficulties that its tasks come in, easiest first:
+      `train_task(…, difficulty=level)`; () where there is one only.
     name: the registered one; the registry fills it in.
     preset: configuration keys and their defaults where this gym is chosen;
       files and overrides win over them.
@@ -114,6 +116,7 @@ class GymSpec:
   make: Callable[..., base.Gym] | str
   doc: str = ""
   tasks: Callable[..., base.TaskSet] | str | None = None
+  levels: tuple[int, ...] = ()
   name: str = ""
   preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   cloning_preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -159,6 +162,7 @@ class GymSpec:
       width: int,
       height: int,
       families: Sequence[str] | None,
+      levels: Sequence[int] = (),
   ) -> Iterator[str]:
     """Finds errors in a run's configuration of this gym, each with its fix.
 
@@ -166,7 +170,14 @@ class GymSpec:
       options: gym.options.
       width, height: of the screenshots, in pixels.
       families: that the run names; None where a list of tasks names them.
+      levels: task_source.levels.
     """
+    if strange := [level for level in levels if level not in self.levels]:
+      offered = f"has levels {list(self.levels)}" if self.levels else "has none"
+      yield (
+          f"task_source.levels={list(levels)} holds {strange[0]}, and"
+          f" gym.name={self.name} {offered}; choose from these, or leave it out"
+      )
     if families is not None and not families and not self.lists_tasks:
       yield (
           f"{RUN_KEYS['family']} is empty and gym.name={self.name} has no"

@@ -91,6 +91,13 @@ class TaskSourceConfig:
       " time. curriculum: tasks that are neither hopeless nor always solved are"
       " drawn more often; of a list each task, else each family by itself.",
   )
+  levels: tuple[int, ...] = _set(
+      default=(),
+      doc="Difficulties that a curriculum trains on, each family at each by"
+      " itself, so that harder tasks come as easier ones are solved; e.g."
+      " [0,1,2] (desktop). Evaluation stays at gym.options.difficulty. [] ="
+      " that one only.",
+  )
   curriculum_floor: float = _set(
       default=0.1,
       doc="Least weight of a task in the curriculum; one that is solved half of"
@@ -123,7 +130,18 @@ class TaskSourceConfig:
             f"{name}={getattr(self, name)} chooses from a list, and"
             " source=generated has none; set it to gym, jsonl or huggingface"
         )
-    for name in ("families", "names"):
+    if self.levels and self.order != "curriculum":
+      yield (
+          f"levels={list(self.levels)} are drawn by a curriculum, and"
+          f" order={self.order}; set order=curriculum, or gym.options.difficulty"
+          " for one level"
+      )
+    if self.levels and self.source != "generated":
+      yield (
+          f"levels={list(self.levels)} are of tasks that a gym makes, and"
+          f" source={self.source} has a list; leave levels out"
+      )
+    for name in ("families", "names", "levels"):
       value = getattr(self, name)
       if len(set(value)) != len(value):
         yield f"{name}={list(value)} has one twice; name each once"

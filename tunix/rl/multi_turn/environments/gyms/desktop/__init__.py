@@ -10,6 +10,7 @@ GYM = spec.GymSpec(
     doc="drawn by this package, needs nothing",
     make=f"{__name__}.gym:DesktopGym",
     tasks=f"{__name__}.gym:DesktopTasks",
+    levels=(0, 1, 2),
     preset={
         "task_source.families": (
             "click-button", "close-dialog", "enter-text", "open-icon",
