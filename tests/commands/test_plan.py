@@ -325,6 +325,37 @@ def test_the_advice_makes_it_fit(capsys, monkeypatch):
   assert again["fits"] and again["total"] == enough[0]["total"]
 
 
+def test_memory_to_spare_is_offered_for_speed(capsys, monkeypatch):
+  """What is offered fits and is as fast as it says; what does not fit is not
+  offered."""
+  arguments = ["topology=v5e:4x4", "policy=Qwen3-VL-2B", "--analytic", "--json"]
+
+  def made(*more):
+    plan.main([*arguments, *more])
+    return json.loads(capsys.readouterr().out)
+
+  seconds = lambda found: max(
+      found["roofline"]["accumulate"]["seconds"].values()
+  )
+  before = made()
+  offered = {f["settings"][0]: f for f in before["faster"]}
+  assert set(offered) == {
+      "policy.config.remat=none", "policy.config.remat=dots"
+  }  # pyformat: disable
+  for setting, promised in offered.items():
+    found = made(setting)
+    assert found["fits"] and found["total"] == promised["total"]
+    gain = seconds(before) / seconds(found)
+    assert gain == pytest.approx(promised["update"]) and gain > 1.2
+    assert setting not in {f["settings"][0] for f in found["faster"]}
+  most = offered["policy.config.remat=none"]["total"]
+  small = dataclasses.replace(chips.CHIPS["v5e"], memory=most - 1)
+  monkeypatch.setitem(chips.CHIPS, "v5e", small)
+  assert [f["settings"] for f in made()["faster"]] == [
+      ["policy.config.remat=dots"]
+  ]
+
+
 def test_without_the_compiler_it_predicts_and_says_so(monkeypatch, capsys):
   monkeypatch.setattr(plan_programs, "find_compiler", lambda: "")
   assert plan.main([a for a in TINY if a != "--analytic"]) == 0

@@ -6,8 +6,9 @@
 Compiles the run's own programs (update, prefill, decode, image encoder, the
 weights' way to the engines) with libtpu and reports memory of a device by part,
 collectives and their bytes, operations, a roofline of each program, and, where
-it does not fit, settings with which it would. `policy.name` may be a published
-size, whose weights need not be there.
+it does not fit, settings with which it would; where it does, those that spend
+the rest on speed. `policy.name` may be a published size, whose weights need not
+be there.
 
 Without libtpu, or with --analytic, memory and network are predicted, which
 takes seconds instead of minutes. A roofline is a bound and no measurement: no
@@ -227,12 +228,8 @@ def fixes(
   now = plan_run.total(plan_run.memory(run))
 
   def attempt(settings: list[str]) -> int | None:
-    try:
-      config, name, _ = plan_run.load([*arguments, *settings], run.topology)
-      again = plan_run.PlannedRun.of(config, name, run.topology)
-      return plan_run.total(plan_run.memory(again))
-    except (ValueError, config_lib.ConfigError):
-      return None
+    again = _again(arguments, run, settings)
+    return again and plan_run.total(plan_run.memory(again))
 
   for settings in knobs(run.config, run.name):
     total = attempt(settings)
@@ -253,11 +250,48 @@ def fixes(
   return found
 
 
+def spending(
+    arguments: Sequence[str], run: plan_run.PlannedRun
+) -> list[tuple[list[str], int, float]]:
+  """Settings that make updates faster with memory to spare, fastest first.
+
+  Returns:
+    The settings, the predicted total with them, of those that fit, and the
+    bound of tokens a second over the present one.
+  """
+  found = []
+  now = plan_run.works(run)["accumulate"].seconds(run.topology.chip)
+  for remat in ("none", "dots"):
+    settings = [f"policy.config.remat={remat}"]
+    again = _again(arguments, run, settings)
+    if again is None:
+      continue
+    total = plan_run.total(plan_run.memory(again))
+    seconds = plan_run.works(again)["accumulate"].seconds(run.topology.chip)
+    gain = max(now.values()) / max(seconds.values())
+    if total <= run.topology.chip.memory and gain > 1.01:
+      found.append((settings, total, gain))
+  return sorted(found, key=lambda one: (-one[2], one[1]))
+
+
+def _again(
+    arguments: Sequence[str], run: plan_run.PlannedRun, settings: list[str]
+) -> plan_run.PlannedRun | None:
+  """The run with further settings; None where they are refused."""
+  try:
+    config, name, _ = plan_run.load([*arguments, *settings], run.topology)
+    return plan_run.PlannedRun.of(config, name, run.topology)
+  except (ValueError, config_lib.ConfigError):
+    return None
+
+
 # --- how it is printed --------------------------------------------------------
 
 
 def as_dict(
-    plan: Plan, turned: Sequence[tuple[list[str], int]]
+    plan: Plan,
+    turned: Sequence[tuple[list[str], int]],
+    spent: Sequence[tuple[list[str], int, float]],
 ) -> dict[str, Any]:
   """The plan for programs."""
   run, chip = plan.run, plan.run.topology.chip
@@ -286,6 +320,10 @@ def as_dict(
       "fixes": [
           {"settings": settings, "total": total} for settings, total in turned
       ],
+      "faster": [
+          {"settings": settings, "total": total, "update": gain}
+          for settings, total, gain in spent
+      ],
   }
 
 
@@ -301,7 +339,10 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def text_of(
-    plan: Plan, chosen: Sequence[str], turned: Sequence[tuple[list[str], int]]
+    plan: Plan,
+    chosen: Sequence[str],
+    turned: Sequence[tuple[list[str], int]],
+    spent: Sequence[tuple[list[str], int, float]],
 ) -> str:
   """The plan for people."""
   run, chip = plan.run, plan.run.topology.chip
@@ -376,6 +417,13 @@ def text_of(
   if plan.fits:
     left = chip.memory - plan.total
     lines.append(f"fits, {human(left)} of a device to spare ({plan.how})")
+    if spent:
+      lines.append("  for speed, each planned anew (predicted):")
+    lines += [
+        f"    {' '.join(settings)}: {human(total)}, the update's bound"
+        f" {gain:.2f}x as fast"
+        for settings, total, gain in spent
+    ]
     return "\n".join(lines)
   lines.append(
       f"does not fit: {human(plan.total)} of {human(chip.memory)} a device"
@@ -411,6 +459,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = plan_run.PlannedRun.of(config, policy, topology, devices, host)
     plan = make(run, bool(compiler), note)
     turned = [] if plan.fits else fixes(arguments, run)
+    spent = spending(arguments, run) if plan.fits else []
   except config_lib.ConfigError as error:
     note(f"error: {error}")
     return 2
@@ -418,9 +467,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     note(f"error: {error}")
     return 2
   if as_json:
-    print(json.dumps(as_dict(plan, turned), indent=2))
+    print(json.dumps(as_dict(plan, turned, spent), indent=2))
   else:
-    print(text_of(plan, chosen, turned))
+    print(text_of(plan, chosen, turned, spent))
   return 0 if plan.fits else 1
 
 
