@@ -238,7 +238,8 @@ def _card(
       f"# Episodes of {policy_folder.inline(run.name)}",
       "",
       f"Episodes that an agent played in the gym {gym} while"
-      f" `tunix.rl.multi_turn` trained it: {held}, a sample spread over the run.",
+      f" `tunix.rl.multi_turn` trained it: {held}, a sample spread over the"
+      " run.",
       "",
       "    import datasets, json",
       "    from tunix.rl.multi_turn.core import trajectory",
