@@ -39,6 +39,8 @@ class HubServer:
     self._app = applications.Starlette(routes=[
         route("/api/repos/create", self._create, methods=["POST"]),
         route("/api/validate-yaml", self._validate, methods=["POST"]),
+        route("/api/{kind}s/{owner}/{name}", self._info),
+        route("/api/{kind}s/{owner}/{name}/tree/main", self._tree),
         route("/api/{kind}s/{owner}/{name}/preupload/main", self._preupload,
               methods=["POST"]),
         route("/api/{kind}s/{owner}/{name}/commit/main", self._commit,
@@ -97,6 +99,21 @@ class HubServer:
     at = request.path_params
     return self.repos[at["kind"], f"{at['owner']}/{at['name']}"]
 
+  async def _info(self, request):
+    at = request.path_params
+    name = f"{at['owner']}/{at['name']}"
+    private = self.private[at["kind"], name] in (True, "private")
+    return responses.JSONResponse(
+        {"_id": "1", "id": name, "private": private, "siblings": []}
+    )
+
+  async def _tree(self, request):
+    return responses.JSONResponse([
+        {"type": "file", "path": path, "oid": _git_oid(content),
+         "size": len(content)}
+        for path, content in self._repo(request).items()
+    ])  # pyformat: disable
+
   async def _preupload(self, request):
     repo, found = self._repo(request), []
     for file in (await request.json())["files"]:
@@ -134,6 +151,8 @@ class HubServer:
         self.messages.append(value["summary"])
       elif item["key"] == "file":
         repo[value["path"]] = base64.b64decode(value["content"])
+      elif item["key"] == "deletedFile":
+        del repo[value["path"]]
       elif item["key"] == "lfsFile":
         repo[value["path"]] = self.uploads[value["oid"]]
     at = request.path_params

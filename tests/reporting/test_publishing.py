@@ -7,6 +7,7 @@ The Hub's client is huggingface_hub itself, the readers `datasets` and
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -25,6 +26,7 @@ from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.reporting import publishing
 from tunix.rl.multi_turn.reporting.publishing import hub
+import yaml
 
 CONFIG = """
 run: {name: demo, dir: /home/somebody/runs, resume: '', seed: 3}
@@ -280,3 +282,154 @@ def test_its_names_are_importable_without_jax():
       [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
   )
   assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+# --- what must not get out ----------------------------------------------------
+
+PRIVATE = """
+run: {name: 'demo | <b>x</b>', dir: /home/somebody/runs}
+gym: {name: desktop, options: {root: '/srv/somebody/gym dir', at: '10.0.0.7:99',
+      command: 'play --root /srv/somebody/pages --n 3'}}
+policy: {name: /home/somebody/models/our-agent}
+environment: {options: {api_key: secretword}}
+rollout: {host: somebody-box}
+monitor: {url: 'http://somebody-box.corp:8000', database: '~somebody/m.db'}
+run_service: {env: {LICENCE: secretword}}
+processes: {coordinator: 'somebody-box:1234'}
+task_source: {eval_number_range: '0:20'}
+eval: {split: held_out}
+"""
+
+
+@pytest.fixture
+def private_run(run, tmp_path):
+  """A copy whose settings and errors name places and secrets."""
+  copy = tmp_path / "private"
+  shutil.copytree(run.directory, copy)
+  (copy / "config.yaml").write_text(PRIVATE, encoding="utf-8")
+  path = copy / "trajectories.jsonl"
+  lines = [json.loads(line) for line in path.read_text().splitlines()]
+  lines[0]["error"] = (
+      "FileNotFoundError: '/home/somebody/x/page.html' at"
+      " http://me:secretword@somebody-box:9/v1?token=abc"
+  )
+  path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+  return copy
+
+
+def test_settings_name_no_place_and_no_secret(private_run, tmp_path):
+  folder = publishing.save(private_run, "policy", tmp_path / "model")
+  for name in ("README.md", "training_config.yaml"):
+    text = (folder / name).read_text(encoding="utf-8")
+    for hidden in ("somebody", "secretword", "10.0.0.7", "corp"):
+      assert hidden not in text, (name, hidden)
+  found = yaml.safe_load((folder / "training_config.yaml").read_text("utf-8"))
+  assert found["policy"]["name"] == "…/our-agent"
+  assert found["gym"]["options"]["command"] == "play --root …/pages --n 3"
+  assert found["task_source"]["eval_number_range"] == "0:20"
+  assert found["eval"]["split"] == "held_out"
+
+
+def test_errors_of_episodes_name_no_place_and_no_secret(private_run, tmp_path):
+  folder = publishing.save(private_run, "episodes", tmp_path / "data")
+  errors = []
+  for path in (folder / "data").iterdir():
+    for row in parquet.read_table(path).to_pylist():
+      told = json.loads(row["trajectory"])["error"]
+      assert row["error"] == told
+      errors.append(told)
+  assert "FileNotFoundError: '…/page.html' at http://…" in errors
+  assert not any("secretword" in (e or "") for e in errors)
+
+
+def test_a_policy_s_links_are_refused(private_run, tmp_path):
+  (tmp_path / "id_rsa").write_text("secretword")
+  (private_run / "policy" / "notes.json").symlink_to(tmp_path / "id_rsa")
+  with pytest.raises(publishing.PublishError, match="notes.json is a symbolic"):
+    publishing.save(private_run, "policy", tmp_path / "model")
+  assert not (tmp_path / "model").exists()
+
+
+def test_screenshots_that_are_links_are_not_read(private_run, tmp_path):
+  (tmp_path / "id_rsa").write_text("secretword")
+  linked = sorted((private_run / "images").iterdir())[0]
+  linked.unlink()
+  linked.symlink_to(tmp_path / "id_rsa")
+  folder = publishing.save(private_run, "episodes", tmp_path / "data")
+  for path in (folder / "data").iterdir():
+    assert b"secretword" not in path.read_bytes()
+    for row in parquet.read_table(path).to_pylist():
+      assert linked.name not in {image["path"] for image in row["images"]}
+
+
+def test_an_edited_folder_does_not_change_the_run(run, tmp_path):
+  folder = run.save_for_hub(tmp_path / "model")
+  before = (run.policy / "config.json").read_bytes()
+  with (folder / "config.json").open("r+b") as file:  # In place.
+    file.write(b"mine")
+  assert (run.policy / "config.json").read_bytes() == before
+
+
+def test_names_are_no_markup(private_run, tmp_path):
+  summary = json.loads((private_run / "summary.json").read_text())
+  summary["run_name"] = "demo | <b>x</b>\n# y"
+  (private_run / "summary.json").write_text(json.dumps(summary))
+  for content in publishing.CONTENTS:
+    folder = publishing.save(private_run, content, tmp_path / content)
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    body = card.split("\n---\n", 1)[1]
+    assert "demo \\| &lt;b>x&lt;/b> # y\n" in body
+    assert "<b>" not in body and "\n# y" not in body
+
+
+@pytest.mark.parametrize("name, text, told", [
+    ("summary.json", '{"status": "running", "step": 3}', "is running, or was"),
+    ("config.yaml", "a: [", "config.yaml is not valid YAML"),
+    ("policy/config.json", "{", "config.json is damaged"),
+    ("policy/config.json", "[]", "config.json is damaged"),
+])  # pyformat: disable
+def test_damaged_and_unfinished_runs(private_run, tmp_path, name, text, told):
+  (private_run / name).write_text(text)
+  with pytest.raises(publishing.PublishError, match=told):
+    publishing.save(private_run, "policy", tmp_path / "out")
+
+
+def test_files_of_an_earlier_push_do_not_stay(run, server):
+  """Else readers would take old weights, or mix old episodes with new ones."""
+  token = hub_server.TOKEN
+  server.private["model", "me/agent"] = None
+  server.repos["model", "me/agent"] = {
+      "model-00001-of-00002.safetensors": b"old",
+      "model.safetensors.index.json": b"old", "notes.md": b"mine",
+  }  # pyformat: disable
+  run.push_to_hub("me/agent", token=token)
+  held = server.repos["model", "me/agent"]
+  assert held["notes.md"] == b"mine" and b"old" not in held.values()
+  assert "model.safetensors" in held
+  server.private["dataset", "me/played"] = None
+  server.repos["dataset", "me/played"] = {"data/train-00007.parquet": b"old"}
+  run.push_to_hub("me/played", "episodes", token=token)
+  assert b"old" not in server.repos["dataset", "me/played"].values()
+
+
+def test_nothing_private_goes_to_a_public_repository(run, server):
+  server.private["model", "me/agent"] = None
+  server.repos["model", "me/agent"] = {}
+  with pytest.raises(publishing.PublishError, match="exists and is public"):
+    run.push_to_hub("me/agent", token=hub_server.TOKEN, private=True)
+  assert not server.repos["model", "me/agent"]
+
+
+def test_a_password_of_the_hub_s_address_is_not_shown(monkeypatch, tmp_path):
+  monkeypatch.setattr(
+      constants, "ENDPOINT", "http://me:secretword@127.0.0.1:9"
+  )
+  target = hub.Target("me/agent", "model", token=hub_server.TOKEN)
+  with pytest.raises(publishing.PublishError, match="does not answer") as found:
+    hub.push(tmp_path, target, "m", stall_s=1)
+  assert "secretword" not in str(found.value)
+
+
+def test_a_wrong_content_is_told(run):
+  with pytest.raises(publishing.PublishError, match="policy, episodes"):
+    run.push_to_hub("me/agent", "weights", token=hub_server.TOKEN)

@@ -251,7 +251,8 @@ class Run:
     Args:
       repo: owner/name; made where it is absent.
       content: policy or episodes.
-      private: whether a new repository is; None: as the owner's default.
+      private: whether a new repository is; None: as the owner's default. True
+        refuses one that exists and is public.
       license: for the card, the Hub's identifier.
       base_model: for the card, what was trained.
       token: None: HF_TOKEN's, or that of `hf auth login`.

@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument(
       "--private",
       action="store_true",
-      help="a new repository is private; one that exists stays as it is",
+      help="a new repository is private; one that exists must be",
   )
   parser.add_argument(
       "--license", default="", metavar="ID", help="for the card: apache-2.0, …"

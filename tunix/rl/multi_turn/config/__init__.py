@@ -5,8 +5,8 @@ problem. Imports no JAX of its own accord and builds nothing.
 """
 
 from tunix.rl.multi_turn.config.evaluate_config import EvaluationConfig
-from tunix.rl.multi_turn.config.loader import changed
 from tunix.rl.multi_turn.config.loader import ConfigError
+from tunix.rl.multi_turn.config.resolution import changed
 from tunix.rl.multi_turn.config.resolution import from_dict
 from tunix.rl.multi_turn.config.resolution import from_yaml
 from tunix.rl.multi_turn.config.resolution import help_first

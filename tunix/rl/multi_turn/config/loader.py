@@ -506,6 +506,11 @@ def to_dict(config: Any) -> dict[str, Any]:
   return plain(dataclasses.asdict(config))
 
 
+def value_of(config: Any, path: str) -> Any:
+  """The plain value of a dotted key."""
+  return plain(functools.reduce(getattr, path.split("."), config))
+
+
 def changed(config: Any) -> dict[str, Any]:
   """Dotted key of each setting that is not its default -> the default, plain.
 
@@ -514,8 +519,7 @@ def changed(config: Any) -> dict[str, Any]:
   found = {}
   cls: Any = type(config)
   for path, field in leaves(cls).items():
-    value = functools.reduce(getattr, path.split("."), config)
-    if plain(value) != plain(field.default):
+    if value_of(config, path) != plain(field.default):
       found[path] = plain(field.default)
   return found
 

@@ -200,6 +200,24 @@ def _presets(given: Mapping[str, Any]) -> dict[str, Any]:
   return found
 
 
+def changed(config: TrainConfig) -> dict[str, Any]:
+  """Settings that repeat a configuration -> what they are if left out, plain.
+
+  Those that are not their default, also where a preset or another setting chose
+  the value; and those that are, against a preset's choice.
+  """
+  found = loader.changed(config)
+  given = {path: loader.value_of(config, path) for path in found}
+  chosen = _presets(given)
+  if _can_clone(config):
+    chosen = {**gyms.get(config.gym.name).cloning_preset, **chosen}
+  for path, value in chosen.items():
+    value = loader.plain(loader.unwrap(value))
+    if path not in found and value != loader.value_of(config, path):
+      found[path] = value
+  return found
+
+
 def _can_clone(config: TrainConfig) -> bool:
   """Whether demonstrations for the embedded policy can be had."""
   families = config.task_source.families

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from typing import Any, Literal, Mapping
@@ -10,12 +11,15 @@ from typing import Any, Literal, Mapping
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.dashboard import run_pages
+from tunix.rl.multi_turn.monitor.dashboard import text as text_lib
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 _PLACES = ("run.dir", "run.resume", "run.name", "run.dry_run")
 """Settings of one start, not of what it does."""
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
+"""Of a setting, and no option of the command."""
 _PLAIN = re.compile(r"[A-Za-z_/][\w./:@%+-]*")
 _WORDS = frozenset("true false null yes no on off y n".split())
 """Words that YAML reads as another value than their text."""
@@ -45,7 +49,7 @@ class ConfigurationPage:
     config, defaults = run["config_json"], self._defaults(run["id"])
     settings = run_pages.flat(config) if config else {}
     known = defaults is not None
-    changed = whole(settings, defaults or {})
+    changed = whole(config, defaults or {})
     rows = [
         (name, value, name in changed, (defaults or {}).get(name))
         for name, value in (inner(settings, changed) | changed).items()
@@ -72,29 +76,22 @@ class ConfigurationPage:
       ).scalar()  # pyformat: disable
     try:
       found = json.loads(value or "null")
-    except ValueError:  # Of another client.
+    except (ValueError, RecursionError):  # Of another client.
       return None
     return found if isinstance(found, dict) else None
 
 
-def whole(
-    settings: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> dict[str, Any]:
-  """Values of the settings in `defaults`; mappings are put together again."""
+def whole(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
+  """Values of the settings in `defaults`, mappings as such."""
   found: dict[str, Any] = {}
   for name in defaults:
-    if name in settings:
-      found[name] = settings[name]
-      continue
-    parts: dict[str, Any] = {}
-    for key, value in settings.items():
-      if key.startswith(f"{name}."):
-        place = parts
-        *outer, last = key[len(name) + 1 :].split(".")
-        for step in outer:
-          place = place.setdefault(step, {})
-        place[last] = value
-    found[name] = parts
+    value = config
+    for part in name.split("."):
+      if not isinstance(value, Mapping) or part not in value:
+        break
+      value = value[part]
+    else:
+      found[name] = value
   return found
 
 
@@ -118,7 +115,7 @@ def command(changed: Mapping[str, Any]) -> str:
   words = [
       shlex.quote(f"{name}={_text(value)}")
       for name, value in sorted(changed.items())
-      if name not in _PLACES
+      if name not in _PLACES and _NAME.fullmatch(name)
   ]
   return " ".join(["python -m tunix.rl.multi_turn.train", *words])
 
@@ -129,4 +126,28 @@ def _text(value: Any) -> str:
       value.lower() not in _WORDS and not value.endswith(":")
   ):
     return value
+  # YAML refuses or folds some characters that JSON takes, and a page names
+  # those that it does not show: escaped they are copied as they are.
+  return text_lib.HIDDEN.sub(_escaped, _flow(value))
+
+
+def _escaped(found: re.Match[str]) -> str:
+  code = ord(found[0])
+  return f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}"
+
+
+def _flow(value: Any) -> str:
+  """JSON, but for numbers that YAML would read as text."""
+  if isinstance(value, Mapping):
+    parts = (f"{json.dumps(k, ensure_ascii=False)}: {_flow(v)}"
+             for k, v in value.items())  # pyformat: disable
+    return "{" + ", ".join(parts) + "}"
+  if isinstance(value, list):
+    return "[" + ", ".join(map(_flow, value)) + "]"
+  if isinstance(value, float):
+    if not math.isfinite(value):
+      return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+    digits, exponent, power = repr(value).partition("e")
+    dot = ".0" if exponent and "." not in digits else ""
+    return f"{digits}{dot}{exponent}{power}"
   return json.dumps(value, ensure_ascii=False)

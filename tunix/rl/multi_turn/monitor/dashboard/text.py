@@ -14,7 +14,7 @@ from typing import Any
 import markupsafe
 import orjson
 
-_HIDDEN = re.compile(
+HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # Controls but tab and newline.
     "\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e"
     "\u200b-\u200f\u2028-\u202e\u2060-\u206f"  # Zero width, bidi, isolates.
@@ -40,7 +40,7 @@ def visible(value: Any, most: int = _LONGEST) -> markupsafe.Markup:
   cut = len(text) - most
   text = text[:most]
   parts, last = [], 0
-  for found in _HIDDEN.finditer(text):
+  for found in HIDDEN.finditer(text):
     parts.append(markupsafe.escape(text[last : found.start()]))
     code = f"U+{ord(found.group()):04X}"
     parts.append(
@@ -65,7 +65,7 @@ def plain(value: Any, most: int = 300) -> str:
   text = value if isinstance(value, str) else dump(value)
   if len(text) > most:
     text = text[: most - 1] + "…"
-  return _HIDDEN.sub(lambda m: f"[U+{ord(m.group()):04X}]", text)
+  return HIDDEN.sub(lambda m: f"[U+{ord(m.group()):04X}]", text)
 
 
 def dump(value: Any) -> str:

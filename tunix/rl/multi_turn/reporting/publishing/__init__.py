@@ -24,8 +24,8 @@ from tunix.rl.multi_turn.reporting.publishing import policy_folder
 Content = Literal["policy", "episodes"]
 Described = described_lib.Described
 PublishError = hub.PublishError
-_WRITERS = {"policy": policy_folder.write, "episodes": episode_tables.write}
-CONTENTS = tuple(_WRITERS)
+_MODULES = {"policy": policy_folder, "episodes": episode_tables}
+CONTENTS = tuple(_MODULES)
 
 
 def save(
@@ -49,10 +49,8 @@ def save(
     PublishError: the run has nothing of it, or the folder is in use.
     FileNotFoundError: `directory` is no run.
   """
-  if content not in _WRITERS:
-    raise PublishError(
-        f"content is {content!r}; take one of {', '.join(CONTENTS)}"
-    )
+  if content not in _MODULES:
+    raise PublishError(_no_content(content))
   folder = pathlib.Path(folder)
   run = run_data.load(directory)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -62,7 +60,7 @@ def save(
   made = not folder.exists()
   folder.mkdir(parents=True, exist_ok=True)
   try:
-    _WRITERS[content](run, folder, described)
+    _MODULES[content].write(run, folder, described)
   except BaseException:
     # It was empty: a second attempt finds it so.
     shutil.rmtree(folder, ignore_errors=True)
@@ -90,6 +88,8 @@ def push(
   Raises:
     PublishError: see `save`; or the Hub refuses or does not answer.
   """
+  if content not in _MODULES:
+    raise PublishError(_no_content(content))
   target = hub.Target(
       repo, "dataset" if content == "episodes" else "model", private, token
   )
@@ -100,5 +100,14 @@ def push(
       dir=run.directory, prefix=".publish-"
   ) as folder:
     save(directory, content, folder, described)
-    return hub.push(folder, target, message or f"{content} of {run.name}")
+    return hub.push(
+        folder,
+        target,
+        message or f"{content} of {run.name}",
+        _MODULES[content].REPLACED,
+    )
 
+
+
+def _no_content(content: str) -> str:
+  return f"content is {content!r}; take one of {', '.join(CONTENTS)}"

@@ -2,7 +2,8 @@
 
 `datasets.load_dataset(folder)` reads it, screenshots as images, and
 `Trajectory.from_json(json.loads(row["trajectory"]))` gives the episode back,
-with its tokens and log-probs.
+with its tokens and log-probs. What the policy saw and wrote is given as it is;
+errors name no path and no host of the machine, see `public`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from tunix.rl.multi_turn.reporting import run_data
 from tunix.rl.multi_turn.reporting.publishing import described as described_lib
 from tunix.rl.multi_turn.reporting.publishing import hub
 from tunix.rl.multi_turn.reporting.publishing import policy_folder
+from tunix.rl.multi_turn.reporting.publishing import public
 
 _GROUP_BYTES = 64 << 20  # Of a row group: what a reader holds at once.
 _FILE_BYTES = 500 << 20
+_SPLITS = ("train", "eval")
+REPLACED = tuple(f"data/{split}-*.parquet" for split in _SPLITS)
+"""Files that an earlier push may have left under other names."""
 _COLUMNS = {
     "episode_id": "name in the run",
     "split": "train or eval",
@@ -75,9 +80,11 @@ def write(
       if split not in shards:
         shards[split] = _Shards(folder / "data", split, features.arrow_schema)
       shards[split].add(row)
-  finally:
     for shard in shards.values():
       shard.close()
+  finally:
+    for shard in shards.values():
+      shard.end()
   if not shards:
     raise hub.PublishError(
         f"{run.directory} kept no episode; train with report.episodes above 0"
@@ -93,12 +100,17 @@ def _rows(run: run_data.RunDirectory) -> Iterator[dict[str, Any]]:
       shown = run_data.shown_episode(line)
     except (KeyError, TypeError, ValueError):
       continue  # Written by another version, or torn.
+    if shown.split not in _SPLITS:
+      continue
     places: dict[str, int] = {}
     images: list[dict[str, Any]] = []
     for frame in shown.frames:
       if frame.image is not None and frame.image.sha256 not in places:
+        path = run.image_path(frame.image)
         try:
-          body = run.image_path(frame.image).read_bytes()
+          if path.is_symlink():
+            continue  # May lead anywhere.
+          body = path.read_bytes()
         except OSError:
           continue  # Not kept.
         places[frame.image.sha256] = len(images)
@@ -116,6 +128,9 @@ def _rows(run: run_data.RunDirectory) -> Iterator[dict[str, Any]]:
         for frame, step in zip(shown.frames, steps, strict=False)
     ]
     whole = {k: v for k, v in line.items() if k not in run_data.BESIDE}
+    error = public.text(shown.error) if shown.error else shown.error
+    if error:
+      whole["error"] = error
     yield {
         "episode_id": str(line.get("trajectory_id") or shown.index),
         "split": shown.split,
@@ -125,7 +140,7 @@ def _rows(run: run_data.RunDirectory) -> Iterator[dict[str, Any]]:
         "instruction": shown.instruction,
         "group_id": str(line.get("group_id") or ""),
         "status": shown.status.value,
-        "error": shown.error,
+        "error": error,
         "weights_version": shown.version,
         "reward": shown.reward,
         "success": shown.success,
@@ -177,6 +192,11 @@ class _Shards:
     self._file_bytes += self._held_bytes
     self._held, self._held_bytes = [], 0
 
+  def end(self) -> None:
+    """Ends the file; what is held is dropped."""
+    self._held, self._held_bytes = [], 0
+    self._end_file()
+
   def _end_file(self) -> None:
     if self._writer is not None:
       self._writer.close()
@@ -208,18 +228,18 @@ def _card(
           ],
       }],
   )
-  chosen = policy_folder.settings(run)
-  gym = (chosen.get("gym") or {}).get("name") or "a gym"
+  gym = policy_folder.chosen(policy_folder.settings(run), "gym", "name")
   held = ", ".join(f"{count} of {split}" for split, count in counts.items())
   return "\n".join([
       "---",
       data.to_yaml(),
       "---",
       "",
-      f"# Episodes of {run.name}",
+      f"# Episodes of {policy_folder.inline(run.name)}",
       "",
-      f"Episodes that an agent played in {gym} while `tunix.rl.multi_turn`"
-      f" trained it: {held}, a sample spread over the run.",
+      f"Episodes that an agent played in the gym {gym} while"
+      f" `tunix.rl.multi_turn` trained it: {held}, a sample spread over the"
+      " run.",
       "",
       "    import datasets, json",
       "    from tunix.rl.multi_turn.core import trajectory",

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
-from typing import Any, Iterator, Literal
+from typing import Any, Iterator, Literal, Sequence
+
+from tunix.rl.multi_turn.core import credentials
 
 STALL_S = 60.0
 """That the Hub may be silent, in seconds."""
@@ -27,7 +29,8 @@ class Target:
   Attributes:
     repo: owner/name, or a name of the token's user.
     kind: model or dataset.
-    private: whether a new repository is; None: as the owner's default.
+    private: whether a new repository is; None: as the owner's default. True
+      refuses one that exists and is public.
     token: None: as the client finds it.
   """
 
@@ -73,6 +76,7 @@ def push(
     folder: str | pathlib.Path,
     target: Target,
     message: str,
+    replaces: Sequence[str] = (),
     stall_s: float = STALL_S,
 ) -> str:
   """Makes the repository where it is absent, and commits the folder to it.
@@ -82,6 +86,8 @@ def push(
       not sent again.
     target: the repository.
     message: of the commit.
+    replaces: patterns of files that are deleted there unless the folder has
+      them. All others stay.
     stall_s: that the Hub may be silent.
 
   Returns:
@@ -96,7 +102,7 @@ def push(
 
   check(target)
   api = huggingface_hub.HfApi(token=target.token)
-  where = f"{target.repo} at {api.endpoint}"
+  where = f"{target.repo} at {credentials.masked(api.endpoint)}"
   try:
     with _deadlines(stall_s):
       url = api.create_repo(
@@ -105,23 +111,32 @@ def push(
           private=target.private,
           exist_ok=True,
       )
+      info = api.repo_info(url.repo_id, repo_type=target.kind)
+      if target.private and not info.private:
+        raise PublishError(
+            f"{where} exists and is public; make it private there, give another"
+            " name, or ask for no private one"
+        )
       api.upload_folder(
           folder_path=str(folder),
           repo_id=url.repo_id,
           repo_type=target.kind,
           commit_message=message,
+          delete_patterns=list(replaces) or None,
       )
+  except PublishError:
+    raise
   except errors.HfHubHTTPError as error:
     raise PublishError(_refusal(where, error)) from error
   except (httpx.TransportError, errors.OfflineModeIsEnabled, OSError) as error:
-    told = f"{error}" or type(error).__name__
+    told = credentials.masked(f"{error}") or type(error).__name__
     raise PublishError(
         f"{where} does not answer: {told}; try again, or write a folder instead"
     ) from error
   except (ValueError, RuntimeError) as error:  # RuntimeError: a file of it.
-    cause = error.__cause__ or error
+    cause = credentials.masked(f"{error.__cause__ or error}")
     raise PublishError(f"{where} did not take it: {cause}") from error
-  return str(url)
+  return credentials.masked(str(url))
 
 
 def _refusal(where: str, error: Any) -> str:

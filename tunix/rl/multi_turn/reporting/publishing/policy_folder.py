@@ -1,27 +1,37 @@
 """A run's policy as a model repository: its files, a card, the settings.
 
-Promises: weights are linked where the file system can, not copied. The
-settings name no directory of the machine and no secret of an address.
+Promises: weights are linked where the file system can, not copied; all other
+files are copies, to be edited. Links that the policy holds are refused, as they
+may lead anywhere. See `public` for what the settings and the card leave out.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
+import re
 import shutil
 from typing import Any
 
-from tunix.rl.multi_turn.core import credentials
 from tunix.rl.multi_turn.core import yaml_text
 from tunix.rl.multi_turn.reporting import run_data
 from tunix.rl.multi_turn.reporting.publishing import described as described_lib
 from tunix.rl.multi_turn.reporting.publishing import hub
+from tunix.rl.multi_turn.reporting.publishing import public
 import yaml
 
 _TAGS = ["computer-use", "gui-agent", "reinforcement-learning", "tunix"]
 _OWN = ("dir", "resume")
 """Settings of `run` that say where it lay."""
+_MARKUP = re.compile(r"[|\\`*\[\]]")
+REPLACED = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "model-*-of-*.safetensors",
+)
+"""Files of weights, which an earlier push may have left under other names."""
 
 
 def write(
@@ -37,32 +47,66 @@ def write(
         f"{run.directory} has no policy yet: it is {status}, and the policy is"
         " saved when training ends"
     )
+  if run.summary.get("status") == "running":
+    raise hub.PublishError(
+        f"{run.directory} is running, or was killed: its policy is not that of"
+        " its evaluations; wait for its end, or resume it"
+    )
   for path in sorted(source.iterdir()):
+    if path.is_symlink():
+      raise hub.PublishError(
+          f"{path} is a symbolic link; put the file itself there, or delete it"
+      )
     if path.is_file() and path.suffix != ".part" and path.name != "README.md":
-      _link(path, folder / path.name)
+      _take(path, folder / path.name)
   text = yaml.safe_dump(settings(run), sort_keys=False, allow_unicode=True)
   (folder / "training_config.yaml").write_text(text, encoding="utf-8")
-  config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+  config = _config(source / "config.json")
   card = _card(run, config, described)
   (folder / "README.md").write_text(card, encoding="utf-8")
 
 
+def _config(path: pathlib.Path) -> dict[str, Any]:
+  try:
+    config = json.loads(path.read_text(encoding="utf-8"))
+  except ValueError as error:
+    raise hub.PublishError(f"{path} is damaged: {error}") from None
+  if not isinstance(config, dict):
+    raise hub.PublishError(f"{path} is damaged: it holds no object")
+  return config
+
+
 def settings(run: run_data.RunDirectory) -> dict[str, Any]:
   """The run's settings without places and secrets; {} where there are none."""
-  parsed = yaml_text.parse(credentials.masked(run.config)) if run.config else {}
+  try:
+    parsed = yaml_text.parse(run.config) if run.config else {}
+  except yaml_text.YamlError as error:
+    raise hub.PublishError(
+        f"{run.directory / 'config.yaml'} {error}; mend or delete it"
+    ) from None
   if not isinstance(parsed, dict):
     return {}
   if isinstance(parsed.get("run"), dict):
     for name in _OWN:
       parsed["run"].pop(name, None)
-  return parsed
+  return public.settings(parsed)
 
 
-def _link(source: pathlib.Path, target: pathlib.Path) -> None:
-  try:
-    os.link(source, target)
-  except OSError:  # Another file system, or one without links.
-    shutil.copyfile(source, target)
+def chosen(settings_: dict[str, Any], section: str, name: str) -> str:
+  """A setting as the card's text; "–" where there is none."""
+  values = settings_.get(section)
+  value = values.get(name) if isinstance(values, dict) else None
+  return "–" if value is None else inline(value)
+
+
+def _take(source: pathlib.Path, target: pathlib.Path) -> None:
+  if source.suffix == ".safetensors":
+    try:
+      os.link(source, target)
+      return
+    except OSError:  # Another file system, or one without links.
+      pass
+  shutil.copyfile(source, target)
 
 
 def _card(
@@ -82,15 +126,14 @@ def _card(
       model_name=run.name,
       eval_results=_results(run) or None,
   )
-  chosen = settings(run)
-  of = lambda section, name: (chosen.get(section) or {}).get(name, "–")
+  of = functools.partial(chosen, settings(run))
   origin = described.base_model or of("policy", "name")
   return "\n".join([
       "---",
       data.to_yaml(),
       "---",
       "",
-      f"# {run.name}",
+      f"# {inline(run.name)}",
       "",
       "An agent that uses a computer, trained by multi-turn reinforcement"
       " learning with `tunix.rl.multi_turn`.",
@@ -130,7 +173,7 @@ def evaluation_table(run: run_data.RunDirectory) -> list[str]:
     low, high = found.get("interval") or (None, None)
     interval = "–" if low is None else f"{low:.3f} to {high:.3f}"
     lines.append(
-        f"| {_cell(name)} | {found['success_rate']:.3f} | {interval} |"
+        f"| {inline(name)} | {found['success_rate']:.3f} | {interval} |"
         f" {found.get('episodes', '–')} |"
     )
   last = list(run.evaluations.values())[-1]
@@ -141,12 +184,14 @@ def evaluation_table(run: run_data.RunDirectory) -> list[str]:
     for name, found in families.items():
       rate = found.get("success_rate")
       shown = "–" if rate is None else f"{rate:.3f}"
-      lines.append(f"| {_cell(name)} | {shown} |")
+      lines.append(f"| {inline(name)} | {shown} |")
   return [*lines, ""]
 
 
-def _cell(text: Any) -> str:
-  return str(text).replace("|", "\\|").replace("<", "&lt;")
+def inline(value: Any) -> str:
+  """A text as one line of Markdown that marks nothing up."""
+  line = " ".join(str(value).split()).replace("&", "&amp;")
+  return _MARKUP.sub(r"\\\g<0>", line.replace("<", "&lt;"))
 
 
 def _results(run: run_data.RunDirectory) -> list[Any]:
@@ -156,7 +201,7 @@ def _results(run: run_data.RunDirectory) -> list[Any]:
   if not run.evaluations:
     return []
   name, found = list(run.evaluations.items())[-1]
-  gym = (settings(run).get("gym") or {}).get("name") or "gym"
+  gym = chosen(settings(run), "gym", "name")
   return [
       huggingface_hub.EvalResult(
           task_type="reinforcement-learning",
