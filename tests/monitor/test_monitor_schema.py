@@ -282,7 +282,7 @@ def test_a_message_of_any_length_is_no_entry_of_an_index(rows):
 
 
 @pytest.mark.parametrize(
-    "revision", ["0001", "0002", "0003", "0004", "0006", "0007"]
+    "revision", ["0001", "0002", "0003", "0004", "0006", "0007", "0008"]
 )
 def test_a_database_of_an_earlier_schema_is_brought_to_the_present(
     engine, revision

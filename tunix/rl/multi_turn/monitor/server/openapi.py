@@ -188,7 +188,7 @@ def _schemas() -> dict[str, Any]:
       },
       "Batch": _batch(),
   }
-  shown = [*tables.TABLES, tables.delivery]
+  shown = [*tables.TABLES, tables.delivery, tables.group]
   for table in shown:
     found[str(table.name)] = {
         "type": "object",

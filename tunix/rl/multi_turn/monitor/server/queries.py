@@ -14,6 +14,7 @@ from typing import Any, Sequence
 import orjson
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.schema import database
+from tunix.rl.multi_turn.monitor.schema import later_views
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 from tunix.rl.multi_turn.monitor.server import errors
@@ -23,7 +24,8 @@ JSON_COLUMNS = frozenset({
     "config_json", "tags", "prerequisites", "rollout_progress",
     "training_progress", "metrics_json", "errors", "summary_json", "tool_args",
     "tokens", "logprobs", "model_input_json", "details_json", "metadata_json",
-    "health_json",
+    "health_json", "trajectory_data_json", "args", "action_json",
+    "model_specific_input_json",
 })  # pyformat: disable
 _HEAVY = {
     "training": {"config_json"},
@@ -191,6 +193,7 @@ class Queries:
       environments = found.pop("environments")
       found["environment"] = environments[0] if environments else None
       self._add_raw(connection, "validation", found["validations"])
+      _add_later(connection, "validation", found["validations"])
       return found
 
   def turns(self, project: int, name: str) -> Row:
@@ -317,6 +320,7 @@ class Queries:
     t = tables.metadata.tables[kind]
     found = _json(connection.execute(_select(t).where(t.c.id == id_)).one())
     self._add_raw(connection, kind, [found])
+    _add_later(connection, kind, [found])
     return found
 
   def _add_raw(
@@ -335,6 +339,7 @@ class Queries:
 
   def _fill_turns(self, connection: sa.Connection, turns: list[Row]) -> None:
     self._add_raw(connection, "turn", turns)
+    _add_later(connection, "turn", turns)
     by_id = {turn["id"]: turn for turn in turns}
     for key, table in (
         ("actions", tables.action), ("observations", tables.obs),
@@ -346,6 +351,7 @@ class Queries:
       )
       found = [_json(row) for row in rows]
       self._add_raw(connection, table.name, found)
+      _add_later(connection, table.name, found)
       for turn in turns:
         turn[key] = []
       for row in found:
@@ -383,6 +389,11 @@ class Queries:
     query = sa.select(t.c.id).where(t.c.id == id_)
     if kind == "rollout":
       query = query.where(self._is_mine(project))
+    elif kind == "monitor_group":
+      mine = sa.select(owner.c.training_id).where(
+          owner.c.project_id == project
+      )
+      query = query.where(_in_training(mine, t))
     elif kind == "environment":
       r = tables.rollout
       query = query.join(r, r.c.id == t.c.rollout_id).where(
@@ -450,9 +461,10 @@ def _rollouts_of(training: int) -> sa.Subquery:
   return sa.union_all(*parts).subquery("own")
 
 
-def _in_training(which: sa.Select) -> sa.ColumnElement[bool]:
-  """Condition on rollouts: of a SELECT of trainings."""
-  r = tables.rollout
+def _in_training(
+    which: sa.Select, r: sa.Table = tables.rollout
+) -> sa.ColumnElement[bool]:
+  """Condition on rollouts, or groups: of a SELECT of trainings."""
   parts = []
   for kind in vocabulary.SOURCE_TYPES:
     t = tables.metadata.tables[kind]
@@ -462,6 +474,24 @@ def _in_training(which: sa.Select) -> sa.ColumnElement[bool]:
         .correlate(r)
     )
   return sa.or_(*parts)
+
+
+def _add_later(
+    connection: sa.Connection, kind: str, rows: Sequence[Row]
+) -> None:
+  """Adds the columns of the later schema of other monitors."""
+  names = later_views.ADDED.get(kind)
+  if not names or not rows:
+    return
+  view = sa.table(
+      f"{later_views.PREFIX}{kind}", *map(sa.column, ("id", *names))
+  )
+  by_id = {row["id"]: row for row in rows}
+  for row in connection.execute(
+      sa.select(view).where(view.c.id.in_(list(by_id)))
+  ):
+    found = _json(row)
+    by_id[found["id"]].update({name: found[name] for name in names})
 
 
 def _training_of(connection: sa.Connection, rollout: Row) -> int:
