@@ -249,6 +249,9 @@ def _delete(connection: sa.Connection, kind: str, rows: Sequence[int]) -> int:
     connection.execute(
         sa.delete(raw).where(raw.c.kind == kind, raw.c.entity_id.in_(part))
     )
+    if kind in ("rollout", "turn"):
+      n = tables.annotation
+      connection.execute(sa.delete(n).where(n.c[f"{kind}_id"].in_(part)))
     if kind in vocabulary.STATEFUL:
       connection.execute(
           sa.delete(h).where(

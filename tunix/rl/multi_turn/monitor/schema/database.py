@@ -27,6 +27,7 @@ import sqlalchemy as sa
 from tunix.rl.multi_turn.core import credentials
 from tunix.rl.multi_turn.monitor.schema import later_views
 from tunix.rl.multi_turn.monitor.schema import tables
+from tunix.rl.multi_turn.monitor.schema import text_index
 from tunix.rl.multi_turn.monitor.schema import triggers
 
 _MIGRATIONS = pathlib.Path(__file__).parent / "migrations"
@@ -224,6 +225,7 @@ def upgrade(engine: sa.Engine) -> None:
           later_views.drop(connection)
           _forget_triggers(connection)
         command.upgrade(_alembic(connection), "head")
+      text_index.install(connection)
       _install_triggers(connection)
 
 
@@ -298,7 +300,10 @@ def triggers_are_current(connection: sa.Connection) -> bool:
 
 
 def _made_of_code(dialect: str) -> list[str]:
-  return triggers.statements(dialect) + later_views.statements(dialect)
+  return [
+      *triggers.statements(dialect), *later_views.statements(dialect),
+      *text_index.statements(dialect),
+  ]  # pyformat: disable
 
 
 def _digest(wanted: list[str]) -> str:

@@ -44,7 +44,7 @@ def statements(dialect: str) -> list[str]:
     dialect: "sqlite" or "postgresql".
   """
   of = _Expressions(dialect == "sqlite")
-  found = [] if of.sqlite else [_JSON_TEXT]
+  found = [] if of.sqlite else [JSON_TEXT]
   for kind, names in ADDED.items():
     added = ", ".join(f"{of.column(kind, n)} AS {n}" for n in names)
     found.append(
@@ -72,7 +72,7 @@ def drop(connection: sa.Connection) -> None:
 
 
 # PostgreSQL 15 has no other way to read what may be no JSON.
-_JSON_TEXT = (
+JSON_TEXT = (
     "CREATE OR REPLACE FUNCTION monitor_fn_json_text(given text, name text)"
     " RETURNS text AS $$ BEGIN RETURN given::json ->> name; EXCEPTION WHEN"
     " others THEN RETURN NULL; END $$ LANGUAGE plpgsql IMMUTABLE"

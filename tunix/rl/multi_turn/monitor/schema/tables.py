@@ -476,6 +476,32 @@ pinned_baseline = sa.Table(
 )
 """The run that a project's others are compared with: at most one, its own."""
 
+annotation = _table(
+    "monitor_annotation",
+    _id(),
+    _refers("rollout_id", "rollout"),
+    _refers("turn_id", "turn", nullable=True),
+    _text("label", "note"),
+    _now("created_at", nullable=False),
+    sa.CheckConstraint(
+        "(label IS NULL AND note IS NOT NULL) OR (label IS NOT NULL AND note IS"
+        " NULL)",
+        name="one_of",
+    ),
+    sa.CheckConstraint(
+        f"length(label) BETWEEN 1 AND {tags_lib.LONGEST} AND label ="
+        " trim(label)",
+        name="label",
+    ),
+    sa.CheckConstraint(
+        f"length(note) BETWEEN 1 AND {vocabulary.LONGEST_NOTE}", name="note"
+    ),
+    sa.Index("idx_monitor_annotation_rollout", "rollout_id"),
+    sa.Index("idx_monitor_annotation_turn", "turn_id"),
+    sa.Index("idx_monitor_annotation_label", "label", "rollout_id"),
+)
+"""Labels and notes of people: of a turn, or (without one) of a rollout."""
+
 client_ids = sa.Table(
     "monitor_client_id",
     metadata,

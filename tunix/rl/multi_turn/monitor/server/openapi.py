@@ -165,6 +165,8 @@ def _body(kind: str) -> dict[str, Any]:
             }
         },
     }
+  elif kind == "annotation":
+    schema = query_lib.Annotation.model_json_schema()
   elif kind == "tags":
     schema = query_lib.TagChange.model_json_schema()
   else:

@@ -115,6 +115,8 @@ class Queries:
     for name in ("task_id", "batch", "group", "status"):
       if (value := getattr(wanted, name)) is not None:
         query = query.where(r.c[name] == value)
+    if wanted.label is not None:
+      query = query.where(r.c.id.in_(labelled(wanted.label)))
     if wanted.success is not None:
       query = query.where(r.c.task_success == int(wanted.success))
     return self._page(query, r.c.id, True, wanted)
@@ -149,6 +151,37 @@ class Queries:
           .limit(query_lib.MAX_LIMIT)
       )
       return {"items": [_json(row) for row in rows]}
+
+  def labels(self, project: int) -> Row:
+    """The labels of the project's rollouts and turns, and how many have them."""
+    n, r = tables.annotation, tables.rollout
+    with database.reading(self._engine) as connection:
+      rows = connection.execute(
+          sa.select(
+              n.c.label,
+              sa.func.count(sa.distinct(n.c.rollout_id)).label("rollouts"),
+          )
+          .join(r, r.c.id == n.c.rollout_id)
+          .where(n.c.label.is_not(None), self._is_mine(project))
+          .group_by(n.c.label)
+          .order_by(n.c.label)
+      )
+      return {"items": [_json(row) for row in rows]}
+
+  def annotations(self, project: int, name: str) -> Row:
+    """The labels and notes of a rollout and its turns, in order of time."""
+    with database.reading(self._engine) as connection:
+      id_ = self._rollout_id(connection, project, name)
+      return {"items": annotations_of(connection, id_)}
+
+  def rollout_id(self, project: int, name: str) -> int:
+    """The id of a rollout, by it or by the rollout's own name.
+
+    Raises:
+      ApiError: 404.
+    """
+    with database.reading(self._engine) as connection:
+      return self._rollout_id(connection, project, name)
 
   # --- one of them -----------------------------------------------------------
 
@@ -194,6 +227,7 @@ class Queries:
       found["environment"] = environments[0] if environments else None
       self._add_raw(connection, "validation", found["validations"])
       _add_later(connection, "validation", found["validations"])
+      found["annotations"] = annotations_of(connection, id_)
       return found
 
   def turns(self, project: int, name: str) -> Row:
@@ -415,6 +449,24 @@ class Queries:
       )
     if connection.execute(query).first() is None:
       raise _absent(kind, id_)
+
+
+def annotations_of(connection: sa.Connection, rollout: int) -> list[Row]:
+  """{id, turn (None: the rollout), label, note, created_at} of a rollout."""
+  n, t = tables.annotation, tables.turn
+  rows = connection.execute(
+      sa.select(n.c.id, t.c.turn, n.c.label, n.c.note, n.c.created_at)
+      .outerjoin(t, t.c.id == n.c.turn_id)
+      .where(n.c.rollout_id == rollout)
+      .order_by(n.c.id)
+  )
+  return [_json(row) for row in rows]
+
+
+def labelled(label: str) -> sa.Select:
+  """Ids of the rollouts that have a label, or a turn with it."""
+  n = tables.annotation
+  return sa.select(n.c.rollout_id).where(n.c.label == label).distinct()
 
 
 def tagged(tags: Sequence[str]) -> list[sa.ColumnElement[bool]]:
