@@ -4,7 +4,6 @@ import re
 
 from alembic import command
 import monitor_server
-import pytest
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.dashboard import search_page
 from tunix.rl.multi_turn.monitor.maintenance import pruning
@@ -215,7 +214,7 @@ def test_a_prune_leaves_out_what_is_gone(server, tmp_path):
   with database.reading(server.engine) as connection:
     count = connection.execute(sa.text(
         "SELECT count(*) FROM monitor_turn_words"
-    )).scalar() if server.engine.dialect.name == "postgresql" else 2
-    assert count == 2
+    )).scalar() if server.engine.dialect.name == "postgresql" else 1
+    assert count == 1
     assert text_index.find(connection, 1, ["grader"], None, 9) == []
     assert len(text_index.find(connection, 2, ["kept"], None, 9)) == 1
