@@ -47,12 +47,14 @@ def test_labels_and_notes_are_added_listed_and_taken_away(server):
   annotate(server, "r1", label="reward hack")  # The rollout is another one.
   annotate(server, "r2", label="u\u0308", note="a\0b\r\nc" + "x" * 3990)
   assert server.get("/api/v1/labels")["items"] == [
-      {"label": "reward hack", "rollouts": 1}, {"label": "\u00fc", "rollouts": 1}
+      {"label": "reward hack", "rollouts": 1},
+      {"label": "\u00fc", "rollouts": 1},
   ]  # pyformat: disable
   names = lambda **q: [
       r["rollout_id"] for r in server.get("/api/v1/rollouts", **q)["items"]
   ]
-  assert names(label="reward hack") == ["r1"] and names(label="\u00fc") == ["r2"]
+  assert names(label="reward hack") == ["r1"]
+  assert names(label="\u00fc") == ["r2"]
   assert names(label="none") == []
   one = server.get("/api/v1/rollouts/r1")
   assert short(one["annotations"])[-1] == (None, "reward hack", None)
@@ -69,7 +71,8 @@ def test_labels_and_notes_are_added_listed_and_taken_away(server):
 @pytest.mark.parametrize("body, field, says", [
     ({}, "label", "a label, a note or both"),
     ({"label": "x" * 51}, "label", "a label has 1 to 50 characters"),
-    ({"label": "a\u202eb"}, "label", "not seen"), ({"label": 3}, "label", "text"),
+    ({"label": "a\u202eb"}, "label", "not seen"),
+    ({"label": 3}, "label", "text"),
     ({"label": " "}, "label", "1 to 50"),
     ({"note": "x" * 4001}, "note", "1 to 4000"), ({"note": []}, "note", "text"),
     ({"label": "a", "turn": "2"}, "turn", "number of a turn"),

@@ -1,4 +1,4 @@
-"""The later schema of other monitors: accepted, stored, given back, as views."""
+"""The later schema of other monitors: accepted, stored, read, as views."""
 
 import json
 
@@ -71,7 +71,8 @@ def test_a_client_of_the_later_schema_gets_back_what_it_sent(server):
   assert server.get(f"/api/v1/groups/{other['id']}")["eval_id"]
   server.get("/api/v1/groups/99", 404)
   first, second = server.get("/api/v1/rollouts/r1/turns")["items"]
-  assert first["model_response"] == "answer 1" and first["thinking"] == "hm, <b>"
+  assert first["model_response"] == "answer 1"
+  assert first["thinking"] == "hm, <b>"
   assert second["action_json"] == {"n": 2} and second["avg_turn_time"] == 2.0
   assert first["actions"][0]["call_id"] == "c-1"
   assert first["actions"][0]["args"] == {"x": 1, "y": 2}

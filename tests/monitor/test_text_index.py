@@ -1,4 +1,4 @@
-"""The search by an index of words, on SQLite and PostgreSQL, and without one."""
+"""The search by an index of words, on both databases and without one."""
 
 import re
 
@@ -27,7 +27,8 @@ def thinking(name, *thoughts, typed=None, **rollout):
 def fill(server):
   server.post(joined(
       base(),
-      thinking("r1", "The Grader sleeps.", "L'épée, ça va?", typed="sesame-open"),
+      thinking("r1", "The Grader sleeps.", "L'épée, ça va?",
+               typed="sesame-open"),
       thinking("r2", "graders grade 2,000 graduates", status="completed",
                task_success=True),
       thinking("r3", "門を開ける", "nothing; O'Brien's DROP TABLE"),

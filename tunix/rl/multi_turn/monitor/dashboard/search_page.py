@@ -2,11 +2,12 @@
 newest turns first, and the turns of a label.
 
 Promises: all words must be in one turn; the index (`schema.text_index`) finds
-whole words, and by their beginning those that end in an asterisk. A task's description belongs to the first turn of each
-rollout. Where there is no index, or a query that it cannot answer (no word, or
-one of a script without spaces), turns are read, a page for `_BUDGET_S` at most and a
-chunk more: it states why and how far back it has looked, and the following page
-goes on from there. The case of letters does not count.
+whole words, and by their beginning those that end in an asterisk. A task's
+description belongs to the first turn of each rollout. Without an index, or for
+a query that it cannot answer (no word, or one of a script without spaces),
+turns are read, a page for `_BUDGET_S` at most and a chunk more: the page states
+why and how far back it has looked, and the following one goes on from there.
+The case of letters does not count.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 `monitor_later_<table>` has every column of the table and, behind them, those
 that the later schema added: sent ones from `monitor_raw_value`, absent ones
-derived where the tables can tell them. They hold no data, so `database` replaces
-all of them whenever they differ from those that are installed.
+derived where the tables have what they need. They hold no data, so `database`
+replaces all of them whenever they differ from those that are installed.
 
 `monitor_later_group` has the groups that clients sent, with figures of their
 rollouts.

@@ -1,16 +1,16 @@
 """An index of the words of turns: SQLite's FTS5, PostgreSQL's tsvector.
 
 Indexed are a turn's thought, response and typed text (their raw values of other
-recorders, too), and with a rollout's first turn the task's description; the first
-50,000 characters of each. Triggers keep it, for every writer.
+recorders, too), and with a rollout's first turn the task's description: the
+first 50,000 characters of each. Triggers keep it, for every writer.
 
 Promises: the index has all words that a turn has. It may have words that the
 turn no longer has, or turns that are gone, so that a reader looks at what it
 finds: nothing is deleted from it, which FTS5 could do only with the old text.
 `rebuild` leaves them out.
 
-Does not: rank. Where SQLite has no FTS5, there is no index, and `ready` is False;
-the next program that has it builds it anew.
+Does not: rank. Where SQLite has no FTS5, there is no index, and `ready` is
+False; the next program that has it builds it anew.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ RAW_FIELDS = ("thinking", "model_response", "text")
 _RAW = ", ".join(f"'{name}'" for name in RAW_FIELDS)
 _WORD = re.compile(r"[^\W_]+\*?")
 # Written without spaces: no index by words finds a part of them.
-_UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\U0003ffff]")
+_UNSPACED = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\U0003ffff]"
+)
 _PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 
 
@@ -140,7 +142,8 @@ def find(
   behind = "" if before is None else f" AND {{}} < {int(before)}"
   if connection.dialect.name == "sqlite":
     query = " AND ".join(
-        f'"{word.rstrip("*")}"{"*" if word[-1] == "*" else ""}' for word in words
+        f'"{word.rstrip("*")}"{"*" if word[-1] == "*" else ""}'
+        for word in words
     )
     return list(connection.scalars(
         sa.text(
@@ -162,12 +165,13 @@ def find(
   ))  # pyformat: disable
 
 
-# --- SQL ------------------------------------------------------------------------
+# --- SQL ---------------------------------------------------------------------
 
 _TABLES = {
     "sqlite": [
         f"CREATE VIRTUAL TABLE {TABLE} USING fts5(words, content='',"
-        " columnsize=0, detail=none, tokenize=\"unicode61 remove_diacritics 0\")"
+        " columnsize=0, detail=none, tokenize=\"unicode61"
+        " remove_diacritics 0\")"
     ],
     "postgresql": [
         f"CREATE TABLE {TABLE} (turn_id bigint PRIMARY KEY REFERENCES turn (id)"
@@ -269,8 +273,8 @@ def _sqlite() -> list[str]:
       (
           "moved", "AFTER UPDATE OF step_id, eval_id, baseline_id ON rollout",
           changed,
-          f"{put}SELECT t.id, {_sqlite_words('t', whole=True)} FROM turn t WHERE"
-          " t.rollout_id = NEW.id ORDER BY t.id",
+          f"{put}SELECT t.id, {_sqlite_words('t', whole=True)} FROM turn t"
+          " WHERE t.rollout_id = NEW.id ORDER BY t.id",
       ),
       (
           "task", "AFTER UPDATE OF description ON task",
@@ -312,9 +316,9 @@ def _functions() -> list[str]:
       " WHERE turn_id = wanted AND action_type = 'type'; SELECT have ||"
       " monitor_fn_words(string_agg(value, ' ')) INTO have FROM"
       " monitor_raw_value WHERE kind = 'turn' AND entity_id = wanted AND field"
-      f" IN ({_RAW}); INSERT INTO {TABLE} VALUES (wanted, run, have) ON CONFLICT"
-      " (turn_id) DO UPDATE SET training_id = excluded.training_id, words ="
-      " excluded.words; END $$ LANGUAGE plpgsql",
+      f" IN ({_RAW}); INSERT INTO {TABLE} VALUES (wanted, run, have) ON"
+      " CONFLICT (turn_id) DO UPDATE SET training_id = excluded.training_id,"
+      " words = excluded.words; END $$ LANGUAGE plpgsql",
   ]
 
 

@@ -146,8 +146,9 @@ def _require(t: apply.Transaction, project: int, rollout: int) -> int:
     raise errors.ApiError(404, f"this project has no rollout {rollout}")
   ((training,),) = t.sql.rows(
       "SELECT COALESCE(s.training_id, e.training_id, b.training_id) FROM"
-      " rollout r LEFT JOIN step s ON s.id = r.step_id LEFT JOIN eval e ON e.id"
-      " = r.eval_id LEFT JOIN baseline b ON b.id = r.baseline_id WHERE r.id = ?",
+      " rollout r LEFT JOIN step s ON s.id = r.step_id LEFT JOIN eval e ON"
+      " e.id = r.eval_id LEFT JOIN baseline b ON b.id = r.baseline_id WHERE"
+      " r.id = ?",
       (rollout,),
   )
   return training

@@ -153,7 +153,7 @@ class Queries:
       return {"items": [_json(row) for row in rows]}
 
   def labels(self, project: int) -> Row:
-    """The labels of the project's rollouts and turns, and how many have them."""
+    """Labels of the project's rollouts and turns; how many have them."""
     n, r = tables.annotation, tables.rollout
     with database.reading(self._engine) as connection:
       rows = connection.execute(
