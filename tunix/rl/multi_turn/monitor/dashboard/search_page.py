@@ -68,10 +68,11 @@ class SearchPages:
     reached: Row | None = None
     why = ""
     with database.reading(self._engine) as connection:
-      if asks.q:
+      if asks.label:
+        words = text_index.words_of(asks.q) or asks.q.split()
+        found, reached = _labelled(connection, run["id"], words, asks)
+      elif asks.q:
         found, reached, why = _found(connection, run["id"], asks)
-      elif asks.label:
-        found, reached = _labelled(connection, run["id"], asks)
       labels = annotations.every_label(
           connection, request.project, run["id"]
       )
@@ -111,7 +112,7 @@ def _by_index(
   until = time.perf_counter() + _BUDGET_S
   found: list[Row] = []
   before, count = asks.after, 2 * _FOUND
-  if asks.outcome is None and asks.label is None:
+  if asks.outcome is None:
     count = _FOUND + 10  # All that it finds are shown, but for few.
   while True:
     ids = text_index.find(connection, training, words, before, count)
@@ -133,17 +134,22 @@ def _by_index(
 
 
 def _labelled(
-    connection: sa.Connection, training: int, asks: SearchQuery
-) -> tuple[list[Row], Row | None]:
-  """The same for turns of a label, without words."""
-  query = _base(asks).limit(_FOUND + 1)
+    connection: sa.Connection, training: int, words: Sequence[str],
+    asks: SearchQuery,
+) -> tuple[list[Row], Row | None]:  # pyformat: disable
+  """The same for turns of a label, which are few, so that all are read."""
+  query = _base(asks)
   if asks.after is not None:
     query = query.where(tables.turn.c.id < asks.after)
-  rows = list(connection.execute(query, {"training": training}))
-  found = [one for row in rows[:_FOUND] if (one := _matched(row, (), _holds))]
-  if len(rows) <= _FOUND:
-    return found, None
-  return found, _reached(connection, rows[_FOUND - 1].id)
+  place = _holds if text_index.words_of(asks.q) is None else _begins
+  found: list[Row] = []
+  for row in connection.execute(query, {"training": training}):
+    if len(found) == _FOUND:
+      return found, _reached(connection, found[-1]["id"])
+    one = _matched(row, words, place)
+    if one is not None:
+      found.append(one)
+  return found, None
 
 
 def _by_reading(
