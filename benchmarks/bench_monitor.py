@@ -170,7 +170,8 @@ def show_enqueue(name: str, taken: np.ndarray, dropped: int) -> bool:
 
 def body(first: int, count: int) -> bytes:
   """A batch of episodes of 31 rows and 45 kB each."""
-  text = "z" * 1360
+  # Of words, some of them rare, as an index of them has its work with both.
+  text = " ".join(f"word{7919 * n % 5000}" for n in range(160))
   batch: dict[str, list] = {k: [] for k in (
       "rollouts", "environments", "turns", "actions", "observations",
       "validations",

@@ -28,8 +28,11 @@ OPEN = {
 }  # pyformat: disable
 """What is served to anybody. Log-out is, too, and takes nothing but a form."""
 ENDLESS = {"/api/v1/events"}
-FORMS = {"/runs/{id:int}/tags", "/runs/{id:int}/pin", "/{id:int}"}
-"""Asked with GET they lead to the run, whether there is one or not."""
+FORMS = {
+    "/runs/{id:int}/tags", "/runs/{id:int}/pin", "/{id:int}",
+    "/rollouts/{id:int}/annotations",
+}  # pyformat: disable
+"""Asked with GET they lead to the run or rollout, if there is one or not."""
 SENDING = ("POST", "PUT", "DELETE")
 
 
@@ -57,6 +60,7 @@ def guarded(tmp_path_factory):
     body["steps"][0] |= {
         "status_message": MARK, "metrics_json": {"loss": 1.0, MARK: 1.0},
     }
+    body["groups"] = [{"step_id": "S", "group_num": 1, "status": MARK}]
     for turn in body["turns"]:
       turn["metrics_json"] = {"thought": MARK}
     for seen in body["observations"]:
@@ -70,8 +74,12 @@ def guarded(tmp_path_factory):
       reply = http.post("/api/ingest/batch", json=body)
       assert reply.status_code == 200, reply.text
       http.put(f"/api/v1/screenshots/{server.sha}", content=png)
+      http.post(f"/api/v1/rollouts/{MARK}-r/annotations", json={
+          "label": MARK, "note": MARK, "turn": 1,
+      })  # pyformat: disable
     server.places = {
         "/api/videos": "?path=x.mp4",
+        "/compare/tasks": "?a=eval-1&b=baseline-1",
         "id": "1", "step": "1", "task": "1", "name": f"{MARK}-r", "turn": "1",
         "obs": str(server.rows("obs")[0]["id"]), "measurement": "1",
         "kind": "eval", "format": "json", "sha256": server.sha,
@@ -119,7 +127,8 @@ def test_every_door_is_shut_without_the_right_token(guarded):
         if pattern in FORMS:  # To be sent by a page of this server only.
           reply = http.request(method, path)
           if method == "GET":
-            assert reply.headers["location"] == "/runs/1" and not reply.content
+            assert reply.headers["location"] in ("/runs/1", "/rollouts/1")
+            assert not reply.content
           else:
             assert reply.status_code == 403, (who, path)
           continue
@@ -187,6 +196,8 @@ def test_nothing_of_a_project_is_at_any_door_for_another(guarded):
     assert seen > 25  # Of them is there anything to be seen at all.
     for path in (
         "/compare?run=1&run=2", "/api/v1/rollouts?training_id=1",
+        "/compare/tasks?a=eval-1&b=baseline-1", "/api/v1/labels",
+        "/rollouts", f"/api/v1/rollouts?label={MARK}",
         "/api/v1/rollouts?step_id=1", "/runs/1/evals/diff?a=1&b=1",
         f"/?q={MARK}", "/api/v1/rollouts?task_id=1",
     ):  # pyformat: disable

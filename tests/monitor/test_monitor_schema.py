@@ -11,6 +11,7 @@ import pytest
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
+from tunix.rl.multi_turn.monitor.schema import text_index
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 
 # The source document, column by column.
@@ -169,6 +170,12 @@ def rows(filled):
     changes.rollback()
 
 
+def of_the_metadata(name, kind, parents):
+  """All but the index of words, which each database makes in its own way."""
+  del parents
+  return kind != "table" or not name.startswith(text_index.TABLE)
+
+
 # --- what there is ----------------------------------------------------------
 
 
@@ -185,7 +192,8 @@ def test_an_empty_database_upgraded_is_the_metadata(request, tmp_path):
     database.upgrade(engine)  # Again changes nothing.
     with engine.connect() as connection:
       context = migration.MigrationContext.configure(
-          connection, opts={"compare_type": True}
+          connection,
+          opts={"compare_type": True, "include_name": of_the_metadata},
       )
       assert autogenerate.compare_metadata(context, tables.metadata) == []
       made = sa.inspect(connection)
@@ -282,7 +290,7 @@ def test_a_message_of_any_length_is_no_entry_of_an_index(rows):
 
 
 @pytest.mark.parametrize(
-    "revision", ["0001", "0002", "0003", "0004", "0006", "0007"]
+    "revision", ["0001", "0002", "0003", "0004", "0006", "0007", "0008", "0009"]
 )
 def test_a_database_of_an_earlier_schema_is_brought_to_the_present(
     engine, revision
@@ -297,7 +305,9 @@ def test_a_database_of_an_earlier_schema_is_brought_to_the_present(
   assert sql(engine, "SELECT version_num FROM alembic_version") == [(present,)]
   assert sql(engine, "SELECT id FROM rollout") == [(1,)]
   with engine.connect() as connection:
-    context = migration.MigrationContext.configure(connection)
+    context = migration.MigrationContext.configure(
+        connection, opts={"include_name": of_the_metadata}
+    )
     assert autogenerate.compare_metadata(context, tables.metadata) == []
   insert(engine, "monitor_training_tag", training_id=1, tag="kept")
   insert(engine, "monitor_pinned_baseline", project_id=1, training_id=1)

@@ -35,6 +35,7 @@ from tunix.rl.multi_turn.monitor.dashboard import pages as pages_lib
 from tunix.rl.multi_turn.monitor.dashboard import site as site_lib
 from tunix.rl.multi_turn.monitor.dashboard import token_text
 from tunix.rl.multi_turn.monitor.server import access as access_lib
+from tunix.rl.multi_turn.monitor.server import annotations
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import http_io
 from tunix.rl.multi_turn.monitor.server import image_files
@@ -108,9 +109,11 @@ class MonitorApp:
         self._files / "videos",
     )
     self._tags_and_baseline = tags_and_baseline.TagsAndBaseline(self.writer)
+    self._annotations = annotations.Annotations(self.writer, self._queries)
     site = site_lib.Site(
-        access, self._pages, self._timings, self._tags_and_baseline
-    )
+        access, self._pages, self._timings, self._tags_and_baseline,
+        self._annotations,
+    )  # pyformat: disable
     table = self._table()
     self._document = openapi.document([operation for operation, _ in table])
     self.asgi = applications.Starlette(
@@ -147,6 +150,7 @@ class MonitorApp:
     self._ingest.add_routes(add)
     self._images.add_routes(add)
     self._tags_and_baseline.add_routes(add)
+    self._annotations.add_routes(add, get)
     get(
         f"{v1}/trainings/{{id:int}}/curves", "training_curves",
         "Metrics over a training's steps; a name that ends in / is a prefix.",

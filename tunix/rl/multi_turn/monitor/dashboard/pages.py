@@ -15,6 +15,7 @@ from tunix.rl.multi_turn.monitor.dashboard import rollout_page
 from tunix.rl.multi_turn.monitor.dashboard import run_pages
 from tunix.rl.multi_turn.monitor.dashboard import search_page
 from tunix.rl.multi_turn.monitor.dashboard import step_page
+from tunix.rl.multi_turn.monitor.dashboard import task_comparison
 from tunix.rl.multi_turn.monitor.dashboard import task_pages
 from tunix.rl.multi_turn.monitor.dashboard import token_text
 from tunix.rl.multi_turn.monitor.server import queries as queries_lib
@@ -27,6 +28,7 @@ PageRequest, File, Link, Redirect = (
 PATHS: tuple[tuple[str, str], ...] = (
     ("/", "runs"),
     ("/compare", "compare"),
+    ("/compare/tasks", "compare_tasks"),
     ("/runs/{id:int}", "run"),
     ("/runs/{id:int}/rollouts", "run_rollouts"),
     ("/runs/{id:int}/steps", "steps"),
@@ -86,6 +88,7 @@ class Pages:
     )
     self.eval_points = runs.eval_points
     self.runs, self.compare, self.run = runs.runs, runs.compare, runs.run
+    self.compare_tasks = task_comparison.TaskComparisonPage(engine).page
     self.steps = runs.steps
     self.config = configuration_page.ConfigurationPage(engine, runs.head).page
     self.step, self.measurement = steps.step, steps.measurement

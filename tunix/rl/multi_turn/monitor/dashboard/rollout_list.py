@@ -13,6 +13,7 @@ from typing import Annotated, Any, Sequence
 
 import pydantic
 import sqlalchemy as sa
+from tunix.rl.multi_turn.monitor.dashboard import annotations
 from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
@@ -117,6 +118,7 @@ class RolloutListQuery(query_lib.PageQuery):
     high: largest reward, `to`.
     step: number of the step or evaluation.
     q: words of the task.
+    label: of the rollout or one of its turns.
     after: (value of the order, id) of the last rollout of the page before.
   """
 
@@ -132,6 +134,7 @@ class RolloutListQuery(query_lib.PageQuery):
   step: query_lib.Id | None = None
   task: query_lib.Id | None = None
   q: query_lib.Search = ""
+  label: query_lib.Label | None = None
   sort: query_lib.one_of(SORTS) = "newest"
   order: query_lib.Order = "down"
   after: Annotated[
@@ -220,12 +223,15 @@ class RolloutLists:
     asks = request.read(RolloutListQuery)
     wanted = selection(asks)
     with database.reading(self._engine) as connection:
+      if asks.label is not None:
+        wanted = wanted.narrowed(_labelled(connection, asks.label))
       if asks.odd == _SHORT:
         wanted = wanted.narrowed(
             _few_turns(connection, request.project, training)
         )
       found = pick(connection, request.project, training, wanted)
       rows = _described(connection, [id_ for _, id_ in found[:_PAGE]])
+      labels = annotations.every_label(connection, request.project, training)
       task = None
       if asks.task is not None:
         task = connection.execute(
@@ -243,7 +249,8 @@ class RolloutLists:
         "outcomes": tuple(OUTCOMES), "faults": tuple(ERRORS),
         "ends": tuple(ENDS), "odds": tuple(ODD),
         "statuses": vocabulary.STATUSES["rollout"],
-        "sources": vocabulary.SOURCE_TYPES,
+        "sources": vocabulary.SOURCE_TYPES, "labels": labels,
+        "label": asks.label or "",
         "asks": {
             name: request.query.get(name, "")
             for name in (
@@ -457,6 +464,16 @@ def _described(connection: sa.Connection, ids: Sequence[int]) -> list[Row]:
     one["faults"] = sum(one[name] or 0 for name in tables.FAULTS)
     found[one["id"]] = one
   return [found[id_] for id_ in ids]
+
+
+def _labelled(
+    connection: sa.Connection, label: str
+) -> sa.ColumnElement[bool]:
+  """Whether a rollout has a label: few have, so that they are read first."""
+  ids = list(connection.scalars(queries_lib.labelled(label)))
+  return (_R.c.id + 0).in_(
+      sa.bindparam(None, ids, expanding=True, literal_execute=True)
+  )
 
 
 def _few_turns(

@@ -6,6 +6,7 @@ import threading
 from typing import Any, Literal, Mapping, Sequence
 
 import sqlalchemy as sa
+from tunix.rl.multi_turn.monitor.dashboard import annotations
 from tunix.rl.multi_turn.monitor.dashboard import exports
 from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.dashboard import pictures
@@ -64,6 +65,7 @@ class RolloutPages:
     run = self._head(request.project, rollout["training_id"])
     with database.reading(self._engine) as connection:
       turns = strip(connection, rollout["id"])
+      annotations.add(connection, turns, "id")
       members = self._group(connection, rollout)
     place = next(
         (n for n, m in enumerate(members) if m["id"] == rollout["id"]), 0

@@ -16,6 +16,7 @@ from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib
 from tunix.rl.multi_turn.monitor.dashboard import measurements
 from tunix.rl.multi_turn.monitor.dashboard import overview
 from tunix.rl.multi_turn.monitor.dashboard import page_request
+from tunix.rl.multi_turn.monitor.dashboard import task_comparison
 from tunix.rl.multi_turn.monitor.dashboard import text
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
@@ -446,7 +447,18 @@ class RunPages:
     points = {i: self.eval_points(i) for i in ids}
     for run in runs:
       run["eval"] = points[run["id"]][-1] if points[run["id"]] else None
+    by_id = {run["id"]: run for run in runs}
+    by_task = []
+    with database.reading(self._engine) as connection:
+      for i in ids:
+        if i != base and (
+            found := task_comparison.between_runs(connection, base, i)
+        ):
+          by_task.append({
+              "first": by_id[base], "second": by_id[i], "found": found,
+          })  # pyformat: disable
     return page_request.Page("compare.html", {
+        "by_task": by_task,
         "runs": runs, "named": [
             {"id": r["id"], "name": r["run_name"]} for r in runs
         ], "base": base, "rows": rows, "pinned": pinned,

@@ -25,8 +25,10 @@ from tunix.rl.multi_turn.monitor.dashboard import pages as pages_lib
 from tunix.rl.multi_turn.monitor.dashboard import pictures
 from tunix.rl.multi_turn.monitor.dashboard import text
 from tunix.rl.multi_turn.monitor.server import access as access_lib
+from tunix.rl.multi_turn.monitor.server import annotations as annotations_lib
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import http_io
+from tunix.rl.multi_turn.monitor.server import query as query_lib
 from tunix.rl.multi_turn.monitor.server import tags_and_baseline as tags_lib
 
 _LOG = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ class Site:
   def __init__(
       self, access: access_lib.Access, pages: pages_lib.Pages, timings: Any,
       tags_and_baseline: tags_lib.TagsAndBaseline,
+      annotations: annotations_lib.Annotations,
   ):  # pyformat: disable
     """Args:
 
@@ -72,9 +75,11 @@ class Site:
       pages: makes the pages.
       timings: records the seconds of each page.
       tags_and_baseline: changed by forms.
+      annotations: changed by forms.
     """
     self._access = access
     self._tags_and_baseline = tags_and_baseline
+    self._annotations = annotations
     self._pages = pages
     self._timings = timings
     self._files = _static_files()
@@ -100,6 +105,10 @@ class Site:
         ),
         routing.Route(
             "/runs/{id:int}/pin", self._form_of(self._pin), methods=_BOTH
+        ),
+        routing.Route(
+            "/rollouts/{id:int}/annotations",
+            self._form_of(self._annotate, "/rollouts"), methods=_BOTH,
         ),
     ]
     for path, name in pages_lib.PATHS:
@@ -215,14 +224,14 @@ class Site:
   # --- forms ----------------------------------------------------------------
 
   def _form_of(
-      self, change: Callable[..., Awaitable[None]]
+      self, change: Callable[..., Awaitable[None]], of: str = "/runs"
   ) -> Callable[[Request], Awaitable[Response]]:
     """A form's handler; it redirects to the page that the form names."""
 
     async def run(request: Request) -> Response:
       if request.method != "POST":
         return responses.RedirectResponse(
-            f"/runs/{request.path_params['id']}", 303
+            f"{of}/{request.path_params['id']}", 303
         )
       try:
         who = await concurrency.run_in_threadpool(
@@ -259,6 +268,26 @@ class Site:
     if form.get("pinned") not in ("0", "1"):
       raise errors.ApiError(400, "pinned: give 1 or 0")
     await self._tags_and_baseline.pin(project, training, form["pinned"] == "1")
+
+  async def _annotate(
+      self, project: int, rollout: int, form: Mapping[str, str]
+  ) -> None:
+    remove = form.get("remove")
+    if remove:
+      if not query_lib.is_id(remove):
+        raise errors.ApiError(400, f"remove={remove[:30]!r}: give its id")
+      await self._annotations.remove(project, rollout, int(remove))
+      return
+    body: dict[str, Any] = {
+        name: form[name] for name in ("label", "note")
+        if form.get(name, "").strip()
+    }  # pyformat: disable
+    turn = form.get("turn", "")
+    if turn:
+      if not query_lib.is_id(turn):
+        raise errors.ApiError(400, f"turn={turn[:30]!r}: give its number")
+      body["turn"] = int(turn)
+    await self._annotations.add(project, rollout, body)
 
   # --- login ----------------------------------------------------------------
 

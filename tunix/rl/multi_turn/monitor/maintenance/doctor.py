@@ -24,6 +24,7 @@ from tunix.rl.multi_turn.monitor.maintenance import pruning
 from tunix.rl.multi_turn.monitor.maintenance import runs as runs_lib
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
+from tunix.rl.multi_turn.monitor.schema import text_index
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 from tunix.rl.multi_turn.monitor.server import items
 from tunix.rl.multi_turn.monitor.server import screenshots
@@ -208,6 +209,11 @@ def _schema(engine: sa.Engine) -> Iterator[Finding]:
       yield Finding(
           WARNING, "schema", "its triggers are of another version",
           "start the server once: it replaces them",
+      )  # pyformat: disable
+    if not text_index.ready(connection):
+      yield Finding(
+          WARNING, "search", "there is no index of words: a search reads every"
+          " turn", "start the server once, with a SQLite that has FTS5",
       )  # pyformat: disable
 
 

@@ -167,6 +167,16 @@ def _write_run(
           sa.select(g).where(g.c.training_id == run.id).order_by(g.c.tag),
       ),
   )
+  n = tables.annotation
+  put(
+      "annotation",
+      stream(
+          connection,
+          sa.select(n)
+          .where(n.c.rollout_id.in_(runs_lib.ids("rollout", run.id)))
+          .order_by(n.c.id),
+      ),
+  )
   put(
       "client_id",
       of_kinds(

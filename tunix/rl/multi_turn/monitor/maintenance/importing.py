@@ -174,6 +174,7 @@ class _RunImport:
       (training,) = self._rows_of("training")
       here = self._here(training)
       marks: tuple[list[Row], bool] = [], False
+      noted: list[Row] = []
       if here is not None:
         id_, updated = here
         if updated >= training["updated_at"]:
@@ -181,6 +182,7 @@ class _RunImport:
           self._bar.update(self._run["rows"])
           return
         marks = self._marks_of(id_)
+        noted = self._annotations_of(id_)
         runs_lib.delete_whole(connection, id_)
         runs_lib.forget_names(connection)
       self._project = access.project_id(connection, self._project_name)
@@ -197,6 +199,7 @@ class _RunImport:
           )
       )
       self._bring_marks(*marks)
+      self._bring_annotations(noted)
       connection.execute(
           sa.insert(tables.change).values(
               training_id=self._mapped("training", training["id"]),
@@ -506,6 +509,56 @@ class _RunImport:
               project_id=self._project, training_id=training, pinned_at=_now()
           )
       )
+
+  def _annotations_of(self, training: int) -> list[Row]:
+    """Labels and notes of a run that is here, by their rollout's own name."""
+    n, r, t = tables.annotation, tables.rollout, tables.turn
+    return [
+        dict(row)
+        for row in self._connection.execute(
+            sa.select(
+                n.c.label, n.c.note, n.c.created_at,
+                r.c.rollout_id.label("name"), t.c.turn,
+            )
+            .join(r, r.c.id == n.c.rollout_id)
+            .outerjoin(t, t.c.id == n.c.turn_id)
+            .where(r.c.id.in_(runs_lib.ids("rollout", training)))
+            .order_by(n.c.id)
+        ).mappings()
+    ]  # pyformat: disable
+
+  def _bring_annotations(self, noted: list[Row]) -> None:
+    """The archive's labels and notes, and those that the run had here."""
+    n, r, t = tables.annotation, tables.rollout, tables.turn
+    found: dict[tuple[Any, ...], Row] = {}
+    for row in _typed(
+        self._reader.rows(archive.run_table(self._run["id"], "annotation")),
+        n, "annotation",
+    ):  # pyformat: disable
+      del row["id"]
+      for kind in ("rollout", "turn"):
+        row[f"{kind}_id"] = self._mapped(kind, row[f"{kind}_id"])
+      found[row["rollout_id"], row["turn_id"], row["label"], row["note"]] = row
+      self._bar.update()
+    for row in noted:
+      where = self._connection.execute(
+          sa.select(r.c.id, t.c.id.label("turn_id"))
+          .outerjoin(
+              t, sa.and_(t.c.rollout_id == r.c.id, t.c.turn == row["turn"])
+          )
+          .where(r.c.rollout_id == row["name"])
+      ).one_or_none()
+      if where is None or (row["turn"] is not None and where.turn_id is None):
+        continue  # The later state has no such episode or turn.
+      key = (where.id, where.turn_id, row["label"], row["note"])
+      found.setdefault(key, {
+          "rollout_id": where.id, "turn_id": where.turn_id,
+          "label": row["label"], "note": row["note"],
+          "created_at": row["created_at"],
+      })  # pyformat: disable
+    if found:
+      self._connection.execute(sa.insert(n), list(found.values()))
+      self._rows += len(found)
 
   def _named(self, table: str) -> Iterator[Row]:
     for row in self._reader.rows(archive.run_table(self._run["id"], table)):

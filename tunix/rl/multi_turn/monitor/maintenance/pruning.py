@@ -19,6 +19,7 @@ import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.maintenance import exporting
 from tunix.rl.multi_turn.monitor.maintenance import runs as runs_lib
 from tunix.rl.multi_turn.monitor.schema import tables
+from tunix.rl.multi_turn.monitor.schema import text_index
 from tunix.rl.multi_turn.monitor.server import screenshots
 from tunix.rl.multi_turn.monitor.server import thumbnails
 
@@ -352,6 +353,8 @@ def _vacuum(engine: sa.Engine) -> None:
           f" beside the database and there are {free >> 20}; the space is"
           " reused anyway, or make room and prune again"
       )
+    with runs_lib.writing(engine) as writing:
+      text_index.rebuild(writing)  # It never leaves anything out by itself.
   # Not SQLAlchemy's transactions: neither database vacuums inside of one.
   connection = engine.raw_connection()
   try:

@@ -150,10 +150,10 @@ def ids(kind: str, training: int) -> sa.Select:
     return sa.select(t.c.id).where(t.c.id == training)
   if kind in vocabulary.SOURCE_TYPES:
     return sa.select(t.c.id).where(t.c.training_id == training)
-  if kind == "rollout":
+  if kind in ("rollout", "monitor_group"):
     parts = [
         sa.select(t.c.id).where(
-            t.c.source_type == source,
+            *([t.c.source_type == source] if kind == "rollout" else []),
             t.c[f"{source}_id"].in_(ids(source, training)),
         )
         for source in vocabulary.SOURCE_TYPES
@@ -207,7 +207,7 @@ def delete_whole(connection: sa.Connection, training: int) -> int:
     part = found[start : start + _CHUNK]
     count += delete_parts(connection, part)
     count += _delete(connection, "rollout", part)
-  for kind in reversed(vocabulary.SOURCE_TYPES):
+  for kind in ("monitor_group", *reversed(vocabulary.SOURCE_TYPES)):
     count += _delete(
         connection, kind, list(connection.scalars(ids(kind, training)))
     )
@@ -249,6 +249,9 @@ def _delete(connection: sa.Connection, kind: str, rows: Sequence[int]) -> int:
     connection.execute(
         sa.delete(raw).where(raw.c.kind == kind, raw.c.entity_id.in_(part))
     )
+    if kind in ("rollout", "turn"):
+      n = tables.annotation
+      connection.execute(sa.delete(n).where(n.c[f"{kind}_id"].in_(part)))
     if kind in vocabulary.STATEFUL:
       connection.execute(
           sa.delete(h).where(

@@ -25,7 +25,9 @@ from alembic import script
 from alembic.runtime import migration
 import sqlalchemy as sa
 from tunix.rl.multi_turn.core import credentials
+from tunix.rl.multi_turn.monitor.schema import later_views
 from tunix.rl.multi_turn.monitor.schema import tables
+from tunix.rl.multi_turn.monitor.schema import text_index
 from tunix.rl.multi_turn.monitor.schema import triggers
 
 _MIGRATIONS = pathlib.Path(__file__).parent / "migrations"
@@ -217,8 +219,13 @@ def upgrade(engine: sa.Engine) -> None:
         connection.exec_driver_sql(
             f"SELECT pg_advisory_xact_lock({_POSTGRES_LOCK})"
         )
-      if _check_revision(engine, connection) != revisions()[0]:
+      revision = _check_revision(engine, connection)
+      if revision != revisions()[0]:
+        if revision is not None:  # Views would hold the columns that they show.
+          later_views.drop(connection)
+          _forget_triggers(connection)
         command.upgrade(_alembic(connection), "head")
+      text_index.install(connection)
       _install_triggers(connection)
 
 
@@ -262,28 +269,41 @@ def _check_revision(
 
 
 def _install_triggers(connection: sa.Connection) -> None:
+  """Installs what is made of code alone: triggers and views."""
   if triggers_are_current(connection):
     return
-  wanted = triggers.statements(connection.dialect.name)
-  meta = tables.meta
+  wanted = _made_of_code(connection.dialect.name)
   triggers.drop(connection)
+  later_views.drop(connection)
   for statement in wanted:
     if connection.dialect.name == "postgresql":
       statement = statement.replace("%", "%%")  # Its driver's placeholders.
     connection.exec_driver_sql(statement)
-  connection.execute(sa.delete(meta).where(meta.c.key == _TRIGGERS))
+  _forget_triggers(connection)
   connection.execute(
-      sa.insert(meta).values(key=_TRIGGERS, value=_digest(wanted))
+      sa.insert(tables.meta).values(key=_TRIGGERS, value=_digest(wanted))
   )
 
 
+def _forget_triggers(connection: sa.Connection) -> None:
+  meta = tables.meta
+  connection.execute(sa.delete(meta).where(meta.c.key == _TRIGGERS))
+
+
 def triggers_are_current(connection: sa.Connection) -> bool:
-  """Whether the database's triggers are those of this version."""
+  """Whether the database's triggers and views are those of this version."""
   meta = tables.meta
   found = connection.execute(
       sa.select(meta.c.value).where(meta.c.key == _TRIGGERS)
   ).scalar()
-  return found == _digest(triggers.statements(connection.dialect.name))
+  return found == _digest(_made_of_code(connection.dialect.name))
+
+
+def _made_of_code(dialect: str) -> list[str]:
+  return [
+      *triggers.statements(dialect), *later_views.statements(dialect),
+      *text_index.statements(dialect),
+  ]  # pyformat: disable
 
 
 def _digest(wanted: list[str]) -> str:

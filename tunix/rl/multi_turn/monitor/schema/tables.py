@@ -26,108 +26,21 @@ import operator
 
 import sqlalchemy as sa
 from tunix.rl.multi_turn.core import run_tags as tags_lib
+from tunix.rl.multi_turn.monitor.schema import columns as columns_lib
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 
-INTEGER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
-REAL = sa.Double().with_variant(sa.REAL, "sqlite")
-
-metadata = sa.MetaData(
-    naming_convention={
-        "pk": "pk_%(table_name)s",
-        "fk": "fk_%(table_name)s_%(column_0_name)s",
-        "uq": "uq_%(table_name)s_%(column_0_name)s",
-        "ck": "ck_%(table_name)s_%(constraint_name)s",
-    }
-)
-
-
-def _id() -> sa.Column:
-  return sa.Column("id", INTEGER, primary_key=True, autoincrement=True)
-
-
-def _text(*names: str) -> list[sa.Column]:
-  return [sa.Column(name, sa.Text) for name in names]
-
-
-def _integers(*names: str) -> list[sa.Column]:
-  return [sa.Column(name, INTEGER) for name in names]
-
-
-def _reals(*names: str) -> list[sa.Column]:
-  return [sa.Column(name, REAL) for name in names]
-
-
-def _times(*names: str) -> list[sa.Column]:
-  return [sa.Column(name, sa.TIMESTAMP) for name in names]
-
-
-def _now(name: str, nullable: bool = True) -> sa.Column:
-  return sa.Column(
-      name,
-      sa.TIMESTAMP,
-      nullable=nullable,
-      server_default=sa.func.current_timestamp(),
-  )
-
-
-def _required(name: str, kind: sa.types.TypeEngine = sa.Text()) -> sa.Column:
-  return sa.Column(name, kind, nullable=False)
-
-
-def _refers(name: str, table: str, nullable: bool = False) -> sa.Column:
-  return sa.Column(
-      name,
-      INTEGER,
-      sa.ForeignKey(f"{table}.id", ondelete="RESTRICT"),
-      nullable=nullable,
-  )
-
-
-def _flags(*names: str) -> list[sa.Column | sa.CheckConstraint]:
-  found: list[sa.Column | sa.CheckConstraint] = _integers(*names)
-  found += [
-      sa.CheckConstraint(f"{name} IN (0, 1)", name=name) for name in names
-  ]
-  return found
-
-
-def _choice(
-    table: str, column: str, **options
-) -> list[sa.Column | sa.CheckConstraint]:
-  words = ", ".join(f"'{w}'" for w in vocabulary.CHOICES[table, column])
-  return [
-      sa.Column(column, sa.Text, **options),
-      sa.CheckConstraint(f"{column} IN ({words})", name=column),
-  ]
-
-
-def _state(table: str) -> list[sa.Column | sa.CheckConstraint]:
-  """`status` and `progress_percent`."""
-  first, *_ = vocabulary.STATUSES[table]
-  words = ", ".join(f"'{w}'" for w in vocabulary.STATUSES[table])
-  found: list[sa.Column | sa.CheckConstraint] = [
-      sa.Column("status", sa.Text, server_default=first),
-      # A CHECK that is NULL holds.
-      sa.CheckConstraint(
-          f"status IS NOT NULL AND status IN ({words})", name="status"
-      ),
-  ]
-  if table != "environment":
-    found += [
-        sa.Column("progress_percent", REAL, server_default=sa.text("0.0")),
-        sa.CheckConstraint(
-            "progress_percent >= 0 AND progress_percent <= 100",
-            name="progress_percent",
-        ),
-    ]
-  return found
-
-
-def _table(name: str, *columns) -> sa.Table:
-  flat = []
-  for column in columns:
-    flat += column if isinstance(column, list) else [column]
-  return sa.Table(name, metadata, *flat, sqlite_autoincrement=True)
+INTEGER, REAL, metadata = (
+    columns_lib.INTEGER, columns_lib.REAL, columns_lib.metadata,
+)  # pyformat: disable
+_id, _text, _integers, _reals, _times = (
+    columns_lib.identity, columns_lib.text, columns_lib.integers,
+    columns_lib.reals, columns_lib.times,
+)  # pyformat: disable
+_now, _required, _refers, _flags, _choice, _state, _table = (
+    columns_lib.now, columns_lib.required, columns_lib.refers,
+    columns_lib.flags, columns_lib.choice, columns_lib.state,
+    columns_lib.table,
+)  # pyformat: disable
 
 
 training = _table(
@@ -461,6 +374,33 @@ for _source in vocabulary.SOURCE_TYPES:
 
 # --- the monitor's own ------------------------------------------------------
 
+group = _table(
+    "monitor_group",
+    _id(),
+    _refers("step_id", "step", nullable=True),
+    _refers("eval_id", "eval", nullable=True),
+    _refers("baseline_id", "baseline", nullable=True),
+    _refers("task_id", "task", nullable=True),
+    _required("group_num", INTEGER),
+    _now("created_at"),
+    _now("updated_at"),
+    sa.CheckConstraint(
+        " + ".join(
+            f"CASE WHEN {word}_id IS NULL THEN 0 ELSE 1 END"
+            for word in vocabulary.SOURCE_TYPES
+        ) + " = 1",
+        name="one_source",
+    ),
+    *(
+        sa.Index(
+            f"idx_monitor_group_{word}", f"{word}_id", "group_num", unique=True
+        )
+        for word in vocabulary.SOURCE_TYPES
+    ),
+)  # pyformat: disable
+"""Groups as the later schema of other monitors has them: the rollouts of a
+source whose `group` is `group_num`. Only clients of that schema send them."""
+
 project = _table(
     "monitor_project",
     _id(),
@@ -535,6 +475,32 @@ pinned_baseline = sa.Table(
     ),
 )
 """The run that a project's others are compared with: at most one, its own."""
+
+annotation = _table(
+    "monitor_annotation",
+    _id(),
+    _refers("rollout_id", "rollout"),
+    _refers("turn_id", "turn", nullable=True),
+    _text("label", "note"),
+    _now("created_at", nullable=False),
+    sa.CheckConstraint(
+        "(label IS NULL AND note IS NOT NULL) OR (label IS NOT NULL AND note IS"
+        " NULL)",
+        name="one_of",
+    ),
+    sa.CheckConstraint(
+        f"length(label) BETWEEN 1 AND {tags_lib.LONGEST} AND label ="
+        " trim(label)",
+        name="label",
+    ),
+    sa.CheckConstraint(
+        f"length(note) BETWEEN 1 AND {vocabulary.LONGEST_NOTE}", name="note"
+    ),
+    sa.Index("idx_monitor_annotation_rollout", "rollout_id"),
+    sa.Index("idx_monitor_annotation_turn", "turn_id"),
+    sa.Index("idx_monitor_annotation_label", "label", "rollout_id"),
+)
+"""Labels and notes of people: of a turn, or (without one) of a rollout."""
 
 client_ids = sa.Table(
     "monitor_client_id",

@@ -46,6 +46,9 @@ PHASES: Mapping[str, tuple[str, ...]] = types.MappingProxyType({
 })  # pyformat: disable
 """Table -> the values of its `current_phase`."""
 
+LONGEST_NOTE = 4000
+"""Characters of a note."""
+
 SOURCE_TYPES = ("step", "eval", "baseline")
 """Sources of a rollout: it has exactly one `<word>_id`."""
 

@@ -17,6 +17,7 @@ from typing import Any, Iterable, Mapping
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import items as items_lib
+from tunix.rl.multi_turn.monitor.server import placement
 from tunix.rl.multi_turn.monitor.server import references
 from tunix.rl.multi_turn.monitor.server import side_rows
 from tunix.rl.multi_turn.monitor.server import sql as sql_lib
@@ -222,6 +223,8 @@ class _Work:
     parents = self._who.resolve_parents(kind, found)
     for item, refers in zip(found, parents):
       item.values.update(refers)
+    if kind.name == "rollout":
+      self._ignored += placement.by_groups(self._sql, self._who, found)
     known = self._find(kind, found)
     if kind.parents.get("training_id") and self._training is not None:
       for item in found:
@@ -246,7 +249,7 @@ class _Work:
           inserts.append((id_, item))
         key = self._natural(kind, item)
         if key is not None:
-          fresh[key] = id_
+          fresh[self._key_columns(kind, item), key] = id_
       elif waiting is not None:
         self._more_of_waiting(id_, item, waiting, inserts)
       else:
@@ -282,11 +285,16 @@ class _Work:
     return self._taken.pop()
 
   def _natural(self, kind: Kind, item: Item) -> tuple[Any, ...] | None:
-    columns = _NATURAL.get(kind.name)
+    columns = self._key_columns(kind, item)
     if columns is None:
       return None
     key = tuple(item.values.get(c) for c in columns)
     return None if None in key else key
+
+  def _key_columns(self, kind: Kind, item: Item) -> tuple[str, ...] | None:
+    if kind.name == "monitor_group":
+      return placement.group_key(item)
+    return _NATURAL.get(kind.name)
 
   def _find(self, kind: Kind, found: list[Item]) -> Mapping[str, int]:
     """Learns which items the database has already: client id -> id."""
@@ -331,14 +339,14 @@ class _Work:
       id_ = self._who.found(kind.name).get(item.client_id)
       if id_ is not None:
         return id_
+    columns = self._key_columns(kind, item)
     key = self._natural(kind, item)
-    if key is None:
+    if key is None or columns is None:
       return None
-    if key in fresh:
-      return fresh[key]
+    if (columns, key) in fresh:
+      return fresh[columns, key]
     if item.values.get("rollout_id") in self._new_rollouts:
       return None
-    columns = _NATURAL[kind.name]
     where = " AND ".join(f"{c} = ?" for c in columns)
     rows = self._sql.rows(
         f"SELECT id FROM {_TABLE_SQL[kind.name]} WHERE {where}", key
@@ -416,30 +424,6 @@ class _Work:
         self._more_of_waiting(id_, more, waiting, inserts)
     self._insert(items_lib.BY_NAME["environment"], inserts)
 
-  def _place(self, item: Item) -> None:
-    """Puts a step's rollout that names no step under the run's newest one."""
-    values = item.values
-    if (
-        values.get("source_type") not in (None, "step")
-        or self._training is None
-        or any(
-            values.get(f"{kind}_id") is not None
-            for kind in vocabulary.SOURCE_TYPES
-        )
-    ):
-      return
-    rows = self._sql.rows(
-        "SELECT id, step FROM step WHERE training_id = ? ORDER BY step DESC"
-        " LIMIT 1",
-        (self._training,),
-    )
-    if rows:
-      values["source_type"], values["step_id"] = "step", rows[0][0]
-      self._ignored.append({
-          "kind": "rollout", "client_id": item.client_id, "field": "step_id",
-          "value": None, "kept": f"step {rows[0][1]}, the run's newest",
-      })  # pyformat: disable
-
   # --- rows -----------------------------------------------------------------
 
   def _insert(self, kind: Kind, found: list[tuple[int, Item]]) -> None:
@@ -452,7 +436,11 @@ class _Work:
     for id_, item in found:
       values = item.values
       if kind.name == "rollout":
-        self._place(item)
+        placed = placement.under_newest_step(self._sql, self._training, item)
+        if placed is not None:
+          self._ignored.append(placed)
+      elif kind.name == "monitor_group":
+        placement.check_new_group(item)
       status_rules.fill_defaults(kind.name, item, self._tx.now, self._project)
       if kind.name in ("baseline", "eval"):
         values.setdefault("model_path", self._model_of(values))

@@ -5,9 +5,10 @@ Promises: a malformed value is refused with the fix; the database is not asked.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable
 
 import orjson
+from starlette import concurrency
 from starlette import requests as starlette_requests
 from starlette import responses
 from tunix.rl.multi_turn.core import request_bodies
@@ -101,3 +102,8 @@ def name_of(request: Request) -> str:
   if "\0" in name:
     raise errors.ApiError(404, "there is no rollout of this name")
   return name
+
+
+async def in_thread(ask: Callable[..., Any], *given: Any) -> Any:
+  """The result of a question to the database."""
+  return await concurrency.run_in_threadpool(ask, *given)

@@ -1,7 +1,7 @@
 """Reads a batch of the ingest protocol, checked and in the database's words.
 
 The body is `training` (an object) and arrays `tasks, validators, baselines,
-evals, steps, rollouts, environments, turns, actions, observations,
+evals, steps, groups, rollouts, environments, turns, actions, observations,
 validations`; or `parts`, an array of such bodies, which is one body with all
 that they have. An item names itself by `client_id` and its parents by
 `<parent>_id`: a number is the server's id, text is a client id (or a rollout's
@@ -99,6 +99,16 @@ KINDS: tuple[ItemKind, ...] = (
         "step", "steps", {"training_id": "training"}, ("step",), kept=_TIMING
     ),
     _kind(
+        "monitor_group", "groups",
+        {
+            "step_id": "step", "eval_id": "eval", "baseline_id": "baseline",
+            "task_id": "task",
+        },
+        ("group_num",), {"group": "group_num"},
+        (*_TIMING, "source_type", "status", "progress_percent", "batch",
+         "num_rollouts", "reward_mean"),
+    ),
+    _kind(
         "rollout", "rollouts",
         {
             "step_id": "step", "eval_id": "eval", "baseline_id": "baseline",
@@ -106,7 +116,7 @@ KINDS: tuple[ItemKind, ...] = (
         },
         ("rollout_id",),
         {"group_num": "group"},
-        ("group_id", "trajectory_data_json"),
+        ("group_id", "trajectory_data_json", *_TIMING),
     ),
     _kind(
         "environment", "environments", {"rollout_id": "rollout"},
@@ -116,7 +126,7 @@ KINDS: tuple[ItemKind, ...] = (
         "turn", "turns", {"rollout_id": "rollout"}, ("turn",),
         kept=(
             "model_response", "screen_before", "screen_after", "thinking",
-            "text", "action_json", "model_specific_input_json",
+            "text", "action_json", "model_specific_input_json", *_TIMING,
         ),
     ),
     _kind(

@@ -165,6 +165,8 @@ def _body(kind: str) -> dict[str, Any]:
             }
         },
     }
+  elif kind == "annotation":
+    schema = query_lib.Annotation.model_json_schema()
   elif kind == "tags":
     schema = query_lib.TagChange.model_json_schema()
   else:
@@ -188,7 +190,7 @@ def _schemas() -> dict[str, Any]:
       },
       "Batch": _batch(),
   }
-  shown = [*tables.TABLES, tables.delivery]
+  shown = [*tables.TABLES, tables.delivery, tables.group]
   for table in shown:
     found[str(table.name)] = {
         "type": "object",

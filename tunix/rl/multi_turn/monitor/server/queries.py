@@ -14,6 +14,7 @@ from typing import Any, Sequence
 import orjson
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.schema import database
+from tunix.rl.multi_turn.monitor.schema import later_views
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 from tunix.rl.multi_turn.monitor.server import errors
@@ -23,7 +24,8 @@ JSON_COLUMNS = frozenset({
     "config_json", "tags", "prerequisites", "rollout_progress",
     "training_progress", "metrics_json", "errors", "summary_json", "tool_args",
     "tokens", "logprobs", "model_input_json", "details_json", "metadata_json",
-    "health_json",
+    "health_json", "trajectory_data_json", "args", "action_json",
+    "model_specific_input_json",
 })  # pyformat: disable
 _HEAVY = {
     "training": {"config_json"},
@@ -113,6 +115,8 @@ class Queries:
     for name in ("task_id", "batch", "group", "status"):
       if (value := getattr(wanted, name)) is not None:
         query = query.where(r.c[name] == value)
+    if wanted.label is not None:
+      query = query.where(r.c.id.in_(labelled(wanted.label)))
     if wanted.success is not None:
       query = query.where(r.c.task_success == int(wanted.success))
     return self._page(query, r.c.id, True, wanted)
@@ -147,6 +151,37 @@ class Queries:
           .limit(query_lib.MAX_LIMIT)
       )
       return {"items": [_json(row) for row in rows]}
+
+  def labels(self, project: int) -> Row:
+    """Labels of the project's rollouts and turns; how many have them."""
+    n, r = tables.annotation, tables.rollout
+    with database.reading(self._engine) as connection:
+      rows = connection.execute(
+          sa.select(
+              n.c.label,
+              sa.func.count(sa.distinct(n.c.rollout_id)).label("rollouts"),
+          )
+          .join(r, r.c.id == n.c.rollout_id)
+          .where(n.c.label.is_not(None), self._is_mine(project))
+          .group_by(n.c.label)
+          .order_by(n.c.label)
+      )
+      return {"items": [_json(row) for row in rows]}
+
+  def annotations(self, project: int, name: str) -> Row:
+    """The labels and notes of a rollout and its turns, in order of time."""
+    with database.reading(self._engine) as connection:
+      id_ = self._rollout_id(connection, project, name)
+      return {"items": annotations_of(connection, id_)}
+
+  def rollout_id(self, project: int, name: str) -> int:
+    """The id of a rollout, by it or by the rollout's own name.
+
+    Raises:
+      ApiError: 404.
+    """
+    with database.reading(self._engine) as connection:
+      return self._rollout_id(connection, project, name)
 
   # --- one of them -----------------------------------------------------------
 
@@ -191,6 +226,8 @@ class Queries:
       environments = found.pop("environments")
       found["environment"] = environments[0] if environments else None
       self._add_raw(connection, "validation", found["validations"])
+      _add_later(connection, "validation", found["validations"])
+      found["annotations"] = annotations_of(connection, id_)
       return found
 
   def turns(self, project: int, name: str) -> Row:
@@ -317,6 +354,7 @@ class Queries:
     t = tables.metadata.tables[kind]
     found = _json(connection.execute(_select(t).where(t.c.id == id_)).one())
     self._add_raw(connection, kind, [found])
+    _add_later(connection, kind, [found])
     return found
 
   def _add_raw(
@@ -335,6 +373,7 @@ class Queries:
 
   def _fill_turns(self, connection: sa.Connection, turns: list[Row]) -> None:
     self._add_raw(connection, "turn", turns)
+    _add_later(connection, "turn", turns)
     by_id = {turn["id"]: turn for turn in turns}
     for key, table in (
         ("actions", tables.action), ("observations", tables.obs),
@@ -346,6 +385,7 @@ class Queries:
       )
       found = [_json(row) for row in rows]
       self._add_raw(connection, table.name, found)
+      _add_later(connection, table.name, found)
       for turn in turns:
         turn[key] = []
       for row in found:
@@ -383,6 +423,11 @@ class Queries:
     query = sa.select(t.c.id).where(t.c.id == id_)
     if kind == "rollout":
       query = query.where(self._is_mine(project))
+    elif kind == "monitor_group":
+      mine = sa.select(owner.c.training_id).where(
+          owner.c.project_id == project
+      )
+      query = query.where(_in_training(mine, t))
     elif kind == "environment":
       r = tables.rollout
       query = query.join(r, r.c.id == t.c.rollout_id).where(
@@ -404,6 +449,24 @@ class Queries:
       )
     if connection.execute(query).first() is None:
       raise _absent(kind, id_)
+
+
+def annotations_of(connection: sa.Connection, rollout: int) -> list[Row]:
+  """{id, turn (None: the rollout), label, note, created_at} of a rollout."""
+  n, t = tables.annotation, tables.turn
+  rows = connection.execute(
+      sa.select(n.c.id, t.c.turn, n.c.label, n.c.note, n.c.created_at)
+      .outerjoin(t, t.c.id == n.c.turn_id)
+      .where(n.c.rollout_id == rollout)
+      .order_by(n.c.id)
+  )
+  return [_json(row) for row in rows]
+
+
+def labelled(label: str) -> sa.Select:
+  """Ids of the rollouts that have a label, or a turn with it."""
+  n = tables.annotation
+  return sa.select(n.c.rollout_id).where(n.c.label == label).distinct()
 
 
 def tagged(tags: Sequence[str]) -> list[sa.ColumnElement[bool]]:
@@ -450,9 +513,10 @@ def _rollouts_of(training: int) -> sa.Subquery:
   return sa.union_all(*parts).subquery("own")
 
 
-def _in_training(which: sa.Select) -> sa.ColumnElement[bool]:
-  """Condition on rollouts: of a SELECT of trainings."""
-  r = tables.rollout
+def _in_training(
+    which: sa.Select, r: sa.Table = tables.rollout
+) -> sa.ColumnElement[bool]:
+  """Condition on rollouts, or groups: of a SELECT of trainings."""
   parts = []
   for kind in vocabulary.SOURCE_TYPES:
     t = tables.metadata.tables[kind]
@@ -462,6 +526,24 @@ def _in_training(which: sa.Select) -> sa.ColumnElement[bool]:
         .correlate(r)
     )
   return sa.or_(*parts)
+
+
+def _add_later(
+    connection: sa.Connection, kind: str, rows: Sequence[Row]
+) -> None:
+  """Adds the columns of the later schema of other monitors."""
+  names = later_views.ADDED.get(kind)
+  if not names or not rows:
+    return
+  view = sa.table(
+      f"{later_views.PREFIX}{kind}", *map(sa.column, ("id", *names))
+  )
+  by_id = {row["id"]: row for row in rows}
+  for row in connection.execute(
+      sa.select(view).where(view.c.id.in_(list(by_id)))
+  ):
+    found = _json(row)
+    by_id[found["id"]].update({name: found[name] for name in names})
 
 
 def _training_of(connection: sa.Connection, rollout: Row) -> int:

@@ -124,6 +124,43 @@ Tags = Annotated[
 Order = Literal["up", "down"]
 
 
+def _label(given: Any) -> str:
+  try:
+    return tags_lib.clean(given)
+  except ValueError as error:
+    raise ValueError(str(error).replace("a tag has", "a label has")) from None
+
+
+def _note(given: Any) -> str:
+  if not isinstance(given, str):
+    raise ValueError(f"give text, not a {type(given).__name__}")
+  found = given.replace("\0", "\u2400").replace("\r\n", "\n").strip()
+  if not 0 < len(found) <= vocabulary.LONGEST_NOTE:
+    raise ValueError(
+        f"a note has 1 to {vocabulary.LONGEST_NOTE} characters, not"
+        f" {len(found)}"
+    )
+  return found
+
+
+Label = Annotated[
+    str,
+    pydantic.BeforeValidator(_label),
+    pydantic.WithJsonSchema({
+        "type": "string", "minLength": 1, "maxLength": tags_lib.LONGEST,
+    }),  # pyformat: disable
+]
+"""What a person calls a turn or a rollout; checked as a tag is."""
+Note = Annotated[
+    str,
+    pydantic.BeforeValidator(_note),
+    pydantic.WithJsonSchema({
+        "type": "string", "minLength": 1,
+        "maxLength": vocabulary.LONGEST_NOTE,
+    }),  # pyformat: disable
+]
+
+
 def one_of(words: typing.Iterable[str]) -> Any:
   """The type of a parameter that takes one of these words."""
   return Literal[tuple(words)]
@@ -259,6 +296,7 @@ class RolloutsQuery(ListQuery):
   group: Id | None = None
   status: one_of(vocabulary.STATUSES["rollout"]) | None = None
   success: Flag | None = None
+  label: Label | None = None
 
 
 class CurvesQuery(Query):
@@ -296,3 +334,33 @@ class TagChange(pydantic.BaseModel):
 
   add: Tags = ()
   remove: Tags = ()
+
+
+def _turn(given: Any) -> int | None:
+  if given is not None and (
+      type(given) is not int or not 0 <= given <= MAX_ID
+  ):
+    raise ValueError("give the number of a turn")
+  return given
+
+
+class Annotation(pydantic.BaseModel):
+  """The body of a request that labels a rollout or one of its turns.
+
+  Attributes:
+    turn: number of the turn; None for the rollout.
+    label: to add; None for none.
+    note: to add; None for none.
+  """
+
+  model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+  turn: Annotated[
+      int | None,
+      pydantic.BeforeValidator(_turn),
+      pydantic.WithJsonSchema({
+          "type": ["integer", "null"], "minimum": 0, "maximum": MAX_ID,
+      }),
+  ] = None  # pyformat: disable
+  label: Label | None = None
+  note: Note | None = None

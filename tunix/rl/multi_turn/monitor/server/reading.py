@@ -49,6 +49,10 @@ def add_routes(q: queries_lib.Queries, get: Callable[..., None]) -> None:
         f"{v1}/{plural}/{{id:int}}", kind, f"One {kind}.",
         lambda p, r, kind=kind: q.one(p, kind, _id(r)), answer=kind,
     )  # pyformat: disable
+  get(
+      f"{v1}/groups/{{id:int}}", "group", "One group that a client sent.",
+      lambda p, r: q.one(p, "monitor_group", _id(r)), answer="monitor_group",
+  )  # pyformat: disable
   for kind in vocabulary.STATEFUL:
     get(
         f"{v1}/{kind}s/{{id:int}}/history", f"{kind}_history",

@@ -192,6 +192,10 @@ _OF_PROJECT = {
     # Runs of all projects share tasks.
     "task": "SELECT id FROM task WHERE ? > 0 AND id {among}",
     "validator": "SELECT id FROM validator WHERE ? > 0 AND id {among}",
+    "monitor_group": (
+        f"SELECT r.id FROM monitor_group r {_TRAINING_OF_ROLLOUT} WHERE"
+        " p.project_id = ? AND r.id {among}"
+    ),
     "rollout": (
         f"SELECT r.id FROM rollout r {_TRAINING_OF_ROLLOUT} WHERE p.project_id"
         " = ? AND r.id {among}"

@@ -24,6 +24,12 @@ function keepOpen(from, to) {
   if (open.length === next.length) next.forEach((d, n) => (d.open = open[n]));
 }
 
+// Whether somebody is writing a label or a note there.
+function isTyped(part) {
+  const fields = [...part.querySelectorAll(".annotations input, .annotations textarea")];
+  return fields.some((f) => f === document.activeElement || f.value !== f.defaultValue);
+}
+
 function replace(fresh, quiet) {
   const focused = document.activeElement;
   const path = focused && focused.getAttribute && focused.getAttribute("href");
@@ -33,7 +39,7 @@ function replace(fresh, quiet) {
       part.replaceChildren();
       continue;
     }
-    if (part.isEqualNode(next)) continue;
+    if (part.isEqualNode(next) || (quiet && isTyped(part))) continue;
     if (quiet) keepOpen(part, next);
     for (const box of part.querySelectorAll("input[type=checkbox]:checked")) {
       const same = [...next.querySelectorAll("input[type=checkbox]")].find((b) => b.value === box.value);
