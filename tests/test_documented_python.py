@@ -176,7 +176,8 @@ def test_serving(tmp_path, capsys):
         message = rollout_server.screenshot()
         answer = rollout_server.ask(names["client"], [message])
         names.update(
-            images=message["content"][1:], ids=answer.prompt_token_ids, model=other
+            images=message["content"][1:], ids=answer.prompt_token_ids,
+            model=other,
         )
 
       def hand_over(names):
