@@ -106,8 +106,8 @@ def test_gym_servers(tmp_path, monkeypatch):
     gyms.registry.GYMS.unregister("lamps")
   assert 0 < len(names["tasks"]) < len(names["merged"])
   groups = names["batches"][0]
-  assert len(groups) == 4 and all(len(set(map(id, g))) >= 1 for g in groups)
-  assert all(len(g) == 4 for g in groups)
+  assert [len({t.task_id for t in group}) for group in groups] == [1] * 4
+  assert [len(group) for group in groups] == [4] * 4
   shown, _ = names["env"].reset(seed=0)
   assert names["env"].observation_space.contains(shown)
   flat, _ = names["flat"].reset(seed=0)
