@@ -106,7 +106,8 @@ def test_gym_servers(tmp_path, monkeypatch):
     gyms.registry.GYMS.unregister("lamps")
   assert 0 < len(names["tasks"]) < len(names["merged"])
   groups = names["batches"][0]
-  assert [len({t.task_id for t in group}) for group in groups] == [1] * 4
+  assert all(t == group[0] for group in groups for t in group)
+  assert len({id(group[0]) for group in groups}) == 4
   assert [len(group) for group in groups] == [4] * 4
   shown, _ = names["env"].reset(seed=0)
   assert names["env"].observation_space.contains(shown)
