@@ -64,9 +64,11 @@ bench: $(STAMP)-dev ## run every benchmark, one after the other
 	  echo "== $$f"; $(PY) "$$f" $(ARGS) || status=1; \
 	done; exit $$status
 
-docs: $(STAMP) ## write the pages that are made from the code
+docs: $(STAMP)-dev ## write the pages that are made from the code
 	@$(PY) -m tunix.rl.multi_turn.config > docs/configuration.md
 	@$(PY) -m tunix.rl.multi_turn.reporting.metrics > docs/metrics.md
+	@JAX_PLATFORMS=cpu $(PY) scripts/http_reference.py > docs/http_api.md.part
+	@mv docs/http_api.md.part docs/http_api.md
 
 SITE ?= build/site
 docs-site: $(STAMP)-docs ## build the documentation as a site, build/site/docs/index.html

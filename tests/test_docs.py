@@ -4,6 +4,7 @@ import pathlib
 import re
 
 import chat_families
+import documented_code
 import pytest
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.agents import presets as agent_presets
@@ -17,13 +18,9 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
 def test_the_code_in_extending_runs_from_top_to_bottom(capsys):
-  text = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-  blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
-  assert len(blocks) >= 6
-  namespace = {"__name__": "extending"}
-  for number, block in enumerate(blocks, 1):
-    code = compile(block, f"docs/extending.md, block {number}", "exec")
-    exec(code, namespace)  # pylint: disable=exec-used
+  namespace = documented_code.run(
+      "docs/extending.md", {"__name__": "extending"}
+  )
   assert namespace["episode"].num_turns == 1
   config = config_lib.load_config(
       ["gym=lamps", "tasks=[lamps]"]
@@ -40,9 +37,7 @@ def test_the_code_in_extending_runs_from_top_to_bottom(capsys):
 
 def test_the_code_in_policies_runs(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
-  text = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
-  for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
-    exec(compile(block, "docs/policies.md", "exec"), {})  # pylint: disable=exec-used
+  documented_code.run("docs/policies.md")
   assert "48 " in capsys.readouterr().out
   assert (tmp_path / "my_policy" / "preprocessor_config.json").is_file()
 
@@ -68,9 +63,8 @@ def test_the_page_of_grammars_names_every_one_and_its_code_runs():
     images = preset["agent.max_images"]
     assert f"| {images} screenshot" in row if images else "| in full |" in row
     assert ("as a list" in row) == bool(preset.get("agent.summary"))
-  (code,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
   try:
-    exec(compile(code, "docs/grammars.md", "exec"), {})  # pylint: disable=exec-used
+    documented_code.run("docs/grammars.md")
   finally:
     tool_parser.unregister_tool_parser("taps")
 

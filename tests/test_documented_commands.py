@@ -5,13 +5,17 @@ the files and modules the pages speak of. Servers end as soon as they would
 serve, and a run is a dry run.
 """
 
+import ast
 import importlib
 import os
+import pathlib
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 
+import documented_code
 import documented_commands
 import pytest
 from tunix.rl.multi_turn import commands as command_list
@@ -248,6 +252,23 @@ def _accepted(module, words, capsys):
     assert not program.main(words), capsys.readouterr().err
 
 
+def _options_exist(file, words):
+  """A benchmark takes minutes, and a script root: neither is started."""
+  source = file.read_text()
+  doc = ast.get_docstring(ast.parse(source), clean=False)
+  code = source.replace(doc, "")
+  for word in words:
+    if option := re.match("--([a-z-]+)", word):
+      name = option[1].replace("-", "[-_]")
+      if not re.search(rf'["\s-]{name}["\s:]', code):
+        assert "argparse" in code, word
+        shown = subprocess.run(  # Its options are computed.
+            [sys.executable, file, "--help"], capture_output=True, text=True,
+            timeout=100, check=True,
+        ).stdout  # pyformat: disable
+        assert option[0] in shown.replace(doc.strip(), ""), word
+
+
 @pytest.mark.parametrize(
     "command", COMMANDS, ids=lambda one: f"{one.where}: {one.text}"[:90]
 )
@@ -265,11 +286,15 @@ def test_a_documented_command_is_accepted(command, capsys, monkeypatch):
     if importlib.util.find_spec(f"{HERE}.{module}") is None:
       pytest.skip(f"no {module} in this clone")
     _accepted(module, words[2:], capsys)
+  elif words[0] in documented_commands.SCRIPTS:
+    _accepted(documented_commands.SCRIPTS[words[0]], words[1:], capsys)
   elif words[1:3] == ["-m", LIGHT]:  # Starts the same without google-tunix.
     _accepted(words[3], words[4:], capsys)
   elif words[1] == "-m":
     assert words[2].startswith(HERE), words[2]
     _accepted(words[2].removeprefix(f"{HERE}."), words[3:], capsys)
+  elif not words[1].startswith("examples/"):
+    _options_exist(documented_commands.ROOT / words[1], words[2:])
   else:
     file = documented_commands.ROOT / words[1]
     program = importlib.import_module(file.stem)
@@ -291,6 +316,105 @@ def test_documented_commands_are_found():
         module in text or f"tunix_multi_turn {short}" in text for text in found
     ), module
   assert any("serving tiny_vl --port 8000" in text for text in found)
+
+
+# --- the other lines of a shell ----------------------------------------------
+
+ROOT = documented_commands.ROOT
+OTHERS = [
+    line
+    for page in documented_code.pages()
+    for line in documented_commands.shell_lines(page)
+    if not documented_commands.is_ours(line.text)
+]
+
+
+def _names_files(words):
+  for word in words:
+    if re.match(r"(docker|scripts|launch)/\S+$", word):
+      if not word.endswith(".env"):  # It is copied there.
+        assert (ROOT / word).is_file(), word
+
+
+def _docker(words, capsys):
+  _names_files(words)
+  if words[1] == "build":
+    recipe = (ROOT / words[words.index("-f") + 1]).read_text()
+    for flag, value in zip(words, words[1:]):
+      if flag == "--build-arg":
+        name = value.partition("=")[0]
+        assert re.search(rf"^ARG {name}\b", recipe, re.M), name
+    assert words[-1] == "."
+  elif words[1] == "run":
+    (image,) = (i for i, w in enumerate(words) if w.startswith("tunix-mt:"))
+    module, _ = tunix_multi_turn.COMMANDS[words[image + 1]]
+    _accepted(module, words[image + 2 :], capsys)
+  else:
+    assert words[1] == "compose" and words.count("-f") >= 1
+
+
+def _tpu_notebook(words):
+  home = pathlib.Path.cwd()
+  (home / "tunix").mkdir()
+  done = subprocess.run(
+      ["bash", ROOT / words[0], "--dry-run",
+       *(w.replace("~", str(home)) for w in words[1:] if w != "--dry-run")],
+      capture_output=True, text=True, timeout=60, check=False,
+  )  # pyformat: disable
+  assert done.returncode == 0 and "docker run" in done.stdout, done.stderr
+
+
+def _pip(words):
+  assert (ROOT / words[words.index("-c") + 1]).is_file()
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+  for extra in re.findall(r"[a-z]+", re.search(r"\[(.*)\]", words[-1])[1]):
+    assert extra in project["optional-dependencies"], extra
+
+
+@pytest.mark.parametrize(
+    "line", OTHERS, ids=lambda one: f"{one.page}: {one.text}"[:80]
+)
+def test_another_line_of_a_shell_is_right_or_marked(line, capsys):
+  if line.marker is not None:
+    assert line.marker[0] in documented_code.KINDS
+    return
+  words = shlex.split(line.text, comments=True)
+  match words[0]:
+    case "docker":
+      _docker(words, capsys)
+    case "docker/tpu_notebook.sh":
+      _tpu_notebook(words)
+    case "pip":
+      _pip(words)
+    case "cp":
+      _names_files(words)
+    case ".ci/run":
+      assert os.access(ROOT / words[0], os.X_OK)
+    case ".":
+      assert words[1] == ".venv/bin/activate"
+    case "unzip":  # Its archive is made by the line before.
+      assert words[1:3] == ["-p", "runs.zip"]
+    case _:  # Settings, of a command that the text names.
+      settings = [w for w in words if w != "…"]
+      assert all("=" in w for w in settings), f"nothing checks {line.text!r}"
+      config_lib.load_config(settings)
+
+
+def test_a_line_that_nothing_checks_is_found(tmp_path, monkeypatch):
+  page = tmp_path / "page.md"
+  page.write_text(
+      "Text:\n\n    make train\n    rm -rf all \\\n        --of it\n\n"
+      "- A list's\n\n      own text\n\n```text\nnothing\n```\n\n"
+      "<!-- not run: network, far away -->\n\n    ssh there\n"
+  )
+  monkeypatch.setattr(documented_commands, "ROOT", tmp_path)
+  found = documented_commands.shell_lines("page.md")
+  assert [one.text for one in found] == [
+      "make train", "rm -rf all --of it", "ssh there"
+  ]  # pyformat: disable
+  assert [one.marker for one in found] == [
+      None, None, ("network", "far away")
+  ]  # pyformat: disable
 
 
 # --- hints ------------------------------------------------------------------

@@ -5,6 +5,7 @@ import contextlib
 import json
 import time
 
+import documented_code
 import gym_servers
 import monitor_databases
 import monitor_server
@@ -16,6 +17,7 @@ from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import tensor_rows
 from tunix.rl.multi_turn.monitor.client import http_rollout_recorder
 from tunix.rl.multi_turn.monitor.client import ingest_client
+from tunix.rl.multi_turn.policy import checkpoint
 
 torch = pytest.importorskip("torch")
 PAD = 9  # Placeholder of images.
@@ -114,6 +116,34 @@ class World:
         "max_turns": 3,
         **options,
     })
+
+
+def test_the_code_in_the_documentation_runs():
+  _, _, tokenizer = checkpoint.create_policy("nano")
+  with World() as world:
+    names = documented_code.run(
+        "docs/run_service.md",
+        {
+            "tokenizer": tokenizer,
+            "messages": [
+                {"role": "user", "content": "2 + 3?"},
+                {"role": "assistant", "content": "5"},
+            ],
+            "tools": None,
+            "gconfig": None,
+            "processor": Pixels(),
+            "engine": Engine(),
+            "row": world.row,
+        },
+        {
+            "http://127.0.0.1:3000": world.url,
+            "http://127.0.0.1:8000/v1": f"{world.model}/v1",
+        },
+    )
+  masked = names["masked"]  # The newline after the reply is not trained on.
+  assert sum(masked.loss_mask) == masked.response_length - 1 > 0
+  assert not names["workflow"].rejected
+  assert names["batch"]["input_ids"].shape == names["batch"]["loss_mask"].shape
 
 
 async def test_an_episode_is_the_documented_sequence_and_gives_tensors():

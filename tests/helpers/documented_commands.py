@@ -8,11 +8,22 @@ import pathlib
 import re
 import shlex
 
+import documented_code
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 _ASSIGNMENTS = r"(?:[A-Z_]+=\S+ )*"
 _MAKE = r"(?:sudo )?make [a-z\-]+(?= *$| *#| +&&| +[A-Z]+=|`)"
-_PYTHON = "python (?:-m tunix|examples/)"
-_COMMAND = rf"{_ASSIGNMENTS}(?:{_PYTHON}|tunix-mt [a-z]+|{_MAKE})"
+_PYTHON = "python (?:-m tunix|examples/|benchmarks/|scripts/)"
+SCRIPTS = {
+    "tunix-gym-server": "environments.gym_server",
+    "tunix-monitor": "monitor",
+    "tunix-play": "environments.play",
+    "tunix-rollout-buffer": "trajectory_collector.buffer_service",
+    "tunix-run-service": "agents.run_service",
+}
+"""Programs that an installation has, beside tunix-mt -> their module."""
+_SCRIPT = "(?:" + "|".join(SCRIPTS) + ") "
+_COMMAND = rf"{_ASSIGNMENTS}(?:{_PYTHON}|tunix-mt [a-z]+|{_SCRIPT}|{_MAKE})"
 _LINE = re.compile(rf"^ *(?:\$ )?({_COMMAND}.*)$")
 _INLINE = re.compile(rf"`({_COMMAND}[^`]*)`")
 PLACES = {"<name>": "mine", "NAME": "tiny_vl", "DIR": "made"}
@@ -87,3 +98,80 @@ def everywhere() -> list[Command]:
     text = file.read_text("utf-8").replace(r"\n", "\n").replace('"!', '\n')
     found += of_text(text, str(file.relative_to(ROOT)))
   return list({one.text: one for one in reversed(found)}.values())[::-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShellLine:
+  """A logical line of a page's shell block.
+
+  Attributes:
+    page, line: where it begins.
+    text: joined where it is continued, without its comment.
+    marker: (kind, reason) of a block that is not run, else None.
+  """
+
+  page: str
+  line: int
+  text: str
+  marker: tuple[str, str] | None
+
+
+def shell_lines(page: str) -> list[ShellLine]:
+  """Lines of a page's indented blocks and of its `sh` fences."""
+  lines = (ROOT / page).read_text("utf-8").splitlines()
+  found: list[ShellLine] = []
+  fence, marker, inside, item = None, None, False, False
+  joined, begin = "", 0
+  for number, line in enumerate(lines, 1):
+    if match := re.match(r" *```(\w*)", line):
+      fence = None if fence is not None else match[1]
+      inside = False
+      if fence == "sh":
+        marker = _marker(lines, number - 1)
+      continue
+    if fence not in (None, "sh"):
+      continue
+    if fence is None:
+      indented = re.match(r"    \S", line) or (inside and line[:4] == "    ")
+      if not line.strip():
+        continue
+      if not indented:
+        inside, item = False, bool(re.match(r"[-*] |\d+\. |  \S", line))
+        continue
+      if not inside:
+        if item or lines[number - 2].strip():  # A list's own text.
+          continue
+        inside, marker = True, _marker(lines, number - 2)
+    text = line.strip()
+    begin = begin if joined else number
+    joined = f"{joined} {text}".strip()
+    if joined.endswith("\\"):
+      joined = joined[:-1].rstrip()
+      continue
+    if _open_quote(joined):
+      continue
+    if not joined.startswith("#"):
+      found.append(ShellLine(page, begin, joined, marker))
+    joined = ""
+  assert not joined, f"{page}:{begin} does not end: {joined}"
+  return found
+
+
+def _open_quote(text: str) -> bool:
+  try:
+    shlex.split(text, comments=True)
+  except ValueError:
+    return True
+  return False
+
+
+def _marker(lines: list[str], before: int) -> tuple[str, str] | None:
+  """The marker in front of line `before` (from 0), over empty lines."""
+  text = "\n".join(lines[:before]).rstrip() + "\n"
+  match = documented_code.MARKER.search(text)
+  return (match[1], match[2]) if match else None
+
+
+def is_ours(text: str) -> bool:
+  """Whether `of_text` finds it, so that its test runs or parses it."""
+  return bool(_LINE.match(text))

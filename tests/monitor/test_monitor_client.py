@@ -2,12 +2,11 @@
 
 import datetime
 import json
-import pathlib
-import re
 import sqlite3
 import threading
 import time
 
+import documented_code
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -520,16 +519,11 @@ def test_the_life_of_a_training_through_the_hooks(server, tmp_path):
 
 
 def test_the_code_in_the_documentation_runs(server, tmp_path, monkeypatch):
-  page = pathlib.Path(__file__).resolve().parents[2] / "docs" / "monitor.md"
-  (block,) = re.findall(
-      r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S
-  )
   monkeypatch.setenv(ingest_client.SPOOL_VARIABLE, str(tmp_path / "spool"))
-  code = block.replace("http://127.0.0.1:8765", server.url)
-  exec(compile(code, "docs/monitor.md", "exec"), {})  # pylint: disable=exec-used
+  documented_code.run(
+      "docs/monitor.md", replace={"http://127.0.0.1:8765": server.url}
+  )
   found = server.get("/api/v1/rollouts/an-id-of-its-own")
   assert found["status"] == "completed" and found["task_success"] == 1
-  (body,) = re.findall(
-      r"^```json\n(.*?)^```", page.read_text("utf-8"), re.M | re.S
-  )
-  assert set(server.post(json.loads(body))) > {"rollouts", "turns"}
+  (body,) = documented_code.blocks("docs/monitor.md", "json")
+  assert set(server.post(json.loads(body.text))) > {"rollouts", "turns"}

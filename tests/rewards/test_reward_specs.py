@@ -5,6 +5,7 @@ import pathlib
 import sys
 
 import collector_fakes as fakes
+import documented_code
 import numpy as np
 import pytest
 from tunix.rl.multi_turn import agents
@@ -396,10 +397,8 @@ def _is_ours(name):
 
 
 def test_the_pages_code_runs():
-  page = (pathlib.Path(__file__).parents[2] / "docs/rewards.md").read_text()
-  code = page.split("```python\n")[1].split("```")[0]
   try:
-    exec(code, {})  # pylint: disable=exec-used
+    documented_code.run("docs/rewards.md")
     episode = play(
         {"few_turns": {"most": 4}, "thoughtful": {"per": "turn"}}, RIGHT, "27"
     )

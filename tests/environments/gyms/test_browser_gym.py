@@ -6,6 +6,7 @@ import signal
 import socket
 
 import browsers
+import documented_code
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -411,3 +412,15 @@ async def test_what_is_dragged_is_dropped_where_the_drag_ends(
     assert log[::3] == ["mousedown", "mouseup", "click"]
     assert set(log[1::3] + log[2::3]) == {300}
   assert gym.page.url.endswith("/")
+
+
+async def test_the_judge_of_the_documentation(make, site):
+  judge = documented_code.run("docs/web.md")["judge"]
+  gym = make(evaluator=judge)
+  await gym.start(task(site, "/?seed=7"))
+  await gym.act(click(FIELD))
+  await gym.act(Action(Kind.TYPE, text="7"))
+  await gym.act(click(GREET))
+  assert not (await gym.evaluate()).success  # No answer yet.
+  await gym.act(Action(Kind.ANSWER, text="done"))
+  assert (await gym.evaluate()).success

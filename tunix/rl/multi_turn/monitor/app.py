@@ -64,7 +64,13 @@ Operation = openapi.Operation
 
 
 class MonitorApp:
-  """The ASGI application: a server runs `asgi`."""
+  """The ASGI application: a server runs `asgi`.
+
+  Attributes:
+    asgi: the application.
+    writer: stores batches; close it.
+    document: describes the routes for programs, OpenAPI 3.1.
+  """
 
   def __init__(
       self,
@@ -115,7 +121,7 @@ class MonitorApp:
         self._annotations,
     )  # pyformat: disable
     table = self._table()
-    self._document = openapi.document([operation for operation, _ in table])
+    self.document = openapi.document([operation for operation, _ in table])
     self.asgi = applications.Starlette(
         routes=[
             routing.Route(
@@ -292,7 +298,7 @@ class MonitorApp:
       self, request: Request, who: access_lib.Principal
   ) -> Response:
     del request, who
-    return _json(self._document)
+    return _json(self.document)
 
   async def _health(
       self, request: Request, who: access_lib.Principal

@@ -101,7 +101,9 @@ def _operation(operation: Operation) -> dict[str, Any]:
   if parameters:
     found["parameters"] = parameters
   if operation.scope:
-    found["security"] = [{"token": []}, {}]
+    # A role, as 3.1 has it for a scheme that is not OAuth's; none without
+    # tokens.
+    found["security"] = [{"token": [operation.scope]}, {}]
   if operation.body:
     found["requestBody"] = {
         "required": True, "content": _body(operation.body),
