@@ -135,7 +135,9 @@ class Policy(Protocol):
   optional: whether it reads that field of `PolicyInputs`. So are
   `wants_aligned_images`, whether it is quicker on this backend with
   `PolicyInputs.aligned_images`, and `vision_modules`, the names of the
-  submodules that see nothing but pixels.
+  submodules that see nothing but pixels. `whole_image_tokens` (0 unless given)
+  is the number of an image's tokens if they see each other: those that are not
+  cached yet come in one call of `extend`.
   """
 
   config: ModelConfig

@@ -37,7 +37,7 @@ Recur = Callable[
 def _norm(
     config: qwen_text_config.AnyConfig, width: int, init: layers.Init
 ) -> layers.RMSNorm:
-  offset = 1.0 if config.traits.linear else 0.0
+  offset = 1.0 if config.traits.offset_norms else 0.0
   return layers.RMSNorm(width, init, config.text.rms_norm_eps, offset)
 
 
@@ -49,6 +49,9 @@ class Attention(nnx.Module):
     self.head_dim = text.head_dim
     self.gated = config.traits.linear
     self.rotary_pairs = config.traits.rotary_pairs
+    # Kernels divide scores by the root of the heads' width.
+    scalar = text.query_pre_attn_scalar or text.head_dim
+    self.query_scale = (text.head_dim / scalar) ** 0.5
     width = text.hidden_size
     q_width = text.num_attention_heads * text.head_dim
     kv_width = text.num_key_value_heads * text.head_dim
@@ -76,6 +79,8 @@ class Attention(nnx.Module):
       q, k = self.q_norm(q), self.k_norm(k)
     q = layers.rotate(q, *rotation, self.rotary_pairs)
     k = layers.rotate(k, *rotation, self.rotary_pairs)
+    if self.query_scale != 1.0:
+      q = q * jnp.asarray(self.query_scale, q.dtype)
     mixed, cache = mix(q, k, v)
     if self.gated:
       mixed = mixed * jax.nn.sigmoid(gate)
@@ -141,7 +146,10 @@ class Decoder(nnx.Module):
 
   Attributes:
     layers: a list, or one `DecoderLayer` with stacked parameters.
+    layer_class: of the layers.
   """
+
+  layer_class: Any = DecoderLayer
 
   def __init__(
       self,
@@ -161,15 +169,17 @@ class Decoder(nnx.Module):
         (text.is_linear(i), text.is_sparse(i))
         for i in range(text.num_hidden_layers)
     ]
-    self.stacked = config.scan_layers and len(set(kinds)) == 1
+    self.stacked = (
+        config.scan_layers and len(set(kinds)) == 1 and not text.sliding_window
+    )
     if self.stacked:
       stack = layers.Init(
           init.rngs, init.dtype, init.std, (text.num_hidden_layers,)
       )
-      self.layers = DecoderLayer(config, stack, kinds[0], mesh)
+      self.layers = self.layer_class(config, stack, kinds[0], mesh)
     else:
       self.layers = nnx.List(
-          [DecoderLayer(config, init, kind, mesh) for kind in kinds]
+          [self.layer_class(config, init, kind, mesh) for kind in kinds]
       )
     self.norm = _norm(config, text.hidden_size, init)
 
@@ -186,6 +196,11 @@ class Decoder(nnx.Module):
         positions_BT3, axes, scaling.scaled(frequencies, text.rope_theta)
     )
     return cos * scaling.attention_factor, sin * scaling.attention_factor
+
+  def rotations(self, positions_BT3: jax.Array) -> Callable[[Any], Rotation]:
+    """The rotary positions of each layer, by its number."""
+    rotation = self.rotation(positions_BT3)
+    return lambda layer: rotation
 
   def __call__(
       self,
@@ -210,14 +225,14 @@ class Decoder(nnx.Module):
     Returns:
       Hidden states after the final norm, and the new cache.
     """
-    rotation = self.rotation(positions_BT3)
+    rotations = self.rotations(positions_BT3)
     # Only training rematerialises, and it runs without a cache.
     wrap = layers.remat(self.config.remat) if cache is None else (lambda f: f)
 
     def run(layer, x, extra, cache, i):
       x, cache = layer(
           x,
-          rotation,
+          rotations(i),
           lambda q, k, v: mix(q, k, v, cache, i),
           lambda net, x: recur(net, x, cache, i),
       )
