@@ -14,6 +14,7 @@ Axis names: see `base`; and L = layers.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable
 
 from flax import nnx
@@ -239,16 +240,18 @@ class Decoder(nnx.Module):
       x = x if extra is None else x + extra
       return sharding.constrain(x, self.mesh, *sharding.TOKENS), cache
 
-    run = wrap(run)
     x = x_BTD
     if not self.stacked:
       for i, layer in enumerate(self.layers):
         extra = early[i] if i < len(early) else None
-        x, cache = run(layer, x, extra, cache, i)
+        # Its number is no argument that would be traced: kinds differ by it.
+        one = wrap(functools.partial(run, i=i))
+        x, cache = one(layer, x, extra, cache)
       return self.norm(x), cache
     # The first layers get something added, and a scan wants all steps alike:
     # two scans. Unrolled, the first ones' activations would be computed again
     # for the backward pass all at a time.
+    run = wrap(run)
     graph, state = nnx.split(self.layers)
     n = len(early)
 
