@@ -158,6 +158,7 @@ def _rope(text: Mapping[str, Any], kind: str) -> dict[str, Any]:
   found = dict((text.get("rope_parameters") or {}).get(kind) or {})
   if kind == FULL:
     found |= text.get("rope_scaling") or {}
+  found.pop("truncate", None)  # transformers reads none of a kind of layers.
   theta = text.get(_OLD_THETA[kind])
   found.setdefault("rope_theta", _THETA[kind] if theta is None else theta)
   return found
