@@ -313,7 +313,7 @@ def decode(model, inputs, vision, lengths_B, rng):
     # Also 0: a row that waits.
     count_B = np.minimum(rng.integers(0, width + 1, b), target_B - done_B)
     count_B = count_B.astype(np.int32)
-    if model.whole_image_tokens:
+    if model.config.whole_image_tokens:
       count_B = _to_image_ends(is_vision, done_B, count_B)
     column = done_B[:, None] + np.arange(width)
     place = np.arange(b)[:, None], np.minimum(column, t - 1)

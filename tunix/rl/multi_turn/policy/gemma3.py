@@ -86,6 +86,10 @@ class Gemma3(qwen_vl.QwenVL):
 
   decoder_class = Decoder
 
+  @property
+  def _see_ahead(self) -> int:
+    return self.config.whole_image_tokens
+
   def _look_up(self, tokens_BT: base.Array) -> jax.Array:
     x = super()._look_up(tokens_BT)
     # Rounded as transformers rounds it.

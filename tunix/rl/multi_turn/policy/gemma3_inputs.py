@@ -47,6 +47,11 @@ class Gemma3Processor(qwen_vl_inputs.QwenVLProcessor):
       )
 
   @property
+  def whole_image_tokens(self) -> int:
+    """See `base.Processor`."""
+    return self.max_pixels // self.factor**2
+
+  @property
   def side(self) -> int:
     """Pixels of an image's side."""
     return round(self.max_pixels**0.5)

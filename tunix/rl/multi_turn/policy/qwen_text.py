@@ -43,6 +43,8 @@ class QwenText(nnx.Module):
     lm_head: output matrix; None where it is the embedding.
   """
 
+  _see_ahead = 1  # A token's last one lies less than so many places ahead.
+
   @property
   def supports_prefix_ids(self) -> bool:
     """Whether prompts are shared: not on TPU, whose kernel gains more, nor
@@ -51,11 +53,6 @@ class QwenText(nnx.Module):
     traits = self.config.traits
     apart = traits.linear or traits.windows
     return kernels.backend() != "tpu" and not apart
-
-  @property
-  def whole_image_tokens(self) -> int:
-    """See `base.Policy`."""
-    return getattr(self.config, "whole_image_tokens", 0)
 
   def __init__(
       self,
@@ -280,7 +277,7 @@ class QwenText(nnx.Module):
     if last_BT is None:
       return None
     return kernels.Sight(
-        last_BT, self.config.text.window(layer), self.whole_image_tokens
+        last_BT, self.config.text.window(layer), self._see_ahead
     )
 
   def _look_up(self, tokens_BT: base.Array) -> jax.Array:
