@@ -168,10 +168,8 @@ class Talk(chat_families.Talk):
     parts = super().content(images)
     if isinstance(parts, str):
       return parts
-    return [
-        part if part["type"] == "text" else {"type": "image", "image": self.see()}
-        for part in parts
-    ]
+    seen = lambda p: {**p, "image": self.see()} if "image" in p else p
+    return [seen(part) for part in parts]
 
   def see(self):
     height, width = self.rng.integers(20, 90, 2)

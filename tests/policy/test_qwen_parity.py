@@ -341,10 +341,10 @@ def _to_image_ends(is_vision_BT, done_B, count_B):
   """Counts that end no row's call within an image."""
   found = count_B.copy()
   for row, start in enumerate(done_B):
-    inside = lambda end: (
-        end < is_vision_BT.shape[1] and is_vision_BT[row, end - 1 : end + 1].all()
-    )
-    while found[row] and inside(start + found[row]):
+    while found[row] and start + found[row] < is_vision_BT.shape[1]:
+      end = start + found[row]
+      if not is_vision_BT[row, end - 1 : end + 1].all():
+        break
       found[row] -= 1
   return found
 

@@ -1,4 +1,4 @@
-"""What a token sees where images' tokens see each other and layers have windows.
+"""What tokens see where images are seen as a whole and layers have windows.
 
 Every way of computing attention under a `kernels.Sight` is held to attention
 under the explicit mask of the definition, written out token by token.
@@ -134,6 +134,10 @@ def test_a_prefix_and_a_sight_exclude_each_other():
     )
 
 
+def parts_an_image(images, end):
+  return end < len(images) and images[end] and images[end] == images[end - 1]
+
+
 @pytest.mark.parametrize("window", WINDOWS[:3])
 def test_a_cache_is_seen_as_the_definition_has_it(window):
   """In chunks that end between images, then word by word."""
@@ -157,10 +161,7 @@ def test_a_cache_is_seen_as_the_definition_has_it(window):
     width = 24 if (done < t - 6).any() else 1
     count = np.minimum(width, t - done).astype(np.int32)
     for r in range(B):
-      whole = lambda end: end >= t or not (
-          images[r, end] and images[r, end] == images[r, end - 1]
-      )
-      while not whole(done[r] + count[r]):
+      while parts_an_image(images[r], done[r] + count[r]):
         count[r] -= 1
     column = np.minimum(done[:, None] + np.arange(width), t - 1)
     real = (np.arange(width) < count[:, None]).astype(np.int32)
