@@ -104,6 +104,22 @@ def test_values_and_gradients_are_those_of_the_definition(
     np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
+@pytest.mark.parametrize("window", [0, 20])
+def test_chunks_for_a_flash_kernel_are_those_of_the_definition(
+    window, monkeypatch
+):
+  """What surrounds cuDNN's kernel, around XLA's implementation of the same."""
+  monkeypatch.setattr(kernels, "MAX_MASK", B * 401 * 128)
+  segments, images = rows(401)
+  mask = definition(segments, images, window)
+  given = sight(segments, images, window)
+  got = kernels._seen_local(
+      *qkv(401), segments, given.last_BT, window=window, ahead=IMAGE,
+      flash="xla",
+  )  # pyformat: disable
+  np.testing.assert_allclose(got, dense(*qkv(401), mask), atol=3e-6)
+
+
 def test_blocks_are_what_a_long_row_on_a_cpu_takes(monkeypatch):
   called = []
   real = blocks.attend
