@@ -242,10 +242,14 @@ class Decoder(nnx.Module):
 
     x = x_BTD
     if not self.stacked:
+      kinds: dict[int, Any] = {}
       for i, layer in enumerate(self.layers):
         extra = early[i] if i < len(early) else None
-        # Its number is no argument that would be traced: kinds differ by it.
-        one = wrap(functools.partial(run, i=i))
+        one = functools.partial(run, i=i)
+        if cache is None:
+          # Then its number says no more than its kind: layers of one kind
+          # share a function, which is traced once.
+          one = kinds.setdefault(self.config.text.window(i), wrap(one))
         x, cache = one(layer, x, extra, cache)
       return self.norm(x), cache
     # The first layers get something added, and a scan wants all steps alike:

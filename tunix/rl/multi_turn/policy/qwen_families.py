@@ -47,8 +47,6 @@ class Family:
     mutual_images: whether the vision tokens of an image see each other in the
       decoder, later ones too.
     offset_norms: whether norms multiply by 1 + weight.
-    scaled_embedding: whether a word's embedding is multiplied by the root of
-      its width.
     text_type: `model_type` of text_config; "" = the family's with "_text".
     tied: whether the output matrix is the embedding where config.json does not
       decide it.
@@ -76,7 +74,6 @@ class Family:
   windows: bool = False
   mutual_images: bool = False
   offset_norms: bool = False
-  scaled_embedding: bool = False
   text_type: str = ""
   tied: bool = False
   prefixes: tuple[tuple[str, str], ...] = ()
@@ -164,7 +161,6 @@ VISION_LANGUAGE: Mapping[str, Family] = {
         windows=True,
         mutual_images=True,
         offset_norms=True,
-        scaled_embedding=True,
         tied=True,
         prefixes=(
             ("model.visual.projector.", "multi_modal_projector."),
