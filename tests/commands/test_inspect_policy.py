@@ -55,6 +55,9 @@ BILLIONS = {
     "GLM-4.1V-9B": 10.29,
     "OpenCUA-7B": 8.29,
     "OpenCUA-32B": 33.5,
+    "Gemma-3-4B": 4.30,
+    "Gemma-3-12B": 12.19,
+    "Gemma-3-27B": 27.43,
 }
 
 
@@ -64,8 +67,10 @@ def test_every_published_size_is_known():
 
 # The others differ in numbers only.
 @pytest.mark.parametrize(
-    "name", ("Qwen3-VL-2B", "Qwen3-VL-8B", "Qwen3-VL-30B-A3B", "Qwen2.5-VL-7B")
-)
+    "name",
+    ("Qwen3-VL-2B", "Qwen3-VL-8B", "Qwen3-VL-30B-A3B", "Qwen2.5-VL-7B",
+     "Gemma-3-4B"),
+)  # pyformat: disable
 def test_parameters_of_published_sizes(name):
   parts = policy_facts.parameters_by_part(policy_facts.find(name).model)
   assert parts["total"] == pytest.approx(BILLIONS[name] * 1e9, rel=0.005)

@@ -23,7 +23,8 @@ DRAWN = policy_client.SamplingParams(max_new_tokens=6, temperature=1.0, seed=3)
 
 
 @pytest.fixture(
-    scope="module", params=["glm4v_moe groups", "glm4v", "opencua"]
+    scope="module",
+    params=["glm4v_moe groups", "glm4v", "opencua", "gemma3", "gemma3 wide"],
 )
 def parts(request, tmp_path_factory):
   """The family's policy, processor and screenshots."""
@@ -56,10 +57,10 @@ def test_turns_and_groups_are_what_the_policy_says(parts):
   engine = micro.engine_of(
       model, processor, store, slots=4, context_length=CONTEXT,
       decode_rows=(4,), prefill_rows=(4,), prefill_buckets=(32,),
-      window_buckets=(CONTEXT,), image_buckets=(2,), patch_buckets=(64,),
+      window_buckets=(CONTEXT,), image_buckets=(2,), patch_buckets=(144,),
       decode_steps_per_call=3, page_size=PAGE, banned_token_ids=banned,
   )  # pyformat: disable
-  recompute = references.Recompute(*parts, length=CONTEXT, images=4)
+  recompute = references.Recompute(*parts, length=CONTEXT, images=6)
 
   def check(tokens, spans, completion, sampling):
     whole = np.append(tokens, completion.tokens)

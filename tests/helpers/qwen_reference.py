@@ -24,12 +24,14 @@ import torch
 import transformers
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import gemma3_inputs
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_families
 from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import qwen_text_config
 from tunix.rl.multi_turn.policy import qwen_vl_inputs
+from tunix.rl.multi_turn.policy import rope_scaling
 
 torch.set_num_threads(1)
 
@@ -134,6 +136,43 @@ def _config(family: str, **changes) -> qwen_config.QwenVLConfig:
   )
 
 
+def _gemma(
+    merge: int = 2, tokens: int = 4, text=None, **changes
+) -> qwen_config.QwenVLConfig:
+  """Windows hardly longer than an image, scores not scaled by the heads."""
+  return qwen_config.QwenVLConfig(
+      family="gemma3",
+      vision=qwen_config.VisionConfig(
+          depth=3,
+          hidden_size=32,
+          intermediate_size=40,
+          num_heads=2,
+          out_hidden_size=48,
+          patch_size=PATCH,
+          spatial_merge_size=merge,
+          num_position_embeddings=tokens * merge**2,
+      ),
+      text=qwen_config.TextConfig(**{
+          "vocab_size": VOCABULARY,
+          "hidden_size": 48,
+          "intermediate_size": 72,
+          "num_hidden_layers": 4,
+          "num_attention_heads": 4,
+          "num_key_value_heads": 2,
+          "head_dim": 16,
+          "rope_theta": 1e6,
+          "mrope_section": (8, 0, 0),
+          "full_attention_layers": (1, 3),
+          "sliding_window": 6,
+          "local_rope_theta": 1e4,
+          "query_pre_attn_scalar": 10.0,
+          **(text or {}),
+      }),
+      **(_IDS | {"video_token_id": IMAGE}),
+      **{"tie_word_embeddings": True, **changes},
+  )
+
+
 def _grouped() -> qwen_config.QwenVLConfig:
   """Experts in groups, more shared ones, scaled weights, two dense layers."""
   config = _config("glm4v_moe", tie_word_embeddings=True)
@@ -163,6 +202,21 @@ CONFIGS = {
     "glm4v": _config("glm4v"),
     "glm4v_moe": _config("glm4v_moe"),
     "glm4v_moe groups": _grouped(),
+    "gemma3": _gemma(),
+    # The published pattern of layers and scaled positions; windows as long as
+    # an image, of which a token is more.
+    "gemma3 wide": _gemma(
+        merge=3,
+        text={
+            "num_hidden_layers": 7,
+            "num_attention_heads": 6,
+            "full_attention_layers": (5,),
+            "sliding_window": 4,
+            "query_pre_attn_scalar": 16.0,
+            "rope_scaling": rope_scaling.RopeScaling("linear", 8.0),
+        },
+        tie_word_embeddings=False,
+    ),
 }
 
 
@@ -199,6 +253,17 @@ PROCESSOR = qwen_vl_inputs.QwenVLProcessor(
     image_token_id=IMAGE,
 )
 FLAT = dataclasses.replace(PROCESSOR, flat_positions=True)
+
+
+def processor_of(
+    config: qwen_text_config.AnyConfig,
+) -> qwen_vl_inputs.QwenVLProcessor:
+  """The host side whose positions and sizes a model has."""
+  if config.traits.mutual_images:
+    return gemma3_inputs.processor(
+        gemma3_inputs.default_settings(config), config, {}
+    )
+  return FLAT if config.traits.flat_positions else PROCESSOR
 
 
 # --- batches -----------------------------------------------------------------
@@ -243,9 +308,16 @@ class Batch:
 class _Buffer:
   """One flat buffer of patches, filled image by image."""
 
-  def __init__(self, number: int, rng: np.random.Generator, patches: int):
+  def __init__(
+      self,
+      number: int,
+      rng: np.random.Generator,
+      patches: int,
+      processor: qwen_vl_inputs.QwenVLProcessor,
+  ):
     self.number, self.rng, self.used = number, rng, 0
-    self.patches = rng.uniform(0, 255, (patches, PROCESSOR.patch_bytes))
+    self.processor = processor
+    self.patches = rng.uniform(0, 255, (patches, processor.patch_bytes))
     self.segments = np.zeros(patches, np.int32)
     self.positions = rng.integers(1, 9, (patches, 4))
     self.images: list[Image] = []
@@ -253,12 +325,12 @@ class _Buffer:
   def add(self, height: int, width: int) -> Image | None:
     """An image of this many pixels; None when the buffer is full."""
     pixels = self.rng.integers(0, 255, (height, width, 3), dtype=np.uint8)
-    patched = PROCESSOR.patchify(pixels)
+    patched = self.processor.patchify(pixels)
     if self.rng.random() < 0.2:  # A gap, of whole vision tokens.
-      self.used += MERGE**2 * int(self.rng.integers(1, 4))
-    image = Image(
-        self.number, self.used, height // PATCH, width // PATCH
-    )
+      gap = int(self.rng.integers(1, 4))
+      self.used += self.processor.patches_per_token * gap
+    rows, columns = self.processor.grid(width, height)
+    image = Image(self.number, self.used, rows, columns)
     if image.patches.stop > len(self.segments):
       return None
     # Pixels need not be whole numbers.
@@ -294,7 +366,8 @@ def draw_batch(
     packed: as many sequences a row as fit; else one, from the row's beginning.
     processor: gives positions; see `Reference.processor`.
   """
-  stores = [_Buffer(i, rng, patches) for i in range(buffers)]
+  patches -= patches % processor.patches_per_token
+  stores = [_Buffer(i, rng, patches, processor) for i in range(buffers)]
   tokens = rng.integers(0, WORDS, (rows, length))
   positions = rng.integers(0, 99, (rows, length, 3))
   segments = np.zeros((rows, length), np.int32)
@@ -315,7 +388,8 @@ def draw_batch(
       for span, image in zip(spans, images):
         first = at + span.offset
         vision_index[row, first : first + span.num_tokens] = (
-            image.start // MERGE**2 + np.arange(span.num_tokens)
+            image.start // processor.patches_per_token
+            + np.arange(span.num_tokens)
         )
       cases.append(case)
       at = case.end
@@ -353,7 +427,7 @@ def _draw_sequence(
     if image is None:
       return None
     height, width = image.rows * PATCH, image.columns * PATCH
-    count = PROCESSOR.num_image_tokens(width, height)
+    count = store.processor.num_image_tokens(width, height)
     ref = trajectory.ImageRef(f"{len(images):064x}", width, height)
     ids += [IMAGE_START]
     spans.append(trajectory.ImageSpan(ref, len(ids), count))
@@ -425,6 +499,9 @@ class Reference:
     for name, value in self.module.named_buffers():
       if name.endswith("correction_bias"):  # Changes many choices.
         value += 0.2 * torch.randn(value.shape, generator=generator)
+    if config.traits.mutual_images:
+      # A word that is never learned, were it not that the output matrix is.
+      self.module.model.language_model.embed_tokens.padding_idx = None
     self.module.save_pretrained(directory)
     self.module.double()  # So that what differs is our rounding.
     if hasattr(self.module, "set_experts_implementation"):
@@ -433,7 +510,7 @@ class Reference:
   @property
   def processor(self) -> qwen_vl_inputs.QwenVLProcessor:
     """The host side whose positions the model has."""
-    return FLAT if self.config.traits.flat_positions else PROCESSOR
+    return processor_of(self.config)
 
   def in_bfloat16(self) -> torch.nn.Module:
     """The model as transformers loads it in that dtype."""
@@ -474,7 +551,12 @@ class Reference:
           getattr(module, "model", None), "get_rope_index"
       ):
         images["mm_token_type_ids"] = (ids == IMAGE).int()
-      if case.images:
+      if self.config.traits.mutual_images:
+        images["token_type_ids"] = (ids == IMAGE).int()
+      if case.images and self.config.traits.mutual_images:
+        whole = [self._image(pixels, i) for i in case.images]
+        images["pixel_values"] = torch.stack(whole).to(dtype)
+      elif case.images:
         shown = [pixels[i.buffer, i.patches] for i in case.images]
         grids = [(1, i.rows, i.columns) for i in case.images]
         images |= {
@@ -496,10 +578,22 @@ class Reference:
     gradients = {}
     if weights_BT is not None:
       gradients = {
-          name: weight.grad.float().numpy().copy()
+          file_key(self.config, name): weight.grad.float().numpy().copy()
           for name, weight in module.named_parameters()
       }
     return Results(logits, logprobs, gradients, pixels.grad.numpy())
+
+  def _image(self, patches: torch.Tensor, image: Image) -> torch.Tensor:
+    """[3, H, W], normalised, of an image's patches, which lie by tokens."""
+    merge = self.config.vision.spatial_merge_size
+    rows, columns = image.rows // merge, image.columns // merge
+    own = patches[image.buffer, image.patches]
+    own = own.reshape(rows, columns, merge, merge, 3, PATCH, PATCH)
+    own = own.permute(4, 0, 2, 5, 1, 3, 6)
+    own = own.reshape(3, image.rows * PATCH, image.columns * PATCH) / 255
+    vision = self.config.vision
+    mean, std = torch.tensor([vision.image_mean, vision.image_std])
+    return (own - mean[:, None, None]) / std[:, None, None]
 
   def _normalised(self, patches_PF: torch.Tensor) -> torch.Tensor:
     """As the processor of the checkpoint would give it: each frame twice."""
@@ -509,6 +603,22 @@ class Reference:
     pixels = patches_PF.reshape(len(patches_PF), 3, 1, -1) / 255
     pixels = (pixels - mean) / std
     return pixels.expand(-1, -1, 2, -1).reshape(len(patches_PF), -1)
+
+
+_GEMMA_KEYS = (
+    ("model.vision_tower.", "vision_tower.vision_model."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
+    ("model.language_model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+)
+
+
+def file_key(config: qwen_text_config.AnyConfig, name: str) -> str:
+  """The key in the published files of a parameter of the reference."""
+  for own, published in _GEMMA_KEYS if config.family == "gemma3" else ():
+    if name.startswith(own):
+      return published + name.removeprefix(own)
+  return name
 
 
 def _by_token(rule, *args, cu_seqlens=None, **options):

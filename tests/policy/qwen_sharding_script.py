@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import hf_checkpoint
-from tunix.rl.multi_turn.policy import qwen_vl
+from tunix.rl.multi_turn.policy import qwen_checkpoint
 from tunix.rl.multi_turn.policy import sharding
 
 from tests.learner import learner_cases
@@ -76,23 +76,36 @@ def small(family):
         chosen_groups=1,
         routed_scaling_factor=2.0,
     )
+  if family == "gemma3":
+    # Images of 32 x 32, as they are: 4 tokens.
+    vision = dataclasses.replace(
+        vision, num_position_embeddings=16, deepstack_visual_indexes=()
+    )
+    text = dataclasses.replace(
+        text,
+        mrope_section=(text.head_dim // 2, 0, 0),
+        full_attention_layers=(1,),
+        sliding_window=6,
+        local_rope_theta=1e3,
+        query_pre_attn_scalar=20.0,
+    )
   if family == "qwen3_vl_moe":
     text = dataclasses.replace(
         text, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
     )
-  return (
-      dataclasses.replace(
-          config,
-          family=family,
-          text=text,
-          vision=vision,
-          # One family each way.
-          tie_word_embeddings=family != "qwen3_vl",
-          vision_tensor_parallel=family == "qwen3_vl",
-          remat="block",
-      ),
-      processor,
+  config = dataclasses.replace(
+      config,
+      family=family,
+      text=text,
+      vision=vision,
+      # One family each way.
+      tie_word_embeddings=family != "qwen3_vl",
+      vision_tensor_parallel=family == "qwen3_vl",
+      remat="block",
   )
+  if family == "gemma3":
+    processor = qwen_checkpoint.processor_of(config)
+  return config, processor
 
 
 def on_mesh(model, mesh):
@@ -107,7 +120,7 @@ def main(family, *names):
   jax.config.update("jax_disable_most_optimizations", True)
   assert jax.device_count() == 8
   config, processor = small(family)
-  model = qwen_vl.QwenVL(config, nnx.Rngs(0))
+  model = hf_checkpoint.model_class(config)(config, nnx.Rngs(0))
   # Weights of order one, or attention would be next to uniform.
   nnx.update(
       model,

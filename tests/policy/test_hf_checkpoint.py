@@ -58,7 +58,11 @@ def tiny(family, **text_changes):
     text |= dict(mrope_section=(8, 0, 0))
   if traits.linear and traits.experts:
     text |= dict(intermediate_size=0, shared_expert_intermediate_size=16)
+  if traits.windows:
+    text |= dict(full_attention_layers=(1,), sliding_window=8)
+    text |= dict(local_rope_theta=1e3, query_pre_attn_scalar=8.0)
   tower = {
+      "siglip": dict(patch_size=14, num_position_embeddings=16),
       "qwen2": dict(patch_size=14, intermediate_size=64),
       "qwen2_5": dict(
           patch_size=14, window_size=56, fullatt_block_indexes=(1,)
@@ -88,6 +92,11 @@ def image_tokens(family):
     return dict(
         image_token_id=90, video_token_id=90, vision_start_token_id=151661,
         vision_end_token_id=151663,
+    )  # pyformat: disable
+  if family == "gemma3":  # It has none of videos.
+    return dict(
+        image_token_id=90, video_token_id=90, vision_start_token_id=92,
+        vision_end_token_id=93, tie_word_embeddings=True,
     )  # pyformat: disable
   return dict(
       image_token_id=90, video_token_id=91, vision_start_token_id=92,
@@ -170,6 +179,16 @@ def reference_logits(model):
   generator = torch.Generator().manual_seed(1)
   side = config.vision_config.patch_size
   tokens = torch.randint(0, 80, (1, 12), generator=generator)
+  if config.model_type == "gemma3":
+    tokens[0, 4:8] = config.image_token_id
+    image = torch.randn((1, 3, 4 * side, 4 * side), generator=generator)
+    with torch.no_grad():
+      return model(
+          input_ids=tokens,
+          pixel_values=image.to(model.dtype),
+          token_type_ids=(tokens == config.image_token_id).int(),
+          use_cache=False,
+      ).logits
   start = getattr(config, "vision_start_token_id", None)
   tokens[0, 3] = config.image_start_token_id if start is None else start
   tokens[0, 4:8] = config.image_token_id
@@ -321,7 +340,7 @@ def test_stacked_layers_load_and_save_the_same_files(family, tmp_path):
   hf_checkpoint.save_model(tmp_path / "list", model, max_file_bytes=50_000)
   stacked = hf_checkpoint.load_model(tmp_path / "list", scan_layers=True)
   traits = stacked.config.traits
-  mixed = traits.linear or traits.sigmoid_router
+  mixed = traits.linear or traits.sigmoid_router or traits.windows
   assert stacked.language_model.stacked != mixed  # Of two kinds: a list.
   for name, value in parameters(stacked).items():
     if ".layers." in name and not mixed:

@@ -328,7 +328,9 @@ def test_cudnn_is_what_a_gpu_program_holds(monkeypatch):
 
   rows = lambda *args: kernels.causal_attention(*args)
   images = lambda q, k, v, ids: kernels.image_attention(q, q, q, ids, 64)
-  for run in (rows, images):
+  sight = lambda ids: kernels.Sight(ids + np.arange(256), 96, 16)
+  parts = lambda *args: kernels.causal_attention(*args, sight=sight(args[3]))
+  for run in (rows, images, parts):
     assert "__cudnn$fmhaScaleBiasSoftmaxBackward" in module(jnp.bfloat16, run)
     assert "__cudnn" not in module(jnp.float32, run)
 

@@ -34,6 +34,7 @@ ADAPTED = {
     "opencua": {},
     "glm4v": {},
     "glm4v_moe": {},
+    "gemma3": dict(targets=(*lora.TARGETS, "out_proj", "fc1"), vision=True),
     "qwen2_vl": dict(targets=(*lora.TARGETS, "fc1", "fc2"), vision=True),
 }
 SMALL = 40  # Attention scores of order 1: no softmax that hides a mistake.
@@ -87,6 +88,8 @@ def inputs(config):
   place = [(i, i, i) for i in range(4)]
   place += [(4, 4 + i // 2, 4 + i % 2) for i in range(4)]
   place += [(i, i, i) for i in range(6, 10)]
+  if config.traits.flat_positions:
+    place = [(i, i, i) for i in range(12)]
   return base.PolicyInputs(
       tokens=tokens,
       positions=np.array([place], np.int32),
@@ -232,6 +235,8 @@ def _reference_logits(model, config):
 
   batch = inputs(config)
   side = config.vision.patch_size
+  if config.family == "gemma3":
+    return _gemma_logits(model, config, batch)
   tower = model.model.visual
   patches = torch.tensor(batch.patches[0]).float().reshape(16, 3, side, side)
   if config.traits.tower == "qwen3":
@@ -252,6 +257,22 @@ def _reference_logits(model, config):
         use_cache=False,
     )
   return found.logits.numpy()
+
+
+def _gemma_logits(model, config, batch):
+  import torch
+
+  side = config.vision.patch_size
+  cells = torch.tensor(batch.patches[0]).float()
+  cells = cells.reshape(2, 2, 2, 2, 3, side, side).permute(4, 0, 2, 5, 1, 3, 6)
+  tokens = torch.tensor(batch.tokens).long()
+  with torch.no_grad():
+    return model(
+        input_ids=tokens,
+        pixel_values=cells.reshape(1, 3, 4 * side, 4 * side) / 127.5 - 1,
+        token_type_ids=(tokens == config.image_token_id).int(),
+        use_cache=False,
+    ).logits.numpy()
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["list", "stacked"])

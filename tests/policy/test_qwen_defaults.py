@@ -37,14 +37,18 @@ def as_transformers_has_it(raw):
 
 
 def out_width(family):
-  """The tower's field that must equal the decoder's width."""
+  """The tower's field that must equal the decoder's width; "" = none."""
+  if family == "gemma3":
+    return ""
   return "hidden_size" if family == "qwen2_vl" else "out_hidden_size"
 
 
 def published(family):
   """A whole file that transformers writes, of its default sizes."""
   raw = as_transformers_has_it({"model_type": family})
-  if family in qwen_config.FAMILIES:  # Of itself it is contradictory.
+  if family == "gemma3":  # Of itself it is contradictory.
+    raw["mm_tokens_per_image"] = 49
+  elif family in qwen_config.FAMILIES:  # So it is.
     raw["vision_config"][out_width(family)] = raw["text_config"]["hidden_size"]
   if family == "glm4v":  # Its rotary axes fill half of a head.
     raw["text_config"]["rope_parameters"] |= {"partial_rotary_factor": 0.5}
@@ -79,9 +83,12 @@ def test_every_field_may_be_left_out_as_in_transformers(family):
   for section, field in fields:
     base = raw
     if (family, field) in (
-        ("glm4v", "rope_parameters"), ("glm4v_moe", "head_dim")
+        ("glm4v", "rope_parameters"), ("glm4v_moe", "head_dim"),
+        ("gemma3", "mm_tokens_per_image"),
     ):  # pyformat: disable
-      continue  # Then its axes do not fill a head: transformers fails, too.
+      # Then its axes do not fill a head, or its tokens an image: transformers
+      # fails, too.
+      continue
     wide = (section, field) == ("vision_config", out_width(family))
     if wide and not family.startswith("glm4v"):
       # Its default wants a decoder of that width.
@@ -107,13 +114,14 @@ def test_other_values_beside_a_missing_field_stay(family):
   # Heads need not add up to the width but in qwen2.
   part |= {"hidden_size": 2560, "num_attention_heads": 20}
   part |= {"num_key_value_heads": 4, "vocab_size": 1000}
-  if "vision_config" in raw:
+  if "vision_config" in raw and out_width(family):
     raw["vision_config"][out_width(family)] = 2560
   part.pop("head_dim", None)
   got = read(raw)
   assert not isinstance(got, str), got
   assert got == read(as_transformers_has_it(raw))
-  assert got.text.head_dim == (256 if family.startswith("qwen3_5") else 128)
+  wide = family.startswith("qwen3_5") or family == "gemma3"
+  assert got.text.head_dim == (256 if wide else 128)
 
 
 def test_a_4b_file_without_head_dim_is_read():
@@ -158,7 +166,13 @@ def test_the_head_is_tied_where_transformers_ties_it(family, top, text):
   }  # pyformat: disable
   if family == "qwen2_vl":
     raw["vision_config"]["embed_dim"] = 32
-  raw["vision_config"][out_width(family)] = 128
+  if family == "gemma3":
+    raw["vision_config"] = {
+        "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "vision_use_head": False,
+    }  # pyformat: disable
+  else:
+    raw["vision_config"][out_width(family)] = 128
   given = dict(raw)
   config = transformers.AutoConfig.for_model(given.pop("model_type"), **given)
   module = transformers.AutoModelForImageTextToText.from_config(config)

@@ -13,6 +13,7 @@ MESHES = {
     "qwen3_5": ("fsdp4_tensor2", "fsdp2_sequence2_tensor2"),
     "glm4v": ("fsdp4_tensor2", "fsdp2_sequence2_tensor2"),
     "glm4v_moe": ("fsdp4_tensor2",),
+    "gemma3": ("fsdp4_tensor2", "fsdp2_sequence2_tensor2", "data2_sequence4"),
     "qwen2_vl": ("fsdp4_tensor2", "fsdp2_sequence2_tensor2"),
 }
 

@@ -66,14 +66,18 @@ def raw_of(family, asked):
              "qwen2_5_vl": "Qwen2.5-VL-7B", "qwen2_vl": "Qwen2-VL-7B",
              "qwen3_5": "Qwen3.5-9B", "qwen3_5_moe": "Qwen3.5-35B-A3B",
              "glm4v": "GLM-4.1V-9B",
-             "glm4v_moe": "GLM-4.5V"}
+             "glm4v_moe": "GLM-4.5V", "gemma3": "Gemma-3-4B"}
     raw = qwen_config.to_hf(qwen_config.SIZES[sizes[family]])
   else:
     raw = qwen_text_config.to_hf(qwen_reference.TEXT_CONFIGS[family])
   part = raw["text_config"] if vl else raw
-  part["rope_parameters"] = {**part["rope_parameters"], **asked}
+  rope = part["rope_parameters"]
+  if family == "gemma3":  # Those of full attention.
+    rope = rope["full_attention"]
+    del rope["factor"]
+  rope |= asked
   if "type" in asked:
-    del part["rope_parameters"]["rope_type"]
+    del rope["rope_type"]
   return json.loads(json.dumps(raw))
 
 
@@ -91,7 +95,8 @@ def test_frequencies_are_transformers(family, name):
   config = transformers.AutoConfig.for_model(given.pop("model_type"), **given)
   config = config.get_text_config()
   kind = text.rope_scaling.kind
-  want, factor = rope_utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+  layers_ = {"layer_type": "full_attention"} if family == "gemma3" else {}
+  want, factor = rope_utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu", **layers_)
   plain = layers.rope_frequencies(text.rotary_dim, text.rope_theta)
   got = text.rope_scaling.scaled(plain, text.rope_theta)
   assert got.dtype == np.float32

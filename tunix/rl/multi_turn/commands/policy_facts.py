@@ -126,7 +126,7 @@ def _part(path: tuple[Any, ...]) -> str:
   first, second = str(path[0]), str(path[1]) if len(path) > 1 else ""
   if first == "stem" and second in ("norm", "up", "down"):
     return "mergers"
-  if first == "visual" and "merger" in second:
+  if first == "visual" and ("merger" in second or second == "projector"):
     return "mergers"
   if first in ("visual", "stem", "vision_blocks", "vision_norm"):
     return "vision tower"

@@ -17,6 +17,7 @@ from tunix.rl.multi_turn.policy import base
 
 _COPIES = 16  # Pages of a copy call.
 _PLAIN_TEXT = 32  # Tokens of text that come with a screenshot.
+_MOST_DEFAULT = 256  # Tokens a row of a prefill call, unless images need more.
 
 
 def smallest(buckets: Sequence[int], need: int) -> int:
@@ -166,7 +167,8 @@ def choose(
     platform: of the device; "" = JAX's default.
 
   Raises:
-    ValueError: a bucket of patches is not a whole number of vision tokens.
+    ValueError: a bucket of patches is not a whole number of vision tokens, or
+      none of tokens holds an image that must be computed at once.
   """
   split = lambda rows: -(-rows // shards) * shards
   context, slots = config.context_length, split(config.slots)
@@ -186,12 +188,21 @@ def choose(
   on_cpu = (platform or jax.default_backend()) == "cpu"
   decode_rows = config.decode_rows or (16 if on_cpu else slots,)
   prefill_rows = config.prefill_rows or (8 if on_cpu else slots,)
-  tokens = config.prefill_buckets or (64, 256)
+  whole = getattr(processor, "whole_image_tokens", 0)
+  if whole and max(config.prefill_buckets, default=whole) < whole:
+    raise ValueError(
+        f"prefill_buckets={config.prefill_buckets}: the {whole} tokens of an"
+        " image see each other and are computed at once; give one of at least"
+        f" {whole}"
+    )
+  # A call has the text around an image that it may not part.
+  most = max(_MOST_DEFAULT, -(-(whole + _PLAIN_TEXT) // 32) * 32 * bool(whole))
+  tokens = config.prefill_buckets or (64, most)
   if on_cpu and not config.prefill_buckets:
     # A call reads its rows' whole windows: one call a turn, which is a
     # screenshot and some text, is fastest.
     turn = max(image_tokens, default=64) + _PLAIN_TEXT
-    tokens = (32, min(-(-turn // 32) * 32, 256))
+    tokens = (32, min(-(-turn // 32) * 32, most))
   windows = config.window_buckets
   if not windows:
     parts = min(6 if on_cpu else 2, context // 256)

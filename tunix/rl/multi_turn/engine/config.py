@@ -93,7 +93,8 @@ class EngineConfig:
       doc="Lengths that a request's new tokens are padded to, ascending; longer"
       " prompts take several calls of the largest. Each compiles once. [] = on"
       " a CPU 32 and a screenshot with 32 tokens of text, at most 256; else 64"
-      " and 256.",
+      " and 256. Where an image's tokens see each other (Gemma 3) the largest"
+      " holds one.",
       unit="tokens",
       ge=1,
   )

@@ -1,8 +1,9 @@
 """Prefills the prompts of active requests, in chunks.
 
-Promises: tokens that several prompts begin with are computed once; the most
-urgent requests come first; a request whose images or positions cannot be had
-fails alone. The shapes of a request's calls follow from the request.
+Promises: tokens that several prompts begin with are computed once; a chunk ends
+within no image whose tokens see each other; the most urgent requests come
+first; a request whose images or positions cannot be had fails alone. The shapes
+of a request's calls follow from the request.
 
 Synchronous and single-threaded: the scheduler's.
 
@@ -16,6 +17,7 @@ from typing import Callable, NamedTuple, Sequence
 
 import jax
 import numpy as np
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.engine import buckets as buckets_lib
 from tunix.rl.multi_turn.engine import kv_cache
 from tunix.rl.multi_turn.engine import programs as programs_lib
@@ -31,6 +33,10 @@ class Positions:
 
   The processor knows those of a prompt, images included; sampled tokens count
   on from its end.
+
+  Attributes:
+    whole_images: whether an image's tokens must be computed at once, see
+      `base.Processor`.
   """
 
   def __init__(self, processor: base.Processor, text_token: int):
@@ -41,10 +47,19 @@ class Positions:
     """
     self._processor = processor
     self._text_token = text_token
+    self.whole_images = bool(getattr(processor, "whole_image_tokens", 0))
 
   def locate(self, request: requests_lib.Request, start: int) -> None:
     """Fills in the positions from token `start` to one past the prompt."""
     prompt = request.prompt
+    if self.whole_images and prompt.images:
+      last = prompt.images[-1]
+      if last.end >= len(prompt):
+        raise ValueError(
+            f"the prompt ends in the image at {last.offset}, whose tokens see"
+            " each other: its last one cannot wait for the first draw; end the"
+            " prompt with text"
+        )
     extended = np.append(prompt.tokens, np.int32(self._text_token))
     positions = np.asarray(
         self._processor.positions(extended, prompt.images, start), np.int32
@@ -81,6 +96,14 @@ class _Chunk(NamedTuple):
   end: int
   images: list[vision_cache.Placed]
   positions: np.ndarray
+
+
+def _before_image(images: Sequence[trajectory.ImageSpan], end: int) -> int:
+  """`end`, or where the image begins that it would part.
+
+  A chunk that begins within an image holds the rest of it: `buckets.choose`.
+  """
+  return next((s.offset for s in images if s.offset < end < s.end), end)
 
 
 class _Coming:
@@ -254,6 +277,8 @@ class Prefill:
       start = int(self._slots.start[request.slot])
       room = self._slots.pools[0].room(start)
       end = min(start + size, start + room, request.length - 1)
+      if self._positions.whole_images:
+        end = _before_image(request.prompt.images, end)
       own = [
           (shard, s)
           for s in request.prompt.images

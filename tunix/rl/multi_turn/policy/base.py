@@ -94,6 +94,10 @@ class Processor(Protocol):
   A text policy's `patches_per_token` is 0: there are no patch buffers, nothing
   is encoded, and `num_image_tokens` and `patchify` raise a ValueError that
   names the policy.
+
+  `whole_image_tokens` (0 unless given) is the number of an image's tokens where
+  they see each other in the decoder: then one call of `extend` has all tokens
+  of an image that are not cached yet, and no prompt ends in an image.
   """
 
   patch_bytes: int  # F

@@ -55,6 +55,7 @@ class _Given(NamedTuple):
     ids: int32[I, Q], a token's segment.
     prefix: int32[I, Q], the other segment that a token sees.
     seen: bool[I, I], whether a block of queries sees any of a block of keys.
+    last: int32[I, Q], the last place that a token sees; None = its own.
   """
 
   q: jax.Array
@@ -63,6 +64,19 @@ class _Given(NamedTuple):
   ids: jax.Array
   prefix: jax.Array
   seen: jax.Array
+  last: jax.Array | None = None
+
+
+class _Rule(NamedTuple):
+  """What a token sees of its segments.
+
+  Attributes:
+    causal: whether a token sees none that come later than its last.
+    window: places up to its own that it sees; 0 = all.
+  """
+
+  causal: bool
+  window: int = 0
 
 
 def attend(
@@ -73,6 +87,8 @@ def attend(
     prefix_BT: jax.Array | None = None,
     *,
     causal: bool,
+    last_BT: jax.Array | None = None,
+    window: int = 0,
 ) -> jax.Array:
   """Attention to the own segment; [B, T, N, H].
 
@@ -84,6 +100,10 @@ def attend(
       to. Segments whose tokens lie together and whose ids rise are fast.
     prefix_BT: int32, one more segment that a token may see, -1 = none.
     causal: whether a token sees none that come later.
+    last_BT: int32, with `causal` the last place that a token sees all the same;
+      None = its own.
+    window: with `causal` and `last_BT`, places up to its own that a token sees;
+      0 = all.
   """
   b, t, n, h = q_BTNH.shape
   kv = k_BTKH.shape[2]
@@ -108,14 +128,23 @@ def attend(
   own, other = (
       pad(x, -2).reshape(b, count, size) for x in (segments_BT, prefix_BT)
   )
-  seen = _seen(own, other, causal)
+  rule = _Rule(causal, window)
+  last = None
+  if last_BT is not None:
+    # Filled places see up to their own.
+    own_place = np.arange(t, count * size, dtype=np.int32)
+    own_place = np.broadcast_to(own_place, (b, fill))
+    last = jnp.concatenate([last_BT, own_place], axis=1)
+    last = last.reshape(b, count, size)
+  seen = _seen(own, other, rule, last)
   given = _Given(
       q.reshape(b * kv, count, group * size, h),
       keys(k_BTKH),
       keys(v_BTKH),
       *(jnp.repeat(x, kv, axis=0) for x in (own, other, seen)),
+      None if last is None else jnp.repeat(last, kv, axis=0),
   )
-  mixed = _attend(causal, given.q, given.k, given.v, given[3:])
+  mixed = _attend(rule, given.q, given.k, given.v, given[3:])
   mixed = mixed.reshape(b, kv, count, group, size, h)
   mixed = mixed.transpose(0, 2, 4, 1, 3, 5).reshape(b, count * size, n, h)
   return mixed[:, :t]
@@ -130,7 +159,10 @@ def _most(causal: bool) -> int:
 
 
 def _seen(
-    own_BIQ: jax.Array, other_BIQ: jax.Array, causal: bool
+    own_BIQ: jax.Array,
+    other_BIQ: jax.Array,
+    rule: _Rule,
+    last_BIQ: jax.Array | None,
 ) -> jax.Array:
   """bool[B, I, I]: pairs of blocks whose ranges of ids meet."""
   low, high = own_BIQ.min(-1)[:, None], own_BIQ.max(-1)[:, None]
@@ -138,7 +170,14 @@ def _seen(
       ids.min(-1)[..., None] <= high
   )
   seen = meet(own_BIQ) | meet(other_BIQ)
-  return jnp.tril(seen) if causal else seen
+  if last_BIQ is None:
+    return jnp.tril(seen) if rule.causal else seen
+  _, count, size = own_BIQ.shape
+  first = np.arange(count) * size
+  seen &= first <= last_BIQ.max(-1)[..., None]
+  if rule.window:
+    seen &= first + size > first[:, None] - rule.window + 1
+  return seen
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -146,13 +185,18 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _hidden(
-    given: _Given, i: jax.Array, j: jax.Array, causal: bool
+    given: _Given, i: jax.Array, j: jax.Array, rule: _Rule
 ) -> jax.Array:
   """bool[Q, Q]: queries of block `i` that do not see keys of block `j`."""
   ids = given.ids[j]
   seen = (given.ids[i][:, None] == ids) | (given.prefix[i][:, None] == ids)
-  if causal:
-    q = np.arange(len(ids))
+  q = np.arange(len(ids))
+  if given.last is not None:
+    key = j * len(ids) + q
+    seen &= key <= given.last[i][:, None]
+    if rule.window:
+      seen &= key > (i * len(ids) + q)[:, None] - rule.window
+  elif rule.causal:
     seen &= (j < i) | (q[:, None] >= q)
   return ~seen
 
@@ -164,18 +208,18 @@ def _range(given: _Given, i: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(causal, q, k, v, masks) -> jax.Array:
-  return _forward(causal, q, k, v, masks)[0]
+def _attend(rule, q, k, v, masks) -> jax.Array:
+  return _forward(rule, q, k, v, masks)[0]
 
 
-def _forward(causal, q, k, v, masks) -> tuple[jax.Array, Any]:
-  one = functools.partial(_forward_one, causal)
+def _forward(rule, q, k, v, masks) -> tuple[jax.Array, Any]:
+  one = functools.partial(_forward_one, rule)
   mixed, norms = jax.lax.map(one, _Given(q, k, v, *masks))
   return mixed, (q, k, v, masks, mixed, norms)
 
 
 def _forward_one(
-    causal: bool, given: _Given
+    rule: _Rule, given: _Given
 ) -> tuple[jax.Array, jax.Array]:
   """The mix [I, G * Q, H]; peaks and inverse sums, [I, 2, G * Q]."""
   count, rows, h = given.q.shape
@@ -187,7 +231,7 @@ def _forward_one(
     def turn(j, carry):
       peak, total, mixed = carry
       scores = _product(q, given.k[j].T).reshape(-1, size, size)
-      scores = jnp.where(_hidden(given, i, j, causal), _NEG, scores)
+      scores = jnp.where(_hidden(given, i, j, rule), _NEG, scores)
       scores = scores.reshape(rows, size)
       above = jnp.maximum(peak, scores.max(-1))
       weights = jnp.exp(scores - above[:, None])
@@ -212,15 +256,15 @@ def _forward_one(
   return jax.lax.map(block, jnp.arange(count))
 
 
-def _backward(causal, kept, slopes) -> tuple[Any, ...]:
+def _backward(rule, kept, slopes) -> tuple[Any, ...]:
   q, k, v, masks, mixed, norms = kept
   given = _Given(q, k, v, *masks)
   offset = jnp.sum(mixed.astype(jnp.float32) * slopes, -1)
-  one = functools.partial(_backward_one, causal)
+  one = functools.partial(_backward_one, rule)
   return *jax.lax.map(one, (given, norms, offset, slopes)), None
 
 
-def _backward_one(causal, kept) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _backward_one(rule, kept) -> tuple[jax.Array, jax.Array, jax.Array]:
   given, norms, offsets, slopes = kept
   count, rows, h = given.q.shape
   size = given.k.shape[1]
@@ -233,7 +277,7 @@ def _backward_one(causal, kept) -> tuple[jax.Array, jax.Array, jax.Array]:
     def turn(j):
       # Keys outside queries: two of three products with them need no
       # transpose.
-      hidden = jnp.tile(_hidden(given, i, j, causal), (rows // size, 1)).T
+      hidden = jnp.tile(_hidden(given, i, j, rule), (rows // size, 1)).T
       k, v = given.k[j], given.v[j]
       weights = jnp.exp(_product(k, q.T) - peak) * inverse
       weights = jnp.where(hidden, 0.0, weights)

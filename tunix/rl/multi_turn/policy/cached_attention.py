@@ -70,6 +70,7 @@ def attend_rows(
     starts_B: jax.Array,
     lengths_B: jax.Array,
     mesh: jax.sharding.Mesh | None = None,
+    sight: kernels.Sight | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
   """Writes new keys and values, and attends to all up to the own token.
 
@@ -81,6 +82,8 @@ def attend_rows(
     starts_B: int32, tokens of each row that are cached already.
     lengths_B: int32, how many of the T are real.
     mesh: that splits rows and heads, as far as it divides them.
+    sight: what a token sees in place of all up to its own; its places are those
+      of the new tokens, which come with all that they see of each other.
 
   Returns:
     [B, T, N, H], and the new cache.
@@ -90,12 +93,16 @@ def attend_rows(
     rows = split_rows(mesh, q_BTNH.shape[0])
     heads = split_heads(mesh, k_BTKH.shape[2])
     new, kept_at = P(rows, None, heads), P(rows, heads)
-    return _local(
-        attend_rows,
-        mesh,
-        (new, new, new, (kept_at, kept_at), P(rows), P(rows)),
-        (new, (kept_at, kept_at)),
-    )(q_BTNH, k_BTKH, v_BTKH, kept, starts_B, lengths_B)
+    places = (new, new, new, (kept_at, kept_at), P(rows), P(rows))
+    given = (q_BTNH, k_BTKH, v_BTKH, kept, starts_B, lengths_B)
+    function = attend_rows
+    if sight is not None:
+      places, given = (*places, P(rows)), (*given, sight.last_BT)
+      function = lambda *args: attend_rows(
+          *args[:-1],
+          sight=kernels.Sight(args[-1], sight.window, sight.ahead),
+      )
+    return _local(function, mesh, places, (new, (kept_at, kept_at)))(*given)
   k_BKHC, v_BKCH = kept
   b, t = q_BTNH.shape[:2]
   length = v_BKCH.shape[2]
@@ -105,7 +112,13 @@ def attend_rows(
   rows_B1 = jnp.arange(b)[:, None]
   k_BKHC = k_BKHC.at[rows_B1, :, :, write_BT].set(k_BTKH, mode="drop")
   v_BKCH = v_BKCH.at[rows_B1, :, write_BT].set(v_BTKH, mode="drop")
-  mask_BTC = jnp.arange(length) <= index_BT[..., None]
+  place = jnp.arange(length)
+  if sight is None:
+    mask_BTC = place <= index_BT[..., None]
+  else:
+    mask_BTC = place <= (starts_B[:, None] + sight.last_BT)[..., None]
+    if sight.window:
+      mask_BTC &= place > index_BT[..., None] - sight.window
   mixed = kernels.attend_cached(q_BTNH, k_BKHC, v_BKCH, mask_BTC)
   return mixed, (k_BKHC, v_BKCH)
 

@@ -18,6 +18,12 @@ from tunix.rl.multi_turn.policy import layers
 _OLD_PREFIXES = (
     ("model.language_model.", "model."),
     ("model.visual.", "visual."),
+    # Of Gemma 3 as transformers 4.52 and later, and 5, write it.
+    ("vision_tower.vision_model.", "vision_tower."),
+    ("vision_tower.vision_model.", "model.vision_tower.vision_model."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+    ("language_model.model.", "model.language_model."),
+    ("language_model.lm_head.", "lm_head."),
 )
 
 

@@ -11,12 +11,12 @@ from typing import Any, Mapping
 DTYPES = ("float32", "bfloat16")
 
 NOT_HERE: Mapping[str, str] = types.MappingProxyType({
-    "gemma3": (
-        "Gemma 3 has another tower, windows in its decoder, and images whose"
-        " tokens attend to later ones"
+    "gemma3_text": (
+        "a text model without a tower; Gemma 3 loads with one, as gemma3"
     ),
+    "gemma3n": "Gemma 3n has another decoder and tower than Gemma 3",
 })
-"""Known `model_type`s of GUI agents that have no policy here, and why."""
+"""Known `model_type`s without a policy here that are near one, and why."""
 
 
 def why_not(model_type: object) -> str:

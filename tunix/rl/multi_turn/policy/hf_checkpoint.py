@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.policy import checkpoint_names
 from tunix.rl.multi_turn.policy import checkpoint_views
+from tunix.rl.multi_turn.policy import gemma3
 from tunix.rl.multi_turn.policy import generation_files
 from tunix.rl.multi_turn.policy import image_settings
 from tunix.rl.multi_turn.policy import int8
@@ -201,7 +202,7 @@ def model_class(config: qwen_text_config.AnyConfig) -> type:
   """The policy class of a config."""
   if isinstance(config, qwen_text_config.QwenTextConfig):
     return qwen_text.QwenText
-  return qwen_vl.QwenVL
+  return gemma3.Gemma3 if config.traits.windows else qwen_vl.QwenVL
 
 
 def abstract_model(
@@ -249,8 +250,9 @@ def _with_statistics(
   if images is None:
     return config
   vision = config.vision
+  side = round(vision.num_position_embeddings**0.5) * vision.patch_size
   image_settings.check_model(
-      images, vision.patch_size, vision.spatial_merge_size
+      images, vision.patch_size, vision.spatial_merge_size, side
   )
   statistics = {
       name: tuple(float(v) for v in images.values[name])

@@ -5,9 +5,10 @@ checkpoints. transformers 5 writes `processor_config.json` alone, whose section
 `image_processor` holds the same fields and wins over the other file there.
 
 Promises: both files are read; a field that a file lacks has the default of
-transformers' `Qwen2VLImageProcessor`, or `Glm4vImageProcessor`, whose limits of
-an area are of a still taken twice; two values of one field are refused,
-naming both. The files written are read alike by transformers 4 and 5.
+transformers' `Qwen2VLImageProcessor`; of `Glm4vImageProcessor`, whose limits of
+an area are of a still taken twice; or of `Gemma3ImageProcessor`, whose images
+have one size. Two values of one field are refused, naming both. The files
+written are read alike by transformers 4 and 5.
 
 Does not: build a processor (see `qwen_vl_inputs`), import JAX or transformers.
 """
@@ -60,6 +61,29 @@ GLM_DEFAULTS: Mapping[str, Any] = types.MappingProxyType({
 })
 """Of transformers' Glm4vImageProcessor (5.12.1), for one frame."""
 
+GEMMA_PROCESSORS = (
+    "Gemma3ImageProcessor", "Gemma3ImageProcessorFast",
+    "Gemma3ImageProcessorPil",
+)  # pyformat: disable
+"""Likewise, of Gemma 3."""
+
+GEMMA_DEFAULTS: Mapping[str, Any] = types.MappingProxyType({
+    "image_size": 224,
+    "image_mean": (0.5, 0.5, 0.5),
+    "image_std": (0.5, 0.5, 0.5),
+})
+"""Of transformers' Gemma3ImageProcessor (5.12.1); the size is a side's."""
+
+_GEMMA_STEPS = {
+    "do_resize": (True,),
+    "do_rescale": (True,),
+    "do_normalize": (True,),
+    "do_pan_and_scan": (False,),
+    "resample": (2,),  # Bilinear.
+    "rescale_factor": (1 / 255, 0.00392156862745098),
+}
+"""The steps that are computed, by field: the values it may have."""
+
 _PLAIN = (
     "patch_size", "merge_size", "temporal_patch_size", "do_resize",
     "do_rescale", "do_normalize", "resample", "rescale_factor",
@@ -70,7 +94,8 @@ _CHANNELS = ("image_mean", "image_std")
 
 @dataclasses.dataclass(frozen=True)
 class ImageSettings:
-  """Settings as `QwenVLProcessor.from_preprocessor_config` takes them.
+  """Settings as `QwenVLProcessor.from_preprocessor_config` takes them, or
+  `gemma3_inputs.processor`.
 
   Attributes:
     values: by the names of preprocessor_config.json; limits of an image's area
@@ -108,7 +133,11 @@ def read(directory: pathlib.Path, family: str) -> ImageSettings | None:
     return None
   glm = _is_glm(family)
   read_from = {
-      name: _canonical(raw, directory / name, 1 + glm)
+      name: (
+          _square(raw, directory / name)
+          if _is_gemma(family)
+          else _canonical(raw, directory / name, 1 + glm)
+      )
       for name, raw in found.items()
   }
   if len(found) == 2:
@@ -119,6 +148,7 @@ def read(directory: pathlib.Path, family: str) -> ImageSettings | None:
     given |= read_from[name]
     raw |= section
   defaults = GLM_DEFAULTS if glm else DEFAULTS
+  defaults = GEMMA_DEFAULTS if _is_gemma(family) else defaults
   return ImageSettings(
       {**defaults, **given}, " and ".join(found), types.MappingProxyType(raw)
   )
@@ -128,11 +158,16 @@ def _is_glm(family: str) -> bool:
   return family.startswith("glm4v")
 
 
+def _is_gemma(family: str) -> bool:
+  return family == "gemma3"
+
+
 def _section(raw: Any, file: pathlib.Path, family: str) -> dict[str, Any]:
   if not isinstance(raw, dict):
     raise ValueError(f"{file}: {SECTION} must be an object, got {raw!r}")
   kind = raw.get("image_processor_type")
   known = GLM_PROCESSORS if _is_glm(family) else IMAGE_PROCESSORS
+  known = GEMMA_PROCESSORS if _is_gemma(family) else known
   if kind is not None and kind not in known:
     raise ValueError(
         f"{file} has image_processor_type={kind!r}, whose images are not"
@@ -164,12 +199,49 @@ def _canonical(
           f" it a multiple of {frames}"
       )
     out[name] = None if limit is None else limit // frames
+  return _given(out | _channels(raw))
+
+
+def _channels(raw: Mapping[str, Any]) -> dict[str, Any]:
+  """Mean and deviation, a number a channel."""
+  out = {}
   for name in _CHANNELS:
     value = raw.get(name)
     if isinstance(value, (int, float)):
       value = (value,) * 3
     out[name] = tuple(value) if isinstance(value, list) else value
-  return {name: value for name, value in out.items() if value is not None}
+  return out
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+  return {name: value for name, value in values.items() if value is not None}
+
+
+def _square(raw: Mapping[str, Any], file: pathlib.Path) -> dict[str, Any]:
+  """The fields that a section of Gemma 3 gives.
+
+  Raises:
+    ValueError: a step that is not computed, or a size that is no square.
+  """
+  for name, known in _GEMMA_STEPS.items():
+    value = raw.get(name)
+    if value is not None and value not in known:
+      why = ""
+      if name == "do_pan_and_scan":
+        why = "; crops beside an image are not made here: set it to false"
+      raise ValueError(
+          f"{file} has {name}={value}, only {known[0]} is computed here{why}"
+      )
+  size, side = raw.get("size"), None
+  if size is not None:
+    size = size if isinstance(size, Mapping) else {"height": size}
+    side = size.get("height")
+    if size.get("width", side) != side or not isinstance(side, int):
+      raise ValueError(
+          f"{file} has size={dict(size)}, Gemma 3's images are squares: give"
+          " height and width, equal"
+      )
+  return _given({"image_size": side} | _channels(raw))
 
 
 def _agree(
@@ -186,7 +258,10 @@ def _agree(
 
 
 def check_model(
-    settings: ImageSettings, patch_size: int, merge_size: int
+    settings: ImageSettings,
+    patch_size: int,
+    merge_size: int,
+    image_size: int = 0,
 ) -> None:
   """Refuses settings that contradict config.json's vision_config.
 
@@ -196,8 +271,9 @@ def check_model(
   for name, of_model, want in (
       ("patch_size", "patch_size", patch_size),
       ("merge_size", "spatial_merge_size", merge_size),
-  ):
-    if settings.values[name] != want:
+      ("image_size", "image_size", image_size),
+  ):  # Files of Qwen-VL and of Gemma 3 have different ones of them.
+    if settings.values.get(name, want) != want:
       raise ValueError(
           f"{settings.source} has {name}={settings.values[name]},"
           f" config.json vision_config.{of_model}={want}; make them equal"
@@ -235,7 +311,11 @@ def write(
       name: list(value) if name in _CHANNELS else value
       for name, value in wanted.items()
   }
-  if _is_glm(family):  # Its class has one spelling of the limits.
+  if _is_gemma(family):
+    side = raw.pop("image_size")
+    raw["size"] = {"height": side, "width": side}
+    raw["image_processor_type"] = GEMMA_PROCESSORS[0]
+  elif _is_glm(family):  # Its class has one spelling of the limits.
     raw["size"] = {edge: 2 * raw.pop(name) for name, edge in _LIMITS}
     raw["image_processor_type"] = GLM_PROCESSORS[0]
   else:

@@ -66,6 +66,21 @@ class Reach:
   aligned: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Sight:
+  """Which tokens of its segment a token of a row sees: those in an interval.
+
+  Attributes:
+    last_BT: int32, the place of the last one, its own at least.
+    window: tokens up to its own that it sees, itself among them; 0 = all.
+    ahead: `last_BT` is less than so many places ahead.
+  """
+
+  last_BT: jax.Array
+  window: int = 0
+  ahead: int = 1
+
+
 def backend() -> str:
   """The backend compiled for: "cpu", "gpu" or "tpu"."""
   return _target.get() or jax.default_backend()
@@ -212,6 +227,7 @@ def causal_attention(
     segments_BT: jax.Array,
     prefix_BT: jax.Array | None = None,
     mesh: jax.sharding.Mesh | None = None,
+    sight: Sight | None = None,
 ) -> jax.Array:
   """Attention to earlier tokens of the own segment; [B, T, N, H].
 
@@ -222,10 +238,20 @@ def causal_attention(
     segments_BT: int32, which sequence of the row a token belongs to.
     prefix_BT: int32, one more segment that a token may see, -1 = none.
     mesh: over which rows, tokens and heads are split.
+    sight: what a token sees in place of all earlier ones; excludes
+      `prefix_BT`.
   """
   ids = (segments_BT,) if prefix_BT is None else (segments_BT, prefix_BT)
   run = _causal_local
-  if prefix_BT is None and _splash_applies(q_BTNH):
+  if sight is not None:
+    if prefix_BT is not None:
+      raise ValueError("a prefix and a sight exclude each other")
+    ids = segments_BT, sight.last_BT
+    flash = "cudnn" if _cudnn_applies(q_BTNH, q_BTNH.shape[1]) else None
+    run = functools.partial(
+        _seen_local, window=sight.window, ahead=sight.ahead, flash=flash
+    )
+  elif prefix_BT is None and _splash_applies(q_BTNH):
     run = _splash_local
   elif _cudnn_applies(q_BTNH, q_BTNH.shape[1]):
     run = functools.partial(_causal_local, flash="cudnn")
@@ -241,14 +267,7 @@ def _causal_local(
     return blocks_lib.attend(
         q_BTNH, k_BTKH, v_BTKH, segments_BT, prefix_BT, causal=True
     )
-  if flash:
-    k, v, axis = k_BTKH, v_BTKH, 1
-    chunk = max(1, MAX_MASK // (b * t * 128)) * 128
-    attend_ = functools.partial(_flash, implementation=flash)
-  else:
-    k, v, axis = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2), 2
-    chunk = max(128, -(-t // 1024) * 128)
-    attend_ = attend if t <= chunk else jax.checkpoint(attend)
+  k, v, axis, chunk, attend_ = _chunks(k_BTKH, v_BTKH, b, flash)
 
   def part(start: int, end: int) -> jax.Array:
     mask = segments_BT[:, start:end, None] == segments_BT[:, None, :end]
@@ -257,6 +276,47 @@ def _causal_local(
     mask &= np.tri(end - start, end, start, dtype=bool)
     # A chunk needs the keys up to its own end only.
     seen = (jax.lax.slice_in_dim(x, 0, end, axis=axis) for x in (k, v))
+    return attend_(q_BTNH[:, start:end], *seen, mask)
+
+  parts = [part(i, min(i + chunk, t)) for i in range(0, t, chunk)]
+  return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+def _chunks(k_BTKH, v_BTKH, rows: int, flash: str | None):
+  """Keys, values, their axis of tokens, queries of a chunk, and attention."""
+  t = k_BTKH.shape[1]
+  if flash:
+    chunk = max(1, MAX_MASK // (rows * t * 128)) * 128
+    attend_ = functools.partial(_flash, implementation=flash)
+    return k_BTKH, v_BTKH, 1, chunk, attend_
+  chunk = max(128, -(-t // 1024) * 128)
+  attend_ = attend if t <= chunk else jax.checkpoint(attend)
+  return k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2), 2, chunk, attend_
+
+
+def _seen_local(
+    q_BTNH, k_BTKH, v_BTKH, segments_BT, last_BT, *, window, ahead, flash
+) -> jax.Array:
+  """As `_causal_local`, under a `Sight`."""
+  b, t = segments_BT.shape
+  if not flash and _blocks_apply(t):
+    return blocks_lib.attend(
+        q_BTNH, k_BTKH, v_BTKH, segments_BT, None,
+        causal=True, last_BT=last_BT, window=window,
+    )  # pyformat: disable
+  k, v, axis, chunk, attend_ = _chunks(k_BTKH, v_BTKH, b, flash)
+
+  def part(start: int, end: int) -> jax.Array:
+    # The keys that any query of the chunk may see; even, for cuDNN.
+    low = max(0, start - window + 1) // 128 * 128 if window else 0
+    high = min(t, end + ahead - 1)
+    high = min(t, -(-high // 128) * 128)
+    key = np.arange(low, high)
+    mask = segments_BT[:, start:end, None] == segments_BT[:, None, low:high]
+    mask &= key <= last_BT[:, start:end, None]
+    if window:
+      mask &= key > np.arange(start, end)[:, None] - window
+    seen = (jax.lax.slice_in_dim(x, low, high, axis=axis) for x in (k, v))
     return attend_(q_BTNH[:, start:end], *seen, mask)
 
   parts = [part(i, min(i + chunk, t)) for i in range(0, t, chunk)]

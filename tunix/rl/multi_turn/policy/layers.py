@@ -155,8 +155,13 @@ class LayerNorm(nnx.Module):
     return (wide + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
+def gelu_tanh(x: jax.Array) -> jax.Array:
+  """The Gaussian error linear unit by its approximation with tanh."""
+  return jax.nn.gelu(x, approximate=True)
+
+
 class GatedMLP(nnx.Module):
-  """down(silu(gate(x)) * up(x))."""
+  """down(act(gate(x)) * up(x)), where the activation is silu unless given."""
 
   def __init__(
       self,
@@ -165,13 +170,15 @@ class GatedMLP(nnx.Module):
       init: Init,
       tensor: str | None = "tensor",
       bias: bool = False,
+      act: Callable[[jax.Array], jax.Array] = jax.nn.silu,
   ):
+    self.act = act
     self.gate_proj = Linear(width, hidden, init, ("fsdp", tensor), bias)
     self.up_proj = Linear(width, hidden, init, ("fsdp", tensor), bias)
     self.down_proj = Linear(hidden, width, init, (tensor, "fsdp"), bias)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+    return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
 class FusedMLP(nnx.Module):

@@ -126,7 +126,7 @@ class ExpertLayer(Layer):
 
 def linears(model: Any) -> list[Layer]:
   """Every `Linear` of the model, and every kind of experts' matrices."""
-  prefixes = model.config.traits.prefixes
+  prefixes = model.config.traits.modules
   found: list[Layer] = []
   for path, node in nnx.iter_graph(model):
     if isinstance(node, layers.Linear):

@@ -15,6 +15,7 @@ from typing import Any
 from flax import nnx
 import jax
 import tokenizers
+from tunix.rl.multi_turn.policy import gemma3_inputs
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import image_settings
 from tunix.rl.multi_turn.policy import policy_files
@@ -171,7 +172,8 @@ def save(
   read = image_settings.read(directory, config.family)
   wanted = dict(read.values if read else _default_settings(config).values)
   wanted |= {"image_mean": vision.image_mean, "image_std": vision.image_std}
-  wanted |= {k: getattr(config, k) for k in _PIXELS if getattr(config, k)}
+  limits = {k: getattr(config, k) for k in _PIXELS if k in wanted}
+  wanted |= {k: limit for k, limit in limits.items() if limit}
   image_settings.write(directory, wanted, config.family)
 
 
@@ -236,6 +238,8 @@ def _default_settings(
     config: qwen_config.QwenVLConfig,
 ) -> image_settings.ImageSettings:
   """Settings in place of missing files: the published checkpoints'."""
+  if config.traits.tower == "siglip":
+    return gemma3_inputs.default_settings(config)
   values = dict({
       "qwen3": qwen_vl_inputs.QWEN3_VL,
       "glm4v": qwen_vl_inputs.GLM_4_1V,
@@ -267,6 +271,10 @@ def _processor(
     pixels: dict[str, Any],
 ) -> qwen_vl_inputs.QwenVLProcessor:
   limits = {k: v for k, v in pixels.items() if k != _BUDGET}
+  if config.traits.tower == "siglip":
+    return gemma3_inputs.processor(
+        settings, config, limits, pixels.get(_BUDGET)
+    )
   make = functools.partial(
       qwen_vl_inputs.QwenVLProcessor.from_preprocessor_config,
       settings.values,

@@ -20,6 +20,7 @@ import dataclasses
 from typing import Any, Mapping
 
 from tunix.rl.multi_turn.policy import config_checks
+from tunix.rl.multi_turn.policy import gemma3_config
 from tunix.rl.multi_turn.policy import qwen_defaults
 from tunix.rl.multi_turn.policy import qwen_families
 from tunix.rl.multi_turn.policy import qwen_shapes
@@ -52,11 +53,16 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
     )
   config_checks.refuse_quantized(raw)
   text, vision = _sections(raw, family)
-  _check(family, text, vision)
+  if qwen_families.VISION_LANGUAGE[family].tower == "siglip":
+    sizes = gemma3_config.read(raw, text, vision)
+  else:
+    _check(family, text, vision)
+    sizes = {
+        "vision": _vision(vision, family), "text": _text(text, raw, family)
+    }
   config = QwenVLConfig(
       family=family,
-      vision=_vision(vision, family),
-      text=_text(text, raw, family),
+      **sizes,
       tie_word_embeddings=bool(_tied(raw, text, family)),
       **qwen_defaults.image_tokens(raw, family),
   )
@@ -73,8 +79,9 @@ def _tied(
     raw: Mapping[str, Any], text: Mapping[str, Any], family: str
 ) -> Any:
   """Where a decoder is a class of its own, its own section decides."""
-  of_text = bool(qwen_families.VISION_LANGUAGE[family].text_type)
-  return (text if of_text else raw).get("tie_word_embeddings", False)
+  traits = qwen_families.VISION_LANGUAGE[family]
+  section = text if traits.text_type else raw
+  return section.get("tie_word_embeddings", traits.tied)
 
 
 def _sections(
@@ -350,6 +357,8 @@ def _linear_to_hf(text: TextConfig) -> dict[str, Any]:
 def to_hf(config: QwenVLConfig) -> dict[str, Any]:
   """A `config.json` that `transformers` builds the same model from."""
   family, text, traits = config.family, config.text, config.traits
+  if traits.tower == "siglip":
+    return gemma3_config.to_hf(config)
   text_config: dict[str, Any] = {
       "model_type": traits.text_type or f"{family}_text",
       "vocab_size": text.vocab_size,

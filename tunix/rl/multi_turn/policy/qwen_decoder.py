@@ -14,6 +14,7 @@ Axis names: see `base`; and L = layers.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable
 
 from flax import nnx
@@ -37,7 +38,7 @@ Recur = Callable[
 def _norm(
     config: qwen_text_config.AnyConfig, width: int, init: layers.Init
 ) -> layers.RMSNorm:
-  offset = 1.0 if config.traits.linear else 0.0
+  offset = 1.0 if config.traits.offset_norms else 0.0
   return layers.RMSNorm(width, init, config.text.rms_norm_eps, offset)
 
 
@@ -49,6 +50,9 @@ class Attention(nnx.Module):
     self.head_dim = text.head_dim
     self.gated = config.traits.linear
     self.rotary_pairs = config.traits.rotary_pairs
+    # Kernels divide scores by the root of the heads' width.
+    scalar = text.query_pre_attn_scalar or text.head_dim
+    self.query_scale = (text.head_dim / scalar) ** 0.5
     width = text.hidden_size
     q_width = text.num_attention_heads * text.head_dim
     kv_width = text.num_key_value_heads * text.head_dim
@@ -76,6 +80,8 @@ class Attention(nnx.Module):
       q, k = self.q_norm(q), self.k_norm(k)
     q = layers.rotate(q, *rotation, self.rotary_pairs)
     k = layers.rotate(k, *rotation, self.rotary_pairs)
+    if self.query_scale != 1.0:
+      q = q * jnp.asarray(self.query_scale, q.dtype)
     mixed, cache = mix(q, k, v)
     if self.gated:
       mixed = mixed * jax.nn.sigmoid(gate)
@@ -141,7 +147,10 @@ class Decoder(nnx.Module):
 
   Attributes:
     layers: a list, or one `DecoderLayer` with stacked parameters.
+    layer_class: of the layers.
   """
+
+  layer_class: Any = DecoderLayer
 
   def __init__(
       self,
@@ -161,15 +170,17 @@ class Decoder(nnx.Module):
         (text.is_linear(i), text.is_sparse(i))
         for i in range(text.num_hidden_layers)
     ]
-    self.stacked = config.scan_layers and len(set(kinds)) == 1
+    self.stacked = (
+        config.scan_layers and len(set(kinds)) == 1 and not text.sliding_window
+    )
     if self.stacked:
       stack = layers.Init(
           init.rngs, init.dtype, init.std, (text.num_hidden_layers,)
       )
-      self.layers = DecoderLayer(config, stack, kinds[0], mesh)
+      self.layers = self.layer_class(config, stack, kinds[0], mesh)
     else:
       self.layers = nnx.List(
-          [DecoderLayer(config, init, kind, mesh) for kind in kinds]
+          [self.layer_class(config, init, kind, mesh) for kind in kinds]
       )
     self.norm = _norm(config, text.hidden_size, init)
 
@@ -186,6 +197,11 @@ class Decoder(nnx.Module):
         positions_BT3, axes, scaling.scaled(frequencies, text.rope_theta)
     )
     return cos * scaling.attention_factor, sin * scaling.attention_factor
+
+  def rotations(self, positions_BT3: jax.Array) -> Callable[[Any], Rotation]:
+    """The rotary positions of each layer, by its number."""
+    rotation = self.rotation(positions_BT3)
+    return lambda layer: rotation
 
   def __call__(
       self,
@@ -210,30 +226,36 @@ class Decoder(nnx.Module):
     Returns:
       Hidden states after the final norm, and the new cache.
     """
-    rotation = self.rotation(positions_BT3)
+    rotations = self.rotations(positions_BT3)
     # Only training rematerialises, and it runs without a cache.
     wrap = layers.remat(self.config.remat) if cache is None else (lambda f: f)
 
     def run(layer, x, extra, cache, i):
       x, cache = layer(
           x,
-          rotation,
+          rotations(i),
           lambda q, k, v: mix(q, k, v, cache, i),
           lambda net, x: recur(net, x, cache, i),
       )
       x = x if extra is None else x + extra
       return sharding.constrain(x, self.mesh, *sharding.TOKENS), cache
 
-    run = wrap(run)
     x = x_BTD
     if not self.stacked:
+      kinds: dict[int, Any] = {}
       for i, layer in enumerate(self.layers):
         extra = early[i] if i < len(early) else None
-        x, cache = run(layer, x, extra, cache, i)
+        one = functools.partial(run, i=i)
+        if cache is None:
+          # Then its number says no more than its kind: layers of one kind
+          # share a function, which is traced once.
+          one = kinds.setdefault(self.config.text.window(i), wrap(one))
+        x, cache = one(layer, x, extra, cache)
       return self.norm(x), cache
     # The first layers get something added, and a scan wants all steps alike:
     # two scans. Unrolled, the first ones' activations would be computed again
     # for the backward pass all at a time.
+    run = wrap(run)
     graph, state = nnx.split(self.layers)
     n = len(early)
 

@@ -29,6 +29,7 @@ IMAGE_STATISTICS = {
     "opencua": _CLIP,
     "glm4v": _CLIP,
     "glm4v_moe": _CLIP,
+    "gemma3": (_HALF, _HALF),
 }
 """Mean and standard deviation of the published checkpoints' processors."""
 
@@ -88,6 +89,16 @@ VISION: Mapping[str, Mapping[str, Any]] = {
         "patch_size": 14,
         "spatial_merge_size": 2,
         "hidden_act": "quick_gelu",
+    },
+    "gemma3": {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "image_size": 224,
+        "patch_size": 16,
+        "layer_norm_eps": 1e-6,
+        "hidden_act": "gelu_pytorch_tanh",
     },
 }
 """Of `vision_config`, by family."""
@@ -195,6 +206,20 @@ TEXT: Mapping[str, Mapping[str, Any]] = {
         "topk_group": 1,
         "first_k_dense_replace": 1,
     },
+    "gemma3": {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+    },
     "qwen3": {**_QWEN_TEXT, "head_dim": 128},
     "qwen2": _QWEN_TEXT,
 }
@@ -243,6 +268,7 @@ IMAGE_TOKEN_IDS = {
     "opencua": (151664, 151664, 151661, 151663),
     "glm4v": (151343, 151344, 151339, 151340),
     "glm4v_moe": (151363, 151364, 151339, 151340),
+    "gemma3": (262144, 262144, 255999, 256000),
 }
 _GLM_NAMES = ("image_token_id", "video_token_id", "image_start_token_id",
               "image_end_token_id")  # pyformat: disable
@@ -250,6 +276,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "opencua": ("media_placeholder_token_id", "", "", ""),
     "glm4v": _GLM_NAMES,
     "glm4v_moe": _GLM_NAMES,
+    "gemma3": ("image_token_index", "", "boi_token_index", "eoi_token_index"),
 }
 """The fields' names in config.json; "" = it has none, and the id is fixed."""
 

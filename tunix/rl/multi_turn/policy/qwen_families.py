@@ -20,7 +20,8 @@ class Family:
     architecture: class of transformers that loads a checkpoint.
     tower: kind of vision tower; "" = none. qwen2: layer norms, full attention.
       qwen2_5: RMS norms, windows. qwen3: learned positions. glm4v: learned
-      positions, RMS norms, a convolution that merges.
+      positions, RMS norms, a convolution that merges. siglip: images of one
+      size, learned positions, means of patches.
     deepstack: whether deeper blocks' vision tokens reach the first layers.
     qkv_bias: whether q, k and v have a bias.
     qk_norm: whether q and k have a norm.
@@ -40,13 +41,22 @@ class Family:
       first layers that are dense.
     experts_apart: whether files hold experts one by one.
     linear: whether layers of linear attention stand beside full ones, whose
-      output is gated; norms multiply by 1 + weight.
+      output is gated.
+    windows: whether layers that see a window of earlier tokens, with rotary
+      positions of another base, stand beside full ones.
+    mutual_images: whether the vision tokens of an image see each other in the
+      decoder, later ones too.
+    offset_norms: whether norms multiply by 1 + weight.
     text_type: `model_type` of text_config; "" = the family's with "_text".
+    tied: whether the output matrix is the embedding where config.json does not
+      decide it.
     prefixes: (ours, the checkpoint's) beginnings of a parameter's key.
+    module_prefixes: likewise of a module's name in transformers, by which an
+      adapter's file names it; None = as `prefixes`.
   """
 
   architecture: str
-  tower: Literal["", "qwen2", "qwen2_5", "qwen3", "glm4v"] = ""
+  tower: Literal["", "qwen2", "qwen2_5", "qwen3", "glm4v", "siglip"] = ""
   deepstack: bool = False
   qkv_bias: bool = False
   qk_norm: bool = False
@@ -61,8 +71,19 @@ class Family:
   sigmoid_router: bool = False
   experts_apart: bool = False
   linear: bool = False
+  windows: bool = False
+  mutual_images: bool = False
+  offset_norms: bool = False
   text_type: str = ""
+  tied: bool = False
   prefixes: tuple[tuple[str, str], ...] = ()
+  module_prefixes: tuple[tuple[str, str], ...] | None = None
+
+  @property
+  def modules(self) -> tuple[tuple[str, str], ...]:
+    """(ours, transformers') beginnings of a module's name."""
+    found = self.module_prefixes
+    return self.prefixes if found is None else found
 
 
 _QWEN3 = dict(
@@ -82,12 +103,14 @@ VISION_LANGUAGE: Mapping[str, Family] = {
     "qwen3_5": Family(
         "Qwen3_5ForConditionalGeneration",
         linear=True,
+        offset_norms=True,
         partial_rotary=True,
         **_QWEN3,
     ),
     "qwen3_5_moe": Family(
         "Qwen3_5MoeForConditionalGeneration",
         linear=True,
+        offset_norms=True,
         partial_rotary=True,
         experts=True,
         **_QWEN3,
@@ -128,6 +151,27 @@ VISION_LANGUAGE: Mapping[str, Family] = {
         experts=True,
         sigmoid_router=True,
         experts_apart=True,
+    ),
+    "gemma3": Family(
+        "Gemma3ForConditionalGeneration",
+        tower="siglip",
+        qk_norm=True,
+        own_head_dim=True,
+        flat_positions=True,
+        windows=True,
+        mutual_images=True,
+        offset_norms=True,
+        tied=True,
+        prefixes=(
+            ("model.visual.projector.", "multi_modal_projector."),
+            ("model.visual.", "vision_tower.vision_model."),
+            ("model.language_model.", "language_model.model."),
+            ("lm_head.", "language_model.lm_head."),
+        ),
+        module_prefixes=(
+            ("model.visual.projector.", "model.multi_modal_projector."),
+            ("model.visual.", "model.vision_tower."),
+        ),
     ),
 }
 """`model_type` -> traits, with a vision tower."""

@@ -30,9 +30,9 @@ class VisionConfig:
     out_hidden_size: width of a vision token, the decoder's.
     patch_size: pixels of a patch's side.
     spatial_merge_size: patches of a side that become one vision token.
-    num_position_embeddings: learned positions, a square (Qwen3-VL, Qwen3.5
-      and GLM-4.1V); 0 = none.
-    rms_norm_eps: of its norms (GLM-4.1V); of others it is 1e-6.
+    num_position_embeddings: learned positions, a square (Qwen3-VL, Qwen3.5,
+      GLM-4.1V and Gemma 3, whose images have as many patches); 0 = none.
+    rms_norm_eps: of its norms (GLM-4.1V, Gemma 3); of others it is 1e-6.
     deepstack_visual_indexes: blocks whose output is also merged and added
       after the first decoder layers (Qwen3-VL).
     image_mean: of each channel, a fraction of 255, subtracted from pixels;
@@ -87,7 +87,11 @@ class TextConfig:
     chosen_groups: groups that a token's experts are of.
     routed_scaling_factor: of the chosen experts' weights (GLM-4.5V).
     full_attention_layers: layers of full attention where the others are linear
-      (Qwen3.5); None = all layers are full.
+      (Qwen3.5) or see a window (Gemma 3); None = all layers are full.
+    sliding_window: tokens that a layer with a window sees, its own among them;
+      0 = no layer has one.
+    local_rope_theta: base of such a layer's rotary positions, which are plain.
+    query_pre_attn_scalar: scores are divided by its root; 0 = head_dim.
     linear_num_key_heads: of a linear layer.
     linear_num_value_heads: of a linear layer, a multiple of the key heads.
     linear_key_head_dim: width of a linear layer's query and key heads.
@@ -117,6 +121,9 @@ class TextConfig:
   chosen_groups: int = 1
   routed_scaling_factor: float = 1.0
   full_attention_layers: tuple[int, ...] | None = None
+  sliding_window: int = 0
+  local_rope_theta: float = 0.0
+  query_pre_attn_scalar: float = 0.0
   linear_num_key_heads: int = 0
   linear_num_value_heads: int = 0
   linear_key_head_dim: int = 0
@@ -130,6 +137,14 @@ class TextConfig:
 
   def is_linear(self, layer: int) -> bool:
     """Whether a layer's attention is linear."""
+    return not self.sliding_window and self._is_partial(layer)
+
+  def window(self, layer: int) -> int:
+    """Tokens that a layer sees, its own among them; 0 = all earlier ones."""
+    partial = self.sliding_window and self._is_partial(layer)
+    return self.sliding_window if partial else 0
+
+  def _is_partial(self, layer: int) -> bool:
     full = self.full_attention_layers
     return full is not None and layer not in full
 
@@ -262,6 +277,8 @@ class QwenVLConfig:
           f"vision.num_position_embeddings={vision.num_position_embeddings}"
           " is not a square"
       )
+    if self.traits.mutual_images:
+      self._check_mutual_images()
     deepest = (*vision.deepstack_visual_indexes, -1)
     if max(deepest) >= vision.depth or (
         len(vision.deepstack_visual_indexes) > text.num_hidden_layers
@@ -271,6 +288,32 @@ class QwenVLConfig:
           f"{vision.deepstack_visual_indexes} do not fit {vision.depth} blocks"
           f" and {text.num_hidden_layers} decoder layers"
       )
+
+  def _check_mutual_images(self) -> None:
+    """Raises a ValueError where a window could part an image's tokens."""
+    vision, window = self.vision, self.text.sliding_window
+    side = round(vision.num_position_embeddings**0.5)
+    merge = vision.spatial_merge_size
+    if not side or side % merge:
+      raise ValueError(
+          f"vision.spatial_merge_size={merge} must divide the {side} patches of"
+          " an image's side"
+      )
+    if 0 < window < self.whole_image_tokens:
+      raise ValueError(
+          f"text.sliding_window={window} is less than an image's"
+          f" {self.whole_image_tokens} tokens (mm_tokens_per_image), which see"
+          " each other in every layer"
+      )
+
+  @property
+  def whole_image_tokens(self) -> int:
+    """Tokens of an image that a decoder must compute at once, as they see each
+    other; 0 = images may be computed in parts."""
+    if not self.traits.mutual_images:
+      return 0
+    vision = self.vision
+    return vision.num_position_embeddings // vision.patches_per_token
 
   @property
   def vocab_size(self) -> int:

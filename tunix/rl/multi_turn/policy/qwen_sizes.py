@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from tunix.rl.multi_turn.policy import qwen_shapes
+from tunix.rl.multi_turn.policy import rope_scaling
 
 QwenVLConfig = qwen_shapes.QwenVLConfig
 TextConfig = qwen_shapes.TextConfig
@@ -176,6 +177,51 @@ def _qwen3_5(
 
 
 # From the config.json of Qwen/<name>-Instruct.
+def _gemma3(
+    width: int,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    scalar: int,
+) -> QwenVLConfig:
+  return QwenVLConfig(
+      family="gemma3",
+      vision=VisionConfig(
+          depth=27,
+          hidden_size=1152,
+          intermediate_size=4304,
+          num_heads=16,
+          out_hidden_size=width,
+          patch_size=14,
+          spatial_merge_size=4,
+          num_position_embeddings=64**2,
+      ),
+      text=TextConfig(
+          vocab_size=262208,
+          hidden_size=width,
+          intermediate_size=hidden,
+          num_hidden_layers=layers,
+          num_attention_heads=heads,
+          num_key_value_heads=kv_heads,
+          head_dim=head_dim,
+          rope_theta=1e6,
+          mrope_section=(head_dim // 2, 0, 0),
+          rope_scaling=rope_scaling.RopeScaling("linear", 8.0),
+          full_attention_layers=tuple(range(5, layers, 6)),
+          sliding_window=1024,
+          local_rope_theta=1e4,
+          query_pre_attn_scalar=float(scalar),
+      ),
+      tie_word_embeddings=True,
+      image_token_id=262144,
+      video_token_id=262144,
+      vision_start_token_id=255999,
+      vision_end_token_id=256000,
+  )
+
+
 SIZES: dict[str, QwenVLConfig] = {
     "Qwen3-VL-2B": _qwen3(2048, 6144, 28, 16, 8, True, large_tower=False),
     "Qwen3-VL-4B": _qwen3(2560, 9728, 36, 32, 8, True, large_tower=False),
@@ -272,5 +318,13 @@ SIZES: dict[str, QwenVLConfig] = {
         vision_end_token_id=151340,
     ),
 }  # pyformat: disable
+for _name, _size in (
+    # Width, hidden units, layers, heads, KV heads, their width, and what scores
+    # are divided by the root of.
+    ("Gemma-3-4B", (2560, 10240, 34, 8, 4, 256, 256)),
+    ("Gemma-3-12B", (3840, 15360, 48, 16, 8, 256, 256)),
+    ("Gemma-3-27B", (5376, 21504, 62, 32, 16, 128, 168)),
+):
+  SIZES[_name] = _gemma3(*_size)
 SIZES["OpenCUA-7B"] = _opencua(SIZES["Qwen2.5-VL-7B"])
 SIZES["OpenCUA-32B"] = _opencua(SIZES["Qwen2.5-VL-32B"])

@@ -43,11 +43,16 @@ class QwenText(nnx.Module):
     lm_head: output matrix; None where it is the embedding.
   """
 
+  _see_ahead = 1  # A token's last one lies less than so many places ahead.
+
   @property
   def supports_prefix_ids(self) -> bool:
     """Whether prompts are shared: not on TPU, whose kernel gains more, nor
-    where a layer's state goes on from one token to the next."""
-    return kernels.backend() != "tpu" and not self.config.traits.linear
+    where a layer's state goes on from one token to the next, or its window
+    counts tokens that lie side by side."""
+    traits = self.config.traits
+    apart = traits.linear or traits.windows
+    return kernels.backend() != "tpu" and not apart
 
   def __init__(
       self,
@@ -90,10 +95,12 @@ class QwenText(nnx.Module):
     segments = jnp.asarray(inputs.segment_ids)
     prefix = inputs.prefix_ids
     prefix = None if prefix is None else jnp.asarray(prefix)
+    last = self._last_seen(inputs.vision_index, segments)
 
     def mix(q, k, v, nothing, layer):
-      del layer
-      mixed = kernels.causal_attention(q, k, v, segments, prefix, self.mesh)
+      mixed = kernels.causal_attention(
+          q, k, v, segments, prefix, self.mesh, self._sight(last, layer)
+      )
       return mixed, nothing
 
     def recur(net, x, nothing, layer):
@@ -138,10 +145,13 @@ class QwenText(nnx.Module):
       vision_index: base.Array | None = None,
       vision: base.Array | None = None,
   ) -> tuple[jax.Array, Cache]:
+    real = jnp.arange(jnp.shape(tokens)[1]) < jnp.asarray(lengths)[:, None]
+    last = self._last_seen(vision_index, real.astype(jnp.int32))
+
     def mix(q, k, v, cache, layer):
       kept = _of_layer(cache, layer)
       mixed, kept = cached_attention.attend_rows(
-          q, k, v, kept, starts, lengths, self.mesh
+          q, k, v, kept, starts, lengths, self.mesh, self._sight(last, layer)
       )
       return mixed, _with_layer(cache, layer, kept)
 
@@ -156,7 +166,9 @@ class QwenText(nnx.Module):
   def reads_pages(self) -> bool:
     """Whether the engine should use `extend_pages` on this backend."""
     text = self.config.text
-    return not self.config.traits.linear and cached_attention.pages_apply(
+    traits = self.config.traits
+    rows = traits.linear or traits.windows or traits.mutual_images
+    return not rows and cached_attention.pages_apply(
         text.head_dim,
         text.num_key_value_heads,
         jnp.dtype(self.config.compute_dtype),
@@ -250,6 +262,23 @@ class QwenText(nnx.Module):
     """[B, T, D], and the additions after each of the first layers."""
     del vision_index_BT, vision_SVXD
     return self._look_up(tokens_BT), ()
+
+  def _last_seen(
+      self, vision_index_BT: base.Array | None, segments_BT: jax.Array
+  ) -> jax.Array | None:
+    """The last place of a row that each token sees; None = its own."""
+    del vision_index_BT, segments_BT
+    return None
+
+  def _sight(
+      self, last_BT: jax.Array | None, layer: int | jax.Array
+  ) -> kernels.Sight | None:
+    """What tokens of a layer see; None = all earlier ones."""
+    if last_BT is None:
+      return None
+    return kernels.Sight(
+        last_BT, self.config.text.window(layer), self._see_ahead
+    )
 
   def _look_up(self, tokens_BT: base.Array) -> jax.Array:
     """The embeddings [B, T, D] of tokens."""

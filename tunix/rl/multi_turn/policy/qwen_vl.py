@@ -28,18 +28,21 @@ from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_decoder
 from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy import siglip
 
 _TOWERS = {
     "qwen2": qwen2_vl,
     "qwen2_5": qwen2_5_vl,
     "qwen3": qwen3_vl,
     "glm4v": glm4v,
+    "siglip": siglip,
 }
 
 
 class QwenVL(qwen_text.QwenText):
   """See the module docstring."""
 
+  decoder_class = qwen_decoder.Decoder
   reads_image_patches = True
   vision_modules = ("visual",)
 
@@ -67,7 +70,7 @@ class QwenVL(qwen_text.QwenText):
     init = layers.Init(rngs, config.param_dtype)
     tower = _TOWERS[config.traits.tower]
     self.visual = tower.VisionTower(config, init, mesh)
-    self.language_model = qwen_decoder.Decoder(config, init, mesh)
+    self.language_model = self.decoder_class(config, init, mesh)
     self.lm_head = qwen_text.output_matrix(config, init)
 
   @property

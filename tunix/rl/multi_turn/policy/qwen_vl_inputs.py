@@ -99,6 +99,7 @@ class QwenVLProcessor:
   lift_sides: bool = False
 
   position_axes: ClassVar[int] = 4
+  resample: ClassVar[Image.Resampling] = Image.Resampling.BICUBIC
 
   def __post_init__(self):
     for name in ("patch_size", "merge_size", "min_pixels", "max_pixels"):
@@ -265,7 +266,7 @@ class QwenVLProcessor:
     size = self.image_size(width, height)
     if size != (width, height):
       image = Image.fromarray(np.ascontiguousarray(pixels))
-      pixels = np.asarray(image.resize(size, Image.Resampling.BICUBIC))
+      pixels = np.asarray(image.resize(size, self.resample))
     patch, merge = self.patch_size, self.merge_size
     down, across = size[1] // self.factor, size[0] // self.factor
     cells = pixels.reshape(down, merge, patch, across, merge, patch, 3)

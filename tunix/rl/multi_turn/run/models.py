@@ -190,8 +190,9 @@ def _check_screenshots(
         f"agent.parser={config.agent.parser} counts pixels of screenshots of"
         f" {width}x{height}, which policy.name={config.policy.name} sees as"
         f" {seen[0]}x{seen[1]}; set agent.min_pixels and agent.max_pixels to"
-        " the policy's own bounds, or agent.resize=none for a policy with"
-        " patches of its own"
+        " the policy's own bounds, choose a grammar of fractions where all"
+        " images have one size (Gemma 3), or agent.resize=none for a policy"
+        " with patches of its own"
     ])
 
 

@@ -1,0 +1,205 @@
+"""What tokens see where images are seen as a whole and layers have windows.
+
+Every way of computing attention under a `kernels.Sight` is held to attention
+under the explicit mask of the definition, written out token by token.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tunix.rl.multi_turn.policy import blocks
+from tunix.rl.multi_turn.policy import cached_attention
+from tunix.rl.multi_turn.policy import gemma3
+from tunix.rl.multi_turn.policy import kernels
+
+from tests.policy import test_blocks
+
+B, N, K, H, IMAGE = 2, 4, 2, 8, 9
+
+
+def row(rng, t):
+  """Segments and images of a row: words, and runs of IMAGE vision tokens."""
+  segments, images = np.zeros(t, np.int32), np.zeros(t, np.int32)
+  at = segment = image = 0
+  while at < t - 4 * IMAGE:
+    segment += 1
+    for _ in range(int(rng.integers(1, 4))):
+      words, start = int(rng.integers(1, 12)), at
+      at += words
+      segments[start : at + IMAGE] = segment
+      image += 1
+      images[at : at + IMAGE] = image
+      at += IMAGE
+    if rng.random() < 0.5:  # Else the segment ends with an image.
+      segments[at : at + 5] = segment
+      at += 5
+  return segments[:t], images[:t]
+
+
+def rows(t, seed=0):
+  rng = np.random.default_rng(seed)
+  made = [row(rng, t) for _ in range(B)]
+  return tuple(np.stack(part) for part in zip(*made, strict=True))
+
+
+def definition(segments, images, window):
+  """bool[B, T, T], token by token."""
+  b, t = segments.shape
+  mask = np.zeros((b, t, t), bool)
+  for r in range(b):
+    for q in range(t):
+      for k in range(t):
+        earlier = k <= q and (not window or q - k < window)
+        one_image = images[r, q] > 0 and images[r, q] == images[r, k]
+        same = segments[r, q] == segments[r, k]
+        mask[r, q, k] = same and (earlier or one_image)
+  return mask
+
+
+def qkv(t, seed=1):
+  rng = np.random.default_rng(seed)
+  return tuple(
+      jnp.asarray(rng.normal(size=(B, t, heads, H)), jnp.float32)
+      for heads in (N, K, K)
+  )
+
+
+def dense(q, k, v, mask):
+  return kernels.attend(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
+
+
+def sight(segments, images, window):
+  last = gemma3.last_seen(jnp.asarray(images > 0), jnp.asarray(segments))
+  return kernels.Sight(last, window, IMAGE)
+
+
+# Tokens: by XLA at once, in chunks of queries, and block by block.
+WAYS = [(120, "cpu"), (401, "gpu"), (401, "cpu")]
+WINDOWS = [0, IMAGE, 20, 150]
+
+
+@pytest.mark.parametrize("t, platform", WAYS)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_values_and_gradients_are_those_of_the_definition(
+    t, platform, window, monkeypatch
+):
+  monkeypatch.setattr(blocks, "MOST", 48)
+  segments, images = rows(t)
+  mask = definition(segments, images, window)
+  ahead = np.triu(mask.any(0), 1)
+  assert ahead.any() and mask.any(-1).all()
+  given = sight(segments, images, window)
+
+  def ours(*qkv):
+    with kernels.compile_for(platform):
+      return kernels.causal_attention(*qkv, segments, sight=given)
+
+  got, slopes = test_blocks.value_and_slopes(ours, qkv(t))
+  want, want_slopes = test_blocks.value_and_slopes(
+      lambda *qkv: dense(*qkv, mask), qkv(t)
+  )
+  np.testing.assert_allclose(got, want, atol=3e-6)
+  for a, b in zip(slopes, want_slopes, strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_chunks_for_a_flash_kernel_are_those_of_the_definition(
+    window, monkeypatch
+):
+  """What surrounds cuDNN's kernel, around XLA's implementation of the same."""
+  monkeypatch.setattr(kernels, "MAX_MASK", B * 401 * 128)
+  segments, images = rows(401)
+  mask = definition(segments, images, window)
+  given = sight(segments, images, window)
+  got = kernels._seen_local(
+      *qkv(401), segments, given.last_BT, window=window, ahead=IMAGE,
+      flash="xla",
+  )  # pyformat: disable
+  np.testing.assert_allclose(got, dense(*qkv(401), mask), atol=3e-6)
+
+
+def test_blocks_are_what_a_long_row_on_a_cpu_takes(monkeypatch):
+  called = []
+  real = blocks.attend
+  monkeypatch.setattr(
+      blocks, "attend", lambda *a, **k: called.append(k) or real(*a, **k)
+  )
+  segments, images = rows(401)
+  kernels.causal_attention(
+      *qkv(401), segments, sight=sight(segments, images, 20)
+  )
+  assert called[0]["window"] == 20 and called[0]["last_BT"] is not None
+
+
+def test_blocks_out_of_sight_are_not_computed():
+  t, window = 4096, 64
+  segments = np.ones((1, t), np.int32)
+  ids = jnp.asarray(segments.reshape(1, -1, 128))
+  last = jnp.arange(t, dtype=jnp.int32).reshape(1, -1, 128)
+  seen = blocks._seen(ids, ids, blocks._Rule(True, window), last)
+  assert np.asarray(seen).sum() == 2 * (t // 128) - 1  # Its own and the last.
+
+
+def test_a_prefix_and_a_sight_exclude_each_other():
+  segments, images = rows(120)
+  with pytest.raises(ValueError, match="exclude each other"):
+    kernels.causal_attention(
+        *qkv(120), segments, segments, sight=sight(segments, images, 0)
+    )
+
+
+def parts_an_image(images, end):
+  return end < len(images) and images[end] and images[end] == images[end - 1]
+
+
+@pytest.mark.parametrize("window", WINDOWS[:3])
+def test_a_cache_is_seen_as_the_definition_has_it(window):
+  """In chunks that end between images, then word by word."""
+  t = 120
+  q, k, v = qkv(t)
+  rng = np.random.default_rng(7)
+  made = []
+  for _ in range(B):
+    _, images = row(rng, t)
+    images[-6:] = 0
+    made.append(images)
+  images = np.stack(made)
+  segments = np.ones((B, t), np.int32)
+  want = np.asarray(dense(q, k, v, definition(segments, images, window)))
+  noise = lambda x: jnp.asarray(rng.normal(scale=99, size=x.shape), x.dtype)
+  kept = jax.tree.map(
+      noise, cached_attention.init_rows(B, t + 3, K, H, jnp.float32)
+  )
+  done = np.zeros(B, np.int32)
+  while (done < t).any():
+    width = 24 if (done < t - 6).any() else 1
+    count = np.minimum(width, t - done).astype(np.int32)
+    for r in range(B):
+      while parts_an_image(images[r], done[r] + count[r]):
+        count[r] -= 1
+    column = np.minimum(done[:, None] + np.arange(width), t - 1)
+    real = (np.arange(width) < count[:, None]).astype(np.int32)
+    at = np.arange(B)[:, None], column
+    # What lies beyond a row's real tokens may be anything.
+    shown = np.where(real, images[at] > 0, rng.random(real.shape) < 0.5)
+    given = kernels.Sight(
+        gemma3.last_seen(jnp.asarray(shown), jnp.asarray(real)), window, IMAGE
+    )
+    mixed, kept = cached_attention.attend_rows(
+        q[at], k[at], v[at], kept, jnp.asarray(done), jnp.asarray(count),
+        sight=given,
+    )  # pyformat: disable
+    for r in range(B):
+      np.testing.assert_allclose(
+          mixed[r, : count[r]], want[r, done[r] : done[r] + count[r]], atol=3e-6
+      )
+    done += count
+
+
+def test_two_sequences_that_meet_in_images_do_not_see_each_other():
+  is_image = jnp.asarray([[False, True, True, True, True, True, False, True]])
+  segments = jnp.asarray([[1, 1, 1, 2, 2, 2, 2, 0]])
+  got = gemma3.last_seen(is_image, segments)
+  assert got.tolist() == [[0, 2, 2, 5, 5, 5, 6, 7]]

@@ -1,0 +1,221 @@
+"""Implements the vision tower of Gemma 3: SigLIP, and what projects its output.
+
+Reads like the forward pass: patches and their learned positions, blocks of full
+attention within an image, the mean of a square of patches as a vision token, a
+norm and a matrix. All images have one size, that of the learned positions.
+
+Source: Zhai et al. 2023, "Sigmoid loss for language image pre-training", the
+Gemma 3 technical report, and `transformers`' `siglip` and `gemma3`, to which
+the numbers are held in tests. Axis names: see `base`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tunix.rl.multi_turn.policy import kernels
+from tunix.rl.multi_turn.policy import layers
+from tunix.rl.multi_turn.policy import qwen_shapes
+from tunix.rl.multi_turn.policy import sharding
+
+
+class PatchEmbed(nnx.Module):
+  """uint8 patches [S, P, F] to [S, P, D]: normalise, then one matrix."""
+
+  def __init__(self, vision: qwen_shapes.VisionConfig, init: layers.Init):
+    side = vision.patch_size
+    self.weight = init.normal((vision.hidden_size, 3, side, side), (None,) * 4)
+    self.bias = init.full(0.0, vision.hidden_size)
+    self.mean, self.std = vision.image_mean, vision.image_std
+
+  def __call__(self, patches_SPF: jax.Array, dtype: Any) -> jax.Array:
+    s, p, f = patches_SPF.shape
+    pixels = patches_SPF.reshape(s, p, 3, f // 3).astype(jnp.float32)
+    mean, std = (
+        np.array(v, np.float32)[:, None] for v in (self.mean, self.std)
+    )
+    x = ((pixels / 255.0 - mean) / std).astype(dtype).reshape(s, p, f)
+    kernel = self.weight[...]
+    y = kernels.dot(x, kernel.reshape(kernel.shape[0], f).T)
+    return y + self.bias[...].astype(dtype)
+
+
+class Embeddings(nnx.Module):
+  """A patch's pixels and its place."""
+
+  def __init__(
+      self,
+      vision: qwen_shapes.VisionConfig,
+      init: layers.Init,
+      mesh: jax.sharding.Mesh | None,
+  ):
+    self.patch_embedding = PatchEmbed(vision, init)
+    self.position_embedding = layers.Embedding(
+        vision.num_position_embeddings, vision.hidden_size, init, (None, "fsdp")
+    )
+    self.side = round(vision.num_position_embeddings**0.5)
+    self.mesh = mesh
+
+  def __call__(
+      self, patches_SPF: jax.Array, positions_SP4: jax.Array, dtype: Any
+  ) -> jax.Array:
+    # A small table: once gathered is cheapest.
+    table = sharding.constrain(self.position_embedding.weight[...], self.mesh)
+    place = jnp.asarray(positions_SP4)
+    number = place[..., 0] * self.side + place[..., 1]
+    x = self.patch_embedding(patches_SPF, dtype)
+    # Padding may have any place.
+    return x + table[jnp.clip(number, 0, self.side**2 - 1)].astype(dtype)
+
+
+class Attention(nnx.Module):
+  """Full attention within an image."""
+
+  def __init__(
+      self,
+      vision: qwen_shapes.VisionConfig,
+      init: layers.Init,
+      tensor: str | None,
+      mesh: jax.sharding.Mesh | None,
+  ):
+    width = vision.hidden_size
+    self.num_heads = vision.num_heads
+    self.tensor = tensor
+    self.mesh = mesh
+    linear = lambda axes: layers.Linear(width, width, init, axes, True)
+    into, back = ("fsdp", tensor), (tensor, "fsdp")
+    self.q_proj, self.k_proj, self.v_proj = (linear(into) for _ in range(3))
+    self.out_proj = linear(back)
+
+  def __call__(
+      self, x_SPD: jax.Array, segments_SP: jax.Array, reach: kernels.Reach
+  ) -> jax.Array:
+    s, p, _ = x_SPD.shape
+    heads = lambda y: y.reshape(s, p, self.num_heads, -1)
+    mixed = kernels.image_attention(
+        heads(self.q_proj(x_SPD)),
+        heads(self.k_proj(x_SPD)),
+        heads(self.v_proj(x_SPD)),
+        segments_SP,
+        reach.places,
+        mesh=self.mesh,
+        tensor=self.tensor,
+        aligned=reach.aligned,
+    )
+    return self.out_proj(mixed.reshape(s, p, -1))
+
+
+class MLP(nnx.Module):
+
+  def __init__(
+      self,
+      vision: qwen_shapes.VisionConfig,
+      init: layers.Init,
+      tensor: str | None,
+  ):
+    width, hidden = vision.hidden_size, vision.intermediate_size
+    self.fc1 = layers.Linear(width, hidden, init, ("fsdp", tensor), True)
+    self.fc2 = layers.Linear(hidden, width, init, (tensor, "fsdp"), True)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return self.fc2(jax.nn.gelu(self.fc1(x), approximate=True))
+
+
+class Block(nnx.Module):
+
+  def __init__(
+      self,
+      vision: qwen_shapes.VisionConfig,
+      init: layers.Init,
+      tensor: str | None,
+      mesh: jax.sharding.Mesh | None,
+  ):
+    norm = lambda: layers.LayerNorm(
+        vision.hidden_size, init, vision.rms_norm_eps
+    )
+    self.layer_norm1 = norm()
+    self.self_attn = Attention(vision, init, tensor, mesh)
+    self.layer_norm2 = norm()
+    self.mlp = MLP(vision, init, tensor)
+
+  def __call__(
+      self, x_SPD: jax.Array, segments_SP: jax.Array, reach: kernels.Reach
+  ) -> jax.Array:
+    x = x_SPD + self.self_attn(self.layer_norm1(x_SPD), segments_SP, reach)
+    return x + self.mlp(self.layer_norm2(x))
+
+
+class Encoder(nnx.Module):
+  """The blocks, under their name in the checkpoint."""
+
+  def __init__(self, blocks: list[Block]):
+    self.layers = nnx.List(blocks)
+
+
+class Projector(nnx.Module):
+  """Means of squares of patches, normed, times a matrix."""
+
+  def __init__(self, vision: qwen_shapes.VisionConfig, init: layers.Init):
+    self.merge = vision.patches_per_token
+    self.mm_soft_emb_norm = layers.RMSNorm(
+        vision.hidden_size, init, vision.rms_norm_eps, 1.0
+    )
+    # The one matrix that the checkpoint holds as it is multiplied.
+    self.mm_input_projection_weight = init.normal(
+        (vision.hidden_size, vision.out_hidden_size), ("fsdp", None)
+    )
+
+  def __call__(self, x_SPD: jax.Array) -> jax.Array:
+    s, p, d = x_SPD.shape
+    # A vision token's patches follow each other.
+    square = x_SPD.reshape(s, p // self.merge, self.merge, d)
+    mean = square.astype(jnp.float32).mean(2).astype(x_SPD.dtype)
+    matrix = self.mm_input_projection_weight[...]
+    return kernels.dot(self.mm_soft_emb_norm(mean), matrix)
+
+
+class VisionTower(nnx.Module):
+  """See the module docstring."""
+
+  def __init__(
+      self,
+      config: qwen_shapes.QwenVLConfig,
+      init: layers.Init,
+      mesh: jax.sharding.Mesh | None = None,
+  ):
+    vision = config.vision
+    tensor = "tensor" if config.vision_tensor_parallel else None
+    self.config = config
+    self.mesh = mesh
+    self.embeddings = Embeddings(vision, init, mesh)
+    self.encoder = Encoder(
+        [Block(vision, init, tensor, mesh) for _ in range(vision.depth)]
+    )
+    self.post_layernorm = layers.LayerNorm(
+        vision.hidden_size, init, vision.rms_norm_eps
+    )
+    self.projector = Projector(vision, init)
+
+  def __call__(
+      self,
+      patches_SPF: jax.Array,
+      segments_SP: jax.Array,
+      positions_SP4: jax.Array,
+      reach: kernels.Reach,
+  ) -> jax.Array:
+    """Vision tokens [S, V, 1, D]; arguments as of Qwen3-VL's tower."""
+    config = self.config
+    dtype = jnp.dtype(config.compute_dtype)
+    x = self.embeddings(patches_SPF, positions_SP4, dtype)
+    run = layers.remat(config.remat)(
+        lambda block, x: sharding.constrain(
+            block(x, segments_SP, reach), self.mesh, *sharding.TOKENS
+        )
+    )
+    x = layers.repeat(run, self.encoder.layers, x, config.scan_layers)
+    x = self.projector(self.post_layernorm(x))
+    return sharding.constrain(x, self.mesh, *sharding.TOKENS)[:, :, None]
