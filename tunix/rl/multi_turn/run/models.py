@@ -332,6 +332,8 @@ def make_engine(
     model: Any = None,
     version: int = 0,
     directory: pathlib.Path | None = None,
+    processes: peers_lib.Peers = peers_lib.ALONE,
+    copies: sharding.HostCopies | None = None,
 ) -> (
     engine_lib.RolloutEngine
     | remote_engine.RemoteEngine
@@ -347,13 +349,14 @@ def make_engine(
     model: the policy's, on the devices of the engine; None where those are the
       policy's own.
     version: of its weights.
-    directory: of this process, for rollout hosts.
+    directory: of the run, for rollout hosts.
+    processes, copies: as of `remote_hosts.HostsEngine`, likewise.
   """
   if not config.samples:
     return no_engine.NoEngine(version)
   if config.rollout.via == "hosts":
     return remote_hosts.HostsEngine(
-        config, image_store, directory or config.run_dir
+        config, image_store, directory or config.run_dir, processes, copies
     )
   model = policy.model if model is None else model
   if config.rollout.via == "external":

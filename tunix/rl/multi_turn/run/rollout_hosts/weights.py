@@ -11,14 +11,31 @@ from typing import Any, Mapping
 from flax import nnx
 import jax
 import numpy as np
+from tunix.rl.multi_turn.policy import sharding
 
 
-def tensors_of(state: nnx.State) -> dict[str, np.ndarray]:
-  """A state's arrays in host memory, by dotted path."""
-  return {
-      ".".join(map(str, path)): np.asarray(variable[...])
-      for path, variable in nnx.to_flat_state(state)
-  }
+def tensors_of(
+    state: nnx.State,
+    copies: sharding.HostCopies | None = None,
+    keep: bool = True,
+) -> dict[str, np.ndarray]:
+  """A state's arrays in host memory, by dotted path.
+
+  Args:
+    state: of the policy.
+    copies: where it lies over several processes, all of which call this
+      together; a tensor at a time is whole on their devices.
+    keep: whether this process wants them; {} otherwise.
+  """
+  found = {}
+  for path, variable in nnx.to_flat_state(state):
+    value = variable[...] if copies is None else copies.of_parameter(variable)
+    if keep:
+      found[".".join(map(str, path))] = np.asarray(value)
+    else:
+      value.block_until_ready()
+    del value  # Before the next one is copied.
+  return found
 
 
 def state_like(
