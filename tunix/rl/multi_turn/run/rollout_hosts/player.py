@@ -289,11 +289,11 @@ class GroupPlayer:
           turns.rotate(-1)
           if turns[-1] not in asking.values():
             asking[asyncio.ensure_future(self._ask(turns[-1]))] = turns[-1]
-        done, _ = await asyncio.wait(
-            [*beats, *asking, *self._work.values()],
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        for asked in done & asking.keys():
+        awaited: set[asyncio.Future[Any]] = {
+            *beats, *asking, *self._work.values()
+        }  # pyformat: disable
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        for asked in [asked for asked in asking if asked.done()]:
           learner = asking.pop(asked)
           if lease := asked.result():
             await self._begin(learner, lease, beats)
@@ -301,9 +301,10 @@ class GroupPlayer:
         if beat.done():
           beat.result()
     finally:
-      for task in (*beats, *asking):
+      loose: set[asyncio.Future[Any]] = {*beats, *asking}
+      for task in loose:
         task.cancel()
-      await asyncio.gather(*beats, *asking, return_exceptions=True)
+      await asyncio.gather(*loose, return_exceptions=True)
 
   @property
   def _usual(self) -> int:

@@ -33,7 +33,7 @@ def tensors_of(
     if keep:
       found[".".join(map(str, path))] = np.asarray(value)
     else:
-      value.block_until_ready()
+      jax.block_until_ready(value)
     del value  # Before the next one is copied.
   return found
 
