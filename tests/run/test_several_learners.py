@@ -7,6 +7,7 @@ import socket
 import threading
 
 from flax import nnx
+import jax
 import numpy as np
 import peer_threads
 import pytest
@@ -14,13 +15,16 @@ import queue_groups
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import peers as peers_lib
+from tunix.rl.multi_turn.engine import device_state
 from tunix.rl.multi_turn.policy import tensor_files
+from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import processes as processes_lib
 from tunix.rl.multi_turn.run.rollout_hosts import leases
 from tunix.rl.multi_turn.run.rollout_hosts import lending
 from tunix.rl.multi_turn.run.rollout_hosts import player
 from tunix.rl.multi_turn.run.rollout_hosts import remote
 from tunix.rl.multi_turn.run.rollout_hosts import server as server_lib
+from tunix.rl.multi_turn.run.rollout_hosts import weights as weights_lib
 
 ORDER = {"samples": None, "mode": "train", "group_size": 2}
 
@@ -234,6 +238,7 @@ def test_learners_publish_one_file_under_one_number(tmp_path):
     assert (tmp_path / "rollout.json").stat().st_mode & 0o777 == 0o600
     assert len({a["url"] for a in found["learners"]}) == 2
     assert player.addresses(tmp_path) == found["learners"]
+    assert [engines[i].engines for i in range(2)] == [1, 0]
     assert {k: found[k] for k in ("url", "token")} == found["learners"][0]
 
     async def scene():
@@ -294,3 +299,35 @@ def test_each_process_has_an_address_of_its_own(tmp_path):
   assert check(*zip(hosts, urls)) == ["ok", "ok"]
   (error, _) = check(("rollout.silence_s=4",), ("rollout.silence_s=5",))
   assert "rollout.silence_s=5.0 (process 0: 4.0)" in str(error)
+
+
+@pytest.mark.parametrize("weights", ("same", "int8"))
+def test_an_engine_s_weights_are_those_that_it_would_have_rounded_itself(
+    weights, tmp_path
+):
+  config = hosts_config(
+      tmp_path, "policy=qwen3_vl_tiny", "policy.config.compute_dtype=bfloat16",
+      f"engine.weights={weights}", "algorithm.importance=tis",
+  )  # pyformat: disable
+  images = images_lib.ImageStore()
+  policy = models.make_policy(config, None, "")
+  engine = models.make_engine(config, policy, images, directory=tmp_path)
+  try:
+    state = nnx.state(policy.model, nnx.Param)
+    engine.update_weights(1, state)
+    (file,) = (tmp_path / "weights").iterdir()
+    whole = sum(x.nbytes for x in jax.tree.leaves(state))
+    if weights == "same":
+      assert file.stat().st_size < 0.6 * whole
+    with tensor_files.opened(file) as tensors:
+      values = {k: tensors.get_tensor(k) for k in tensors.keys()}
+  finally:
+    engine.close()
+  of_host = device_state.DeviceState(
+      policy.model, policy.processor, pages=4, page_size=16, vision_tokens=64,
+      weights=weights,
+  )  # pyformat: disable
+  sent = of_host.prepare(weights_lib.state_like(policy.model, values))
+  for got, want in zip(sent, of_host.prepare(state), strict=True):
+    assert got.dtype == want.dtype
+    np.testing.assert_array_equal(got, want)

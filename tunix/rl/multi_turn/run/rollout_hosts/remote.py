@@ -21,7 +21,7 @@ import concurrent.futures
 import functools
 import logging
 import pathlib
-from typing import Callable, Mapping
+from typing import Any, Callable, Mapping
 
 from flax import nnx
 import numpy as np
@@ -57,6 +57,7 @@ class HostsEngine:
       directory: pathlib.Path,
       processes: peers_lib.Peers = peers_lib.ALONE,
       copies: sharding.HostCopies | None = None,
+      types: Mapping[str, Any] | None = None,
   ):
     """Args:
 
@@ -65,6 +66,7 @@ class HostsEngine:
       directory: of the run, for `ADDRESS` and weights.
       processes: that learn; all call `warm_up` and `update_weights` together.
       copies: of what lies over them.
+      types: narrower ones in which parameters travel, by dotted path.
 
     Raises:
 
@@ -75,6 +77,7 @@ class HostsEngine:
     self._directory = directory
     self._processes = processes
     self._copies = copies
+    self._types = types or {}
     try:
       self._server = server_lib.RolloutServer(
           self.book,
@@ -125,7 +128,7 @@ class HostsEngine:
   ) -> concurrent.futures.Future[int]:
     """Publishes weights; the future has ended."""
     first = self._processes.first
-    tensors = weights_lib.tensors_of(state, self._copies, keep=first)
+    tensors = weights_lib.tensors_of(state, self._copies, first, self._types)
     path = self._write(tensors) if first else None
     self._server.publish(version, path)
     self.version = version
@@ -147,8 +150,9 @@ class HostsEngine:
 
   @property
   def engines(self) -> int:
-    """Hosts that were heard of in time; 1 at least."""
-    return max(1, len(self.book.hosts()))
+    """Hosts that were heard of in time; 1 at least. 0 beside process 0, as all
+    processes hear of the same hosts, and the numbers are added up."""
+    return max(1, len(self.book.hosts())) if self._processes.first else 0
 
   def stats(self) -> dict[str, float]:
     """The sums of the hosts' engines."""
