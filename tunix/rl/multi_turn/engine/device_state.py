@@ -146,6 +146,22 @@ def _narrow(model: Any) -> dict[Path, Any]:
   return found
 
 
+def types_to_send(model: Any, weights: str = "same") -> dict[Path, Any]:
+  """Narrower types in which parameters may travel to an engine, by path.
+
+  The engine's weights are equal bit for bit: it would round them so itself.
+
+  Args:
+    model: the policy.
+    weights: as of `DeviceState`; what becomes int8 is rounded once.
+  """
+  found = _narrow(model)
+  if weights == "int8":
+    for path in int8.paths(model):
+      found.pop(path, None)
+  return found
+
+
 def _int8(
     model: Any, narrow: dict[Path, Any]
 ) -> tuple[Any, Callable[[dict[Path, Any]], dict[Path, Any]]]:

@@ -224,12 +224,16 @@ class HostCopies:
 
   def of_state(self, state: nnx.State) -> nnx.State:
     """A state like `state`, with every array on this process's devices."""
-    wanted = jax.tree.map(
-        lambda v: v.replace(parameter_sharding(v, self.mesh)),
+    return jax.tree.map(
+        lambda v: v.replace(self.of_parameter(v)),
         state,
         is_leaf=lambda v: isinstance(v, nnx.Variable),
     )
-    return jax.tree.map(self._copy, state, wanted)
+
+  def of_parameter(self, variable: nnx.Variable) -> jax.Array:
+    """A parameter's array, on this process's devices."""
+    where = parameter_sharding(variable, self.mesh)
+    return self._copy(variable[...], where)
 
   def of_module(self, module: Any) -> Any:
     """A module like `module`, a policy on the whole mesh."""

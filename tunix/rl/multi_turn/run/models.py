@@ -19,6 +19,7 @@ from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import peers as peers_lib
+from tunix.rl.multi_turn.engine import device_state
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.learner import config as learner_config
@@ -333,6 +334,8 @@ def make_engine(
     model: Any = None,
     version: int = 0,
     directory: pathlib.Path | None = None,
+    processes: peers_lib.Peers = peers_lib.ALONE,
+    copies: sharding.HostCopies | None = None,
 ) -> (
     engine_lib.RolloutEngine
     | remote_engine.RemoteEngine
@@ -348,13 +351,20 @@ def make_engine(
     model: the policy's, on the devices of the engine; None where those are the
       policy's own.
     version: of its weights.
-    directory: of this process, for rollout hosts.
+    directory: of the run, for rollout hosts.
+    processes, copies: as of `remote_hosts.HostsEngine`, likewise.
   """
   if not config.samples:
     return no_engine.NoEngine(version)
   if config.rollout.via == "hosts":
+    types = device_state.types_to_send(policy.model, config.engine.weights)
     return remote_hosts.HostsEngine(
-        config, image_store, directory or config.run_dir
+        config,
+        image_store,
+        directory or config.run_dir,
+        processes,
+        copies,
+        {".".join(path): dtype for path, dtype in types.items()},
     )
   model = policy.model if model is None else model
   if config.rollout.via == "external":

@@ -28,6 +28,8 @@ from tunix.rl.queue import admission
 ProcessesConfig = run_sections.ProcessesConfig
 _AFTER_S = 30  # JAX aborts the process when this much more has passed.
 _NOTED_S = 5.0
+_OWN = ("host", "port", "public_url")
+"""Of `rollout`: of a server that each process has on its own machine."""
 _ADDRESS, _COUNT, _INDEX = (
     "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 )  # pyformat: disable
@@ -125,8 +127,10 @@ def check(
         f"queue.path={config.queue.path} with {processes.count} processes: each"
         " needs a file of its own; leave it at auto"
     ])
-  own = dataclasses.replace(config, processes=ProcessesConfig())
-  found = processes.gather("configuration", own.to_dict())
+  own = dataclasses.replace(config, processes=ProcessesConfig()).to_dict()
+  for key in _OWN:
+    own["rollout"].pop(key)
+  found = processes.gather("configuration", own)
   problems = []
   for process, other in enumerate(found):
     if different := _different(found[0], other):

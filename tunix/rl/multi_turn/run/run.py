@@ -175,8 +175,10 @@ class Run:
         config,
         self.policy,
         self.images,
-        self.here(self.policy.model),
-        directory=self.own_directory,
+        None if self._hosts else self.here(self.policy.model),
+        directory=self.directory,
+        processes=self.processes,
+        copies=self._copies,
     )
     self.recorded: files.RecordedGroups | None = None
     if config.rollout.via == "offline":
@@ -234,6 +236,11 @@ class Run:
     """
     return self.loop.wait(work, self.stop)
 
+  @property
+  def _hosts(self) -> bool:
+    """Whether rollout hosts play the episodes, with devices of their own."""
+    return self.config.rollout.via == "hosts"
+
   # --- weights ---------------------------------------------------------------
 
   def here(self, model: Any) -> Any:
@@ -245,7 +252,8 @@ class Run:
 
   def publish(self, version: int, state: Any) -> Any:
     """Gives the engine weights, as `engine.update_weights`; see `here`."""
-    if self._copies is not None:
+    # Rollout hosts' engine copies a tensor at a time, and not to devices.
+    if self._copies is not None and not self._hosts:
       state = self._copies.of_state(state)
     return self.engine.update_weights(version, state)
 
@@ -423,7 +431,7 @@ class Run:
       )
 
     self.engine.warm_up(progress)
-    if self.config.rollout.via == "hosts":
+    if self._hosts:
       # They have no weights but those that are published.
       self.publish(0, nnx.state(self.policy.model))
 

@@ -1,8 +1,8 @@
 """Rolls out for a run whose learner is elsewhere (`rollout.via=hosts`).
 
 Builds the run's episodes and policy, samples with its own devices, collects the
-groups that the learner lends, and loads weights as they are published, between
-two decode steps.
+groups that the learner's processes lend, and loads weights as they are
+published, between two decode steps.
 
 Promises: a group is begun with the weights that were the newest when it was
 lent, or newer; those of `player`.
@@ -49,9 +49,12 @@ class RolloutHost(player.GroupPlayer):
       patience_s: longest wait for a learner that is not there.
     """
     super().__init__(player.Learner.of_directory(directory, patience_s))
+    self._directory, self._patience_s = directory, patience_s
+    self._known: list[dict[str, str]] = []  # Addresses that are served.
     self._overrides = dict(overrides)
     self._serial = 0
     self._newer = asyncio.Event()
+    self._loading: asyncio.Task[None] | None = None
 
   async def run(self) -> None:
     """Rolls out until the run ends.
@@ -66,14 +69,46 @@ class RolloutHost(player.GroupPlayer):
         self._build(settings, pathlib.Path(folder))
         try:
           await asyncio.to_thread(self._engine.warm_up)
-          await self._serve(self._config.collect.concurrency)
+          while not await self._served():
+            await self._abandon()  # Of learners that are no more.
         except player.RunEnded:
           pass
         finally:
           await self._abandon()
           await asyncio.to_thread(self._engine.close)
     finally:
-      await self._learner.aclose()
+      await asyncio.gather(*(l.aclose() for l in self._learners))
+
+  async def _served(self) -> bool:
+    """Serves the present learners; False once they are others.
+
+    Raises:
+      ValueError: their weights are of another policy.
+      RunEnded, LearnerGone, CallError: as of `player.Learner.call`.
+    """
+    await self._learner.call("GET", "/run")  # They are there.
+    try:
+      self._known = player.addresses(self._directory)
+    except (OSError, ValueError, KeyError):
+      return False  # Just written, or taken away, which the next call tells.
+    others = self._learners[1:]
+    self._learners = [self._learner] + [
+        player.Learner.of_directory(
+            self._directory, self._patience_s, self._learner.name, i
+        )
+        for i in range(1, len(self._known))
+    ]
+    await asyncio.gather(*(l.aclose() for l in others))
+    try:
+      await self._serve(self._config.collect.concurrency)
+    except player.Moved:
+      return False
+    finally:
+      if self._loading is not None:
+        self._loading.cancel()
+        await asyncio.gather(self._loading, return_exceptions=True)
+        self._loading = None
+    return True
 
   def _build(self, settings: Mapping[str, Any], folder: pathlib.Path) -> None:
     self._config = config = config_of(settings, self._overrides, folder)
@@ -91,8 +126,19 @@ class RolloutHost(player.GroupPlayer):
     }
 
   async def _heard(self, found: Mapping[str, Any]) -> None:
-    if found["serial"] > self._serial:
-      await self._load(found["serial"], found["version"])
+    try:
+      if player.addresses(self._directory) != self._known:
+        raise player.Moved
+    except (OSError, ValueError, KeyError):
+      pass  # Taken away, which the next beat finds, or not yet whole.
+    if self._loading is not None and self._loading.done():
+      self._loading.result()
+      self._loading = None
+    if self._loading is None and found["serial"] > self._serial:
+      # Beside the beats: a host that loads for long is not silent.
+      self._loading = asyncio.ensure_future(
+          self._load(found["serial"], found["version"])
+      )
 
   async def _load(self, serial: int, version: int) -> None:
     """Loads weights; newer ones if they have come meanwhile."""
@@ -114,7 +160,13 @@ class RolloutHost(player.GroupPlayer):
       state = weights.state_like(self._policy.model, values)
       return self._engine.update_weights(version, state)
 
-    await asyncio.wrap_future(await asyncio.to_thread(load))
+    loading = asyncio.ensure_future(asyncio.to_thread(load))
+    try:
+      arrived = await asyncio.shield(loading)
+    except asyncio.CancelledError:
+      await asyncio.wait([loading])  # It must not overtake newer weights.
+      raise
+    await asyncio.wrap_future(arrived)
     self._serial = serial
     self._newer.set()
     self._newer = asyncio.Event()

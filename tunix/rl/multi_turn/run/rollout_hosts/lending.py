@@ -42,15 +42,23 @@ class Lender(Protocol):
 
 
 def write_address(
-    directory: pathlib.Path, address: Mapping[str, str]
+    directory: pathlib.Path, *learners: Mapping[str, str]
 ) -> None:
-  """Writes the address of a learner, readable by its owner."""
+  """Writes the addresses of a run's learners, readable by its owner."""
+  address: dict[str, Any] = dict(learners[0])
+  if len(learners) > 1:
+    address[player.LEARNERS] = list(learners)
   path = directory / player.ADDRESS
-  path.unlink(missing_ok=True)
-  descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+  # Where there was one it is always there: players take its absence for the
+  # end of the run.
+  new = path.with_suffix(".new")
+  new.unlink(missing_ok=True)
+  descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
   with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-    json.dump(dict(address), file)
-  durable.sync(path)
+    json.dump(address, file)
+  durable.sync(new)
+  new.replace(path)
+  durable.sync(directory)
 
 
 def settings_of(config: config_lib.TrainConfig) -> dict[str, Any]:

@@ -6,7 +6,9 @@ collectors, which ask the learner's engine, have in common. A subclass of
 
 Promises: when the learner is gone a player waits for it, `patience_s` at most,
 and joins it again at its new address; groups that were taken back are
-cancelled, and their gyms closed, before one that is lent again begins.
+cancelled, and their gyms closed, before one that is lent again begins. Of
+several learners' processes each is asked, and one that has nothing to lend, or
+is slow to answer, holds up none of the others' groups.
 
 Does not: import JAX, or keep anything that must survive: a player can be
 killed at any time.
@@ -15,13 +17,14 @@ killed at any time.
 from __future__ import annotations
 
 import asyncio
+import collections
 import copy
 import functools
 import json
 import logging
 import pathlib
 import time
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Iterable, Mapping
 import uuid
 
 from tunix.rl.multi_turn import config as config_lib
@@ -34,10 +37,13 @@ from tunix.rl.multi_turn.run.rollout_hosts import messages
 _LOG = logging.getLogger(__name__)
 ADDRESS = "rollout.json"
 """File of a run's directory from which its players take URL and token."""
+LEARNERS = "learners"
+"""Key of that file: the addresses of all processes that learn, if several."""
 _ANSWER_S = 60.0
 TRANSFER_S = 1800.0
 """For what may be large: groups and weights."""
 _BEAT_S = 0.5
+_SHORT_S = 0.5  # That one of several is asked for a lease, before the next is.
 
 
 class LearnerGone(RuntimeError):
@@ -46,6 +52,22 @@ class LearnerGone(RuntimeError):
 
 class RunEnded(Exception):
   """The run has taken its address away."""
+
+
+class Moved(Exception):
+  """The run's learners are others, or at other addresses, than before."""
+
+
+def addresses(directory: str | pathlib.Path) -> list[dict[str, str]]:
+  """Of the processes that learn in a run, from its `ADDRESS`.
+
+  Raises:
+    FileNotFoundError: there is none.
+    ValueError, KeyError, OSError: it is not whole yet.
+  """
+  file = pathlib.Path(directory) / ADDRESS
+  found = json.loads(file.read_text(encoding="utf-8"))
+  return found.get(LEARNERS) or [found]
 
 
 class Learner:
@@ -81,12 +103,25 @@ class Learner:
 
   @classmethod
   def of_directory(
-      cls, directory: str | pathlib.Path, patience_s: float, name: str = ""
+      cls,
+      directory: str | pathlib.Path,
+      patience_s: float,
+      name: str = "",
+      process: int = 0,
   ) -> Learner:
-    """The learner whose `ADDRESS` is or will be in a directory."""
-    file = pathlib.Path(directory) / ADDRESS
-    read = lambda: json.loads(file.read_text(encoding="utf-8"))
-    return cls(read, str(file), patience_s, name)
+    """The learner whose `ADDRESS` is or will be in a directory.
+
+    Calls raise `Moved` where the run has no such process any more.
+    """
+
+    def read() -> Mapping[str, str]:
+      found = addresses(directory)
+      if process >= len(found):
+        raise Moved
+      return found[process]
+
+    where = str(pathlib.Path(directory) / ADDRESS)
+    return cls(read, where, patience_s, name)
 
   async def call(
       self, method: str, path: str, seconds: float = _ANSWER_S, **request: Any
@@ -197,15 +232,21 @@ def config_of(
   return config_lib.from_dict(data, "the run's settings")
 
 
+_Key = tuple[Learner, int]
+"""A lease: the learner that has lent it, and its number."""
+
+
 class GroupPlayer:
-  """Plays the groups that a learner lends; see the module docstring."""
+  """Plays the groups that learners lend; see the module docstring."""
 
   def __init__(self, learner: Learner):
     self._learner = learner
-    self._work: dict[int, asyncio.Task[None]] = {}
-    self._episodes_of: dict[int, int] = {}
+    self._learners = [learner]
+    """The processes that learn; `_learner`, the first, has the weights."""
+    self._work: dict[_Key, asyncio.Task[None]] = {}
+    self._episodes_of: dict[_Key, int] = {}
     self.collected = 0
-    """Groups that the learner took."""
+    """Groups that a learner took."""
 
   # --- of a subclass ---------------------------------------------------------
 
@@ -217,7 +258,7 @@ class GroupPlayer:
     return {}
 
   async def _heard(self, found: Mapping[str, Any]) -> None:
-    """Reacts to a beat's answer."""
+    """Reacts to a beat's answer, of any learner."""
 
   async def _play(
       self, order: Mapping[str, Any], faults: Faults
@@ -231,41 +272,74 @@ class GroupPlayer:
     """Borrows groups, of `most` episodes together, until the run ends.
 
     Raises:
-      RunEnded, LearnerGone, CallError: as of `Learner.call`.
+      RunEnded, LearnerGone, Moved, CallError: as of `Learner.call`.
     """
-    beat = asyncio.ensure_future(self._beat())
+    beats = {asyncio.ensure_future(self._beat(l)) for l in self._learners}
+    asking: dict[asyncio.Future[dict[str, Any]], Learner] = {}
+    turns = collections.deque(self._learners)
     try:
-      while not beat.done():
-        if sum(self._episodes_of.values()) >= most:
-          await asyncio.wait(
-              [beat, *self._work.values()],
-              return_when=asyncio.FIRST_COMPLETED,
-          )
-          continue
-        asking = asyncio.ensure_future(self._learner.ask("/lease"))
-        await asyncio.wait([beat, asking], return_when=asyncio.FIRST_COMPLETED)
-        if not asking.done():
-          asking.cancel()
-          break
-        if lease := asking.result():
-          number, order = int(lease["number"]), lease["order"]
-          if (before := self._work.get(number)) is not None:
-            # Taken back while it was played, and what it asked of is gone.
-            _LOG.warning("lease %d is lent again and begun anew", number)
-            before.cancel()
-            await asyncio.wait(
-                [beat, before], return_when=asyncio.FIRST_COMPLETED
-            )
-            if not before.done():
-              break
-          self._episodes_of[number] = self._size(order)
-          task = asyncio.ensure_future(self._collect(number, order))
-          self._work[number] = task
-          task.add_done_callback(functools.partial(self._ended, number))
-      await beat
+      while not any(beat.done() for beat in beats):
+        # No more are asked than groups find room: each may lend one.
+        room = most - sum(self._episodes_of.values())
+        while (
+            room > 0
+            and len(asking) < len(turns)
+            and (not asking or len(asking) * self._usual < room)
+        ):
+          turns.rotate(-1)
+          if turns[-1] not in asking.values():
+            asking[asyncio.ensure_future(self._ask(turns[-1]))] = turns[-1]
+        awaited: set[asyncio.Future[Any]] = {
+            *beats, *asking, *self._work.values()
+        }  # pyformat: disable
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        for asked in [asked for asked in asking if asked.done()]:
+          learner = asking.pop(asked)
+          if lease := asked.result():
+            await self._begin(learner, lease, beats)
+      for beat in beats:
+        if beat.done():
+          beat.result()
     finally:
-      beat.cancel()
-      await asyncio.gather(beat, return_exceptions=True)
+      loose: set[asyncio.Future[Any]] = {*beats, *asking}
+      for task in loose:
+        task.cancel()
+      await asyncio.gather(*loose, return_exceptions=True)
+
+  @property
+  def _usual(self) -> int:
+    """Episodes of a group of training."""
+    return self._config.collect.group_size
+
+  async def _ask(self, learner: Learner) -> dict[str, Any]:
+    """A lease of a learner; {} if it has none."""
+    if len(self._learners) == 1:
+      return await learner.ask("/lease")
+    return await learner.ask("/lease", wait_s=_SHORT_S)
+
+  async def _begin(
+      self,
+      learner: Learner,
+      lease: Mapping[str, Any],
+      beats: Iterable[asyncio.Task[None]],
+  ) -> None:
+    """Begins a group, unless a beat ends first."""
+    key = learner, int(lease["number"])
+    if (before := self._work.get(key)) is not None:
+      # Taken back while it was played, and what it asked of is gone.
+      _LOG.warning("lease %d is lent again and begun anew", key[1])
+      before.cancel()
+      while not before.done():
+        done, _ = await asyncio.wait(
+            [*beats, before], return_when=asyncio.FIRST_COMPLETED
+        )
+        if before not in done:
+          return
+    order = lease["order"]
+    self._episodes_of[key] = self._size(order)
+    task = asyncio.ensure_future(self._collect(*key, order))
+    self._work[key] = task
+    task.add_done_callback(functools.partial(self._ended, key))
 
   async def _abandon(self) -> None:
     """Cancels the groups under way; their gyms are closed."""
@@ -282,34 +356,40 @@ class GroupPlayer:
       return 1
     return order["group_size"] or self._config.collect.group_size
 
-  def _ended(self, number: int, task: asyncio.Task[None]) -> None:
-    self._work.pop(number, None)
-    self._episodes_of.pop(number, None)
+  def _ended(self, key: _Key, task: asyncio.Task[None]) -> None:
+    if self._work.get(key) is task:
+      del self._work[key], self._episodes_of[key]
     if not task.cancelled() and (error := task.exception()) is not None:
       # The learner takes the lease back; other groups go on.
-      _LOG.warning("group of lease %d was not collected: %r", number, error)
+      _LOG.warning("group of lease %d was not collected: %r", key[1], error)
 
-  async def _beat(self) -> None:
+  async def _beat(self, learner: Learner) -> None:
     """Ends when the run has."""
+    # Counters of the one engine are for one of the learners: they add them up.
+    first = learner is self._learner
     while True:
-      found = await self._learner.ask(
-          "/beat", leases=list(self._work), stats=self._numbers()
+      found = await learner.ask(
+          "/beat",
+          leases=[number for of, number in self._work if of is learner],
+          stats=self._numbers() if first else {},
       )
       if found["ended"]:
         return
       for number in found["withdrawn"]:
-        if number in self._work:
-          self._work[number].cancel()
+        if (task := self._work.get((learner, number))) is not None:
+          task.cancel()
       await self._heard(found)
       await asyncio.sleep(float(found["pause_s"]))
 
-  async def _collect(self, number: int, order: Mapping[str, Any]) -> None:
+  async def _collect(
+      self, learner: Learner, number: int, order: Mapping[str, Any]
+  ) -> None:
     faults = Faults()
     group = await self._play(order, faults)
     collected = await asyncio.to_thread(
         messages.write_group, group, self._images
     )
-    found = await self._learner.ask(
+    found = await learner.ask(
         f"/leases/{number}", collected=collected, faults=faults.found
     )
     self.collected += bool(found["taken"])

@@ -3,8 +3,13 @@
 Stands where a run has its own engine: weights are published to the hosts, and
 groups lent to them (`lending`).
 
+Where several processes learn, each lends the groups that it admits, from a
+server of its own; process 0 writes the weights, which all of them gather a
+tensor at a time, and the one file of addresses that hosts read.
+
 Promises: weights are on the disk when their future ends, and no group admitted
-afterwards is played with older ones.
+afterwards is played with older ones. Hosts of a run whose processes part, as
+one of them died, wait for the run to resume.
 
 Does not: wait for hosts: without any, the learner waits for groups, as it does
 where gyms are slow, and reports so.
@@ -16,11 +21,14 @@ import concurrent.futures
 import functools
 import logging
 import pathlib
-from typing import Callable
+from typing import Any, Callable, Mapping
 
 from flax import nnx
+import numpy as np
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import peers as peers_lib
+from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy import tensor_files
 from tunix.rl.multi_turn.run.rollout_hosts import leases as leases_lib
 from tunix.rl.multi_turn.run.rollout_hosts import lending
@@ -47,12 +55,18 @@ class HostsEngine:
       config: config_lib.TrainConfig,
       images: images_lib.ImageStore,
       directory: pathlib.Path,
+      processes: peers_lib.Peers = peers_lib.ALONE,
+      copies: sharding.HostCopies | None = None,
+      types: Mapping[str, Any] | None = None,
   ):
     """Args:
 
       config: of the run.
       images: receives the groups' screenshots.
-      directory: of this process, for `ADDRESS` and weights.
+      directory: of the run, for `ADDRESS` and weights.
+      processes: that learn; all call `warm_up` and `update_weights` together.
+      copies: of what lies over them.
+      types: narrower ones in which parameters travel, by dotted path.
 
     Raises:
 
@@ -61,6 +75,9 @@ class HostsEngine:
     self.version = 0
     self.book = leases_lib.LeaseBook(config.rollout.silence_s)
     self._directory = directory
+    self._processes = processes
+    self._copies = copies
+    self._types = types or {}
     try:
       self._server = server_lib.RolloutServer(
           self.book,
@@ -97,45 +114,56 @@ class HostsEngine:
     """Opens the server and writes `ADDRESS`; hosts compile by themselves."""
     del progress
     self._server.start()
-    self._started = True
-    lending.write_address(
-        self._directory, {"url": self._url, "token": self._server.token}
-    )
+    own = {"url": self._url, "token": self._server.token}
+    found = self._processes.gather("hosts", [own, self._server.serial])
+    # Above that of any learner which this one follows, see `server`.
+    self._server.serial = max(serial for _, serial in found)
+    if self._processes.first:
+      self._started = True
+      lending.write_address(self._directory, *(own for own, _ in found))
     _LOG.info("rollout hosts join at %s", self._url)
 
   def update_weights(
       self, version: int, state: nnx.State
   ) -> concurrent.futures.Future[int]:
     """Publishes weights; the future has ended."""
-    folder = self._directory / "weights"
-    folder.mkdir(exist_ok=True)
-    # Two may have one version: random weights, and those of the warm start.
-    path = folder / f"{self._server.serial + 1}.safetensors"
-    tensor_files.save(path, weights_lib.tensors_of(state))
+    first = self._processes.first
+    tensors = weights_lib.tensors_of(state, self._copies, first, self._types)
+    path = self._write(tensors) if first else None
     self._server.publish(version, path)
     self.version = version
-    self._kept.append(path)
-    for old in self._kept[:-2]:  # One may be on its way to a host.
-      old.unlink(missing_ok=True)
-    self._kept = self._kept[-2:]
     done: concurrent.futures.Future[int] = concurrent.futures.Future()
     done.set_result(version)
     return done
 
+  def _write(self, tensors: Mapping[str, np.ndarray]) -> pathlib.Path:
+    folder = self._directory / "weights"
+    folder.mkdir(exist_ok=True)
+    # Two may have one version: random weights, and those of the warm start.
+    path = folder / f"{self._server.serial + 1}.safetensors"
+    tensor_files.save(path, tensors)
+    self._kept.append(path)
+    for old in self._kept[:-2]:  # One may be on its way to a host.
+      old.unlink(missing_ok=True)
+    self._kept = self._kept[-2:]
+    return path
+
   @property
   def engines(self) -> int:
-    """Hosts that were heard of in time; 1 at least."""
-    return max(1, len(self.book.hosts()))
+    """Hosts that were heard of in time; 1 at least. 0 beside process 0, as all
+    processes hear of the same hosts, and the numbers are added up."""
+    return max(1, len(self.book.hosts())) if self._processes.first else 0
 
   def stats(self) -> dict[str, float]:
     """The sums of the hosts' engines."""
     return self.book.stats()
 
   def close(self, timeout_s: float = 30.0) -> None:
-    """Ends the server; hosts end by themselves."""
+    """Ends the server; hosts end by themselves, see the promises."""
     del timeout_s
-    if self._started:
+    goes_on = self._processes.parted
+    if self._started and not goes_on:
       (self._directory / ADDRESS).unlink(missing_ok=True)
-    self._server.close()
+    self._server.close(tell=not goes_on)
     for path in self._kept:
       path.unlink(missing_ok=True)

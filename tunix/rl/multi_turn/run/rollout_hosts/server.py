@@ -6,6 +6,9 @@
     POST /beat                   a host lives; answers what it must know
     GET  /weights/{serial}       safetensors of the newest weights
 
+Where several processes learn, each lends its own groups, all give one version
+of the weights the same serial number, and process 0 alone serves the file.
+
 Promises: every route needs the token; a body is bounded; a bad request is one
 line and harms no lease.
 
@@ -80,7 +83,7 @@ class LeaseRoutes:
     self.version = 0
     self.ended = False
     self._weights: pathlib.Path | None = None
-    self._needs_weights = needs_weights
+    self._ready = not needs_weights
     self._relent = relent
     self._book = book
     self._images = images
@@ -102,10 +105,11 @@ class LeaseRoutes:
         )
     ])
 
-  def publish(self, version: int, weights: pathlib.Path) -> None:
-    """Makes a file of weights the newest."""
+  def publish(self, version: int, weights: pathlib.Path | None) -> None:
+    """Makes a file of weights the newest; None where another serves it."""
     self._weights, self.version = weights, version
     self.serial += 1
+    self._ready = True
     self._call(all_of_them=True)
 
   def end(self) -> None:
@@ -157,15 +161,16 @@ class LeaseRoutes:
     return self._json(self._settings)
 
   async def _lease(self, request: Any) -> Any:
-    host = (await self._body(request, _SMALL))["host"]
+    body = await self._body(request, _SMALL)
+    host = body["host"]
+    wait = min(max(0.0, float(body.get("wait_s", _WAIT_S))), _WAIT_S)
     self._loop = asyncio.get_running_loop()
-    due = time.monotonic() + self._pause(_WAIT_S)
+    due = time.monotonic() + self._pause(wait)
     while not self.ended:
       if await request.is_disconnected():
         self._wake()  # It was perhaps this one that was called.
         break
-      ready = self._weights or not self._needs_weights
-      if ready and (lease := self._book.take(host)) is not None:
+      if self._ready and (lease := self._book.take(host)) is not None:
         if lease.lent > 1 and self._relent is not None:
           await self._relent(lease)
         return self._json({"number": lease.number, "order": lease.order})
@@ -253,7 +258,8 @@ class RolloutServer(LeaseRoutes):
   def start(self) -> None:
     self._server.start()
 
-  def close(self) -> None:
-    """Tells hosts that the run has ended, then ends."""
-    self.end()
+  def close(self, tell: bool = True) -> None:
+    """Ends, after it has told hosts that the run has, if it is to."""
+    if tell:
+      self.end()
     self._server.close()

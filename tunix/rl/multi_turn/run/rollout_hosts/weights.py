@@ -1,7 +1,7 @@
 """Turns a policy's parameters into the tensors that travel to rollout hosts.
 
-Promises: `state_like` of `tensors_of` gives the same values, placed as those
-of the module here.
+Promises: `state_like` of `tensors_of` gives the same values, but for those that
+are rounded to a narrower type, placed as those of the module here.
 """
 
 from __future__ import annotations
@@ -11,14 +11,36 @@ from typing import Any, Mapping
 from flax import nnx
 import jax
 import numpy as np
+from tunix.rl.multi_turn.policy import sharding
 
 
-def tensors_of(state: nnx.State) -> dict[str, np.ndarray]:
-  """A state's arrays in host memory, by dotted path."""
-  return {
-      ".".join(map(str, path)): np.asarray(variable[...])
-      for path, variable in nnx.to_flat_state(state)
-  }
+def tensors_of(
+    state: nnx.State,
+    copies: sharding.HostCopies | None = None,
+    keep: bool = True,
+    types: Mapping[str, Any] | None = None,
+) -> dict[str, np.ndarray]:
+  """A state's arrays in host memory, by dotted path.
+
+  Args:
+    state: of the policy.
+    copies: where it lies over several processes, all of which call this
+      together; a tensor at a time is whole on their devices.
+    keep: whether this process wants them; {} otherwise.
+    types: to which some are rounded first, by dotted path.
+  """
+  found = {}
+  for path, variable in nnx.to_flat_state(state):
+    name = ".".join(map(str, path))
+    if types and name in types:
+      variable = variable.replace(variable[...].astype(types[name]))
+    value = variable[...] if copies is None else copies.of_parameter(variable)
+    if keep:
+      found[name] = np.asarray(value)
+    else:
+      jax.block_until_ready(value)
+    del value, variable  # Before the next one is copied.
+  return found
 
 
 def state_like(
