@@ -66,7 +66,7 @@ def test_evaluation_stays_at_the_gyms_difficulty():
 
 
 @pytest.mark.parametrize("overrides, words", [
-    (["task_source.levels=[0,3]"], r"holds 3, .*desktop has levels \[0, 1, 2\]"),
+    (["task_source.levels=[0,3]"], r"holds 3, .*levels \[0, 1, 2\]"),
     (["task_source.levels=[0,0]"], "has one twice"),
     (["task_source.levels=[1]", "task_source.order=in_turn"], "=curriculum"),
     (["task_source.levels=[1]", "task_source.source=jsonl",

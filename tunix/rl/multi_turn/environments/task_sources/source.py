@@ -133,8 +133,8 @@ class TaskSourceConfig:
     if self.levels and self.order != "curriculum":
       yield (
           f"levels={list(self.levels)} are drawn by a curriculum, and"
-          f" order={self.order}; set order=curriculum, or gym.options.difficulty"
-          " for one level"
+          f" order={self.order}; set order=curriculum, or for one level"
+          " gym.options.difficulty"
       )
     if self.levels and self.source != "generated":
       yield (
