@@ -89,10 +89,11 @@ def assert_gradients_close(got, want, tolerance=TOL):
       assert np.abs(got.gradients[key]).max() <= tolerance * np.abs(other).max()
       continue
     error = relative(got.gradients[key], value)
-    # Few numbers, each a sum over all tokens that mostly cancels.
+    # Few numbers, each a sum over all tokens that mostly cancels: 6e-6 as a
+    # run compiles, up to 2.3e-5 as tests do (see conftest.py).
     # A bias of keys moves a softmax only as far as positions turn it.
     few = key.endswith(("A_log", "dt_bias", "k_proj.bias"))
-    assert error <= tolerance * (1 + few), f"{key}: {error:.1e}"
+    assert error <= tolerance * (1 + 2 * few), f"{key}: {error:.1e}"
 
 
 # --- logits and gradients ----------------------------------------------------
