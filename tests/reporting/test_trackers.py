@@ -1,5 +1,7 @@
 """Trackers, read back with the packages that people look at them with."""
 
+import contextlib
+from http import server
 import io
 import json
 import logging
@@ -306,6 +308,127 @@ def test_mlflow_closes_a_run_that_failed_as_failed(tmp_path):
   experiment = client.get_experiment_by_name("desk")
   (run,) = client.search_runs([experiment.experiment_id])
   assert run.info.status == "FAILED"
+
+
+@contextlib.contextmanager
+def mlflow_server(answer):
+  """An address that answers MLflow's client; what it was asked to log.
+
+  Args:
+    answer: `(path, body) -> status`, called at each request; may be slow.
+  """
+  found = {"metrics": [], "requests": 0, "ended": []}
+  run = {"info": {"run_id": "r1", "status": "RUNNING"}, "data": {}}
+  answers = {
+      "experiments/get-by-name": {"experiment": {"experiment_id": "1"}},
+      "runs/create": {"run": run},
+      "runs/get": {"run": run},
+      "runs/update": {"run_info": run["info"]},
+  }
+
+  class Handler(server.BaseHTTPRequestHandler):
+
+    def do_GET(self):  # pylint: disable=invalid-name
+      self._reply({})
+
+    def do_POST(self):  # pylint: disable=invalid-name
+      size = int(self.headers["Content-Length"])
+      self._reply(json.loads(self.rfile.read(size)))
+
+    def _reply(self, body):
+      path = self.path.partition("/mlflow/")[2].partition("?")[0]
+      status = answer(path, body)
+      if status == 200 and path == "runs/log-batch" and "metrics" in body:
+        found["requests"] += 1
+        found["metrics"] += [(m["key"], m["step"]) for m in body["metrics"]]
+      if path == "runs/update" and "end_time" in body:
+        found["ended"].append(body["status"])
+      text = json.dumps(answers.get(path, {})).encode()
+      self.send_response(status)
+      self.send_header("Content-Type", "application/json")
+      self.send_header("Content-Length", str(len(text)))
+      self.end_headers()
+      self.wfile.write(text)
+
+    def log_message(self, *args):
+      pass
+
+  httpd = server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+  threading.Thread(target=httpd.serve_forever, daemon=True).start()
+  try:
+    yield f"http://127.0.0.1:{httpd.server_port}", found
+  finally:
+    httpd.shutdown()
+    httpd.server_close()
+
+
+@pytest.mark.parametrize("status, ended", [
+    ("completed", "FINISHED"), ("failed", "FAILED"), ("interrupted", "KILLED"),
+])  # pyformat: disable
+def test_a_slow_mlflow_server_gets_every_value_and_the_end(
+    tmp_path, status, ended
+):
+  pytest.importorskip("mlflow", reason="needs the extra `tracking`")
+
+  def slow(path, body):
+    del body
+    time.sleep(0.3 if path == "runs/log-batch" else 0)
+    return 200
+
+  with mlflow_server(slow) as (uri, found):
+    # One by one, 100 steps would take 30 s.
+    trackers_ = of_run(tmp_path, mlflow=uri, close_timeout_s=15.0)
+    told(trackers_, steps=100, status=status)
+  losses = [step for key, step in found["metrics"] if key == "train/loss"]
+  assert losses == list(range(1, 101))
+  assert found["ended"] == [ended] and found["requests"] < 20
+
+
+def test_what_an_mlflow_server_refused_is_sent_again(tmp_path, monkeypatch):
+  pytest.importorskip("mlflow", reason="needs the extra `tracking`")
+  monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+  refused = []
+
+  def at_times(path, body):
+    first = path == "runs/log-batch" and "metrics" in body and not refused
+    if first:
+      refused.append(len(body["metrics"]))
+    return 503 if first else 200
+
+  with mlflow_server(at_times) as (uri, found):
+    (tracker,) = of_run(tmp_path, mlflow=uri)
+    tracker.on_event(events.RunStarted("my run", {}))
+    for step in (1, 2, 3):
+      tracker.on_event(events.StepFinished(step, step, {"loss": 1.0 / step}))
+    tracker.on_event(events.RunFinished("completed"))
+    tracker.close()
+  assert refused and tracker.failures == 1 and not tracker.dropped
+  losses = [step for key, step in found["metrics"] if key == "train/loss"]
+  assert losses == [1, 2, 3] and found["ended"] == ["FINISHED"]
+
+
+def test_an_mlflow_server_that_never_answers_does_not_hold_the_end_up(
+    tmp_path, monkeypatch, caplog
+):
+  pytest.importorskip("mlflow", reason="needs the extra `tracking`")
+  monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+  over = threading.Event()
+
+  def silent(path, body):
+    del path, body
+    over.wait(30)
+    return 200
+
+  with mlflow_server(silent) as (uri, _):
+    (tracker,) = of_run(tmp_path, mlflow=uri, close_timeout_s=0.5)
+    tracker.on_event(events.RunStarted("my run", {}))
+    tracker.on_event(events.RunFinished("completed"))
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING, LOGGER):
+      tracker.close()
+    assert time.monotonic() - began < 10
+    over.set()
+  assert "did not take everything within 0.5 s" in caplog.text
 
 
 def test_an_mlflow_server_that_is_not_there_is_named_once(

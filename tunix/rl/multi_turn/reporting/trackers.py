@@ -9,7 +9,8 @@ resumed run continues the same tracked run.
 
 Promises: a backend that is absent, unreachable, slow or broken is named in one
 warning and disturbs nothing: it is abandoned after a few failures in a row, and
-closing waits no longer than `TrackingConfig.close_timeout_s`.
+closing waits no longer than `TrackingConfig.close_timeout_s`. MLflow gets what
+waited for a slow answer in one request, and again what a failed one held.
 
 Does not: use upstream's `MetricsLogger`, which listens to all of the process's
 `jax.monitoring`, keeps every value forever, and removes all other listeners
@@ -19,6 +20,7 @@ Training Monitor has them.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import importlib
 import json
@@ -30,7 +32,7 @@ import pathlib
 import queue
 import threading
 import time
-from typing import Any, Callable, Mapping, Protocol
+from typing import Any, Callable, Mapping, Protocol, Sequence
 from urllib import parse
 import uuid
 
@@ -47,6 +49,7 @@ _STATUSES = {
     "completed": "FINISHED", "failed": "FAILED", "interrupted": "KILLED",
 }  # pyformat: disable
 _STOP = object()
+_MOST_METRICS = 1000  # Of a request to MLflow.
 
 
 class Backend(Protocol):
@@ -110,6 +113,7 @@ class Tracker:
     self._in_a_row = 0
     self._given_up = False
     self._queue: queue.Queue[Any] = queue.Queue(config.max_pending)
+    self._ahead: collections.deque[Any] = collections.deque()
     self._closed = False
     self._thread = threading.Thread(
         target=self._run, name=f"tracker-{name}", daemon=True
@@ -161,7 +165,7 @@ class Tracker:
   # --- the tracker's thread ---------------------------------------------------
 
   def _run(self) -> None:
-    while (call := self._queue.get()) is not _STOP:
+    while (call := self._taken()) is not _STOP:
       if self._given_up:
         self.dropped += 1
         continue
@@ -171,6 +175,8 @@ class Tracker:
           self._backend = self._open()
         if method == "media":
           self._show(self._backend, *args)
+        elif method == "scalars" and hasattr(self._backend, "series"):
+          self._backend.series([(*args,), *self._following()])
         else:
           getattr(self._backend, method)(*args)
         self._in_a_row = 0
@@ -183,6 +189,23 @@ class Tracker:
         self._in_a_row += 1
         if method == "start" or self._in_a_row >= self._config.give_up_after:
           self._give_up(f"{type(error).__name__}: {error}")
+
+  def _taken(self) -> Any:
+    return self._ahead.popleft() if self._ahead else self._queue.get()
+
+  def _following(self) -> list[tuple[int, Mapping[str, float]]]:
+    """The steps' values that wait behind the present ones."""
+    found: list[tuple[int, Mapping[str, float]]] = []
+    while not self._ahead:
+      try:
+        call = self._queue.get_nowait()
+      except queue.Empty:
+        break
+      if call is _STOP or call[0] != "scalars":
+        self._ahead.append(call)
+      else:
+        found.append(call[1:])
+    return found
 
   def _show(
       self, backend: Backend, step: int, media: tracker_media.EvalMedia
@@ -417,6 +440,7 @@ class MLflow:
     )
     self._identity = identity
     self._run = ""
+    self._unsent: list[Any] = []
 
   def start(self, run_name: str, config: Mapping[str, Any]) -> None:
     known = self._identity.get("mlflow")
@@ -435,14 +459,26 @@ class MLflow:
       self._client.log_batch(self._run, params=params[start : start + 100])
 
   def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    self.series([(step, values)])
+
+  def series(
+      self, steps: Sequence[tuple[int, Mapping[str, float]]]
+  ) -> None:
+    """Sends several steps' values, after those of requests that failed.
+
+    A server keeps one of two equal values of a step and time, so that one may
+    be sent again although the server has it.
+    """
     now = int(time.time() * 1000)
-    found = [
+    self._unsent += [
         self._entities.Metric(name, value, now, step)
+        for step, values in steps
         for name, value in values.items()
         if math.isfinite(value)  # No MLflow store takes them all.
     ]
-    for start in range(0, len(found), 1000):
-      self._client.log_batch(self._run, metrics=found[start : start + 1000])
+    while self._unsent:
+      self._client.log_batch(self._run, metrics=self._unsent[:_MOST_METRICS])
+      del self._unsent[:_MOST_METRICS]
 
   def media(
       self,
@@ -453,7 +489,10 @@ class MLflow:
     """Nothing: artifacts of a database's runs would lie where this runs."""
 
   def finish(self, status: str) -> None:
-    self._client.set_terminated(self._run, _STATUSES.get(status, "FAILED"))
+    try:
+      self.series([])
+    finally:
+      self._client.set_terminated(self._run, _STATUSES.get(status, "FAILED"))
 
 
 def _import(module: str, package: str) -> Any:
