@@ -7,6 +7,7 @@ serve, and a run is a dry run.
 
 import ast
 import importlib
+import json
 import os
 import pathlib
 import re
@@ -14,6 +15,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import urllib.parse
 
 import documented_code
 import documented_commands
@@ -336,6 +338,24 @@ def _names_files(words):
         assert (ROOT / word).is_file(), word
 
 
+def _curl(words):
+  """Its call is one of docs/http_api.md, as are the fields that it sends."""
+  url = urllib.parse.urlsplit(words[-1])
+  assert url.hostname == "127.0.0.1", words[-1]
+  fields = json.loads(words[words.index("-d") + 1]) if "-d" in words else {}
+  calls = re.findall(
+      r"^\| `([A-Z]+) (/\S*)` \| (.*)", (ROOT / "docs/http_api.md").read_text(),
+      re.M,
+  )  # pyformat: disable
+  takes = [
+      row for method, path, row in calls
+      if method == ("POST" if "-d" in words else "GET")
+      and re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", path), url.path)
+  ]  # pyformat: disable
+  assert takes, f"no server has {url.path}"
+  assert all(f"`{name}`" in takes[0] for name in fields), (fields, takes[0])
+
+
 def _docker(words, capsys):
   _names_files(words)
   if words[1] == "build":
@@ -388,6 +408,8 @@ def test_another_line_of_a_shell_is_right_or_marked(line, capsys):
       _pip(words)
     case "cp":
       _names_files(words)
+    case "curl":
+      _curl(words)
     case ".ci/run":
       assert os.access(ROOT / words[0], os.X_OK)
     case ".":

@@ -105,6 +105,7 @@ def test_only_changed_tasks_are_shown_unless_all_are_asked_for(server):
   # Two evaluations of a run: the same page.
   own = page("a=baseline-1&b=eval-1")
   assert "9 common tasks" in words(own) and "3 better" in words(own)
+  assert "/compare?run" not in own  # Of one run there is nothing to compare.
   # The attempts beside each other ended otherwise.
   pair = re.search(r'/rollouts/(\d+)/beside\?other=(\d+)', changed)
   won = {r["id"]: r["task_success"] for r in server.rows("rollout")}

@@ -110,7 +110,7 @@ def test_a_neighbour_in_the_row_changes_nothing():
   layer = nnx.jit(lambda net, x, ids: net(x, ids))
   packed = layer(net, x, segments)
   alone = layer(net, x[:, 31:71], np.ones((1, 40), np.int32))
-  np.testing.assert_allclose(packed[:, 31:71], alone, atol=5e-6)
+  np.testing.assert_allclose(packed[:, 31:71], alone, atol=2e-5)  # Of about 2.
   other = x.copy()
   other[:, :31] = rng.normal(size=(1, 31, 24))
   np.testing.assert_array_equal(
