@@ -109,8 +109,15 @@ def test_a_neighbour_in_the_row_changes_nothing():
   segments = np.repeat([1, 2, 3], [31, 40, 19])[None].astype(np.int32)
   layer = nnx.jit(lambda net, x, ids: net(x, ids))
   packed = layer(net, x, segments)
-  alone = layer(net, x[:, 31:71], np.ones((1, 40), np.int32))
-  np.testing.assert_allclose(packed[:, 31:71], alone, atol=2e-5)  # Of about 2.
+  own = (segments == 2).astype(np.int32)
+  alone = layer(net, x * own[..., None], own)
+  np.testing.assert_array_equal(packed[:, 31:71], alone[:, 31:71])
+  # A whole chunk later, where sums are cut at the same tokens.
+  late = np.pad(own, [(0, 0), (linear_attention.CHUNK, 0)])
+  moved = layer(
+      net, np.pad(x, [(0, 0), (linear_attention.CHUNK, 0), (0, 0)]), late
+  )
+  np.testing.assert_allclose(moved[late == 1], alone[own == 1], atol=5e-6)
   other = x.copy()
   other[:, :31] = rng.normal(size=(1, 31, 24))
   np.testing.assert_array_equal(
