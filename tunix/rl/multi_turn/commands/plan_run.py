@@ -37,6 +37,7 @@ from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_text
+from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import sharding
 
 _STAND_IN = "qwen3_vl_tiny"
@@ -246,7 +247,7 @@ def _shapes(
 ) -> Any:
   def make() -> Any:
     if issubclass(kind, qwen_text.QwenText):
-      model = kind(policy, nnx.Rngs(0), mesh)
+      model = kind(policy, random_keys.Keys(), mesh)
       if lora_rank:
         lora.add(model, rank=lora_rank, experts=experts)
       return model
@@ -255,7 +256,7 @@ def _shapes(
           f"policy.lora_rank={lora_rank}: {kind.__name__} takes"
           " no adapter; set 0"
       )
-    return kind(policy, nnx.Rngs(0))
+    return kind(policy, random_keys.Keys())
 
   return nnx.eval_shape(make)
 

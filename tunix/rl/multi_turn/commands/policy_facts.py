@@ -22,6 +22,7 @@ from tunix.rl.multi_turn.policy import qwen_checkpoint
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_text_checkpoint
 from tunix.rl.multi_turn.policy import qwen_text_config
+from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import text_inputs
 from tunix.rl.multi_turn.policy import tiny_vl
 from tunix.rl.multi_turn.policy import vision_inputs
@@ -86,7 +87,7 @@ def find(
     model = hf_checkpoint.abstract_model(config)
     processor = qwen_checkpoint.processor_of(config, directory)
   else:
-    model = nnx.eval_shape(lambda: tiny_vl.TinyVL(config, nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: tiny_vl.TinyVL(config, random_keys.Keys()))
     processor = vision_inputs.TinyVLProcessor(config.max_cells)
   return Found(name, model, processor, directory)
 

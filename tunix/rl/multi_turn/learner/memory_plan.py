@@ -31,6 +31,7 @@ from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import qwen_text_config
+from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy import tiny_vl_config
 
@@ -442,7 +443,7 @@ def with_adapter(
     )
 
   def build() -> qwen_text.QwenText:
-    fresh = type(model)(model.config, nnx.Rngs(0))
+    fresh = type(model)(model.config, random_keys.Keys())
     lora.add(fresh, rank=rank)
     return fresh
 

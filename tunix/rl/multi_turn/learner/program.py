@@ -13,6 +13,7 @@ import threading
 from typing import Any
 
 import jax
+from tunix.rl.multi_turn.policy import kernels
 
 
 class Program:
@@ -42,7 +43,7 @@ class Program:
       with self._lock:
         compiled = self._compiled.get(key)
         if compiled is None:
-          compiled = self.lower(*args).compile()
+          compiled = self.lower(*args).compile(kernels.update_options())
           self._compiled[key] = compiled
     return compiled
 

@@ -29,6 +29,7 @@ from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import qwen_text_checkpoint
 from tunix.rl.multi_turn.policy import qwen_text_config
+from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import tensor_files
 from tunix.rl.multi_turn.policy import tiny_vl
 from tunix.rl.multi_turn.policy import tiny_vl_checkpoint
@@ -169,7 +170,7 @@ def parameter_bytes(
   if size_or_path in tiny_vl.SIZES:
     encoder = load_tokenizer("tiny_vl")
     config = tiny_vl.config_for(encoder, str(size_or_path), **changes)
-    model = nnx.eval_shape(lambda: tiny_vl.TinyVL(config, nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: tiny_vl.TinyVL(config, random_keys.Keys()))
     return sum(
         math.prod(variable.shape) * jnp.dtype(variable.dtype).itemsize
         for _, variable in policy_files.parameters(model)

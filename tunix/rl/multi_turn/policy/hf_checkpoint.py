@@ -40,6 +40,7 @@ from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import qwen_text_config
 from tunix.rl.multi_turn.policy import qwen_vl
+from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy import tensor_files
 
@@ -210,7 +211,7 @@ def abstract_model(
 ) -> qwen_text.QwenText:
   """The policy with shapes in place of weights."""
   kind = model_class(config)
-  return nnx.eval_shape(lambda: kind(config, nnx.Rngs(0), mesh))
+  return nnx.eval_shape(lambda: kind(config, random_keys.Keys(), mesh))
 
 
 def load_config(

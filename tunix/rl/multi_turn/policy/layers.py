@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.policy import kernels
+from tunix.rl.multi_turn.policy import random_keys
 
 Axes = tuple[Any, ...]
 
@@ -34,7 +35,7 @@ class Init:
     stack: leading axes, () or (layers,): parameters of stacked layers.
   """
 
-  rngs: nnx.Rngs
+  rngs: random_keys.Source
   dtype: str = "float32"
   std: float = 0.02
   stack: tuple[int, ...] = ()

@@ -26,6 +26,7 @@ from tunix.rl.multi_turn.policy import qwen_text_config
 from tunix.rl.multi_turn.policy import qwen_vl
 from tunix.rl.multi_turn.policy import qwen_vl_inputs
 from tunix.rl.multi_turn.policy import qwen_vl_sizes
+from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import sharding
 
 FAMILIES = qwen_config.FAMILIES
@@ -345,7 +346,7 @@ def random_model(
   """Fresh weights, made where they shall lie: none is ever whole elsewhere."""
   kind = hf_checkpoint.model_class(config)
   if mesh is None:
-    return kind(config, nnx.Rngs(seed))
+    return kind(config, random_keys.Keys(seed))
   abstract = hf_checkpoint.abstract_model(config, mesh)
   graph, state = nnx.split(abstract)
   place = jax.tree.map(
@@ -355,6 +356,6 @@ def random_model(
   )
 
   def build() -> nnx.State:
-    return nnx.state(kind(config, nnx.Rngs(seed), mesh))
+    return nnx.state(kind(config, random_keys.Keys(seed), mesh))
 
   return nnx.merge(graph, jax.jit(build, out_shardings=place)())

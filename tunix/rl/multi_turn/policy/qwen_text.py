@@ -25,6 +25,7 @@ from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import linear_attention
 from tunix.rl.multi_turn.policy import qwen_decoder
 from tunix.rl.multi_turn.policy import qwen_text_config
+from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import sharding
 
 _VOCABULARY = sharding.MODEL_AXES
@@ -57,7 +58,7 @@ class QwenText(nnx.Module):
   def __init__(
       self,
       config: qwen_text_config.QwenTextConfig,
-      rngs: nnx.Rngs,
+      rngs: random_keys.Source,
       mesh: jax.sharding.Mesh | None = None,
   ):
     """Args:

@@ -13,7 +13,6 @@ Axis names: see `base`.
 
 from __future__ import annotations
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import base
@@ -27,6 +26,7 @@ from tunix.rl.multi_turn.policy import qwen3_vl
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_decoder
 from tunix.rl.multi_turn.policy import qwen_text
+from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy import siglip
 
@@ -49,7 +49,7 @@ class QwenVL(qwen_text.QwenText):
   def __init__(
       self,
       config: qwen_config.QwenVLConfig,
-      rngs: nnx.Rngs,
+      rngs: random_keys.Source,
       mesh: jax.sharding.Mesh | None = None,
   ):
     """Args:

@@ -33,6 +33,7 @@ import numpy as np
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import cached_attention
 from tunix.rl.multi_turn.policy import kernels
+from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import tiny_vl_config
 from tunix.rl.multi_turn.policy import vision_inputs
 
@@ -75,7 +76,7 @@ def number_features() -> jax.Array:
 
 
 def _param(
-    rngs: nnx.Rngs,
+    rngs: random_keys.Source,
     shape: tuple[int, ...],
     std: float,
     axes: tuple[str | None, ...],
@@ -126,7 +127,7 @@ class Stem(nnx.Module):
   CPU, and no stride here overlaps except in the second convolution.
   """
 
-  def __init__(self, config: TinyVLConfig, rngs: nnx.Rngs):
+  def __init__(self, config: TinyVLConfig, rngs: random_keys.Source):
     c1, c2, c3 = config.stem
     width = config.width
     self.dtype = jnp.dtype(config.compute_dtype)
@@ -176,7 +177,7 @@ class Stem(nnx.Module):
 class VisionBlock(nnx.Module):
   """Pre-norm attention within an image, both directions, and an MLP."""
 
-  def __init__(self, config: TinyVLConfig, rngs: nnx.Rngs):
+  def __init__(self, config: TinyVLConfig, rngs: random_keys.Source):
     width, hidden = config.width, config.vision_mlp
     self.heads = config.vision_heads
     self.window = config.vision_window
@@ -217,7 +218,7 @@ class VisionBlock(nnx.Module):
 class DecoderBlock(nnx.Module):
   """Grouped-query attention with RoPE and QK-norm, then SwiGLU."""
 
-  def __init__(self, config: TinyVLConfig, rngs: nnx.Rngs):
+  def __init__(self, config: TinyVLConfig, rngs: random_keys.Source):
     self.config = config
     width, head = config.width, config.head_dim
     q_width, kv_width = config.heads * head, config.kv_heads * head
@@ -276,7 +277,7 @@ class TinyVL(nnx.Module):
   supports_prefix_ids = True
   vision_modules = ("stem", "vision_blocks", "vision_norm")
 
-  def __init__(self, config: TinyVLConfig, rngs: nnx.Rngs):
+  def __init__(self, config: TinyVLConfig, rngs: random_keys.Source):
     self.config = config
     d, e = config.width, AXIS_FEATURES
     self.stem = Stem(config, rngs)

@@ -20,6 +20,7 @@ import tokenizers
 from tunix.rl.multi_turn.core import arguments
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.policy import policy_files
+from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy import tensor_files
 from tunix.rl.multi_turn.policy import tiny_vl
@@ -43,7 +44,7 @@ def create(
   del screen  # Attention within an image has a fixed reach here.
   encoder = policy_files.load_tokenizer(tokenizer)
   config = tiny_vl.config_for(encoder, size, **changes)
-  model = tiny_vl.TinyVL(config, nnx.Rngs(seed))
+  model = tiny_vl.TinyVL(config, random_keys.Keys(seed))
   if mesh is not None:
     sharding.shard_model(model, mesh)
   return model, vision_inputs.TinyVLProcessor(config.max_cells), encoder
@@ -75,7 +76,7 @@ def load(
   weights = policy_files.file_of(directory, "model.safetensors")
   with tensor_files.opened(weights) as file:
     tensors = {key: file.get_tensor(key) for key in file.keys()}
-  model = nnx.eval_shape(lambda: tiny_vl.TinyVL(config, nnx.Rngs(0)))
+  model = nnx.eval_shape(lambda: tiny_vl.TinyVL(config, random_keys.Keys()))
   _fill(model, tensors, mesh, str(weights))
   processor = vision_inputs.TinyVLProcessor(config.max_cells)
   return model, processor, policy_files.load_tokenizer(directory)
