@@ -218,6 +218,7 @@ def test_files_that_would_hide_google_tunix_or_queue_do_not_exist(path):
   assert not (ROOT / path).exists()
 
 
+@pytest.mark.slow
 def test_modules_run_from_any_directory(tmp_path):
   done = run(
       sys.executable, "-m", "tunix.rl.multi_turn.config", cwd=tmp_path
@@ -239,6 +240,7 @@ def test_the_ground_floor_does_not_import_jax_of_its_own_accord():
     assert not pattern.search(path.read_text()), path
 
 
+@pytest.mark.slow
 def test_a_clone_that_is_not_installed_is_importable_through_conftest(
     tmp_path,
 ):

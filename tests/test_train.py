@@ -463,6 +463,7 @@ def test_a_run_stopped_before_its_first_checkpoint_can_go_on(
   ]  # pyformat: disable
 
 
+@pytest.mark.slow
 def test_a_failed_run_says_so_and_goes_on_from_its_warm_start(
     tmp_path, capsys, monkeypatch
 ):

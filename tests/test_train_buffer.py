@@ -99,6 +99,7 @@ def test_three_rounds_from_generators_that_ask_the_policy(tasks, tmp_path):
   assert any(line["grad_norm"] > 0 for line in lines)
 
 
+@pytest.mark.slow
 def test_token_exact_items_are_gated_by_their_versions(tasks, tmp_path):
   with buffer_peer.BufferPeer({"math": exact}) as peer:
     assert _train(
@@ -110,6 +111,7 @@ def test_token_exact_items_are_gated_by_their_versions(tasks, tmp_path):
     assert all(line["ratio_min"] < 0.9 for line in lines)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_skips_what_it_was_trained_on(tasks, tmp_path):
   directory = tmp_path / "b"
   with buffer_peer.BufferPeer({"math": exact}) as peer:

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.timeout(400)
 NEW = (small_runs.NANO, "warm_start.source=none")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_makes_up_for_an_evaluation(tmp_path):
   assert small_runs.run_train(tmp_path, *NEW, "name=m", "steps=2") == 0
   resume = f"resume={tmp_path / 'm'}"
@@ -174,6 +175,7 @@ def test_a_checkpoint_is_evaluated_as_the_run_did(blocking, tmp_path):
     assert {version for _, _, version in mine} == {int(name[5:])}
 
 
+@pytest.mark.slow
 def test_an_evaluation_beside_is_made_up_for_of_its_own_weights(
     blocking, tmp_path
 ):

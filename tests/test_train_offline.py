@@ -98,6 +98,7 @@ def _weights(directory):
   return file.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_and_a_buffers_items_teach_the_same(
     recorded, items, tmp_path, capsys
 ):
@@ -210,7 +211,13 @@ def test_text_is_refused_by_default_with_what_to_set(tmp_path, capsys):
   assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("name", ["weighted_cloning", "filtered_cloning"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "weighted_cloning",
+        pytest.param("filtered_cloning", marks=pytest.mark.slow),
+    ],
+)
 def test_demonstrations_with_screenshots_are_cloned(name, tmp_path):
   _demonstrations(tmp_path / "d.jsonl")
   assert _train(

@@ -157,6 +157,7 @@ def test_distilled_log_probs_move_to_the_teachers(case):
   assert "teacher_kl" in metrics
 
 
+@pytest.mark.slow
 def test_on_policy_samples_bring_the_policy_to_its_teacher(case):
   """Tokens drawn from the policy's own distribution: the true KL falls."""
   teacher, _ = learner_cases.policy(7)

@@ -387,6 +387,7 @@ def test_what_is_refused_still_counts_as_taken_space(tmp_path):
   again.close()
 
 
+@pytest.mark.slow
 def test_numbering_ones_own_items_takes_bounded_memory(tmp_path, monkeypatch):
   monkeypatch.setattr(ingest_client, "_MOST_LOCAL", 100)
   config = Config(max_pending=9)

@@ -120,6 +120,7 @@ def test_pixels_and_tokens_are_those_of_transformers(name, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_tower_normalises_by_the_checkpoint(tmp_path):
   """A run's model, not only its processor, reads mean and std."""
   model, _, _ = checkpoint.create_policy("qwen3_vl_tiny", seed=0)

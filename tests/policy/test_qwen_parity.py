@@ -23,7 +23,19 @@ TOL = 1e-5
 GRADIENT_TOL = {"glm4v": 2e-5}
 CASES = 50
 
-configuration = pytest.mark.parametrize("name", qwen_reference.CONFIGS)
+# Of the others each part is in these; `make test-all` runs them, too.
+BY_DEFAULT = {
+    "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen2_5_vl", "glm4v", "gemma3"
+}
+configuration = pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in BY_DEFAULT
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in qwen_reference.CONFIGS
+    ],
+)
 family = pytest.mark.parametrize("name", qwen_config.FAMILIES)
 
 
@@ -419,7 +431,21 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", qwen_config.SIZES)
+def _sizes():
+  """The smallest of each family; the others are slow."""
+  seen = set()
+  for name in sorted(PUBLISHED, key=PUBLISHED.get):
+    family = qwen_config.SIZES[name].family
+    marks = [pytest.mark.slow] if family in seen else []
+    seen.add(family)
+    yield pytest.param(name, marks=marks)
+
+
+def test_all_published_sizes_are_counted():
+  assert set(PUBLISHED) == set(qwen_config.SIZES)
+
+
+@pytest.mark.parametrize("name", list(_sizes()))
 def test_a_published_size_has_the_references_parameters(name):
   config = qwen_config.SIZES[name]
   with torch.device("meta"):

@@ -85,6 +85,7 @@ def test_tools_by_name_with_a_list_of_tasks(tmp_path):
   assert "calculator" in text and "submit_answer" in text
 
 
+@pytest.mark.slow
 def test_an_environment_and_an_agent_of_upstream(tmp_path):
   agentic = "tunix.rl.agentic"
   metrics, _ = trained(
@@ -98,6 +99,7 @@ def test_an_environment_and_an_agent_of_upstream(tmp_path):
   assert [m["step"] for m in metrics] == [1, 2]
 
 
+@pytest.mark.slow
 def test_upstreams_tool_environment_with_its_agent_and_tools(tmp_path):
   agentic = "tunix.rl.agentic"
   metrics, trajectories = trained(

@@ -35,6 +35,7 @@ def test_its_programs_are_compiled_when_it_is_taken_and_used(tmp_path):
 FIXED = ("learner.patches=512", "learner.targets=512")
 
 
+@pytest.mark.slow
 def test_the_weights_it_was_built_with_are_not_copied_again(
     tmp_path, monkeypatch
 ):
@@ -64,6 +65,7 @@ def test_the_weights_it_was_built_with_are_not_copied_again(
   run.engine.close()
 
 
+@pytest.mark.slow
 def test_it_keeps_no_learner_once_it_is_taken_or_closed(tmp_path):
   run = run_of(tmp_path, *FIXED)
   taken, closed = (learner_ahead.LearnerAhead(run) for _ in range(2))

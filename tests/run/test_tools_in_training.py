@@ -66,6 +66,7 @@ def test_a_server_that_does_not_start_is_refused_before_the_run():
     run_lib.Run(config)
 
 
+@pytest.mark.slow
 def test_rewards_of_turns_by_name_are_the_runs_parts(tmp_path):
   metrics, trajectories = test_by_name.trained(
       tmp_path, "environment=gsm8k", *test_by_name.TEXT,

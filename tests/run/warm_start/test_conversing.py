@@ -176,6 +176,7 @@ def test_what_cannot_be_demonstrated_is_refused(tmp_path):
     ])  # pyformat: disable
 
 
+@pytest.mark.slow
 def test_a_run_clones_and_then_trains(tmp_path):
   status = train.main([
       f"run.dir={tmp_path}", "name=r", *TOOL, small_runs.NANO,
