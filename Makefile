@@ -59,10 +59,8 @@ lint: $(STAMP)-dev ## check style, import floors and types
 	@$(PY) scripts/lint_imports.py
 	@$(PY) -m mypy
 
-bench: $(STAMP)-dev ## run every benchmark, one after the other
-	@status=0; for f in benchmarks/[a-z]*.py; do \
-	  echo "== $$f"; $(PY) "$$f" $(ARGS) || status=1; \
-	done; exit $$status
+bench: $(STAMP)-dev ## measure what counts beside its peers, as one table
+	@exec $(PY) benchmarks/table.py $(ARGS)
 
 docs: $(STAMP)-dev ## write the pages that are made from the code
 	@$(PY) -m tunix.rl.multi_turn.config > docs/configuration.md

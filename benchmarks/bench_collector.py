@@ -26,6 +26,7 @@ import argparse
 import asyncio
 import json
 import os
+import pathlib
 import tempfile
 import time
 
@@ -344,7 +345,7 @@ def main():
   parser.add_argument("--turns", type=int, default=20)
   parser.add_argument("--repeats", type=int, default=3)
   parser.add_argument("--store", default=".", metavar="FOLDER")
-  parser.add_argument("--json", action="store_true", help="print JSON only")
+  parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
   args = parser.parse_args()
   turns = args.turns
   tokens = tc.PolicyModel(NullClient(), NullRenderer(), runs_inline=True)
@@ -374,8 +375,7 @@ def main():
     results[f"conversion_{length}_tokens_per_s"] = rate
   results["durable_queue"] = stored(args.store)
   if args.json:
-    print(json.dumps(results))
-    return
+    args.json.write_text(json.dumps(results, indent=2) + "\n")
   print(f"{args.episodes} concurrent episodes of {turns} turns")
   print(f"{'':10} {'CPU us/turn':>12} {'wall':>8} {'over floor':>11}"
         f" {'x floor':>8}")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import pathlib
 import time
 from typing import Any, Callable
 
@@ -134,15 +135,19 @@ def main() -> None:
       "--tokens", type=int, nargs="+", default=[4000, 16_000, 48_000, 64_000]
   )
   parser.add_argument("--turns", type=int, default=1000)
+  parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
   args = parser.parse_args()
+  report = {}
   print("tokens  turns  pack M/s  items M/s  text M/s")
   for tokens in args.tokens:
-    found = measure(tokens, args.turns)
+    found = report[str(tokens)] = measure(tokens, args.turns)
     print(
         f"{tokens:6d} {args.turns:6d}"
         + "".join(f" {found[k] / 1e6:9.2f}" for k in ("pack", "items", "text")),
         flush=True,
     )
+  if args.json:
+    args.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pathlib
 import statistics
 import subprocess
 import sys
@@ -54,6 +55,7 @@ def parse_args() -> argparse.Namespace:
   parser.add_argument("--dtype", default="float32")
   parser.add_argument("--policy", default="tiny", help="size of TinyVL")
   parser.add_argument("--no-share", action="store_true")
+  parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
   parser.add_argument("--updates", type=int, default=4)
   beside = parser.add_argument_group("--beside torch")
   beside.add_argument("--beside", choices=("torch",))
@@ -248,6 +250,8 @@ def beside_torch(args: argparse.Namespace) -> None:
           2,
       )
   print(json.dumps(report, indent=2))
+  if args.json:
+    args.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def main() -> None:

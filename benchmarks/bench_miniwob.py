@@ -143,9 +143,9 @@ class Times:
         sum(one.cpu_s for one in rounds),
     )
 
-  def row(self, name: str, pages: int) -> str:
+  def row(self, name: str, pages: int) -> dict[str, Any]:
     """One row of the table; times in milliseconds."""
-    return json.dumps({
+    return {
         "environment": name,
         "episodes": pages,
         "steps_per_s": round(self.steps_per_s, 2),
@@ -155,7 +155,7 @@ class Times:
         "reset_p50_ms": round(1e3 * percentile(self.starts, 0.5), 1),
         "mb_per_episode": round(self.memory_mb / pages, 1),
         "cpu_ms_per_step": round(1e3 * self.cpu_s / len(self.steps), 1),
-    })
+    }
 
 
 class Ours:
@@ -358,7 +358,7 @@ async def agreement(goals: dict[str, dict[str, str]]) -> str:
 
 async def compare(
     pages: int, args: argparse.Namespace, families: tuple[str, ...]
-) -> None:
+) -> list[dict[str, Any]]:
   """Rows of all, and how many times a peer's steps a second ours are.
 
   All are open at the same time and play in turn, `args.rounds` times: what
@@ -392,8 +392,11 @@ async def compare(
   finally:
     for one in playing:
       await one.close()
-  for one in playing:
-    print(Times.of_rounds(rounds[one.name]).row(one.name, pages), flush=True)
+  rows = [
+      Times.of_rounds(rounds[one.name]).row(one.name, pages) for one in playing
+  ]
+  for row in rows:
+    print(json.dumps(row), flush=True)
   cpu = {
       name: sum(one.cpu_s for one in of) / sum(len(one.steps) for one in of)
       for name, of in rounds.items()
@@ -409,6 +412,7 @@ async def compare(
     print(f"  {cpu[one.name] / cpu[Ours.name]:.1f} times less processor time a"
           f" step than {one.name}")  # pyformat: disable
     print(f"  {one.name}: {await agreement(one.goals)}", flush=True)
+  return rows
 
 
 def main() -> None:
@@ -428,10 +432,14 @@ def main() -> None:
   parser.add_argument(
       "--browsergym-python", default=".venv-browsergym/bin/python"
   )
+  parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
   args = parser.parse_args()
   print("load", os.getloadavg(), "cores", os.cpu_count())
+  rows = []
   for pages in map(int, args.pages.split(",")):
-    asyncio.run(compare(pages, args, tuple(args.families.split(","))))
+    rows += asyncio.run(compare(pages, args, tuple(args.families.split(","))))
+  if args.json:
+    args.json.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
+import json
 import os
 import pathlib
 import subprocess
@@ -257,8 +258,9 @@ def main() -> int:
   parser.add_argument("--rate", type=float, default=20.0)
   parser.add_argument("--postgres", action="store_true")
   parser.add_argument("--server-only", action="store_true")
+  parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
   args = parser.parse_args()
-  good = True
+  good, report = True, []
   if not args.server_only:
     good = measure_enqueue(args)
   with contextlib.ExitStack() as stack:
@@ -272,6 +274,15 @@ def main() -> int:
           for name, make in databases.items()
       }
       good &= rates["SQLite"][1] >= 500
+      report += [
+          {
+              "database": name,
+              "per_batch": per_batch,
+              "episodes_per_s": wall,
+              "episodes_per_cpu_s": cpu,
+          }
+          for name, (wall, cpu) in rates.items()
+      ]
       if args.postgres:
         wall, cpu = (
             rates["PostgreSQL"][i] / rates["SQLite"][i] for i in (0, 1)
@@ -281,6 +292,8 @@ def main() -> int:
             f" the episodes/s, {cpu:.2f} of those a CPU second of the server",
             flush=True,
         )
+  if args.json:
+    args.json.write_text(json.dumps(report, indent=2) + "\n")
   return 0 if good else 1
 
 
