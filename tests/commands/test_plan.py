@@ -19,6 +19,7 @@ from tunix.rl.multi_turn.engine import device_state
 from tunix.rl.multi_turn.learner import memory_plan
 from tunix.rl.multi_turn.policy import cached_attention
 from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import config_checks
 from tunix.rl.multi_turn.policy import qwen_sizes
 
 TINY = ("policy.name=qwen3_vl_tiny", "topology=v5e:2x4", "--analytic")
@@ -166,8 +167,8 @@ def test_a_plan_is_read_by_people_and_programs(capsys):
     assert rate["bound"] in rate["seconds"]
 
 
-def run_of(*arguments):
-  topology = chips.Topology.of("v5e:2x4")
+def run_of(*arguments, topology="v5e:2x4"):
+  topology = chips.Topology.of(topology)
   config, name, _ = plan_run.load(list(arguments), topology)
   return plan_run.PlannedRun.of(config, name, topology)
 
@@ -354,6 +355,29 @@ def test_memory_to_spare_is_offered_for_speed(capsys, monkeypatch):
   assert [f["settings"] for f in made()["faster"]] == [
       ["policy.config.remat=dots"]
   ]
+
+
+def test_a_remat_left_to_the_run_is_the_fastest_that_fits(monkeypatch):
+  def settled(share_of):
+    """The choice where memory is `share_of` a remat's, with its room."""
+    most = plan_run.total(plan_run.memory(runs[share_of]))
+    chip = dataclasses.replace(
+        chips.CHIPS["v5e"], memory=math.ceil(most / memory_plan.ROOM)
+    )
+    with monkeypatch.context() as patch:
+      patch.setitem(chips.CHIPS, "v5e", chip)
+      found = run_of(*arguments, "policy.config.remat=auto")
+    assert plan_run.total(plan_run.memory(found)) <= most
+    return found.model.config.remat
+
+  arguments = ["policy=Qwen3-VL-2B"]
+  runs = {
+      remat: run_of(*arguments, f"policy.config.remat={remat}")
+      for remat in config_checks.REMATS
+  }
+  assert {remat: settled(remat) for remat in runs} == {
+      remat: remat for remat in runs
+  }
 
 
 def test_without_the_compiler_it_predicts_and_says_so(monkeypatch, capsys):

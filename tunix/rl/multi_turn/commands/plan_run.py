@@ -32,6 +32,7 @@ from tunix.rl.multi_turn.learner import frozen
 from tunix.rl.multi_turn.learner import memory_plan
 from tunix.rl.multi_turn.learner import minibatches
 from tunix.rl.multi_turn.policy import cached_attention
+from tunix.rl.multi_turn.policy import config_checks
 from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import lora
@@ -154,6 +155,9 @@ class PlannedRun:
         if key in {f.name for f in dataclasses.fields(found.model.config)}
     }
     policy = dataclasses.replace(found.model.config, **changes)
+    if getattr(policy, "remat", "") == config_checks.AUTO:
+      remat = _settled(config, name, topology)
+      policy = dataclasses.replace(policy, remat=remat)
     # What is compiled needs real meshes, and what is predicted none.
     on = lambda where: _shapes(
         type(found.model),
@@ -236,6 +240,22 @@ class PlannedRun:
         self.image_patches,
         aligned,
     )
+
+
+def _settled(
+    config: config_lib.TrainConfig, name: str, topology: chips.Topology
+) -> str:
+  """The remat that a run chooses there, see `run.memory.settle_remat`."""
+  room = memory_plan.ROOM * topology.chip.memory
+  *faster, careful = config_checks.REMATS
+  for remat in faster:
+    about = dict(config.policy.config) | {"remat": remat}
+    tried = dataclasses.replace(
+        config, policy=dataclasses.replace(config.policy, config=about)
+    )
+    if total(memory(PlannedRun.of(tried, name, topology))) <= room:
+      return remat
+  return careful
 
 
 _found = functools.cache(policy_facts.find)

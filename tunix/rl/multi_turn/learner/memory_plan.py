@@ -26,6 +26,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
+from tunix.rl.multi_turn.policy import config_checks
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy import qwen_config
@@ -35,7 +36,9 @@ from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy import tiny_vl_config
 
-REMAT = ("none", "block", "dots")
+REMAT = config_checks.REMATS
+ROOM = 0.85
+"""Share of a device's memory that a plan may fill which decides a setting."""
 
 _GAPS = 0.28
 """Share of live memory: three programs that fitted took 1.25, 1.31 and 1.32
@@ -393,7 +396,7 @@ def plan(
       matrices are trained.
     mesh: real or abstract, with the axes of `sharding.AXES`.
     work: of one batch shard.
-    remat: "none", "block" or "dots"; None = the config's.
+    remat: one of `REMAT`; None = the config's, of which auto is block.
     param_dtype: of the model's parameters; None = as they are.
     compute_dtype: of activations; None = the config's.
     lora_rank: plans for an adapter of this rank, see `with_adapter`; 0 = as
@@ -405,6 +408,7 @@ def plan(
   """
   config = model.config
   remat = remat or getattr(config, "remat", "none")
+  remat = "block" if remat == config_checks.AUTO else remat
   if remat not in REMAT:
     raise ValueError(f"remat must be one of {', '.join(REMAT)}, got {remat!r}")
   if lora_rank:

@@ -9,6 +9,10 @@ import types
 from typing import Any, Mapping
 
 DTYPES = ("float32", "bfloat16")
+REMATS = ("none", "dots", "block")
+"""What the backward pass computes again: nothing, all of a layer but the
+results of its matrix products, all of it. Fastest, and largest, first."""
+AUTO = "auto"
 
 NOT_HERE: Mapping[str, str] = types.MappingProxyType({
     "gemma3_text": (
@@ -35,6 +39,14 @@ def check_dtypes(compute_dtype: str, param_dtype: str) -> None:
           f"{name}={value!r} must be one of {', '.join(DTYPES)}; a narrower"
           " type has no exponent or no precision to spare for gradients"
       )
+
+
+def check_remat(remat: str) -> None:
+  """Raises a ValueError unless it is one of `REMATS` or `AUTO`."""
+  if remat not in (*REMATS, AUTO):
+    raise ValueError(
+        f"remat must be one of {', '.join((*REMATS, AUTO))}, got {remat!r}"
+    )
 
 
 def refuse(bad: bool, problem: str) -> None:

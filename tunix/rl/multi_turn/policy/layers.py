@@ -333,13 +333,21 @@ def mrope(
 
 
 def remat(policy: str) -> Callable[[Any], Any]:
-  """Wraps a layer: "none", "block" or "dots", see `QwenVLConfig.remat`."""
+  """Wraps a layer, see `config_checks.REMATS`."""
   if policy == "none":
     return lambda f: f
   keep = None
   if policy == "dots":
     keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
   return lambda f: jax.checkpoint(f, policy=keep)
+
+
+def set_remat(model: nnx.Module, remat: str) -> None:
+  """Gives a policy another `remat`; programs traced before keep theirs."""
+  for _, module in nnx.iter_modules(model):
+    config = getattr(module, "config", None)
+    if dataclasses.is_dataclass(config) and hasattr(config, "remat"):
+      module.config = dataclasses.replace(config, remat=remat)  # type: ignore[attr-defined, type-var]
 
 
 def repeat(

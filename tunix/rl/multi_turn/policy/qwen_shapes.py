@@ -173,8 +173,8 @@ class QwenVLConfig:
     compute_dtype: of activations; sums are taken in float32.
     param_dtype: of the model's weights; the learner trains float32 masters of
       bfloat16 ones.
-    remat: recomputed by the backward pass: "none", "block" (all of a
-      layer) or "dots" (all but the results of matrix products).
+    remat: recomputed by the backward pass, see `config_checks.REMATS`; "auto"
+      is "block" until a run chooses (`run.memory.settle_remat`).
     scan_layers: one loop over stacked layers, which compiles faster; unrolled
       layers run faster on a CPU.
     vision_tensor_parallel: split the tower within a layer too; else it is
@@ -208,10 +208,7 @@ class QwenVLConfig:
           f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}"
       )
     config_checks.check_dtypes(self.compute_dtype, self.param_dtype)
-    if self.remat not in ("none", "block", "dots"):
-      raise ValueError(
-          f"remat must be none, block or dots, got {self.remat!r}"
-      )
+    config_checks.check_remat(self.remat)
     text, vision = self.text, self.vision
     mean, std = qwen_defaults.IMAGE_STATISTICS[self.family]
     vision = dataclasses.replace(

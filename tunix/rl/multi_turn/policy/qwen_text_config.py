@@ -43,8 +43,8 @@ class QwenTextConfig:
     compute_dtype: of activations; sums are taken in float32.
     param_dtype: of the model's weights; the learner trains float32 masters of
       bfloat16 ones.
-    remat: results that the backward pass computes again: "none", "block" (all
-      of a layer) or "dots" (all but the results of matrix products).
+    remat: recomputed by the backward pass, see `config_checks.REMATS`; "auto"
+      is "block" until a run chooses (`run.memory.settle_remat`).
     scan_layers: one loop over stacked layers, which compiles faster; unrolled
       layers run faster on a CPU.
   """
@@ -64,10 +64,7 @@ class QwenTextConfig:
           f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}"
       )
     config_checks.check_dtypes(self.compute_dtype, self.param_dtype)
-    if self.remat not in ("none", "block", "dots"):
-      raise ValueError(
-          f"remat must be none, block or dots, got {self.remat!r}"
-      )
+    config_checks.check_remat(self.remat)
     text = self.text
     for name in ("num_attention_heads", "num_key_value_heads"):
       if getattr(text, name) < 1:

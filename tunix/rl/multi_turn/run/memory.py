@@ -18,7 +18,9 @@ from typing import Any, Sequence
 
 from flax import nnx
 import jax
+from jax.experimental import multihost_utils
 import jax.numpy as jnp
+import numpy as np
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.agents import registry as agent_registry
 from tunix.rl.multi_turn.core import images as images_lib
@@ -30,6 +32,7 @@ from tunix.rl.multi_turn.learner import compiled_memory
 from tunix.rl.multi_turn.learner import frozen
 from tunix.rl.multi_turn.learner import memory_plan
 from tunix.rl.multi_turn.learner import optimizer
+from tunix.rl.multi_turn.policy import config_checks
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import memory_limits
 from tunix.rl.multi_turn.policy import policy_files
@@ -144,7 +147,7 @@ def of_run(
     processor: Any,
     mesh: jax.sharding.Mesh | None,
     *,
-    exact: bool,
+    exact: bool | None,
 ) -> Memory:
   """The memory of a run of this policy.
 
@@ -153,7 +156,8 @@ def of_run(
     model: its policy.
     processor: the policy's host side.
     mesh: that it lies on.
-    exact: compiles the learner's update for the size of its activations.
+    exact: compiles the learner's update for the size of its activations;
+      False: only where that may decide; None: never.
   """
   host, device = memory_limits.host_bytes(), memory_limits.device_bytes()
   shared = jax.default_backend() == "cpu"
@@ -179,6 +183,43 @@ def of_run(
       bound=True,
   ))
   return Memory(tuple(parts), device, host, shared)
+
+
+def settle_remat(
+    config: config_lib.TrainConfig,
+    model: Any,
+    processor: Any,
+    mesh: jax.sharding.Mesh | None,
+) -> str | None:
+  """Chooses the remat of a policy whose configuration leaves it to the run.
+
+  The first of `config_checks.REMATS` whose prediction leaves room; "block"
+  where memory is not known. Processes agree on the most careful of theirs.
+
+  Args:
+    config, model, processor, mesh: as of `of_run`; the model is changed.
+
+  Returns:
+    The choice; None where the configuration has made one.
+  """
+  if getattr(model.config, "remat", None) != config_checks.AUTO:
+    return None
+  # On a CPU predictions are within a factor of two.
+  share = 0.5 if jax.default_backend() == "cpu" else memory_plan.ROOM
+  learns = config.learner.steps or config.warm_start.steps
+  chosen = len(config_checks.REMATS) - 1
+  for index, remat in enumerate(config_checks.REMATS[:-1] if learns else ()):
+    layers.set_remat(model, remat)
+    found = of_run(config, model, processor, mesh, exact=None)
+    there = found.host if found.shared else found.device
+    if there and found.total(on_host=False, least=True) <= share * there:
+      chosen = index
+      break
+  if jax.process_count() > 1:
+    of_all = multihost_utils.process_allgather(np.int32(chosen))
+    chosen = int(np.max(of_all))
+  layers.set_remat(model, config_checks.REMATS[chosen])
+  return config_checks.REMATS[chosen]
 
 
 def of_weights(config: config_lib.TrainConfig, size: int) -> Memory:
@@ -354,7 +395,7 @@ def _activations(
     processor: Any,
     mesh: Any,
     *,
-    exact: bool,
+    exact: bool | None,
     there: int | None,
 ) -> Part:
   learner = config.learner
@@ -378,12 +419,14 @@ def _activations(
     predicted = plan.alive + plan.heap_gaps + plan.batch
   settings = ("learner.rows", "learner.row_length")
   name = "activations of an update"
+  remat = getattr(model.config, "remat", "")
+  remat = remat and f", remat={remat}"
   far, hopeless = True, False
   if predicted is not None and there is not None:
     hopeless = predicted > there * COMPILE_WITHIN
     far = hopeless or predicted < there // COMPILE_WITHIN
   compiled = None
-  if not hopeless and (exact or not far):
+  if exact is not None and not hopeless and (exact or not far):
     compiled = compiled_memory.activations(
         model,
         processor,
@@ -394,8 +437,12 @@ def _activations(
         image_patches=_screenshot_patches(config, processor),
     )
   if compiled is not None:
-    return Part(name, compiled, settings, how="compiled")
-  how = "predicted" if predicted is not None else "not known for this policy"
+    return Part(name, compiled, settings, how="compiled" + remat)
+  how = (
+      "predicted" + remat
+      if predicted is not None
+      else "not known for this policy"
+  )
   return Part(name, predicted or 0, settings, how=how)
 
 

@@ -35,6 +35,7 @@ from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import settings as policy_settings
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.run import external_engine
+from tunix.rl.multi_turn.run import memory
 from tunix.rl.multi_turn.run.recorded_data import no_engine
 from tunix.rl.multi_turn.run.rollout_hosts import remote as remote_hosts
 from tunix.rl.multi_turn.tools import screenshot
@@ -119,6 +120,7 @@ def make_policy(
     ])
   _check_screenshots(config, processor, screen)
   add_adapter(config, model)
+  memory.settle_remat(config, model, processor, mesh)
   renderer = make_renderer(config, processor, tokenizer)
   return LoadedPolicy(model, processor, tokenizer, renderer)
 
