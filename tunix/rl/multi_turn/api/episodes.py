@@ -93,8 +93,7 @@ class Episode:
         film_turns=max(2, len(self.shown.frames)), image_width=width
     )
     parts = [report.film(self._run, self.shown, config)]
-    frames = self.shown.frames
-    height = drawings.strip_height(len(frames), drawings.tallest(frames))
+    height = drawings.strip_height(self.shown.frames)
     return html_lib.Shown(
         html_lib.framed(repr(self), parts, height), repr(self)
     )

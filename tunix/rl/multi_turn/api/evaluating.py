@@ -43,7 +43,7 @@ def evaluate(
     **settings: as of `train`, and those of the section `evaluate`.
 
   Returns:
-    the evaluation: `completed`, or `interrupted` by the user.
+    the evaluation, `completed`, or `interrupted` by the user.
 
   Raises:
     ConfigError: lists every problem of the settings, or what cannot be built.

@@ -516,7 +516,7 @@ def choices() -> dict[str, Mapping[str, Any]]:
   for name in gyms.names():
     found[
         f"gym={name}, if no setting of "
-        + ", ".join(f"{p}*" for p in _SHAPES_ROWS) + " is given"
+        + ", ".join(f"`{p}*`" for p in _SHAPES_ROWS) + " is given"
     ] = gyms.get(name).batch_preset
   for name in gyms.names():
     found[f"gym={name}, if its oracle knows every task"] = gyms.get(
