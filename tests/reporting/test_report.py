@@ -177,6 +177,14 @@ def test_an_axis_has_two_ticks_at_least_and_few(low, span, count):
   assert all(low - slack <= tick <= low + span + slack for tick in found)
 
 
+def test_a_fault_of_a_turn_is_named_once():
+  step = trajectory_lib.Step(
+      info={"parse_errors": ["no call"], "invalid_actions": ["no call", "b"]}
+  )
+  trajectory = trajectory_lib.Trajectory(steps=[step])
+  assert run_data.frames_of(trajectory)[0].note == "no call; b"
+
+
 def test_steps_are_whole():
   assert svg.ticks(0, 5, 8, whole=True) == [0, 1, 2, 3, 4, 5]
   assert svg.ticks(0.5, 1.5, 8, whole=True) == [1]

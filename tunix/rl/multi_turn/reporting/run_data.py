@@ -240,7 +240,7 @@ def frames_of(trajectory: trajectory_lib.Trajectory) -> list[Frame]:
             image=seen,
             actions=tuple(a for a in actions if isinstance(a, dict)),
             text=str(step.model_response or ""),
-            note="; ".join(map(str, notes)),
+            note="; ".join(dict.fromkeys(map(str, notes))),
             label=f"turn {number}",
             seen="" if seen else said,
         )
