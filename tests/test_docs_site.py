@@ -142,7 +142,7 @@ def test_the_site_fetches_nothing_and_can_be_searched(site):
 @pytest.mark.timeout(900)
 def test_links_of_the_site_lead_to_pages_and_anchors(site):
   texts = {path: path.read_text("utf-8") for path in site.rglob("*.html")}
-  ids = {path: set(re.findall(r' id="([^"]+)"', t)) for path, t in texts.items()}
+  ids = {p: set(re.findall(r' id="([^"]+)"', t)) for p, t in texts.items()}
   dead = []
   for page, text in texts.items():
     for link in re.findall(r'<a [^>]*?href="([^"]*)"', text):
@@ -202,5 +202,6 @@ def test_a_query_finds_the_page_that_answers_it(site, query, named, among):
     page.fill(".sidebar-search", query)
     page.press(".sidebar-search", "Enter")
     found = page.locator("ul.search li a")
-    chromium.wait_for(page, "document.querySelectorAll('ul.search a').length > 4")
+    count = "document.querySelectorAll('ul.search li a').length"
+    chromium.wait_for(page, f"{count} > 4")
     assert named in found.all_inner_texts()[:among]
