@@ -83,6 +83,11 @@ def arguments(
     policy = policy.directory
   if isinstance(policy, (str, pathlib.PurePath)):
     text = str(policy)
+    if text == "oracle":
+      raise config_lib.ConfigError([
+          "policy='oracle': an oracle is not measured; play an episode by it"
+          " with mt.play, or give a run or a policy"
+      ])
     if text.startswith(("http://", "https://")):
       given["server"] = text
     elif pathlib.Path(text).expanduser().is_dir():

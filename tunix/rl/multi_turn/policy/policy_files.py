@@ -48,8 +48,11 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
 
 def _download(name: str) -> str:
   """How to get a checkpoint by its name on the Hub; "" if it is none."""
+  owner = name.partition("/")[0]
   if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
     return ""
+  if owner in ("runs", "evaluations") or pathlib.Path(owner).exists():
+    return "; there is no such directory"
   place = f"./{name.rpartition('/')[2]}"
   return (
       f"; download it with: hf download {name} --local-dir {place}, and give"

@@ -140,6 +140,15 @@ def _order(name: str) -> tuple[int, int, str]:
   return ranks.get(name, 3), 0, name
 
 
+def _runs_in(directory: pathlib.Path) -> str:
+  """Newest of the runs that a directory holds, or is the policy of; "" """
+  if (directory.parent / "summary.json").is_file():
+    return f"the run, {directory.parent}"
+  found = [path.parent for path in directory.glob("*/summary.json")]
+  found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+  return " or ".join(map(str, found[:3]))
+
+
 def load(directory: str | pathlib.Path) -> RunDirectory:
   """Reads a run directory.
 
@@ -156,7 +165,7 @@ def load(directory: str | pathlib.Path) -> RunDirectory:
   if not metrics and not summary:
     raise FileNotFoundError(
         f"{directory} is not a run directory: it has neither summary.json nor"
-        " metrics.jsonl; give runs/<name>"
+        f" metrics.jsonl; give {_runs_in(directory) or 'runs/<name>'}"
     )
   episodes = []
   for line in files.read_lines(directory / "trajectories.jsonl"):
