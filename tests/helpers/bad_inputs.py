@@ -274,7 +274,7 @@ COMMANDS = [
      " ./Qwen3-VL-4B-Instruct, and give ./Qwen3-VL-4B-Instruct"),
     ("train", "policy=./no_weights", "policy.name=./no_weights",
      "model.safetensors", "the directory of a checkpoint"),
-    # --- evaluate: what is measured --------------------------------------------
+    # --- evaluate: what is measured -------------------------------------------
     ("evaluate", "http://127.0.0.1:9/v1 gym=desktop", "is an address",
      "server=http://127.0.0.1:9/v1"),
     ("evaluate", "no_weights enter-text", "tasks=enter-text"),
