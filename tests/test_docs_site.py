@@ -1,6 +1,7 @@
 """The documentation as a site: every page in it, built without a warning."""
 
 import functools
+import html
 import importlib
 import importlib.util
 import json
@@ -9,7 +10,9 @@ import pathlib
 import re
 import subprocess
 import sys
+import urllib.parse
 
+import chromium
 import pytest
 from tunix.rl.multi_turn import commands
 
@@ -98,25 +101,31 @@ def test_links_lead_to_files_and_headings_that_exist(page):
       assert anchor in anchors(path), f"{page.name} links to {target}"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_site_is_built_without_a_warning_and_can_be_searched(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+  """The pages, built without a warning."""
   pytest.importorskip("myst_parser")
+  made = tmp_path_factory.mktemp("docs")
   built = subprocess.run(
       [
           sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b",
-          "html", "-d", str(tmp_path / "trees"), "-c", "docs/site", ".",
-          str(tmp_path / "site"),
+          "html", "-d", str(made / "trees"), "-c", "docs/site", ".",
+          str(made / "site"),
       ],
       cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=False,
       capture_output=True, text=True, timeout=800,
   )  # pyformat: disable
   assert built.returncode == 0, built.stderr
-  site = tmp_path / "site"
+  return made / "site"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_site_fetches_nothing_and_can_be_searched(site):
   for page in PAGES:
-    html = (site / "docs" / f"{page.stem}.html").read_text("utf-8")
+    shown = (site / "docs" / f"{page.stem}.html").read_text("utf-8")
     # Nothing is fetched from elsewhere.
-    assert not re.findall(r'(?:src|<link[^>]* href)="https?:', html), page
+    assert not re.findall(r'(?:src|<link[^>]* href)="https?:', shown), page
   script = (site / "searchindex.js").read_text("utf-8")
   index = json.loads(re.search(r"\((\{.*\})\)", script)[1])
   places = index["docnames"]
@@ -127,3 +136,72 @@ def test_the_site_is_built_without_a_warning_and_can_be_searched(tmp_path):
   assert "tunix.rl.multi_turn.api.playing.play" in api
   help_page = (site / "docs" / "commands.html").read_text("utf-8")
   assert help_page.count("usage:") > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_links_of_the_site_lead_to_pages_and_anchors(site):
+  texts = {path: path.read_text("utf-8") for path in site.rglob("*.html")}
+  ids = {p: set(re.findall(r' id="([^"]+)"', t)) for p, t in texts.items()}
+  dead = []
+  for page, text in texts.items():
+    for link in re.findall(r'<a [^>]*?href="([^"]*)"', text):
+      if re.match(r"[a-z]+:", link):
+        continue
+      name, _, anchor = urllib.parse.unquote(html.unescape(link)).partition("#")
+      path = (page.parent / name).resolve() if name else page
+      if not path.exists() or (anchor and anchor not in ids.get(path, ())):
+        dead.append((page.name, link))
+  assert len(texts) > len(PAGES) and not dead
+
+
+_OVERFLOWING = """() => {
+  const room = document.documentElement.clientWidth;
+  const wide = [...document.querySelectorAll(".table-wrapper")]
+    .filter((box) => box.scrollWidth > box.clientWidth + 1);
+  const scrolls = (element) => {
+    for (let box = element.parentElement; box; box = box.parentElement) {
+      if (getComputedStyle(box).overflowX !== "visible") return true;
+    }
+  };
+  const out = [...document.querySelectorAll("article *")].filter((element) =>
+    element.getBoundingClientRect().right > room + 1 && !scrolls(element));
+  const broken = [...document.images].filter((image) => !image.naturalWidth);
+  return [...wide, ...out, ...broken].map((e) => e.outerHTML.slice(0, 200));
+}"""
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("width", [1440, 390])
+def test_no_page_overflows_its_window(site, width):
+  with chromium.browser() as browser:
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    seen = 0
+    for path in sorted(site.rglob("*.html")):
+      page.goto(path.as_uri())
+      assert not page.evaluate(_OVERFLOWING), path.name
+      seen += page.locator("table.stacked").count()
+    # Rows become blocks on a telephone only.
+    assert (seen > 20) == (width == 390)
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("query, named, among", [
+    ("queue.max_staleness", "Configuration", 1),
+    ("out of memory", "Troubleshooting", 3),
+    ("staleness", "Concepts", 3),
+])  # pyformat: disable
+def test_a_query_finds_the_page_that_answers_it(site, query, named, among):
+  with chromium.browser() as browser:
+    page = browser.new_page()
+    page.goto((site / "docs" / "index.html").as_uri())
+    page.fill(".sidebar-search", query)
+    page.press(".sidebar-search", "Enter")
+    found = page.locator("ul.search li a")
+    count = "document.querySelectorAll('ul.search li a').length"
+    chromium.wait_for(page, f"{count} > 4")
+    assert named in found.all_inner_texts()[:among]

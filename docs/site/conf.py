@@ -43,6 +43,10 @@ pygments_style = "friendly"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+# One parameter a line where a signature is longer.
+maximum_signature_line_length = 72
+# Backticks of docstrings are code.
+default_role = "code"
 napoleon_google_docstring = True
 napoleon_use_ivar = True
 
@@ -50,4 +54,8 @@ html_theme = "furo"
 html_show_sphinx = False
 html_copy_source = False
 html_show_copyright = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_js_files = [("tables.js", {"defer": "defer"})]
+html_search_scorer = str(ROOT / "docs" / "site" / "scorer.js")
 html_theme_options = {"navigation_with_keys": True}

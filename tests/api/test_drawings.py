@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import io
 import subprocess
 import sys
@@ -42,6 +43,23 @@ def test_a_trajectory_is_a_film(shown, episode):
   assert found["text/html"].count("data:image") == trajectory.num_turns + 1
   assert "succeeded" in found["text/html"]
   assert len(found["text/plain"]) < 200 and "\n" not in found["text/plain"]
+
+
+def test_an_episode_of_texts_shows_what_was_said(shown):
+  """No screen was ever there, so none is missing."""
+  step = trajectory_lib.Step(
+      chat_completions=[
+          {"role": "system", "content": "Be short."},
+          {"role": "user", "content": "Say <sun> twice."},
+          {"role": "assistant", "content": "sun sun"},
+      ],
+      model_response="sun sun",
+  )
+  found = shown(trajectory_lib.Trajectory(steps=[step]))["text/html"]
+  assert "not kept" not in found
+  said = html.escape(html.escape("Say <sun> twice."))
+  assert found.count(said) == 2  # As the task, and as what was answered.
+  assert "sun sun" in found and "reward 0, 1 turn&lt;" in found
 
 
 def test_a_step_shows_its_screen(shown, episode):

@@ -92,6 +92,7 @@ def test_a_comparison_that_fails_is_an_error(
     [
         ("tiny_lv", None, {}, "did you mean 'tiny_vl'"),
         (3, None, {}, "policy=3: give a run"),
+        ("oracle", None, {}, "policy='oracle': an oracle is not measured"),
         ("tiny_vl", [3], {}, "tasks=3 is no family"),
         ("tiny_vl", None, {"dry_run": True}, "unknown key 'dry_run'"),
         ("tiny_vl", None, {"run": {"dry_run": True}}, "leave it out"),
@@ -203,9 +204,11 @@ def test_the_stop_button_ends_an_oracles_episode_and_its_gym(monkeypatch):
         ("oracle", 3, {}, "task=3 must be a family's name"),
         ("oracle", None, {"index": -1}, "index=-1 must be"),
         ("oracle", None, {"split": "test"}, "split='test' must be"),
+        ("oracle", None, {"mode": "best"}, "mode='best' must be"),
         (["click"], None, {}, "a script is a list of GuiActions"),
         ("oracle", "add", {"environment": "tool"}, "acts on no gym"),
-        ("tiny_vl", None, {"mode": "quick"}, "eval.modes"),
+        ("tiny_vl", None, {"mode": "quick"}, "mode='quick' must be"),
+        ("runs/none", None, {}, "there is no such directory"),
     ],
 )
 def test_a_wrong_episode_is_one_clear_error(policy, task, settings, problem):

@@ -61,6 +61,8 @@ def test_a_run_is_read_again_and_resumed(run):
   more = read.resume(steps=3)
   assert more.directory == run.directory and more.step == 3
   assert more.status == "completed"
+  with pytest.raises(mt.ConfigError, match="has made 3 updates.*steps=5"):
+    read.resume(steps=2)  # Two more were meant.
 
 
 def test_of_two_runs_that_start_at_once_one_is_refused(tmp_path, monkeypatch):

@@ -139,3 +139,9 @@ def test_the_table_puts_evaluations_side_by_side():
   assert head.split() == ["task", "initial", "final"]
   assert "0.00 [0.00, 0.49] n=4" in click
   assert "1.00 [0.51, 1.00] n=4" in total
+  summaries = {"initial": before, "warm_start": before, "final": after}
+  wide = success_rates.format_table(summaries, 100)
+  assert wide == success_rates.format_table(summaries)
+  narrow = success_rates.format_table(summaries, 70).splitlines()
+  assert max(map(len, narrow)) <= 70 < max(map(len, wide.splitlines()))
+  assert narrow[-1].split() == ["episodes", "4", "4", "4"]

@@ -7,6 +7,7 @@ field, the value and the fix.
 """
 
 from tunix.rl.multi_turn.config import sealed
+from tunix.rl.multi_turn.policy import policy_files as policy_data
 
 FILES = {
     "list.yaml": b"learner: [1,2]\n",
@@ -20,6 +21,9 @@ FILES = {
 SETTINGS = [
     # Keys.
     ("lerner.steps=3", "'lerner.steps'", "'learner.steps'"),
+    ("step=3", "'step'", "did you mean 'steps'"),
+    ("lerning_rate=1", "'lerning_rate'", "'learner.learning_rate' or"),
+    ("monitor.port=3", "'monitor.port'", "monitor has url, embedded"),
     ("learner.stpes=3", "'learner.stpes'", "'learner.steps'"),
     ("collect.deadlines.mdl=3", "'collect.deadlines.model'"),
     ("learner=3", "learner is a section", "learner.steps"),
@@ -30,6 +34,8 @@ SETTINGS = [
     # Values.
     ("steps=abc", "learner.steps='abc'", "whole number"),
     ("steps=-1", "learner.steps=-1", ">= 0"),
+    ("time_budget_s=10m", "run.time_budget_s='10m'", "of seconds: 600"),
+    ("collect.deadlines.model=1.5h", "model='1.5h'", "of seconds: 5400"),
     ("collect.group_size=100000000", "collect.group_size", "<= 65536"),
     ("collect.concurrency=100000000", "collect.concurrency", "<= 100000"),
     ("learner.rows=4.5", "learner.rows=4.5", "whole number"),
@@ -51,6 +57,7 @@ SETTINGS = [
      "deadline_s=60", "collect.deadlines.evaluate"),
     # Names.
     ("gym=minwob", "gym.name=minwob", "'miniwob'"),
+    ("gym=./my_gym.py", "'./my_gym.py'", "my_gym:NAME"),
     ("gym=nope.nope:GYM", "gym.name=nope.nope:GYM", "No module named"),
     ("gym=os:path", "gym.name=os:path", "must be a GymSpec"),
     ("policy=tiny_v", "policy.name=tiny_v", "'tiny_vl'"),
@@ -126,6 +133,9 @@ TREE = {
     "other/config.json": b"{}",
     "broken/config.json": b"{",
     "listed/config.json": b"[]",
+    "no_weights/config.json": (
+        policy_data.DATA / "qwen3_vl_tiny" / "config.json"
+    ).read_bytes(),
     "strange/config.json": b'{"model_type": "gpt9"}',
     "run_empty/config.yaml": sealed.seal(
         "run: {seed: 0}\npolicy: {name: tiny_vl}\n"
@@ -257,7 +267,18 @@ COMMANDS = [
      "policy.lora_rank=1000000000", "<= 4096"),
     # --- train: policies ------------------------------------------------------
     ("train", "policy=mydir", "policy.name=mydir", "policy=./mydir"),
-    ("train", "policy=./mydir", "./mydir", "config.json"),
+    ("train", "policy=./mydir", "./mydir", "config.json", "whole checkpoint"),
+    ("train", "policy=Qwen/Qwen3-VL-4B-Instruct",
+     "policy.name=Qwen/Qwen3-VL-4B-Instruct",
+     "hf download Qwen/Qwen3-VL-4B-Instruct --local-dir"
+     " ./Qwen3-VL-4B-Instruct, and give ./Qwen3-VL-4B-Instruct"),
+    ("train", "policy=./no_weights", "policy.name=./no_weights",
+     "model.safetensors", "the directory of a checkpoint"),
+    # --- evaluate: what is measured -------------------------------------------
+    ("evaluate", "http://127.0.0.1:9/v1 gym=desktop", "is an address",
+     "server=http://127.0.0.1:9/v1"),
+    ("evaluate", "no_weights enter-text", "tasks=enter-text"),
+    ("evaluate", "mydir", "mydir is the directory of no run", "config.yaml"),
     ("train", "policy=./nowhere", "nowhere", "policy directory"),
     ("train", "policy=./afile", "afile", "policy directory"),
     ("train", "policy=./other", "other", "model_type"),

@@ -149,6 +149,21 @@ def test_another_run_of_the_same_name_is_another_run(server):
   }
 
 
+def test_a_run_of_a_taken_name_is_resumed_with_its_number(server):
+  """Its directory was deleted once, and the database has both."""
+  server.post({"training": {"client_id": "A", "run_name": "x"}})
+  two = server.post({"training": {"client_id": "B", "run_name": "x"}})
+  again = server.post({
+      "training": {"client_id": "B", "run_name": "x", "status": "running"},
+      "steps": [{"step": 1, "loss": 0.5}],
+  })
+  assert again["training_id"] == two["training_id"]
+  runs = {t["run_name"]: t["status"] for t in server.rows("training")}
+  assert set(runs) == {"x", "x-2"} and runs["x-2"] == "running"
+  server.post({"training": {"client_id": "A", "run_name": "y"}})
+  assert {t["run_name"] for t in server.rows("training")} == {"y", "x-2"}
+
+
 def test_what_a_training_does_not_say_has_a_default(server):
   reply = server.post({"training": {"client_id": "A"}})
   server.post({

@@ -26,6 +26,23 @@ def ids(tokenizer, text):
   return tokenizer.encode(text, add_special_tokens=False).ids
 
 
+def test_a_checkpoint_without_a_tokenizer_is_told(tmp_path):
+  with pytest.raises(
+      FileNotFoundError, match="no tokenizer.json; give the directory of"
+  ):
+    checkpoint.load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name, told", [
+    ("Qwen/Qwen3-VL-4B-Instruct", "hf download Qwen/Qwen3-VL-4B-Instruct "),
+    ("runs/none", "there is no such directory"),
+    ("tiny_v1", "did you mean 'tiny_vl'"),
+])  # pyformat: disable
+def test_a_name_that_is_no_policy_has_the_fix(name, told):
+  with pytest.raises(FileNotFoundError, match=told):
+    policy_files.resolve(name)
+
+
 def test_shipped_tokenizer_keeps_its_promises(tokenizer):
   train_tokenizer.check(tokenizer)
   assert tokenizer.get_vocab_size() == train_tokenizer.VOCAB_SIZE

@@ -54,8 +54,8 @@ def server(monkeypatch, tmp_path):
   monkeypatch.setenv("HF_HOME", str(tmp_path))
   with hub_server.HubServer().serving() as found:
     monkeypatch.setattr(constants, "ENDPOINT", found.url)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     yield found
+    assert not found.asked_for_xet
 
 
 def command(*arguments, **env):
@@ -63,7 +63,7 @@ def command(*arguments, **env):
       [sys.executable, "-m", "tunix_multi_turn", "commands.publish",
        *map(str, arguments)],
       capture_output=True, text=True, timeout=120,
-      env={**os.environ, "HF_HUB_DISABLE_XET": "1", **env},
+      env={**os.environ, **env},
   )  # pyformat: disable
 
 
@@ -255,6 +255,40 @@ def test_a_silent_hub_has_a_deadline(server, tmp_path):
   target = hub.Target("me/agent", "model", token=hub_server.TOKEN)
   with pytest.raises(publishing.PublishError, match="does not answer"):
     hub.push(tmp_path, target, "m", stall_s=0.3)
+
+
+def test_contents_go_by_lfs_though_xet_is_installed(run, server):
+  """No deadline ends Xet's client, and it commits in parts."""
+  from huggingface_hub.utils import _runtime
+
+  assert _runtime.is_xet_available()
+  run.push_to_hub("me/agent", token=hub_server.TOKEN)
+  weights = (run.policy / "model.safetensors").read_bytes()
+  assert weights in server.uploads.values() and len(server.messages) == 1
+  assert _runtime.is_xet_available()  # For downloads of the same process.
+
+
+def test_an_upload_into_silence_is_ended_and_tried_again(run, server, tmp_path):
+  folder = run.save_for_hub(tmp_path / "model")
+  server.silent_uploads = 1
+  target = hub.Target("me/agent", "model", token=hub_server.TOKEN)
+  hub.push(folder, target, "m", stall_s=0.5)
+  assert server.silent_uploads == 0 and not server.release.is_set()
+  held = server.repos["model", "me/agent"]
+  weights = (folder / "model.safetensors").read_bytes()
+  assert held["model.safetensors"] == weights
+
+
+@pytest.mark.slow  # The client waits 23 seconds between its tries.
+def test_a_hub_that_falls_silent_in_an_upload_ends_the_push(
+    run, server, tmp_path
+):
+  folder = run.save_for_hub(tmp_path / "model")
+  server.silent_uploads = 1000
+  target = hub.Target("me/agent", "model", token=hub_server.TOKEN)
+  with pytest.raises(publishing.PublishError, match="me/agent at .*try again"):
+    hub.push(folder, target, "m", stall_s=0.3)
+  assert not server.repos["model", "me/agent"]
 
 
 def test_wrong_arguments_of_the_command(run, tmp_path):

@@ -5,6 +5,8 @@ import json
 import re
 import shutil
 
+import hypothesis
+from hypothesis import strategies as st
 import numpy as np
 from PIL import Image
 import pytest
@@ -162,6 +164,33 @@ def test_smoothing_is_a_mean_and_unbiased_from_the_start():
 )
 def test_ticks_are_round_numbers_inside(low, high, expected):
   assert svg.ticks(low, high) == pytest.approx(expected)
+
+
+@hypothesis.given(
+    st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 10)
+)
+def test_an_axis_has_two_ticks_at_least_and_few(low, span, count):
+  found = svg.ticks(low, low + span, count)
+  assert 2 <= len(found) <= max(count, 6) + 1
+  assert found == sorted(set(found))
+  slack = span * 1e-6 + abs(low) * 1e-9
+  assert all(low - slack <= tick <= low + span + slack for tick in found)
+
+
+def test_a_fault_of_a_turn_is_named_once():
+  step = trajectory_lib.Step(
+      info={"parse_errors": ["no call"], "invalid_actions": ["no call", "b"]}
+  )
+  trajectory = trajectory_lib.Trajectory(steps=[step])
+  assert run_data.frames_of(trajectory)[0].note == "no call; b"
+
+
+def test_steps_are_whole():
+  assert svg.ticks(0, 5, 8, whole=True) == [0, 1, 2, 3, 4, 5]
+  assert svg.ticks(0.5, 1.5, 8, whole=True) == [1]
+  line = svg.Line("a", [1.0, 2.0], [0.0, 1.0], [0.0, 1.0])
+  drawn = svg.line_chart([line], y_range=(10.0, 20.0))
+  assert "1.5</text>" not in drawn and ">2</text>" in drawn
 
 
 @pytest.mark.parametrize(

@@ -327,6 +327,11 @@ def as_dict(
   }
 
 
+def _figures(value: float) -> str:
+  """Three figures, and never an exponent of a large number."""
+  return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
   widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
   return [
@@ -399,9 +404,9 @@ def text_of(
   for name, rate in plan.rates().items():
     rates.append([
         name,
-        f"{rate['flops'] / 1e12:.3g}",
+        _figures(rate["flops"] / 1e12),
         *(
-            f"{1e3 * rate['seconds'][kind]:.3g} ms"
+            f"{_figures(1e3 * rate['seconds'][kind])} ms"
             + "*" * (kind == rate["bound"])
             for kind in kinds
         ),

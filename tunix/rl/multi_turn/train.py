@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import shlex
+import shutil
 import sys
 import traceback
 import types
@@ -221,7 +222,8 @@ def run_to_end(run: Run, *, quiet: bool = False) -> int:
     return _STATUS[status]
   summaries = resuming.stages_measured(run.directory)
   if summaries and not quiet:
-    print(success_rates.format_table(summaries))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(success_rates.format_table(summaries, width))
   try:
     page = report.build_report(run.directory, run.config.report)
     if not quiet:

@@ -18,7 +18,7 @@ import html
 import io
 import math
 import pathlib
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.api import html as html_lib
@@ -29,6 +29,7 @@ from tunix.rl.multi_turn.reporting import run_data
 
 _WIDTH = 480  # Of a screenshot, px, as data.
 _COLUMN_PX, _CAPTION_PX, _COLUMNS = 230, 120, 4  # Of a strip, about.
+_LINE_PX, _LINE_CHARS = 18, 24  # Of a caption in such a column.
 _DIRECTORIES = 64  # Runs whose screenshots are looked for.
 _directories: collections.OrderedDict[pathlib.Path, None] = (
     collections.OrderedDict()
@@ -59,10 +60,18 @@ class Anywhere:
     return None
 
 
-def strip_height(frames: int, ratio: float) -> int:
-  """px of a frame for a strip of screens; `ratio`: heights a width."""
-  row = int(_COLUMN_PX * ratio) + _CAPTION_PX
-  return 50 + row * math.ceil(max(1, frames) / _COLUMNS)
+def strip_height(frames: Sequence[run_data.Frame]) -> int:
+  """px of a frame for a strip of these screens and their captions."""
+  height = 50
+  for first in range(0, max(1, len(frames)), _COLUMNS):
+    row = frames[first : first + _COLUMNS]
+    lines = max((sum(map(_lines, (f.note, f.text))) for f in row), default=0)
+    height += int(_COLUMN_PX * tallest(row)) + 20 + _LINE_PX * (lines + 1)
+  return height
+
+
+def _lines(text: str | None) -> int:
+  return math.ceil(min(len(text or ""), report.TEXT) / _LINE_CHARS)
 
 
 # --- what a value looks like -------------------------------------------------
@@ -72,9 +81,10 @@ def trajectory(value: trajectory_lib.Trajectory) -> str:
   """Its screens in a row, with what was done on each."""
   frames = run_data.frames_of(value)
   task = value.task if isinstance(value.task, dict) else {}
-  asked = str(task.get("instruction") or "")
+  asked = str(task.get("instruction") or "") or run_data.asked(value)
   good = value.status is trajectory_lib.TrajectoryStatus.SUCCEEDED
-  facts = [f"reward {value.reward:g}", f"{value.num_turns} turns"]
+  turns = "1 turn" if value.num_turns == 1 else f"{value.num_turns} turns"
+  facts = [f"reward {value.reward:g}", turns]
   if value.versions:
     oldest, newest = value.versions
     span = f"{newest}" if oldest == newest else f"{oldest} to {newest}"
@@ -90,7 +100,7 @@ def trajectory(value: trajectory_lib.Trajectory) -> str:
   figures = [report.figure(Anywhere(), frame, _WIDTH) for frame in frames]
   body = f"{head}{error}<div class=strip>{''.join(figures)}</div>"
   return html_lib.framed(
-      repr(value), [body], strip_height(len(frames), tallest(frames))
+      repr(value), [body], strip_height(frames)
   )
 
 
@@ -99,7 +109,7 @@ def step(value: trajectory_lib.Step) -> str:
   frame = run_data.frames_of(trajectory_lib.Trajectory(steps=[value]))[0]
   done = ", the last turn" if value.done else ""
   rows = [f"<p><small>reward {value.reward:g}{done}</small></p>"]
-  if value.thought:
+  if value.thought and value.thought not in (frame.text or ""):
     rows.append(f"<p>{html.escape(value.thought)}</p>")
   rows.append(
       "<div style='max-width:320px'>"

@@ -79,7 +79,10 @@ class Episode:
       IndexError: it has no such turn.
       FileNotFoundError: the screenshot was not kept.
     """
-    image = self.shown.frames[turn].image
+    frames = self.shown.frames
+    if not -len(frames) <= turn < len(frames):
+      raise IndexError(f"{self!r} has {len(frames)} screens, none at {turn}")
+    image = frames[turn].image
     if image is None:
       raise FileNotFoundError(f"turn {turn} of {self!r} has no screenshot")
     from PIL import Image  # pylint: disable=g-import-not-at-top
@@ -93,8 +96,7 @@ class Episode:
         film_turns=max(2, len(self.shown.frames)), image_width=width
     )
     parts = [report.film(self._run, self.shown, config)]
-    frames = self.shown.frames
-    height = drawings.strip_height(len(frames), drawings.tallest(frames))
+    height = drawings.strip_height(self.shown.frames)
     return html_lib.Shown(
         html_lib.framed(repr(self), parts, height), repr(self)
     )
@@ -143,7 +145,13 @@ class Episodes(Sequence[Episode]):
       group_id: str | None = None,
       success: bool | None = None,
   ) -> Episodes:
-    """Those that agree with every argument given."""
+    """Those that agree with every argument given.
+
+    Raises:
+      ValueError: a split that does not exist.
+    """
+    if split not in (None, "train", "eval"):
+      raise ValueError(f"split={split!r} must be 'train' or 'eval'")
     wanted = {
         "split": split,
         "family": family,
@@ -169,7 +177,12 @@ class Episodes(Sequence[Episode]):
   def __getitem__(self, index: int | slice) -> Episode | Episodes:
     if isinstance(index, slice):
       return Episodes(self._found[index])
-    return self._found[index]
+    try:
+      return self._found[index]
+    except IndexError:
+      raise IndexError(
+          f"there are {len(self)} kept episodes, none at {index}"
+      ) from None
 
   def __len__(self) -> int:
     return len(self._found)

@@ -43,7 +43,7 @@ def evaluate(
     **settings: as of `train`, and those of the section `evaluate`.
 
   Returns:
-    the evaluation: `completed`, or `interrupted` by the user.
+    the evaluation, `completed`, or `interrupted` by the user.
 
   Raises:
     ConfigError: lists every problem of the settings, or what cannot be built.
@@ -83,6 +83,11 @@ def arguments(
     policy = policy.directory
   if isinstance(policy, (str, pathlib.PurePath)):
     text = str(policy)
+    if text == "oracle":
+      raise config_lib.ConfigError([
+          "policy='oracle': an oracle is not measured; play an episode by it"
+          " with mt.play, or give a run or a policy"
+      ])
     if text.startswith(("http://", "https://")):
       given["server"] = text
     elif pathlib.Path(text).expanduser().is_dir():

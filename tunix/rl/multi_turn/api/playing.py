@@ -68,6 +68,8 @@ def play(
   problems = []
   if split not in ("train", "eval"):
     problems.append(f"split={split!r} must be 'train' or 'eval'")
+  if mode not in ("sampled", "greedy"):
+    problems.append(f"mode={mode!r} must be 'sampled' or 'greedy'")
   if not isinstance(index, int) or index < 0:
     problems.append(f"index={index!r} must be a number from 0")
   if task is not None and not isinstance(task, (str, gym_base.Task)):

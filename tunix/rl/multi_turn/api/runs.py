@@ -179,8 +179,10 @@ class Run:
     known = sorted({k for line in run.metrics for k in line} - {"step"})
     for name in names:
       if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = [k for k in known if k.startswith(f"{name}_")][:3]
+        near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        meant = " or ".join(map(repr, near))
+        hint = f"; did you mean {meant}?" if near else ""
         raise ValueError(f"{run.name} has no metric {name!r}{hint}")
     rows = -(-len(names) // _CARDS_A_ROW)
     return html_lib.Shown(
@@ -201,6 +203,7 @@ class Run:
 
     Raises:
       IndexError: no such episode.
+      TypeError: no episode, and no number.
     """
     if isinstance(episode, int):
       kept = self.episodes
@@ -209,6 +212,11 @@ class Run:
             f"{self.name} has {len(kept)} kept episodes, none at {episode}"
         )
       episode = kept[episode]
+    if not isinstance(episode, episodes_lib.Episode):
+      raise TypeError(
+          f"episode={episode!r}: give one of run.episodes, or its place among"
+          " them: -1 is the last"
+      )
     return episode.film(width)
 
   def report(self) -> pathlib.Path:
@@ -388,18 +396,24 @@ class EvaluationRun(Run):
     )
 
 
-def load(directory: str | pathlib.Path) -> Run:
+def load(directory: str | pathlib.Path | Run) -> Run:
   """A run or evaluation that was made, or is being made by another process.
 
   Args:
-    directory: of it, e.g. runs/desktop-20260101-120000-3fa2b1.
+    directory: of it, e.g. runs/desktop-20260101-120000-3fa2b1; or a run, which
+      is read anew.
 
   Returns:
     an `EvaluationRun` for the directory of an evaluation.
 
   Raises:
     FileNotFoundError: it holds no run.
+    TypeError: it is no directory's name.
   """
+  if isinstance(directory, Run):
+    directory = directory.directory
+  if not isinstance(directory, (str, pathlib.PurePath)):
+    raise TypeError(f"directory={directory!r}: give runs/<name>, or a run")
   if (pathlib.Path(directory) / _EVALUATION).is_file():
     return EvaluationRun(directory)
   return Run(directory)

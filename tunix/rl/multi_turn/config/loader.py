@@ -29,6 +29,8 @@ from tunix.rl.multi_turn.core import yaml_text
 import yaml
 
 MISSING = object()
+_UNITS_S = {"ms": 1e-3, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600,
+            "d": 86400}  # pyformat: disable
 
 
 class ConfigError(ValueError):
@@ -104,26 +106,34 @@ def nearest(word: str, valid: Sequence[str]) -> str:
 def nearest_key(path: str, cls: type, aliases: Mapping[str, str]) -> str:
   """As `nearest` for a dotted key: a right name in a wrong place counts."""
   known, keys = sections(cls), leaves(cls)
-  leaf = path.rpartition(".")[2]
-  same = [p for p in keys if p.rpartition(".")[2] == leaf]
-  if same:
-    return "; did you mean " + " or ".join(repr(p) for p in same) + "?"
-  section = path.rpartition(".")[0]
+  section, _, leaf = path.rpartition(".")
+  by_leaf: dict[str, list[str]] = {}
+  for key in keys:
+    by_leaf.setdefault(key.rpartition(".")[2], []).append(key)
+  near: list[str] = []
+  if not section:  # A short key, mistyped.
+    near = difflib.get_close_matches(path, aliases, n=1, cutoff=0.8)
+  near += by_leaf.get(leaf, [])
   if section in known:
     names = [f.name for f in settings.fields(known[section])]
+    if near:
+      return f"{_meant(near)} {section} has {', '.join(names)}"
     match = difflib.get_close_matches(leaf, names, n=1, cutoff=0.55)
     if match:
-      return f"; did you mean '{section}.{match[0]}'?"
+      return _meant([f"{section}.{match[0]}"])
     return f"; {section} has {', '.join(names)}"
-  by_leaf = {p.rpartition(".")[2]: p for p in keys}
+  if near:
+    return _meant(near)
   words = [*keys, *known, *aliases, *by_leaf]
   match = difflib.get_close_matches(path, words, n=1, cutoff=0.55)
   if not match:
     return "; --help all lists every key"
   best = match[0]
-  if best not in aliases:
-    best = by_leaf.get(best, best)
-  return f"; did you mean {best!r}?"
+  return _meant([best] if best in aliases else by_leaf.get(best, [best]))
+
+
+def _meant(keys: Sequence[str]) -> str:
+  return "; did you mean " + " or ".join(map(repr, keys)) + "?"
 
 
 def parse_override(text: str) -> tuple[str, Raw]:
@@ -427,7 +437,19 @@ def _wanted(field: settings.Setting, error: pydantic.ValidationError) -> str:
     return field.range_of(details[0]["input"])
   where = next((d["loc"] for d in details if d["loc"]), ())
   item = f"item {where[0]} " if where and isinstance(where[0], int) else ""
-  return item + _type_words(field.type, bool(item))
+  words = item + _type_words(field.type, bool(item))
+  if field.unit == "s" and (seconds := _seconds(details[0]["input"])):
+    words += f" of seconds: {seconds:g}"
+  return words
+
+
+def _seconds(text: Any) -> float:
+  """Of a duration with a unit, as 10m or 2 h; else 0."""
+  found = re.fullmatch(r"([\d.]+)\s*([a-z]+)", str(text).strip().lower())
+  try:
+    return _UNITS_S[found[2]] * float(found[1]) if found else 0
+  except (KeyError, ValueError):
+    return 0
 
 
 def _type_words(kind: Any, item: bool = False) -> str:

@@ -399,6 +399,16 @@ def _read_arguments(
         found := _directory(argument)
     ):  # pyformat: disable
       overrides.append(found)
+    elif command is _EVALUATE and argument.startswith(("http://", "https://")):
+      problems.append(
+          f"{argument} is an address; write server={argument} for a server's"
+          " model, with gym=NAME"
+      )
+    elif "=" not in argument and command is _EVALUATE and overrides:
+      problems.append(
+          f"{argument}: a second thing to be measured, or families of tasks?"
+          f" Measure one, and write tasks={argument} for families"
+      )
     elif "=" not in argument and command is _EVALUATE:
       problems.append(
           f"{argument} is the directory of no run (config.yaml), policy"
@@ -516,7 +526,7 @@ def choices() -> dict[str, Mapping[str, Any]]:
   for name in gyms.names():
     found[
         f"gym={name}, if no setting of "
-        + ", ".join(f"{p}*" for p in _SHAPES_ROWS) + " is given"
+        + ", ".join(f"`{p}*`" for p in _SHAPES_ROWS) + " is given"
     ] = gyms.get(name).batch_preset
   for name in gyms.names():
     found[f"gym={name}, if its oracle knows every task"] = gyms.get(

@@ -7,6 +7,7 @@ superfluous argument is refused at construction, naming the field.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import enum
 from typing import Any
 
@@ -54,6 +55,18 @@ def fields_of(kind: GuiActionKind) -> tuple[set[str], set[str]]:
   return set(required), set(optional)
 
 
+def _kind(value: Any) -> GuiActionKind:
+  try:
+    return GuiActionKind(value)
+  except ValueError:
+    known = [kind.value for kind in GuiActionKind]
+    near = difflib.get_close_matches(str(value), known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ";"
+    raise ValueError(
+        f"GUI action kind={value!r} is unknown{hint} Known: {', '.join(known)}"
+    ) from None
+
+
 @dataclasses.dataclass(frozen=True)
 class GuiAction:
   """One action.
@@ -85,7 +98,7 @@ class GuiAction:
   success: bool | None = None
 
   def __post_init__(self):
-    object.__setattr__(self, "kind", GuiActionKind(self.kind))
+    object.__setattr__(self, "kind", _kind(self.kind))
     object.__setattr__(self, "keys", tuple(self.keys))
     required, optional = _FIELDS[self.kind]
     defaults = {f.name: f.default for f in dataclasses.fields(self)}

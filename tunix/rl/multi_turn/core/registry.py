@@ -27,6 +27,12 @@ def unknown_name(kind: str, name: Any, known: Iterable[str]) -> str:
       str(name).lower(), lower, n=1, cutoff=0.0
   )
   near = [lower[word] for word in match]
+  if str(name).endswith(".py"):
+    module = str(name).removesuffix(".py").strip("./").replace("/", ".")
+    return (
+        f"unknown {kind} {name!r}; one of your own is module:name, here"
+        f" {module}:NAME"
+    )
   if not near:
     return f"unknown {kind} {name!r}; none is registered"
   return (

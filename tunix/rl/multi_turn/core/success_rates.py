@@ -246,26 +246,48 @@ def summarise(
   return {**tables[headline], "headline": headline, **tables}
 
 
-def format_table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
+def format_table(
+    summaries: Mapping[str, Mapping[str, Any]], columns: int | None = None
+) -> str:
   """Evaluations side by side as plain text: a row a family.
 
   Args:
     summaries: evaluation name to what `summarise` returned, in the order of
       the columns.
+    columns: of the terminal. Where the cells with their counts do not fit, the
+      episodes are a row of their own.
   """
+  table = _text_of(_rows(summaries, counts=True))
+  if columns and max(map(len, table.splitlines())) > columns:
+    rows = _rows(summaries, counts=False)
+    rows.append(["episodes", *(str(s["episodes"]) for s in summaries.values())])
+    table = _text_of(rows)
+  return table
+
+
+def _rows(
+    summaries: Mapping[str, Mapping[str, Any]], counts: bool
+) -> list[list[str]]:
+  def cell(figures: Mapping[str, Any] | None) -> str:
+    return _cell(figures, counts)
+
   families = sorted({f for s in summaries.values() for f in s["by_task"]})
   rows = [["task", *summaries]]
   for family in families:
     rows.append(
         [family]
-        + [_cell(s["by_task"].get(family)) for s in summaries.values()]
+        + [cell(s["by_task"].get(family)) for s in summaries.values()]
     )
-  rows.append(["all", *(_cell(s) for s in summaries.values())])
+  rows.append(["all", *(cell(s) for s in summaries.values())])
   for mode in MODES:
     if any(mode in s and s["headline"] != mode for s in summaries.values()):
       rows.append(
-          [f"all, {mode}", *(_cell(s.get(mode)) for s in summaries.values())]
+          [f"all, {mode}", *(cell(s.get(mode)) for s in summaries.values())]
       )
+  return rows
+
+
+def _text_of(rows: Sequence[Sequence[str]]) -> str:
   widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
   return "\n".join(
       "  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip()
@@ -273,11 +295,9 @@ def format_table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
   )
 
 
-def _cell(figures: Mapping[str, Any] | None) -> str:
+def _cell(figures: Mapping[str, Any] | None, counts: bool) -> str:
   if not figures or figures["success_rate"] is None:
     return "-"
   low, high = figures["interval"]
-  return (
-      f"{figures['success_rate']:.2f} [{low:.2f}, {high:.2f}]"
-      f" n={figures['episodes']}"
-  )
+  count = f" n={figures['episodes']}" if counts else ""
+  return f"{figures['success_rate']:.2f} [{low:.2f}, {high:.2f}]{count}"

@@ -7,8 +7,10 @@ tokenizer_config.json.
 
 from __future__ import annotations
 
+import difflib
 import json
 import pathlib
+import re
 import shutil
 from typing import Any, Mapping
 
@@ -36,16 +38,35 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
   if (DATA / str(path)).is_dir():
     return DATA / str(path)
   shipped = sorted(p.name for p in DATA.iterdir() if p.is_dir())
+  near = difflib.get_close_matches(str(path), shipped, n=1)
   raise FileNotFoundError(
       f"{str(path)!r} is neither a policy directory nor one of the shipped"
       f" policies {shipped}"
+      + (f"; did you mean {near[0]!r}?" if near else _download(str(path)))
+  )
+
+
+def _download(name: str) -> str:
+  """How to get a checkpoint by its name on the Hub; "" if it is none."""
+  owner = name.partition("/")[0]
+  if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+    return ""
+  if owner in ("runs", "evaluations") or pathlib.Path(owner).exists():
+    return "; there is no such directory"
+  place = f"./{name.rpartition('/')[2]}"
+  return (
+      f"; download it with: hf download {name} --local-dir {place}, and give"
+      f" {place}"
   )
 
 
 def file_of(directory: pathlib.Path, name: str) -> pathlib.Path:
   file = directory / name
   if not file.is_file():
-    raise FileNotFoundError(f"{directory} has no {name}")
+    raise FileNotFoundError(
+        f"{directory} has no {name}; give the directory of a whole checkpoint,"
+        " as it was downloaded or as a run wrote it"
+    )
   return file
 
 

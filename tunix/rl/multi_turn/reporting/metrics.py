@@ -450,6 +450,20 @@ PATTERNS: dict[str, Metric] = {
 """Prefixes of names that depend on the task or the reward."""
 
 
+_SECTIONS = {
+    "step": "The loop",
+    "time/step": "Where the time goes",
+    "reward_mean": "Episodes",
+    "rollout_tokens_per_second": "The rollout engine",
+    "queue_size": "The queue",
+    "loss": "The learner",
+    "status/succeeded": "How episodes end",
+    "success_rate/…": "By family and by part",
+}
+"""First reading of a section of the reference -> its heading."""
+_HEAD = ("| name | unit | meaning | action |", "|---|---|---|---|")
+
+
 def is_documented(name: str) -> bool:
   return name in METRICS or any(name.startswith(p) for p in PATTERNS)
 
@@ -544,13 +558,12 @@ def reference() -> str:
       "processes make the run, a reading is of all of them: computed from all",
       "their episodes, tokens and counters, or their sum, mean or maximum",
       "where its meaning ends so.",
-      "",
-      "| name | unit | meaning | action |",
-      "|---|---|---|---|",
   ]
   rows: list[tuple[str, Metric]] = list(METRICS.items())
   rows += [(f"{prefix}…", m) for prefix, m in PATTERNS.items()]
   for name, m in rows:
+    if name in _SECTIONS:
+      lines += ["", f"## {_SECTIONS[name]}", "", *_HEAD]
     meaning = m.meaning
     if m.processes != "pooled":
       meaning += f" Processes: {m.processes}."

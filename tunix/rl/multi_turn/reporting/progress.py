@@ -4,7 +4,8 @@ Shows reward and success (means of the last updates), sampled tokens a second,
 a turn's seconds by stage, the share of time that the learner waits, overlap,
 staleness and the time left; before
 training, the running stage. Lines come at most every few seconds, so that a log
-stays readable.
+stays readable; a bar shows as many of the readings as its terminal has room
+for.
 
 Does not write files.
 """
@@ -13,12 +14,20 @@ from __future__ import annotations
 
 import collections
 import sys
+import textwrap
 import threading
-from typing import Any, Mapping, TextIO
+from typing import Any, Mapping, Sequence, TextIO
 
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.reporting import settings as settings_lib
+
+_BAR_FORMAT = (
+    "{desc} {n_fmt}/{total_fmt} {bar} {percentage:3.0f}%"
+    " [{elapsed}<{remaining}]"
+)
+_BAR_COLUMNS = 32  # Of a bar of ten, its share and its times.
+_COLUMNS = 80  # Of a terminal that does not tell.
 
 
 def duration(seconds: float) -> str:
@@ -107,8 +116,7 @@ class ProgressBar:
     if self._mode == "bar":
       bar = self._open("train", self._total)
       bar.n = event.step
-      bar.set_postfix_str(figures, refresh=False)
-      bar.refresh()
+      self._beside(bar, figures)
     elif now - self._last_line >= self._interval or event.step >= self._total:
       self._last_line = now
       done = event.step - self._start
@@ -116,10 +124,10 @@ class ProgressBar:
       if 0 < done and event.step < self._total:
         pace = (now - self._first) / done
         left = f"eta {duration(pace * (self._total - event.step))}"
-      parts = [f"step {event.step}/{self._total}", figures, left]
+      parts = [f"step {event.step}/{self._total}", *figures, left]
       self._print(" · ".join(filter(None, parts)))
 
-  def _figures(self, metrics: Mapping[str, float]) -> str:
+  def _figures(self, metrics: Mapping[str, float]) -> list[str]:
     parts = []
     for name, label in (("reward_mean", "reward"), ("success_rate", "success")):
       values = self._recent[name]
@@ -145,14 +153,30 @@ class ProgressBar:
     staleness = metrics.get("staleness_mean")
     if staleness is not None:
       parts.append("staleness " + f"{staleness:.1f}".removesuffix(".0"))
-    return " · ".join(parts)
+    return parts
+
+  def _beside(self, bar: Any, parts: Sequence[str]) -> None:
+    """Draws the bar, and after it the first parts that fit."""
+    room = self._columns() - len(f"{bar.desc} {bar.n}/{bar.total} ")
+    room -= _BAR_COLUMNS
+    text = ""
+    for part in parts:
+      longer = f"{text} · {part}" if text else part
+      if len(longer) > room:
+        break
+      text = longer
+    text = text.replace("{", "{{").replace("}", "}}")
+    bar.bar_format = f"{_BAR_FORMAT} {text}"
+    bar.refresh()
+
+  def _columns(self) -> int:
+    return getattr(self._bar, "ncols", None) or _COLUMNS
 
   def _progress(self, event: events.Progress) -> None:
     if self._mode == "bar":
       bar = self._open(event.stage, event.total)
       bar.n = event.done
-      bar.set_postfix_str(event.message, refresh=False)
-      bar.refresh()
+      self._beside(bar, [event.message])
       return
     stage, printed = self._stage_line
     ends = event.total is not None and event.done >= event.total
@@ -176,10 +200,7 @@ class ProgressBar:
           initial=self._start if stage == "train" else 0,
           file=self._stream,
           dynamic_ncols=True,
-          bar_format=(
-              "{desc} {n_fmt}/{total_fmt} {bar} {percentage:3.0f}%"
-              " [{elapsed}<{remaining}] {postfix}"
-          ),
+          bar_format=_BAR_FORMAT,
       )
     return self._bar
 
@@ -190,7 +211,14 @@ class ProgressBar:
 
   def _print(self, text: str) -> None:
     if self._bar is not None:
-      self._bar.write(text, file=self._stream)
+      lines = textwrap.wrap(
+          text,
+          self._columns(),
+          subsequent_indent="  ",
+          break_long_words=False,
+          break_on_hyphens=False,
+      )
+      self._bar.write("\n".join(lines), file=self._stream)
     else:
       print(text, file=self._stream, flush=True)
 

@@ -27,7 +27,7 @@ from tunix.rl.multi_turn.reporting import settings as settings_lib
 from tunix.rl.multi_turn.reporting import svg
 from tunix.rl.multi_turn.reporting import time_metrics
 
-_TEXT = 220  # Characters of a completion that are shown.
+TEXT = 220  # Characters of a completion that are shown.
 _CHANGED = 200  # Tasks of a comparison that are listed.
 _DETAILS = (
     "entropy",
@@ -432,7 +432,10 @@ def film(
 def figure(images: Images, frame: run_data.Frame, width: int) -> str:
   """A turn: its screen with what was done on it, and the completion."""
   uri = data_uri(images, frame, width)
-  if uri is None or frame.image is None:
+  if frame.image is None:
+    seen = html.escape(_cut(frame.seen))
+    picture = f"<div class=seen>{seen}</div>" if seen else ""
+  elif uri is None:
     picture = "<div class=none>screenshot not kept</div>"
   else:
     picture = svg.marked_screenshot(
@@ -451,7 +454,7 @@ def figure(images: Images, frame: run_data.Frame, width: int) -> str:
 
 def _cut(text: str) -> str:
   text = " ".join(text.split())
-  return text if len(text) <= _TEXT else text[: _TEXT - 1] + "…"
+  return text if len(text) <= TEXT else text[: TEXT - 1] + "…"
 
 
 class Images(Protocol):

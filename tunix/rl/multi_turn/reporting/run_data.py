@@ -21,11 +21,12 @@ class Frame:
   """One turn of an episode: its screenshot and the actions on it.
 
   Attributes:
-    image: the screen the policy saw, None when it was not kept.
+    image: the screen the policy saw; None where it saw text only.
     actions: GuiActions as JSON, in pixels of that screen.
     text: the policy's completion.
     note: faults of this turn, "" for none.
     label: "turn 1", or the outcome for the last screen.
+    seen: the text that the policy answered, where it saw no screen.
   """
 
   image: trajectory_lib.ImageRef | None
@@ -33,6 +34,7 @@ class Frame:
   text: str
   note: str
   label: str
+  seen: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +140,15 @@ def _order(name: str) -> tuple[int, int, str]:
   return ranks.get(name, 3), 0, name
 
 
+def _runs_in(directory: pathlib.Path) -> str:
+  """Newest of the runs that a directory holds, or is the policy of; "" """
+  if (directory.parent / "summary.json").is_file():
+    return f"the run, {directory.parent}"
+  found = [path.parent for path in directory.glob("*/summary.json")]
+  found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+  return " or ".join(map(str, found[:3]))
+
+
 def load(directory: str | pathlib.Path) -> RunDirectory:
   """Reads a run directory.
 
@@ -154,7 +165,7 @@ def load(directory: str | pathlib.Path) -> RunDirectory:
   if not metrics and not summary:
     raise FileNotFoundError(
         f"{directory} is not a run directory: it has neither summary.json nor"
-        " metrics.jsonl; give runs/<name>"
+        f" metrics.jsonl; give {_runs_in(directory) or 'runs/<name>'}"
     )
   episodes = []
   for line in files.read_lines(directory / "trajectories.jsonl"):
@@ -190,7 +201,7 @@ def shown_episode(line: dict[str, Any]) -> ShownEpisode:
       split=str(line["split"]),
       family=str(line["family"]),
       task_id=str(line["task_id"]),
-      instruction=str(task.get("instruction") or "") or _asked(trajectory),
+      instruction=str(task.get("instruction") or "") or asked(trajectory),
       version=int(line["version"]),
       time=float(line["time"]),
       status=trajectory.status,
@@ -200,7 +211,7 @@ def shown_episode(line: dict[str, Any]) -> ShownEpisode:
   )
 
 
-def _asked(trajectory: trajectory_lib.Trajectory) -> str:
+def asked(trajectory: trajectory_lib.Trajectory) -> str:
   """The first user message's text."""
   for step in trajectory.steps[:1]:
     for message in step.chat_completions:
@@ -224,9 +235,11 @@ def frames_of(trajectory: trajectory_lib.Trajectory) -> list[Frame]:
   """Its turns, and the last screen with the outcome."""
   frames = []
   for number, step in enumerate(trajectory.steps, 1):
-    seen = None
+    seen, said = None, ""
     for message in step.chat_completions:
       seen = _image(message.get("content")) or seen
+      if message.get("role") != "assistant":
+        said = _text(message.get("content")) or said
     info = step.info if isinstance(step.info, dict) else {}
     actions = info.get("gui_actions") or ()
     notes = list(info.get("parse_errors") or ())
@@ -236,8 +249,9 @@ def frames_of(trajectory: trajectory_lib.Trajectory) -> list[Frame]:
             image=seen,
             actions=tuple(a for a in actions if isinstance(a, dict)),
             text=str(step.model_response or ""),
-            note="; ".join(map(str, notes)),
+            note="; ".join(dict.fromkeys(map(str, notes))),
             label=f"turn {number}",
+            seen="" if seen else said,
         )
     )
   if trajectory.steps:

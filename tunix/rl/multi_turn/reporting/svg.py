@@ -48,19 +48,32 @@ def number(value: float) -> str:
   return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-  """Round numbers in [low, high]."""
+def ticks(
+    low: float, high: float, count: int = 5, *, whole: bool = False
+) -> list[float]:
+  """Round numbers in [low, high]: `count` at most, and two at least.
+
+  Args:
+    low: of the axis.
+    high: of the axis; [low] where it is no more than that.
+    count: with which no scale is crowded; more where only that gives two.
+    whole: integers only, one where there is no more.
+  """
   span = high - low
   if not span > 0:
     return [low]
-  step = 10 ** math.floor(math.log10(span / count))
-  for factor in (1, 2, 5, 10):
-    if span / (step * factor) <= count:
-      step *= factor
+  found: list[float] = []
+  size = 10 ** math.floor(math.log10(span / count))
+  steps = [size * factor for factor in (10, 5, 2, 1, 0.5, 0.2, 0.1)]
+  for step in steps:
+    if whole and step < 1:
       break
-  first = math.ceil(low / step - 1e-9)
-  last = math.floor(high / step + 1e-9)
-  return [i * step for i in range(first, last + 1)]
+    if len(found) > 1 and span / step > count:
+      break
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    found = [i * step for i in range(first, last + 1)]
+  return found
 
 
 def line_chart(
@@ -85,7 +98,8 @@ def line_chart(
   if y_range is None:
     y0, y1 = min(ys), max(ys)
     pad = (y1 - y0) * 0.06 or abs(y1) * 0.1 or 1.0
-    y0, y1 = y0 - pad, y1 + pad
+    # A reading of zeros, as a share or a count, is never below.
+    y0, y1 = (y0 - pad, y1 + pad) if y0 or y1 else (0.0, 1.0)
   else:
     y0, y1 = y_range
   left, right, top, bottom = 46, 12, 12, 30
@@ -105,7 +119,8 @@ def line_chart(
         f' text-anchor="end" x="{left - 6}" y="{py(y) + 4:.1f}">'
         f"{number(y)}</text>"
     )
-  for x in ticks(x0, x1, max(2, width // 90)):
+  whole = all(float(x).is_integer() for x in xs)
+  for x in ticks(x0, x1, max(2, width // 90), whole=whole):
     out.append(
         f'<text class="tick" text-anchor="middle" x="{px(x):.1f}"'
         f' y="{height - bottom + 16}">{number(x)}</text>'

@@ -193,6 +193,13 @@ def check(config: TrainConfig) -> list[str]:
           f"{key}={new}: {config.run.resume} was begun with {old}, which"
           " cannot change; leave it out, or begin a new run"
       )
+  steps = config.learner.steps
+  if step and 0 < steps < step and steps != _value(before, "learner.steps"):
+    problems.append(
+        f"learner.steps={steps}: {config.run.resume} has made {step} updates,"
+        f" and learner.steps counts them too; for {steps} more give"
+        f" learner.steps={step + steps}"
+    )
   fixed = {problem.partition("=")[0] for problem in problems}
   for key in loader.leaves(TrainConfig):
     old, new = _value(before, key), _value(now, key)

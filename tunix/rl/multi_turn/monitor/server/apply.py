@@ -338,6 +338,8 @@ class _Work:
     if item.client_id is not None:
       id_ = self._who.found(kind.name).get(item.client_id)
       if id_ is not None:
+        if kind.name == "training":
+          self._keep_number(item, id_)
         return id_
     columns = self._key_columns(kind, item)
     key = self._natural(kind, item)
@@ -386,6 +388,14 @@ class _Work:
     item.raw["run_name"] = name
     item.values["run_name"] = f"{name}-{number}"
     return None
+
+  def _keep_number(self, item: Item, id_: int) -> None:
+    """A run that got a number behind its name keeps it when it is resumed."""
+    name = item.values.get("run_name")
+    if name is not None and self._sql.rows(
+        "SELECT 1 FROM training WHERE run_name = ? AND id <> ?", (name, id_)
+    ):
+      del item.values["run_name"]
 
   # --- environments before their rollouts ------------------------------------
 

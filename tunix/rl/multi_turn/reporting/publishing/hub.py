@@ -2,7 +2,9 @@
 
 The address is HF_ENDPOINT's, the token HF_TOKEN's or that of `hf auth login`,
 unless one is given. `huggingface_hub` waits without end for a silent server;
-here each wait has a deadline.
+here each wait has a deadline. Contents go by LFS: the client of Xet, its other
+protocol, is a compiled program that no deadline ends and that commits a folder
+in parts; by LFS a push is one commit, all of it or nothing.
 """
 
 from __future__ import annotations
@@ -129,14 +131,20 @@ def push(
   except errors.HfHubHTTPError as error:
     raise PublishError(_refusal(where, error)) from error
   except (httpx.TransportError, errors.OfflineModeIsEnabled, OSError) as error:
-    told = credentials.masked(f"{error}") or type(error).__name__
-    raise PublishError(
-        f"{where} does not answer: {told}; try again, or write a folder instead"
-    ) from error
+    raise PublishError(_silence(where, error)) from error
   except (ValueError, RuntimeError) as error:  # RuntimeError: a file of it.
+    if isinstance(error.__cause__, httpx.TransportError):
+      raise PublishError(_silence(where, error.__cause__)) from error
     cause = credentials.masked(f"{error.__cause__ or error}")
     raise PublishError(f"{where} did not take it: {cause}") from error
   return credentials.masked(str(url))
+
+
+def _silence(where: str, error: Exception) -> str:
+  told = credentials.masked(f"{error}") or type(error).__name__
+  return (
+      f"{where} does not answer: {told}; try again, or write a folder instead"
+  )
 
 
 def _refusal(where: str, error: Any) -> str:
@@ -157,9 +165,14 @@ def _refusal(where: str, error: Any) -> str:
 
 @contextlib.contextmanager
 def _deadlines(stall_s: float) -> Iterator[None]:
-  """Within, requests of the client end when the server is silent so long."""
+  """Within, requests of the client end when the server is silent so long.
+
+  A content is asked for up to six times, so a push to a Hub that falls silent
+  in the middle ends after six times as long.
+  """
   import httpx  # pylint: disable=g-import-not-at-top
   import huggingface_hub  # pylint: disable=g-import-not-at-top
+  from huggingface_hub import constants  # pylint: disable=g-import-not-at-top
   from huggingface_hub.utils import _http  # pylint: disable=g-import-not-at-top
 
   before = _http._GLOBAL_CLIENT_FACTORY  # pylint: disable=protected-access
@@ -170,7 +183,10 @@ def _deadlines(stall_s: float) -> Iterator[None]:
     return client
 
   huggingface_hub.set_client_factory(make)
+  xet_was_off = constants.HF_HUB_DISABLE_XET
+  constants.HF_HUB_DISABLE_XET = True  # Read by the client at each upload.
   try:
     yield
   finally:
+    constants.HF_HUB_DISABLE_XET = xet_was_off
     huggingface_hub.set_client_factory(before)
