@@ -3,7 +3,9 @@
 Promises: `submit` answers after the commit, when the database has it on the
 disk, and never for an uncommitted batch. A wrong batch fails alone. A batch
 that cannot be written (a full disk, a lost connection) is answered with 503 and
-leaves nothing; the client sends it again.
+leaves nothing; the client sends it again. Words of new turns are indexed when
+nothing waits, and once a second otherwise; one that cannot be indexed delays no
+batch.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any, Callable
 
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.schema import database
+from tunix.rl.multi_turn.monitor.schema import text_index
 from tunix.rl.multi_turn.monitor.server import apply
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import items
@@ -30,6 +33,10 @@ _MOST_BATCHES = 256
 _MOST_BYTES = 16 << 20
 _PRUNE_EVERY = 1000
 _COMMIT_S = 60.0
+_INDEX_S = 1.0
+_IDLE_S = 0.2
+_INDEX_TURNS = 2000
+_INDEX_AGAIN_S = 30.0  # After it could not be written.
 _STOP = object()
 
 
@@ -63,6 +70,10 @@ class Writer:
     self.failures = 0
     """Transactions that could not be committed."""
     self.last_error = ""
+    # None: nothing to index. At first, what an earlier server left.
+    self._index_at: float | None = time.monotonic()
+    self._index_from = 0.0
+    self._index_error = ""
     self._thread = threading.Thread(
         target=self._run, name="monitor-writer", daemon=True
     )
@@ -132,28 +143,60 @@ class Writer:
   def _run(self) -> None:
     stopping = False
     while not stopping:
-      work = [self._queue.get()]
-      size = 0
-      while work[-1] is not _STOP and len(work) < _MOST_BATCHES:
-        size += work[-1][1]
-        if size > _MOST_BYTES:
-          break
-        try:
-          work.append(self._queue.get_nowait())
-        except queue.Empty:
-          break
-      if work[-1] is _STOP:
+      work = self._take()
+      if work and work[-1] is _STOP:
         stopping = True
         work.pop()
-      if not work:
-        continue
+      if work:
+        try:
+          self._write(work)
+        except BaseException as error:  # pylint: disable=broad-except
+          _LOG.exception("the writer failed")
+          self._fail(work, error)
+        with self._lock:
+          self._waiting -= sum(size for _, size, _ in work)
+        if self._index_at is None:
+          self._index_at = time.monotonic() + _INDEX_S
+      if self._index_at is not None and not stopping and time.monotonic() >= (
+          self._index_at if work else self._index_from
+      ):
+        self._index()
+
+  def _take(self) -> list[Any]:
+    """Work that waits, `_STOP` the last of it; none if there is time to index.
+    """
+    timeout_s = None
+    if self._index_at is not None:
+      timeout_s = min(_IDLE_S, max(0.0, self._index_at - time.monotonic()))
+    try:
+      work = [self._queue.get(timeout=timeout_s)]
+    except queue.Empty:
+      return []
+    size = 0
+    while work[-1] is not _STOP and len(work) < _MOST_BATCHES:
+      size += work[-1][1]
+      if size > _MOST_BYTES:
+        break
       try:
-        self._write(work)
-      except BaseException as error:  # pylint: disable=broad-except
-        _LOG.exception("the writer failed")
-        self._fail(work, error)
-      with self._lock:
-        self._waiting -= sum(size for _, size, _ in work)
+        work.append(self._queue.get_nowait())
+      except queue.Empty:
+        break
+    return work
+
+  def _index(self) -> None:
+    """Indexes some pending turns, and sets when to go on."""
+    try:
+      with database.writing(self._engine) as connection:
+        more = text_index.catch_up(connection, _INDEX_TURNS)
+    except Exception as error:  # pylint: disable=broad-except
+      reason = f"{type(error).__name__}: {error}"
+      if reason != self._index_error:
+        _LOG.error("the words of turns cannot be indexed: %s", reason)
+      self._index_error = reason
+      self._index_at = self._index_from = time.monotonic() + _INDEX_AGAIN_S
+      return
+    self._index_error = ""
+    self._index_at = time.monotonic() if more else None
 
   def _write(self, work: list[Any]) -> None:
     answers: list[tuple[Any, Any]] = []
