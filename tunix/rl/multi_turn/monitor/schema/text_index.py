@@ -272,11 +272,11 @@ def _sqlite_words() -> str:
       "CASE WHEN json_valid(a.tool_args) THEN json_extract(a.tool_args,"
       " '$.text') END"
   )
+  run, task = (of.format(rollout="t.rollout_id") for of in (_RUN_OF, _TASK_OF))
   parts = [
-      f"'{_RUN}' || {_RUN_OF.format(rollout='t.rollout_id')}",
+      f"'{_RUN}' || {run}",
       _cut(metrics.format("thought")), _cut(metrics.format("model_response")),
-      f"CASE WHEN t.turn <= 1 THEN {_cut(_TASK_OF.format(rollout='t.rollout_id'))}"
-      " ELSE '' END",
+      f"CASE WHEN t.turn <= 1 THEN {_cut(task)} ELSE '' END",
       f"COALESCE((SELECT group_concat({_cut(typed)}, ' ') FROM action a WHERE"
       " a.turn_id = t.id AND a.action_type = 'type'), '')",
       f"COALESCE((SELECT group_concat({_cut('v.value')}, ' ') FROM"
