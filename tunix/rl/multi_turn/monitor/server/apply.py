@@ -67,19 +67,13 @@ class Transaction:
     self._changes: dict[tuple[int, str, int], None] = {}
 
   def apply(self, batch: items_lib.IngestBatch, project: int) -> dict[str, Any]:
-    """Applies one batch and returns the reply.
+    """Applies one batch and returns the reply; the batch stays as it is.
 
     Raises:
-      ApiError: the batch is refused; nothing of it is in the database.
+      ApiError: the batch is refused; the caller undoes what it has written.
     """
-    self.sql.savepoint()
     work = _Work(self, project)
-    try:
-      reply = work.apply(batch)
-    except BaseException:
-      self.sql.undo()
-      raise
-    self.sql.release()
+    reply = work.apply(batch)
     self.ids.update(work.ids)
     self.owners.update(work.owners)
     self._measured |= work.measured
@@ -182,7 +176,7 @@ class _Work:
     reply: dict[str, Any] = {}
     self._who.look_up_all(batch.items)
     for kind in items_lib.KINDS:
-      found = batch.items.get(kind.name)
+      found = [item.copy() for item in batch.items.get(kind.name, ())]
       if found:
         ids = self._apply_kind(kind, found)
         if kind.name == "training":

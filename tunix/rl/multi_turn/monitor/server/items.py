@@ -185,6 +185,18 @@ class Item:
     self.environment: int | str | None = None
     self.tags: tuple[str, ...] = ()
 
+  def copy(self) -> Item:
+    """One whose values and raw values can be changed."""
+    other = Item(self.path)
+    other.client_id = self.client_id
+    other.values = self.values.copy()
+    other.parents = self.parents
+    other.raw = self.raw.copy()
+    other.id = self.id
+    other.environment = self.environment
+    other.tags = self.tags
+    return other
+
 
 @dataclasses.dataclass(frozen=True)
 class SpoolRange:
