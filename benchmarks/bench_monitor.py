@@ -5,14 +5,17 @@ monitor is at work behind it; targets p50 <= 100 us, p99 <= 1 ms. Once with a
 server, once without one.
 
 Server: a process of its own on SQLite with full synchronisation takes batches
-of episodes of 31 rows and 45 kB from several connections. Every answer means a
-durable commit. Figures are episodes a second of wall time and of the server's
-CPU time; target 500 a CPU second. With --postgres the same on a PostgreSQL of
-its own (Debian: apt-get install postgresql) with its defaults, durable too; the
-last line compares the two, same work, same run.
+of episodes of 31 rows and 45 kB (--turns 7) from several connections. Every
+answer means a durable commit. Figures are episodes a second of wall time and of
+the server's CPU time; target 500 a CPU second. The bound is what SQLite alone
+takes for the same rows, from a program that has them ready and does nothing
+else: the server's statements again, a commit a batch, without the index of
+words. With --postgres the same on a PostgreSQL of its own (Debian: apt-get
+install postgresql) with its defaults, durable too; the last line compares the
+two, same work, same run.
 
     python benchmarks/bench_monitor.py [--episodes 4000] [--per-batch 8]
-        [--postgres] [--server-only]
+        [--turns 7] [--postgres] [--server-only]
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import http.client
 import json
 import os
 import pathlib
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -36,6 +40,13 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.monitor import settings as settings_lib
 from tunix.rl.multi_turn.monitor.client import event_log
+from tunix.rl.multi_turn.monitor.schema import database as database_lib
+from tunix.rl.multi_turn.monitor.server import access
+from tunix.rl.multi_turn.monitor.server import apply
+from tunix.rl.multi_turn.monitor.server import items
+from tunix.rl.multi_turn.monitor.server import references
+from tunix.rl.multi_turn.monitor.server import sql as sql_lib
+from tunix.rl.multi_turn.monitor.server import writer
 
 sys.path.insert(
     0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "helpers")
@@ -169,8 +180,14 @@ def show_enqueue(name: str, taken: np.ndarray, dropped: int) -> bool:
 # --- server -----------------------------------------------------------------
 
 
-def body(first: int, count: int) -> bytes:
-  """A batch of episodes of 31 rows and 45 kB each."""
+START = orjson.dumps({
+    "training": {"client_id": "T", "run_name": "run"},
+    "steps": [{"client_id": "S", "step": 1}], "tasks": [{"task_id": "t"}],
+})  # pyformat: disable
+
+
+def body(first: int, count: int, turns: int = TURNS) -> bytes:
+  """A batch of episodes of 31 rows and 45 kB each, with seven turns."""
   # Of words, some of them rare, as an index of them has its work with both.
   text = " ".join(f"word{7919 * n % 5000}" for n in range(160))
   batch: dict[str, list] = {k: [] for k in (
@@ -183,15 +200,15 @@ def body(first: int, count: int) -> bytes:
     now = time.time()
     batch["rollouts"].append({
         "rollout_id": name, "step_id": "S", "task_id": "t",
-        "status": "completed", "max_turns": 20, "current_turn": TURNS,
-        "num_turns": TURNS, "reward": 1.0, "task_success": True,
+        "status": "completed", "max_turns": 20, "current_turn": turns,
+        "num_turns": turns, "reward": 1.0, "task_success": True,
         "model_path": "m", "start_time": now, "end_time": now,
     })  # pyformat: disable
     batch["environments"].append({
         "client_id": f"{name}:env", "rollout_id": name, "env_type": "linux",
         "status": "terminated",
     })  # pyformat: disable
-    for turn in range(TURNS):
+    for turn in range(turns):
       key = f"{name}:turn:{turn}"
       batch["turns"].append({
           "client_id": key, "rollout_id": name, "turn": turn,
@@ -216,16 +233,9 @@ def body(first: int, count: int) -> bytes:
   return orjson.dumps(batch)
 
 
-def load(server: Server, episodes: int, per_batch: int, connections: int):
-  """(wall seconds, CPU seconds of the server) for these episodes."""
+def load(server: Server, bodies: list[bytes], connections: int):
+  """(wall seconds, CPU seconds of the server) for these batches."""
   host = server.url.removeprefix("http://")
-  start = orjson.dumps({
-      "training": {"client_id": "T", "run_name": "run"},
-      "steps": [{"client_id": "S", "step": 1}], "tasks": [{"task_id": "t"}],
-  })  # pyformat: disable
-  bodies = [start] + [
-      body(n, per_batch) for n in range(0, episodes, per_batch)
-  ]
 
   def post(own):
     line = http.client.HTTPConnection(host, timeout=60)
@@ -236,9 +246,9 @@ def load(server: Server, episodes: int, per_batch: int, connections: int):
       assert reply.status == 200, answer
     line.close()
 
-  post(bodies[:1])
+  post([START])
   threads = [
-      threading.Thread(target=post, args=(bodies[1 + n :: connections],))
+      threading.Thread(target=post, args=(bodies[n::connections],))
       for n in range(connections)
   ]
   began, cpu = time.perf_counter(), server.cpu_seconds()
@@ -246,13 +256,68 @@ def load(server: Server, episodes: int, per_batch: int, connections: int):
     thread.start()
   for thread in threads:
     thread.join()
-  return time.perf_counter() - began, server.cpu_seconds() - cpu, len(bodies[1])
+  return time.perf_counter() - began, server.cpu_seconds() - cpu
+
+
+class _Recorded(sql_lib.Sql):
+  """Keeps the statements that write, each with its rows."""
+
+  def __init__(self, connection, written: list):
+    super().__init__(connection)
+    self._written = written
+
+  def run(self, statement, values=()):
+    self._written.append((statement, [tuple(values)]))
+    return super().run(statement, values)
+
+  def many(self, statement, rows):
+    if rows:
+      self._written.append((statement, [tuple(row) for row in rows]))
+    super().many(statement, rows)
+
+
+def sqlite_alone(bodies: list[bytes]) -> float:
+  """CPU seconds of SQLite for the statements of these batches."""
+  with tempfile.TemporaryDirectory() as folder:
+    engine = database_lib.connect(f"{folder}/a.db")
+    database_lib.upgrade(engine)
+    access.Access(engine)
+    shared, batches = references.CommittedIds(), []
+    for one in [START, *bodies]:
+      batches.append([])
+      with database_lib.writing(engine) as connection:
+        sql = _Recorded(connection, batches[-1])
+        transaction = apply.Transaction(sql, shared, writer.now())
+        transaction.apply(items.read(one), 1)
+        transaction.finish()
+        sql.close()
+      transaction.committed()
+    engine.dispose()
+    engine = database_lib.connect(f"{folder}/b.db")
+    database_lib.upgrade(engine)
+    access.Access(engine)
+    engine.dispose()
+    line = sqlite3.connect(f"{folder}/b.db", isolation_level=None)
+    for pragma in ("synchronous=FULL", "foreign_keys=ON", "cache_size=-65536"):
+      line.execute(f"PRAGMA {pragma}")
+    cpu = 0.0
+    for number, batch in enumerate(batches):
+      if number == 1:
+        cpu = time.thread_time()
+      line.execute("BEGIN IMMEDIATE")
+      for statement, rows in batch:
+        line.executemany(statement, rows)
+      line.execute("COMMIT")
+    cpu = time.thread_time() - cpu
+    line.close()
+  return cpu
 
 
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--episodes", type=int, default=2000)
   parser.add_argument("--per-batch", type=int, default=8)
+  parser.add_argument("--turns", type=int, default=TURNS)
   parser.add_argument("--connections", type=int, default=4)
   parser.add_argument("--seconds", type=float, default=10.0)
   parser.add_argument("--rate", type=float, default=20.0)
@@ -315,18 +380,31 @@ def measure_server(
     name: str, database: str, per_batch: int, args: argparse.Namespace
 ) -> tuple[float, float]:
   """Episodes a second of wall time, and of the server's CPU time."""
+  bodies = [
+      body(n, per_batch, args.turns)
+      for n in range(0, args.episodes, per_batch)
+  ]
+  episodes = len(bodies) * per_batch
   with tempfile.TemporaryDirectory() as folder:
     server = Server(pathlib.Path(folder), database)
-    wall, cpu, size = load(server, args.episodes, per_batch, args.connections)
+    wall, cpu = load(server, bodies, args.connections)
     server.close()
-  rate = args.episodes / cpu
+  rate = episodes / cpu
   print(
-      f"server, {name}, {per_batch} episodes a batch of {size / 1000:.0f} kB:"
-      f" {args.episodes / wall:.0f} durable episodes/s, {rate:.0f} a CPU second"
-      f" ({1e3 * cpu / args.episodes:.2f} ms each)",
+      f"server, {name}, {per_batch} episodes a batch of"
+      f" {len(bodies[0]) / 1000:.0f} kB: {episodes / wall:.0f} durable"
+      f" episodes/s, {rate:.0f} a CPU second ({1e3 * cpu / episodes:.2f} ms"
+      " each)",
       flush=True,
   )
-  return args.episodes / wall, rate
+  if not database:
+    alone = sqlite_alone(bodies)
+    print(
+        f"  SQLite alone: {episodes / alone:.0f} a CPU second"
+        f" ({1e3 * alone / episodes:.2f} ms each)",
+        flush=True,
+    )
+  return episodes / wall, rate
 
 
 if __name__ == "__main__":

@@ -239,6 +239,8 @@ def test_there_are_the_25_indices_and_the_unique_ones_are_unique(engine):
     ):
       columns = (f"{source}_id", *first, *tables.LISTED)
       expected[f"idx_rollout_{source}_{kind}"] = ("rollout", columns, False)
+  turns = ("task_id", "num_turns")
+  expected["idx_rollout_solved"] = ("rollout", turns, False)
   assert made == expected
 
 
@@ -265,6 +267,15 @@ def test_queries_use_the_indices(engine):
         f" AND {source}_id IS NOT NULL AND {faulty}",
     )
     assert f"COVERING INDEX idx_rollout_{source}_faulty" in plan[0][3]
+  solved = tables.SOLVED.compile(dialect=engine.dialect)
+  plan = sql(
+      engine,
+      "EXPLAIN QUERY PLAN SELECT task_id, sum(num_turns) FROM rollout WHERE"
+      f" {solved} GROUP BY task_id",
+  )
+  assert [row[3] for row in plan] == [
+      "SCAN rollout USING INDEX idx_rollout_solved"
+  ]  # In order: nothing is sorted.
 
 
 def test_a_writer_may_send_booleans_for_flags(rows):

@@ -9,6 +9,7 @@ import monitor_server
 import pytest
 from starlette import datastructures
 import trials
+from tunix.rl.multi_turn.monitor.dashboard import few_turns
 from tunix.rl.multi_turn.monitor.dashboard import rollout_list
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
@@ -270,7 +271,7 @@ def test_lists_read_indices_and_no_rollout(server):
         ), plan
 
 
-def test_few_turns_are_few_for_the_task_in_the_run(server):
+def test_few_turns_are_few_for_the_task_in_the_run(server, monkeypatch):
   body = {
       "tasks": [{"task_id": t, "description": t} for t in ("long", "short")],
       "steps": [{"client_id": "S1", "step": 1}],
@@ -294,10 +295,17 @@ def test_few_turns_are_few_for_the_task_in_the_run(server):
   ]  # pyformat: disable
   server.post(other)
   names = {row["id"]: row["rollout_id"] for row in server.rows("rollout")}
-  for path, found in (
-      ("/runs/1/rollouts", {"long2"}), ("/runs/2/rollouts", set()),
-      ("/rollouts", {"long0", "long1", "long2", "long3", "long4"}),
-  ):
-    text = server.http.get(f"{path}?odd=success+in+few+turns").text
-    shown = re.findall(r'href="/rollouts/(\d+)" data-row', text)
-    assert {names[int(i)] for i in shown} == found, path
+  every = ["long4", "long3", "long2", "long1", "long0"]
+  by_turns = ["long4", "long1", "long0", "long3", "long2"]
+  for many in (2000, 0):  # Read one by one, or looked for among all.
+    monkeypatch.setattr(few_turns, "_MANY", many)
+    for path, found in (
+        ("/runs/1/rollouts?", ["long2"]), ("/runs/2/rollouts?", []),
+        ("/rollouts?", every), ("/rollouts?step=1&source=step&", every),
+        ("/rollouts?step=2&", []), ("/rollouts?source=eval&", []),
+        ("/rollouts?order=up&", every[::-1]),
+        ("/rollouts?sort=turns&", by_turns), ("/rollouts?q=short&", []),
+    ):  # pyformat: disable
+      text = server.http.get(f"{path}odd=success+in+few+turns").text
+      shown = re.findall(r'href="/rollouts/(\d+)" data-row', text)
+      assert [names[int(i)] for i in shown] == found, (path, many)

@@ -1,6 +1,7 @@
 """The search by an index of words, on both databases and without one."""
 
 import re
+import time
 
 from alembic import command
 import monitor_server
@@ -47,7 +48,15 @@ def found(server, query, **params):
   )
 
 
+def index_all(engine):
+  """As the server's writer does when nothing waits."""
+  with database.writing(engine) as connection:
+    while text_index.catch_up(connection, 2):
+      pass
+
+
 def indexed(server, query):
+  index_all(server.engine)
   with database.reading(server.engine) as connection:
     return text_index.find(
         connection, 1, text_index.words_of(query), None, 100
@@ -134,6 +143,63 @@ def test_the_index_follows_every_writer(server):
   ).text
 
 
+def test_turns_are_found_before_and_after_they_are_indexed(
+    server, monkeypatch
+):
+  index_all(server.engine)
+  with monkeypatch.context() as patch:
+    patch.setattr(text_index, "catch_up", lambda connection, most: False)
+    fill(server)
+    pages = [found(server, q) for q in ("grader", "grade*", "nowhere")]
+    with database.reading(server.engine) as connection:
+      waits = text_index.pending(connection)
+  assert waits == (server.engine.dialect.name == "sqlite")
+  assert pages == [([("r1", 1)], False), ([("r2", 1), ("r1", 1)], False),
+                   ([], False)]  # pyformat: disable
+  index_all(server.engine)
+  assert pages == [found(server, q) for q in ("grader", "grade*", "nowhere")]
+
+
+def test_the_server_indexes_what_it_stores_and_what_was_left(
+    tmp_path, monkeypatch
+):
+  def wait(server):
+    until = time.monotonic() + 20
+    while True:
+      with database.reading(server.engine) as connection:
+        if not text_index.pending(connection):
+          return text_index.find(connection, 1, ["grader"], None, 9)
+      assert time.monotonic() < until
+      time.sleep(0.02)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(text_index, "catch_up", lambda connection, most: False)
+    with monitor_server.sqlite_server(tmp_path) as server:
+      fill(server)
+  with monitor_server.sqlite_server(tmp_path) as server:
+    assert wait(server) == [1]
+    server.post({"training_id": "T", **thinking("r4", "a second grader")})
+    assert wait(server) == [6, 1]
+
+
+def test_an_index_that_cannot_be_written_refuses_no_batch(
+    tmp_path, monkeypatch, caplog
+):
+  def broken(connection, most):
+    raise OSError("no space for words")
+
+  monkeypatch.setattr(text_index, "catch_up", broken)
+  with monitor_server.sqlite_server(tmp_path) as server:
+    fill(server)
+    until = time.monotonic() + 20
+    while "no space for words" not in caplog.text:
+      assert time.monotonic() < until
+      time.sleep(0.02)
+    server.post({"training_id": "T", **thinking("r4", "after the grader")})
+    assert found(server, "grader") == ([("r4", 1), ("r1", 1)], False)
+  assert caplog.text.count("no space for words") == 1
+
+
 def test_a_long_text_is_stored_and_its_beginning_indexed(server):
   words = " ".join(f"w{n}\u00e4" for n in range(60_000))
   server.post(joined(base(), thinking("r1", words)))
@@ -212,6 +278,7 @@ def test_a_prune_leaves_out_what_is_gone(server, tmp_path):
   pruning.prune(
       server.engine, tmp_path / "files", pruning.Criteria(names=("run",))
   )
+  index_all(server.engine)
   with database.reading(server.engine) as connection:
     count = connection.execute(sa.text(
         "SELECT count(*) FROM monitor_turn_words"

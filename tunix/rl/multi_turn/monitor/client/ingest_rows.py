@@ -1,28 +1,25 @@
-"""Makes parts of the ingest protocol from episodes.
+"""Makes parts of the ingest protocol from episodes: begun, under way, ended.
 
-Counts and flags are the episode's own records; nothing is computed twice. Turns
-are numbered from 1.
+Turns are numbered from 1.
 """
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 import dataclasses
-import itertools
 from typing import Any
 
-import numpy as np
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.monitor.client import episode_figures
 from tunix.rl.multi_turn.monitor.client import live_turns
 from tunix.rl.multi_turn.monitor.client import task_rows
+from tunix.rl.multi_turn.monitor.client import turn_rows
+from tunix.rl.multi_turn.monitor.client import turn_tokens
 
 Status = trajectory_lib.TrajectoryStatus
 _CANCELLED = frozenset({Status.CANCELLED})
-_ANSWERS = frozenset({"answer", "terminate"})
 _VERDICT_STAGES = frozenset({"evaluate", "reward"})
-_DECIDED = frozenset({Status.SUCCEEDED, Status.FAILED})
 
 
 @dataclasses.dataclass
@@ -101,13 +98,16 @@ def ended(
     verdict: how the task's success is decided.
   """
   name = running.rollout_id
-  turns = _turn_times(running, episode, time)
-  info = _last_info(episode)
+  turns = episode_figures.turn_times(
+      running.started, running.turns, episode, time
+  )
+  info = episode_figures.last_info(episode)
   rollout = {
       "client_id": name, "rollout_id": name, "task_id": task["client_id"],
       **running.source, **running.fields,
-      **_times(running, episode, turns, time),
-      **_outcome(episode, info), **_counts(episode, running),
+      **episode_figures.times(running.started, episode, turns, time),
+      **episode_figures.outcome(episode, info),
+      **episode_figures.counts(episode, running.faults),
       "status": rollout_status(episode.status),
       "current_phase": "cleanup",
       "status_message": episode.status.value,
@@ -117,7 +117,7 @@ def ended(
           if isinstance(episode.task, Mapping)
           else None
       ) or max_turns,
-      "errors": _errors(episode, running),
+      "errors": episode_figures.errors(episode, running.faults),
       "trajectory_path": world.trajectories or None,
       "summary_json": {
           "trajectory_status": episode.status.value,
@@ -141,16 +141,16 @@ def ended(
       }],
       "turns": [], "actions": [], "observations": [], "validations": [],
   }  # pyformat: disable
-  sampled = _sampled(episode)
+  sampled = turn_tokens.by_turn(episode)
   before = _first_image(episode)
   seen = 0
   for index, (step, (start, end, seconds)) in enumerate(
       zip(episode.steps, turns)
   ):
-    messages, seen = _new_messages(step, seen)
-    rows = _turn_rows(
+    messages, seen = turn_rows.new_messages(step, seen)
+    rows = turn_rows.of_turn(
         name, index, step, (start, end, seconds), before,
-        sampled.get(index, _NO_TOKENS), messages,
+        sampled.get(index, turn_tokens.NONE), messages,
     )  # pyformat: disable
     for kind, found in rows.items():
       part[kind] += found
@@ -203,56 +203,12 @@ def live_turn(
   before = live_turns.first_image(step) or before
   running.image = live_turns.image_of(step.observation) or before
   start = max(running.started, event.time - sum(event.seconds.values()))
-  rows = _turn_rows(
+  rows = turn_rows.of_turn(
       running.rollout_id, event.turn, step,
-      (start, max(start, event.time), event.seconds), before, _NO_TOKENS, None,
+      (start, max(start, event.time), event.seconds), before,
+      turn_tokens.NONE, None,
   )  # pyformat: disable
   return rows, images
-
-
-def _turn_rows(
-    name: str, index: int, step: trajectory_lib.Step,
-    time: tuple[float, float, Mapping[str, float]],
-    before: trajectory_lib.ImageRef | None, tokens: _Tokens,
-    messages: list[Any] | None,
-) -> dict[str, list[dict[str, Any]]]:  # pyformat: disable
-  """Rows of the turn number `index`, from 0.
-
-  Args:
-    name: of the rollout.
-    index: of the turn.
-    step: the turn.
-    time: (start, end, seconds by stage).
-    before: the screen that the policy saw.
-    tokens: of the turn.
-    messages: that were new to the model.
-  """
-  start, end, seconds = time
-  turn = f"{name}:turn:{index + 1}"
-  after = live_turns.image_of(step.observation)
-  return {
-      "turns": [{
-          "client_id": turn, "rollout_id": name, "turn": index + 1,
-          "start_time": start, "end_time": end, "turn_time": end - start,
-          "reward": float(step.reward), "episode_done": bool(step.done),
-          "metrics_json": _turn_metrics(step, seconds, tokens),
-      }],
-      "actions": _actions(turn, step, tokens),
-      # In this order, also where the first one's screen is known later.
-      "observations": [
-          {
-              "client_id": f"{turn}:before", "turn_id": turn,
-              "obs_type": "screenshot_before", "screenshot_uri": _uri(before),
-              "model_input_json": messages,
-          },
-          {
-              "client_id": f"{turn}:after", "turn_id": turn,
-              "obs_type": "screenshot_after" if after is not None else "text",
-              "screenshot_uri": _uri(after),
-              "text_content": _text(step.observation),
-          },
-      ],
-  }  # pyformat: disable
 
 
 def images_of(
@@ -264,301 +220,6 @@ def images_of(
   return {ref.sha256: ref for ref in found if ref is not None}
 
 
-# --- times --------------------------------------------------------------------
-
-
-def _turn_times(
-    running: RunningEpisode, episode: trajectory_lib.Trajectory, end: float
-) -> list[tuple[float, float, Mapping[str, float]]]:
-  """(start, end, seconds by stage) of each turn; never before the last one."""
-  found = []
-  last = running.started
-  for _, known in itertools.zip_longest(
-      episode.steps, running.turns[: len(episode.steps)]
-  ):
-    finish, seconds = known or (end, {})
-    finish = max(last, min(finish, end) if end > last else last)
-    start = max(last, finish - sum(seconds.values()))
-    found.append((start, finish, seconds))
-    last = finish
-  return found
-
-
-def _times(
-    running: RunningEpisode, episode: trajectory_lib.Trajectory,
-    turns: Sequence[Any], end: float,
-) -> dict[str, Any]:  # pyformat: disable
-  """When each stage had ended, as far as it was measured.
-
-  The verdict of a gym is part of the last turn, which then ends the task when
-  it begins; another one comes after that turn.
-  """
-  end = max(end, running.started)
-  spent = episode.metrics
-  first = turns[0][0] if turns else None
-  last = turns[-1][1] if turns else None
-  created = ready = None
-  if "seconds_reset" in spent:
-    created = min(running.started + spent["seconds_reset"], first or end)
-    if "seconds_agent_init" in spent:
-      ready = min(created + spent["seconds_agent_init"], first or end)
-  judged = spent.get("seconds_evaluate")
-  verdict = None
-  if last is not None and judged is not None:
-    if "evaluation" in _last_info(episode):
-      verdict, last = last, max(turns[-1][0], last - judged)
-    else:
-      verdict = min(last + judged, end)
-  return {
-      "start_time": running.started, "end_time": end,
-      "env_creation_time": created, "agent_init_time": ready,
-      "task_start_time": first, "task_end_time": last,
-      "validation_time": verdict, "rollout_time": end - running.started,
-  }  # pyformat: disable
-
-
-# --- outcome and counts -------------------------------------------------------
-
-
-def _last_info(episode: trajectory_lib.Trajectory) -> Mapping[str, Any]:
-  return episode.steps[-1].info if episode.steps else {}
-
-
-def _gui_actions(step: trajectory_lib.Step) -> list[dict[str, Any]]:
-  return [
-      dict(a) for a in step.info.get("gui_actions") or () if "kind" in a
-  ]
-
-
-def _outcome(
-    episode: trajectory_lib.Trajectory, info: Mapping[str, Any]
-) -> dict[str, Any]:
-  success = episode.status is Status.SUCCEEDED
-  claims = [
-      a for step in episode.steps for a in _gui_actions(step)
-      if a["kind"] in _ANSWERS
-  ]  # pyformat: disable
-  claimed = None
-  if claims:
-    # An answer claims success, unless it claims failure.
-    claimed = claims[-1].get("success") is not False
-  won = [n for n, s in enumerate(episode.steps, 1) if s.info.get("success")]
-  paid = [n for n, s in enumerate(episode.steps, 1) if s.reward > 0]
-  first = (won or paid or [None])[0]
-  return {
-      "task_completed": episode.status in _DECIDED,
-      "task_success": success,
-      "agent_reported_success": claimed,
-      "validation_passed": (
-          bool(info["success"]) if "success" in info else None
-      ),
-      "ran_out_of_turns": episode.status is Status.MAX_TURNS,
-      "attempted_completion": bool(claims),
-      "turn_first_success": first,
-      "turn_task_completed": (
-          episode.num_turns if episode.status in _DECIDED else None
-      ),
-      "num_turns": episode.num_turns,
-      "current_turn": episode.num_turns,
-      "reward": float(episode.reward),
-  }
-
-
-def _counts(
-    episode: trajectory_lib.Trajectory, running: RunningEpisode
-) -> dict[str, int]:
-  actions = [a for step in episode.steps for a in _gui_actions(step)]
-  unparsed = named = argued = 0
-  for step in episode.steps:
-    kinds = collections.Counter(step.info.get("invalid_kinds") or ())
-    if step.info.get("parse_errors") or kinds[trajectory_lib.NO_CALL]:
-      unparsed += 1
-      continue
-    untyped = len(step.info.get("invalid_actions") or ()) - kinds.total()
-    named += kinds[trajectory_lib.TOOL_NAME]
-    argued += kinds[trajectory_lib.TOOL_ARGUMENTS] + max(0, untyped)
-  failed = episode.error is not None and not episode.status.is_policy_outcome
-  return {
-      "num_total_actions": len(actions),
-      "consecutive_repeated_actions": sum(
-          a == b for a, b in zip(actions, actions[1:])
-      ),
-      "parse_errors": unparsed,
-      "tool_name_errors": named,
-      "tool_arg_errors": argued,
-      "runtime_errors": max(len(running.faults), int(failed)),
-  }
-
-
-def _errors(
-    episode: trajectory_lib.Trajectory, running: RunningEpisode
-) -> list[dict[str, Any]]:
-  found: list[dict[str, Any]] = list(running.faults)
-  if episode.error and not found:
-    found.append({"kind": episode.status.value, "message": episode.error})
-  for number, step in enumerate(episode.steps, 1):
-    for kind in ("parse_errors", "invalid_actions"):
-      found += [
-          {"kind": kind, "turn": number, "message": str(text)}
-          for text in step.info.get(kind) or ()
-      ]
-  return found
-
-
-# --- turns --------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tokens:
-  """A turn's tokens.
-
-  Attributes:
-    ids: sampled.
-    logprobs: nats, of each.
-    versions: [version, how many in a row] of them.
-    entropies: nats, float32 of each; None where the sampler has none.
-    prompt: tokens that the turn added to the prompt, [id, how many in a
-      row]: screenshots are long runs of one id.
-  """
-
-  ids: list[int]
-  logprobs: list[float]
-  versions: list[list[int]]
-  entropies: np.ndarray | None = None
-  prompt: list[list[int]] | None = None
-
-
-_NO_TOKENS = _Tokens([], [], [])
-
-
-def _sampled(episode: trajectory_lib.Trajectory) -> dict[int, _Tokens]:
-  """Turn -> its tokens; each sampled one is in one sequence."""
-  sampled: dict[int, list[tuple[Any, slice]]] = {}
-  prompts: dict[int, list[list[int]]] = {}
-  for sequence in episode.sequences:
-    before: dict[int, list[list[int]]] = {}
-    for turn, chosen, part in _stretches(sequence):
-      if chosen:
-        sampled.setdefault(turn, []).append((sequence, part))
-        prompts.setdefault(turn, []).extend(before.pop(turn, ()))
-      else:
-        before.setdefault(turn, []).extend(_runs(sequence.tokens[part]))
-  found = {}
-  for turn, parts in sampled.items():
-    silent = any(s.entropies is None for s, _ in parts)
-    found[turn] = _Tokens(
-        _joined(parts, "tokens").tolist(),
-        _joined(parts, "logprobs").tolist(),
-        _runs(_joined(parts, "versions")),
-        None if silent else _joined(parts, "entropies"),
-        prompts[turn],
-    )
-  return found
-
-
-def _joined(parts: Iterable[tuple[Any, slice]], name: str) -> np.ndarray:
-  return np.concatenate([getattr(s, name)[part] for s, part in parts])
-
-
-def _stretches(sequence: Any) -> Iterator[tuple[int, bool, slice]]:
-  """(turn, whether sampled, where) of tokens in a row that agree in both."""
-  key = 2 * sequence.turn_ids.astype(np.int64) + sequence.loss_mask
-  cuts = [0, *(np.flatnonzero(key[1:] != key[:-1]) + 1).tolist(), len(key)]
-  for start, stop in zip(cuts, cuts[1:]):
-    if stop > start:
-      turn, sampled = divmod(int(key[start]), 2)
-      yield turn, bool(sampled), slice(start, stop)
-
-
-def _runs(values: np.ndarray) -> list[list[int]]:
-  """[value, how many in a row] of integers."""
-  cuts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist()]
-  cuts.append(len(values))
-  return [
-      [value, stop - start]
-      for value, start, stop in zip(values[cuts[:-1]].tolist(), cuts, cuts[1:])
-  ] if len(values) else []
-
-
-def _turn_metrics(
-    step: trajectory_lib.Step, seconds: Mapping[str, float], tokens: _Tokens
-) -> dict[str, Any]:
-  info = {
-      k: v for k, v in step.info.items() if k not in ("gui_actions", "gym")
-  }  # pyformat: disable
-  return {
-      "seconds": dict(seconds),
-      "thought": step.thought,
-      "model_response": step.model_response,
-      "mc_return": float(step.mc_return),
-      "policy_versions": tokens.versions,
-      "prompt_tokens": tokens.prompt,
-      "entropies": tokens.entropies,
-      "sampled_tokens": len(tokens.ids),
-      "mean_logprob": (
-          sum(tokens.logprobs) / len(tokens.logprobs)
-          if tokens.logprobs
-          else None
-      ),
-      "info": _writable(info),
-  }
-
-
-def _actions(
-    turn: str, step: trajectory_lib.Step, tokens: _Tokens
-) -> list[dict[str, Any]]:
-  """A row an action; the first one has the turn's tokens.
-
-  A turn in which nothing could be done has one row all the same.
-  """
-  calls = (
-      step.action.tool_calls
-      if isinstance(step.action, trajectory_lib.Action)
-      else []
-  )
-  done = _gui_actions(step)
-  rows: list[dict[str, Any]] = []
-  for index in range(max(len(done), len(calls))):
-    call = calls[index] if index < len(calls) else None
-    gui = done[index] if index < len(done) else None
-    rows.append({
-        "action_type": gui["kind"] if gui else "invalid",
-        "tool_name": call.name if call else None,
-        # The executed action, in pixels; else the requested one.
-        "tool_args": (
-            {k: v for k, v in gui.items() if k != "kind"}
-            if gui
-            else _writable(call.arguments)
-        ),
-        "action_json": _writable(call.to_json()) if call else None,
-    })
-  if not rows:
-    kind = "parse_error" if step.info.get("parse_errors") else "text"
-    rows.append({"action_type": kind})
-  for index, row in enumerate(rows):
-    row |= {"client_id": f"{turn}:action:{index}", "turn_id": turn}
-  if tokens.ids:
-    rows[0] |= {
-        "tokens": tokens.ids, "logprobs": tokens.logprobs,
-        "num_tokens": len(tokens.ids),
-    }  # pyformat: disable
-  return rows
-
-
-def _new_messages(
-    step: trajectory_lib.Step, seen: int
-) -> tuple[list[Any] | None, int]:
-  """Messages that this turn's model call had and the one before had not."""
-  messages = list(step.chat_completions)
-  while messages and messages[-1].get("role") == "assistant":
-    messages.pop()  # The reply, which `chat_completions` ends with.
-  new = messages[seen:] if seen <= len(messages) else messages
-  return (_writable(new) or None), len(step.chat_completions)
-
-
-# --- screenshots --------------------------------------------------------------
-
-
 def _first_image(
     episode: trajectory_lib.Trajectory,
 ) -> trajectory_lib.ImageRef | None:
@@ -568,34 +229,3 @@ def _first_image(
   return live_turns.first_image(episode.steps[0]) or next(
       (span.image for s in episode.sequences[:1] for span in s.images), None
   )
-
-
-def _text(observation: Any) -> str | None:
-  if isinstance(observation, str):
-    return observation
-  if not isinstance(observation, Mapping):
-    return None
-  texts = [
-      str(observation[k])
-      for k in ("question", "instruction", "text")
-      if observation.get(k)
-  ]
-  outputs = observation.get("tool_outputs") or {}
-  texts += [f"{k}: {v}" for k, v in outputs.items()]
-  return "\n".join(texts) or None
-
-
-def _uri(image: trajectory_lib.ImageRef | None) -> str | None:
-  return None if image is None else f"sha256:{image.sha256}"
-
-
-def _writable(value: Any) -> Any:
-  """JSON values, with text for the rest."""
-  try:
-    return trajectory_lib.encode(value)
-  except TypeError:
-    if isinstance(value, Mapping):
-      return {str(k): _writable(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-      return [_writable(v) for v in value]
-    return str(value)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Sequence
 import pydantic
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.dashboard import annotations
+from tunix.rl.multi_turn.monitor.dashboard import few_turns
 from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
@@ -85,13 +86,9 @@ ODD = {
         _DECIDED, _R.c.task_success == 0, _R.c.agent_reported_success == 1
     ),
     "repeats itself": _R.c.consecutive_repeated_actions >= 3,
-    _SHORT: sa.and_(
-        _DECIDED, _R.c.task_success == 1, _R.c.num_turns > 0
-    ),
+    _SHORT: few_turns.WON,
 }  # pyformat: disable
 """Where a reward may be hacked, or a policy is stuck."""
-_FEW = 0.5
-"""Of the mean turns of the successes at a task."""
 
 
 def _place(text: Any) -> tuple[float, int]:
@@ -157,6 +154,7 @@ class Selection:
     sort: of `SORTS`.
     up: the least first.
     after: (value of the order, id) of the last one seen; None from the start.
+    ids: only these, which are few; None for all.
   """
 
   conditions: tuple[sa.ColumnElement[bool], ...]
@@ -165,6 +163,7 @@ class Selection:
   sort: str
   up: bool
   after: tuple[float, int] | None
+  ids: tuple[int, ...] | None = None
 
   @property
   def key(self) -> sa.ColumnElement[Any]:
@@ -226,9 +225,7 @@ class RolloutLists:
       if asks.label is not None:
         wanted = wanted.narrowed(_labelled(connection, asks.label))
       if asks.odd == _SHORT:
-        wanted = wanted.narrowed(
-            _few_turns(connection, request.project, training)
-        )
+        wanted = _few_turns(connection, request.project, training, wanted)
       found = pick(connection, request.project, training, wanted)
       rows = _described(connection, [id_ for _, id_ in found[:_PAGE]])
       labels = annotations.every_label(connection, request.project, training)
@@ -333,6 +330,8 @@ def _pick(
     wanted: Selection, count: int,
 ) -> list[tuple[float, int]]:  # pyformat: disable
   """The same in one order."""
+  if wanted.ids is not None:
+    return _of_ids(connection, project, training, wanted, count)
   owner = tables.training_project
   mine = sa.select(owner.c.training_id).where(owner.c.project_id == project)
   if training is None and wanted.sort == "newest" and wanted.step is None:
@@ -365,6 +364,30 @@ def _pick(
   sign = 1 if wanted.up else -1
   found.sort(key=lambda one: (sign * one[0], -one[1]))
   return found[:count]
+
+
+def _of_ids(
+    connection: sa.Connection, project: int, training: int | None,
+    wanted: Selection, count: int,
+) -> list[tuple[float, int]]:  # pyformat: disable
+  """The same among a few known ones, which are read by their ids."""
+  own = []
+  for source in wanted.sources:
+    s = tables.metadata.tables[source]
+    ids = sa.select(s.c.id).where(_owned(s, project, training))
+    if wanted.step is not None:
+      ids = ids.where(s.c.step == wanted.step)
+    own.append((_R.c[f"{source}_id"] + 0).in_(ids))
+  rows = connection.execute(
+      sa.select(wanted.key, _R.c.id)
+      .where(
+          _R.c.id.in_(few_turns.in_text(wanted.ids or ())), sa.or_(*own),
+          *wanted.conditions, *wanted.beyond(),
+      )
+      .order_by(*wanted.order())
+      .limit(count)
+  )  # pyformat: disable
+  return [(float(value), id_) for value, id_ in rows]
 
 
 def _walked(own: sa.Select, source: sa.Table, wanted: Selection) -> sa.Subquery:
@@ -477,42 +500,29 @@ def _labelled(
 
 
 def _few_turns(
-    connection: sa.Connection, project: int, training: int | None
-) -> sa.ColumnElement[bool]:
-  """Whether a rollout took at most `_FEW` of its task's usual turns.
+    connection: sa.Connection, project: int, training: int | None,
+    wanted: Selection,
+) -> Selection:  # pyformat: disable
+  """Those that took few turns for their task, in the same runs."""
+  if training is None and _has_all_runs(connection, project):
+    ids = few_turns.of_all_runs(connection)
+    if ids is not None:
+      return dataclasses.replace(wanted, ids=tuple(ids))
+  own = {
+      source: sa.select(tables.metadata.tables[source].c.id).where(
+          _owned(tables.metadata.tables[source], project, training)
+      )
+      for source in vocabulary.SOURCE_TYPES
+  }
+  return wanted.narrowed(few_turns.in_runs(connection, own))
 
-  These are the mean of the other successes at the task, in the same runs. With
-  n successes of `total` turns, x turns are at most half of the others' mean
-  where x (2 n - 1) <= total.
-  """
-  r = _R
-  tasks: dict[int, list[int]] = {}
-  for source in vocabulary.SOURCE_TYPES:
-    s, held = tables.metadata.tables[source], r.c[f"{source}_id"]
-    own = sa.select(s.c.id).where(_owned(s, project, training)).subquery()
-    for task, count, total, least in connection.execute(
-        sa.select(
-            _TASK, sa.func.count(), sa.func.sum(r.c.num_turns),
-            sa.func.min(r.c.num_turns),
-        )
-        .select_from(own.join(r, held == own.c.id))
-        .where(held.is_not(None), ODD[_SHORT])
-        .group_by(_TASK)
-    ):  # pyformat: disable
-      one = tasks.setdefault(task, [0, 0, least])
-      tasks[task] = [one[0] + count, one[1] + int(total), min(one[2], least)]
-  at_most: dict[int, list[int]] = {}
-  for task, (count, total, least) in tasks.items():
-    most = total // round((count - 1) / _FEW + 1)
-    if count > 1 and least <= most:
-      at_most.setdefault(most, []).append(task)
-  return sa.or_(sa.false(), *(
-      sa.and_(r.c.num_turns <= most, _TASK.in_(
-          # In the text: there may be more than a statement has parameters.
-          sa.bindparam(None, ids, expanding=True, literal_execute=True)
-      ))
-      for most, ids in at_most.items()
-  ))  # pyformat: disable
+
+def _has_all_runs(connection: sa.Connection, project: int) -> bool:
+  owner = tables.training_project
+  return connection.execute(
+      sa.select(owner.c.training_id).where(owner.c.project_id != project)
+      .limit(1)
+  ).scalar() is None  # pyformat: disable
 
 
 def _owned(

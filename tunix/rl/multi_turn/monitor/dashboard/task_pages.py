@@ -166,6 +166,12 @@ def _checkpoints(
   last = len(found) - 1
   places = {round(last * n / (_CHECKPOINTS - 1)) for n in range(_CHECKPOINTS)}
   found = [found[place] for place in sorted(places)]
+  b = tables.baseline
+  names = dict(connection.execute(
+      sa.select(b.c.id, b.c.status_message).where(b.c.training_id == training)
+  ).tuples().all())  # pyformat: disable
+  for one in found:
+    one["name"] = names.get(one["source"]) if one["kind"] == "baseline" else ""
   r = tables.rollout
   rows = {
       row.id: dict(row._mapping)  # pylint: disable=protected-access

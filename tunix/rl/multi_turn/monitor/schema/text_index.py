@@ -2,12 +2,15 @@
 
 Indexed are a turn's thought, response and typed text (their raw values of other
 recorders, too), and with a rollout's first turn the task's description: the
-first 50,000 characters of each. Triggers keep it, for every writer.
+first 50,000 characters of each. Triggers keep it, for every writer: those of
+PostgreSQL write it, those of SQLite note the turn as pending, and `catch_up`
+indexes many pending turns at once. FTS5 writes a part of its index at the end
+of every statement that has a trigger, which costs ten times the words.
 
-Promises: the index has all words that a turn has. It may have words that the
-turn no longer has, or turns that are gone, so that a reader looks at what it
-finds: nothing is deleted from it, which FTS5 could do only with the old text.
-`rebuild` leaves them out.
+Promises: `find` misses no turn that has all the words: it returns every pending
+one, too. The index may have words that the turn no longer has, or turns that
+are gone, so that a reader looks at what it finds: nothing is deleted from it,
+which FTS5 could do only with the old text. `rebuild` leaves them out.
 
 Does not: rank. Where SQLite has no FTS5, there is no index, and `ready` is
 False; the next program that has it builds it anew.
@@ -26,6 +29,7 @@ from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import triggers
 
 TABLE = "monitor_turn_words"
+_PENDING = f"{TABLE}_pending"
 _KEY = "text_index"
 _VERSION = "1"
 _MOST = 50_000
@@ -81,6 +85,10 @@ def install(connection: sa.Connection) -> None:
   if not available(connection.dialect.name):
     connection.execute(sa.delete(meta).where(meta.c.key == _KEY))
     return
+  if connection.dialect.name == "sqlite":
+    connection.exec_driver_sql(
+        f"CREATE TABLE IF NOT EXISTS {_PENDING} (turn_id INTEGER PRIMARY KEY)"
+    )
   if ready(connection):
     return
   drop(connection)
@@ -108,9 +116,42 @@ def rebuild(connection: sa.Connection) -> None:
     connection.exec_driver_sql(
         f"INSERT INTO {TABLE} ({TABLE}) VALUES ('delete-all')"
     )
+    connection.exec_driver_sql(f"DELETE FROM {_PENDING}")
   else:
     connection.exec_driver_sql(f"TRUNCATE {TABLE}")
   _fill(connection)
+
+
+def pending(connection: sa.Connection) -> bool:
+  """Whether `catch_up` has turns to index."""
+  return connection.dialect.name == "sqlite" and ready(connection) and bool(
+      connection.exec_driver_sql(
+          f"SELECT EXISTS (SELECT 1 FROM {_PENDING})"
+      ).scalar()
+  )
+
+
+def catch_up(connection: sa.Connection, most: int) -> bool:
+  """Indexes pending turns, the oldest first; whether others are left.
+
+  Args:
+    connection: in a transaction that writes.
+    most: turns, at most.
+  """
+  if not pending(connection):
+    return False
+  run = connection.exec_driver_sql
+  last, count = run(
+      f"SELECT max(turn_id), count(*) FROM (SELECT turn_id FROM {_PENDING}"
+      " ORDER BY turn_id LIMIT ?)", (most,)
+  ).one()  # pyformat: disable
+  run(
+      f"INSERT INTO {TABLE} (rowid, words) SELECT t.id,"
+      f" {_sqlite_words()} FROM {_PENDING} p JOIN turn t ON t.id = p.turn_id"
+      " WHERE p.turn_id <= ? ORDER BY p.turn_id", (last,)
+  )  # pyformat: disable
+  run(f"DELETE FROM {_PENDING} WHERE turn_id <= ?", (last,))
+  return count == most
 
 
 def drop(connection: sa.Connection) -> None:
@@ -124,10 +165,10 @@ def find(
     connection: sa.Connection, training: int, words: Sequence[str],
     before: int | None, count: int,
 ) -> list[int]:  # pyformat: disable
-  """Turns of a run that have all of these words, the newest first.
+  """Turns that may be of a run and have all of these words, the newest first.
 
-  One that ends in an asterisk is found by its beginning. FTS5 reads every turn
-  that has such a word, where of a whole word it reads the newest.
+  A word that ends in an asterisk is found by its beginning. FTS5 reads every
+  turn that has such a word, where of a whole word it reads the newest.
 
   Args:
     connection: to the database.
@@ -145,13 +186,22 @@ def find(
         f'"{word.rstrip("*")}"{"*" if word[-1] == "*" else ""}'
         for word in words
     )
-    return list(connection.scalars(
+    found = set(connection.scalars(
         sa.text(
             f"SELECT rowid FROM {TABLE} WHERE {TABLE} MATCH :query"
             f"{behind.format('rowid')} ORDER BY rowid DESC LIMIT :count"
         ),
         {"query": f'"{_RUN}{training:d}" AND {query}', "count": count},
     ))  # pyformat: disable
+    found.update(connection.scalars(
+        sa.text(
+            f"SELECT turn_id FROM {_PENDING} WHERE"
+            f" TRUE{behind.format('turn_id')} ORDER BY turn_id DESC LIMIT"
+            " :count"
+        ),
+        {"count": count},
+    ))  # pyformat: disable
+    return sorted(found, reverse=True)[:count]
   query = " & ".join(
       f"'{word.rstrip('*')}'{':*' if word[-1] == '*' else ''}" for word in words
   )
@@ -197,8 +247,8 @@ _TASK_OF = (
 def _fill(connection: sa.Connection) -> None:
   if connection.dialect.name == "sqlite":
     connection.exec_driver_sql(
-        f"INSERT INTO {TABLE} (rowid, words) SELECT t.id,"
-        f" {_sqlite_words('t', whole=True)} FROM turn t ORDER BY t.id"
+        f"INSERT INTO {TABLE} (rowid, words) SELECT t.id, {_sqlite_words()}"
+        " FROM turn t ORDER BY t.id"
     )
     return
   for statement in _functions():
@@ -212,76 +262,70 @@ def _cut(text: str) -> str:
   return f"COALESCE(substr({text}, 1, {_MOST}), '')"
 
 
-def _sqlite_words(row: str, whole: bool = False) -> str:
-  """The words of a row of `turn`; `whole`: with what other rows have of it."""
+def _sqlite_words() -> str:
+  """The words of a row `t` of `turn`."""
   metrics = (
-      f"CASE WHEN json_valid({row}.metrics_json) THEN"
-      f" json_extract({row}.metrics_json, '$.{{}}') END"
+      "CASE WHEN json_valid(t.metrics_json) THEN"
+      " json_extract(t.metrics_json, '$.{}') END"
   )
-  rollout = f"{row}.rollout_id"
+  typed = (
+      "CASE WHEN json_valid(a.tool_args) THEN json_extract(a.tool_args,"
+      " '$.text') END"
+  )
+  run, task = (of.format(rollout="t.rollout_id") for of in (_RUN_OF, _TASK_OF))
   parts = [
-      f"'{_RUN}' || {_RUN_OF.format(rollout=rollout)}",
+      f"'{_RUN}' || {run}",
       _cut(metrics.format("thought")), _cut(metrics.format("model_response")),
-      f"CASE WHEN {row}.turn <= 1 THEN"
-      f" {_cut(_TASK_OF.format(rollout=rollout))} ELSE '' END",
+      f"CASE WHEN t.turn <= 1 THEN {_cut(task)} ELSE '' END",
+      f"COALESCE((SELECT group_concat({_cut(typed)}, ' ') FROM action a WHERE"
+      " a.turn_id = t.id AND a.action_type = 'type'), '')",
+      f"COALESCE((SELECT group_concat({_cut('v.value')}, ' ') FROM"
+      " monitor_raw_value v WHERE v.kind = 'turn' AND v.entity_id = t.id AND"
+      f" v.field IN ({_RAW})), '')",
   ]  # pyformat: disable
-  if whole:
-    parts += [
-        "COALESCE((SELECT group_concat("
-        f"{_cut(_typed('a.tool_args'))}, ' ') FROM action a WHERE a.turn_id ="
-        f" {row}.id AND a.action_type = 'type'), '')",
-        f"COALESCE((SELECT group_concat({_cut('v.value')}, ' ') FROM"
-        " monitor_raw_value v WHERE v.kind = 'turn' AND v.entity_id ="
-        f" {row}.id AND v.field IN ({_RAW})), '')",
-    ]  # pyformat: disable
   return " || ' ' || ".join(parts)
 
 
-def _typed(args: str) -> str:
-  return f"CASE WHEN json_valid({args}) THEN json_extract({args}, '$.text') END"
-
-
 def _sqlite() -> list[str]:
-  """Each adds the words that it brings to those that the turn has already."""
-  put = f"INSERT INTO {TABLE} (rowid, words) "
-  of_turn = f"{put}VALUES (NEW.id, {_sqlite_words('NEW')})"
-  # What an action or a raw value brings needs no run: the turn brought it.
-  typed = f"{put}VALUES (NEW.turn_id, {_cut(_typed('NEW.tool_args'))})"
-  raw = f"{put}VALUES (NEW.entity_id, {_cut('NEW.value')})"
+  """Each notes as pending the turns whose words change."""
+  of = f"INSERT OR IGNORE INTO {_PENDING} VALUES (NEW.{{}})".format
+  every = (
+      f"INSERT OR IGNORE INTO {_PENDING} SELECT t.id FROM rollout r JOIN turn t"
+      " ON t.rollout_id = r.id WHERE {}"
+  ).format
   is_raw = f"NEW.kind = 'turn' AND NEW.field IN ({_RAW})"
-  changed = " OR ".join(
+  moved = " OR ".join(
       f"NEW.{c} IS NOT OLD.{c}" for c in ("step_id", "eval_id", "baseline_id")
   )
   made = (
-      ("turn_made", "AFTER INSERT ON turn", "", of_turn),
+      ("turn_made", "AFTER INSERT ON turn", "", of("id")),
       (
           "turn_changed", "AFTER UPDATE OF metrics_json, rollout_id ON turn",
           "NEW.metrics_json IS NOT OLD.metrics_json OR NEW.rollout_id IS NOT"
-          " OLD.rollout_id", of_turn,
+          " OLD.rollout_id", of("id"),
       ),
-      ("typed", "AFTER INSERT ON action", "NEW.action_type = 'type'", typed),
+      (
+          "typed", "AFTER INSERT ON action", "NEW.action_type = 'type'",
+          of("turn_id"),
+      ),
       (
           "typed_changed", "AFTER UPDATE OF tool_args, action_type ON action",
           "NEW.action_type = 'type' AND (NEW.tool_args IS NOT OLD.tool_args OR"
-          " OLD.action_type IS NOT 'type')", typed,
+          " OLD.action_type IS NOT 'type')", of("turn_id"),
       ),
-      ("raw", "AFTER INSERT ON monitor_raw_value", is_raw, raw),
+      ("raw", "AFTER INSERT ON monitor_raw_value", is_raw, of("entity_id")),
       (
           "raw_changed", "AFTER UPDATE OF value ON monitor_raw_value",
-          f"{is_raw} AND NEW.value <> OLD.value", raw,
+          f"{is_raw} AND NEW.value <> OLD.value", of("entity_id"),
       ),
       (
           "moved", "AFTER UPDATE OF step_id, eval_id, baseline_id ON rollout",
-          changed,
-          f"{put}SELECT t.id, {_sqlite_words('t', whole=True)} FROM turn t"
-          " WHERE t.rollout_id = NEW.id ORDER BY t.id",
+          moved, every("r.id = NEW.id"),
       ),
       (
           "task", "AFTER UPDATE OF description ON task",
           "NEW.description <> OLD.description",
-          f"{put}SELECT t.id, {_cut('NEW.description')} FROM rollout r JOIN"
-          " turn t ON t.rollout_id = r.id WHERE r.task_id = NEW.id AND t.turn"
-          " <= 1 ORDER BY t.id",
+          every("r.task_id = NEW.id AND t.turn <= 1"),
       ),
   )  # pyformat: disable
   return [

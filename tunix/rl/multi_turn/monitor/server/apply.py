@@ -67,19 +67,13 @@ class Transaction:
     self._changes: dict[tuple[int, str, int], None] = {}
 
   def apply(self, batch: items_lib.IngestBatch, project: int) -> dict[str, Any]:
-    """Applies one batch and returns the reply.
+    """Applies one batch and returns the reply; the batch stays as it is.
 
     Raises:
-      ApiError: the batch is refused; nothing of it is in the database.
+      ApiError: the batch is refused; the caller undoes what it has written.
     """
-    self.sql.savepoint()
     work = _Work(self, project)
-    try:
-      reply = work.apply(batch)
-    except BaseException:
-      self.sql.undo()
-      raise
-    self.sql.release()
+    reply = work.apply(batch)
     self.ids.update(work.ids)
     self.owners.update(work.owners)
     self._measured |= work.measured
@@ -153,6 +147,8 @@ class _Work:
         self._sql, project, transaction.now
     )
     self._taken: list[int] = []
+    self._names: list[tuple[int, str, str, int]] = []
+    """Rows of client ids that are new."""
     self._new_rollouts: set[int] = set()
     """Of this batch: nothing in the database is theirs."""
 
@@ -178,8 +174,9 @@ class _Work:
           "training", batch.training, "training_id"
       )
     reply: dict[str, Any] = {}
+    self._who.look_up_all(batch.items)
     for kind in items_lib.KINDS:
-      found = batch.items.get(kind.name)
+      found = [item.copy() for item in batch.items.get(kind.name, ())]
       if found:
         ids = self._apply_kind(kind, found)
         if kind.name == "training":
@@ -189,6 +186,11 @@ class _Work:
               {"client_id": item.client_id, "id": id_}
               for item, id_ in zip(found, ids)
           ]
+    self._sql.many(
+        "INSERT INTO monitor_client_id (project_id, kind, client_id,"
+        " entity_id) VALUES (?, ?, ?, ?)",
+        self._names,
+    )
     if self._training is not None:
       reply.setdefault("training_id", self._training)
       self.trainings.add(self._training)
@@ -220,9 +222,7 @@ class _Work:
   # --- a kind ----------------------------------------------------------------
 
   def _apply_kind(self, kind: Kind, found: list[Item]) -> list[int]:
-    parents = self._who.resolve_parents(kind, found)
-    for item, refers in zip(found, parents):
-      item.values.update(refers)
+    self._who.resolve_parents(kind, found)
     if kind.name == "rollout":
       self._ignored += placement.by_groups(self._sql, self._who, found)
     known = self._find(kind, found)
@@ -232,11 +232,15 @@ class _Work:
           item.values.setdefault("training_id", self._training)
     inserts: list[tuple[int, Item]] = []
     updates: list[tuple[int, Item]] = []
-    names: list[tuple[int, str, str, int]] = []
     fresh: dict[tuple[Any, ...], int] = {}
     result = []
+    natural = kind.name in _NATURAL or kind.name == "monitor_group"
     for item in found:
-      id_ = self._existing(kind, item, fresh)
+      name = item.client_id
+      if natural or item.id is not None:
+        id_ = self._existing(kind, item, fresh)
+      else:
+        id_ = None if name is None else known.get(name)
       waiting = None
       if id_ is not None and kind.name == "environment":
         if ("environment", id_) not in self._state:
@@ -247,25 +251,19 @@ class _Work:
           self._waiting.keep(id_, item.values)
         else:
           inserts.append((id_, item))
-        key = self._natural(kind, item)
+        key = self._natural(kind, item) if natural else None
         if key is not None:
-          fresh[self._key_columns(kind, item), key] = id_
+          fresh[key] = id_
       elif waiting is not None:
         self._more_of_waiting(id_, item, waiting, inserts)
       else:
         updates.append((id_, item))
-      name = item.client_id
       if name is not None and name not in known:
         self._who.learn(kind.name, name, id_)
-        names.append((self._project, kind.name, name, id_))
+        self._names.append((self._project, kind.name, name, id_))
       result.append(id_)
     self._insert(kind, inserts)
     self._update(kind, updates)
-    self._sql.many(
-        "INSERT INTO monitor_client_id (project_id, kind, client_id,"
-        " entity_id) VALUES (?, ?, ?, ?)",
-        names,
-    )
     side_rows.keep_raw_values(self._sql, kind.name, zip(result, found))
     if kind.name == "rollout":
       self._environments_of(zip(result, found))
@@ -284,17 +282,18 @@ class _Work:
       )
     return self._taken.pop()
 
-  def _natural(self, kind: Kind, item: Item) -> tuple[Any, ...] | None:
-    columns = self._key_columns(kind, item)
+  def _natural(
+      self, kind: Kind, item: Item
+  ) -> tuple[tuple[str, ...], tuple[Any, ...]] | None:
+    """(columns, values) of the key that an item's table has beside the id."""
+    if kind.name == "monitor_group":
+      columns = placement.group_key(item)
+    else:
+      columns = _NATURAL.get(kind.name)
     if columns is None:
       return None
-    key = tuple(item.values.get(c) for c in columns)
-    return None if None in key else key
-
-  def _key_columns(self, kind: Kind, item: Item) -> tuple[str, ...] | None:
-    if kind.name == "monitor_group":
-      return placement.group_key(item)
-    return _NATURAL.get(kind.name)
+    key = tuple(map(item.values.get, columns))
+    return None if None in key else (columns, key)
 
   def _find(self, kind: Kind, found: list[Item]) -> Mapping[str, int]:
     """Learns which items the database has already: client id -> id."""
@@ -341,14 +340,14 @@ class _Work:
         if kind.name == "training":
           self._keep_number(item, id_)
         return id_
-    columns = self._key_columns(kind, item)
-    key = self._natural(kind, item)
-    if key is None or columns is None:
+    found = self._natural(kind, item)
+    if found is None:
       return None
-    if (columns, key) in fresh:
-      return fresh[columns, key]
+    if found in fresh:
+      return fresh[found]
     if item.values.get("rollout_id") in self._new_rollouts:
       return None
+    columns, key = found
     where = " AND ".join(f"{c} = ?" for c in columns)
     rows = self._sql.rows(
         f"SELECT id FROM {_TABLE_SQL[kind.name]} WHERE {where}", key
@@ -483,7 +482,8 @@ class _Work:
       self._new_rollouts.update(id_ for id_, _ in found)
     self._who.mine.update((kind.name, id_) for id_, _ in found)
     for id_, item in found:
-      side_rows.note_raw_status(self._sql, kind.name, id_, item, None)
+      if "status" in item.raw:
+        side_rows.note_raw_status(self._sql, kind.name, id_, item, None)
 
   def _update(self, kind: Kind, found: list[tuple[int, Item]]) -> None:
     stateful = kind.name in status_rules.COLUMNS

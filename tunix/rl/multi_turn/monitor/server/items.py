@@ -185,6 +185,18 @@ class Item:
     self.environment: int | str | None = None
     self.tags: tuple[str, ...] = ()
 
+  def copy(self) -> Item:
+    """One whose values and raw values can be changed."""
+    other = Item(self.path)
+    other.client_id = self.client_id
+    other.values = self.values.copy()
+    other.parents = self.parents
+    other.raw = self.raw.copy()
+    other.id = self.id
+    other.environment = self.environment
+    other.tags = self.tags
+    return other
+
 
 @dataclasses.dataclass(frozen=True)
 class SpoolRange:
@@ -376,9 +388,16 @@ def _read(
           continue
       values[name] = value
     elif field == "client_id":
-      item.client_id = _client_id(f"{path}.{field}", value, faults)
+      if not _is_name(value):
+        faults.add(
+            f"{path}.{field}", value, f"give text of 1 to {_MAX_ID} characters"
+        )
+      else:
+        item.client_id = value
     elif field in kind.parents:
-      item.parents[field] = _reference(f"{path}.{field}", value, faults)
+      if not _is_name(value):
+        value = _reference(f"{path}.{field}", value, faults)
+      item.parents[field] = value
     elif (kind.name, field) == ("training", "training_id"):
       own = _reference(f"{path}.{field}", value, faults)
       if isinstance(own, str):
@@ -404,7 +423,8 @@ def _read(
       names = [*known, *kind.parents, *kind.kept, "client_id"]
       names += ["tags"] if kind.name == "training" else []
       _keep_unknown(kind, item, field, value, names, faults)
-  _check(kind, item, data, faults)
+  if kind.name in _CHECKED:
+    _check(kind, item, data, faults)
   return item
 
 
@@ -431,6 +451,9 @@ def _keep_unknown(
             path, value, f"{_unknown(field, names)}; kept as a raw value"
         ),
     })  # pyformat: disable
+
+
+_CHECKED = frozenset({"rollout", "task", "action", "step"})
 
 
 def _check(
@@ -507,22 +530,22 @@ def _name_the_nameless(found: list[Any], items: list[Item]) -> None:
     item.client_id = f"content:{digest}:{number}"
 
 
+def _is_name(value: Any) -> bool:
+  """Whether it can be a client id."""
+  return (
+      isinstance(value, str) and 0 < len(value) <= _MAX_ID and "\0" not in value
+  )
+
+
 def _reference(path: str, value: Any, faults: _Faults) -> int | str:
   if type(value) is int and 0 < value < 1 << 63:
     return value
-  if isinstance(value, str) and 0 < len(value) <= _MAX_ID and "\0" not in value:
+  if _is_name(value):
     return value
   faults.add(
       path, value, "give the server's id (a number) or a client id (text)"
   )
   return 0
-
-
-def _client_id(path: str, value: Any, faults: _Faults) -> str:
-  if isinstance(value, str) and 0 < len(value) <= _MAX_ID and "\0" not in value:
-    return value
-  faults.add(path, value, f"give text of 1 to {_MAX_ID} characters")
-  return ""
 
 
 def _own_id(path: str, value: Any, faults: _Faults) -> int:

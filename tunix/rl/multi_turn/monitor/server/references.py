@@ -74,6 +74,8 @@ class References:
     self.mine: set[tuple[str, int]] = set()
     self._before = known
     self._found: dict[str, dict[str, int]] = collections.defaultdict(dict)
+    self._absent: dict[str, set[str]] = collections.defaultdict(set)
+    """Names that the database did not have, of those looked up together."""
 
   def found(self, kind: str) -> Mapping[str, int]:
     """client id -> id, of those that were looked up or learned."""
@@ -83,20 +85,40 @@ class References:
     self._found[kind][name] = id_
     self.ids[self._project, kind, name] = id_
 
+  def look_up_all(self, found: Mapping[str, Iterable[Item]]) -> None:
+    """Looks up every name that items have or refer to, in one query.
+
+    Args:
+      found: kind -> its items.
+    """
+    wanted: dict[str, set[str]] = collections.defaultdict(set)
+    for name, items in found.items():
+      kinds, own = items_lib.BY_NAME[name].parents, wanted[name]
+      for item in items:
+        if item.client_id is not None:
+          own.add(item.client_id)
+        for column, value in item.parents.items():
+          if value.__class__ is str:
+            wanted[kinds[column]].add(value)
+    pairs = []
+    for kind, names in wanted.items():
+      unknown = self._unknown(kind, names)
+      self._absent[kind] |= unknown
+      pairs += [(kind, name) for name in unknown]
+    if not pairs:
+      return
+    rows = self._sql.rows_of(
+        "SELECT kind, client_id, entity_id FROM {pairs} JOIN monitor_client_id"
+        " ON project_id = ? AND kind = {first} AND client_id = {second}",
+        pairs, (self._project,),
+    )  # pyformat: disable
+    for kind, name, id_ in rows:
+      self.learn(kind, name, id_)
+
   def look_up(self, kind: str, names: Iterable[str]) -> Mapping[str, int]:
     """Finds the ids of client ids that the database knows; see `found`."""
     found = self._found[kind]
-    unknown = set()
-    for name in names:
-      if name in found or name in unknown:
-        continue
-      key = (self._project, kind, name)
-      for known in self._before:
-        if (id_ := known.get(key)) is not None:
-          found[name] = id_
-          break
-      else:
-        unknown.add(name)
+    unknown = self._unknown(kind, names) - self._absent[kind]
     if not unknown:
       return found
     rows = self._sql.among(
@@ -109,33 +131,39 @@ class References:
       self.learn(kind, name, id_)
     return found
 
-  def resolve_parents(
-      self, kind: Kind, found: list[Item]
-  ) -> list[dict[str, int]]:
-    """column -> id of the parents of each item.
+  def _unknown(self, kind: str, names: Iterable[str]) -> set[str]:
+    """Names of which no id is known yet."""
+    found = self._found[kind]
+    unknown = set(names).difference(found)
+    for known in self._before:
+      for name in list(unknown):
+        id_ = known.get((self._project, kind, name))
+        if id_ is not None:
+          found[name] = id_
+          unknown.discard(name)
+    return unknown
+
+  def resolve_parents(self, kind: Kind, found: list[Item]) -> None:
+    """Adds the ids of the parents of each item to its values.
 
     Raises:
       ApiError: 400, one is not known or not the project's.
     """
-    wanted: dict[str, set[Any]] = collections.defaultdict(set)
+    numbers: dict[str, set[int]] = collections.defaultdict(set)
     for item in found:
       for column, value in item.parents.items():
-        wanted[kind.parents[column]].add(value)
-    for parent, values in wanted.items():
-      self.look_up(parent, [v for v in values if isinstance(v, str)])
-      self.check_numbers(
-          parent, sorted(v for v in values if isinstance(v, int))
-      )
-    return [
-        {
-            column: self._found[kind.parents[column]].get(value)
-            or self.resolve_one(
-                kind.parents[column], value, f"{item.path}.{column}"
-            )
-            for column, value in item.parents.items()
-        }
-        for item in found
-    ]
+        if isinstance(value, int):
+          numbers[kind.parents[column]].add(value)
+    for parent, wanted in numbers.items():
+      self.check_numbers(parent, sorted(wanted))
+    ids: dict[str, Mapping[Any, int]] = {
+        column: self._found[parent] for column, parent in kind.parents.items()
+    }
+    for item in found:
+      for column, value in item.parents.items():
+        item.values[column] = ids[column].get(value) or self.resolve_one(
+            kind.parents[column], value, f"{item.path}.{column}"
+        )
 
   def resolve_one(self, kind: str, value: int | str, path: str) -> int:
     """The id of a reference; `path` is its place in the body."""

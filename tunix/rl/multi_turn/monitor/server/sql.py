@@ -7,9 +7,9 @@ would cost as much as the rows. The text is made once, from the metadata.
 from __future__ import annotations
 
 import functools
-import json
 from typing import Any, Iterable, Sequence
 
+import orjson
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.schema import tables
 
@@ -42,11 +42,39 @@ class Sql:
     if self.sqlite:
       return self.rows(
           statement.format(among="IN (SELECT value FROM json_each(?))"),
-          (*values, json.dumps(list(among))),
+          (*values, orjson.dumps(list(among)).decode()),
       )
     return self.rows(
         statement.format(among="= ANY(?)"), (*values, list(among))
     )
+
+  def rows_of(
+      self, statement: str, pairs: Sequence[tuple[str, str]],
+      values: Sequence[Any],
+  ) -> list[tuple[Any, ...]]:  # pyformat: disable
+    """Rows of a statement over pairs of text.
+
+    Args:
+      statement: has `{pairs} JOIN`, then `{first}` and `{second}` of a pair.
+      pairs: the table's rows.
+      values: of the statement, behind the pairs.
+    """
+    if self.sqlite:
+      return self.rows(
+          statement.format(
+              pairs="json_each(?) AS pair CROSS",  # Keeps their order.
+              first="json_extract(pair.value, '$[0]')",
+              second="json_extract(pair.value, '$[1]')",
+          ),
+          (orjson.dumps(pairs).decode(), *values),
+      )
+    return self.rows(
+        statement.format(
+            pairs="unnest(?::text[], ?::text[]) AS pair (one, two)",
+            first="pair.one", second="pair.two",
+        ),
+        ([p[0] for p in pairs], [p[1] for p in pairs], *values),
+    )  # pyformat: disable
 
   def next_ids(self, table: str, count: int, used: dict[str, int]) -> range:
     """Ids for `count` new rows, never used before.
@@ -69,12 +97,9 @@ class Sql:
         )
         return range(start, start + count)
       return range(ids[0], ids[0] + count)
-    last = used.get(table)
-    if last is None:
-      found = self.rows(
-          "SELECT seq FROM sqlite_sequence WHERE name = ?", (table,)
-      )
-      last = found[0][0] if found else 0
+    if not used:
+      used.update(self.rows("SELECT name, seq FROM sqlite_sequence"))
+    last = used.get(table, 0)
     used[table] = last + count
     return range(last + 1, last + 1 + count)
 

@@ -3,7 +3,9 @@
 Promises: `submit` answers after the commit, when the database has it on the
 disk, and never for an uncommitted batch. A wrong batch fails alone. A batch
 that cannot be written (a full disk, a lost connection) is answered with 503 and
-leaves nothing; the client sends it again.
+leaves nothing; the client sends it again. Words of new turns are indexed when
+nothing waits, and once a second otherwise; one that cannot be indexed delays no
+batch.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any, Callable
 
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.schema import database
+from tunix.rl.multi_turn.monitor.schema import text_index
 from tunix.rl.multi_turn.monitor.server import apply
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import items
@@ -30,7 +33,17 @@ _MOST_BATCHES = 256
 _MOST_BYTES = 16 << 20
 _PRUNE_EVERY = 1000
 _COMMIT_S = 60.0
+_INDEX_S = 1.0
+_IDLE_S = 0.2
+_INDEX_TURNS = 2000
+_INDEX_AGAIN_S = 30.0  # After it could not be written.
 _STOP = object()
+
+Work = Callable[[apply.Transaction], Any]
+
+
+class _OneFails(Exception):
+  """One of a transaction's batches cannot be applied."""
 
 
 class Writer:
@@ -63,6 +76,10 @@ class Writer:
     self.failures = 0
     """Transactions that could not be committed."""
     self.last_error = ""
+    # None: nothing to index. At first, what an earlier server left.
+    self._index_at: float | None = time.monotonic()
+    self._index_from = 0.0
+    self._index_error = ""
     self._thread = threading.Thread(
         target=self._run, name="monitor-writer", daemon=True
     )
@@ -86,12 +103,13 @@ class Writer:
     return self.run(lambda t: t.apply(batch, project), batch.size)
 
   def run(
-      self, work: Callable[[apply.Transaction], Any], size: int = 1000
+      self, work: Work, size: int = 1000
   ) -> concurrent.futures.Future[Any]:
     """The result of `work`, once its writes are durable.
 
     Args:
-      work: called by the writing thread, in a transaction with others.
+      work: called by the writing thread, in a transaction with others, and
+        again in another one if one of them fails.
       size: bytes that wait with it.
 
     Returns:
@@ -132,55 +150,73 @@ class Writer:
   def _run(self) -> None:
     stopping = False
     while not stopping:
-      work = [self._queue.get()]
-      size = 0
-      while work[-1] is not _STOP and len(work) < _MOST_BATCHES:
-        size += work[-1][1]
-        if size > _MOST_BYTES:
-          break
-        try:
-          work.append(self._queue.get_nowait())
-        except queue.Empty:
-          break
-      if work[-1] is _STOP:
+      work = self._take()
+      if work and work[-1] is _STOP:
         stopping = True
         work.pop()
-      if not work:
-        continue
-      try:
-        self._write(work)
-      except BaseException as error:  # pylint: disable=broad-except
-        _LOG.exception("the writer failed")
-        self._fail(work, error)
-      with self._lock:
-        self._waiting -= sum(size for _, size, _ in work)
+      if work:
+        try:
+          self._write(work)
+        except BaseException as error:  # pylint: disable=broad-except
+          _LOG.exception("the writer failed")
+          self._fail(work, error)
+        with self._lock:
+          self._waiting -= sum(size for _, size, _ in work)
+        if self._index_at is None:
+          self._index_at = time.monotonic() + _INDEX_S
+      if self._index_at is not None and not stopping and time.monotonic() >= (
+          self._index_at if work else self._index_from
+      ):
+        self._index()
 
-  def _write(self, work: list[Any]) -> None:
-    answers: list[tuple[Any, Any]] = []
-    driver = self._engine.dialect.dbapi
+  def _take(self) -> list[Any]:
+    """Work that waits, `_STOP` the last of it; none if there is time to index.
+    """
+    timeout_s = None
+    if self._index_at is not None:
+      timeout_s = min(_IDLE_S, max(0.0, self._index_at - time.monotonic()))
+    try:
+      work = [self._queue.get(timeout=timeout_s)]
+    except queue.Empty:
+      return []
+    size = 0
+    while work[-1] is not _STOP and len(work) < _MOST_BATCHES:
+      size += work[-1][1]
+      if size > _MOST_BYTES:
+        break
+      try:
+        work.append(self._queue.get_nowait())
+      except queue.Empty:
+        break
+    return work
+
+  def _index(self) -> None:
+    """Indexes some pending turns, and sets when to go on."""
     try:
       with database.writing(self._engine) as connection:
-        database.hold_writers(connection)
-        sql = sql_lib.Sql(connection)
-        self._shared.check_generation(sql)
-        transaction = apply.Transaction(sql, self._shared, now())
-        for call, _, future in work:
-          if not future.set_running_or_notify_cancel():
-            continue
-          try:
-            answers.append((future, call(transaction)))
-          except errors.ApiError as error:
-            answers.append((future, error))
-          except driver.IntegrityError as error:
-            answers.append((future, _refused(error)))
-          except (driver.OperationalError, OSError):
-            raise  # No batch is at fault.
-          except Exception as error:  # pylint: disable=broad-except
-            # Sent again it would fail again, and all that wait behind it.
-            _LOG.exception("a batch cannot be applied")
-            answers.append((future, _impossible(error)))
-        transaction.finish(prune=self.commits % _PRUNE_EVERY == 0)
-        sql.close()
+        more = text_index.catch_up(connection, _INDEX_TURNS)
+    except Exception as error:  # pylint: disable=broad-except
+      reason = f"{type(error).__name__}: {error}"
+      if reason != self._index_error:
+        _LOG.error("the words of turns cannot be indexed: %s", reason)
+      self._index_error = reason
+      self._index_at = self._index_from = time.monotonic() + _INDEX_AGAIN_S
+      return
+    self._index_error = ""
+    self._index_at = time.monotonic() if more else None
+
+  def _write(self, work: list[Any]) -> None:
+    running = [
+        (call, future)
+        for call, _, future in work
+        if future.set_running_or_notify_cancel()
+    ]
+    calls = [call for call, _ in running]
+    try:
+      try:
+        transaction, answers = self._transact(calls, apart=False)
+      except _OneFails:
+        transaction, answers = self._transact(calls, apart=True)
     except Exception as error:  # pylint: disable=broad-except
       # Work that is not answered yet was not committed either.
       if not isinstance(error, (sa.exc.DBAPIError, OSError)) and not (
@@ -192,12 +228,63 @@ class Writer:
     transaction.committed()
     self.commits += 1
     self.batches += len(work)
-    for future, answer in answers:
+    for (_, future), answer in zip(running, answers):
       if isinstance(answer, BaseException):
         future.set_exception(answer)
       else:
         future.set_result(answer)
     self._on_commit()
+
+  def _transact(
+      self, calls: list[Work], *, apart: bool
+  ) -> tuple[apply.Transaction, list[Any]]:
+    """(the transaction, each call's answer or error), committed.
+
+    Args:
+      calls: to apply.
+      apart: undo one that fails, with a savepoint of each. A savepoint keeps
+        every page that changes behind it, which costs a third of the writing.
+
+    Raises:
+      _OneFails: not `apart`, and one has failed; nothing was committed.
+    """
+    with database.writing(self._engine) as connection:
+      database.hold_writers(connection)
+      sql = sql_lib.Sql(connection)
+      self._shared.check_generation(sql)
+      transaction = apply.Transaction(sql, self._shared, now())
+      answers = []
+      for call in calls:
+        if apart:
+          sql.savepoint()
+        answer = self._answer(call, transaction)
+        failed = isinstance(answer, BaseException)
+        if failed and not apart:
+          raise _OneFails
+        if failed:
+          sql.undo()
+        elif apart:
+          sql.release()
+        answers.append(answer)
+      transaction.finish(prune=self.commits % _PRUNE_EVERY == 0)
+      sql.close()
+    return transaction, answers
+
+  def _answer(self, call: Work, transaction: apply.Transaction) -> Any:
+    """The call's answer, or the error that its caller gets."""
+    driver = self._engine.dialect.dbapi
+    try:
+      return call(transaction)
+    except errors.ApiError as error:
+      return error
+    except driver.IntegrityError as error:
+      return _refused(error)
+    except (driver.OperationalError, OSError):
+      raise  # No batch is at fault.
+    except Exception as error:  # pylint: disable=broad-except
+      # Sent again it would fail again, and all that wait behind it.
+      _LOG.exception("a batch cannot be applied")
+      return _impossible(error)
 
   def _fail(self, work: list[Any], error: BaseException) -> None:
     self.failures += 1
