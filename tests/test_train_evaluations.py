@@ -209,6 +209,8 @@ def test_a_run_goes_back_to_its_best_checkpoint(blocking, tmp_path, capsys):
   resume = f"resume={directory}"
   assert train.main([resume, "checkpoint.resume_from=2"]) == 2
   assert "there are 1, 3" in capsys.readouterr().err
+  assert train.main([resume, "checkpoint.resume_from=3", "steps=2"]) == 2
+  assert "give learner.steps=5" in capsys.readouterr().err
   assert train.main([resume, "checkpoint.resume_from=best", "steps=2"]) == 0
   summary = small_runs.summary_of(directory)
   assert summary["step"] == 2 and summary["status"] == "completed"

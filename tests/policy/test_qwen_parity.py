@@ -600,5 +600,5 @@ def test_only_what_a_run_decides_can_be_changed():
   assert (config.compute_dtype, config.remat) == ("bfloat16", "dots")
   with pytest.raises(ValueError, match="'text' .* cannot be changed.*remat"):
     qwen_config.from_hf(raw, text=None)
-  with pytest.raises(ValueError, match="remat must be one of none, dots, block"):
+  with pytest.raises(ValueError, match="remat must be one of none, dots"):
     qwen_config.from_hf(raw, remat="all")

@@ -194,11 +194,14 @@ def check(config: TrainConfig) -> list[str]:
           " cannot change; leave it out, or begin a new run"
       )
   steps = config.learner.steps
-  if step and 0 < steps < step and steps != _value(before, "learner.steps"):
+  made = step
+  if config.checkpoint.resume_from != "newest":
+    made = checkpoint_step(config)
+  if made and 0 < steps < made and steps != _value(before, "learner.steps"):
     problems.append(
-        f"learner.steps={steps}: {config.run.resume} has made {step} updates,"
-        f" and learner.steps counts them too; for {steps} more give"
-        f" learner.steps={step + steps}"
+        f"learner.steps={steps}: {config.run.resume} has made {made} updates"
+        " where it goes on, and learner.steps counts them too; for"
+        f" {steps} more give learner.steps={made + steps}"
     )
   fixed = {problem.partition("=")[0] for problem in problems}
   for key in loader.leaves(TrainConfig):
