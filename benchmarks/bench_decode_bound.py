@@ -38,7 +38,7 @@ from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import qwen_checkpoint
 
-TARGET = 0.4
+TARGET = 0.6
 
 
 def parse_args() -> argparse.Namespace:

@@ -52,7 +52,7 @@ MODEL = "qwen"
 LARGE, SMALL = (1280, 720), (96, 64)
 PIXELS = 224 * 160  # What the policy sees of a large one.
 IMAGES = 5
-TARGETS_MS = {"4 KB": 2.0, "5 screenshots, all seen": 6.0,
+TARGETS_MS = {"4 KB": 1.5, "5 screenshots, all seen": 6.0,
               "5 screenshots, one new": 6.0}  # pyformat: disable
 FLAT = 1.05  # Memory of the last quarter over that of the second.
 

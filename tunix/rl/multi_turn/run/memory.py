@@ -202,7 +202,8 @@ def settle_remat(
   Returns:
     The choice; None where the configuration has made one.
   """
-  if getattr(model.config, "remat", None) != config_checks.AUTO:
+  about = getattr(model, "config", None)  # A policy of a user may have none.
+  if getattr(about, "remat", None) != config_checks.AUTO:
     return None
   # On a CPU predictions are within a factor of two.
   share = 0.5 if jax.default_backend() == "cpu" else memory_plan.ROOM
