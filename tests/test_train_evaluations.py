@@ -160,6 +160,17 @@ def test_the_best_checkpoint_is_kept(blocking):
   assert kept == {"1", "3"}
 
 
+def test_the_last_update_is_evaluated_once(blocking):
+  evaluations = small_runs.summary_of(blocking)["eval"]
+  assert evaluations["final"] == evaluations["step_3"]
+  played = [
+      (e["mode"], e["trajectory_id"])
+      for e in trajectories_of(blocking)
+      if e["split"] == "eval" and e["version"] == 3
+  ]
+  assert played and len(set(played)) == len(played)
+
+
 def test_a_checkpoint_is_evaluated_as_the_run_did(blocking, tmp_path):
   for name, checkpoint in (("step_1", "best"), ("step_3", "newest")):
     assert evaluate.main([

@@ -92,7 +92,7 @@ def execute(run: Run) -> tuple[str, str | None]:
     if config.learner.steps:
       training.Training(run).run()
     if evaluates:
-      evaluation.evaluate(run, "final")
+      evaluation.evaluate_last(run)
   except loop_thread.Interrupted:
     status = "interrupted"
   except BaseException as failure:

@@ -170,10 +170,15 @@ class EvalStarted(Event):
 
 @dataclasses.dataclass(frozen=True)
 class EvalFinished(Event):
-  """`results` is the JSON that summary.json holds under eval.<name>."""
+  """`results` is the JSON that summary.json holds under eval.<name>.
+
+  One with `step` has no EvalStarted: the evaluation after that many updates,
+  made already, counts under this name too.
+  """
 
   name: str  # "initial", "warm_start", "final" or "step_<n>"
   results: Mapping[str, Any]
+  step: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -134,8 +134,9 @@ class TraceWriter:
       elif isinstance(event, events.EvalStarted):
         self._evaluations.setdefault(event.name, event.time)
       elif isinstance(event, events.EvalFinished):
-        begun = self._evaluations.pop(event.name, event.time)
-        self._slice(_RUN, _EVALUATION, event.name, begun, event.time)
+        begun = self._evaluations.pop(event.name, None)
+        if begun is not None:
+          self._slice(_RUN, _EVALUATION, event.name, begun, event.time)
       self._read_uploader(event.time)
       if isinstance(event, events.RunFinished):
         self._end(event.time)

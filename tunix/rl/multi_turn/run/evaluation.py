@@ -23,6 +23,7 @@ from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import loop_thread
+from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run import run as run_lib
 from tunix.rl.multi_turn.run import tasks as run_tasks
 from tunix.rl.multi_turn.trajectory_collector import groups
@@ -224,8 +225,32 @@ def evaluate(run: run_lib.Run, name: str) -> dict[str, Any]:
   if processes.first:
     run.counts.add_evaluation_of_others(counted[1:])
   summary = merged(of_all, config.eval.modes)
+  run.evaluated = run.updates, summary
   run.observers.on_event(events.EvalFinished(name, summary))
   return summary
+
+
+def evaluate_last(run: run_lib.Run) -> None:
+  """The evaluation at the end of training.
+
+  Where the last update was evaluated as one of eval.every, the weights, tasks
+  and seeds would be the same: its results are the final ones. So they are
+  where a run was stopped after it, and resumed with the same settings.
+  """
+  updates, name = run.updates, f"step_{run.updates}"
+  step, results = run.evaluated or (0, None)
+  if step != updates:
+    results = None
+    if run.resuming and not run.changed:
+      results = run.processes.of_first(
+          name, resuming.evaluations(run.directory).get(name)
+      )
+  if updates and results:
+    run.observers.on_event(
+        events.EvalFinished("final", results, step=updates)
+    )
+  else:
+    evaluate(run, "final")
 
 
 def collector_of(

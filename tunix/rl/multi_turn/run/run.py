@@ -98,6 +98,7 @@ class Run:
     watchdog: judges the metrics.
     counts: of episodes, groups and faults.
     updates: made so far, as far as evaluations are concerned.
+    evaluated: (updates, results) of the last evaluation, or None.
     store: accepted groups that survive a crash, or None.
     recorded: groups of offline.path; None without.
     fleet: collectors in other processes, or None.
@@ -189,6 +190,7 @@ class Run:
     )
     self.counts = reporting.RunCounts(config.collect.parts)
     self.updates = 0
+    self.evaluated: tuple[int, dict[str, Any]] | None = None
     self.store: group_store.SqliteGroupStore | None = None
     self._loop: loop_thread.LoopThread | None = None
     self._proxy: proxy.RunProxy | None = None

@@ -279,6 +279,7 @@ class Training:
     if (found := beside.finished()) is not None:
       name, results = found
       step = int(name.removeprefix("step_"))
+      self._run.evaluated = step, results
       if self._best is None or self._best.step != step:
         self._checkpoints.pinned.discard(step)
       self._consider(step, results)

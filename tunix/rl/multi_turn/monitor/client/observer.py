@@ -221,10 +221,13 @@ class MonitorObserver:
     }
 
   def _eval_finished(self, event: events.EvalFinished) -> sender.Part | None:
-    if not self._eval_source:
+    if event.step is not None:
+      kind, name = "eval", f"{self._identity.training}:eval:{event.step}"
+    elif self._eval_source:
+      kind = self._eval_source["source_type"]
+      name = self._eval_source[f"{kind}_id"]
+    else:
       return None
-    kind = self._eval_source["source_type"]
-    name = self._eval_source[f"{kind}_id"]
     self._eval, self._eval_source = None, {}
     results = self._results.setdefault(name, {})
     results[event.name] = dict(event.results)
