@@ -45,12 +45,14 @@ train: export TUNIX_MAKE_TARGET = train
 train: $(STAMP)$(BROWSER) $(MONITOR) $(XDESKTOP) ## train on the built-in desktop; ARGS are overrides
 	@exec $(PY) -m tunix.rl.multi_turn.train $(OWN_MONITOR) $(ARGS)
 
+# Workers and the many processes that tests start read each other's bytecode.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP)-dev ## run the tests; TESTS=path, ARGS='-k name'
 	@exec $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS) $(TESTS)
 
 test-all: ARGS += -m 'slow or not slow'
 test-all: export TUNIX_TEST_EXAMPLES = 1
-# As a user's run compiles; see tests/conftest.py.
+# As a user's run compiles; see conftest.py.
 test-all: export JAX_DISABLE_MOST_OPTIMIZATIONS = 0
 test-all: test ## the slow ones too, and every example of a property
 

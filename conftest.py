@@ -1,4 +1,13 @@
-"""Test session: runs on CPU, finds the package also when not installed."""
+"""Test session: runs on CPU, finds the package also when not installed.
+
+Most of the suite's time would be XLA's, on programs that run for milliseconds:
+they are compiled without most optimisations, here and in the processes that
+tests start. `make test-all` compiles as a user's run does, as does whatever
+sets JAX_DISABLE_MOST_OPTIMIZATIONS=0. Of what is left, the emitters that build
+a module of MLIR for each fused kernel take the most; XLA's older ones emit the
+same kernels, and each program is one module of LLVM's instead of many. An XLA
+that has one of these flags no more ends with an error that names it.
+"""
 
 import os
 import pathlib
@@ -8,8 +17,18 @@ import pytest
 
 _HERE = pathlib.Path(__file__).resolve().parent
 
-# Before anything imports JAX. An explicit choice of the caller wins.
+# Before anything imports JAX, which google-tunix does. An explicit choice of the
+# caller wins.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "0":
+  _FLAGS = (
+      "--xla_cpu_use_fusion_emitters=false"
+      " --xla_cpu_parallel_codegen_split_count=1"
+  )
+  _CHOSEN = os.environ.get("XLA_FLAGS", "")
+  if _FLAGS not in _CHOSEN:  # As it is in workers, and of two the last counts.
+    os.environ["XLA_FLAGS"] = f"{_FLAGS} {_CHOSEN}".strip()
 # Tests and the processes they start compile many equal programs.
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR",

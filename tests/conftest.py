@@ -1,12 +1,4 @@
-"""What all tests share: quick starts and compilation, bounded memory.
-
-Most of the suite's time would be XLA's, on programs that run for milliseconds:
-they are compiled without most optimisations, here and in the processes that
-tests start. `make test-all` compiles as a user's run does, as does whatever
-sets JAX_DISABLE_MOST_OPTIMIZATIONS=0. Of what is left, the emitters that build
-a module of MLIR for each fused kernel take the most; XLA's older ones emit the
-same kernels, and each program is one module of LLVM's instead of many. An XLA
-that has one of these flags no more ends with an error that names it.
+"""What all tests share: quick starts, bounded memory.
 
 Processes that tests start import no torch, see `children/sitecustomize.py`.
 The collector of garbage looks less often: JAX's modules and traced programs
@@ -28,16 +20,6 @@ import sys
 import pytest
 
 LARGE_BYTES = 2 << 30
-
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "0":
-  _FLAGS = (
-      "--xla_cpu_use_fusion_emitters=false"
-      " --xla_cpu_parallel_codegen_split_count=1"
-  )
-  _CHOSEN = os.environ.get("XLA_FLAGS", "")
-  if _FLAGS not in _CHOSEN:  # As it is in workers, and of two the last counts.
-    os.environ["XLA_FLAGS"] = f"{_FLAGS} {_CHOSEN}".strip()
 
 gc.set_threshold(50_000, 20, 100)
 
