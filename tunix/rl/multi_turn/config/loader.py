@@ -179,23 +179,24 @@ def flatten(
     data: of the layer.
     cls: the root class.
     aliases: short key -> dotted key.
-    source: names the layer in problems.
+    source: names the layer in problems; "" where the user knows.
     problems: gets unknown keys, and fields given twice.
   """
   flat: dict[str, Any] = {}
+  of = f"{source}: " if source else ""
   known, paths = sections(cls), leaves(cls)
 
   def put(path: str, value: Any, written: str) -> None:
     if path in flat:
       problems.append(
-          f"{source}: {path} is given twice (again as {written!r}); keep one"
+          f"{of}{path} is given twice (again as {written!r}); keep one"
       )
     flat[path] = value
 
   def below_mapping(parent: str, path: str, value: Any) -> None:
     inner = unwrap(flat.setdefault(parent, {}))
     if not isinstance(inner, dict):
-      problems.append(f"{source}: {parent} is given twice; keep one")
+      problems.append(f"{of}{parent} is given twice; keep one")
       return
     inner = flat[parent] = dict(inner)
     names = path[len(parent) + 1 :].split(".")
@@ -216,7 +217,7 @@ def flatten(
       if plain is not None:  # None: an empty section in a YAML file.
         first = settings.fields(known[path])[0].name
         problems.append(
-            f"{source}: {path} is a section, not a value; set one of its"
+            f"{of}{path} is a section, not a value; set one of its"
             f" fields, e.g. {path}.{first}"
         )
     elif path in paths:
@@ -225,7 +226,7 @@ def flatten(
       below_mapping(parent, path, plain)
     else:
       problems.append(
-          f"{source}: unknown key {path!r}{nearest_key(path, cls, aliases)}"
+          f"{of}unknown key {path!r}{nearest_key(path, cls, aliases)}"
       )
 
   for key, value in data.items():

@@ -423,8 +423,7 @@ def _read_arguments(
         continue
       overrides.append(
           loader.flatten(
-              {key: value}, command.cls, command.aliases, "command line",
-              problems,
+              {key: value}, command.cls, command.aliases, "", problems
           )
       )
   return overrides, files
