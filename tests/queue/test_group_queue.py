@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import math
 import queue as std_queue
 import random
 import threading
@@ -167,7 +168,7 @@ def test_trimming_keeps_what_is_young_enough():
 
 def test_running_groups_may_be_left_to_the_producer():
   q = GroupQueue(1, QueueConfig(max_staleness=1, admission="finished"))
-  assert not q.counts_running
+  assert not q.bounds_running
   tickets = [q.acquire_start(timeout=0) for _ in range(5)]
   for ticket in tickets[:2]:
     q.put(group(ticket.index), ticket)
@@ -176,6 +177,66 @@ def test_running_groups_may_be_left_to_the_producer():
   q.get()
   q.set_version(1)
   q.acquire_start(timeout=0)
+
+
+def test_late_groups_make_room_for_others():
+  config = QueueConfig(max_staleness=2, admission="recent")
+  q = GroupQueue(1, config)
+  assert not q.bounds_running
+  late = [q.acquire_start(timeout=0) for _ in range(3)]
+  with pytest.raises(std_queue.Full, match="3 running"):
+    q.acquire_start(timeout=0)
+  q.put(group("first"), late[0])  # It waits and counts.
+  q.set_version(1)
+  assert q.acquire_start(timeout=0).index == 3  # A version's, as ever.
+  with pytest.raises(std_queue.Full):
+    q.acquire_start(timeout=0)
+  q.set_version(2)
+  # One that waits and one that started a version ago, of five.
+  fresh = [q.acquire_start(timeout=0) for _ in range(3)]
+  with pytest.raises(std_queue.Full, match="6 running"):
+    q.acquire_start(timeout=0)
+  # A group that is tried again starts now, and counts again.
+  q.release_start(fresh[0])
+  assert q.refresh_start(late[1]).start_version == 2
+  with pytest.raises(std_queue.Full):
+    q.acquire_start(timeout=0)
+  assert names(q.get_batch(timeout=0)) == ["first"]
+
+
+def test_parts_of_a_group_are_admitted_together():
+  async def main():
+    q = GroupQueue(4, QueueConfig(max_staleness=1, admission="recent"))
+    start = q.acquire_parts_async
+    both = [await start([None] * 3, 0), await start([None] * 3, 0)]
+    assert [[t.index for t in tickets] for tickets in both] == [
+        [0, 1, 2], [3, 4, 5],
+    ]  # pyformat: disable
+    with pytest.raises(std_queue.Full, match="6 running"):
+      await start([None] * 3, 0)  # Two could start, not three.
+    for tickets in both:
+      for ticket in tickets:
+        q.release_start(ticket)
+    # Of a resumed run: the parts that are wanting, behind one before them.
+    q.expect([6, 8, 9], 10)
+    assert [t.index for t in await start([6, 8, 9], 0)] == [6, 8, 9]
+    with pytest.raises(ValueError, match="group 8 is already running"):
+      await start([7, 8], 0)
+    assert q.counters()["running"] == 3  # None of them was started.
+
+  asyncio.run(main())
+
+
+def test_ready_groups_are_delivered_in_the_order_of_admission():
+  """Whichever ended first: the tokens of early ones grow too old first."""
+  q = GroupQueue(1, QueueConfig(max_staleness=3))
+  tickets = [q.acquire_start() for _ in range(4)]
+  for number in (2, 3, 0):
+    q.put(group(number), tickets[number])
+  assert names(q.get_batch(timeout=0)) == ["0"]
+  q.put(group(1), tickets[1])
+  assert names(q.get_batch(2, timeout=0)) == ["1", "2"]
+  assert names(q.get_batch(timeout=0)) == ["3"]
 
 
 def test_stale_groups_may_fail_the_run():
@@ -478,13 +539,16 @@ class QueueMachine(stateful.RuleBasedStateMachine):
       staleness=st.integers(0, 2),
       order=st.sampled_from(group_queue.ORDERS),
       stale_policy=st.sampled_from(["drop", "trim"]),
-      admission=st.sampled_from(["started", "finished"]),
+      admission=st.sampled_from(["started", "recent", "finished"]),
   )
   def start(self, per_step, staleness, order, stale_policy, admission):
     self.per_step, self.staleness = per_step, staleness
     self.order = order
     self.trims = stale_policy == "trim"
-    self.counts_running = admission == "started"
+    # Versions during which a running group counts.
+    self.counts_for = {
+        "started": math.inf, "recent": staleness, "finished": 0
+    }[admission]  # pyformat: disable
     self.stale_tokens = 0
     self.dropped = []
     self.q = GroupQueue(
@@ -519,8 +583,12 @@ class QueueMachine(stateful.RuleBasedStateMachine):
 
   @stateful.rule(target=tickets)
   def acquire(self):
-    running = len(self.running) if self.counts_running else 0
-    allowed = self.accepted() + running < self.limit()
+    running = [
+        t
+        for t in self.running.values()
+        if self.version - t.start_version < self.counts_for
+    ]
+    allowed = self.accepted() + len(running) < self.limit()
     try:
       ticket = self.q.acquire_start(timeout=0)
     except std_queue.Full:
@@ -577,7 +645,7 @@ class QueueMachine(stateful.RuleBasedStateMachine):
     assert possible
     assert len(batch) == n
     indices = [int(g.group_id) for g in batch]
-    assert indices == sorted(indices)
+    assert indices == sorted(self.ready)[:n]  # Whatever the order.
     for found in batch:
       versions = self.ready.pop(int(found.group_id))
       fresh = [v for v in versions if self.version - v <= self.staleness]
