@@ -15,7 +15,7 @@ those of handing over weights. Rules are those of the run: `queue.*`,
 * `useful`: tokens trained on a second, over those that full slots sample;
 * `staleness`: of the trained tokens, a histogram; `oldest`: the largest.
 
-`--other` simulates rules that a run does not have (`async_rules.py`) beside them.
+`--other` also simulates rules that a run does not have (`async_rules.py`).
 
 `--real` plays the same episodes through the real `GroupCollector`,
 `CollectLoop`, `GroupQueue` and `LearnerLoop`, with environments that sleep and
@@ -205,7 +205,7 @@ class _Episode:
 class _Group:
   ticket: admission.Ticket
   draw: Draw
-  parts: int  # That are still to come.
+  parts: int = 0  # That are admitted and still to come.
   running: list[_Episode] = dataclasses.field(default_factory=list)
   ended: list[_Episode] = dataclasses.field(default_factory=list)
 
@@ -238,7 +238,8 @@ class Simulation:
     while room or self._has_room():
       if self._counted() + self._rules.parts > self._limit():
         return
-      self._start(self._next_draw())
+      group = self._next_group()
+      self._start(group, group.running, self._rules.parts)
 
   def _has_room(self) -> bool:
     """Whether an episode would start at once."""
@@ -262,14 +263,19 @@ class Simulation:
     """The task of the next group, and its episodes."""
     return next(self._draws)
 
-  def _start(self, draw: Draw) -> None:
+  def _next_group(self) -> _Group:
+    draw = self._next_draw()
     ticket = admission.Ticket(self._started, self._version)
-    group = _Group(ticket, draw, self._rules.parts)
+    self._started += 1
+    group = _Group(ticket, draw)
     for seconds in draw.seconds:
       group.running.append(_Episode(group, seconds, self._costs.turns))
-    self._started += 1
+    return group
+
+  def _start(self, group: _Group, members: list[_Episode], parts: int) -> None:
+    group.parts += parts
     self._running[group] = None
-    self._waiting.extend(group.running)
+    self._waiting.extend(members)
     self._fill()
 
   def _fill(self) -> None:
@@ -470,6 +476,8 @@ def main() -> None:
       "--unit", type=float, default=0.4, help="real seconds a second, --real"
   )
   args = parser.parse_args()
+  if args.real and args.other:
+    parser.error("--real plays the rules of a run; leave --other out")
   names = ("task_share", "tasks", "env_share", "empty_speed", "sync_s",
            "turns", "slots", "concurrency")  # pyformat: disable
   given = {name: getattr(args, name) for name in names}
