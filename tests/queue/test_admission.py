@@ -2,9 +2,14 @@
 
 import asyncio
 import queue as std_queue
+import random
 
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
 import pytest
 import queue_groups
+import trials
 from tunix.rl.queue import group_queue
 
 GroupQueue = group_queue.GroupQueue
@@ -160,3 +165,80 @@ def test_refund_admits_more():
     q.acquire_start(timeout=0)
   q.refund(1)
   q.acquire_start(timeout=0)
+
+
+@settings(max_examples=trials.count(80), deadline=None)
+@given(
+    admission=st.sampled_from(["started", "recent", "finished"]),
+    staleness=st.integers(1, 3),
+    per_step=st.integers(1, 4),
+    seed=st.integers(0, 2**32),
+)
+def test_any_run_follows_the_rules(admission, staleness, per_step, seed):
+  """A learner, and producers whose groups end in any order."""
+  rng = random.Random(seed)
+  dropped = []
+  config = QueueConfig(
+      max_staleness=staleness, stale_policy="trim", admission=admission
+  )
+  q = GroupQueue(
+      per_step, config, on_drop=lambda g, _: dropped.append(int(g.group_id))
+  )
+  running, ready, delivered = {}, {}, []
+  taken = version = 0  # Groups taken of this version, and the version.
+
+  def start():
+    counted = {
+        "started": running,
+        "recent": [
+            t for t in running.values()
+            if version - t.start_version < staleness
+        ],
+        "finished": (),
+    }[admission]  # pyformat: disable
+    room = (staleness + version + 1) * per_step - len(delivered) - len(ready)
+    try:
+      ticket = q.acquire_start(timeout=0)
+    except std_queue.Full:
+      assert room <= len(counted)
+      return
+    assert room > len(counted)
+    assert ticket.index == q.counters()["started"] - 1  # In order, each once.
+    running[ticket.index] = ticket
+
+  def end():
+    if not running or len(ready) >= q.capacity:
+      return
+    ticket = running.pop(rng.choice(list(running)))
+    newest = rng.randint(ticket.start_version, version)
+    q.put(group(ticket.index, ticket.start_version, newest), ticket)
+    ready[ticket.index] = newest
+
+  def purge():
+    for index, newest in list(ready.items()):
+      if newest < version - staleness:
+        del ready[index]
+        assert index in dropped
+
+  def take():
+    try:
+      (found,) = q.get_batch(1, timeout=0)
+    except std_queue.Empty:
+      assert not ready
+      return
+    assert int(found.group_id) == min(ready)  # None is overtaken.
+    del ready[min(ready)]
+    delivered.append(int(found.group_id))
+    assert found.oldest_version >= version - staleness
+
+  for _ in range(200):
+    rng.choices((start, end, take), (2, 2, 1))[0]()
+    purge()
+    if len(delivered) - taken == per_step:
+      taken = len(delivered)
+      version += 1
+      q.set_version(version)
+      purge()
+  assert len(set(delivered + dropped)) == len(delivered) + len(dropped)
+  everything = sorted([*delivered, *dropped, *ready, *running])
+  assert everything == list(range(q.counters()["started"]))
