@@ -231,7 +231,7 @@ def play(
         "the real loops sleep, so that a batch costs nothing: give"
         " empty_speed=1 and slots >= concurrency"
     )
-  draws = simulate_async.episode_seconds(costs, rules, seed)
+  draws = simulate_async.draw_groups(costs, rules, seed)
   policy = _Policy(costs, unit)
   learner = _Learner(rules.groups_per_step, costs.learn_s * unit)
   watch = _Watch(learner.account)
@@ -260,7 +260,10 @@ def play(
   per_step = rules.groups_per_step * rules.parts
   queue = group_queue.GroupQueue(per_step, rules.queue)
   # A member takes the last of what is left.
-  tasks = ({"task_id": "t", "seconds": list(d[::-1])} for d in draws)
+  tasks = (
+      {"task_id": f"t{d.task}", "seconds": list(d.seconds[::-1])}
+      for d in draws
+  )
   collecting = tc.CollectLoop(collector, tasks, queue)
 
   def publish(version: int, state: Any) -> None:

@@ -15,6 +15,8 @@ those of handing over weights. Rules are those of the run: `queue.*`,
 * `useful`: tokens trained on a second, over those that full slots sample;
 * `staleness`: of the trained tokens, a histogram; `oldest`: the largest.
 
+`--other` also simulates rules that a run does not have (`async_rules.py`).
+
 `--real` plays the same episodes through the real `GroupCollector`,
 `CollectLoop`, `GroupQueue` and `LearnerLoop`, with environments that sleep and
 an update of fixed length (`async_loop.py`). It measures what the machine added
@@ -52,6 +54,8 @@ class Costs:
     episode_s: mean seconds of an episode when the engine is full.
     sigma: of the logarithm of an episode's seconds.
     task_share: share of that variance which a group's members have in common.
+    tasks: that there are, dealt in turn, shuffled anew each time; 0: each
+      group has a task of its own.
     turns: of an episode; an environment's call ends each.
     env_share: share of an episode that its environment takes.
     slots: requests that the engine decodes at once.
@@ -65,6 +69,7 @@ class Costs:
   episode_s: float = 1.0
   sigma: float = 1.0
   task_share: float = 0.0
+  tasks: int = 0
   turns: int = 4
   env_share: float = 0.25
   slots: int = 64
@@ -92,26 +97,61 @@ class Rules:
   part_size: int = 0
 
   @property
+  def simulation(self) -> type[Simulation]:
+    return Simulation
+
+  @property
   def parts(self) -> int:
     return self.group_size // self.part_size if self.part_size else 1
 
 
-def episode_seconds(
-    costs: Costs, rules: Rules, seed: int
-) -> Iterator[tuple[float, ...]]:
-  """The seconds of each group's members, group after group, for ever."""
+@dataclasses.dataclass(frozen=True)
+class Draw:
+  """A group to come.
+
+  Attributes:
+    task: its number.
+    typical_s: median seconds of the task's episodes.
+    seconds: of each member's episode.
+  """
+
+  task: int
+  typical_s: float
+  seconds: tuple[float, ...]
+
+
+def draw_groups(costs: Costs, rules: Rules, seed: int) -> Iterator[Draw]:
+  """Group after group, for ever."""
   rng = random.Random(seed)
   shared, own = math.sqrt(costs.task_share), math.sqrt(1 - costs.task_share)
-  while True:
-    of_task = rng.gauss(0, 1)
-    yield tuple(
-        costs.episode_s
-        * math.exp(
-            costs.sigma * (shared * of_task + own * rng.gauss(0, 1))
-            - costs.sigma**2 / 2
-        )
-        for _ in range(rules.group_size)
+  for task, of_task in _draw_tasks(costs.tasks, rng):
+    median = costs.episode_s * math.exp(
+        costs.sigma * shared * of_task - costs.sigma**2 / 2
     )
+    yield Draw(
+        task,
+        median,
+        tuple(
+            median * math.exp(costs.sigma * own * rng.gauss(0, 1))
+            for _ in range(rules.group_size)
+        ),
+    )
+
+
+def _draw_tasks(count: int, rng: random.Random) -> Iterator[tuple[int, float]]:
+  """Numbers of tasks, and what each task's logarithms have in common."""
+  if not count:
+    for number in itertools.count():
+      yield number, rng.gauss(0, 1)
+  found = [rng.gauss(0, 1) for _ in range(count)]
+  mean = sum(found) / count
+  # Of mean 0 and variance 1, or few tasks would have other means than many.
+  spread = math.sqrt(sum((x - mean) ** 2 for x in found) / count) or 1.0
+  numbers = list(range(count))
+  while True:
+    rng.shuffle(numbers)
+    for number in numbers:
+      yield number, (found[number] - mean) / spread
 
 
 @dataclasses.dataclass
@@ -154,6 +194,7 @@ class _Episode:
   group: _Group
   seconds: float
   turns_left: int
+  began: float = math.nan  # When it took a slot among the episodes in flight.
   mark: float = 0.0  # The engine's clock at its last counted token.
   tokens: collections.Counter[int] = dataclasses.field(
       default_factory=collections.Counter
@@ -162,7 +203,10 @@ class _Episode:
 
 @dataclasses.dataclass(eq=False)
 class _Group:
-  left: int
+  ticket: admission.Ticket
+  draw: Draw
+  parts: int = 0  # That are admitted and still to come.
+  running: list[_Episode] = dataclasses.field(default_factory=list)
   ended: list[_Episode] = dataclasses.field(default_factory=list)
 
 
@@ -171,7 +215,8 @@ class Simulation:
 
   def __init__(self, costs: Costs, rules: Rules, seed: int = 0):
     self._costs, self._rules = costs, rules
-    self._draws = episode_seconds(costs, rules, seed)
+    self._draws = draw_groups(costs, rules, seed)
+    self._per_step = rules.groups_per_step * rules.parts
     self._events: list[tuple[float, int, str, Any]] = []  # By time.
     self._decoding: list[tuple[float, int, _Episode]] = []  # By engine clock.
     self._numbers = itertools.count()
@@ -179,8 +224,8 @@ class Simulation:
     self._version = 0
     self._waiting: collections.deque[_Episode] = collections.deque()
     self._queued: collections.deque[_Episode] = collections.deque()
-    self._in_flight = 0
-    self._running = self._consumed = self._refused = 0
+    self._in_flight = self._started = self._consumed = 0
+    self._running: dict[_Group, None] = {}
     self._ready: list[list[_Episode]] = []
     self._learning = False
     self._account = Account()
@@ -189,27 +234,56 @@ class Simulation:
   # --- collecting -------------------------------------------------------------
 
   def _admit(self) -> None:
-    rules, config = self._rules, self._rules.queue
-    per_step = rules.groups_per_step * rules.parts
-    while True:
-      limit = (config.max_staleness + self._version + 1) * per_step
-      count = self._consumed + len(self._ready)
-      if config.admission == "started":
-        count += self._running
-      elif self._waiting or self._in_flight >= self._costs.concurrency:
+    room = self._rules.queue.bounds_running
+    while room or self._has_room():
+      if self._counted() + self._rules.parts > self._limit():
         return
-      if count + rules.parts > limit:
-        return
-      group = _Group(rules.group_size)
-      for seconds in next(self._draws):
-        self._waiting.append(_Episode(group, seconds, self._costs.turns))
-      self._running += rules.parts
-      self._fill()
+      group = self._next_group()
+      self._start(group, group.running, self._rules.parts)
+
+  def _has_room(self) -> bool:
+    """Whether an episode would start at once."""
+    return not self._waiting and self._in_flight < self._costs.concurrency
+
+  def _limit(self) -> float:
+    """Parts of groups that may have been admitted by now."""
+    staleness = self._rules.queue.max_staleness
+    return (staleness + self._version + 1) * self._per_step
+
+  def _counted(self) -> float:
+    """Parts of groups that count against the admission of new ones."""
+    running = sum(
+        group.parts
+        for group in self._running
+        if self._rules.queue.counts(group.ticket, self._version)
+    )
+    return self._consumed + len(self._ready) + running
+
+  def _next_draw(self) -> Draw:
+    """The task of the next group, and its episodes."""
+    return next(self._draws)
+
+  def _next_group(self) -> _Group:
+    draw = self._next_draw()
+    ticket = admission.Ticket(self._started, self._version)
+    self._started += 1
+    group = _Group(ticket, draw)
+    for seconds in draw.seconds:
+      group.running.append(_Episode(group, seconds, self._costs.turns))
+    return group
+
+  def _start(self, group: _Group, members: list[_Episode], parts: int) -> None:
+    group.parts += parts
+    self._running[group] = None
+    self._waiting.extend(members)
+    self._fill()
 
   def _fill(self) -> None:
     while self._waiting and self._in_flight < self._costs.concurrency:
       self._in_flight += 1
-      self._ask(self._waiting.popleft())
+      episode = self._waiting.popleft()
+      episode.began = self._now
+      self._ask(episode)
 
   def _ask(self, episode: _Episode) -> None:
     """A turn's request."""
@@ -245,13 +319,15 @@ class Simulation:
     self._account.sampled += sum(episode.tokens.values())
     self._account.ended.append(episode.seconds)
     group = episode.group
-    group.left -= 1
+    group.running.remove(episode)
     group.ended.append(episode)
     if len(group.ended) == (self._rules.part_size or self._rules.group_size):
-      self._running -= 1
+      group.parts -= 1
       self._ready.append(group.ended)
       group.ended = []
       self._purge()
+    if not group.parts:
+      del self._running[group]
     self._fill()
 
   # --- learning ---------------------------------------------------------------
@@ -267,13 +343,13 @@ class Simulation:
     ]
 
   def _take(self) -> None:
-    rules = self._rules
-    count = rules.groups_per_step * rules.parts
+    count = self._per_step
     if self._learning or len(self._ready) < count:
       return
+    self._order()
     taken, self._ready = self._ready[:count], self._ready[count:]
     self._consumed += count
-    bound = self._version - rules.queue.max_staleness
+    bound = self._version - self._rules.queue.max_staleness
     for episode in itertools.chain.from_iterable(taken):
       young = {v: n for v, n in episode.tokens.items() if v >= bound}
       for version, tokens in young.items():
@@ -282,6 +358,10 @@ class Simulation:
         self._account.lengths.append(episode.seconds)
     self._learning = True
     self._later(self._costs.learn_s + self._costs.sync_s, "learned", None)
+
+  def _order(self) -> None:
+    """Puts what is ready into the order of delivery, that of admission."""
+    self._ready.sort(key=lambda unit: unit[0].group.ticket.index)
 
   def _learned(self) -> None:
     for _, _, episode in self._decoding:
@@ -348,7 +428,7 @@ def simulate(
     costs: Costs, rules: Rules, steps: int = 200, warm: int = 30, seed: int = 0
 ) -> dict[str, Any]:
   """The schedule of `steps` updates; see the module docstring."""
-  return Simulation(costs, rules, seed).run(steps, warm)
+  return rules.simulation(costs, rules, seed).run(steps, warm)
 
 
 def named_rules(max_staleness: int) -> dict[str, Rules]:
@@ -356,6 +436,7 @@ def named_rules(max_staleness: int) -> dict[str, Rules]:
   queue = admission.QueueConfig(max_staleness=max_staleness)
   change = dataclasses.replace
   trim = change(queue, stale_policy="trim")
+  recent = change(trim, admission="recent")
   finished = change(trim, admission="finished")
   return {
       "default": Rules(queue),
@@ -363,6 +444,7 @@ def named_rules(max_staleness: int) -> dict[str, Rules]:
       "trim": Rules(trim),
       "trim part_size=4": Rules(trim, part_size=4),
       "trim part_size=2": Rules(trim, part_size=2),
+      "trim recent part_size=2": Rules(recent, part_size=2),
       "trim finished": Rules(finished),
       "trim finished part_size=2": Rules(finished, part_size=2),
   }
@@ -381,31 +463,42 @@ def main() -> None:
   for name in ("task_share", "env_share", "empty_speed", "sync_s"):
     value = getattr(defaults, name)
     parser.add_argument(f"--{name}", type=float, default=value)
-  for name in ("turns", "slots", "concurrency"):
+  for name in ("tasks", "turns", "slots", "concurrency"):
     value = getattr(defaults, name)
     parser.add_argument(f"--{name}", type=int, default=value)
   parser.add_argument("--steps", type=int, default=200)
   parser.add_argument("--warm", type=int, default=30)
   parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--seeds", type=int, default=1, help="mean of so many")
+  parser.add_argument("--other", action="store_true")
   parser.add_argument("--real", action="store_true")
   parser.add_argument(
       "--unit", type=float, default=0.4, help="real seconds a second, --real"
   )
   args = parser.parse_args()
-  names = ("task_share", "env_share", "empty_speed", "sync_s", "turns",
-           "slots", "concurrency")  # pyformat: disable
+  if args.real and args.other:
+    parser.error("--real plays the rules of a run; leave --other out")
+  names = ("task_share", "tasks", "env_share", "empty_speed", "sync_s",
+           "turns", "slots", "concurrency")  # pyformat: disable
   given = {name: getattr(args, name) for name in names}
   for sigma in args.sigma:
     costs = Costs(
         episode_s=args.episode, sigma=sigma, learn_s=args.learn, **given
     )
     for staleness in args.staleness:
-      for name, rules in named_rules(staleness).items():
+      table = named_rules(staleness)
+      if args.other:
+        import async_rules  # pylint: disable=g-import-not-at-top
+
+        table |= async_rules.named_rules(staleness)
+      for name, rules in table.items():
         if args.rules and name not in args.rules:
           continue
         row = {"sigma": sigma, "max_staleness": staleness, "rules": name}
         run = (costs, rules, args.steps, args.warm, args.seed)
-        row |= _rounded(simulate(*run))
+        row |= _rounded(_mean([
+            simulate(*run[:-1], args.seed + i) for i in range(args.seeds)
+        ]))  # pyformat: disable
         if args.real:
           import async_loop  # pylint: disable=g-import-not-at-top
 
@@ -421,6 +514,20 @@ def main() -> None:
           row["real"] = _rounded(real)
           row["real / expected"] = round(real["rate"] / expected["rate"], 3)
         print(json.dumps(row), flush=True)
+
+
+def _mean(reports: list[dict[str, Any]]) -> dict[str, Any]:
+  """Of runs; the largest of `oldest`, and `staleness` of the last."""
+  mean = dict(reports[-1])
+  for name, value in mean.items():
+    if isinstance(value, float):
+      mean[name] = sum(r[name] for r in reports) / len(reports)
+  mean["oldest"] = max(r["oldest"] for r in reports)
+  mean["idle"] = {
+      who: sum(r["idle"][who] for r in reports) / len(reports)
+      for who in mean["idle"]
+  }
+  return mean
 
 
 def _rounded(value: Any) -> Any:

@@ -303,7 +303,7 @@ def test_asynchronous_is_the_same_code(tmp_path):
   status = small_runs.run_train(
       tmp_path, small_runs.NANO, "name=s", "warm_start.source=none", "steps=4",
       "queue.max_staleness=2", "learner.publish_every=2",
-      "queue.stale_policy=trim", "queue.admission=finished",
+      "queue.stale_policy=trim", "queue.admission=recent",
       "collect.part_size=2", "checkpoint.every=2", "eval.every=2",
   )  # pyformat: disable
   assert status == 0

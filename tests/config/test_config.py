@@ -646,6 +646,10 @@ def test_the_reference_in_docs_is_up_to_date():
             "queue.admission=finished .*max_staleness=0",
         ),
         (
+            ["queue.admission=recent"],
+            "queue.admission=recent .*max_staleness=0",
+        ),
+        (
             ["collect.part_size=4"],
             "collect.part_size=4 delivers episodes in the order",
         ),
@@ -701,6 +705,14 @@ def test_the_reference_in_docs_is_up_to_date():
                 "queue.admission=finished",
             ],
             "queue.admission=finished .*rollout.via=hosts",
+        ),
+        (
+            [
+                "rollout.via=hosts",
+                "queue.max_staleness=1",
+                "queue.admission=recent",
+            ],
+            "queue.admission=recent .*rollout.via=hosts",
         ),
         (
             [

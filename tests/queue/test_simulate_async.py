@@ -1,13 +1,18 @@
 """The simulator of asynchrony: closed forms, and the bound under every rule."""
 
+import collections
 import dataclasses
+import itertools
+import math
 import pathlib
+import statistics
 import sys
 
 import pytest
 
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks"))
 import async_loop  # noqa: E402  pylint: disable=g-import-not-at-top
+import async_rules  # noqa: E402
 import simulate_async as sim  # noqa: E402
 
 EVEN = sim.Costs(sigma=0.0, env_share=0.0)
@@ -58,3 +63,75 @@ def test_no_rule_trains_on_older_tokens(name, max_staleness):
   real, measured = async_loop.play(costs, given, 4, 1, unit=0.02)
   assert real["oldest"] <= max_staleness
   assert 0 < real["tokens"] and measured["learn_s"] >= costs.learn_s
+
+
+def test_late_groups_make_room_in_the_simulation_too():
+  """A straggler holds the learner up, unless another starts in its place."""
+
+  class Straggler(sim.Simulation):
+
+    def _next_draw(self):
+      seconds = 1000.0 if self._started == 0 else 1.0
+      return sim.Draw(self._started, seconds, (seconds,))
+
+  costs = sim.Costs(env_share=0.0, slots=8, concurrency=8, learn_s=1.0)
+  one = dataclasses.replace(rules(1), groups_per_step=2, group_size=1)
+  late = dataclasses.replace(
+      one, queue=dataclasses.replace(one.queue, admission="recent")
+  )
+  # Of two an update, one is always the straggler.
+  held = Straggler(costs, one).run(steps=40, warm=10)["rate"]
+  free = Straggler(costs, late).run(steps=40, warm=10)["rate"]
+  assert held < 0.75 and free == pytest.approx(1, abs=0.02)
+
+
+def test_tasks_come_again_and_share_their_part_of_the_variance():
+  costs = sim.Costs(sigma=1.0, task_share=0.6, tasks=500)
+  draws = list(itertools.islice(sim.draw_groups(costs, rules(1), 0), 1500))
+  dealt = collections.Counter(draw.task for draw in draws)
+  assert set(dealt.values()) == {3} and len(dealt) == 500
+  of_task = [math.log(draw.typical_s) for draw in draws]
+  of_all = [math.log(s) for draw in draws for s in draw.seconds]
+  assert statistics.pvariance(of_task) == pytest.approx(0.6)
+  assert statistics.pvariance(of_all) == pytest.approx(1, abs=0.05)
+  assert statistics.mean(of_all) == pytest.approx(-0.5, abs=0.05)
+
+
+@pytest.mark.parametrize("name", list(async_rules.named_rules(1)))
+def test_other_rules_keep_the_bound_and_deal_each_task(name):
+  given = async_rules.named_rules(2)[name]
+  given = dataclasses.replace(given, groups_per_step=2, window=8)
+  costs = sim.Costs(
+      slots=16, concurrency=16, turns=2, task_share=0.7, tasks=8
+  )
+  started = collections.Counter()
+
+  class Noted(async_rules.OtherSimulation):
+
+    def _next_draw(self):
+      draw = super()._next_draw()
+      started[draw.task] += 1
+      return draw
+
+  found = Noted(costs, given).run(steps=80, warm=10)
+  assert 0 < found["useful"] <= 1 and found["oldest"] <= 2
+  # A task waits for four times the window of others at most.
+  assert len(started) == 8 and min(started.values()) >= 9
+
+
+def test_lengths_are_estimated_by_task():
+  costs = sim.Costs(sigma=1.0, task_share=0.5, tasks=8)
+  lengths = async_rules.Lengths()
+  draws = list(itertools.islice(sim.draw_groups(costs, rules(1), 0), 400))
+  for draw in draws:
+    for seconds in draw.seconds:
+      lengths.add(draw.task, seconds, lengths.typical(draw.task))
+  for draw in draws[-8:]:
+    typical = lengths.typical(draw.task)
+    assert typical == pytest.approx(math.log(draw.typical_s), abs=0.45)
+    # The normal distribution's, of a deviation of sqrt(0.5).
+    median = math.exp(typical)
+    assert lengths.chance(typical, 0, median) == pytest.approx(0.5, abs=0.08)
+    assert lengths.chance(typical, median, median) == pytest.approx(
+        0.673, abs=0.12
+    )

@@ -94,7 +94,14 @@ def test_without_ray_one_line_names_the_extra(monkeypatch):
                 "fleet=join", "queue.max_staleness=1",
                 "queue.admission=finished",
             ),
-            "queue.admission",
+            "queue.admission=finished",
+        ),
+        (
+            (
+                "fleet=join", "queue.max_staleness=1",
+                "queue.admission=recent",
+            ),
+            "queue.admission=recent",
         ),
         (("fleet=join", "fleet.address=auto"), "fleet.via=ray"),
         (("fleet=ray", "fleet.address=10.0.0.1"), "host:port"),

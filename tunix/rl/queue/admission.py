@@ -49,18 +49,36 @@ class QueueConfig:
       " trim: such tokens leave the loss and stay as context; a group is"
       " dropped when none of its tokens is left. error: the run fails.",
   )
-  admission: Literal["started", "finished"] = settings.setting(
+  admission: Literal["started", "recent", "finished"] = settings.setting(
       default="started",
       doc="Groups that count against the admission of new ones. started: all"
-      " that run or wait. finished: those that wait; a new group starts"
-      " whenever collect.concurrency has room, which keeps the engine busy"
-      " beside long episodes. Use it with stale_policy=trim.",
+      " that run or wait. recent: those that wait, and those that started less"
+      " than max_staleness versions ago; one that runs longer is late, and"
+      " another starts in its place. finished: those that wait. With recent"
+      " and finished a new group also needs room in collect.concurrency; use"
+      " them with stale_policy=trim.",
   )
   path: str = settings.setting(
       default=AUTO,
       doc="File that makes accepted groups survive a crash. auto = queue.db in"
       ' the run directory. "" = memory only.',
   )
+
+  @property
+  def bounds_running(self) -> bool:
+    """Whether admission by itself bounds the groups that run."""
+    return self.admission == "started"
+
+  def counts(self, ticket: Ticket, version: int) -> bool:
+    """Whether a running group counts against the admission of new ones.
+
+    Args:
+      ticket: of the group.
+      version: the learner's.
+    """
+    if self.admission == "recent":
+      return version - ticket.start_version < self.max_staleness
+    return self.admission == "started"
 
   def capacity_for(self, groups_per_step: int) -> int:
     """Groups held, 0 resolved."""

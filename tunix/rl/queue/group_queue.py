@@ -7,7 +7,8 @@ gated both ways so that no batch is trained on data older than the run allows:
   held until `accepted + running < (max_staleness + version + 1) *
   groups_per_step`. `version` is the learner's, `groups_per_step` the
   number that it consumes per version. With `admission` "finished", running
-  groups do not count: the producer bounds them.
+  groups do not count, with "recent" late ones do not (`QueueConfig.counts`):
+  the producer bounds them.
 * Delivery. A group whose oldest token lags the version by more than
   `max_staleness` is dropped, counted, and its admission refunded; with
   `stale_policy` "trim" it is delivered without those tokens in the loss. This
@@ -27,7 +28,7 @@ import asyncio
 import concurrent.futures
 import logging
 import queue as std_queue
-from typing import Callable, Iterable
+from typing import Callable, Iterable, Sequence
 
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.queue import admission
@@ -67,10 +68,10 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
       groups_per_step: groups the learner consumes per version.
       config: staleness and capacity. The default capacity is what admission
         lets in, so that an admitted group never waits in `put`.
-      order: "ready" delivers ready groups, oldest admission first within a
-        batch; a slow group may end up dropped. "admission" delivers strictly
-        in the order of admission and waits for slow groups instead; batches
-        are then the same in every run.
+      order: "ready" delivers ready groups, oldest admission first, as their
+        tokens are the next to grow too old; a slow group may end up dropped.
+        "admission" delivers strictly in the order of admission and waits for
+        slow groups instead; batches are then the same in every run.
       version: the learner's, when it resumes.
       store: durability; groups it still holds are ready at once.
       on_drop: receives each group dropped at delivery, and the reason. Must
@@ -113,9 +114,9 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
     return self._ledger.config.max_staleness
 
   @property
-  def counts_running(self) -> bool:
-    """Whether running groups count against admission."""
-    return self._ledger.config.admission == "started"
+  def bounds_running(self) -> bool:
+    """Whether admission by itself bounds the groups that run."""
+    return self._ledger.config.bounds_running
 
   @property
   def capacity(self) -> int:
@@ -181,17 +182,29 @@ class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
       queue.Full: time was up.
     """
     return self._condition.wait(
-        lambda: self._ledger.start(index),
+        lambda: self._ledger.start([index]),
         timeout,
         self._late(std_queue.Full, timeout),
-    )
+    )[0]
 
   async def acquire_start_async(
       self, timeout: float | None = None, *, index: int | None = None
   ) -> Ticket:
     """`acquire_start` without blocking the event loop."""
+    return (await self.acquire_parts_async([index], timeout))[0]
+
+  async def acquire_parts_async(
+      self, indices: Sequence[int | None], timeout: float | None = None
+  ) -> list[Ticket]:
+    """`acquire_start_async` for the parts of a group, all of them at once.
+
+    Args:
+      indices: ascending, of the unfinished parts of a resumed run; None each
+        for a new group's.
+      timeout: as of `acquire_start`.
+    """
     return await self._condition.wait_async(
-        lambda: self._ledger.start(index),
+        lambda: self._ledger.start(indices),
         timeout,
         self._late(std_queue.Full, timeout),
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from typing import Iterable
+from typing import Iterable, Sequence
 
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.queue import admission
@@ -141,21 +141,28 @@ class Ledger:
 
   # --- Admission ------------------------------------------------------------
 
-  def start(self, index: int | None) -> Ticket | None:
-    """A ticket for a new group, or for the unfinished one of this index."""
+  def start(self, indices: Sequence[int | None]) -> list[Ticket] | None:
+    """Tickets for all of these groups, in ascending order; see `_ticket`."""
     self._check_open()
-    ahead = list(self._ready)
-    if self.config.admission == "started":
-      ahead += self._running
+    ahead = [*self._ready, *filter(self._counts, self._running)]
     consumed = self._accepted - len(self._ready)
-    if index is not None:
-      ahead = [other for other in ahead if other < index]
-    if consumed + len(ahead) >= self._limit():
+    last = indices[-1]
+    if last is not None:
+      ahead = [i for i in ahead if i < last and i not in indices]
+    if consumed + len(ahead) + len(indices) > self._limit():
       return None
+    for index in indices:
+      if index in self._running or index in self._ready:
+        raise ValueError(f"group {index} is already running or ready")
+    return [self._ticket(index) for index in indices]
+
+  def _counts(self, index: int) -> bool:
+    return self.config.counts(self._running[index], self.version)
+
+  def _ticket(self, index: int | None) -> Ticket:
+    """For a new group (None), or for the unfinished one of this index."""
     if index is None:
       index = self._next_index
-    elif index in self._running or index in self._ready:
-      raise ValueError(f"group {index} is already running or ready")
     self._next_index = max(self._next_index, index + 1)
     ticket = Ticket(index, self.version)
     self._running[index] = ticket
@@ -295,12 +302,10 @@ class Ledger:
   def _select(self, n: int) -> list[QueuedGroup] | None:
     if len(self._ready) < n:
       return None
-    if self.order == "ready":
-      taken = [e for e, _ in zip(self._ready.values(), range(n))]
-      return sorted(taken, key=lambda e: e.index)
     taken = sorted(self._ready.values(), key=lambda e: e.index)[:n]
     # Once closed or failed, a running group will never be put.
-    if not self.closed and self.error is None:
+    awaits = self.order == "admission"
+    if awaits and not self.closed and self.error is None:
       coming = min((*self._running, *self._expected), default=math.inf)
       if coming < taken[-1].index:
         return None

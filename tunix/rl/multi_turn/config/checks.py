@@ -474,15 +474,16 @@ def _queue(c: TrainConfig) -> Iterator[str]:
         " nothing would ever be trained on; raise queue.max_staleness or lower"
         " publish_every"
     )
-  if c.queue.admission == "finished" and c.queue.max_staleness == 0:
+  admits = f"queue.admission={c.queue.admission}"
+  if not c.queue.bounds_running and c.queue.max_staleness == 0:
     yield (
-        "queue.admission=finished starts groups during updates, and"
+        f"{admits} starts groups during updates, and"
         " queue.max_staleness=0 accepts no token from before the last one; set"
         " queue.max_staleness >= 1 or queue.admission=started"
     )
-  if c.queue.admission == "finished" and c.rollout.via == "hosts":
+  if not c.queue.bounds_running and c.rollout.via == "hosts":
     yield (
-        "queue.admission=finished starts groups when this process has room for"
+        f"{admits} starts groups when this process has room for"
         " episodes, and with rollout.via=hosts it plays none; set"
         " queue.admission=started, and queue.max_staleness as high as hosts"
         " are to be kept busy"

@@ -48,10 +48,10 @@ def problems(c: train_config.TrainConfig) -> Iterator[str]:
         f"collect.part_size={c.collect.part_size} splits groups, which {fleet}"
         " lends whole; set collect.part_size=0"
     )
-  if c.queue.admission == "finished":
+  if not c.queue.bounds_running:
     yield (
-        "queue.admission=finished starts groups when this process has room for"
-        f" episodes, and with {fleet} it plays none; set"
+        f"queue.admission={c.queue.admission} starts groups when this process"
+        f" has room for episodes, and with {fleet} it plays none; set"
         " queue.admission=started, and queue.max_staleness as high as"
         " collectors are to be kept busy"
     )

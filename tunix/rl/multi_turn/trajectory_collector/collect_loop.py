@@ -406,7 +406,7 @@ class CollectLoop:
     resumed = collections.deque(self._resumed)
     while True:
       await slots.acquire()
-      if not self._queue.counts_running:
+      if not self._queue.bounds_running:
         await self._collector.wait_for_room()
       # Pulled before it is admitted: the end of the tasks must be seen even
       # when the gate is shut.
@@ -442,10 +442,8 @@ class CollectLoop:
   ) -> list[group_queue.Ticket]:
     """Tickets of a group's parts, as of the end of a hold."""
     wanted: Sequence[int | None] = indices or [None] * self._parts
-    tickets: list[group_queue.Ticket] = []
+    tickets = await self._queue.acquire_parts_async(wanted)
     try:
-      for index in wanted:
-        tickets.append(await self._queue.acquire_start_async(index=index))
       while self._held:
         while self._held:
           self._released.clear()
@@ -457,7 +455,7 @@ class CollectLoop:
     return tickets
 
   def _announce(self, tickets: Sequence[group_queue.Ticket]) -> None:
-    if not self._queue.counts_running:
+    if not self._queue.bounds_running:
       size = self._collector.config.group_size
       members = size * len(tickets) // self._parts
       self._collector.announce(members + self._collector.beside)
