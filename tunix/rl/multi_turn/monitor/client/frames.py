@@ -165,11 +165,10 @@ class FrameReader:
       return False
     begun = self._first > 0
     last = self.seq
-    if begun:  # First: one that fails is called again.
-      self._on_segment(found[0])
     self._open(found)
     if begun:
       self.seq = last
+      self._on_segment(self._first)
     return True
 
   def _open(self, segment: tuple[int, pathlib.Path]) -> None:

@@ -208,18 +208,25 @@ class SpoolReader:
     self._delete_segments()
 
   def _delete_segments(self) -> None:
-    if self._oldest in (0, self._frames.segment):
-      self._oldest = self._frames.segment
+    """Deletes segments before the oldest one that a reader has to begin at."""
+    if self._oldest == self._frames.segment:
       return
     found = frames_lib.segments(self.path)
-    for (first, path), (after, _) in itertools.pairwise(found):
-      if after - 1 > self.acked or first >= self._frames.segment:
-        break
-      size = path.stat().st_size
-      path.unlink()
-      spool_lib.state_path(self.path, first).unlink(missing_ok=True)
-      self._oldest = after
-      self._freed += size
+    self._oldest = max(
+        first for first, _ in found
+        if first == found[0][0] or first <= self._frames.segment
+        and first - 1 <= self.acked and self._has_state(first)
+    )  # pyformat: disable
+    for first, path in found:
+      if first < self._oldest:
+        self._freed += path.stat().st_size
+        path.unlink()
+        spool_lib.state_path(self.path, first).unlink(missing_ok=True)
+
+  def _has_state(self, first: int) -> bool:
+    return (
+        self._rows is None or spool_lib.state_path(self.path, first).exists()
+    )
 
   def bury(self, entry: Entry, reason: str) -> None:
     """Takes an entry that the server will never accept out of the way."""
@@ -243,10 +250,13 @@ class SpoolReader:
     """Keeps the state before a segment, which begins now."""
     if self._rows is None:
       return
-    durable.write_bytes(
-        spool_lib.state_path(self.path, first),
-        event_codec.pack(self._rows.state()),
-    )
+    try:
+      durable.write_bytes(
+          spool_lib.state_path(self.path, first),
+          event_codec.pack(self._rows.state()),
+      )
+    except OSError as error:
+      self._trouble(error)  # The segments before it stay.
 
   def _restore(self) -> None:
     found = frames_lib.segments(self.path)
