@@ -120,6 +120,7 @@ def test_damage_costs_the_frames_that_it_hits(
   left = [body for n, body in enumerate(given_) if n not in hit]
   found = rest_of(reader)
   assert collections.Counter(left) - collections.Counter(found) == {}
+  assert set(found) <= set(given_)
   assert [b for b in found if b in left] == left
   last = max((n for n in range(12) if n not in hit), default=-1)
   if not cut and frames_lib.segments(spool.path)[0][0] == 1:
