@@ -19,6 +19,7 @@ import msgpack
 from tunix.rl.multi_turn.monitor import settings as settings_lib
 from tunix.rl.multi_turn.monitor.client import complaints as complaints_lib
 from tunix.rl.multi_turn.monitor.client import plain_json
+from tunix.rl.multi_turn.monitor.client import run_rows
 from tunix.rl.multi_turn.monitor.client import shipper as shipper_lib
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
 from tunix.rl.multi_turn.monitor.client import spool_writer
@@ -26,16 +27,13 @@ from tunix.rl.multi_turn.monitor.client import transport as transport_lib
 
 _LOG = logging.getLogger(__name__)
 
-Part = Mapping[str, Any]
-"""A part of a batch: `training` and arrays, as the protocol has them."""
-
 
 class Illustrated:
   """A part of a batch with the files of its screenshots, by hash."""
 
   __slots__ = ("part", "images")
 
-  def __init__(self, part: Part, images: Mapping[str, bytes]):
+  def __init__(self, part: run_rows.Part, images: Mapping[str, bytes]):
     self.part = part
     self.images = images
 
@@ -109,11 +107,11 @@ class Sender:
   def training(self, value: str | int | None) -> None:
     self._shipper.training = value
 
-  def put(self, item: Part | Illustrated) -> bool:
+  def put(self, item: run_rows.Part | Illustrated) -> bool:
     """Takes a part of a batch, which must not change; False: it is dropped."""
     return self._writer.put(item)
 
-  def _record(self, item: Part | Illustrated) -> tuple[int, bytes]:
+  def _record(self, item: run_rows.Part | Illustrated) -> tuple[int, bytes]:
     images = item.images if isinstance(item, Illustrated) else {}
     part = item.part if isinstance(item, Illustrated) else item
     body = plain_json.dumps(part)

@@ -473,7 +473,9 @@ def _clients(engine: sa.Engine) -> Iterator[Finding]:
     bad = {
         k: v
         for k, v in health.items()
-        if k.startswith(("dropped", "dead")) and isinstance(v, int) and v
+        if k.startswith(("dropped", "dead", "damaged"))
+        and isinstance(v, int)
+        and v
     }
     if bad:
       yield Finding(
