@@ -3,12 +3,11 @@
 import datetime
 import errno
 import json
-import os
-import signal
 import threading
 import time
 
 import documented_code
+import fresh_interpreter
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -217,6 +216,16 @@ def test_without_a_server_everything_waits_for_the_next_start(
   assert list(folder.iterdir()) == []
 
 
+def test_items_of_a_program_that_closes_without_time_are_in_the_spool(
+    tmp_path
+):
+  client = client_of(DEAD, tmp_path / "spool")
+  for n in range(2000):
+    client.post_task({"task_id": f"t{n}"})
+  assert not client.close(0.0)
+  assert client.sender.counts()["entry"] == 2000
+
+
 def test_a_spool_in_use_is_left_to_its_owner(tmp_path):
   claimed = lambda: list(
       spool_lib.claim_orphans(tmp_path, "t", tmp_path / "own.spool")
@@ -234,20 +243,23 @@ def test_a_spool_in_use_is_left_to_its_owner(tmp_path):
 
 
 def test_a_fork_does_not_keep_a_spool_from_the_next_owner(tmp_path):
-  first = spool_lib.Spool(tmp_path / "a.spool", "t")
-  child = os.fork()
-  if not child:
-    time.sleep(60)
-    os._exit(0)
-  try:
-    first.close()
-    deadline = time.monotonic() + 10  # Until the child has run.
-    while spool_lib.is_owned(tmp_path / "a.spool"):
-      assert time.monotonic() < deadline
-      time.sleep(0.01)
-  finally:
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+  program = (
+      "import os, signal, sys, time\n"
+      "from tunix.rl.multi_turn.monitor.client import spool\n"
+      "first = spool.Spool(sys.argv[1], 't')\n"
+      "child = os.fork()\n"
+      "if not child:\n"
+      "  time.sleep(60)\n"
+      "assert spool.is_owned(first.path)\n"
+      "first.close()\n"
+      "deadline = time.monotonic() + 20  # Until the child has run.\n"
+      "while spool.is_owned(first.path) and time.monotonic() < deadline:\n"
+      "  time.sleep(0.01)\n"
+      "print(spool.is_owned(first.path))\n"
+      "os.kill(child, signal.SIGKILL)\n"
+  )
+  done = fresh_interpreter.run(program, tmp_path / "a.spool")
+  assert (done.stdout, done.returncode) == ("False\n", 0), done.stderr
 
 
 def test_what_the_server_refuses_is_put_aside_and_holds_up_nothing(

@@ -183,10 +183,9 @@ class EventLog:
     self._closing.set()
     allowed = self._config.close_timeout_s + _GRACE_S
     deadline = time.monotonic() + allowed
-    kept = self._writer.close(allowed)
-    self._delivered = kept and self._request(
-        "close", deadline - time.monotonic()
-    )
+    kept = self._writer.close(allowed / 2)
+    done = self._request("close", deadline - time.monotonic())
+    self._delivered = kept and done
     self._finished.set()
     self._uploader.end(max(1.0, deadline - time.monotonic()))
     self._supervisor.join(_GRACE_S)

@@ -10,6 +10,7 @@ counted. A disk that fails loses nothing as long as memory has room.
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 import time
 from typing import Any, Callable
@@ -149,6 +150,8 @@ class SpoolWriter:
         )
         self._abandon.wait(_RETRY_S)
       self._on_tick(self.pending)
+    with contextlib.suppress(OSError):  # What came too late for the flush.
+      self._round()
 
   def _round(self) -> None:
     """Puts the pending items into the spool. Raises OSError."""
