@@ -3,6 +3,9 @@
     python benchmarks/soak_monitor.py [kills=100] [only=server,network,...]
 
 - server, trainer: kill -9 of either, under load.
+- run: kill -9 of a run's trainer, of its uploader, or of both.
+- uploader: kill -9 of a run's uploader; its rows must be those of a run that
+  is left in peace.
 - postgres: the same on PostgreSQL, where that is installed; then kill -9 of
   one of its own processes, and `pg_ctl stop -m immediate` of all of it, a
   fifth as often each.
@@ -53,6 +56,15 @@ def server(folder: pathlib.Path, kills: int) -> tuple[bool, str]:
 
 def trainer(folder: pathlib.Path, kills: int) -> tuple[bool, str]:
   return _kills(monitor_kills.kill_trainer(folder, kills))
+
+
+def run(folder: pathlib.Path, kills: int) -> tuple[bool, str]:
+  return _kills(monitor_kills.kill_run(folder, kills))
+
+
+def uploader(folder: pathlib.Path, kills: int) -> tuple[bool, str]:
+  wrong = monitor_kills.kill_uploader(folder, kills)
+  return not wrong, f"{kills} kills, {wrong or 'every row is the same'}"
 
 
 def postgres(folder: pathlib.Path, kills: int) -> tuple[bool, str]:
@@ -138,7 +150,9 @@ def clock(folder: pathlib.Path, kills: int) -> tuple[bool, str]:
 
 SOAKS = {
     f.__name__: f
-    for f in (server, trainer, postgres, network, disk, full, clock)
+    for f in (
+        server, trainer, run, uploader, postgres, network, disk, full, clock
+    )  # pyformat: disable
 }
 
 

@@ -17,7 +17,7 @@ CLIENTS = (
     "environments.play.__main__", "environments.gym_server.__main__",
     "agents.run_service.__main__",
     "monitor.client.http_rollout_recorder", "monitor.client.ingest_client",
-    "monitor.client.observer", "monitor.client.uploader", "monitor.serve",
+    "monitor.client.event_log", "monitor.client.uploader", "monitor.serve",
 )  # pyformat: disable
 HEAVY = (
     "jax", "jaxlib", "flax", "orbax", "transformers", "pandas", "torch",

@@ -10,6 +10,7 @@ passes, and once as one in which the machine dies, too, and what the disk had
 by then is gone on with.
 """
 
+import collections
 import ctypes
 import functools
 import json
@@ -220,10 +221,14 @@ def sync_server(folder, times=1) -> dict:
 
 def sync_spool(folder, times=1) -> dict:
   """Every sync of a spool fails, each in its turn."""
+  import msgpack  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn.monitor.client import spool as spool_lib  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.monitor.client import spool_reader  # pylint: disable=g-import-not-at-top
 
   faults = _faults()
   bodies = [b"%d" % n * 100 for n in range(6)]
+  spool_lib._MOST_SEGMENT = 300  # pylint: disable=protected-access
+  spool_lib._LEAST_SEGMENT = 300  # pylint: disable=protected-access
   wrong, failures, at = [], 0, 0
   crashed, kept = None, []
 
@@ -232,43 +237,57 @@ def sync_spool(folder, times=1) -> dict:
     while True:
       try:
         return call()
-      except sqlite3.Error:
+      except OSError:
         failures += 1
         if crashed is None and kept:
-          crashed = _copy(path, here / "crashed"), list(kept)
+          crashed = here / "crashed" / "x.spool", list(kept)
+          shutil.copytree(path, crashed[0])
+
+  def reader_of(spool):
+    return spool_reader.SpoolReader(
+        spool.path, spool.header, ended=lambda: False, counters=counters,
+        complain=lambda what, message: None,
+    )  # pyformat: disable
+
+  def bodies_of(reader):
+    return [entry.body for entry in insist(lambda: reader.entries(1 << 20))]
 
   while True:
     at += 1
     here = folder / f"{at}"
     path = here / "x.spool"
-    faults.fault_path(b"/x.spool")
+    faults.fault_path(b"x.spool")
     faults.fault_sync(at, times)
     crashed, kept = None, []
+    counters = collections.Counter()
     spool = insist(functools.partial(spool_lib.Spool, path, "http://x"))
     for n, body in enumerate(bodies):
-      image = {f"{n:064d}": body}
-      insist(functools.partial(spool.append, [body], image))
+      insist(functools.partial(spool.keep_image, f"{n:064d}", body))
+      record = msgpack.packb([[f"{n:064d}"], body])
+      insist(functools.partial(spool.append, [(spool_lib.PART, record)]))
+      insist(spool.sync)
       kept.append(body)
     # Two are delivered; the rest waits for another process.
-    first = spool.entries(1 << 20)
-    insist(functools.partial(spool.remove_through, first[1].seq))
-    spool.close()
+    reader = reader_of(spool)
+    if bodies_of(reader) != bodies:
+      wrong.append(f"sync {at}: not everything is read")
+    insist(functools.partial(reader.remove_through, 2))
+    failures += counters["spool_failures"]
+    reader.close()
     syncs = faults.fault_syncs()
     faults.fault_sync(0, 0)
-    again = spool_lib.Spool(path, "http://x")
-    found = [e.body for e in again.entries(1 << 20)]
+    again = reader_of(spool)
+    found = bodies_of(again)
     if found != bodies[2:]:
       wrong.append(f"sync {at}: {found}")
-    if len(again.images()) != len(bodies):
-      wrong.append(f"sync {at}: {len(again.images())} images")
-    expected = sum(map(len, bodies[2:])) + sum(map(len, bodies))
-    if again.bytes != expected:
-      wrong.append(f"sync {at}: {again.bytes} bytes, not {expected}")
+    if len(spool_lib.images(path)) != len(bodies):
+      wrong.append(f"sync {at}: not all images")
     again.close()
+    spool.close()
     if crashed is not None:
       path, there = crashed
       after = spool_lib.Spool(path, "http://x")
-      found = [e.body for e in after.entries(1 << 20)]
+      found = bodies_of(reader_of(after))
       # What was kept is there, once; what failed may be, after it.
       if len(set(found)) != len(found) or (
           found[: len(there)] != there and found != bodies[2:]
@@ -373,12 +392,10 @@ def full_for_real(folder, rounds=2) -> dict:
 def clock(folder, episodes=12, seed=0) -> dict:
   """A run under a wall clock that jumps by a day, either way."""
   import monitor_server  # pylint: disable=g-import-not-at-top
+  import observed_run  # pylint: disable=g-import-not-at-top
   import synthetic_run  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn.core import events  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn.core import images as images_lib  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn.monitor.client import ingest_client  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn.monitor.client import observer as observer_lib  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn.monitor.client import png  # pylint: disable=g-import-not-at-top
 
   faults, chance = _faults(), random.Random(seed)
   store, wrong, said = images_lib.ImageStore(), [], []
@@ -387,17 +404,13 @@ def clock(folder, episodes=12, seed=0) -> dict:
   if not DAY - 60 < time.time() - before < DAY + 60:
     return {"wrong": ["the clock does not jump"]}
   with monitor_server.sqlite_server(folder / "server") as server:
-    client = ingest_client.IngestClient(server.url, spool_dir=folder / "spool")
-    observer = observer_lib.MonitorObserver(
-        client, observer_lib.RunIdentity("T"),
-        {"model_name": "m", "group_size": 1, "groups_per_batch": 1,
-         "total_steps": episodes},
-        png_of=png.files_of(store), close_s=60.0,
-    )  # pyformat: disable
+    log = observed_run.observed(
+        server, folder / "spool", store, total_steps=episodes
+    )
 
     def tell(event, *args, **fields):
       faults.fault_clock(chance.choice((-DAY, 0, DAY)))
-      observer.on_event(event(*args, time=time.time(), **fields))
+      log.on_event(event(*args, time=time.time(), **fields))
 
     tell(events.RunStarted, "run", {})
     for n in range(1, episodes + 1):
@@ -413,13 +426,13 @@ def clock(folder, episodes=12, seed=0) -> dict:
       tell(events.StepFinished, n, n, {"loss": 0.1})
       tell(events.Progress, "collecting", n, None)
       said.append(f"collecting: {n}")
-      assert client.drain(60)
+      assert log.drain(60)
       message = server.rows("training")[0]["status_message"]
       # Every second one a second at most: the step's own is as good.
       if message not in (said[-1], f"step {n}"):
         wrong.append(f"the message is {message}")
     tell(events.RunFinished, "completed")
-    if not observer.close():
+    if not log.close():
       wrong.append("it was not closed in time")
     faults.fault_clock(0)
     messages = {r["status_message"] for r in server.rows("training")}

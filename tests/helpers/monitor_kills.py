@@ -1,5 +1,6 @@
 """kill -9 under load, and whether anything acknowledged is gone or twice."""
 
+import collections
 import contextlib
 import dataclasses
 import http.client
@@ -13,13 +14,20 @@ import subprocess
 import sys
 import threading
 import time
+import unittest.mock
 
 import monitor_databases
 import monitor_server
+import observed_run
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.monitor.client import event_log
 from tunix.rl.multi_turn.monitor.client import ingest_client
+from tunix.rl.multi_turn.monitor.client import spool as spool_lib
 from tunix.rl.multi_turn.monitor.schema import database as database_lib
 
 TURNS = 3
+SEGMENT = 20_000
+"""Bytes of a segment of a run's log here, so that there are many."""
 
 
 @dataclasses.dataclass
@@ -41,30 +49,46 @@ class Outcome:
     )
 
 
-def inspect(target, acknowledged, kills) -> Outcome:
-  """Compares a database with what was acknowledged."""
+def inspect(target, acknowledged, kills, seen=TURNS) -> Outcome:
+  """Compares a database with what was acknowledged.
+
+  Args:
+    target: the database.
+    acknowledged: names of rollouts.
+    kills: how many there were.
+    seen: observations of a rollout.
+  """
   engine = database_lib.connect(target)
   with database_lib.reading(engine) as db:
-    found = _inspect(db, acknowledged, kills)
+    found = _inspect(db, acknowledged, kills, seen)
   engine.dispose()
   return found
 
 
-def _inspect(db, acknowledged, kills) -> Outcome:
+def _inspect(db, acknowledged, kills, seen) -> Outcome:
   ask = lambda query: {
       name: count for name, count in db.exec_driver_sql(query)
   }
-  counts = ask("SELECT rollout_id, count(*) FROM rollout GROUP BY 1")
+  counts = ask(
+      "SELECT rollout_id, count(*) FROM rollout WHERE status = 'completed'"
+      " GROUP BY 1"
+  )
   whole = "SELECT r.rollout_id, count(*) FROM rollout r JOIN {} GROUP BY 1"
   partial, repeated = [], [n for n, c in counts.items() if c > 1]
-  for joined in (
-      "turn t ON t.rollout_id = r.id",
-      "turn t ON t.rollout_id = r.id JOIN action a ON a.turn_id = t.id",
-      "turn t ON t.rollout_id = r.id JOIN obs o ON o.turn_id = t.id",
+  turn = "turn t ON t.rollout_id = r.id"
+  for joined, each in (
+      (turn, TURNS),
+      (f"{turn} JOIN action a ON a.turn_id = t.id", TURNS),
+      (f"{turn} JOIN obs o ON o.turn_id = t.id", seen),
   ):
     found = ask(whole.format(joined))
-    partial += [n for n in counts if found.get(n, 0) < TURNS]
-    repeated += [n for n in counts if found.get(n, 0) > TURNS]
+    partial += [n for n in counts if found.get(n, 0) < each]
+    repeated += [n for n in counts if found.get(n, 0) > each]
+  # Of a rollout's statuses each is entered once.
+  repeated += ask(
+      "SELECT entity_id, count(*) FROM status_history WHERE entity_type ="
+      " 'rollout' GROUP BY entity_id, new_status HAVING count(*) > 1"
+  )
   integrity = "ok"  # PostgreSQL keeps its own.
   if db.dialect.name == "sqlite":
     integrity = db.exec_driver_sql("PRAGMA integrity_check").scalar()
@@ -371,3 +395,191 @@ def kill_trainer(folder, kills, seed=0, target=None) -> Outcome:
           break
         time.sleep(0.1)
   return inspect(database, acknowledged, kills)
+
+
+# --- a run with its uploader --------------------------------------------------
+
+_RUN = f"""
+import pathlib, time
+import observed_run, synthetic_run
+from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import images
+from tunix.rl.multi_turn.monitor import settings
+from tunix.rl.multi_turn.monitor.client import event_log
+from tunix.rl.multi_turn.monitor.client import spool
+def run(given):
+  spool._MOST_SEGMENT = {SEGMENT}
+  url, folder, session = given[0], given[1], int(given[2])
+  store = images.ImageStore()
+  log = event_log.EventLog(
+      event_log.RunSpec(
+          url=url, spool_dir=folder, name=f"run-{{session}}", session=session,
+          **observed_run.FACTS),
+      settings.MonitorConfig(close_timeout_s=60.0),
+      images=store)
+  print(log.pid, flush=True)
+  log.on_event(events.RunStarted("run", {{}}))
+  n = 0
+  while True:
+    n += 1
+    episode = synthetic_run.episode(
+        store, seed=1000 * session + n, turns={TURNS})
+    episode.trajectory_id = f"train-{{n:06d}}.0"
+    common = dict(group_id=f"train-{{n:06d}}", task_id="t")
+    log.on_event(events.EpisodeStarted(episode.trajectory_id, **common))
+    for turn in range({TURNS}):
+      log.on_event(events.TurnFinished(
+          episode.trajectory_id, turn, {{"model": 0.6}}, episode.steps[turn]))
+    log.on_event(events.EpisodeFinished(episode, **common))
+    while log.readings()["waiting"]:
+      time.sleep(0.002)
+    name = f"T/{{session}}/train/{{episode.trajectory_id}}"
+    print(f"{{log.pid}} {{name}}", flush=True)
+"""
+
+
+def kill_run(folder, kills, seed=0, target=None) -> Outcome:
+  """Runs of which the trainer, the uploader or both are killed.
+
+  Each uploader may go on after its trainer; the next run delivers the rest.
+
+  Args:
+    folder: for everything.
+    kills: how often.
+    seed: of when, and of whom.
+    target: the server's database; None is a SQLite file in the folder.
+  """
+  folder = pathlib.Path(folder)
+  chance = random.Random(seed)
+  said: list[str] = []
+  database = target or folder / "m.db"
+  spools = folder / "spool"
+  with monitor_server.MonitorServer(database, folder / "files") as server:
+    with Nursery(_RUN) as trainer:
+      killed = 0
+      while killed < kills:
+        left, uploader = trainer.start(server.url, spools, len(said))
+        said += left
+        time.sleep(chance.uniform(0.1, 1.0))
+        whom = chance.choice(("trainer", "uploader", "both"))
+        if whom != "trainer":
+          with contextlib.suppress(ProcessLookupError):
+            os.kill(int(uploader), signal.SIGKILL)
+          killed += 1
+        if whom == "uploader":  # It is replaced, and that one killed, too.
+          time.sleep(chance.uniform(0.2, 1.5))
+        trainer.end()
+        killed += 1
+        said.append("")  # The next one has another session.
+      said += trainer.rest()
+    acknowledged = [line.split()[1] for line in said if " " in line]
+    _deliver(server.url, spools)
+    shown = {
+        row["screenshot_uri"].removeprefix("sha256:")
+        for row in server.rows("obs", where="screenshot_uri IS NOT NULL")
+    }
+    stored = {
+        row["sha256"] for row in server.rows("monitor_screenshot", order=1)
+    }
+  found = inspect(database, acknowledged, killed, seen=2 * TURNS)
+  found.lost += sorted(shown - stored)
+  return found
+
+
+def _deliver(url, spools, seconds=120.0) -> None:
+  """The next run there, which ends once it has delivered what was left."""
+  log = event_log.EventLog(
+      event_log.RunSpec(
+          url=url, spool_dir=str(spools), name="last", session=1 << 20,
+          **observed_run.FACTS,
+      )
+  )
+  deadline = time.monotonic() + seconds
+  while [path.name for path in spools.glob("*.spool")] != ["last.spool"]:
+    if time.monotonic() > deadline:
+      break
+    # Uploaders of killed trainers have their spools until they end.
+    time.sleep(0.2)
+    if not log.drain(10):
+      break
+    log.close()
+    log = event_log.EventLog(
+        event_log.RunSpec(
+            url=url, spool_dir=str(spools), name="last", session=1 << 20,
+            **observed_run.FACTS,
+        )
+    )
+  log.close()
+
+
+def kill_uploader(folder, kills, seed=0) -> list[str]:
+  """A run whose uploader dies again and again.
+
+  Returns:
+    What its database lacks or has twice, beside one of a run left in peace.
+  """
+  folder = pathlib.Path(folder)
+  chance = random.Random(seed)
+  tables = {}
+  with unittest.mock.patch.object(spool_lib, "_MOST_SEGMENT", SEGMENT):
+    for name in ("peace", "kills"):
+      (folder / name).mkdir()
+      left = kills if name == "kills" else 0
+      tables[name] = _played(folder / name, left, chance)
+  return [
+      f"{table}: {len(tables['kills'][table])} rows are not those"
+      f" {len(tables['peace'][table])} of a run left in peace"
+      for table in _COMPARED
+      if _bare(tables["kills"][table]) != _bare(tables["peace"][table])
+  ]
+
+
+def _played(folder, kills, chance) -> dict[str, list[dict]]:
+  """The tables of a run whose uploader is killed so often."""
+  store, told = images_lib.ImageStore(), []
+  observed_run.play(told.append, store)
+  at = chance.sample(range(1, len(told)), kills)
+  with monitor_server.sqlite_server(folder / "server") as server:
+    log = observed_run.observed(server, folder / "spool", store)
+    killed = 0
+    for number, event in enumerate(told):
+      # Times are the same in all runs.
+      log.on_event(dataclasses.replace(event, time=1e9 + number))
+      if number in at:
+        deadline = time.monotonic() + 60
+        while log.pid == killed:
+          assert time.monotonic() < deadline
+          time.sleep(0.01)
+        time.sleep(chance.uniform(0.0, 0.5))
+        killed = log.pid
+        os.kill(killed, signal.SIGKILL)
+    assert log.close(), log.counters
+    assert not +log.counters - collections.Counter(
+        sent=1 << 30, retries=1 << 30, images_missing=0
+    ), log.counters
+    found = {table: server.rows(table, order=1) for table in _COMPARED}
+    # Beside each change is what else its batch did, however that was cut.
+    found["status_history"] = [
+        {k: row[k] for k in ("entity_type", "entity_id", "old_status",
+                             "new_status")}
+        for row in found["status_history"]
+    ]  # pyformat: disable
+    return found
+
+
+_COMPARED = (
+    "training", "step", "baseline", "eval", "task", "validator", "rollout",
+    "environment", "turn", "action", "obs", "validation", "status_history",
+    "monitor_screenshot",
+)  # pyformat: disable
+_OF_SERVER = (
+    "created_at", "updated_at", "changed_at", "last_heartbeat", "heartbeat",
+)
+
+
+def _bare(rows):
+  """Rows without the times at which the server received them, in any order."""
+  return sorted(
+      repr({k: v for k, v in row.items() if k not in _OF_SERVER})
+      for row in rows
+  )

@@ -1,27 +1,37 @@
-"""Episodes of every kind, told to a monitor by an observer in this process."""
+"""Episodes of every kind, told to a monitor by its event log."""
 
 import synthetic_run
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.learner import examples as example_lib
-from tunix.rl.multi_turn.monitor.client import ingest_client
-from tunix.rl.multi_turn.monitor.client import observer as observer_lib
-from tunix.rl.multi_turn.monitor.client import png
+from tunix.rl.multi_turn.monitor import settings as settings_lib
+from tunix.rl.multi_turn.monitor.client import event_log
 
 Status = trajectory_lib.TrajectoryStatus
 
 
-def observed(server, folder, store, **options):
-  client = ingest_client.IngestClient(server.url, spool_dir=folder)
-  return observer_lib.MonitorObserver(
-      client,
-      observer_lib.RunIdentity("T", options.pop("session", 0)),
-      {"model_name": "m", "group_size": 4, "groups_per_batch": 1,
-       "total_steps": options.pop("total_steps", 5), "temperature": 1.0},
-      png_of=png.files_of(store),
-      close_s=60.0,  # A busy machine is no failure.
-      **options,
-  )
+FACTS = {
+    "training_id": "T",
+    "training": {
+        "model_name": "m", "group_size": 4, "groups_per_batch": 1,
+        "total_steps": 5, "temperature": 1.0,
+    },
+}  # pyformat: disable
+"""Of a run, as `event_log.RunSpec` has them."""
+
+
+def observed(server, folder, store, total_steps=5, **facts):
+  """The event log of a run."""
+  training = FACTS["training"] | {"total_steps": total_steps}
+  return event_log.EventLog(
+      event_log.RunSpec(
+          url=server.url, spool_dir=str(folder), name="observed",
+          **FACTS | {"training": training} | facts,
+      ),
+      # A busy machine is no failure.
+      settings_lib.MonitorConfig(close_timeout_s=60.0),
+      images=store,
+  )  # pyformat: disable
 
 
 def play(tell, store, steps=5):

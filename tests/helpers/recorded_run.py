@@ -21,9 +21,8 @@ from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner.algorithms import advantages
-from tunix.rl.multi_turn.monitor.client import ingest_client
-from tunix.rl.multi_turn.monitor.client import observer as observer_lib
-from tunix.rl.multi_turn.monitor.client import png
+from tunix.rl.multi_turn.monitor import settings as settings_lib
+from tunix.rl.multi_turn.monitor.client import event_log
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
@@ -90,15 +89,18 @@ class Recorder:
 
   def __init__(self, url, folder, *, token="", name="desktop-run", steps=10):
     self.store = images_lib.ImageStore()
-    self.observer = observer_lib.MonitorObserver(
-        ingest_client.IngestClient(url, token, spool_dir=folder),
-        observer_lib.RunIdentity(f"T-{name}"),
-        {"model_name": "tiny_vl", "group_size": GROUP, "total_steps": steps,
-         "groups_per_batch": len(FAMILIES), "temperature": 1.0,
-         "learning_rate": 3e-4},
-        png_of=png.files_of(self.store),
-        task_source="desktop",
-        max_turns=6,
+    self.observer = event_log.EventLog(
+        event_log.RunSpec(
+            url=url, token=token, spool_dir=str(folder), name=name,
+            training_id=f"T-{name}", task_source="desktop", max_turns=6,
+            training={
+                "model_name": "tiny_vl", "group_size": GROUP,
+                "total_steps": steps, "groups_per_batch": len(FAMILIES),
+                "temperature": 1.0, "learning_rate": 3e-4,
+            },
+        ),
+        settings_lib.MonitorConfig(close_timeout_s=60.0),
+        images=self.store,
     )  # pyformat: disable
     self._name = name
     self._tasks = desktop.DesktopTasks(FAMILIES)
@@ -200,7 +202,7 @@ class Recorder:
     return self
 
   def flush(self):
-    assert self.observer._client.drain(30)  # pylint: disable=protected-access
+    assert self.observer.drain(30)
 
   def close(self):
     self._thread.shutdown()

@@ -1,12 +1,13 @@
 """The client against a real server, and against what can happen to it."""
 
 import datetime
+import errno
 import json
-import sqlite3
 import threading
 import time
 
 import documented_code
+import fresh_interpreter
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -215,18 +216,50 @@ def test_without_a_server_everything_waits_for_the_next_start(
   assert list(folder.iterdir()) == []
 
 
+def test_items_of_a_program_that_closes_without_time_are_in_the_spool(
+    tmp_path
+):
+  client = client_of(DEAD, tmp_path / "spool")
+  for n in range(2000):
+    client.post_task({"task_id": f"t{n}"})
+  assert not client.close(0.0)
+  assert client.sender.counts()["entry"] == 2000
+
+
 def test_a_spool_in_use_is_left_to_its_owner(tmp_path):
+  claimed = lambda: list(
+      spool_lib.claim_orphans(tmp_path, "t", tmp_path / "own.spool")
+  )
   first = spool_lib.Spool(tmp_path / "a.spool", "t")
-  first.append([b"{}"], {})
+  first.append([(spool_lib.PART, b"{}")])
   with pytest.raises(BlockingIOError):
     spool_lib.Spool(tmp_path / "a.spool", "t")
-  claimed = spool_lib.claim_orphans(tmp_path, "t", tmp_path / "own.spool")
-  assert list(claimed) == []
+  assert claimed() == []
   first.close()
-  (orphan,) = spool_lib.claim_orphans(tmp_path, "t", tmp_path / "own.spool")
-  assert orphan.id == first.id
-  assert [e.body for e in orphan.entries(1)] == [b"{}"]
-  orphan.close()
+  ((path, header, lock),) = claimed()
+  assert (path, header) == (first.path, first.header)
+  assert claimed() == []  # The lock is held.
+  lock.release()
+
+
+def test_a_fork_does_not_keep_a_spool_from_the_next_owner(tmp_path):
+  program = (
+      "import os, signal, sys, time\n"
+      "from tunix.rl.multi_turn.monitor.client import spool\n"
+      "first = spool.Spool(sys.argv[1], 't')\n"
+      "child = os.fork()\n"
+      "if not child:\n"
+      "  time.sleep(60)\n"
+      "assert spool.is_owned(first.path)\n"
+      "first.close()\n"
+      "deadline = time.monotonic() + 20  # Until the child has run.\n"
+      "while spool.is_owned(first.path) and time.monotonic() < deadline:\n"
+      "  time.sleep(0.01)\n"
+      "print(spool.is_owned(first.path))\n"
+      "os.kill(child, signal.SIGKILL)\n"
+  )
+  done = fresh_interpreter.run(program, tmp_path / "a.spool")
+  assert (done.stdout, done.returncode) == ("False\n", 0), done.stderr
 
 
 def test_what_the_server_refuses_is_put_aside_and_holds_up_nothing(
@@ -239,7 +272,8 @@ def test_what_the_server_refuses_is_put_aside_and_holds_up_nothing(
     tell(client)
     assert client.drain(20)
     assert client.sender.counters["dead_letters"] == 2
-    reasons = [reason for _, _, reason in client.sender.spool.dead()]
+    dead = spool_lib.dead(client.sender.spool.path)
+    reasons = [reason for _, _, reason in dead]
     assert "nobody" in reasons[0] and "no one" in reasons[1]
   check(server)
   assert len(list(folder.glob("*.spool"))) == 1  # For whoever looks.
@@ -284,15 +318,18 @@ def test_a_server_that_never_answers_does_not_hold_up_the_end(tmp_path):
     stop.set()
 
 
-def test_memory_is_bounded_and_drops_are_counted(tmp_path):
+def test_memory_is_bounded_and_drops_are_counted(tmp_path, monkeypatch):
   client = client_of(DEAD, tmp_path / "spool", config=Config(max_pending=10))
   held = threading.Event()
-  client.sender.put(lambda: held.wait(20) and None)
-  time.sleep(0.2)
+  monkeypatch.setattr(client.sender.spool, "append", lambda records: (
+      held.wait(20), len(records))[1])  # pyformat: disable
+  client.post_task({"task_id": "first"})
+  while client.sender._writer._pending:
+    time.sleep(0.01)
   taken = [client.post_task({"task_id": f"t{n}"}) for n in range(50)]
   held.set()
   kept = [t for t in taken if t is not None]
-  assert len(kept) < 12
+  assert len(kept) == 10
   assert client.sender.counters["dropped_memory"] == 50 - len(kept)
   client.close(0.1)
 
@@ -311,12 +348,12 @@ def test_images_stop_before_the_space_is_gone(tmp_path):
   client = client_of(DEAD, tmp_path / "spool", config=SMALL)
   for n in range(10):
     client.sender.put(
-        sender_lib.SpoolItem(
+        sender_lib.Illustrated(
             {"tasks": [{"task_id": f"t{n}"}]}, {f"{n}": b"x" * 4000}
         )
     )
     client.flush()
-  counts = client.sender.spool.counts()
+  counts = client.sender.counts()
   assert counts["entry"] == 10 and counts["image"] < 5
   assert client.sender.counters["dropped_images"] == 10 - counts["image"]
   client.close(0.1)
@@ -328,11 +365,11 @@ def test_a_disk_that_fails_for_a_while_loses_nothing(
   failing = {"left": 3}
   real = spool_lib.Spool.append
 
-  def append(self, bodies, images):
+  def append(self, records):
     if failing["left"]:
       failing["left"] -= 1
-      raise sqlite3.OperationalError("disk I/O error")
-    return real(self, bodies, images)
+      raise OSError(errno.EIO, "the disk fails")
+    return real(self, records)
 
   monkeypatch.setattr(spool_lib.Spool, "append", append)
   with client_of(server.url, tmp_path / "spool") as client:
@@ -343,11 +380,13 @@ def test_a_disk_that_fails_for_a_while_loses_nothing(
 
 
 def test_something_that_cannot_be_told_is_counted(server, tmp_path):
-  def fail():
-    raise RuntimeError("no")
+  class Fails:
+
+    def tolist(self):
+      raise RuntimeError("no")
 
   with client_of(server.url, tmp_path / "spool") as client:
-    client.sender.put(fail)
+    client.post_task({"task_id": Fails()}, "t")
     tell(client)
     assert client.drain(20)
     assert client.sender.counters["failed"] == 1

@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import json
 import logging
+import shutil
 import socket
 import threading
 import time
@@ -270,17 +271,31 @@ def client_of(url, folder, **options):
   )
 
 
-def test_an_entry_that_the_disk_has_garbled_holds_up_nothing(lite, tmp_path):
-  with client_of(lite.url, tmp_path) as client:
-    client.sender.spool.append(
-        [b'{"tasks": [{"task_id": "first"}]}', b"\xff\x00 not JSON",
-         b'["no object"]', b'{"tasks": [{"task_id": "last"}]}'], {}
-    )  # pyformat: disable
-    assert client.drain(20), client.sender.health()
-    assert client.sender.counters["dead_letters"] == 2
-    assert len(client.sender.spool.dead()) == 2
-  names = {r["task_id"] for r in lite.rows("task")}
-  assert {"first", "last"} <= names
+def test_a_record_that_the_disk_has_garbled_holds_up_nothing(
+    lite, tmp_path, caplog
+):
+  left = client_of("http://127.0.0.1:9", tmp_path, target="t", name="left")
+  for name in ("first", "garbled", "last"):
+    left.post_task({"task_id": name})
+    assert left.flush()
+  assert not left.close(0.1)
+  (segment,) = (tmp_path / "left.spool").glob("*.seg")
+  segment.write_bytes(segment.read_bytes().replace(b"garbled", b"xxxxxxx"))
+  with caplog.at_level(logging.WARNING):
+    with client_of(lite.url, tmp_path, target="t") as client:
+      wait_for(lambda: not (tmp_path / "left.spool").exists())
+      assert client.sender.counters["damaged"] == 1
+      assert not client.sender.counters["dead_letters"]
+  assert "1 records of" in caplog.text and "damaged" in caplog.text
+  tasks = {r["task_id"] for r in lite.rows("task")}
+  assert {"first", "last"} <= tasks and "garbled" not in tasks
+
+
+def wait_for(holds):
+  deadline = time.monotonic() + 30
+  while not holds():
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
 
 
 def test_a_spool_that_is_destroyed_does_not_raise_at_the_end(
@@ -289,8 +304,7 @@ def test_a_spool_that_is_destroyed_does_not_raise_at_the_end(
   client = client_of("http://127.0.0.1:9", tmp_path)
   client.post_task({"task_id": "t"})
   assert client.flush()
-  for path in tmp_path.glob("*.spool*"):
-    path.write_bytes(b"not a database" * 1000)
+  shutil.rmtree(client.sender.spool.path)
   with caplog.at_level(logging.WARNING):
     assert client.close(1.0) is False
   assert "spool" in caplog.text
@@ -300,19 +314,25 @@ def test_somebody_elses_damaged_spool_is_put_aside_once(
     lite, tmp_path, caplog
 ):
   (tmp_path / "old.spool").write_bytes(b"SQLite format 3\0" + b"\x07" * 8000)
-  (tmp_path / "text.spool").write_bytes(b"nothing like a database " * 100)
+  for name, header in (
+      ("text", "nothing like a header"), ("list", "[]"), ("id", '{"id": "x"}'),
+      ("run", '{"id": "%s", "target": "%s", "run": {"a": 1}}'
+       % ("0" * 32, lite.url)),
+  ):  # pyformat: disable
+    (tmp_path / f"{name}.spool").mkdir()
+    (tmp_path / f"{name}.spool" / "lock").write_text("")
+    (tmp_path / f"{name}.spool" / "header.json").write_text(header)
+    (tmp_path / f"{name}.spool" / f"{1:020d}.seg").write_text("x")
+  (tmp_path / "new.spool").mkdir()  # Somebody has just begun to make it.
   for _ in range(2):
     caplog.clear()
     with caplog.at_level(logging.WARNING):
       with client_of(lite.url, tmp_path) as client:
         client.post_task({"task_id": "t"})
         assert client.drain(20)
-        deadline = time.monotonic() + 10
-        while list(tmp_path.glob("*t.spool")) and time.monotonic() < deadline:
-          time.sleep(0.05)
+        wait_for(lambda: len(list(tmp_path.glob("*.damaged"))) == 5)
   assert "cannot be read" not in caplog.text
-  names = sorted(p.name for p in tmp_path.glob("*.damaged"))
-  assert names == ["old.spool.damaged", "text.spool.damaged"]
+  assert (tmp_path / "new.spool").exists()
 
 
 def test_a_spool_of_a_living_trainer_is_not_taken_for_damaged(lite, tmp_path):
@@ -362,28 +382,25 @@ def test_images_that_do_not_fit_do_not_take_the_words_with_them(tmp_path):
   with client_of(
       "http://127.0.0.1:9", tmp_path, config=SMALL
   ) as client:
-    client.sender.put(lambda: _made({"tasks": [{"task_id": "t"}]}, 30_000))
-    client.flush()
-    assert client.sender.spool.counts()["entry"] == 1
+    part = {"tasks": [{"task_id": "t"}]}
+    client.sender.put(sender_lib.Illustrated(part, {"a" * 64: bytes(30_000)}))
+    assert client.flush()
+    assert client.sender.counts()["entry"] == 1
     assert client.sender.counters["dropped_images"] == 1
     assert not client.sender.counters["dropped_disk"]
-    client.sender.spool.remove_through(9)
 
 
-def _made(part, size):
-  return sender_lib.SpoolItem(part, {"a" * 64: bytes(size)})
-
-
-def test_what_is_refused_still_counts_as_taken_space(tmp_path):
-  spool = spool_lib.Spool(tmp_path / "x.spool", "t", max_bytes=1000)
-  spool.append([b"x" * 600], {})
-  spool.bury(spool.entries(1)[0], "no")
-  assert spool.bytes == 600
-  spool.close()
-  again = spool_lib.Spool(tmp_path / "x.spool", "t", max_bytes=1000)
-  assert again.bytes == 600
+def test_what_is_refused_still_counts_as_taken_space(lite, tmp_path):
+  config = Config(spool_mb=5000 / (1 << 20))
+  with client_of(lite.url, tmp_path, config=config, name="x") as client:
+    for _ in range(2):
+      client.post_turn({"rollout_id": "nobody", "turn": 1, "x": "y" * 600})
+      assert client.drain(20)
+    assert client.sender.spool.bytes > 1600
+  again = spool_lib.Spool(tmp_path / "x.spool", lite.url, max_bytes=5000)
+  assert again.bytes > 1600
   with pytest.raises(spool_lib.SpoolFull):
-    again.append([b"x" * 600], {})
+    again.append([(spool_lib.PART, b"x" * 3500)])
   again.close()
 
 
@@ -398,7 +415,6 @@ def test_numbering_ones_own_items_takes_bounded_memory(tmp_path, monkeypatch):
       client.record("action", n, {"tool_name": "x"})
     assert len(client._local) <= 100
     assert ("training", 0) in client._local
-    client.sender.spool.remove_through(1 << 40)
 
 
 def test_reading_a_body_raises_nothing_but_its_faults():

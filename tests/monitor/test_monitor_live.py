@@ -1,7 +1,7 @@
 """What is told of episodes while they run, and of those that end badly."""
 
+import errno
 import json
-import sqlite3
 import time
 
 import observed_run
@@ -61,7 +61,7 @@ def test_what_runs_is_seen_running(lite, tmp_path, store):
 
 def test_what_still_runs_at_the_end_is_told(lite, tmp_path, store):
   told, _ = begun(lite, tmp_path, store)
-  assert told.client.drain(60)
+  assert told.drain(60)
   assert set(rollouts(lite)) == {"train-000001.0"}
   told.on_event(events.EpisodeStarted("train-000001.1", **NAMES))
   assert told.close()
@@ -78,7 +78,7 @@ def test_an_episode_whose_end_was_dropped_is_known_to_its_group(
     told.on_event(events.StepFinished(1, 1, {"loss": 0.5}, (group,)))
   else:
     told.on_event(events.GroupFinished(group, outcome, "why"))
-  assert told.close() and not told.client.sender.counters["dead_letters"]
+  assert told.close() and not told.counters["dead_letters"]
   row = rollouts(lite)["train-000001.0"]
   assert row["batch"] == (1 if outcome == "learned" else None)
   dropped = outcome == "dropped"
@@ -94,13 +94,13 @@ def test_what_happened_counts_once_however_often_the_disk_fails(
   def fails_at_first(self, *given):
     if len(failures) < 2:
       failures.append(given)
-      raise sqlite3.OperationalError("disk I/O error")
+      raise OSError(errno.EIO, "the disk fails")
     return append(self, *given)
 
   episode = synthetic_run.episode(store)
   episode.trajectory_id = "train-000001.0"
   told.on_event(events.RunStarted("run", {}))
-  assert told.client.flush(60)
+  assert told.drain(60)
   monkeypatch.setattr(spool_lib.Spool, "append", fails_at_first)
   told.on_event(events.EpisodeStarted("train-000001.0", **NAMES))
   told.on_event(events.TurnFinished("train-000001.0", 0, {"model": 0.1}))
@@ -127,7 +127,7 @@ def test_an_end_that_cannot_be_told_takes_nothing_else_with_it(
   told.on_event(events.GroupFinished(group, "accepted"))
   told.on_event(events.StepFinished(1, 1, {"loss": 0.5}, (group,)))
   assert told.close()
-  counters = told.client.sender.counters
+  counters = told.counters
   assert counters["dead_letters"] + counters["failed"] == 1
   (step,) = lite.rows("step")
   assert step["loss"] == 0.5 and step["status"] == "completed"
@@ -172,7 +172,7 @@ def test_a_long_turn_is_shown_while_its_episode_runs(lite, tmp_path, store):
   for event in finished[1:]:
     told.on_event(as_recorded(event))
   told.on_event(as_recorded(events.EpisodeFinished(episode, **NAMES)))
-  assert told.client.drain(60)
+  assert told.drain(60)
   assert len(lite.rows("turn")) == episode.num_turns
   shown = lite.rows("obs")
   assert len(shown) == 2 * episode.num_turns

@@ -33,7 +33,7 @@ def tell(server, folder, store, *told, **options):
   for event in (events.RunStarted("run", {}), *told):
     observer.on_event(event)
   assert observer.close()
-  counters = observer.client.sender.counters
+  counters = observer.counters
   assert not counters["dead_letters"] and not counters["failed"]
 
 
@@ -175,7 +175,7 @@ def test_a_step_says_when_its_update_is_made(server, tmp_path, store):
       "g-2", "t", (synthetic_run.episode(store),)
   )
   observer.on_event(events.GroupFinished(group, "accepted"))
-  assert observer.client.drain(30)
+  assert observer.drain(30)
   (step,) = server.rows("step")
   assert step["status"] == "training" and step["current_phase"] == "training"
   (training,) = server.rows("training")

@@ -45,7 +45,7 @@ def test_an_invented_run_with_every_failure_is_told_whole(server, tmp_path):
   observers = events.Observers([log, told])
   observed_run.play(observers.on_event, store)
   assert told.close() and not observers.failures
-  counters = told._client.sender.counters
+  counters = told.counters
   assert not counters["dead_letters"] and not counters["failed"]
   told_run.compare(server, log)
   (training,) = server.rows("training")

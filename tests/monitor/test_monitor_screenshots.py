@@ -1,7 +1,9 @@
 """Screenshots on their way: before what shows them, once, and to the pixel."""
 
 import io
+import os
 import re
+import signal
 import time
 
 from hypothesis import given
@@ -17,8 +19,8 @@ from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.monitor import app as app_lib
 from tunix.rl.multi_turn.monitor import settings as settings_lib
+from tunix.rl.multi_turn.monitor.client import event_log
 from tunix.rl.multi_turn.monitor.client import ingest_client
-from tunix.rl.multi_turn.monitor.client import observer as observer_lib
 from tunix.rl.multi_turn.monitor.client import png
 from tunix.rl.multi_turn.monitor.client import sender as sender_lib
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
@@ -47,7 +49,7 @@ def shown(count, seed=0):
     pixels = rng.integers(0, 256, (8, 9, 3), np.uint8)
     sha = images_lib.hash_pixels(pixels)
     task = {"task_id": f"t{n}", "description": f"sha256:{sha}"}
-    yield sender_lib.SpoolItem({"tasks": [task]}, {sha: png.encode(pixels)})
+    yield sender_lib.Illustrated({"tasks": [task]}, {sha: png.encode(pixels)})
 
 
 class Front:
@@ -128,11 +130,11 @@ def test_words_do_not_wait_for_a_disk_that_takes_no_pictures(server, tmp_path):
         client.sender.put(made)
       assert client.flush(60)
       deadline = time.monotonic() + 30
-      while client.sender.spool.counts()["entry"]:
+      while client.sender.counts()["entry"]:
         time.sleep(0.05)
         assert time.monotonic() < deadline
       assert len(server.rows("task", order="task_id")) == 1600
-      assert client.sender.spool.counts()["image"] == 1600
+      assert client.sender.counts()["image"] == 1600
       # Asked for now and then, not with each batch.
       assert front.asked.count(f"{IMAGES}/missing") < front.asked.count(BATCH)
       front.refused = "-"
@@ -149,15 +151,15 @@ def test_words_do_not_wait_for_pictures_of_others(server, tmp_path):
       for made in shown(800):
         client.sender.put(made)
       assert client.flush(60)
-      while client.sender.spool.counts()["entry"]:
+      while client.sender.counts()["entry"]:
         time.sleep(0.01)
       front.refused = "-"
-      while client.sender.spool.counts()["image"] == 800:
+      while client.sender.counts()["image"] == 800:
         time.sleep(0.01)
       before = len(front.asked)
       client.sender.put(word)
       assert client.flush()
-      while client.sender.spool.counts()["entry"]:
+      while client.sender.counts()["entry"]:
         time.sleep(0.001)
       assert len(front.asked) - before < 8
       assert client.drain(30)
@@ -198,9 +200,8 @@ def test_a_server_that_hangs_is_left_at_once(server, tmp_path, hangs):
     assert not client.close(0.2)
     assert time.monotonic() - began < 4
     # Nobody holds it any more.
-    again = spool_lib.Spool(client.sender.spool.path, "the monitor")
-    assert again.counts()["entry"] == 1
-    again.close()
+    assert not spool_lib.is_owned(client.sender.spool.path)
+    assert client.sender.counts()["entry"] == 1
 
 
 def test_a_picture_that_had_no_room_is_brought_again(server, tmp_path):
@@ -208,35 +209,96 @@ def test_a_picture_that_had_no_room_is_brought_again(server, tmp_path):
   rng = np.random.default_rng(0)
   pixels = [rng.integers(0, 256, (80, 80, 3), np.uint8) for _ in range(4)]
   refs = [store.put(image) for image in pixels]
-  lost = []
   front = Front(server, refused="/")
   with http_server.LoopbackServer(front) as url:
-    client = ingest_client.IngestClient(
-        url.url, timeout_seconds=10, spool_dir=tmp_path / "spool",
-        config=settings_lib.MonitorConfig(spool_mb=60_000 / (1 << 20)),
-    )  # pyformat: disable
-    observer = observer_lib.MonitorObserver(
-        client, observer_lib.RunIdentity("T"), {},
-        png_of=png.files_of(store), on_images_lost=lost.extend,
+    log = event_log.EventLog(
+        event_log.RunSpec(
+            url=url.url, spool_dir=str(tmp_path / "spool"), name="a",
+            training_id="T",
+        ),
+        settings_lib.MonitorConfig(
+            spool_mb=60_000 / (1 << 20), close_timeout_s=60.0
+        ),
+        images=store,
     )  # pyformat: disable
 
     def tell(number):
       episode = synthetic_run.showing(refs[number % 4], number=number)
-      observer.on_event(events.EpisodeFinished(episode, "g", "t"))
-      assert client.flush()
+      log.on_event(events.EpisodeFinished(episode, "g", "t"))
+      assert log._writer.flush(20)
 
-    observer.on_event(events.RunStarted("run", {}))
+    log.on_event(events.RunStarted("run", {}))
     for number in range(4):
       tell(number)
-    assert lost and set(lost) < {ref.sha256 for ref in refs}
+    assert 0 < log.counters["dropped_images"] < 4
     front.refused = "-"
-    assert client.drain(30)
+    assert log.drain(60)
     for number in range(4, 8):
       tell(number)
-    assert observer.close()
+    assert log.close()
   assert {r["sha256"] for r in server.rows("monitor_screenshot", order=1)} == {
       ref.sha256 for ref in refs
   }
+
+
+def test_pictures_that_wait_become_smaller(tmp_path):
+  """Pixels as the policy saw them are encoded while no server answers."""
+  store = images_lib.ImageStore()
+  refs = [store.put(np.full((400, 400, 3), n, np.uint8)) for n in range(20)]
+  log = event_log.EventLog(
+      event_log.RunSpec(
+          url=DEAD, spool_dir=str(tmp_path), name="a", training_id="T"
+      ),
+      settings_lib.MonitorConfig(close_timeout_s=0.1),
+      images=store,
+  )
+  episode = synthetic_run.showing(*refs)
+  log.on_event(events.EpisodeFinished(episode, "g", "t"))
+  assert log._writer.flush(20)
+  folder = log._spool.path / spool_lib.IMAGES
+  deadline = time.monotonic() + 60
+  while (
+      {path.suffix for path in folder.iterdir()} != {spool_lib.PNG}
+      or log._spool.bytes > 100_000  # Of 9.6 million.
+  ):
+    time.sleep(0.05)
+    assert time.monotonic() < deadline
+  assert spool_lib.images(log._spool.path) == {ref.sha256 for ref in refs}
+  assert not log.close()
+
+
+def test_pixels_that_the_disk_has_lost_are_brought_again(server, tmp_path):
+  store = images_lib.ImageStore()
+  rng = np.random.default_rng(0)
+  ref = store.put(rng.integers(0, 256, (80, 80, 3), np.uint8))
+  front = Front(server, refused="/")
+  with http_server.LoopbackServer(front) as url:
+    log = event_log.EventLog(
+        event_log.RunSpec(
+            url=url.url, spool_dir=str(tmp_path / "spool"), name="a",
+            training_id="T",
+        ),
+        settings_lib.MonitorConfig(close_timeout_s=60.0),
+        images=store,
+    )  # pyformat: disable
+    os.kill(log.pid, signal.SIGSTOP)
+    log.on_event(events.RunStarted("run", {}))
+    log.on_event(
+        events.EpisodeFinished(synthetic_run.showing(ref, number=0), "g", "t")
+    )
+    assert log._writer.flush(20)
+    (path,) = (log._spool.path / spool_lib.IMAGES).iterdir()
+    path.write_bytes(path.read_bytes()[:1000] + bytes(18_208))
+    os.kill(log.pid, signal.SIGCONT)
+    front.refused = "-"
+    assert log.drain(60)
+    assert not server.rows("monitor_screenshot", order=1)
+    log.on_event(
+        events.EpisodeFinished(synthetic_run.showing(ref, number=1), "g", "t")
+    )
+    assert log.close()
+  (row,) = server.rows("monitor_screenshot", order=1)
+  assert row["sha256"] == ref.sha256 and log.counters["images_missing"] == 1
 
 
 def test_an_orphan_that_cannot_be_read_holds_up_no_other(server, tmp_path):
@@ -246,48 +308,16 @@ def test_an_orphan_that_cannot_be_read_holds_up_no_other(server, tmp_path):
         DEAD, timeout_seconds=10, spool_dir=folder, target="the monitor",
         name=f"{n}",
     )  # pyformat: disable
-    made.part["tasks"][0]["description"] += "x" * 30_000
     left.sender.put(made)
     assert left.flush() and not left.close(0.1)
-  bad, _ = sorted(folder.glob("*.spool"))
-  content = bytearray(bad.read_bytes())
-  # Where the entry goes on: what only looks for entries does not see it.
-  pages = range(0, len(content), 4096)
-  at = next(p for p in pages if content[p + 4 : p + 4096] == b"x" * 4092)
-  content[at : at + 4] = b"\xff" * 4  # The number of the next page.
-  bad.write_bytes(content)
+  (folder / "0.spool" / spool_lib.HEADER).write_text('{"id": "00"}')
   with client_of(server.url, folder):
     deadline = time.monotonic() + 20
     while not server.rows("task", order="task_id"):
       time.sleep(0.05)
       assert time.monotonic() < deadline
-  left = {path.name for path in folder.iterdir() if path.suffix != ".lock"}
+  left = {path.name for path in folder.iterdir()}
   assert left == {f"0{spool_lib.SUFFIX}{spool_lib.DAMAGED}"}
-
-
-def test_images_of_a_spool_come_with_their_entries(tmp_path):
-  spool = spool_lib.Spool(tmp_path / "a.spool", "t")
-  spool.append([b"1", b"2"], {"a": b".", "b": b"."})
-  spool.append([], {"c": b"."})
-  spool.append([], {"d": b"."})
-  spool.append([b"3"], {"b": b".", "e": b"."})
-  spool.append([b"4"], {})
-  spool.append([b"5"], {"f": b"."})
-  names = lambda *args, **options: [
-      image.sha for image in spool.images(*args, **options)
-  ]
-  of = [names(through=through) for through in range(6)]
-  assert of[:3] == [[], ["a", "b"], ["a", "b"]]
-  assert of[3:] == [[*"abcde"], [*"abcde"], [*"abcdef"]]
-  assert names(through=5, most=2) == ["a", "b"]
-  assert names(1, 2) == ["a", "b"] and names(2, 2) == [] and names(4) == ["f"]
-  assert names(after=spool.images()[3].seq) == ["e", "f"]
-  assert [image.entry for image in spool.images()] == [1, 1, 3, 3, 3, 5]
-  spool.remove_images(names())
-  spool.remove_through(5)
-  spool.append([b"6"], {"a": b"."})  # Numbers are not used again.
-  assert (names(through=5), names(through=6)) == ([], ["a"])
-  spool.close()
 
 
 @settings(max_examples=30, deadline=None)
@@ -304,9 +334,10 @@ def test_screenshots_are_sent_once_each(server, tmp_path):
   sha = images_lib.hash_pixels(pixels)
   with client_of(server.url, tmp_path / "spool") as client:
     for _ in range(3):
-      client.sender.put(sender_lib.SpoolItem({}, {sha: png.encode(pixels)}))
+      client.sender.put(sender_lib.Illustrated({}, {sha: png.encode(pixels)}))
       assert client.drain(20)
-    client.sender.put(sender_lib.SpoolItem({}, {"0" * 64: png.encode(pixels)}))
+    wrong = {"0" * 64: png.encode(pixels)}
+    client.sender.put(sender_lib.Illustrated({}, wrong))
     assert client.drain(20)
     assert client.sender.counters["dead_letters"] == 1
   (row,) = server.rows("monitor_screenshot", order="sha256")
@@ -321,10 +352,10 @@ def test_many_screenshots_are_few_requests(server, tmp_path):
     sha = images_lib.hash_pixels(pixels)
     images[sha] = png.encode(pixels) if n != 4 else png.encode(pixels[1:])
   with client_of(server.url, tmp_path / "spool") as client:
-    client.sender.put(sender_lib.SpoolItem({}, images))
+    client.sender.put(sender_lib.Illustrated({}, images))
     assert client.drain(20)
     assert client.sender.counters["dead_letters"] == 1
-    assert client.sender.spool.counts()["image"] == 0
+    assert client.sender.counts()["image"] == 0
   bad = list(images)[4]
   stored = {row["sha256"] for row in server.rows("monitor_screenshot", order=1)}
   assert stored == set(images) - {bad}
@@ -341,7 +372,7 @@ def test_a_screenshot_larger_than_the_server_takes_holds_up_none(tmp_path):
   limits = app_lib.IngestLimits(screenshot=20_000)
   with monitor_server.sqlite_server(tmp_path / "s", limits=limits) as server:
     with client_of(server.url, tmp_path / "spool") as client:
-      client.sender.put(sender_lib.SpoolItem({}, images))
+      client.sender.put(sender_lib.Illustrated({}, images))
       assert client.drain(20)
       assert client.sender.counters["dead_letters"] == 1
     stored = {r["sha256"] for r in server.rows("monitor_screenshot", order=1)}

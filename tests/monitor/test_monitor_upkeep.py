@@ -418,12 +418,15 @@ def test_what_is_no_database_of_the_monitor(tmp_path):
 def test_spools_are_looked_into_and_left_as_they_are(lite, tmp_path):
   folder = tmp_path / "spools"
   left = spool_lib.Spool(folder / "left.spool", "http://x")
-  left.append([b"{}", b"{}"], {"a" * 64: b"png"})
+  left.append([(spool_lib.PART, b"{}")] * 2)
+  left.keep_image("a" * 64, b"png")
   left.close()
   dead = spool_lib.Spool(folder / "dead.spool", "http://x")
-  dead.append([b"{}"], {})
-  dead.bury(dead.entries(1)[0], "400: nonsense")
-  (folder / "damaged.spool").write_bytes(b"SQLite format 3\0" + bytes(4000))
+  (dead.path / spool_lib.DEAD).write_text(
+      json.dumps({"seq": 1, "body": "{}", "reason": "400: nonsense"}) + "\n"
+  )
+  (folder / "damaged.spool").mkdir()
+  (folder / "damaged.spool" / spool_lib.HEADER).write_text("{")
   found = {
       f.text.split(",")[0].split()[0]: f
       for f in look(lite, folder)
@@ -431,7 +434,7 @@ def test_spools_are_looked_into_and_left_as_they_are(lite, tmp_path):
   }
   assert found["left.spool"].level == doctor.WARNING
   assert "without an owner" in found["left.spool"].text
-  assert "2 parts and 1 screenshots" in found["left.spool"].text
+  assert "2 records and 1 screenshots" in found["left.spool"].text
   assert found["dead.spool"].level == doctor.ERROR
   assert "in use" in found["dead.spool"].text
   assert "400: nonsense" in found["dead.spool"].text

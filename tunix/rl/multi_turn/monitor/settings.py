@@ -76,23 +76,16 @@ class MonitorConfig:
   )
   spool_mb: float = _setting(
       default=2048.0,
-      doc="Disk for undelivered events and screenshots; more is dropped and"
-      " counted.",
+      doc="Disk for the log of undelivered events and their screenshots; more"
+      " is dropped and counted.",
       unit="MiB",
       gt=0,
   )
   max_pending: int = _setting(
       default=4096,
-      doc="Events held in memory on either side of the uploader's pipe; more"
-      " are dropped and counted.",
+      doc="Events held in memory before they are in the log, a quarter of a"
+      " second as a rule; more are dropped and counted.",
       unit="events",
-      ge=1,
-  )
-  image_memory_mb: int = _setting(
-      default=256,
-      doc="Memory for screenshots that the uploader has received and no episode"
-      " has shown yet.",
-      unit="MiB",
       ge=1,
   )
   uploader_niceness: int = _setting(

@@ -16,7 +16,7 @@ import time
 from typing import Any, Callable, Mapping, Sequence
 
 import orjson
-from tunix.rl.multi_turn.monitor.client import spool as spool_lib
+from tunix.rl.multi_turn.monitor.client import spool_reader as reader_lib
 from tunix.rl.multi_turn.monitor.client import transport as transport_lib
 
 _BATCH_BYTES = 1 << 20
@@ -66,30 +66,32 @@ class Delivery:
     self._images_failed = 0.0
     self._images_due = 0.0
 
-  def some(self, spool: spool_lib.Spool) -> int:
+  def some(self, spool: reader_lib.SpoolReader) -> int:
     """One round.
 
     Returns:
-      How many entries and screenshots it took out of the spool.
+      How many entries and screenshots the server has taken.
 
     Raises:
       TransportError: the server does not take entries, or does not answer.
+      OSError: the disk's.
     """
     entries = spool.entries(_BATCH_BYTES)
-    entries = entries[: batch_length(entries)]
+    entries = entries[: min(batch_length(entries), _together(entries))]
     if not entries:
-      return self._bring(spool, spool.images(most=_PAGE))
-    first = entries[0].seq
-    entries, images = self._covered(spool, entries)
-    well = self._try_to_take(spool, images)
+      return self._bring(spool, spool.left(_PAGE))
+    shas = spool.wanted([sha for entry in entries for sha in entry.images])
+    older = spool.left(_PAGE)
+    well = self._try_to_take(spool, shas)
     self._deliver(spool, entries)
+    gone = [entry for entry in entries if entry.seq <= spool.acked]
     if not well:
-      return len(entries)
+      spool.leave(shas)
+      return len(gone)
     # Until now they kept a prune from deleting them as unreferenced.
-    spool.remove_images([image.sha for image in images])
+    spool.forget_images([sha for entry in gone for sha in entry.images])
     # Screenshots whose entries went without them.
-    older = self._bring(spool, spool.images(through=first - 1, most=_PAGE))
-    return len(entries) + len(images) + older
+    return len(gone) + len(shas) + self._bring(spool, older)
 
   def beat(self, training: str | int) -> None:
     """Sends a training's heartbeat; raises TransportError."""
@@ -103,7 +105,7 @@ class Delivery:
   # --- entries ----------------------------------------------------------------
 
   def _deliver(
-      self, spool: spool_lib.Spool, entries: Sequence[spool_lib.SpoolEntry]
+      self, spool: reader_lib.SpoolReader, entries: Sequence[reader_lib.Entry]
   ) -> None:
     try:
       reply = self._post(spool, entries)
@@ -119,8 +121,6 @@ class Delivery:
           self._deliver(spool, [entry])
         return
       why = f"the monitor refuses an entry: {error}"
-      if object_of(entries[0].body) is None:
-        why = f"the disk has garbled an entry of {spool.path}: no JSON object"
       spool.bury(entries[0], why)
       self._counters["dead_letters"] += 1
       self._complain("dead", why)
@@ -134,11 +134,11 @@ class Delivery:
     self._on_reply(reply)
 
   def _post(
-      self, spool: spool_lib.Spool, entries: Sequence[spool_lib.SpoolEntry]
+      self, spool: reader_lib.SpoolReader, entries: Sequence[reader_lib.Entry]
   ) -> dict[str, Any]:
     delivery = {
-        "spool": spool.id, "first": entries[0].seq, "last": entries[-1].seq,
-        "health": self._health(),
+        "spool": spool.header.id, "first": entries[0].seq,
+        "last": entries[-1].seq, "health": self._health(),
     }  # pyformat: disable
     # Joined as bytes: parsing them would make many objects for the garbage
     # collector.
@@ -149,44 +149,24 @@ class Delivery:
 
   # --- screenshots ------------------------------------------------------------
 
-  def _covered(
-      self, spool: spool_lib.Spool, entries: Sequence[spool_lib.SpoolEntry]
-  ) -> tuple[Sequence[spool_lib.SpoolEntry], list[spool_lib.SpooledImage]]:
-    """The first of these entries, and the images that came with them.
-
-    All entries if a page holds their images; else as many as came together.
-    """
-    first, last = entries[0].seq, entries[-1].seq
-    images: list[spool_lib.SpooledImage] = []
-    while True:
-      after = images[-1].seq if images else -1
-      page = spool.images(first, last, after=after, most=_PAGE)
-      images += page
-      if len(page) < _PAGE:
-        return entries, images
-      before = [e for e in entries if e.seq < images[-1].entry]
-      if before:
-        through = before[-1].seq
-        return before, [image for image in images if image.entry <= through]
-
   def _bring(
-      self, spool: spool_lib.Spool, images: Sequence[spool_lib.SpooledImage]
+      self, spool: reader_lib.SpoolReader, shas: Sequence[str]
   ) -> int:
     """Sends these and removes them from the spool; returns how many."""
-    if not images or not self._try_to_take(spool, images):
+    if not shas or not self._try_to_take(spool, shas):
       return 0
-    spool.remove_images([image.sha for image in images])
-    return len(images)
+    spool.forget_images(shas)
+    return len(shas)
 
   def _try_to_take(
-      self, spool: spool_lib.Spool, images: Sequence[spool_lib.SpooledImage]
+      self, spool: reader_lib.SpoolReader, shas: Sequence[str]
   ) -> bool:
     """Whether the server now has, or has refused, all of these.
 
     Raises:
       TransportError: there is no answer.
     """
-    if not images:
+    if not shas:
       return True
     due = self._images_due
     if self._hurry.is_set():
@@ -194,8 +174,8 @@ class Delivery:
     if time.monotonic() < due:
       return False
     try:
-      for start in range(0, len(images), _PAGE):
-        self._take(spool, [i.sha for i in images[start : start + _PAGE]])
+      for start in range(0, len(shas), _PAGE):
+        self._take(spool, shas[start : start + _PAGE])
     except Error as error:
       self._image_failures += 1
       self._images_failed = time.monotonic()
@@ -212,7 +192,7 @@ class Delivery:
     self._image_failures, self._images_due = 0, 0.0
     return True
 
-  def _take(self, spool: spool_lib.Spool, shas: Sequence[str]) -> None:
+  def _take(self, spool: reader_lib.SpoolReader, shas: Sequence[str]) -> None:
     reply = self._transport.post(
         "/api/v1/screenshots/missing", orjson.dumps({"sha256": shas})
     )
@@ -221,6 +201,8 @@ class Delivery:
     size = 0
     for sha in filter(missing.__contains__, shas):
       image = spool.image(sha)
+      if image is None:
+        continue
       if images and size + len(image) > _BATCH_BYTES:
         self._upload(images)
         images, size = {}, 0
@@ -279,7 +261,17 @@ def _member(reply: Mapping[str, Any], key: str, kind: type[Any]) -> Any:
   return found
 
 
-def batch_length(entries: Sequence[spool_lib.SpoolEntry]) -> int:
+def _together(entries: Sequence[reader_lib.Entry]) -> int:
+  """Number of leading entries, at least one, whose screenshots fit a page."""
+  count = 0
+  for number, entry in enumerate(entries):
+    count += len(entry.images)
+    if number and count > _PAGE:
+      return number
+  return len(entries)
+
+
+def batch_length(entries: Sequence[reader_lib.Entry]) -> int:
   """Number of leading entries that fit in one batch.
 
   A batch ends before a second status of the training: the server sees one

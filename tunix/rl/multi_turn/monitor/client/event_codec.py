@@ -24,7 +24,9 @@ import numpy as np
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import token_sequence
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.monitor.client import ingest_rows
 from tunix.rl.multi_turn.monitor.client import live_turns
+from tunix.rl.multi_turn.monitor.client import task_rows
 
 _TYPED, _ARRAY, _NUMBER, _IMAGE = 1, 2, 3, 4
 _TYPES: tuple[type[Any], ...] = (
@@ -50,6 +52,8 @@ _TYPES: tuple[type[Any], ...] = (
     trajectory_lib.ToolOutput,
     token_sequence.TokenSequence,
     token_sequence.ImageSpan,
+    ingest_rows.RunningEpisode,
+    task_rows.Verdict,
 )
 _FIELDS = tuple(
     # Steps first, the one that is not taken as it is.
@@ -109,7 +113,7 @@ def dump(event: events.Event) -> bytes:
     event = dataclasses.replace(event, groups=groups)
   elif isinstance(event, events.TurnFinished):
     event = dataclasses.replace(event, step=live_turns.shown(event))
-  return _pack(event)
+  return pack(event)
 
 
 def load(data: bytes) -> events.Event:
@@ -119,7 +123,7 @@ def load(data: bytes) -> events.Event:
     ValueError: they are no event.
   """
   try:
-    found = _unpack(data)
+    found = unpack(data)
   except Exception as error:  # pylint: disable=broad-except
     # Constructors may fail in any way at values that they were not made for.
     raise ValueError(f"no event: {error!r}") from None
@@ -131,7 +135,8 @@ def load(data: bytes) -> events.Event:
 # --- there --------------------------------------------------------------------
 
 
-def _pack(value: Any) -> bytes:
+def pack(value: Any) -> bytes:
+  """A value of plain ones and of the types above, as bytes."""
   # Lax about types: a tuple is a list, an enum its text or number.
   return msgpack.Packer(
       default=_typed, unicode_errors="surrogatepass", buf_size=1 << 14
@@ -225,7 +230,8 @@ def _names(group: trajectory_lib.TrajectoryGroup) -> Any:
 # --- and back -----------------------------------------------------------------
 
 
-def _unpack(data: bytes) -> Any:
+def unpack(data: bytes) -> Any:
+  """The value that `pack` encoded. Raises any error for other bytes."""
   return msgpack.unpackb(
       data, ext_hook=_extension_back, list_hook=_object_back,
       strict_map_key=False, unicode_errors="surrogatepass",

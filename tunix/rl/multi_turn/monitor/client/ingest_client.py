@@ -73,7 +73,7 @@ class IngestClient:
 
     Raises:
       ValueError: `base_url` is not a URL.
-      OSError, sqlite3.Error: the spool cannot be opened.
+      OSError: the spool cannot be opened.
     """
     self.base_url = base_url.rstrip("/")
     self._ids: collections.OrderedDict[tuple[str, str], int] = (

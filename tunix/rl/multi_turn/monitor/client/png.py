@@ -7,21 +7,11 @@ it works; filtering is numpy's.
 from __future__ import annotations
 
 import struct
-from typing import Callable
 import zlib
 
 import numpy as np
-from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 
 _UP = 2
-
-
-def files_of(
-    images: images_lib.ImageStore,
-) -> Callable[[trajectory_lib.ImageRef], bytes]:
-  """Screenshots of a store as files; raises the store's errors."""
-  return lambda ref: encode(images.get(ref))
 
 
 def encode(pixels: np.ndarray) -> bytes:

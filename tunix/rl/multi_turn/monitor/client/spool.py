@@ -1,356 +1,503 @@
-"""Spools undelivered entries and screenshots in a file that outlives a process.
+"""Keeps a program's records on the disk until the server has them.
 
-One SQLite file a process, in WAL mode with full synchronisation, claimed by a
-lock that ends with the process: `claim_orphans` finds those whose owner died.
+A spool is a folder, an append-only log with screenshots beside it:
 
-Promises: entries are on the disk when `append` returns; entries come out in
-the order in which they went in, and `images` lists the images that came with
-them; beyond `max_bytes` nothing more goes in.
-Thread-safe, as SQLite is: each thread opens a connection of its own.
+    header.json    id, server, and the run whose events it has
+    <number>.seg   frames, see `frames`
+    <number>.state the row maker before that segment, see `spool_reader`
+    images/        each screenshot once, <sha256>.rgb or .png
+    ack            number of the last frame that the server has
+    dead.jsonl     records that the server refuses
+    lock           held by the processes that append and read
+
+Promises: a frame is in the log when `append` returns, whatever kills the
+process; `sync` returns once the disk has it, too. A write that fails leaves no
+part of a frame. Beyond `max_bytes` nothing more goes in; screenshots stop at
+three quarters of it. The lock ends with the last process that has it: then
+`claim_orphans` finds the spool. For one thread at a time.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import fcntl
+import json
 import logging
 import os
 import pathlib
-import sqlite3
+import shutil
+import struct
 import threading
-import time
-from typing import Iterator, Mapping, NamedTuple, Sequence
+from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 import uuid
+import weakref
+import zlib
+
+import numpy as np
+from tunix.rl.multi_turn.core import durable
+from tunix.rl.multi_turn.monitor.client import frames as frames_lib
 
 _LOG = logging.getLogger(__name__)
 SUFFIX = ".spool"
 DAMAGED = ".damaged"
 """Suffix that a spool gets when it cannot be read."""
-_IMAGES_OF_ENTRY = 20
-"""Bits of an image's number below that of the first entry that it came with."""
-_MOST = (1 << 63) - 1
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS entry (
-  seq INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS image (
-  seq INTEGER PRIMARY KEY AUTOINCREMENT, sha256 TEXT NOT NULL UNIQUE,
-  body BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS dead (
-  seq INTEGER PRIMARY KEY, body BLOB NOT NULL, reason TEXT NOT NULL,
-  time REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-"""
+EVENT, PART = 1, 2
+"""Kinds of frames: an event of `event_codec`, or MessagePack of the part of a
+batch: [hashes of its screenshots, its JSON]."""
+HEADER, LOCK, ACK, DEAD, IMAGES = (
+    "header.json", "lock", "ack", "dead.jsonl", "images",
+)  # pyformat: disable
+RGB, PNG = ".rgb", ".png"
+RGB_HEAD = struct.Struct(">II")
+"""(height, width), before the pixels of a `.rgb`."""
+_ACK = struct.Struct(">QI")
+_MOST_SEGMENT = 8 << 20
+_LEAST_SEGMENT = 1 << 10
+_IMAGES_SHARE = 0.75
 
 
 class SpoolFull(Exception):
-  """The spool has no room for an entry."""
+  """The spool has no room for a frame or a screenshot."""
 
 
 @dataclasses.dataclass(frozen=True)
-class SpoolEntry:
-  """A part of a batch, as the JSON that was accepted."""
+class Header:
+  """What a spool is.
 
-  seq: int
-  body: bytes
+  Attributes:
+    id: its name at the server.
+    target: the server that it is for.
+    run: the run whose events it has, fields of `run_rows.RunFacts`; None of a
+      program that sends parts of batches.
+    images: whether screenshots are sent.
+  """
 
-
-class SpooledImage(NamedTuple):
-  """An image that waits."""
-
-  seq: int
-  sha: str
+  id: str
+  target: str
+  run: Mapping[str, Any] | None = None
+  images: bool = True
 
   @property
-  def entry(self) -> int:
-    """Number of the first entry that it came with."""
-    return self.seq >> _IMAGES_OF_ENTRY
+  def mark(self) -> bytes:
+    """Begins each frame."""
+    return bytes.fromhex(self.id)[: frames_lib.MARK_BYTES]
+
+  @classmethod
+  def read(cls, folder: pathlib.Path) -> Header:
+    """Raises OSError, or ValueError if it is none."""
+    try:
+      found = cls(**json.loads((folder / HEADER).read_bytes()))
+      if len(found.mark) != frames_lib.MARK_BYTES or not isinstance(
+          found.target, str
+      ):
+        raise ValueError("no id")
+    except (TypeError, ValueError) as error:
+      raise ValueError(f"{HEADER} is damaged: {error}") from None
+    return found
+
+
+class Lock:
+  """Holds a spool's lock; a child gets it by `fileno`, not by a fork."""
+
+  def __init__(self, folder: pathlib.Path, *, make: bool = False):
+    """Takes it.
+
+    Args:
+      folder: of the spool.
+      make: makes its file.
+
+    Raises:
+      BlockingIOError: another process has it.
+      OSError: there is no such file.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if make else 0)
+    self._file = os.open(folder / LOCK, flags, 0o600)
+    try:
+      fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      self.release()
+      raise BlockingIOError(
+          error.errno, "another process has this spool", str(folder)
+      ) from None
+    _HELD.add(self)
+
+  def fileno(self) -> int:
+    return self._file
+
+  def release(self) -> None:
+    if self._file >= 0:
+      os.close(self._file)
+      self._file = -1
+
+
+_HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
+# A fork that outlives this process must not keep its spools from the next.
+os.register_at_fork(after_in_child=lambda: [k.release() for k in list(_HELD)])
+
+
+def is_owned(folder: pathlib.Path) -> bool:
+  """Whether a process that lives has a spool."""
+  try:
+    Lock(folder).release()
+  except BlockingIOError:
+    return True
+  except OSError:
+    pass
+  return False
 
 
 class Spool:
-  """See the module docstring."""
+  """The end that appends; see the module docstring."""
 
   def __init__(
       self,
       path: str | pathlib.Path,
       target: str,
       *,
+      run: Mapping[str, Any] | None = None,
+      images: bool = True,
       max_bytes: int = 2 << 30,
   ):
-    """Opens a spool, or makes it.
+    """Makes a spool, or goes on with one.
 
     Args:
-      path: the file.
+      path: the folder.
       target: the server that it is for.
-      max_bytes: of entries and images together.
+      run: whose events it is for, None for parts of batches.
+      images: whether screenshots are sent.
+      max_bytes: of frames, refused records and screenshots together.
 
     Raises:
       BlockingIOError: another process has it.
-      OSError, sqlite3.Error: the file cannot be one.
+      OSError, ValueError: the folder cannot be one.
     """
     self.path = pathlib.Path(path)
-    self.path.parent.mkdir(parents=True, exist_ok=True)
     self._max = max_bytes
-    self._local = threading.local()
-    self._connections: list[sqlite3.Connection] = []
-    self._lock = threading.Lock()
-    self._claim = os.open(
-        self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600
+    self._segment_bytes = max(
+        _LEAST_SEGMENT, min(_MOST_SEGMENT, max_bytes // 8)
     )
+    self._file = -1
+    self._size = 0
+    self._unsynced = False
+    self._counting = threading.Lock()
+    if self.path.exists():
+      self.lock = Lock(self.path)
+    else:
+      self.lock = _made(
+          self.path, Header(uuid.uuid4().hex, target, run, images)
+      )
     try:
-      try:
-        fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      except BlockingIOError as error:
-        raise BlockingIOError(
-            error.errno, "another process has this spool", str(self.path)
-        ) from None
-      db = self._db
-      db.executescript(_SCHEMA)
-      with self._writing():
-        for key, value in (("id", uuid.uuid4().hex), ("target", target)):
-          db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, value))
-      found = dict(db.execute("SELECT key, value FROM meta"))
-      self.id, self.target = found["id"], found["target"]
-      self.bytes = db.execute(
-          "SELECT (SELECT total(length(body)) FROM entry) + (SELECT"
-          " total(length(body)) FROM image) + (SELECT total(length(body)) FROM"
-          " dead)"
-      ).fetchone()[0]
+      self.header = Header.read(self.path)
+      self.seq = last_frame(self.path, self.header)
+      """Number of the last frame."""
+      self.bytes = 0
+      self.measure()
     except BaseException:
       self.close()
       raise
 
-  @property
-  def _db(self) -> sqlite3.Connection:
-    found = getattr(self._local, "connection", None)
-    if found is None:
-      found = sqlite3.connect(
-          self.path, timeout=30, isolation_level=None, check_same_thread=False
-      )
-      found.execute("PRAGMA journal_mode=WAL")
-      found.execute("PRAGMA synchronous=FULL")
-      found.execute("PRAGMA journal_size_limit=67108864")
-      self._local.connection = found
-      with self._lock:
-        self._connections.append(found)
-    return found
+  def measure(self) -> None:
+    """Counts the bytes that are taken."""
+    found = sum(_sizes(self.path)) + sum(_sizes(self.path / IMAGES))
+    with self._counting:
+      self.bytes = found
 
-  def _writing(self) -> _Transaction:
-    return _Transaction(self._db)
+  def free(self, size: int) -> None:
+    """Counts bytes as free, or fewer than 0 as taken. From any thread."""
+    with self._counting:
+      self.bytes -= size
 
-  def append(
-      self, bodies: Sequence[bytes], images: Mapping[str, bytes]
-  ) -> None:
-    """Keeps entries and images, all or none of them.
+  def append(self, records: Sequence[tuple[int, bytes]]) -> int:
+    """Appends (kind, body) of records, in order.
 
-    Args:
-      bodies: entries, in order.
-      images: hash -> file; those that are there already count once.
+    Returns:
+      How many went in before the room was used up or the disk failed; at least
+      one of them.
 
     Raises:
-      SpoolFull: they would not fit.
-      sqlite3.Error: the disk's.
+      SpoolFull: there is no room for the first one.
+      OSError: the disk's; none of them is in.
     """
-    size = sum(map(len, bodies)) + sum(map(len, images.values()))
-    if self.bytes + size > self._max:
-      raise SpoolFull(f"{self.bytes} of {self._max} bytes are taken")
-    with self._writing() as db:
-      (entry,) = db.execute(
-          "SELECT 1 + coalesce((SELECT seq FROM sqlite_sequence WHERE name ="
-          " 'entry'), 0)"
-      ).fetchone()
-      db.executemany(
-          "INSERT INTO entry (body) VALUES (?)", [(b,) for b in bodies]
-      )
-      (image,) = db.execute(
-          "SELECT max(?, 1 + coalesce(max(seq), 0)) FROM image",
-          (entry << _IMAGES_OF_ENTRY,),
-      ).fetchone()
-      db.executemany(
-          "INSERT OR IGNORE INTO image (seq, sha256, body) VALUES (?, ?, ?)",
-          [(image + n, *item) for n, item in enumerate(images.items())],
-      )
-    with self._lock:
-      self.bytes += size
-
-  @property
-  def room(self) -> float:
-    """Share of the space that is free."""
-    return max(0.0, 1.0 - self.bytes / self._max)
-
-  def entries(self, max_bytes: int, max_count: int = 500) -> list[SpoolEntry]:
-    """The oldest entries, at least one if there is any."""
-    found: list[SpoolEntry] = []
+    parts: list[bytes] = []
+    ends: list[int] = []
     size = 0
-    rows = self._db.execute(
-        "SELECT seq, body FROM entry ORDER BY seq LIMIT ?", (max_count,)
-    )
-    for seq, body in rows:
-      size += len(body)
-      if found and size > max_bytes:
+    for number, (kind, body) in enumerate(records, self.seq + 1):
+      part = frames_lib.packed(self.header.mark, kind, number, body)
+      if self.bytes + size + len(part) > self._max:
         break
-      found.append(SpoolEntry(seq, body))
-    rows.close()
-    return found
+      parts.append(part)
+      size += len(part)
+      ends.append(size)
+    if records and not parts:
+      raise SpoolFull(f"{self.bytes} of {self._max} bytes are taken")
+    self._open()
+    failure, written = self._write(memoryview(b"".join(parts)))
+    whole = sum(end <= written for end in ends)
+    kept = ends[whole - 1] if whole else 0
+    if failure is not None:
+      self._cut_off(self._size + kept)
+      if not whole:
+        raise failure
+    self.seq += whole
+    self._size += kept
+    self._unsynced = True
+    self.free(-kept)
+    return whole
 
-  def remove_through(self, seq: int) -> None:
-    """Forgets the entries up to this one: they are delivered."""
-    with self._writing() as db:
-      freed = db.execute(
-          "SELECT total(length(body)) FROM entry WHERE seq <= ?", (seq,)
-      ).fetchone()[0]
-      db.execute("DELETE FROM entry WHERE seq <= ?", (seq,))
-    with self._lock:
-      self.bytes -= freed
-
-  def bury(self, entry: SpoolEntry, reason: str) -> None:
-    """Takes an entry that the server will never accept out of the way."""
-    with self._writing() as db:
-      db.execute(
-          "INSERT OR REPLACE INTO dead VALUES (?, ?, ?, ?)",
-          (entry.seq, entry.body, reason, time.time()),
-      )
-      db.execute("DELETE FROM entry WHERE seq = ?", (entry.seq,))
-
-  def dead(self) -> list[tuple[int, bytes, str]]:
-    """(number, body, reason) of entries that were put aside."""
-    return self._db.execute(
-        "SELECT seq, body, reason FROM dead ORDER BY seq"
-    ).fetchall()
-
-  def images(
-      self,
-      first: int = 0,
-      through: int | None = None,
-      *,
-      after: int = -1,
-      most: int = 100,
-  ) -> list[SpooledImage]:
-    """The oldest images that came with some entries.
-
-    Args:
-      first: of these entries.
-      through: the last of them; None for all.
-      after: only images with numbers above this one.
-      most: how many.
-    """
-    low = max(first << _IMAGES_OF_ENTRY, after + 1)
-    high = _MOST if through is None else (through + 1) << _IMAGES_OF_ENTRY
-    rows = self._db.execute(
-        "SELECT seq, sha256 FROM image WHERE seq >= ? AND seq < ?"
-        " ORDER BY seq LIMIT ?",
-        (low, high, most),
-    )
-    return [SpooledImage(*row) for row in rows.fetchall()]
-
-  def image(self, sha: str) -> bytes:
-    return self._db.execute(
-        "SELECT body FROM image WHERE sha256 = ?", (sha,)
-    ).fetchone()[0]
-
-  def remove_images(self, shas: Sequence[str]) -> None:
-    if not shas:
-      return
-    with self._writing() as db:
-      freed = 0
-      for sha in shas:
-        freed += db.execute(
-            "SELECT total(length(body)) FROM image WHERE sha256 = ?", (sha,)
-        ).fetchone()[0]
-        db.execute("DELETE FROM image WHERE sha256 = ?", (sha,))
-    with self._lock:
-      self.bytes -= freed
-
-  def counts(self) -> dict[str, int]:
-    """Entries, images and dead letters that are here."""
-    return {
-        name: self._db.execute(f"SELECT count(*) FROM {name}").fetchone()[0]
-        for name in ("entry", "image", "dead")
-    }
-
-  def close(self, *, remove_if_empty: bool = True) -> None:
-    """Lets the file go. One in which nothing waits is deleted. Idempotent."""
-    if self._claim < 0:
-      return
-    empty = False
-    if remove_if_empty and hasattr(self, "target"):
-      try:
-        empty = not any(self.counts().values())
-      except sqlite3.Error:
-        pass
-    with self._lock:
-      for connection in self._connections:
-        try:
-          connection.close()
-        except sqlite3.Error as error:  # It cannot finish its work.
-          _LOG.warning("the spool %s: %s", self.path, error)
-      self._connections.clear()
-    if empty:
-      for suffix in (SUFFIX, f"{SUFFIX}-wal", f"{SUFFIX}-shm", ".lock"):
-        self.path.with_suffix(suffix).unlink(missing_ok=True)
-    os.close(self._claim)
-    self._claim = -1
-
-
-class _Transaction:
-  """A transaction that has its lock from the beginning."""
-
-  def __init__(self, db: sqlite3.Connection):
-    self._db = db
-
-  def __enter__(self) -> sqlite3.Connection:
-    self._db.execute("BEGIN IMMEDIATE")
-    return self._db
-
-  def __exit__(self, kind, error, trace) -> None:
-    if kind is None:
-      try:
-        self._db.execute("COMMIT")
-        return
-      except sqlite3.Error:
-        self._roll_back()
-        raise
-    self._roll_back()
-
-  def _roll_back(self) -> None:
+  def _write(self, view: memoryview) -> tuple[OSError | None, int]:
+    written = 0
     try:
-      self._db.execute("ROLLBACK")
-    except sqlite3.Error:  # A full disk has done it already.
+      while written < len(view):
+        written += os.write(self._file, view[written:])
+    except OSError as error:
+      return error, written
+    return None, written
+
+  def _cut_off(self, size: int) -> None:
+    """Leaves no part of a frame: the next one goes where it began."""
+    try:
+      os.ftruncate(self._file, size)
+    except OSError:
+      self._leave_segment()  # The reader skips the part.
+
+  def _open(self) -> None:
+    if self._file >= 0 and self._size >= self._segment_bytes:
+      self.sync()
+      self._leave_segment()
+    if self._file < 0:
+      path = frames_lib.segment_path(self.path, self.seq + 1)
+      # Left empty by a process that was killed, or after a failed write.
+      self._file = os.open(
+          path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+      )
+      self._size = os.fstat(self._file).st_size
+
+  def _leave_segment(self) -> None:
+    if self._file >= 0:
+      os.close(self._file)
+      self._file = -1
+
+  def sync(self) -> None:
+    """Returns once every frame is on the disk. Raises OSError."""
+    if self._unsynced and self._file >= 0:
+      os.fdatasync(self._file)
+    self._unsynced = False
+
+  def keep_image(self, sha: str, image: np.ndarray | bytes) -> None:
+    """Keeps a screenshot, uint8[H, W, 3] or a file's bytes, once.
+
+    Raises:
+      SpoolFull: there is no room for it.
+      OSError: the disk's.
+    """
+    raw = isinstance(image, np.ndarray)
+    path = image_path(self.path, sha, RGB if raw else PNG)
+    size = RGB_HEAD.size + image.nbytes if raw else len(image)
+    if self.bytes + size > self._max * _IMAGES_SHARE:
+      raise SpoolFull(f"{self.bytes} of {self._max} bytes are taken")
+    partial = path.with_suffix(".part")
+    try:
+      with open(partial, "wb", buffering=0) as file:
+        if raw:
+          file.write(RGB_HEAD.pack(*image.shape[:2]))
+          image = memoryview(np.ascontiguousarray(image)).cast("B")
+        rest = memoryview(image)
+        while rest:
+          rest = rest[file.write(rest) :]
+      known = path.exists()
+      partial.replace(path)
+    except BaseException:
+      partial.unlink(missing_ok=True)
+      raise
+    if not known:
+      self.free(-size)
+
+  def close(self) -> None:
+    """Lets the spool go. Idempotent."""
+    self._leave_segment()
+    self.lock.release()
+
+
+def _made(path: pathlib.Path, header: Header) -> Lock:
+  """Makes a spool's folder, which is locked when others see it."""
+  new = path.with_name(f".{path.name}.{os.getpid()}")
+  lock = None
+  try:
+    (new / IMAGES).mkdir(parents=True)
+    lock = Lock(new, make=True)
+    durable.write_bytes(
+        new / HEADER, json.dumps(dataclasses.asdict(header)).encode()
+    )
+    new.rename(path)
+    durable.sync(path.parent)
+    return lock
+  except BaseException:
+    if lock is not None:
+      lock.release()
+    shutil.rmtree(new, ignore_errors=True)
+    raise
+
+
+def image_path(folder: pathlib.Path, sha: str, suffix: str) -> pathlib.Path:
+  return folder / IMAGES / f"{sha}{suffix}"
+
+
+def images(folder: pathlib.Path) -> set[str]:
+  """Hashes of the screenshots that a spool has."""
+  return {
+      name[:-4] for name in _names(folder / IMAGES)
+      if name.endswith((RGB, PNG))
+  }  # pyformat: disable
+
+
+def read_ack(folder: pathlib.Path) -> int:
+  """Number of the last frame that the server has; 0 if it is not known."""
+  try:
+    seq, check = _ACK.unpack((folder / ACK).read_bytes())
+  except (OSError, struct.error):
+    return 0
+  return seq if zlib.crc32(b"%d" % seq) == check else 0
+
+
+def packed_ack(seq: int) -> bytes:
+  return _ACK.pack(seq, zlib.crc32(b"%d" % seq))
+
+
+def last_frame(folder: pathlib.Path, header: Header) -> int:
+  """Number of a log's last frame. Raises OSError."""
+  found = frames_lib.segments(folder)
+  if not found:
+    return read_ack(folder)
+  last = found[-1][0] - 1
+  reader = frames_lib.FrameReader(folder, header.mark, ended=lambda: True)
+  try:
+    reader.skip_to_last()
+    while reader.next() is not None:
       pass
+  finally:
+    reader.close()
+  return max(last, reader.seq)
+
+
+def dead(folder: pathlib.Path) -> list[tuple[int, str, str]]:
+  """(number, record, reason) of those that the server refused."""
+  try:
+    lines = (folder / DEAD).read_text("utf-8", "replace").splitlines()
+  except FileNotFoundError:
+    return []
+  found = {}
+  for line in lines:
+    try:
+      record = json.loads(line)
+      found[record["seq"]] = record["seq"], record["body"], record["reason"]
+    except (ValueError, TypeError, KeyError):
+      continue  # Cut off by a kill, and written again.
+  return list(found.values())
+
+
+class Contents(NamedTuple):
+  """What waits in a spool."""
+
+  records: int
+  images: int
+  dead: list[tuple[int, str, str]]
+  target: str
+
+
+def contents(folder: pathlib.Path) -> Contents:
+  """Looks into a spool, changing nothing.
+
+  Raises:
+    OSError, ValueError: it cannot be read.
+  """
+  header = Header.read(folder)
+  last = max(last_frame(folder, header), read_ack(folder))
+  return Contents(
+      last - read_ack(folder), len(images(folder)), dead(folder), header.target
+  )
 
 
 def claim_orphans(
     folder: str | pathlib.Path, target: str, own: pathlib.Path
-) -> Iterator[Spool]:
-  """Spools for this server that other processes left behind, opened."""
+) -> Iterator[tuple[pathlib.Path, Header, Lock]]:
+  """Spools for this server that ended processes left behind, locked."""
   for path in sorted(pathlib.Path(folder).glob(f"*{SUFFIX}")):
     if path == own:
       continue
     try:
-      spool = Spool(path, target)
-      entries = spool.counts()
-    except BlockingIOError:
-      continue  # Its owner lives.
-    except (OSError, sqlite3.Error) as error:
-      _LOG.warning("the spool %s cannot be read: %s", path, error)
-      put_aside(path, error)
+      lock = Lock(path)
+    except (BlockingIOError, FileNotFoundError):
+      continue  # Its owner lives, or has just deleted it.
+    except OSError as error:
+      _unreadable(path, error)
       continue
-    if spool.target != target:
-      spool.close(remove_if_empty=False)
-    elif entries["entry"] or entries["image"]:
-      yield spool
-    else:
-      spool.close()
+    try:
+      header = Header.read(path)
+    except (OSError, ValueError) as error:
+      lock.release()
+      _unreadable(path, error)
+      continue
+    waits = frames_lib.segments(path) or images(path)
+    if header.target == target and waits:
+      yield path, header, lock
+      continue
+    if header.target == target and not (path / DEAD).exists():
+      remove(path)
+    lock.release()
+
+
+def remove(folder: pathlib.Path) -> None:
+  """Deletes a spool in which nothing waits; refused records stay."""
+  for first, path in frames_lib.segments(folder):
+    path.unlink(missing_ok=True)
+    state_path(folder, first).unlink(missing_ok=True)
+  if (folder / DEAD).exists():
+    return
+  for name in _names(folder / IMAGES):
+    (folder / IMAGES / name).unlink(missing_ok=True)
+  try:
+    (folder / IMAGES).rmdir()
+    for name in sorted(set(_names(folder)) - {LOCK}):
+      (folder / name).unlink(missing_ok=True)
+    (folder / LOCK).unlink(missing_ok=True)
+    folder.rmdir()
+  except OSError as error:
+    _LOG.warning("the spool %s cannot be deleted: %s", folder, error)
+
+
+def state_path(folder: pathlib.Path, first: int) -> pathlib.Path:
+  return folder / f"{first:020d}.state"
+
+
+def _unreadable(path: pathlib.Path, error: Exception) -> None:
+  if path.exists():
+    _LOG.warning("the spool %s cannot be read: %s", path, error)
+    put_aside(path, error)
 
 
 def put_aside(path: pathlib.Path, error: Exception) -> None:
-  """Gives a damaged file another name: it would be met at every start."""
-  code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-  if code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+  """Gives a damaged spool another name: it would be met at every start."""
+  if isinstance(error, OSError) and not isinstance(
+      error, (FileNotFoundError, NotADirectoryError)
+  ):
     return  # A disk that fails may be well again.
   try:
-    for suffix in ("", "-wal", "-shm"):
-      part = path.with_name(path.name + suffix)
-      if part.exists():
-        part.rename(path.with_name(f"{path.name}{DAMAGED}{suffix}"))
+    path.rename(path.with_name(path.name + DAMAGED))
   except OSError as failure:
     _LOG.warning("%s cannot be put aside: %s", path, failure)
+
+
+def _names(folder: pathlib.Path) -> list[str]:
+  try:
+    return os.listdir(folder)
+  except FileNotFoundError:
+    return []
+
+
+def _sizes(folder: pathlib.Path) -> Iterator[int]:
+  with os.scandir(folder) as found:
+    for entry in found:
+      if entry.name == DEAD or entry.name.endswith(
+          (frames_lib.SEGMENT, RGB, PNG)
+      ):
+        yield entry.stat().st_size

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import fcntl
 import os
 import pathlib
 import sqlite3
@@ -474,7 +473,9 @@ def _clients(engine: sa.Engine) -> Iterator[Finding]:
     bad = {
         k: v
         for k, v in health.items()
-        if k.startswith(("dropped", "dead")) and isinstance(v, int) and v
+        if k.startswith(("dropped", "dead", "damaged"))
+        and isinstance(v, int)
+        and v
     }
     if bad:
       yield Finding(
@@ -505,66 +506,41 @@ def _spools(folder: pathlib.Path) -> Iterator[Finding]:
   for path in sorted(folder.glob(f"*{spool_lib.DAMAGED}")):
     yield Finding(
         ERROR, "spool", f"{path.name} was put aside, as it is damaged",
-        "what it held may be lost; try: sqlite3 FILE .recover, else delete it",
+        "what it held is lost, unless header.json comes from a backup; else"
+        " delete it",
     )  # pyformat: disable
   if not found:
     yield Finding(OK, "spool", f"nothing waits in {folder}")
 
 
 def _spool(path: pathlib.Path) -> Iterator[Finding]:
-  owned = _owned(path.with_suffix(".lock"))
   try:
-    connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5)
-    try:
-      check = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
-      if check != "ok":
-        raise sqlite3.DatabaseError(check)
-      ask = lambda what: connection.execute(what).fetchone()[0]
-      entries, images, dead = (
-          ask(f"SELECT count(*) FROM {t}") for t in ("entry", "image", "dead")
-      )
-      target = ask("SELECT value FROM meta WHERE key = 'target'")
-      reason = connection.execute(
-          "SELECT reason FROM dead ORDER BY seq LIMIT 1"
-      ).fetchone()
-    finally:
-      connection.close()
-  except (sqlite3.Error, TypeError) as error:
+    found = spool_lib.contents(path)
+  except (OSError, ValueError) as error:
     yield Finding(
         ERROR, "spool", f"{path.name} cannot be read: {error}",
-        "what it holds may be lost; try: sqlite3 FILE .recover",
+        "what it holds may be lost; the next run from that folder puts it"
+        " aside",
     )  # pyformat: disable
     return
-  who = "in use" if owned else "without an owner"
+  owned = spool_lib.is_owned(path)
   text = (
-      f"{path.name}, {who}, for {target}: {entries} parts and {images}"
-      " screenshots wait"
+      f"{path.name}, {'in use' if owned else 'without an owner'}, for"
+      f" {found.target}: {found.records} records and {found.images} screenshots"
+      " wait"
   )
-  if dead:
+  if found.dead:
+    reason = found.dead[0][2]
     yield Finding(
-        ERROR, "spool", f"{text}; {dead} parts were refused ({reason[0]})",
-        "the server does not take them: upgrade it, or delete the file once"
+        ERROR, "spool",
+        f"{text}; {len(found.dead)} records were refused ({reason})",
+        "the server does not take them: upgrade it, or delete the folder once"
         " they are of no use",
     )  # pyformat: disable
-  elif (entries or images) and not owned:
+  elif (found.records or found.images) and not owned:
     yield Finding(
         WARNING, "spool", text,
         "the next run from that folder, for that server, delivers them",
     )  # pyformat: disable
   else:
     yield Finding(OK, "spool", text)
-
-
-def _owned(lock: pathlib.Path) -> bool:
-  """Whether a process that lives has a spool."""
-  try:
-    handle = os.open(lock, os.O_RDONLY)
-  except OSError:
-    return False
-  try:
-    fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    return False
-  except BlockingIOError:
-    return True
-  finally:
-    os.close(handle)

@@ -1,8 +1,7 @@
-"""Turns a run's events into rows of the monitor.
+"""Makes the monitor's rows of a run's events, one event after the other.
 
-Promises: `on_event` only puts the event into bounded memory; its rows are made
-on the spool's thread, in the order of the events. An event that is lost is
-counted and never stops a run.
+Promises: the rows are a function of the events so far and of nothing else, so
+that a process that starts again makes the same ones: `state` and `restore`.
 
 How a run becomes rows: its measurements before training are baselines, later
 ones evaluations of their step; an episode belongs to the step that was current
@@ -14,20 +13,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
-from typing import Any, Callable, Iterable, Mapping
+from typing import Any, Callable, Mapping, NamedTuple
 
 import numpy as np
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
-from tunix.rl.multi_turn.monitor.client import ingest_client
 from tunix.rl.multi_turn.monitor.client import ingest_rows
 from tunix.rl.multi_turn.monitor.client import monitor_training_hooks as hooks
 from tunix.rl.multi_turn.monitor.client import plain_json
-from tunix.rl.multi_turn.monitor.client import sender
 from tunix.rl.multi_turn.monitor.client import task_rows
 
-_LOG = logging.getLogger(__name__)
 _BEFORE_TRAINING = ("initial", "warm_start")
 _MESSAGE_EVERY_S = 1.0
 _MOST_KNOWN = 100_000
@@ -37,65 +32,63 @@ _STATUS = {
 }  # pyformat: disable
 
 
+Part = Mapping[str, Any]
+"""A part of a batch: `training` and arrays, as the protocol has them."""
+
+
+class Rows(NamedTuple):
+  """Rows of an event, and the screenshots that they show, by hash."""
+
+  part: Part
+  images: Mapping[str, trajectory_lib.ImageRef]
+
+
 @dataclasses.dataclass(frozen=True)
-class RunIdentity:
-  """Identifies a run through all its starts.
+class RunFacts:
+  """A run, as far as its events do not tell.
 
   Attributes:
-    training: client id of the training.
+    training_id: client id of the training, the same through all its starts.
+    training: columns of the training's row, beyond what events carry.
     session: how many starts it had before; episodes of different starts may
       have the same names.
+    start_step: updates made before this start.
+    task_source: source of the tasks: the gym, or the environment without one.
+    environment: what its worlds are, "linux" or "android".
+    trajectories: file of the run's trajectories, "" for none.
+    max_turns: of an episode whose task has no limit of its own.
   """
 
-  training: str
+  training_id: str
+  training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   session: int = 0
+  start_step: int = 0
+  task_source: str = "gym"
+  environment: str = "linux"
+  trajectories: str = ""
+  max_turns: int | None = None
 
 
-class MonitorObserver:
-  """An `events.Observer`; see the module docstring."""
+_STATE = (
+    "verdicts", "step", "done_step", "version", "eval", "eval_source",
+    "eval_fields", "evals", "results", "running", "names", "summaries",
+    "steps", "updating", "reported_at",
+)  # pyformat: disable
 
-  def __init__(
-      self,
-      client: ingest_client.IngestClient,
-      identity: RunIdentity,
-      training: Mapping[str, Any],
-      *,
-      png_of: Callable[[trajectory_lib.ImageRef], bytes] | None = None,
-      on_images_lost: Callable[[Iterable[str]], None] = lambda shas: None,
-      start_step: int = 0,
-      environment: str = "linux",
-      task_source: str = "gym",
-      trajectories: str = "",
-      max_turns: int | None = None,
-      close_s: float = 15.0,
-  ):
-    """Args:
 
-      client: sends the rows; closed with this.
-      identity: of the run.
-      training: columns of the training, beyond what events carry.
-      png_of: returns a screenshot's file, or raises KeyError, OSError or
-        ValueError; None sends no pixels.
-      on_images_lost: receives the hashes of screenshots that were missing or
-        had no room; they are sent when an episode shows them again.
-      start_step: updates made before this start.
-      environment: "linux" or "android".
-      task_source: source of the tasks: the gym, or the environment without one.
-      trajectories: file of the run's trajectories, "" for none.
-      max_turns: of an episode whose task has no limit of its own.
-      close_s: seconds that `close` delivers for.
-    """
-    self._client = client
-    self._identity = identity
-    self._training = dict(training)
-    self._png_of = png_of
-    self._on_images_lost = on_images_lost
-    self._world = task_rows.World(environment, task_source, trajectories)
+class RunRows:
+  """See the module docstring. For one thread."""
+
+  def __init__(self, run: RunFacts):
+    self._run = run
+    self._training = dict(run.training)
+    self._world = task_rows.World(
+        run.environment, run.task_source, run.trajectories
+    )
+    self._max_turns = run.max_turns
+    start_step = run.start_step
     self._verdicts: dict[str, task_rows.Verdict] = {}
     """Of the tasks of a list, of which the list knows more than an episode."""
-    self._max_turns = max_turns
-    self._close_s = close_s
-    # Of the spool's thread from here on.
     self._step = start_step + 1
     self._done_step = start_step
     self._version = 0
@@ -111,7 +104,6 @@ class MonitorObserver:
     self._steps: dict[int, dict[str, int]] = {}
     self._updating: tuple[int, float] | None = None
     """(step, when it began) of the update that is made, or was last."""
-    self._sent_images: set[str] = set()
     self._reported_at = 0.0
     self._handlers: dict[type, Callable[[Any], Any]] = {
         events.RunStarted: self._run_started,
@@ -129,41 +121,51 @@ class MonitorObserver:
         events.EvalFinished: self._eval_finished,
         events.Progress: self._progress,
     }
-    client.sender.training = identity.training
-    client.sender.on_images_lost = self._lost
 
   @property
-  def client(self) -> ingest_client.IngestClient:
-    return self._client
+  def training(self) -> str:
+    """Client id of the training."""
+    return self._run.training_id
 
-  def on_event(self, event: events.Event) -> None:
+  def rows(self, event: events.Event) -> Rows | None:
+    """Rows of the next event; None if it has none.
+
+    Raises:
+      Exception: whatever an event that is not as it should be leads to.
+    """
     handler = self._handlers.get(type(event))
-    if handler is not None:
-      watched = type(event) is events.TurnFinished and event.step is not None
-      self._client.sender.put(_Deferred(handler, event), soon=watched)
+    made = None if handler is None else handler(event)
+    if not made or isinstance(made, Rows):
+      return made or None
+    return Rows(made, {})
 
-  def close(self) -> bool:
-    """Delivers for `close_s`; the spool keeps the rest. Idempotent."""
-    return self._client.close(self._close_s)
+  def state(self) -> dict[str, Any]:
+    """What the events so far have left, for `restore`."""
+    return {name: getattr(self, f"_{name}") for name in _STATE}
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Goes on from a state. Raises KeyError if it is none."""
+    for name in _STATE:
+      setattr(self, f"_{name}", state[name])
 
   # --- the run ----------------------------------------------------------------
 
-  def _run_started(self, event: events.RunStarted) -> sender.Part:
+  def _run_started(self, event: events.RunStarted) -> Part:
     return {"training": {
-        "client_id": self._identity.training, "run_name": event.run_name,
+        "client_id": self._run.training_id, "run_name": event.run_name,
         **self._training, "config_json": dict(event.config),
         "changed_settings": plain_json.dumps(dict(event.changed)).decode(),
         "status": "initializing", "current_phase": "initialization",
-        "start_time": event.time if not self._identity.session else None,
+        "start_time": event.time if not self._run.session else None,
         "current_step": self._step - 1,
         "status_message": (
-            f"start {self._identity.session + 1}"
-            if self._identity.session
+            f"start {self._run.session + 1}"
+            if self._run.session
             else "started"
         ),
     }}  # pyformat: disable
 
-  def _run_finished(self, event: events.RunFinished) -> sender.Part:
+  def _run_finished(self, event: events.RunFinished) -> Part:
     return self._training_part(
         status=_STATUS.get(event.status, "failed"),
         status_message=event.status,
@@ -172,7 +174,7 @@ class MonitorObserver:
         end_time=event.time,
     )
 
-  def _progress(self, event: events.Progress) -> sender.Part | None:
+  def _progress(self, event: events.Progress) -> Part | None:
     now = event.time
     # A clock that went back does not silence it.
     recent = 0 <= now - self._reported_at < _MESSAGE_EVERY_S
@@ -185,14 +187,14 @@ class MonitorObserver:
         .strip()
     )
 
-  def _training_part(self, **fields: Any) -> sender.Part:
-    return {"training": {"client_id": self._identity.training, **fields}}
+  def _training_part(self, **fields: Any) -> Part:
+    return {"training": {"client_id": self._run.training_id, **fields}}
 
   # --- measurements -----------------------------------------------------------
 
-  def _eval_started(self, event: events.EvalStarted) -> sender.Part:
+  def _eval_started(self, event: events.EvalStarted) -> Part:
     self._eval, self._evals = event.name, self._evals + 1
-    training = self._identity.training
+    training = self._run.training_id
     greedy = event.mode == "greedy"
     self._eval_fields = {
         "temperature": 0.0 if greedy else self._training.get("temperature"),
@@ -220,9 +222,9 @@ class MonitorObserver:
         f"{kind}s": [{"client_id": name, "start_time": event.time, **row}],
     }
 
-  def _eval_finished(self, event: events.EvalFinished) -> sender.Part | None:
+  def _eval_finished(self, event: events.EvalFinished) -> Part | None:
     if event.step is not None:
-      kind, name = "eval", f"{self._identity.training}:eval:{event.step}"
+      kind, name = "eval", f"{self._run.training_id}:eval:{event.step}"
     elif self._eval_source:
       kind = self._eval_source["source_type"]
       name = self._eval_source[f"{kind}_id"]
@@ -243,7 +245,7 @@ class MonitorObserver:
 
   # --- tasks ------------------------------------------------------------------
 
-  def _tasks_listed(self, event: events.TasksListed) -> sender.Part:
+  def _tasks_listed(self, event: events.TasksListed) -> Part:
     part = task_rows.listed(event.tasks, self._world)
     for task in part["tasks"]:
       if len(self._verdicts) < _MOST_KNOWN:
@@ -256,7 +258,7 @@ class MonitorObserver:
     self._version = event.version
     self._step = max(self._step, event.version + 1)
 
-  def _update_started(self, event: events.UpdateStarted) -> sender.Part:
+  def _update_started(self, event: events.UpdateStarted) -> Part:
     part = self._step_part(event.step)
     part["steps"][0] |= {
         "status": "training", "current_phase": "training",
@@ -266,7 +268,7 @@ class MonitorObserver:
     self._updating = (event.step, event.time)
     return {**part, **self._training_part(current_phase="training")}
 
-  def _step_finished(self, event: events.StepFinished) -> sender.Part:
+  def _step_finished(self, event: events.StepFinished) -> Part:
     self._step = max(self._step, event.step + 1)
     self._done_step = max(self._done_step, event.step)
     part = self._step_part(event.step)
@@ -326,15 +328,15 @@ class MonitorObserver:
     }  # pyformat: disable
 
   def _step_name(self, step: int) -> str:
-    return f"{self._identity.training}:step:{step}"
+    return f"{self._run.training_id}:step:{step}"
 
   def _step_part(self, step: int) -> dict[str, Any]:
     return {"steps": [{
         "client_id": self._step_name(step), "step": step,
-        "training_id": self._identity.training,
+        "training_id": self._run.training_id,
     }]}  # pyformat: disable
 
-  def _group_finished(self, event: events.GroupFinished) -> sender.Part | None:
+  def _group_finished(self, event: events.GroupFinished) -> Part | None:
     names = [
         self._names.get(f"train/{e.trajectory_id}") for e in event.group
     ]
@@ -374,7 +376,7 @@ class MonitorObserver:
 
   # --- episodes --------------------------------------------------------------
 
-  def _episode_started(self, event: events.EpisodeStarted) -> sender.Part:
+  def _episode_started(self, event: events.EpisodeStarted) -> Part:
     _, running, more = self._begin(event, event.time)
     task = task_rows.task_part(event.task_id, None, self._world, event.split)
     return {**more, **ingest_rows.begun(running, task, self._world)}
@@ -399,9 +401,9 @@ class MonitorObserver:
       fields = {"temperature": self._training.get("temperature")}
       if step not in self._steps and step > self._done_step:
         more = self._begin_step(step, started)
-    session = self._identity.session
+    session = self._run.session
     running = ingest_rows.RunningEpisode(
-        f"{self._identity.training}/{session}/{place}/{trajectory_id}",
+        f"{self._run.training_id}/{session}/{place}/{trajectory_id}",
         source,
         started,
         fields={
@@ -439,7 +441,7 @@ class MonitorObserver:
 
   def _turn_finished(
       self, event: events.TurnFinished
-  ) -> sender.Part | sender.SpoolItem | None:
+  ) -> Part | Rows | None:
     running = self._find(event.trajectory_id)
     if running is None:
       return None
@@ -459,11 +461,11 @@ class MonitorObserver:
         ] if first else [],
         **rows,
     }  # pyformat: disable
-    return sender.SpoolItem(part, self._pixels(images)) if rows else part
+    return Rows(part, images) if rows else part
 
   def _episode_finished(
       self, event: events.EpisodeFinished
-  ) -> sender.SpoolItem:
+  ) -> Rows:
     episode = event.trajectory
     key = f"{event.split}/{episode.trajectory_id}"
     running = self._running.pop(key, None)
@@ -485,7 +487,7 @@ class MonitorObserver:
       (rollout,) = part["rollouts"]
       self._summaries[running.rollout_id] = rollout["summary_json"]
     images = ingest_rows.images_of(episode)
-    return sender.SpoolItem({**more, **part}, self._pixels(images))
+    return Rows({**more, **part}, images)
 
   def _fault(self, event: events.Fault) -> None:
     running = self._find(event.trajectory_id)
@@ -503,46 +505,8 @@ class MonitorObserver:
         return found
     return None
 
-  def _pixels(
-      self, images: Mapping[str, trajectory_lib.ImageRef]
-  ) -> dict[str, bytes]:
-    """Screenshots that the server may not have."""
-    found: dict[str, bytes] = {}
-    if self._png_of is None:
-      return found
-    for sha, ref in images.items():
-      if sha in self._sent_images:
-        continue
-      try:
-        found[sha] = self._png_of(ref)
-      except (KeyError, OSError, ValueError):
-        self._client.sender.counters["images_missing"] += 1
-        self._on_images_lost([sha])
-        continue
-      self._sent_images.add(sha)
-    if len(self._sent_images) > _MOST_KNOWN:
-      self._sent_images.clear()  # The server knows which it has.
-    return found
-
-  def _lost(self, shas: Iterable[str]) -> None:
-    self._sent_images.difference_update(shas)
-    self._on_images_lost(shas)
-
   def _model_path(self) -> str:
     return f"{self._training.get('model_name', '')}@{self._version}"
-
-
-class _Deferred:
-  """Calls a handler with an event, later and on another thread."""
-
-  __slots__ = ("_handler", "_event")
-
-  def __init__(self, handler: Callable[[Any], Any], event: events.Event):
-    self._handler = handler
-    self._event = event
-
-  def __call__(self) -> Any:
-    return self._handler(self._event)
 
 
 def _capped(progress: Mapping[str, int]) -> dict[str, int]:
@@ -563,5 +527,3 @@ def _last_number(name: str) -> int | None:
       reversed(list(itertools.takewhile(str.isdigit, reversed(name))))
   )
   return int(digits) if digits else None
-
-

@@ -1,0 +1,395 @@
+"""Reads a spool: makes its records entries of batches, and forgets those sent.
+
+An entry has the number of the record that it was made from. So an entry that
+is made again, after the reader was killed, has the number that it had, and the
+server applies it once.
+
+The rows of an event depend on the events before it. A reader that starts again
+makes the rows of the oldest segment anew, from the state of the row maker
+before that segment, and skips those that the server has.
+
+Promises: a record stays until the server has it. An entry that the server
+refuses, or a record that no rows can be made of, is put aside or counted, and
+delays nothing. Damaged frames are counted and skipped. A screenshot stays until
+an entry that shows it is at the server. Holds about one batch in memory.
+For one thread.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import os
+import pathlib
+import time
+from typing import Callable, Collection, NamedTuple, Sequence
+
+import msgpack
+import numpy as np
+import orjson
+from tunix.rl.multi_turn.core import durable
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.monitor.client import event_codec
+from tunix.rl.multi_turn.monitor.client import frames as frames_lib
+from tunix.rl.multi_turn.monitor.client import plain_json
+from tunix.rl.multi_turn.monitor.client import png
+from tunix.rl.multi_turn.monitor.client import run_rows
+from tunix.rl.multi_turn.monitor.client import spool as spool_lib
+
+_MOST_KNOWN = 100_000
+_MOST_ENTRIES = 500
+
+
+class Entry(NamedTuple):
+  """A part of a batch, as JSON, and the hashes of the screenshots it shows."""
+
+  seq: int
+  body: bytes
+  images: Sequence[str] = ()
+
+
+class SpoolReader:
+  """See the module docstring. Close it."""
+
+  def __init__(
+      self,
+      path: pathlib.Path,
+      header: spool_lib.Header,
+      *,
+      ended: Callable[[], bool],
+      counters: collections.Counter[str],
+      complain: Callable[[str, str], None],
+      on_images_lost: Callable[[list[str]], None] = lambda shas: None,
+  ):
+    """Args:
+
+      path: of the spool; the caller has its lock.
+      header: of it.
+      ended: whether nothing more is appended.
+      counters: failed, damaged, images_missing and spool_failures are counted
+        there.
+      complain: logs a problem, once for each key.
+      on_images_lost: receives hashes of screenshots that are not there.
+
+    Raises:
+      OSError: the disk's.
+      ValueError: the header is of no run.
+    """
+    self.path = path
+    self.header = header
+    self._ended = ended
+    self._counters = counters
+    self._complain = complain
+    self._freed = 0
+    self._on_images_lost = on_images_lost
+    self._rows: run_rows.RunRows | None = None
+    if header.run is not None:
+      self._rows = run_rows.RunRows(run_rows.RunFacts(**header.run))
+    self._frames = frames_lib.FrameReader(
+        path, header.mark, ended=ended, on_segment=self._keep_state
+    )
+    self._damaged = 0
+    self._synced = 0
+    self.acked = spool_lib.read_ack(path)
+    """Number of the last record that the server has."""
+    self._ack_file = os.open(
+        path / spool_lib.ACK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600
+    )
+    self._pending: collections.deque[Entry] = collections.deque()
+    self._pending_bytes = 0
+    self._delivered: set[str] = set()
+    """Screenshots that the server has."""
+    self._absent: set[str] = set()
+    """Screenshots that neither the server nor the spool has."""
+    self._found = spool_lib.images(path)
+    """Screenshots from before, of which no entry was read yet."""
+    self._left: dict[str, None] = {}
+    """Screenshots whose entries went without them."""
+    self._restore()
+
+  @property
+  def training(self) -> str | None:
+    """Client id of the training whose events these are."""
+    return None if self._rows is None else self._rows.training
+
+  # --- entries ----------------------------------------------------------------
+
+  def entries(self, max_bytes: int) -> list[Entry]:
+    """The oldest entries that the server has not, at least one if there is any.
+
+    Raises:
+      OSError: the disk's.
+    """
+    while (
+        self._pending_bytes < max_bytes and len(self._pending) < _MOST_ENTRIES
+    ):
+      frame = self._frames.next()
+      if self._frames.damaged > self._damaged:
+        self._report_damage()
+      if frame is None:
+        self._caught_up()
+        break
+      self._take(frame)
+    if self._frames.seq > self._synced:
+      self._frames.sync()
+      self._synced = self._frames.seq
+    sizes = itertools.accumulate(len(entry.body) for entry in self._pending)
+    return [
+        entry for n, (entry, size) in enumerate(zip(self._pending, sizes))
+        if not n or size <= max_bytes
+    ]  # pyformat: disable
+
+  def _take(self, frame: frames_lib.Frame) -> None:
+    sent = frame.seq <= self.acked
+    try:
+      entry = self._entry(frame, sent)
+    except Exception as error:  # pylint: disable=broad-except
+      # It would fail again, and may have changed the row maker's state.
+      if not sent:
+        self._counters["failed"] += 1
+        self._complain("make", f"a record cannot be sent: {error!r}")
+      return
+    if entry is None:
+      return
+    if not sent:
+      self._found.difference_update(entry.images)
+      self._pending.append(entry)
+      self._pending_bytes += len(entry.body)
+
+  def _entry(self, frame: frames_lib.Frame, sent: bool) -> Entry | None:
+    if frame.kind == spool_lib.PART:
+      shas, body = msgpack.unpackb(frame.body)
+      return Entry(frame.seq, body, shas if self.header.images else [])
+    if frame.kind != spool_lib.EVENT or self._rows is None:
+      raise ValueError(f"frame kind {frame.kind} is none of this spool's")
+    made = self._rows.rows(event_codec.load(frame.body))
+    if made is None:
+      return None
+    body = b"" if sent else plain_json.dumps(made.part)
+    return Entry(frame.seq, body, [*made.images] if self.header.images else [])
+
+  def _caught_up(self) -> None:
+    """There is nothing more to read now."""
+    if self._found:
+      self._left.update(dict.fromkeys(sorted(self._found)))
+      self._found.clear()
+    if not self._pending and self._frames.seq > self.acked:
+      self._acknowledge(self._frames.seq)  # Records without rows.
+
+  def _report_damage(self) -> None:
+    lost = self._frames.damaged - self._damaged
+    self._damaged = self._frames.damaged
+    self._counters["damaged"] += lost
+    self._complain(
+        "damaged", f"{lost} records of {self.path} are damaged and left out"
+    )
+
+  def remove_through(self, seq: int) -> None:
+    """The server has the entries up to this one."""
+    while self._pending and self._pending[0].seq <= seq:
+      self._pending_bytes -= len(self._pending.popleft().body)
+    # Records without rows before the next entry are done with, too.
+    if self._pending:
+      seq = max(seq, self._pending[0].seq - 1)
+    else:
+      seq = max(seq, self._frames.seq)
+    self._acknowledge(seq)
+
+  def _acknowledge(self, seq: int) -> None:
+    if seq <= self.acked:
+      return
+    self.acked = seq
+    try:
+      os.pwrite(self._ack_file, spool_lib.packed_ack(seq), 0)
+      os.fdatasync(self._ack_file)
+    except OSError as error:
+      # The server knows it, too.
+      self._trouble(error)
+    self._delete_segments()
+
+  def _delete_segments(self) -> None:
+    """Deletes segments before the oldest one that a reader has to begin at."""
+    if self._oldest == self._frames.segment:
+      return
+    found = frames_lib.segments(self.path)
+    self._oldest = max(
+        first for first, _ in found
+        if first == found[0][0] or first <= self._frames.segment
+        and first - 1 <= self.acked and self._has_state(first)
+    )  # pyformat: disable
+    for first, path in found:
+      if first < self._oldest:
+        self._freed += path.stat().st_size
+        path.unlink()
+        spool_lib.state_path(self.path, first).unlink(missing_ok=True)
+
+  def _has_state(self, first: int) -> bool:
+    return (
+        self._rows is None or spool_lib.state_path(self.path, first).exists()
+    )
+
+  def bury(self, entry: Entry, reason: str) -> None:
+    """Takes an entry that the server will never accept out of the way."""
+    line = orjson.dumps({
+        "seq": entry.seq, "time": time.time(), "reason": reason,
+        "body": entry.body.decode("utf-8", "replace"),
+    }) + b"\n"  # pyformat: disable
+    try:
+      with open(self.path / spool_lib.DEAD, "ab") as file:
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+      self._freed -= len(line)
+    except OSError as error:
+      self._trouble(error)
+    self.remove_through(entry.seq)
+
+  # --- the row maker's state --------------------------------------------------
+
+  def _keep_state(self, first: int) -> None:
+    """Keeps the state before a segment, which begins now."""
+    if self._rows is None:
+      return
+    try:
+      durable.write_bytes(
+          spool_lib.state_path(self.path, first),
+          event_codec.pack(self._rows.state()),
+      )
+    except OSError as error:
+      self._trouble(error)  # The segments before it stay.
+
+  def _restore(self) -> None:
+    found = frames_lib.segments(self.path)
+    self._oldest = found[0][0] if found else 0
+    if self._rows is None or self._oldest <= 1:
+      return
+    try:
+      data = spool_lib.state_path(self.path, self._oldest).read_bytes()
+      self._rows.restore(event_codec.unpack(data))
+    except Exception as error:  # pylint: disable=broad-except
+      self._counters["damaged"] += 1
+      self._complain(
+          "state",
+          f"the state before {self._oldest} of {self.path} is damaged"
+          f" ({error!r}): episodes that had begun get rows of their ends only",
+      )
+
+  # --- screenshots ------------------------------------------------------------
+
+  def wanted(self, shas: Collection[str]) -> list[str]:
+    """Those that the server may not have, each once."""
+    return [s for s in dict.fromkeys(shas) if s not in self._delivered]
+
+  def left(self, most: int) -> list[str]:
+    """Screenshots whose entries went without them."""
+    return list(itertools.islice(self._left, most))
+
+  def leave(self, shas: Collection[str]) -> None:
+    """The entries that show these go without them."""
+    self._left.update(dict.fromkeys(shas))
+
+  def image(self, sha: str) -> bytes | None:
+    """A screenshot's file; None if it is not here, which is counted.
+
+    Raises:
+      OSError: the disk's.
+    """
+    found = self._encoded(sha)
+    if found is None:
+      self._absent.add(sha)
+      self._counters["images_missing"] += 1
+      self._on_images_lost([sha])
+    return found
+
+  def _encoded(self, sha: str) -> bytes | None:
+    try:
+      return spool_lib.image_path(
+          self.path, sha, spool_lib.PNG
+      ).read_bytes()
+    except FileNotFoundError:
+      pass
+    try:
+      raw = spool_lib.image_path(self.path, sha, spool_lib.RGB).read_bytes()
+    except FileNotFoundError:
+      return None
+    try:
+      shape = spool_lib.RGB_HEAD.unpack_from(raw)
+      pixels = np.frombuffer(
+          raw, np.uint8, offset=spool_lib.RGB_HEAD.size
+      ).reshape(*shape, 3)
+      if images_lib.hash_pixels(pixels) != sha:
+        raise ValueError("other pixels")
+    except Exception as error:  # pylint: disable=broad-except
+      # A power loss: the disk has its name, and not its pixels.
+      self._complain("image", f"a screenshot is damaged: {error!r}")
+      self._delete_image(sha)
+      return None
+    return png.encode(pixels)
+
+  def forget_images(self, shas: Collection[str]) -> None:
+    """The server has these, or never will, and entries that show them."""
+    for sha in shas:
+      self._left.pop(sha, None)
+      if sha not in self._absent:
+        self._delete_image(sha)
+    if len(self._delivered) > _MOST_KNOWN:
+      self._delivered.clear()  # The server knows which it has.
+    self._delivered |= set(shas) - self._absent
+    self._absent.clear()
+
+  def _delete_image(self, sha: str) -> None:
+    for suffix in (spool_lib.RGB, spool_lib.PNG):
+      path = spool_lib.image_path(self.path, sha, suffix)
+      try:
+        size = path.stat().st_size
+        path.unlink()
+      except FileNotFoundError:
+        continue
+      self._freed += size
+
+  def shrink(self, until: Callable[[], bool]) -> None:
+    """Encodes screenshots that wait, which makes them smaller."""
+    folder = self.path / spool_lib.IMAGES
+    for path in folder.glob(f"*{spool_lib.RGB}"):
+      if until():
+        return
+      try:
+        size = path.stat().st_size
+        file = self._encoded(path.stem)
+        if file is None:
+          self._on_images_lost([path.stem])
+          continue
+        durable.write_bytes(
+            path.with_suffix(spool_lib.PNG), file, durably=False
+        )
+        path.unlink()
+        self._freed += size - len(file)
+      except OSError as error:
+        self._trouble(error)
+        return
+
+  def take_freed(self) -> int:
+    """Bytes that the spool has lost since the last call."""
+    freed, self._freed = self._freed, 0
+    return freed
+
+  # --- the end ----------------------------------------------------------------
+
+  def _trouble(self, error: OSError) -> None:
+    self._counters["spool_failures"] += 1
+    self._complain("disk", f"{self.path} cannot be written: {error}")
+
+  @property
+  def empty(self) -> bool:
+    """Whether the server has all that was read, with its screenshots."""
+    return not (self._pending or self._left or self._found)
+
+  def close(self) -> None:
+    """Ends it. A spool in which nothing waits is deleted."""
+    done = self._ended() and self.empty and self._frames.next() is None
+    self._frames.close()
+    if self._ack_file >= 0:
+      os.close(self._ack_file)
+      self._ack_file = -1
+      if done:
+        spool_lib.remove(self.path)
