@@ -215,25 +215,27 @@ class TokenSequence:
         )
     if length and int(self.tokens.min()) < 0:
       raise ValueError("TokenSequence.tokens holds a negative id")
+    # Methods of arrays: once for every turn, half of the time were np.any's.
     mask = self.loss_mask
-    if not np.all(np.isfinite(self.logprobs)):
+    given = ~mask
+    if not np.isfinite(self.logprobs).all():
       raise ValueError("TokenSequence.logprobs must be finite")
-    if np.any(self.logprobs > 1e-4):
+    if (self.logprobs > 1e-4).any():
       raise ValueError("TokenSequence.logprobs must be <= 0")
-    if np.any(self.logprobs[~mask] != 0):
+    if self.logprobs[given].any():
       raise ValueError("a token that was not sampled carries a log-prob")
     if self.entropies is not None:
-      if not np.all(np.isfinite(self.entropies)):
+      if not np.isfinite(self.entropies).all():
         raise ValueError("TokenSequence.entropies must be finite")
-      if np.any(self.entropies < 0):
+      if (self.entropies < 0).any():
         raise ValueError("TokenSequence.entropies must be >= 0")
-      if np.any(self.entropies[~mask] != 0):
+      if self.entropies[given].any():
         raise ValueError("a token that was not sampled carries an entropy")
-    if np.any(self.versions[~mask] != -1):
+    if (self.versions[given] != -1).any():
       raise ValueError("a token that was not sampled carries a version")
-    if np.any(self.versions[mask] < 0):
+    if (self.versions[mask] < 0).any():
       raise ValueError("a sampled token carries no policy version")
-    if length > 1 and np.any(np.diff(self.turn_ids) < 0):
+    if (self.turn_ids[1:] < self.turn_ids[:-1]).any():
       raise ValueError("TokenSequence.turn_ids must not decrease")
     if self.support is not None:
       self._check_support()
