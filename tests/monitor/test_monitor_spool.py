@@ -12,6 +12,7 @@ import msgpack
 import numpy as np
 import observed_run
 import pytest
+from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.monitor.client import event_codec
 from tunix.rl.multi_turn.monitor.client import frames as frames_lib
@@ -350,3 +351,20 @@ def test_a_state_that_is_damaged_is_reported_and_the_rest_goes_on(
     assert all(isinstance(json.loads(e.body), dict) for e in entries)
     reader.remove_through(entries[-1].seq)
   assert reader.acked == len(records) and not counters["failed"]
+
+
+def test_an_evaluation_under_another_name_joins_the_row_of_its_step():
+  """Also where its own start and end were told to another process."""
+  rows = run_rows.RunRows(run_rows.RunFacts(**observed_run.FACTS))
+  found = []
+  for event in (
+      events.EvalStarted("step_4", "sampled", 8, 4),
+      events.EvalFinished("step_4", {"success_rate": 0.5}),
+      events.EvalFinished("final", {"success_rate": 0.5}, step=4),
+  ):
+    found.append(rows.rows(event).part["evals"][0])
+  assert len({row["client_id"] for row in found}) == 1
+  assert set(found[-1]["metrics_json"]) == {"step_4", "final"}
+  again = run_rows.RunRows(run_rows.RunFacts(**observed_run.FACTS))
+  (alone,) = again.rows(event).part["evals"]
+  assert alone["client_id"] == found[0]["client_id"]

@@ -103,6 +103,23 @@ def shown(tmp_path, **tracking):
   assert (tracker.failures, tracker.dropped) == (0, 0)
 
 
+def test_an_evaluation_under_another_name_is_of_its_step(tmp_path):
+  """Also in a run that resumes with nothing left to update."""
+  accumulators = pytest.importorskip(
+      "tensorboard.backend.event_processing.event_accumulator",
+      reason="needs the extra `dev`",
+  )
+  (tracker,) = of_run(tmp_path, resume_step=4, tensorboard=True)
+  tracker.on_event(events.RunStarted("my run", {}))
+  tracker.on_event(events.EvalFinished("final", {"success_rate": 0.5}, step=4))
+  tracker.on_event(events.RunFinished("completed"))
+  tracker.close()
+  found = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
+  found.Reload()
+  (scalar,) = found.Scalars("eval/success_rate")
+  assert (scalar.step, scalar.value) == (4, 0.5)
+
+
 def test_tensorboard_shows_film_strips_and_a_table(tmp_path):
   accumulators = pytest.importorskip(
       "tensorboard.backend.event_processing.event_accumulator",

@@ -172,8 +172,8 @@ class EvalStarted(Event):
 class EvalFinished(Event):
   """`results` is the JSON that summary.json holds under eval.<name>.
 
-  One with `step` has no EvalStarted: the evaluation after that many updates,
-  made already, counts under this name too.
+  One with `step` has no EvalStarted: it gives the evaluation that was made
+  after so many updates another name.
   """
 
   name: str  # "initial", "warm_start", "final" or "step_<n>"

@@ -133,7 +133,9 @@ class Tracker:
       if event.split == "eval" and self._config.film_strips:
         self._media.add(event)
     elif isinstance(event, events.EvalFinished):
-      step = self._eval_step.get(event.name, self._step)
+      step = event.step
+      if step is None:
+        step = self._eval_step.get(event.name, self._step)
       self._put("scalars", step, _numbers(event.results, "eval"))
       media = self._media
       self._media = tracker_media.EvalMedia(self._config.film_strips)

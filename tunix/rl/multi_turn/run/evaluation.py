@@ -233,9 +233,10 @@ def evaluate(run: run_lib.Run, name: str) -> dict[str, Any]:
 def evaluate_last(run: run_lib.Run) -> None:
   """The evaluation at the end of training.
 
-  Where the last update was evaluated as one of eval.every, the weights, tasks
-  and seeds would be the same: its results are the final ones. So they are
-  where a run was stopped after it, and resumed with the same settings.
+  Where eval.every has evaluated the last update, an evaluation of the same
+  weights, tasks and seeds would find the same: those results are the final
+  ones. A run that was stopped in between takes them from its summary when it
+  resumes with the same settings.
   """
   updates, name = run.updates, f"step_{run.updates}"
   step, results = run.evaluated or (0, None)
