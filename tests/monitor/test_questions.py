@@ -6,9 +6,14 @@ without success. Each question is walked in a browser, by the links that are
 there, and each page that the walk ends on is looked at by axe.
 """
 
+import re
+
 import chromium
 import monitor_server
+import numpy as np
 import pytest
+from tunix.rl.multi_turn.monitor.dashboard import advice
+from tunix.rl.multi_turn.monitor.dashboard import curves
 from tunix.rl.multi_turn.monitor.dashboard import search_page
 
 W, H = 160, 120
@@ -211,6 +216,37 @@ def test_a_success_in_few_turns_is_one_of_its_task(server):
       "training": {"client_id": "first"},
       "rollouts": [{"client_id": name, "rollout_id": name, "num_turns": 2}],
   })
+
+
+def test_the_first_sentence_compares_what_updates_began_and_ended_with():
+  point = {"low": 0.0, "high": 0.0}
+  evals = [
+      {"name": "initial", "kind": "baseline", "rate": 0.0, **point},
+      {"name": "warm_start", "kind": "baseline", "rate": 0.4, **point},
+      {"name": "step 25", "kind": "eval", "rate": 0.8, **point},
+      {"name": "step 50", "kind": "eval", "rate": 0.9, "low": 0.8, "high": 1.0},
+  ]
+  columns = curves.Columns(np.arange(0), {})
+  for given, said in (
+      (evals, "40 % (warm_start) to 90 % (step 50)."),
+      (evals[:2], "0 % (initial) to 40 % (warm_start), within"),
+      (evals[2:], "80 % (step 25) to 90 % (step 50)."),
+  ):
+    (line,) = advice.lines(columns, given)
+    assert line["about"] == "learning" and f"Evaluations: {said}" in line["text"]
+
+
+def test_a_passage_that_is_cut_says_so(server):
+  text = page(server, "/runs/1/search?q=sleeps")
+  assert ">The grader <mark>sleeps</mark>.<" in text
+  thought = "word " * 40 + "needle" + " word" * 40
+  server.post({
+      "training": {"client_id": "first"},
+      "turns": [{"client_id": "first/wander:1", "rollout_id": "first/wander",
+                 "turn": 1, "metrics_json": {"thought": thought}}],
+  })  # pyformat: disable
+  text = page(server, "/runs/1/search?q=needle")
+  assert re.search(">…(word )+<mark>needle</mark>( word)+…<", text)
 
 
 def test_thoughts_responses_and_typed_text_are_searched(server, monkeypatch):

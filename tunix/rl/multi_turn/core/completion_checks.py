@@ -41,20 +41,17 @@ def check(
     SamplingContractError: naming what.
   """
   tokens_S = completion.tokens
-  if image_token_id is not None and np.any(tokens_S == image_token_id):
+  if image_token_id is not None and (tokens_S == image_token_id).any():
     raise SamplingContractError(
         f"the policy sampled the image placeholder id {image_token_id}; ban it"
         " in the sampler"
     )
   try:
-    token_sequence.TokenSequence(
-        tokens_S,
-        np.ones(len(tokens_S), np.bool_),
-        completion.logprobs,
-        completion.versions,
-        np.zeros(len(tokens_S), np.int32),
-        entropies=completion.entropies,
+    # What `TokenSequence` refuses later, without making one.
+    token_sequence.check_numbers(
+        tokens_S, completion.logprobs, completion.entropies
     )
+    token_sequence.check_versions(completion.versions)
   except ValueError as error:
     raise SamplingContractError(
         "the completion's tokens, log-probs or versions cannot be trained on:"

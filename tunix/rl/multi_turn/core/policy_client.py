@@ -155,19 +155,23 @@ class Completion:
   support: np.ndarray | None = None
 
   def __post_init__(self):
-    for name, dtype in (
-        ("tokens", np.int32),
-        ("logprobs", np.float32),
-        ("versions", np.int32),
-        ("raw_logprobs", np.float32),
-        ("top_tokens", np.int32),
-        ("top_logprobs", np.float32),
-        ("entropies", np.float32),
-        ("support", np.int32),
+    for name, dtype, axes in (
+        ("tokens", np.int32, 1),
+        ("logprobs", np.float32, 1),
+        ("versions", np.int32, 1),
+        ("raw_logprobs", np.float32, 1),
+        ("top_tokens", np.int32, 2),
+        ("top_logprobs", np.float32, 2),
+        ("entropies", np.float32, 1),
+        ("support", np.int32, 2),
     ):
       if getattr(self, name) is None and name not in _REQUIRED:
         continue
       array = np.array(getattr(self, name), dtype=dtype)
+      if array.ndim != axes:
+        raise ValueError(
+            f"Completion.{name} must be {axes}-D, got shape {array.shape}"
+        )
       array.flags.writeable = False
       object.__setattr__(self, name, array)
     if not len(self.tokens) == len(self.logprobs) == len(self.versions):

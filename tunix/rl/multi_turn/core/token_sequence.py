@@ -155,6 +155,30 @@ def check_spans(tokens_T: np.ndarray, images: Sequence[ImageSpan]) -> None:
     )
 
 
+def check_numbers(
+    tokens_T: np.ndarray, logprobs_T: np.ndarray, entropies_T: np.ndarray | None
+) -> None:
+  """Raises ValueError unless ids, log-probs and entropies can be such."""
+  # Every turn comes here, and np.any takes twice as long as an array's any.
+  if (tokens_T < 0).any():
+    raise ValueError("TokenSequence.tokens holds a negative id")
+  if not np.isfinite(logprobs_T).all():
+    raise ValueError("TokenSequence.logprobs must be finite")
+  if (logprobs_T > 1e-4).any():
+    raise ValueError("TokenSequence.logprobs must be <= 0")
+  if entropies_T is not None:
+    if not np.isfinite(entropies_T).all():
+      raise ValueError("TokenSequence.entropies must be finite")
+    if (entropies_T < 0).any():
+      raise ValueError("TokenSequence.entropies must be >= 0")
+
+
+def check_versions(versions_S: np.ndarray) -> None:
+  """Raises ValueError unless each sampled token has a policy version."""
+  if (versions_S < 0).any():
+    raise ValueError("a sampled token carries no policy version")
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenSequence:
   """One token-exact training sequence.
@@ -213,28 +237,16 @@ class TokenSequence:
             f"TokenSequence.{name} has {len(getattr(self, name))} entries for"
             f" {length} tokens"
         )
-    if length and int(self.tokens.min()) < 0:
-      raise ValueError("TokenSequence.tokens holds a negative id")
-    # Every turn comes here, and np.any takes twice as long as an array's any.
+    check_numbers(self.tokens, self.logprobs, self.entropies)
     mask = self.loss_mask
     given = ~mask
-    if not np.isfinite(self.logprobs).all():
-      raise ValueError("TokenSequence.logprobs must be finite")
-    if (self.logprobs > 1e-4).any():
-      raise ValueError("TokenSequence.logprobs must be <= 0")
     if self.logprobs[given].any():
       raise ValueError("a token that was not sampled carries a log-prob")
-    if self.entropies is not None:
-      if not np.isfinite(self.entropies).all():
-        raise ValueError("TokenSequence.entropies must be finite")
-      if (self.entropies < 0).any():
-        raise ValueError("TokenSequence.entropies must be >= 0")
-      if self.entropies[given].any():
-        raise ValueError("a token that was not sampled carries an entropy")
+    if self.entropies is not None and self.entropies[given].any():
+      raise ValueError("a token that was not sampled carries an entropy")
     if (self.versions[given] != -1).any():
       raise ValueError("a token that was not sampled carries a version")
-    if (self.versions[mask] < 0).any():
-      raise ValueError("a sampled token carries no policy version")
+    check_versions(self.versions[mask])
     if (self.turn_ids[1:] < self.turn_ids[:-1]).any():
       raise ValueError("TokenSequence.turn_ids must not decrease")
     if self.support is not None:

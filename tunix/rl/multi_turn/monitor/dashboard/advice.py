@@ -107,7 +107,10 @@ def _learning(columns: curves_lib.Columns, evals: Sequence[Row]) -> Row | None:
         + ", the means of the first and last ten steps."
     )  # pyformat: disable
   if len(evals) > 1:
-    first, last = evals[0], evals[-1]
+    last = evals[-1]
+    # Updates began from the last baseline, the warm start where there is one.
+    before = [e for e in evals[:-1] if e["kind"] == "baseline"] or evals[:1]
+    first = before[-1]
     apart = last["low"] > first["high"] or last["high"] < first["low"]
     text += (
         f" Evaluations: {_percent(first['rate'])} ({first['name']}) to"

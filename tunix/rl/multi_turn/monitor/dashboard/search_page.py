@@ -306,9 +306,10 @@ def _matched(
       return {
           **row._mapping,  # pylint: disable=protected-access
           "where": name.replace("model_", ""),
-          "before": content[max(0, at - _AROUND) : at],
+          "before": "…" * (at > _AROUND) + content[max(0, at - _AROUND) : at],
           "match": content[at:stop],
-          "behind": content[stop : stop + _AROUND],
+          "behind": content[stop : stop + _AROUND]
+          + "…" * (stop + _AROUND < len(content)),
       }
   return {
       **row._mapping,  # pylint: disable=protected-access

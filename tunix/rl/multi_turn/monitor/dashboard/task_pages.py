@@ -167,9 +167,13 @@ def _checkpoints(
   places = {round(last * n / (_CHECKPOINTS - 1)) for n in range(_CHECKPOINTS)}
   found = [found[place] for place in sorted(places)]
   b = tables.baseline
-  names = dict(connection.execute(
-      sa.select(b.c.id, b.c.status_message).where(b.c.training_id == training)
-  ).tuples().all())  # pyformat: disable
+  names = {
+      row.id: row.status_message
+      for row in connection.execute(
+          sa.select(b.c.id, b.c.status_message)
+          .where(b.c.training_id == training)
+      )
+  }  # pyformat: disable
   for one in found:
     one["name"] = names.get(one["source"]) if one["kind"] == "baseline" else ""
   r = tables.rollout
