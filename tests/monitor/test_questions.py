@@ -233,7 +233,8 @@ def test_the_first_sentence_compares_what_updates_began_and_ended_with():
       (evals[2:], "80 % (step 25) to 90 % (step 50)."),
   ):
     (line,) = advice.lines(columns, given)
-    assert line["about"] == "learning" and f"Evaluations: {said}" in line["text"]
+    assert line["about"] == "learning"
+    assert f"Evaluations: {said}" in line["text"]
 
 
 def test_a_passage_that_is_cut_says_so(server):

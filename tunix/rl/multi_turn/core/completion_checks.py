@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any, Collection, Protocol
 
-import numpy as np
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import token_sequence
 
