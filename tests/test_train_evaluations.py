@@ -21,7 +21,7 @@ def test_a_resumed_run_makes_up_for_an_evaluation(tmp_path):
   resume = f"resume={tmp_path / 'm'}"
   assert train.main([resume, "steps=3", "eval.every=2"]) == 0
   summary = small_runs.summary_of(tmp_path / "m")
-  assert set(summary["eval"]) == {"initial", "warm_start", "step_2", "final"}
+  assert set(summary["eval"]) == {"warm_start", "step_2", "final"}
 
 
 def test_evaluations_measure_the_weights_of_their_step(tmp_path, monkeypatch):
@@ -36,8 +36,7 @@ def test_evaluations_measure_the_weights_of_their_step(tmp_path, monkeypatch):
       "queue.max_staleness=1", "eval.every=1",
   ) == 0  # pyformat: disable
   assert measured == {
-      "initial": 0, "warm_start": 0,
-      "step_1": 1, "step_2": 2, "step_3": 3, "final": 3,
+      "warm_start": 0, "step_1": 1, "step_2": 2, "step_3": 3, "final": 3,
   }  # pyformat: disable
 
 

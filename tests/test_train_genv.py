@@ -67,7 +67,7 @@ def test_a_run_behind_a_server_is_the_run_in_process(tmp_path):
   ours, theirs = (
       small_runs.summary_of(tmp_path / n) for n in ("inside", "behind")
   )
-  for name in ("initial", "final"):
+  for name in ("warm_start", "final"):
     assert ours["eval"][name]["by_task"].keys() == set(FAMILIES)
     assert ours["eval"][name]["by_task"] == theirs["eval"][name]["by_task"]
 

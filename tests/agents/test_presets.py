@@ -286,4 +286,4 @@ def test_train_plays_with_the_smallest_policy(tmp_path, name):
   ])  # pyformat: disable
   assert status == 0
   summary = small_runs.summary_of(tmp_path / "r")
-  assert set(summary["eval"]) == {"initial", "warm_start", "final"}
+  assert set(summary["eval"]) == {"warm_start", "final"}

@@ -1,5 +1,6 @@
 """Progress on a terminal and in a log."""
 
+import contextlib
 import fcntl
 import io
 import os
@@ -69,6 +70,16 @@ def test_stages_and_evaluations_are_told():
   assert written[4] == "run interrupted"
 
 
+def _written(terminal: int) -> str:
+  """All that a terminal, closed on the other side, holds; closes it."""
+  parts = []
+  with contextlib.suppress(OSError):  # EIO is its end; a read gives a part.
+    while part := os.read(terminal, 65536):
+      parts.append(part)
+  os.close(terminal)
+  return b"".join(parts).decode()
+
+
 @pytest.mark.parametrize("columns, last", [
     (80, "success 0.25"), (120, "model 519 ms, env 0 ms"),
     (170, "staleness 0.5"),
@@ -89,8 +100,7 @@ def test_a_bar_shows_the_readings_that_fit_and_cuts_none(columns, last):
     results = synthetic_run.results(0.5)
     bar.on_event(events.EvalFinished("final", results))
     bar.on_event(events.RunFinished("completed"))
-  text = os.read(ours, 65536).decode()
-  os.close(ours)
+  text = _written(ours)
   drawn = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text))
   assert max(map(len, drawn)) <= columns
   (shown,) = {  # Drawn more than once, at other times.

@@ -201,6 +201,6 @@ def test_a_run_writes_its_timeline(tmp_path):
           row[f"time/{phase}"], abs=0.05
       ), phase
   names = {(e["pid"], e["name"]) for e in slices(found)}
-  assert {(2, "model"), (3, "env"), (1, "initial"), (1, "final")} <= names
+  assert {(2, "model"), (3, "env"), (1, "warm_start"), (1, "final")} <= names
   counters = {e["name"] for e in found if e["ph"] == "C"}
   assert counters == {"groups waiting", "seconds of an update", "uploader"}

@@ -83,8 +83,7 @@ def execute(run: Run) -> tuple[str, str | None]:
   try:
     run.warm_up()
     evaluates = config.evaluates
-    random = run.warm_start.starts_random
-    if evaluates and random and "initial" not in measured:
+    if evaluates and run.warm_start.clones and "initial" not in measured:
       evaluation.evaluate(run, "initial")
     run.apply_warm_start()
     if evaluates and "warm_start" not in measured:

@@ -41,8 +41,8 @@ class WarmStart:
   """The warm-start stage of a run; see the module docstring.
 
   Attributes:
-    starts_random: whether the run begins with random weights, which it
-      evaluates first.
+    clones: whether demonstrations are yet to be cloned; the run then evaluates
+      what it begins with, too.
     policy: as the run begins; `apply` gives the one that GRPO begins with.
   """
 
@@ -68,13 +68,12 @@ class WarmStart:
     self._directory = config.run_dir
     self._steps = config.warm_start.steps
     source = models.warm_start_source(config)
-    self.starts_random = models.starts_random(config, source)
-    self.policy = models.make_policy(
-        config, mesh, "" if self.starts_random else source
-    )
-    self._load_later = source if self.starts_random else ""
+    random = models.starts_random(config, source)
+    self.policy = models.make_policy(config, mesh, "" if random else source)
+    self._load_later = source if random else ""
     if self._resuming and self._is_cloned():
       self._steps, self._load_later = 0, str(self._result)
+    self.clones = self._steps > 0
     if self._load_later:
       models.check_weights(config, self.policy, self._load_later)
     self._demonstrations = None
