@@ -211,7 +211,8 @@ def test_resume_goes_on_where_it_stopped(tmp_path, capsys):
   metrics = small_runs.metrics_of(directory)
   assert [m["step"] for m in metrics] == [1, 2, 3, 4]
   assert [m["version"] for m in metrics] == [1, 2, 3, 4]
-  assert set(small_runs.summary_of(directory)["eval"]) == {"warm_start", "final"}
+  summary = small_runs.summary_of(directory)
+  assert set(summary["eval"]) == {"warm_start", "final"}
   # Its file repeats the run instead of going on with it.
   again = config_lib.load_config([str(directory / "config.yaml"), "name=new"])
   assert again.run_dir == tmp_path / "new" and again.learner.steps == 4
