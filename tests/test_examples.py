@@ -79,7 +79,9 @@ def run_agent(*argv):
     "gym, episodes",
     [
         ("desktop", 12),
-        pytest.param("miniwob", 3, marks=browsers.needed()),
+        pytest.param(
+            "miniwob", 3, marks=[*browsers.needed(), pytest.mark.slow]
+        ),
     ],
 )
 def test_an_agent_with_nothing_but_openai_plays_and_is_kept(

@@ -10,6 +10,7 @@ import dataclasses
 
 import gym_servers
 import pytest
+import trials
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.run import episodes as episodes_lib
 from tunix.rl.multi_turn.run import tasks as run_tasks
@@ -82,7 +83,9 @@ def _seen(trajectory):
   return steps, images
 
 
-@pytest.mark.parametrize("mode", ["train", "greedy"])
+@pytest.mark.parametrize(
+    "mode", trials.by_default(["train"], ["train", "greedy"])
+)
 def test_the_same_episodes_wherever_the_gym_is(both, server, mode):
   url, app = server
   openenv = ["gym=openenv", f"gym.options.base_url={url}/openenv/desktop"]

@@ -48,8 +48,15 @@ class ByService(two_paths.Both):
 
 @pytest.mark.parametrize(
     "overrides",
-    [(), ("run_service.tokens=events",), ("agent.max_images=1",)],
-    ids=["session", "events", "window"],
+    [
+        pytest.param((), id="session"),
+        pytest.param(
+            ("run_service.tokens=events",), id="events", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("agent.max_images=1",), id="window", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_both_paths_solve_the_same_tasks_with_equal_tokens(overrides):
   async def both(paths):
@@ -93,6 +100,7 @@ def test_after_an_update_a_service_is_answered_by_the_new_weights():
       assert paths.run(play(paths)) == [{0}, {3}, {4}]
 
 
+@pytest.mark.slow
 def test_the_documented_sequence_holds_from_execution_to_termination():
   """Screenshots as addresses, an image proxy, a gym server that judges."""
   log, front = [], {}

@@ -119,6 +119,7 @@ def blocking(tmp_path_factory):
   return tmp_path / "b"
 
 
+@pytest.mark.slow
 def test_beside_collection_the_same_episodes_are_played(blocking, tmp_path):
   """To the token, greedy and sampled, of each update's own weights."""
   assert small_runs.run_train(

@@ -211,13 +211,8 @@ def test_text_is_refused_by_default_with_what_to_set(tmp_path, capsys):
   assert "Traceback" not in error
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "weighted_cloning",
-        pytest.param("filtered_cloning", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["weighted_cloning", "filtered_cloning"])
 def test_demonstrations_with_screenshots_are_cloned(name, tmp_path):
   _demonstrations(tmp_path / "d.jsonl")
   assert _train(
@@ -277,6 +272,7 @@ def test_cloning_with_weight_one_is_behaviour_cloning(run):
     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_recomputed_log_probs_are_the_learners_and_recorded_ones_stay(run):
   learner = _learner(run)
   exact = run.recorded[0]
@@ -312,6 +308,7 @@ def test_recomputed_log_probs_are_the_learners_and_recorded_ones_stay(run):
   assert readings["ratio_max"] == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_tokens_of_old_versions_leave_the_loss(recorded, tmp_path):
   assert _train(
       tmp_path, "v", recorded, "steps=1", "offline.oldest_version=1",

@@ -15,16 +15,21 @@ Status = trajectory.TrajectoryStatus
 @pytest.mark.parametrize(
     "overrides",
     [
-        (),
+        pytest.param((), id="plain", marks=pytest.mark.slow),
         # The history is rewritten: an episode is several sequences.
-        ("agent.max_images=1",),
+        pytest.param(("agent.max_images=1",), id="window"),
         # Complaints, and completions that are cut.
-        ("agent.on_parse_error=retry", "sampling.max_new_tokens=6"),
+        pytest.param(
+            ("agent.on_parse_error=retry", "sampling.max_new_tokens=6"),
+            id="cut", marks=pytest.mark.slow,
+        ),
         # Prompts that do not fit any more.
-        ("engine.context_length=220", "agent.on_parse_error=retry",
-         "sampling.temperature=3.0"),
+        pytest.param(
+            ("engine.context_length=220", "agent.on_parse_error=retry",
+             "sampling.temperature=3.0"),
+            id="context", marks=pytest.mark.slow,
+        ),
     ],
-    ids=["plain", "window", "cut", "context"],
 )  # pyformat: disable
 def test_trajectories_are_those_of_the_path_in_process(overrides):
   async def both():

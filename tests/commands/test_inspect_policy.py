@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from PIL import Image
 import pytest
+import trials
 from tunix.rl.multi_turn.commands import inspect_policy
 from tunix.rl.multi_turn.commands import policy_facts
 from tunix.rl.multi_turn.commands import try_policy
@@ -127,7 +128,10 @@ def test_the_command_prints_tables(capsys):
 # --- forward ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", policy_facts.BUILT_IN)
+@pytest.mark.parametrize(
+    "name",
+    trials.by_default(["tiny_vl", "qwen3_5_tiny"], policy_facts.BUILT_IN),
+)
 def test_a_built_in_runs_on_a_generated_picture(name, capsys):
   found = report(capsys, name, "--screen", "96x64", "--forward")["forward"]
   chances = [t["probability"] for t in found["top"]]
@@ -140,6 +144,7 @@ def test_a_built_in_runs_on_a_generated_picture(name, capsys):
   assert "forward" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_saved_directory_is_read_and_run_on_a_picture(tmp_path, capsys):
   model, _, _ = checkpoint.create_policy("qwen3_vl_tiny", screen=(64, 64))
   checkpoint.save_policy(tmp_path / "p", model, dtype="bfloat16")

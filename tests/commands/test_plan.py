@@ -307,6 +307,7 @@ def test_engines_of_other_hosts_take_nothing_here(capsys):
   assert "KV cache" not in shown
 
 
+@pytest.mark.slow
 def test_the_advice_makes_it_fit(capsys, monkeypatch):
   """Each setting that is said to suffice does, and says so itself."""
   arguments = [*TINY, "--json"]
@@ -326,6 +327,7 @@ def test_the_advice_makes_it_fit(capsys, monkeypatch):
   assert again["fits"] and again["total"] == enough[0]["total"]
 
 
+@pytest.mark.slow
 def test_memory_to_spare_is_offered_for_speed(capsys, monkeypatch):
   """What is offered fits and is as fast as it says; what does not fit is not
   offered."""
@@ -357,6 +359,7 @@ def test_memory_to_spare_is_offered_for_speed(capsys, monkeypatch):
   ]
 
 
+@pytest.mark.slow
 def test_a_remat_left_to_the_run_is_the_fastest_that_fits(monkeypatch):
   def settled(share_of):
     """The choice where memory is `share_of` a remat's, with its room."""

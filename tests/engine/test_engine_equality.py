@@ -20,6 +20,7 @@ import rollout_micro_policy as micro
 import rollout_references as references
 import rollout_server_runner
 import shared_programs
+import trials
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
@@ -220,7 +221,7 @@ def check(episodes, logits, banned, check_ends=True):
   return prompts, count, undecided
 
 
-@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("greedy", trials.by_default([False], [True, False]))
 async def test_200_prompts_of_a_qwen_equal_its_forward_pass(
     engine, recompute, qwen, store, greedy
 ):
@@ -235,7 +236,7 @@ async def test_200_prompts_of_a_qwen_equal_its_forward_pass(
   assert engine.stats()["evictions"] > 0  # Reading again, and still equal.
 
 
-@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("greedy", trials.by_default([False], [True, False]))
 async def test_200_prompts_of_the_micro_policy_equal_its_forward_pass(greedy):
   model, store = micro.MicroPolicy(nnx.Rngs(0)), micro.new_store()
   world = Micro(store)

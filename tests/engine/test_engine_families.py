@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import rollout_micro_policy as micro
 import rollout_references as references
+import trials
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
@@ -24,7 +25,10 @@ DRAWN = policy_client.SamplingParams(max_new_tokens=6, temperature=1.0, seed=3)
 
 @pytest.fixture(
     scope="module",
-    params=["glm4v_moe groups", "glm4v", "opencua", "gemma3", "gemma3 wide"],
+    params=trials.by_default(
+        ["glm4v_moe groups", "gemma3"],
+        ["glm4v_moe groups", "glm4v", "opencua", "gemma3", "gemma3 wide"],
+    ),
 )
 def parts(request, tmp_path_factory):
   """The family's policy, processor and screenshots."""

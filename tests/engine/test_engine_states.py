@@ -116,6 +116,7 @@ def test_turns_go_on_from_a_state_and_cuts_from_a_pages_end(
   assert got.metrics["reused_tokens"] == (len(first) - 2) // PAGE * PAGE
 
 
+@pytest.mark.slow
 def test_a_group_and_later_sessions_share_snapshots(parts, make, recompute):
   rng = np.random.default_rng(1)
   engine = make()
@@ -140,6 +141,7 @@ def test_a_group_and_later_sessions_share_snapshots(parts, make, recompute):
   assert got.metrics["reused_tokens"] == known
 
 
+@pytest.mark.slow
 def test_a_cache_too_small_costs_time_alone(parts, make, recompute):
   rng = np.random.default_rng(2)
   engine = make(cache_tokens=CONTEXT + PAGE)

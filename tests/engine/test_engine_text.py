@@ -6,6 +6,7 @@ import forced_devices
 import numpy as np
 import pytest
 import rollout_references as references
+import trials
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
@@ -22,7 +23,10 @@ pytestmark = pytest.mark.timeout(300)
 TURNS, SESSIONS, CONTEXT = 3, 6, 128
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["whole", "adapter"])
+@pytest.fixture(
+    scope="module",
+    params=trials.by_default([True], [False, True], ids=["whole", "adapter"]),
+)
 def parts(request):
   """(model, processor, renderer); weights of order 1, or an adapter's."""
   model, processor, tokenizer = checkpoint.create_policy("qwen3_text_tiny")

@@ -7,6 +7,8 @@ all of them in `make test-all`. conftest.py applies it to every property.
 import os
 import random
 
+import pytest
+
 _LEAST = 10
 
 
@@ -24,3 +26,25 @@ def some(cases) -> list:
   cases = list(cases)
   chosen = random.Random(0).sample(range(len(cases)), count(len(cases)))
   return [cases[i] for i in sorted(chosen)]
+
+
+def by_default(kept, cases, ids=None) -> list:
+  """Cases of a parametrised test: `kept` in the default run, the others slow.
+
+  Args:
+    kept: of `cases`; they walk the path of each.
+    cases: arguments, a tuple of them where the test takes several.
+    ids: a name of each case; None where it names itself.
+  """
+  cases, kept = list(cases), list(kept)
+  absent = [case for case in kept if case not in cases]
+  if absent:
+    raise ValueError(f"by_default() keeps {absent}, which are no cases")
+  return [
+      pytest.param(
+          *(case if isinstance(case, tuple) else (case,)),
+          marks=() if case in kept else pytest.mark.slow,
+          id=None if ids is None else ids[place],
+      )
+      for place, case in enumerate(cases)
+  ]

@@ -8,6 +8,7 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import trials
 from tunix.rl.multi_turn.core import worker_pool
 from tunix.rl.multi_turn.learner import checkpoint
 
@@ -20,7 +21,7 @@ def _batches(case, count):
   return [case.groups(3, 3) for _ in range(count)]
 
 
-@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("background", trials.by_default([True], [True, False]))
 def test_resumed_training_is_the_same_to_the_bit(case, tmp_path, background):
   data = _batches(case, 4)
   straight = case.learner(**CONFIG)

@@ -160,6 +160,7 @@ def test_moments_are_float32(trained):
     assert leaf.dtype in (jnp.float32, jnp.int32)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_masters_to_the_bit(pair, tmp_path):
   straight, _ = pair.learners()
   for groups in pair.groups:

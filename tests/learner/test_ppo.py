@@ -348,6 +348,7 @@ def test_equal_rewards_are_reported_as_groups_without_a_gradient(case):
   assert metrics["zero_advantage_groups"] == 0
 
 
+@pytest.mark.slow
 def test_the_value_predicts_the_reward_after_some_updates(case):
   """One prompt is worth 1, another 0: the head tells them apart."""
   learner = case.learner(**PPO, value_learning_rate=0.05, learning_rate=1e-3)
@@ -530,6 +531,7 @@ def test_ppo_learns_a_task_whose_reward_comes_a_turn_later(case):
   assert metrics["ratio_max"] < 20
 
 
+@pytest.mark.slow
 def test_what_stale_turns_earned_is_not_the_first_fresh_tokens(case):
   """The rewards of turns that left the loss were their tokens' own."""
   learner = case.learner(**PPO, gae_lambda=1.0, gae_normalise=False)

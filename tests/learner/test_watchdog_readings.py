@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 from tunix.rl.multi_turn.reporting import settings
 from tunix.rl.multi_turn.reporting import watchdog
 
@@ -44,6 +45,7 @@ def test_a_gradient_that_explodes_is_seen(case):
   assert found(readings, window=3) == [(4, "gradient")]
 
 
+@pytest.mark.slow
 def test_tasks_never_solved_are_seen_with_a_value_head_too(case):
   """Its errors are advantages, and no sign that anything can be learned."""
   learner = case.learner(advantage="gae", skip_zero_advantage=False)

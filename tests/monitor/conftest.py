@@ -3,6 +3,7 @@
 import chromium
 import monitor_databases
 import pytest
+import trials
 
 pytest.importorskip("sqlalchemy", reason="needs the extra `monitor`")
 import monitor_server  # noqa: E402
@@ -20,7 +21,7 @@ def postgres():
     pytest.skip(f"no PostgreSQL: {reason}")
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=trials.by_default(["sqlite"], ["sqlite", "postgresql"]))
 def target(request, tmp_path):
   """Where a fresh database is, with the schema in it."""
   return _fresh(request, tmp_path)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import trials
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.engine import config as engine_config
@@ -20,6 +21,8 @@ from tunix.rl.multi_turn.policy import int8
 from tunix.rl.multi_turn.policy import lora
 
 from tests.policy import test_lora as adapters
+
+qwen_reference = pytest.importorskip("qwen_reference")
 
 FAMILIES = adapters.FAMILIES
 pytestmark = pytest.mark.timeout(300)
@@ -82,7 +85,9 @@ def logits(model, seed=0):
 
 
 @pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", trials.by_default(qwen_reference.DIFFERENT, FAMILIES)
+)
 def test_the_copy_computes_with_the_rounded_weights(family, scan):
   model = adapters.policy(family, scan_layers=scan)
   copy = int8.quantized(model)

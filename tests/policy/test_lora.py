@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import trials
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import layers
@@ -18,6 +19,8 @@ from tunix.rl.multi_turn.policy import lora_files
 from tunix.rl.multi_turn.policy import qwen_vl_inputs
 
 from tests.policy import test_hf_checkpoint as checkpoints
+
+qwen_reference = pytest.importorskip("qwen_reference")
 
 FAMILIES = checkpoints.FAMILIES
 RANK, ALPHA = 4, 10.0
@@ -141,7 +144,11 @@ def test_an_adapter_on_a_single_block_runs_where_blocks_are_scanned():
 
 
 @pytest.mark.parametrize(
-    "family,scan", [*((f, False) for f in FAMILIES), ("qwen3_vl", True)]
+    "family,scan",
+    trials.by_default(
+        [*((f, False) for f in qwen_reference.DIFFERENT), ("qwen3_vl", True)],
+        [*((f, False) for f in FAMILIES), ("qwen3_vl", True)],
+    ),
 )
 def test_off_is_the_base_to_the_bit_and_merged_is_on(family, scan):
   model = policy(family, scan_layers=scan)
@@ -195,7 +202,10 @@ def test_taking_it_off_copies_no_base_weight():
     assert all(found[path] is before[path] for path in before)
 
 
-@pytest.mark.parametrize("family", checkpoints.OF_TRANSFORMERS)
+@pytest.mark.parametrize(
+    "family",
+    trials.by_default(qwen_reference.DIFFERENT, checkpoints.OF_TRANSFORMERS),
+)
 def test_the_saved_file_added_to_the_reference_gives_our_logits(
     family, tmp_path
 ):

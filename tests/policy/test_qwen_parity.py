@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import qwen_reference  # noqa: E402
+import trials as cases  # noqa: E402
 from tunix.rl.multi_turn.policy import hf_checkpoint  # noqa: E402
 from tunix.rl.multi_turn.policy import qwen_config  # noqa: E402
 
@@ -23,20 +24,14 @@ TOL = 1e-5
 GRADIENT_TOL = {"glm4v": 2e-5}
 CASES = 50
 
-# Of the others each part is in these; `make test-all` runs them, too.
-BY_DEFAULT = {
-    "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen2_5_vl", "glm4v", "gemma3"
-}
 configuration = pytest.mark.parametrize(
     "name",
-    [
-        name
-        if name in BY_DEFAULT
-        else pytest.param(name, marks=pytest.mark.slow)
-        for name in qwen_reference.CONFIGS
-    ],
+    cases.by_default(qwen_reference.DIFFERENT, qwen_reference.CONFIGS),
 )
-family = pytest.mark.parametrize("name", qwen_config.FAMILIES)
+family = pytest.mark.parametrize(
+    "name",
+    cases.by_default(qwen_reference.DIFFERENT, qwen_config.FAMILIES),
+)
 
 
 @pytest.fixture(scope="module")
@@ -362,12 +357,17 @@ def _to_image_ends(is_vision_BT, done_B, count_B):
   return found
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize(
+    "scan_layers", cases.by_default([False], [False, True])
+)
 @pytest.mark.parametrize(
     "name, patches",
-    # OpenCUA's decoder is Qwen2.5-VL's.
-    [*((name, 800) for name in qwen_config.FAMILIES if name != "opencua"),
-     ("qwen3_vl", 0)],
+    cases.by_default(
+        [(name, 800) for name in qwen_reference.DIFFERENT],
+        # OpenCUA's decoder is Qwen2.5-VL's.
+        [*((name, 800) for name in qwen_config.FAMILIES if name != "opencua"),
+         ("qwen3_vl", 0)],
+    ),
 )
 def test_decoding_with_a_cache_equals_the_whole_forward(
     name, patches, scan_layers, reference

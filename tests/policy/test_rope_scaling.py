@@ -6,6 +6,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import trials
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import qwen_config
@@ -118,7 +119,10 @@ def test_scaling_survives_its_file(family, name):
   assert module.from_hf(again) == config
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "qwen3"])
+@pytest.mark.parametrize(
+    "name",
+    trials.by_default(["qwen3_vl"], ["qwen3_vl", "qwen2_5_vl", "qwen3"]),
+)
 @pytest.mark.parametrize("asked", ["yarn", "linear"])
 def test_logits_are_transformers(name, asked, tmp_path):
   scaling = {

@@ -294,6 +294,7 @@ def test_wandb_without_a_login_asks_nobody(tmp_path, monkeypatch, caplog):
 # --- MLflow -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_mlflow_has_one_run_also_after_a_resumption(tmp_path):
   pytest.importorskip("mlflow", reason="needs the extra `tracking`")
   pytest.importorskip("sqlalchemy", reason="needs the extra `tracking`")

@@ -356,6 +356,7 @@ class TestMath:
     with pytest.raises(ValueError, match="mathematics"):
       rewards.evaluate(fn, {"answer": "?"}, "1")
 
+  @pytest.mark.slow
   def test_an_answer_that_never_ends(self):
     pytest.importorskip("math_verify")
     from tunix.rl.multi_turn.rewards import math_answers

@@ -50,6 +50,7 @@ def trained(tmp_path, *overrides):
   return small_runs.metrics_of(directory), [json.loads(x) for x in lines]
 
 
+@pytest.mark.slow
 def test_gsm8k_with_a_text_policy(tmp_path):
   metrics, trajectories = trained(tmp_path, "environment=gsm8k", *TEXT)
   assert [m["step"] for m in metrics] == [1, 2]
@@ -59,6 +60,7 @@ def test_gsm8k_with_a_text_policy(tmp_path):
   assert "What is" in text and '"image"' not in text
 
 
+@pytest.mark.slow
 def test_tools_by_name_with_a_list_of_tasks(tmp_path):
   """Plain and stateful tools; the row's kwargs reach the stateful one."""
   rows = [

@@ -37,6 +37,7 @@ class Clock:
 # --- who collects is nothing to the learner -----------------------------------
 
 
+@pytest.mark.slow
 def test_one_module_imports_ray():
   found = set()
   for path in [*(ROOT / "tunix").rglob("*.py"), *ROOT.glob("tunix_*/*.py")]:

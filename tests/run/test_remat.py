@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import small_runs
+import trials
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.policy import config_checks
 from tunix.rl.multi_turn.policy import layers
@@ -25,7 +26,9 @@ def made(tmp_path, remat):
   return config, models.make_policy(config, None, "")
 
 
-@pytest.mark.parametrize("name", config_checks.REMATS)
+@pytest.mark.parametrize(
+    "name", trials.by_default(["dots"], config_checks.REMATS)
+)
 def test_the_fastest_that_leaves_room_is_chosen(name, tmp_path, monkeypatch):
   config, policy = made(tmp_path, name)
   parts = memory.of_run(

@@ -11,6 +11,7 @@ import time
 
 import pytest
 import small_runs
+import trials
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.core import durable
@@ -160,7 +161,7 @@ def kill(child):
   os.waitpid(child, 0)
 
 
-@pytest.mark.parametrize("new", [False, True])
+@pytest.mark.parametrize("new", trials.by_default([True], [False, True]))
 def test_a_second_process_is_refused_and_told_of_the_first(
     run, capsys, new
 ):

@@ -12,6 +12,7 @@ import numpy as np
 import peer_threads
 import pytest
 import queue_groups
+import trials
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import peers as peers_lib
@@ -301,7 +302,9 @@ def test_each_process_has_an_address_of_its_own(tmp_path):
   assert "rollout.silence_s=5.0 (process 0: 4.0)" in str(error)
 
 
-@pytest.mark.parametrize("weights", ("same", "int8"))
+@pytest.mark.parametrize(
+    "weights", trials.by_default(["int8"], ("same", "int8"))
+)
 def test_an_engine_s_weights_are_those_that_it_would_have_rounded_itself(
     weights, tmp_path
 ):

@@ -579,6 +579,7 @@ async def test_more_sessions_than_slots(server, client):
   await asyncio.gather(*(s.check(turns=3) for s in sessions))
 
 
+@pytest.mark.slow
 async def test_updates_during_64_streams(server, client, policy):
   sessions = await open_sessions(server, client, 64)
   state = nnx.state(policy[0], nnx.Param)

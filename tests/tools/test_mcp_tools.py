@@ -227,6 +227,7 @@ def test_two_tools_of_one_name(of_run):
     ])  # pyformat: disable
 
 
+@pytest.mark.slow
 def test_processes_end_with_their_session():
   own = toolset(per="episode", only=["add"])
 
