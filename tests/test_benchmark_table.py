@@ -32,6 +32,7 @@ def small(table, name="conversion"):
   )  # pyformat: disable
 
 
+@pytest.mark.slow
 def test_a_benchmark_runs_and_its_figures_are_read(table):
   benchmark = small(table)
   assert table.run(benchmark) is None
@@ -39,6 +40,7 @@ def test_a_benchmark_runs_and_its_figures_are_read(table):
   assert set(found) == {"packed"} and found["packed"] > 1
 
 
+@pytest.mark.slow
 def test_what_a_failed_one_said_last_is_the_reason(table):
   broken = table.Benchmark("broken", "bench_conversion.py", ("--no-such",), ())
   assert "unrecognized arguments: --no-such" in table.run(broken)

@@ -58,6 +58,7 @@ def test_every_recipe_is_loaded_and_listed():
     assert file.name in listed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_full_size_fits_the_slice_that_it_names(name, capsys):
   policy, topology = PUBLISHED[name]

@@ -78,7 +78,7 @@ def run_agent(*argv):
 @pytest.mark.parametrize(
     "gym, episodes",
     [
-        ("desktop", 12),
+        pytest.param("desktop", 12, marks=pytest.mark.slow),
         pytest.param("miniwob", 3, marks=browsers.needed()),
     ],
 )

@@ -82,7 +82,9 @@ def _seen(trajectory):
   return steps, images
 
 
-@pytest.mark.parametrize("mode", ["train", "greedy"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("train", marks=pytest.mark.slow), "greedy"]
+)
 def test_the_same_episodes_wherever_the_gym_is(both, server, mode):
   url, app = server
   openenv = ["gym=openenv", f"gym.options.base_url={url}/openenv/desktop"]

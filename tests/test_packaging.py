@@ -84,6 +84,7 @@ def wheel(built):
   return path
 
 
+@pytest.mark.slow
 def test_the_source_distribution_is_the_repository(built):
   """Its tests run: with their helpers, conftest.py and the pages they read."""
   (path,) = built.glob("*.tar.gz")

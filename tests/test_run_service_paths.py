@@ -48,7 +48,13 @@ class ByService(two_paths.Both):
 
 @pytest.mark.parametrize(
     "overrides",
-    [(), ("run_service.tokens=events",), ("agent.max_images=1",)],
+    [
+        (),
+        pytest.param(
+            ("run_service.tokens=events",), marks=pytest.mark.slow
+        ),
+        pytest.param(("agent.max_images=1",), marks=pytest.mark.slow),
+    ],
     ids=["session", "events", "window"],
 )
 def test_both_paths_solve_the_same_tasks_with_equal_tokens(overrides):
@@ -71,6 +77,7 @@ def test_both_paths_solve_the_same_tasks_with_equal_tokens(overrides):
     assert not app.playing
 
 
+@pytest.mark.slow
 def test_after_an_update_a_service_is_answered_by_the_new_weights():
   """And each token of its runs records the version that sampled it."""
 
@@ -93,6 +100,7 @@ def test_after_an_update_a_service_is_answered_by_the_new_weights():
       assert paths.run(play(paths)) == [{0}, {3}, {4}]
 
 
+@pytest.mark.slow
 def test_the_documented_sequence_holds_from_execution_to_termination():
   """Screenshots as addresses, an image proxy, a gym server that judges."""
   log, front = [], {}

@@ -298,6 +298,7 @@ def test_a_run_on_a_mesh_of_two_devices(tmp_path):
     assert one["completion_tokens"] == other["completion_tokens"]
 
 
+@pytest.mark.slow
 def test_asynchronous_is_the_same_code(tmp_path):
   """Groups in parts, stale tokens trimmed; every second accounted for."""
   status = small_runs.run_train(
@@ -328,6 +329,7 @@ def test_asynchronous_is_the_same_code(tmp_path):
   assert "<h2>Time</h2>" in page and "<th>Engine</th>" in page
 
 
+@pytest.mark.slow
 def test_a_policy_of_the_users_trains_and_is_loaded_by_its_name(tmp_path):
   policy = ["policy=their_policy:create", "policy.config.layers=1"]
   assert small_runs.run_train(tmp_path, *policy, "name=a", "steps=2") == 0
@@ -436,6 +438,7 @@ def test_interrupt_saves_and_says_how_to_resume(tmp_path):
   assert small_runs.summary_of(tmp_path / "i")["status"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_a_run_stopped_before_its_first_checkpoint_can_go_on(
     tmp_path, capsys
 ):
@@ -507,6 +510,7 @@ def test_a_failed_run_says_so_and_goes_on_from_its_warm_start(
   assert evaluations["warm_start"] == summary["eval"]["warm_start"]
 
 
+@pytest.mark.slow
 def test_a_queue_file_is_of_one_run(tmp_path, capsys):
   common = (small_runs.NANO, "warm_start.source=none", "steps=1")
   used = f"queue.path={tmp_path / 'q.db'}"
@@ -519,6 +523,7 @@ def test_a_queue_file_is_of_one_run(tmp_path, capsys):
   assert "queue.path" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_warm_start_must_be_of_the_policys_architecture(tmp_path, capsys):
   saved = str(tmp_path / "nano")
   model, _, _ = policy_checkpoint.create_policy("nano")

@@ -253,6 +253,7 @@ def run_rollout(data):
 '''
 
 
+@pytest.mark.slow
 def test_a_run_ends_in_order_when_its_generator_is_over(tasks, tmp_path):
   (tmp_path / "few_generator.py").write_text(GENERATOR)
   with buffer_services.Running(

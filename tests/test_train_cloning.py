@@ -40,9 +40,8 @@ def _whole(tmp_path_factory):
   return weights(directory / "whole")
 
 
-@pytest.mark.parametrize(
-    "after", [2, pytest.param(3, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [2, 3])
 def test_cloning_goes_on_where_it_stopped(tmp_path, capsys, whole, after):
   """As if it had not, whether the last update was just saved or not."""
   run = small_runs.make_run(tmp_path, *CLONED, "name=parts")

@@ -41,6 +41,7 @@ def test_evaluations_measure_the_weights_of_their_step(tmp_path, monkeypatch):
   }  # pyformat: disable
 
 
+@pytest.mark.slow
 def test_no_training_episode_begins_during_an_evaluation(
     tmp_path, monkeypatch
 ):
@@ -120,6 +121,7 @@ def blocking(tmp_path_factory):
   return tmp_path / "b"
 
 
+@pytest.mark.slow
 def test_beside_collection_the_same_episodes_are_played(blocking, tmp_path):
   """To the token, greedy and sampled, of each update's own weights."""
   assert small_runs.run_train(
@@ -214,6 +216,7 @@ def test_an_evaluation_beside_is_made_up_for_of_its_own_weights(
   assert {"step_2", "step_4", "final"} <= set(ours)
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_to_its_best_checkpoint(blocking, tmp_path, capsys):
   directory = tmp_path / "b"
   shutil.copytree(blocking, directory)

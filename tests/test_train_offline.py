@@ -211,6 +211,7 @@ def test_text_is_refused_by_default_with_what_to_set(tmp_path, capsys):
   assert "Traceback" not in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -251,6 +252,7 @@ def _learner(run, **algorithm):
   return models.make_learner(config, run.policy, run.images, run.mesh)
 
 
+@pytest.mark.slow
 def test_cloning_with_weight_one_is_behaviour_cloning(run):
   group = run.recorded[0]
   group = dataclasses.replace(
@@ -312,6 +314,7 @@ def test_recomputed_log_probs_are_the_learners_and_recorded_ones_stay(run):
   assert readings["ratio_max"] == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_tokens_of_old_versions_leave_the_loss(recorded, tmp_path):
   assert _train(
       tmp_path, "v", recorded, "steps=1", "offline.oldest_version=1",

@@ -17,12 +17,18 @@ Status = trajectory.TrajectoryStatus
     [
         (),
         # The history is rewritten: an episode is several sequences.
-        ("agent.max_images=1",),
+        pytest.param(("agent.max_images=1",), marks=pytest.mark.slow),
         # Complaints, and completions that are cut.
-        ("agent.on_parse_error=retry", "sampling.max_new_tokens=6"),
+        pytest.param(
+            ("agent.on_parse_error=retry", "sampling.max_new_tokens=6"),
+            marks=pytest.mark.slow,
+        ),
         # Prompts that do not fit any more.
-        ("engine.context_length=220", "agent.on_parse_error=retry",
-         "sampling.temperature=3.0"),
+        pytest.param(
+            ("engine.context_length=220", "agent.on_parse_error=retry",
+             "sampling.temperature=3.0"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["plain", "window", "cut", "context"],
 )  # pyformat: disable

@@ -101,6 +101,7 @@ def test_a_dry_run_is_refused_before_anything_is_built(monkeypatch):
     mt.train(steps=1, gym="desktop", run={"dry_run": True})
 
 
+@pytest.mark.slow
 def test_the_trained_policy_is_evaluated_and_plays(run, tmp_path):
   found = mt.evaluate(
       run, "enter-text", modes=["greedy"], dir=tmp_path,

@@ -494,6 +494,7 @@ def test_engines_elsewhere_are_told_their_own_path(ours, tmp_path):
   assert told.found == [f"/mnt/weights/{path.relative_to(tmp_path)}"]
 
 
+@pytest.mark.slow
 def test_an_adapter_is_written_into_the_weights(tmp_path):
   """And the files are those that `transformers` reads."""
   import safetensors  # pylint: disable=g-import-not-at-top

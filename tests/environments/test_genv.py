@@ -524,6 +524,7 @@ async def test_the_token_is_sent(tmp_path):
 # --- many ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_two_hundred_executions_are_open_at_once():
   with gym_servers.serving(capacity=200) as (url, app):
     gyms = [gym_servers.gym(url) for _ in range(200)]
@@ -549,6 +550,7 @@ async def test_two_hundred_executions_are_open_at_once():
     assert app.store.open == 0
 
 
+@pytest.mark.slow
 async def test_creates_in_bursts_of_64_are_all_answered():
   """Through a server with room for 48: the rest waits for its turn."""
   with gym_servers.serving(capacity=48, retry_after=0.1) as (url, app):

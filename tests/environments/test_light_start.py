@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import httpx
+import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MOST_MIB = 150
@@ -51,6 +52,7 @@ def test_clients_import_nothing_heavy():
   assert found["mib"] <= MOST_MIB
 
 
+@pytest.mark.slow
 def test_google_tunix_is_there_once_it_is_asked_for():
   done = python("-c", """
 import tunix_multi_turn, sys

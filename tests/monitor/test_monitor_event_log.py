@@ -295,6 +295,7 @@ def test_who_ends_all_processes_of_a_job_does_not_end_this_one(
   assert training["status"] == "paused"
 
 
+@pytest.mark.slow
 def test_an_uploader_that_hangs_holds_up_nothing(
     server, tmp_path, monkeypatch
 ):
@@ -372,6 +373,7 @@ def test_screenshots_come_with_the_episodes_that_show_them(server, tmp_path):
   assert len(server.rows("rollout")) == 5
 
 
+@pytest.mark.slow
 def test_pixels_come_no_faster_than_they_can_be_kept(server, tmp_path):
   """An episode of 300 MB of pixels, more than the uploader holds at once."""
   store = images_lib.ImageStore()
@@ -415,6 +417,7 @@ def test_a_screenshot_that_was_lost_is_brought_again(server, tmp_path):
   assert row["sha256"] == refs[1].sha256
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_killed_has_told_everything(server, tmp_path):
   program = (
       "import json, os, signal, sys\n"

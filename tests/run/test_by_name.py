@@ -59,6 +59,7 @@ def test_gsm8k_with_a_text_policy(tmp_path):
   assert "What is" in text and '"image"' not in text
 
 
+@pytest.mark.slow
 def test_tools_by_name_with_a_list_of_tasks(tmp_path):
   """Plain and stateful tools; the row's kwargs reach the stateful one."""
   rows = [
@@ -152,6 +153,7 @@ def test_one_file_of_a_user(tmp_path):
   assert "reward_part/own_parts:brevity" in metrics[0]
 
 
+@pytest.mark.slow
 def test_an_environment_of_a_user_with_its_own_reward(tmp_path):
   metrics, _ = trained(
       tmp_path, *TEXT, "environment=own_parts:Echo",

@@ -57,6 +57,7 @@ def test_screenshots_share_the_pixels_of_a_trajectory():
     models.make_policy(config_of(*limit, "environment.max_turns=99"), None, "")
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=100, deadline=None)
 @hypothesis.example(16, 17, 65536)
 @hypothesis.given(

@@ -25,7 +25,16 @@ def made(tmp_path, remat):
   return config, models.make_policy(config, None, "")
 
 
-@pytest.mark.parametrize("name", config_checks.REMATS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        config_checks.REMATS[0],
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in config_checks.REMATS[1:]
+        ),
+    ],
+)
 def test_the_fastest_that_leaves_room_is_chosen(name, tmp_path, monkeypatch):
   config, policy = made(tmp_path, name)
   parts = memory.of_run(

@@ -160,7 +160,9 @@ def kill(child):
   os.waitpid(child, 0)
 
 
-@pytest.mark.parametrize("new", [False, True])
+@pytest.mark.parametrize(
+    "new", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_a_second_process_is_refused_and_told_of_the_first(
     run, capsys, new
 ):
@@ -245,9 +247,10 @@ def edit(run, change):
             lambda text: text[: text.index("\nlearner:") + 1],
             {"learner.steps=50": "1", "learner.groups_per_step=16": "2"},
         ),
-        (
+        pytest.param(
             lambda text: text.replace("group_size: 4", "group_size: 6"),
             {"collect.group_size=6": "4"},
+            marks=pytest.mark.slow,
         ),
     ],
 )  # pyformat: disable

@@ -83,6 +83,7 @@ def test_rewards_of_turns_by_name_are_the_runs_parts(tmp_path):
   assert trajectories[0]["reward"] == pytest.approx(total)
 
 
+@pytest.mark.slow
 def test_a_judge_scores_the_episodes_of_a_run(tmp_path):
   with judge_server.serving("Score: 8") as (url, server):
     metrics, trajectories = test_by_name.trained(

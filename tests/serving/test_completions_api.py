@@ -28,6 +28,7 @@ def dense_logprobs(running, ids, banned=()):
   return rollout_references.logprobs_of(logits, banned)
 
 
+@pytest.mark.slow
 def test_a_text_and_its_tokens_give_the_same_completion(running):
   client = running.client()
   text = "Click the "

@@ -303,6 +303,7 @@ async def open_sessions(server, client, count):
 # --- clients that go away ----------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_streams_that_are_left_and_asked_for_again(server, client):
   """The second of two equal bodies gets a whole answer, and the only one."""
   sessions = await open_sessions(server, client, 2 * SLOTS)
@@ -560,6 +561,7 @@ async def test_weights_that_are_broken_fail_requests_and_train_nothing(
 # --- many --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_more_sessions_than_slots(server, client):
   sessions = await open_sessions(server, client, 5 * SLOTS)
 
@@ -579,6 +581,7 @@ async def test_more_sessions_than_slots(server, client):
   await asyncio.gather(*(s.check(turns=3) for s in sessions))
 
 
+@pytest.mark.slow
 async def test_updates_during_64_streams(server, client, policy):
   sessions = await open_sessions(server, client, 64)
   state = nnx.state(policy[0], nnx.Param)

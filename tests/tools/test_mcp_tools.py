@@ -101,6 +101,7 @@ def test_images_reach_the_policy(of_run):
   assert "not shown" in list(seen["tool_outputs"].values())[0]
 
 
+@pytest.mark.slow
 def test_a_run_shares_a_session_and_an_episode_has_its_own(of_run):
   async def episodes(found, n):
     async def play():
@@ -227,6 +228,7 @@ def test_two_tools_of_one_name(of_run):
     ])  # pyformat: disable
 
 
+@pytest.mark.slow
 def test_processes_end_with_their_session():
   own = toolset(per="episode", only=["add"])
 

@@ -217,6 +217,7 @@ class TestAdapter:
     assert adapter.json == schema("look")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tool", "tool_request"])
 def test_a_thousand_episodes_at_once_do_not_mix(kind):
   """Each environment's instance sees its own calls, in order, and is freed."""

@@ -132,6 +132,7 @@ def test_the_service_of_this_package_and_its_own_generator_are_read(
   assert all(float(s.metadata["timestamp"]) > 1e9 for s in found)
 
 
+@pytest.mark.slow
 def test_generation_goes_on_while_the_trainer_trains(
     tasks, tokenizer, tmp_path
 ):

@@ -187,6 +187,7 @@ def test_web_pages_are_not_answered(buffer, headers):
   assert answer.status_code == 403 and answer.json()["code"] == "cross_site"
 
 
+@pytest.mark.slow
 def test_a_slow_reader_does_not_hold_up_512_writers(buffer):
   buffer.start(num_repeat_per_sample=2, group_rules="raw")
   for number in range(60):

@@ -76,6 +76,7 @@ def test_mathematics(tmp_path):
   assert all(abs(total) < 1e-6 for total in groups.values())  # Normalised.
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_desktop(tmp_path):
   tasks = write_tasks(tmp_path / "tasks.jsonl", [

@@ -414,6 +414,7 @@ async def test_what_is_dragged_is_dropped_where_the_drag_ends(
   assert gym.page.url.endswith("/")
 
 
+@pytest.mark.slow
 async def test_the_judge_of_the_documentation(make, site):
   judge = documented_code.run("docs/web.md")["judge"]
   gym = make(evaluator=judge)

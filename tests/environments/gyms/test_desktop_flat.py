@@ -132,6 +132,7 @@ def test_the_instruction_is_written_below_the_screenshot():
   assert len(set(bands.values())) == len(bands) > 1
 
 
+@pytest.mark.slow
 def test_every_instruction_fits():
   for family in desktop.families():
     for difficulty in (0, 1, 2):

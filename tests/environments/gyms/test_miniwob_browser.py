@@ -416,6 +416,7 @@ async def test_spare_tabs_keep_other_families_for_each_that_was_lent_at_once():
     miniwob.Browser(spare=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_gym_has_the_shared_browser_allow_as_many_as_are_used_at_once():
   task = miniwob.MiniWobTasks().task(TASK, 1)

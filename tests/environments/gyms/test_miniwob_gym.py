@@ -52,6 +52,7 @@ async def solve(gym: miniwob.MiniWobGym, task):
   return await gym.evaluate()
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_oracles_solve_their_families_on_eight_pages_at_once():
   tasks = miniwob.MiniWobTasks()
@@ -197,6 +198,7 @@ _SCRIPTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_equal_actions_give_equal_pixels_whenever_they_come():
   tasks = miniwob.MiniWobTasks()
