@@ -78,8 +78,10 @@ def run_agent(*argv):
 @pytest.mark.parametrize(
     "gym, episodes",
     [
-        pytest.param("desktop", 12, marks=pytest.mark.slow),
-        pytest.param("miniwob", 3, marks=browsers.needed()),
+        ("desktop", 12),
+        pytest.param(
+            "miniwob", 3, marks=[browsers.needed(), pytest.mark.slow]
+        ),
     ],
 )
 def test_an_agent_with_nothing_but_openai_plays_and_is_kept(

@@ -414,6 +414,7 @@ def test_the_service_gets_what_it_is_configured_with():
   assert "apiKey" not in ours["model"] and ours["model"]["sampling"]
 
 
+@pytest.mark.slow
 def test_the_run_s_server_binds_another_address_when_told():
   config = config_lib.load_config(
       ["rollout.via=proxy", "rollout.host=0.0.0.0",

@@ -414,6 +414,7 @@ def test_wrong_input_is_one_clear_error(arguments, words, tmp_path, capsys):
   assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_dry_run_shows_shapes_and_makes_nothing(tmp_path, capsys):
   assert small_runs.run_train(tmp_path, "--dry-run", "name=d") == 0
   said = capsys.readouterr().out

@@ -194,6 +194,7 @@ def test_failed_calls_are_repeated_or_end_the_run(tasks, tmp_path, capsys):
   assert "it fails as it was asked to" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_text_without_log_probs_is_refused_unless_it_is_chosen(
     tasks, tmp_path, capsys
 ):

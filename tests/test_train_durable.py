@@ -12,7 +12,9 @@ import small_runs
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.trajectory_collector import groups
 
-COMMON = (small_runs.NANO, "warm_start.source=none", "eval.episodes_per_task=1")
+COMMON = (
+    small_runs.ONE_LAYER, "warm_start.source=none", "eval.episodes_per_task=1"
+)
 
 
 def stored(directory: pathlib.Path) -> dict[int, tuple[str, int]]:

@@ -12,7 +12,7 @@ from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.run import evaluation
 
 pytestmark = pytest.mark.timeout(400)
-NEW = (small_runs.NANO, "warm_start.source=none")
+NEW = (small_runs.ONE_LAYER, "warm_start.source=none")
 
 
 @pytest.mark.slow
@@ -24,6 +24,7 @@ def test_a_resumed_run_makes_up_for_an_evaluation(tmp_path):
   assert set(summary["eval"]) == {"initial", "warm_start", "step_2", "final"}
 
 
+@pytest.mark.slow
 def test_evaluations_measure_the_weights_of_their_step(tmp_path, monkeypatch):
   measured = {}
 

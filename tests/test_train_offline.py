@@ -26,7 +26,7 @@ from tunix.rl.multi_turn.trajectory_collector import records
 pytestmark = pytest.mark.timeout(400)
 
 COMMON = (
-    small_runs.NANO, "warm_start.source=none", "eval.episodes_per_task=1",
+    small_runs.ONE_LAYER, "warm_start.source=none", "eval.episodes_per_task=1",
     "checkpoint.every=1", "algorithm.importance=none",
 )  # pyformat: disable
 
@@ -279,6 +279,7 @@ def test_cloning_with_weight_one_is_behaviour_cloning(run):
     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_recomputed_log_probs_are_the_learners_and_recorded_ones_stay(run):
   learner = _learner(run)
   exact = run.recorded[0]

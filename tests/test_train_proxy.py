@@ -129,6 +129,7 @@ def test_what_cannot_go_with_the_proxy_is_refused():
   assert dataclasses.replace(config, rollout=direct).lockstep
 
 
+@pytest.mark.slow
 def test_the_proxy_answers_nobody_else():
   import openai  # pylint: disable=g-import-not-at-top
 

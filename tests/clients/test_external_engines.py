@@ -297,6 +297,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol, transfer", [
     ("vllm", "reload"), ("vllm", "disk"), ("sglang", ""),
 ])  # pyformat: disable

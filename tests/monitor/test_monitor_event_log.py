@@ -241,6 +241,7 @@ def test_an_uploader_that_is_killed_is_replaced(server, tmp_path, caplog):
   assert "restarted" in caplog.text
 
 
+@pytest.mark.slow
 def test_measurements_go_on_in_another_uploader(server, tmp_path):
   log = event_log.EventLog(run(server.url, tmp_path))
   start(log)
@@ -261,6 +262,7 @@ def test_measurements_go_on_in_another_uploader(server, tmp_path):
   assert sources["g-2.0"] == "eval" and sources["g-3.0"] == "step"
 
 
+@pytest.mark.slow
 def test_what_waits_at_the_end_is_told_by_another_uploader(server, tmp_path):
   log = event_log.EventLog(
       run(server.url, tmp_path), Config(close_timeout_s=60.0)

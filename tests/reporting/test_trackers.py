@@ -317,6 +317,7 @@ def test_mlflow_has_one_run_also_after_a_resumption(tmp_path):
   assert "train/odd" not in run.data.metrics
 
 
+@pytest.mark.slow
 def test_mlflow_closes_a_run_that_failed_as_failed(tmp_path):
   pytest.importorskip("mlflow", reason="needs the extra `tracking`")
   uri = f"sqlite:///{tmp_path / 'mlflow.db'}"

@@ -221,6 +221,7 @@ def test_agents_get_every_setting_that_they_take(tmp_path):
   assert episodes.system_prompt("") == ""
 
 
+@pytest.mark.slow
 def test_an_agent_of_a_user_gets_its_own_options(tmp_path):
   made = run_lib.Run(
       config_lib.load_config([

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.filterwarnings("ignore:os.fork"),  # They only hold a lock.
 ]
-NEW = (small_runs.NANO, "warm_start.source=none", "eval.modes=[sampled]",
+NEW = (small_runs.ONE_LAYER, "warm_start.source=none", "eval.modes=[sampled]",
        "eval.episodes_per_task=1")  # pyformat: disable
 
 
@@ -290,6 +290,7 @@ def test_an_override_is_a_deliberate_change_and_is_said(run, capsys):
 # --- what observers left ------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_damaged_lines_are_left_out_and_the_others_stay(run, caplog):
   metrics = run / "metrics.jsonl"
   (whole,) = metrics.read_text().splitlines()
@@ -331,6 +332,7 @@ def test_a_damaged_checkpoint_is_named_before_anything_is_built(run, capsys):
   assert "the run begins without one" in said
 
 
+@pytest.mark.slow
 def test_damaged_weights_end_the_run_with_one_line(run, capsys):
   data = [
       p

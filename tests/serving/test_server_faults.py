@@ -475,6 +475,7 @@ async def test_the_clients_own_retries_are_no_second_sample(server, client):
 # --- an engine that fails ----------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_an_engine_exception_in_the_middle(server, client):
   sessions = await open_sessions(server, client, 2 * SLOTS)
   failures = []

@@ -244,6 +244,7 @@ def test_processes_end_with_their_session():
   assert before and not before & servers()
 
 
+@pytest.mark.slow
 def test_a_runs_session_ends_with_its_tools():
   found = toolset(only=["add"])
   before = servers()

@@ -115,6 +115,7 @@ def test_a_resumed_trainer_lets_the_service_skip_what_was_trained_on(
     assert first <= set(skipped) and all(isinstance(i, str) for i in skipped)
 
 
+@pytest.mark.slow
 def test_the_service_of_this_package_and_its_own_generator_are_read(
     tasks, tokenizer, tmp_path
 ):

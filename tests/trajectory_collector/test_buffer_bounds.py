@@ -268,6 +268,7 @@ def test_contents_of_dropped_groups_leave_the_disk_before_anybody_reads(
     assert meta["finished_groups"][-2:] == ["g99", "good"]
 
 
+@pytest.mark.slow
 def test_contents_that_statistics_need_are_kept_within_the_bounds(tmp_path):
   folder = tmp_path / "generators"
   folder.mkdir()
@@ -305,6 +306,7 @@ def test_contents_that_statistics_need_are_kept_within_the_bounds(tmp_path):
     assert rows_of(again, "payloads") == 0
 
 
+@pytest.mark.slow
 def test_statistics_of_a_hook_do_without_what_another_read_has_taken(tmp_path):
   (tmp_path / "counting_generator.py").write_text(COUNTING)
   with buffer_services.Running(

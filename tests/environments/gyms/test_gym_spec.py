@@ -91,6 +91,7 @@ def _lamps():
 # --- the registry -------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_name_costs_its_declaration_and_nothing_else():
   """No gym's code, and none of what it needs, is imported by naming it."""
   code = """if True:
