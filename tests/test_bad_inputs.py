@@ -11,6 +11,7 @@ import sys
 
 import bad_inputs
 import pytest
+import trials
 
 # An answer that takes longer is as good as none.
 pytestmark = pytest.mark.timeout(60)
@@ -66,8 +67,10 @@ def main_of(command):
 
 @pytest.mark.parametrize(
     "command, arguments, words",
-    [(command, line, words) for command, line, *words in TABLE],
-    ids=[f"{command} {line}"[:70] for command, line, *_ in TABLE],
+    [
+        pytest.param(command, line, words, id=f"{command} {line}"[:70])
+        for command, line, *words in trials.some(TABLE)
+    ],
 )
 def test_a_bad_input_is_answered_with_field_value_and_fix(
     command, arguments, words, capsys

@@ -2,7 +2,8 @@
 
 Commands run in the process, through their own `main`, in a directory that has
 the files and modules the pages speak of. Servers end as soon as they would
-serve, and a run is a dry run.
+serve. The settings of a run are read; one of each form, and in `make docs-test`
+each, is a dry run too.
 """
 
 import ast
@@ -20,9 +21,11 @@ import urllib.parse
 import documented_code
 import documented_commands
 import pytest
+import trials
 from tunix.rl.multi_turn import commands as command_list
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
+from tunix.rl.multi_turn.commands import chips
 from tunix.rl.multi_turn.config import documentation
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import shell_hints
@@ -171,31 +174,31 @@ def _main(module):
   return importlib.import_module(f"{HERE}.{module}")
 
 
-def _train(words):
+def _train(words, dry):
   if "--help" in words:
     with pytest.raises(SystemExit) as ended:
       train.main(words)
     assert ended.value.code == 0
-  elif any(part in word for part in OUTSIDE for word in words):
-    config_lib.load_config(words)
+  elif not dry or any(part in word for part in OUTSIDE for word in words):
+    config_lib.load_config([w for w in words if w != "--dry-run"])
   else:
     assert train.main([*words, "--dry-run"]) == 0
 
 
-def _make(words):
+def _make(words, dry):
   target, *rest = words
   makefile = (documented_commands.ROOT / "Makefile").read_text()
   assert re.search(rf"^{re.escape(target)}:", makefile, re.M), target
   arguments = dict(word.split("=", 1) for word in rest)
   if target == "train":
-    _train(shlex.split(arguments.get("ARGS", "")))
+    _train(shlex.split(arguments.get("ARGS", "")), dry)
 
 
-def _accepted(module, words, capsys):
+def _accepted(module, words, capsys, dry=False):
   """Runs a command's `main`; argparse or a problem fails the test."""
   program = _main(module)
   if module == "train":
-    _train(words)
+    _train(words, dry)
   elif module == "evaluate":
     try:
       config_lib.load_evaluation(words)
@@ -208,8 +211,10 @@ def _accepted(module, words, capsys):
     # The learner of a run that the pages speak of is not here.
     assert program.main([*words, "--patience", "0"]) == 1
   elif module == "plan" and "--help" not in words:
-    # To compile takes minutes.
-    assert program.main([*words, "--analytic"]) in (0, 1)
+    topology, *_ = program.split(words)
+    assert chips.Topology.of(topology).devices
+    if dry:  # To compile takes minutes.
+      assert program.main([*words, "--analytic"]) in (0, 1)
   elif module == "doctor" and "--help" not in words:
     # Its checks are of this machine.
     config_lib.load_config(program.read(words)[0])
@@ -271,10 +276,48 @@ def _options_exist(file, words):
         assert option[0] in shown.replace(doc.strip(), ""), word
 
 
+def _form(command):
+  """How it starts a run or a plan, which take seconds to build; else None."""
+  words = command.words()
+  text = " ".join(words)
+  found = re.match(
+      rf"((?:\w+=\S+ )*(?:make|tunix-mt|python -m (?:{HERE}\.|{LIGHT} )))\s*"
+      r"(train|plan)\b",
+      text,
+  )
+  if found is None or "--help" in words:
+    return None
+  if found[2] == "train" and any(part in text for part in OUTSIDE):
+    return None
+  return re.sub("=[^ ]*", "", found[0])
+
+
+def _built():
+  """Each once, however many pages have it: the first of each form, others."""
+  distinct = {tuple(one.words()): one for one in COMMANDS if _form(one)}
+  first = {}
+  for one in distinct.values():
+    first.setdefault(_form(one), one)
+  others = [one for one in distinct.values() if one not in first.values()]
+  slow = [pytest.param(o, marks=pytest.mark.slow) for o in trials.some(others)]
+  return [*first.values(), *slow]
+
+
 @pytest.mark.parametrize(
     "command", COMMANDS, ids=lambda one: f"{one.where}: {one.text}"[:90]
 )
 def test_a_documented_command_is_accepted(command, capsys, monkeypatch):
+  _type(command, capsys, monkeypatch, dry=False)
+
+
+@pytest.mark.parametrize(
+    "command", _built(), ids=lambda one: f"{one.where}: {one.text}"[:90]
+)
+def test_a_documented_run_can_be_built(command, capsys, monkeypatch):
+  _type(command, capsys, monkeypatch, dry=True)
+
+
+def _type(command, capsys, monkeypatch, dry):
   words = command.words()
   while "=" in words[0]:
     name, _, value = words.pop(0).partition("=")
@@ -282,19 +325,20 @@ def test_a_documented_command_is_accepted(command, capsys, monkeypatch):
   if words[0] == "sudo":
     words.pop(0)
   if words[0] == "make":
-    _make(words[1:])
+    _make(words[1:], dry)
   elif words[0] == "tunix-mt":
     module, _ = tunix_multi_turn.COMMANDS[words[1]]
     if importlib.util.find_spec(f"{HERE}.{module}") is None:
       pytest.skip(f"no {module} in this clone")
-    _accepted(module, words[2:], capsys)
+    _accepted(module, words[2:], capsys, dry)
   elif words[0] in documented_commands.SCRIPTS:
     _accepted(documented_commands.SCRIPTS[words[0]], words[1:], capsys)
   elif words[1:3] == ["-m", LIGHT]:  # Starts the same without google-tunix.
-    _accepted(words[3], words[4:], capsys)
+    _accepted(words[3], words[4:], capsys, dry)
   elif words[1] == "-m":
     assert words[2].startswith(HERE), words[2]
-    _accepted(words[2].removeprefix(f"{HERE}."), words[3:], capsys)
+    module = words[2].removeprefix(f"{HERE}.")
+    _accepted(module, words[3:], capsys, dry)
   elif not words[1].startswith("examples/"):
     _options_exist(documented_commands.ROOT / words[1], words[2:])
   else:
@@ -483,6 +527,7 @@ def test_a_hint_of_make_train_is_make_train(monkeypatch, tmp_path):
   assert shell_hints.command("monitor", "serve").endswith("monitor serve")
 
 
+@pytest.mark.slow  # It imports google-tunix.
 @pytest.mark.timeout(120)
 def test_a_printed_hint_runs_with_no_environment_activated(monkeypatch):
   """PATH has no python of this environment; the hint is typed in a shell."""

@@ -84,7 +84,7 @@ def _seen(trajectory):
 
 
 @pytest.mark.parametrize(
-    "mode", trials.by_default(["train"], ["train", "greedy"])
+    "mode", [pytest.param("train", marks=pytest.mark.slow), "greedy"]
 )
 def test_the_same_episodes_wherever_the_gym_is(both, server, mode):
   url, app = server

@@ -143,6 +143,7 @@ def test_each_command_starts_a_module_that_runs(name, monkeypatch):
   assert importlib.util.find_spec(f"{found}.__main__") is not None
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_makes_its_environments_in_gymnasium(
     wheel, tmp_path
 ):

@@ -49,14 +49,13 @@ class ByService(two_paths.Both):
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param((), id="session"),
+        (),
         pytest.param(
-            ("run_service.tokens=events",), id="events", marks=pytest.mark.slow
+            ("run_service.tokens=events",), marks=pytest.mark.slow
         ),
-        pytest.param(
-            ("agent.max_images=1",), id="window", marks=pytest.mark.slow
-        ),
+        pytest.param(("agent.max_images=1",), marks=pytest.mark.slow),
     ],
+    ids=["session", "events", "window"],
 )
 def test_both_paths_solve_the_same_tasks_with_equal_tokens(overrides):
   async def both(paths):
@@ -78,6 +77,7 @@ def test_both_paths_solve_the_same_tasks_with_equal_tokens(overrides):
     assert not app.playing
 
 
+@pytest.mark.slow
 def test_after_an_update_a_service_is_answered_by_the_new_weights():
   """And each token of its runs records the version that sampled it."""
 
@@ -414,6 +414,7 @@ def test_the_service_gets_what_it_is_configured_with():
   assert "apiKey" not in ours["model"] and ours["model"]["sampling"]
 
 
+@pytest.mark.slow
 def test_the_run_s_server_binds_another_address_when_told():
   config = config_lib.load_config(
       ["rollout.via=proxy", "rollout.host=0.0.0.0",

@@ -128,6 +128,7 @@ def test_registries_know_the_documents_names():
     assert hasattr(queue, name)
 
 
+@pytest.mark.slow
 def test_the_documents_own_program_runs():
   schema_type = found(f"{ROOM}.tools.stateful:OpenAIFunctionToolSchema")
   tool_schema = schema_type(

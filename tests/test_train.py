@@ -299,6 +299,7 @@ def test_a_run_on_a_mesh_of_two_devices(tmp_path):
     assert one["completion_tokens"] == other["completion_tokens"]
 
 
+@pytest.mark.slow
 def test_asynchronous_is_the_same_code(tmp_path):
   """Groups in parts, stale tokens trimmed; every second accounted for."""
   status = small_runs.run_train(
@@ -414,6 +415,7 @@ def test_wrong_input_is_one_clear_error(arguments, words, tmp_path, capsys):
   assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_dry_run_shows_shapes_and_makes_nothing(tmp_path, capsys):
   assert small_runs.run_train(tmp_path, "--dry-run", "name=d") == 0
   said = capsys.readouterr().out

@@ -48,6 +48,7 @@ def episodes_of(paths, monkeypatch, play, mode="train", number=1):
   return [episode for group in groups for episode in group]
 
 
+@pytest.mark.slow
 def test_the_example_plays_as_the_run_does(paths):
   """Which shows what the policy reads, and what is made of what it says."""
 

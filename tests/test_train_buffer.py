@@ -194,6 +194,7 @@ def test_failed_calls_are_repeated_or_end_the_run(tasks, tmp_path, capsys):
   assert "it fails as it was asked to" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_text_without_log_probs_is_refused_unless_it_is_chosen(
     tasks, tmp_path, capsys
 ):
@@ -253,6 +254,7 @@ def run_rollout(data):
 '''
 
 
+@pytest.mark.slow
 def test_a_run_ends_in_order_when_its_generator_is_over(tasks, tmp_path):
   (tmp_path / "few_generator.py").write_text(GENERATOR)
   with buffer_services.Running(

@@ -12,7 +12,9 @@ import small_runs
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.trajectory_collector import groups
 
-COMMON = (small_runs.NANO, "warm_start.source=none", "eval.episodes_per_task=1")
+COMMON = (
+    small_runs.ONE_LAYER, "warm_start.source=none", "eval.episodes_per_task=1"
+)
 
 
 def stored(directory: pathlib.Path) -> dict[int, tuple[str, int]]:
@@ -24,6 +26,7 @@ def stored(directory: pathlib.Path) -> dict[int, tuple[str, int]]:
   return {index: (name, done) for index, name, done in rows}
 
 
+@pytest.mark.slow
 def test_the_queue_is_durable_by_default(tmp_path):
   assert small_runs.run_train(tmp_path, *COMMON, "name=a", "steps=2") == 0
   directory = tmp_path / "a"

@@ -12,7 +12,7 @@ from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.run import evaluation
 
 pytestmark = pytest.mark.timeout(400)
-NEW = (small_runs.NANO, "warm_start.source=none")
+NEW = (small_runs.ONE_LAYER, "warm_start.source=none")
 
 
 @pytest.mark.slow
@@ -24,6 +24,7 @@ def test_a_resumed_run_makes_up_for_an_evaluation(tmp_path):
   assert set(summary["eval"]) == {"warm_start", "step_2", "final"}
 
 
+@pytest.mark.slow
 def test_evaluations_measure_the_weights_of_their_step(tmp_path, monkeypatch):
   measured = {}
 
@@ -40,6 +41,7 @@ def test_evaluations_measure_the_weights_of_their_step(tmp_path, monkeypatch):
   }  # pyformat: disable
 
 
+@pytest.mark.slow
 def test_no_training_episode_begins_during_an_evaluation(
     tmp_path, monkeypatch
 ):
@@ -214,6 +216,7 @@ def test_an_evaluation_beside_is_made_up_for_of_its_own_weights(
   assert {"step_2", "step_4", "final"} <= set(ours)
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_to_its_best_checkpoint(blocking, tmp_path, capsys):
   directory = tmp_path / "b"
   shutil.copytree(blocking, directory)

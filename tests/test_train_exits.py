@@ -2,12 +2,14 @@
 
 import itertools
 
+import pytest
 import small_runs
 from tunix.rl.multi_turn.environments.gyms import desktop
 
 EXITS = (SystemExit, KeyboardInterrupt, GeneratorExit)
 
 
+@pytest.mark.slow
 def test_a_gym_that_leaves_costs_episodes_only(tmp_path, monkeypatch):
   calls, start = itertools.count(), desktop.DesktopGym.start
 
@@ -19,7 +21,8 @@ def test_a_gym_that_leaves_costs_episodes_only(tmp_path, monkeypatch):
 
   monkeypatch.setattr(desktop.DesktopGym, "start", leaves)
   status = small_runs.run_train(
-      tmp_path, small_runs.NANO, "name=x", "warm_start.source=none", "steps=2",
+      tmp_path, small_runs.ONE_LAYER, "name=x", "warm_start.source=none",
+      "steps=2",
       "environment.max_turns=1", "eval.episodes_per_task=1",
   )  # pyformat: disable
   assert status == 0

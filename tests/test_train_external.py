@@ -71,6 +71,7 @@ def test_each_update_is_sampled_with_by_the_other_process(
   assert kept == [f"v{v:08d}" for v in (steps - 1, steps)]
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_do_ends_the_run_at_once(tmp_path, capsys):
   with serving("vllm", context=256) as server:
     url = f"external.url={server.url}/v1"

@@ -72,6 +72,7 @@ def test_a_run_behind_a_server_is_the_run_in_process(tmp_path):
     assert ours["eval"][name]["by_task"] == theirs["eval"][name]["by_task"]
 
 
+@pytest.mark.slow
 def test_a_list_trains_by_a_curriculum_and_goes_on(tmp_path):
   tasks = desktop.DesktopTasks()
   path = tmp_path / "tasks.jsonl"

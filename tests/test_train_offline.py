@@ -26,7 +26,7 @@ from tunix.rl.multi_turn.trajectory_collector import records
 pytestmark = pytest.mark.timeout(400)
 
 COMMON = (
-    small_runs.NANO, "warm_start.source=none", "eval.episodes_per_task=1",
+    small_runs.ONE_LAYER, "warm_start.source=none", "eval.episodes_per_task=1",
     "checkpoint.every=1", "algorithm.importance=none",
 )  # pyformat: disable
 
@@ -212,7 +212,13 @@ def test_text_is_refused_by_default_with_what_to_set(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["weighted_cloning", "filtered_cloning"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "weighted_cloning",
+        pytest.param("filtered_cloning", marks=pytest.mark.slow),
+    ],
+)
 def test_demonstrations_with_screenshots_are_cloned(name, tmp_path):
   _demonstrations(tmp_path / "d.jsonl")
   assert _train(
@@ -246,6 +252,7 @@ def _learner(run, **algorithm):
   return models.make_learner(config, run.policy, run.images, run.mesh)
 
 
+@pytest.mark.slow
 def test_cloning_with_weight_one_is_behaviour_cloning(run):
   group = run.recorded[0]
   group = dataclasses.replace(

@@ -17,17 +17,17 @@ Status = trajectory.TrajectoryStatus
     [
         pytest.param((), id="plain", marks=pytest.mark.slow),
         # The history is rewritten: an episode is several sequences.
-        pytest.param(("agent.max_images=1",), id="window"),
+        pytest.param(("agent.max_images=1",), marks=pytest.mark.slow),
         # Complaints, and completions that are cut.
         pytest.param(
             ("agent.on_parse_error=retry", "sampling.max_new_tokens=6"),
-            id="cut", marks=pytest.mark.slow,
+            marks=pytest.mark.slow,
         ),
         # Prompts that do not fit any more.
         pytest.param(
             ("engine.context_length=220", "agent.on_parse_error=retry",
              "sampling.temperature=3.0"),
-            id="context", marks=pytest.mark.slow,
+            marks=pytest.mark.slow,
         ),
     ],
 )  # pyformat: disable
@@ -128,6 +128,7 @@ def test_what_cannot_go_with_the_proxy_is_refused():
   assert dataclasses.replace(config, rollout=direct).lockstep
 
 
+@pytest.mark.slow
 def test_the_proxy_answers_nobody_else():
   import openai  # pylint: disable=g-import-not-at-top
 

@@ -30,7 +30,7 @@ def settings_of(*overrides: str) -> dict:
 
 SMALL = settings_of(
     *small_runs.SMALL,
-    small_runs.NANO,
+    small_runs.ONE_LAYER,
     "warm_start.source=none",
     "warm_start.steps=2",
     "warm_start.batch_size=4",
@@ -55,6 +55,7 @@ def test_a_call_trains_and_returns_the_run(run):
   assert "step 2/2" in repr(run)
 
 
+@pytest.mark.slow
 def test_a_run_is_read_again_and_resumed(run):
   read = mt.load(run.directory)
   assert read.metrics.equals(run.metrics)
@@ -101,6 +102,7 @@ def test_a_dry_run_is_refused_before_anything_is_built(monkeypatch):
     mt.train(steps=1, gym="desktop", run={"dry_run": True})
 
 
+@pytest.mark.slow
 def test_the_trained_policy_is_evaluated_and_plays(run, tmp_path):
   found = mt.evaluate(
       run, "enter-text", modes=["greedy"], dir=tmp_path,

@@ -19,6 +19,7 @@ def _run(runs):
   return mt.load(runs / "demo")
 
 
+@pytest.mark.slow
 def test_a_run_may_be_loaded_again(run):
   assert mt.load(run).directory == run.directory
 

@@ -297,6 +297,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol, transfer", [
     ("vllm", "reload"), ("vllm", "disk"), ("sglang", ""),
 ])  # pyformat: disable
@@ -494,6 +495,7 @@ def test_engines_elsewhere_are_told_their_own_path(ours, tmp_path):
   assert told.found == [f"/mnt/weights/{path.relative_to(tmp_path)}"]
 
 
+@pytest.mark.slow
 def test_an_adapter_is_written_into_the_weights(tmp_path):
   """And the files are those that `transformers` reads."""
   import safetensors  # pylint: disable=g-import-not-at-top

@@ -57,6 +57,7 @@ def test_a_machine_that_runs_the_tests_runs_the_quickstart(tmp_path, capsys):
   assert "weights of 6.8 MiB" in checks["memory"]["found"]
 
 
+@pytest.mark.slow
 def test_the_preflight_of_a_run_is_the_doctors(tmp_path):
   (tmp_path / "file").write_text("")
   facts, why = devices.ask([f"run.dir={tmp_path}/file/runs"], 100)

@@ -346,6 +346,7 @@ async def _episode(gym, shown, task, seed):
   return seen
 
 
+@pytest.mark.slow
 async def test_the_same_policy_has_the_same_episodes_behind_a_server():
   families = ("click-button", "enter-text", "close-dialog", "open-icon")
   ends = set()

@@ -263,6 +263,7 @@ async def test_a_person_plays_on_the_page(page):
   assert [r.success for r in recordings.read(out)] == [True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 async def test_a_person_plays_in_a_browser(page):
   """The page's own script, in Chromium, by mouse and keyboard."""

@@ -1,5 +1,8 @@
 """Both databases, servers on them, and a browser, for tests that ask."""
 
+import pathlib
+import types
+
 import chromium
 import monitor_databases
 import pytest
@@ -8,6 +11,13 @@ import trials
 pytest.importorskip("sqlalchemy", reason="needs the extra `monitor`")
 import monitor_server  # noqa: E402
 from tunix.rl.multi_turn.monitor.schema import database  # noqa: E402
+
+HERE = pathlib.Path(__file__).parent
+OF_BOTH = (
+    "test_monitor_ingest.py", "test_monitor_later_schema.py",
+    "test_monitor_reading.py", "test_text_index.py",
+)  # pyformat: disable
+_NONE = types.SimpleNamespace(id="")
 
 
 @pytest.fixture(scope="session")
@@ -66,3 +76,18 @@ def context():
     found = browser.new_context(viewport={"width": 1400, "height": 900})
     yield found
     found.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+  """What is asked of both databases is asked of PostgreSQL in slow tests.
+
+  Not in the modules whose statements differ between the two.
+  """
+  for item in items:
+    if (
+        item.path.parent == HERE
+        and item.path.name not in OF_BOTH
+        and "postgresql" in getattr(item, "callspec", _NONE).id.split("-")
+    ):
+      item.add_marker(pytest.mark.slow)

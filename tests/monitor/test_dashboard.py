@@ -76,6 +76,7 @@ def test_dark_pages_have_contrast_too(recorded, tab):
     assert not chromium.faults_of(tab.page, "color-contrast"), path
 
 
+@pytest.mark.slow
 def test_pages_are_whole_without_a_script(recorded):
   server, _ = recorded
   followed = set()

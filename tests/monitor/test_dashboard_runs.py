@@ -235,6 +235,7 @@ def test_the_command_repeats_the_run(told, tab):
   assert again == wanted
 
 
+@pytest.mark.slow
 def test_a_run_of_an_older_client_has_no_defaults(tab):
   page = tab.page
   tab.go("/runs/1/config")

@@ -115,6 +115,7 @@ def hostile_run(text):
   }  # pyformat: disable
 
 
+@pytest.mark.slow
 def test_hostile_text_is_text_on_every_page(context, tmp_path):
   with monitor_server.sqlite_server(tmp_path) as server:
     text = "\n".join(XSS)
@@ -228,6 +229,7 @@ def test_a_token_is_asked_for_once_and_kept_from_scripts(context, tmp_path):
     assert foreign.status_code == 403
 
 
+@pytest.mark.slow
 def test_a_project_sees_its_own_runs_only(tmp_path):
   with monitor_server.sqlite_server(tmp_path, token="tm_secret") as server:
     server.post(monitor_server.joined(

@@ -267,6 +267,7 @@ def test_the_schema_goes_down_and_up(engine):
   assert {"monitor_annotation", "monitor_turn_words"} <= set(names)
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 def test_a_person_labels_a_turn_and_finds_it(context, lite):
   shas = []

@@ -250,6 +250,7 @@ def test_another_run_of_the_same_name_gets_a_number_and_stays_known(
     assert len(server.rows("training")) == 2
 
 
+@pytest.mark.slow
 def test_an_export_is_one_moment_of_the_database(source, tmp_path):
   fill(source)
   expected = contents(source.engine)

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
 import monitor_server
+import pytest
 
 FIELDS = {
     "current_turn": st.integers(0, 9),
@@ -39,6 +40,7 @@ def stored(server, prefix):
   return found
 
 
+@pytest.mark.slow
 def test_changes_of_one_batch_come_in_their_order(lite):
   """As if each were a batch of its own, whatever columns the others change."""
   lite.post(monitor_server.base())

@@ -241,6 +241,7 @@ def test_an_uploader_that_is_killed_is_replaced(server, tmp_path, caplog):
   assert "restarted" in caplog.text
 
 
+@pytest.mark.slow
 def test_measurements_go_on_in_another_uploader(server, tmp_path):
   log = event_log.EventLog(run(server.url, tmp_path))
   start(log)
@@ -261,6 +262,7 @@ def test_measurements_go_on_in_another_uploader(server, tmp_path):
   assert sources["g-2.0"] == "eval" and sources["g-3.0"] == "step"
 
 
+@pytest.mark.slow
 def test_what_waits_at_the_end_is_told_by_another_uploader(server, tmp_path):
   log = event_log.EventLog(
       run(server.url, tmp_path), Config(close_timeout_s=60.0)
@@ -417,6 +419,7 @@ def test_a_screenshot_that_was_lost_is_brought_again(server, tmp_path):
   assert row["sha256"] == refs[1].sha256
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_killed_has_told_everything(server, tmp_path):
   program = (
       "import json, os, signal, sys\n"

@@ -113,6 +113,7 @@ def test_what_happened_counts_once_however_often_the_disk_fails(
   assert row["runtime_errors"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", ["refused", "not to be made"])
 def test_an_end_that_cannot_be_told_takes_nothing_else_with_it(
     lite, tmp_path, store, bad

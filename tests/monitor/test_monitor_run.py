@@ -27,7 +27,7 @@ from tunix.rl.multi_turn.run import monitor as monitor_lib
 pytestmark = pytest.mark.timeout(400)
 Status = trajectory_lib.TrajectoryStatus
 SMALL = (
-    *small_runs.SMALL, small_runs.NANO, "warm_start.source=none",
+    *small_runs.SMALL, small_runs.ONE_LAYER, "warm_start.source=none",
     "steps=2", "eval.every=1",
 )  # pyformat: disable
 
@@ -62,6 +62,7 @@ def test_an_invented_run_with_every_failure_is_told_whole(server, tmp_path):
              for r in failed)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_in_the_same_training(server, tmp_path):
   store = images_lib.ImageStore()
   for session, status in enumerate(("failed", "completed")):
@@ -148,6 +149,7 @@ def alive(pid):
   return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.slow
 def test_the_embedded_server_ends_with_its_owner_however_that_ends(tmp_path):
   program = (
       "import pathlib, sys, time\n"
@@ -184,6 +186,7 @@ def test_the_embedded_server_ends_with_its_owner_however_that_ends(tmp_path):
   assert not alive(int(pid))
 
 
+@pytest.mark.slow
 def test_an_embedded_server_that_cannot_start_says_why(tmp_path):
   (tmp_path / "m.db").write_text("this is no database, it is a diary" * 100)
   with pytest.raises(config_lib.ConfigError, match="read .*m.log"):
@@ -191,6 +194,7 @@ def test_an_embedded_server_that_cannot_start_says_why(tmp_path):
   assert "not a database" in (tmp_path / "m.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_with_its_own_monitor(tmp_path, capsys):
   """It leaves the database and nothing else: no process, no spool."""
   config = config_lib.load_config([
@@ -228,6 +232,7 @@ def test_settings_that_cannot_be(overrides, says):
     config_lib.load_config([*SMALL, *overrides])
 
 
+@pytest.mark.slow
 def test_who_ends_all_processes_of_a_job_does_not_end_a_runs_server(tmp_path):
   server = monitor_lib.EmbeddedServer(tmp_path / "monitor.db")
   try:

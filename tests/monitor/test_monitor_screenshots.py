@@ -122,6 +122,7 @@ def test_a_screenshot_is_there_before_what_shows_it(server, tmp_path):
   assert len(front.told) == 500 and not front.early
 
 
+@pytest.mark.slow
 def test_words_do_not_wait_for_a_disk_that_takes_no_pictures(server, tmp_path):
   front = Front(server, refused=IMAGES)
   with http_server.LoopbackServer(front) as url:

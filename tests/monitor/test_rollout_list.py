@@ -166,6 +166,7 @@ EXTREMES = {
 }  # pyformat: disable
 
 
+@pytest.mark.slow
 def test_no_page_loses_or_repeats_what_is_beyond_all_reason(server):
   rng = random.Random(0)
   server.post({

@@ -139,6 +139,7 @@ def test_runs_without_common_tasks_are_compared_by_their_curves(lite):
   assert "no common task" in apart
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 def test_it_is_three_clicks_from_the_list_of_runs(context, lite):
   fill(lite)

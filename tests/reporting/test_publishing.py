@@ -189,6 +189,7 @@ def test_wrong_words_for_a_card(run, tmp_path, options, told):
 # --- the Hub ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_pushes_both(run, server, tmp_path):
   env = {"HF_ENDPOINT": server.url, "HF_TOKEN": hub_server.TOKEN,
          "HF_HOME": str(tmp_path)}  # pyformat: disable

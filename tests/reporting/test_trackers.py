@@ -145,6 +145,7 @@ def test_tensorboard_shows_film_strips_and_a_table(tmp_path):
   assert "answer \\| 2" in table and "| failed | 0.0 | 3 |" in table
 
 
+@pytest.mark.slow
 def test_wandb_shows_film_strips_and_a_table(tmp_path):
   pytest.importorskip("wandb", reason="needs the extra `tracking`")
   shown(tmp_path, wandb="offline", film_strips=2)
@@ -316,6 +317,7 @@ def test_mlflow_has_one_run_also_after_a_resumption(tmp_path):
   assert "train/odd" not in run.data.metrics
 
 
+@pytest.mark.slow
 def test_mlflow_closes_a_run_that_failed_as_failed(tmp_path):
   pytest.importorskip("mlflow", reason="needs the extra `tracking`")
   uri = f"sqlite:///{tmp_path / 'mlflow.db'}"

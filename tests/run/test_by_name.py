@@ -154,6 +154,7 @@ def test_one_file_of_a_user(tmp_path):
   assert "reward_part/own_parts:brevity" in metrics[0]
 
 
+@pytest.mark.slow
 def test_an_environment_of_a_user_with_its_own_reward(tmp_path):
   metrics, _ = trained(
       tmp_path, *TEXT, "environment=own_parts:Echo",
@@ -221,6 +222,7 @@ def test_agents_get_every_setting_that_they_take(tmp_path):
   assert episodes.system_prompt("") == ""
 
 
+@pytest.mark.slow
 def test_an_agent_of_a_user_gets_its_own_options(tmp_path):
   made = run_lib.Run(
       config_lib.load_config([

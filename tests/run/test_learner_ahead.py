@@ -23,6 +23,7 @@ def run_of(tmp_path, *argv):
   )  # pyformat: disable
 
 
+@pytest.mark.slow
 def test_its_programs_are_compiled_when_it_is_taken_and_used(tmp_path):
   run = run_of(tmp_path, "learner.patches=512", "learner.targets=512")
   ahead = learner_ahead.LearnerAhead.where_it_helps(run)

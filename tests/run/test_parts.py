@@ -19,6 +19,7 @@ def config_of(*argv):
   return config_lib.load_config(["warm_start.source=none", *argv])
 
 
+@pytest.mark.slow
 def test_the_learner_discounts_as_the_collector_does():
   config = config_of("collect.gamma=0.5", "algorithm.advantage=turn_returns")
   policy = models.make_policy(config, None, "")

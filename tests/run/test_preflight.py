@@ -6,6 +6,7 @@ import re
 import jax
 import pytest
 import small_runs
+import trials
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.engine import engine as engine_lib
@@ -67,7 +68,7 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize("overrides", REFUSED)
+@pytest.mark.parametrize("overrides", trials.some(REFUSED))
 def test_what_a_dry_run_refuses_a_run_refuses_in_the_same_words(
     overrides, nothing_compiled, capsys, tmp_path
 ):
@@ -139,6 +140,7 @@ def test_the_reference_and_an_adapter_are_counted():
   assert part(found, "gradients").bytes < part(found, "parameters").bytes / 10
 
 
+@pytest.mark.slow
 def test_the_bytes_of_a_parameter_are_those_of_its_types():
   def found(*argv):
     config = load("policy=qwen3_vl_tiny", *argv)

@@ -27,7 +27,14 @@ def made(tmp_path, remat):
 
 
 @pytest.mark.parametrize(
-    "name", trials.by_default(["dots"], config_checks.REMATS)
+    "name",
+    [
+        config_checks.REMATS[0],
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in config_checks.REMATS[1:]
+        ),
+    ],
 )
 def test_the_fastest_that_leaves_room_is_chosen(name, tmp_path, monkeypatch):
   config, policy = made(tmp_path, name)

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.filterwarnings("ignore:os.fork"),  # They only hold a lock.
 ]
-NEW = (small_runs.NANO, "warm_start.source=none", "eval.modes=[sampled]",
+NEW = (small_runs.ONE_LAYER, "warm_start.source=none", "eval.modes=[sampled]",
        "eval.episodes_per_task=1")  # pyformat: disable
 
 
@@ -161,7 +161,9 @@ def kill(child):
   os.waitpid(child, 0)
 
 
-@pytest.mark.parametrize("new", trials.by_default([True], [False, True]))
+@pytest.mark.parametrize(
+    "new", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_a_second_process_is_refused_and_told_of_the_first(
     run, capsys, new
 ):
@@ -246,9 +248,10 @@ def edit(run, change):
             lambda text: text[: text.index("\nlearner:") + 1],
             {"learner.steps=50": "1", "learner.groups_per_step=16": "2"},
         ),
-        (
+        pytest.param(
             lambda text: text.replace("group_size: 4", "group_size: 6"),
             {"collect.group_size=6": "4"},
+            marks=pytest.mark.slow,
         ),
     ],
 )  # pyformat: disable
@@ -288,6 +291,7 @@ def test_an_override_is_a_deliberate_change_and_is_said(run, capsys):
 # --- what observers left ------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_damaged_lines_are_left_out_and_the_others_stay(run, caplog):
   metrics = run / "metrics.jsonl"
   (whole,) = metrics.read_text().splitlines()
@@ -329,6 +333,7 @@ def test_a_damaged_checkpoint_is_named_before_anything_is_built(run, capsys):
   assert "the run begins without one" in said
 
 
+@pytest.mark.slow
 def test_damaged_weights_end_the_run_with_one_line(run, capsys):
   data = [
       p

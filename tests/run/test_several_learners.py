@@ -303,7 +303,7 @@ def test_each_process_has_an_address_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "weights", trials.by_default(["int8"], ("same", "int8"))
+    "weights", ["same", pytest.param("int8", marks=pytest.mark.slow)]
 )
 def test_an_engine_s_weights_are_those_that_it_would_have_rounded_itself(
     weights, tmp_path

@@ -29,6 +29,7 @@ def array(tensor):
   return np.frombuffer(data, kind).reshape(tensor["shape"])
 
 
+@pytest.mark.slow
 def test_tensors_hold_the_numbers_of_the_lists(running):
   session = rollout_server.start(running)
   own = {"Authorization": f"Bearer {session['api_key']}"}

@@ -28,6 +28,7 @@ def dense_logprobs(running, ids, banned=()):
   return rollout_references.logprobs_of(logits, banned)
 
 
+@pytest.mark.slow
 def test_a_text_and_its_tokens_give_the_same_completion(running):
   client = running.client()
   text = "Click the "
@@ -415,6 +416,7 @@ def test_an_image_cannot_come_as_tokens(running):
     complete(client, chat.prompt_token_ids)
 
 
+@pytest.mark.slow
 def test_a_repeated_completion_is_not_sampled_again(running):
   session = start(running)
   client = running.client(f"/sessions/{session['session_id']}")

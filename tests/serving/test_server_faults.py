@@ -303,6 +303,7 @@ async def open_sessions(server, client, count):
 # --- clients that go away ----------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_streams_that_are_left_and_asked_for_again(server, client):
   """The second of two equal bodies gets a whole answer, and the only one."""
   sessions = await open_sessions(server, client, 2 * SLOTS)
@@ -474,6 +475,7 @@ async def test_the_clients_own_retries_are_no_second_sample(server, client):
 # --- an engine that fails ----------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_an_engine_exception_in_the_middle(server, client):
   sessions = await open_sessions(server, client, 2 * SLOTS)
   failures = []
@@ -560,6 +562,7 @@ async def test_weights_that_are_broken_fail_requests_and_train_nothing(
 # --- many --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_more_sessions_than_slots(server, client):
   sessions = await open_sessions(server, client, 5 * SLOTS)
 

@@ -230,6 +230,7 @@ def test_an_answer_is_not_continued_under_another_switch():
   assert text.endswith(OFF + "so it")
 
 
+@pytest.mark.slow
 def test_the_server_switches_by_every_endpoints_own_field():
   """The real engine and server; a policy with Qwen3's template."""
   small = small_server.SmallPolicy()

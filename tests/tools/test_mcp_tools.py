@@ -101,6 +101,7 @@ def test_images_reach_the_policy(of_run):
   assert "not shown" in list(seen["tool_outputs"].values())[0]
 
 
+@pytest.mark.slow
 def test_a_run_shares_a_session_and_an_episode_has_its_own(of_run):
   async def episodes(found, n):
     async def play():
@@ -243,6 +244,7 @@ def test_processes_end_with_their_session():
   assert before and not before & servers()
 
 
+@pytest.mark.slow
 def test_a_runs_session_ends_with_its_tools():
   found = toolset(only=["add"])
   before = servers()

@@ -115,6 +115,7 @@ def test_a_resumed_trainer_lets_the_service_skip_what_was_trained_on(
     assert first <= set(skipped) and all(isinstance(i, str) for i in skipped)
 
 
+@pytest.mark.slow
 def test_the_service_of_this_package_and_its_own_generator_are_read(
     tasks, tokenizer, tmp_path
 ):
@@ -132,6 +133,7 @@ def test_the_service_of_this_package_and_its_own_generator_are_read(
   assert all(float(s.metadata["timestamp"]) > 1e9 for s in found)
 
 
+@pytest.mark.slow
 def test_generation_goes_on_while_the_trainer_trains(
     tasks, tokenizer, tmp_path
 ):

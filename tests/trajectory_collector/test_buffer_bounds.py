@@ -187,6 +187,7 @@ def test_web_pages_are_not_answered(buffer, headers):
   assert answer.status_code == 403 and answer.json()["code"] == "cross_site"
 
 
+@pytest.mark.slow
 def test_a_slow_reader_does_not_hold_up_512_writers(buffer):
   buffer.start(num_repeat_per_sample=2, group_rules="raw")
   for number in range(60):
@@ -267,6 +268,7 @@ def test_contents_of_dropped_groups_leave_the_disk_before_anybody_reads(
     assert meta["finished_groups"][-2:] == ["g99", "good"]
 
 
+@pytest.mark.slow
 def test_contents_that_statistics_need_are_kept_within_the_bounds(tmp_path):
   folder = tmp_path / "generators"
   folder.mkdir()
@@ -304,6 +306,7 @@ def test_contents_that_statistics_need_are_kept_within_the_bounds(tmp_path):
     assert rows_of(again, "payloads") == 0
 
 
+@pytest.mark.slow
 def test_statistics_of_a_hook_do_without_what_another_read_has_taken(tmp_path):
   (tmp_path / "counting_generator.py").write_text(COUNTING)
   with buffer_services.Running(

@@ -221,6 +221,7 @@ def test_distill_qwen_equals_the_template_and_its_mask(kinds, messages):
   same_as_the_template(kinds, "distill_qwen", messages, None)
 
 
+@pytest.mark.slow
 @hypothesis.given(conversations(PLAIN_TURN, TOOL_TURN))
 @EXAMPLES
 def test_a_shipped_checkpoints_own_template(messages):

@@ -152,6 +152,7 @@ async def test_a_load_that_was_aborted_is_tried_again_in_another_tab():
   await browser.close()
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_killed_browser_fails_all_episodes_and_is_replaced():
   browser = miniwob.Browser()

@@ -52,6 +52,7 @@ async def solve(gym: miniwob.MiniWobGym, task):
   return await gym.evaluate()
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_oracles_solve_their_families_on_eight_pages_at_once():
   tasks = miniwob.MiniWobTasks()
@@ -197,6 +198,7 @@ _SCRIPTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_equal_actions_give_equal_pixels_whenever_they_come():
   tasks = miniwob.MiniWobTasks()
@@ -383,6 +385,7 @@ async def test_clipboards_are_not_shared():
     assert await two.page.evaluate(field) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_quick_restart_shows_what_a_fresh_page_shows():
   tasks = miniwob.MiniWobTasks()
@@ -403,6 +406,7 @@ async def test_a_quick_restart_shows_what_a_fresh_page_shows():
           await quick.act(Action(Kind.TYPE, text="ab"))
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_larger_view_shows_the_same_area_and_what_is_around_it():
   tasks = miniwob.MiniWobTasks()

@@ -151,6 +151,7 @@ async def test_text_of_any_script_reaches_a_program(gym):
   assert file.read_text().rstrip("\n") == before + text
 
 
+@pytest.mark.slow
 @marked
 async def test_one_action_is_one_whatever_the_time_between_and_within(
     gym, monkeypatch

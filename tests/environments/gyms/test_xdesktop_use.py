@@ -41,6 +41,7 @@ def test_the_oracle_plays_and_is_recorded(tmp_path, capsys):
     assert recording.observations[0].screenshot.shape == (768, 1024, 3)
 
 
+@pytest.mark.slow
 async def test_a_server_serves_desktops():
   spec = catalog.ServedGym(
       gym_id="xdesktop", gym="xdesktop", families=("terminal-make-folders",),
