@@ -80,7 +80,7 @@ def run_agent(*argv):
     [
         ("desktop", 12),
         pytest.param(
-            "miniwob", 3, marks=[browsers.needed(), pytest.mark.slow]
+            "miniwob", 3, marks=[*browsers.needed(), pytest.mark.slow]
         ),
     ],
 )

@@ -10,7 +10,6 @@ import dataclasses
 
 import gym_servers
 import pytest
-import trials
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.run import episodes as episodes_lib
 from tunix.rl.multi_turn.run import tasks as run_tasks

@@ -26,7 +26,6 @@ def stored(directory: pathlib.Path) -> dict[int, tuple[str, int]]:
   return {index: (name, done) for index, name, done in rows}
 
 
-@pytest.mark.slow
 def test_the_queue_is_durable_by_default(tmp_path):
   assert small_runs.run_train(tmp_path, *COMMON, "name=a", "steps=2") == 0
   directory = tmp_path / "a"

@@ -24,7 +24,6 @@ def test_a_resumed_run_makes_up_for_an_evaluation(tmp_path):
   assert set(summary["eval"]) == {"warm_start", "step_2", "final"}
 
 
-@pytest.mark.slow
 def test_evaluations_measure_the_weights_of_their_step(tmp_path, monkeypatch):
   measured = {}
 

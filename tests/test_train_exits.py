@@ -2,14 +2,12 @@
 
 import itertools
 
-import pytest
 import small_runs
 from tunix.rl.multi_turn.environments.gyms import desktop
 
 EXITS = (SystemExit, KeyboardInterrupt, GeneratorExit)
 
 
-@pytest.mark.slow
 def test_a_gym_that_leaves_costs_episodes_only(tmp_path, monkeypatch):
   calls, start = itertools.count(), desktop.DesktopGym.start
 

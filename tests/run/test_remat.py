@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 import small_runs
-import trials
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.policy import config_checks
 from tunix.rl.multi_turn.policy import layers

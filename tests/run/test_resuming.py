@@ -11,7 +11,6 @@ import time
 
 import pytest
 import small_runs
-import trials
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.core import durable

@@ -12,7 +12,6 @@ import numpy as np
 import peer_threads
 import pytest
 import queue_groups
-import trials
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import peers as peers_lib

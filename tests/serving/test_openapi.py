@@ -24,7 +24,6 @@ CHECKS = [
 ]
 
 
-@pytest.mark.slow
 def test_every_operation_answers_as_its_document_describes(running):
   """No 5xx, and no status, type or shape beyond the document."""
   schema = schemathesis.openapi.from_url(running.url + "/openapi.json")
