@@ -6,7 +6,6 @@ import types
 import chromium
 import monitor_databases
 import pytest
-import trials
 
 pytest.importorskip("sqlalchemy", reason="needs the extra `monitor`")
 import monitor_server  # noqa: E402
@@ -31,7 +30,7 @@ def postgres():
     pytest.skip(f"no PostgreSQL: {reason}")
 
 
-@pytest.fixture(params=trials.by_default(["sqlite"], ["sqlite", "postgresql"]))
+@pytest.fixture(params=["sqlite", "postgresql"])
 def target(request, tmp_path):
   """Where a fresh database is, with the schema in it."""
   return _fresh(request, tmp_path)
