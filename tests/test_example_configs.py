@@ -62,7 +62,7 @@ def test_an_example_is_checked_and_trains(tmp_path, path, capsys):
       f"warm_start.steps={min(config.warm_start.steps, 1)}",
   ]  # pyformat: disable
   if config.warm_start.steps:
-    few.append("warm_start.batch_size=4")
+    few += ["warm_start.batch_size=4", "warm_start.demonstrations=8"]
   assert train.main([*few, "--dry-run"]) == 0
   assert "memory" in capsys.readouterr().out
   with run_services.serving() as (url, _):
