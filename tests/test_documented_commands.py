@@ -21,7 +21,6 @@ import urllib.parse
 import documented_code
 import documented_commands
 import pytest
-import trials
 from tunix.rl.multi_turn import commands as command_list
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
@@ -299,7 +298,7 @@ def _built():
   for one in distinct.values():
     first.setdefault(_form(one), one)
   others = [one for one in distinct.values() if one not in first.values()]
-  slow = [pytest.param(o, marks=pytest.mark.slow) for o in trials.some(others)]
+  slow = [pytest.param(o, marks=pytest.mark.slow) for o in others]
   return [*first.values(), *slow]
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors
 import small_runs
+import trials
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.policy import checkpoint
@@ -40,8 +41,7 @@ def _whole(tmp_path_factory):
   return weights(directory / "whole")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("after", [2, 3])
+@pytest.mark.parametrize("after", trials.by_default([2], [2, 3]))
 def test_cloning_goes_on_where_it_stopped(tmp_path, capsys, whole, after):
   """As if it had not, whether the last update was just saved or not."""
   run = small_runs.make_run(tmp_path, *CLONED, "name=parts")

@@ -17,16 +17,18 @@ Status = trajectory.TrajectoryStatus
     [
         pytest.param((), id="plain", marks=pytest.mark.slow),
         # The history is rewritten: an episode is several sequences.
-        pytest.param(("agent.max_images=1",), marks=pytest.mark.slow),
+        pytest.param(("agent.max_images=1",), id="window"),
         # Complaints, and completions that are cut.
         pytest.param(
             ("agent.on_parse_error=retry", "sampling.max_new_tokens=6"),
+            id="cut",
             marks=pytest.mark.slow,
         ),
         # Prompts that do not fit any more.
         pytest.param(
             ("engine.context_length=220", "agent.on_parse_error=retry",
              "sampling.temperature=3.0"),
+            id="context",
             marks=pytest.mark.slow,
         ),
     ],

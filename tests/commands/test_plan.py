@@ -26,9 +26,6 @@ from tunix.rl.multi_turn.policy import qwen_sizes
 
 TINY = ("policy.name=qwen3_vl_tiny", "topology=v5e:2x4", "--analytic")
 
-# One block is traced for all.
-STACKED = "policy.config.scan_layers=true"
-
 _LOOP = """
 import jax, json, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -334,9 +331,7 @@ def test_the_advice_makes_it_fit(capsys, monkeypatch):
 @pytest.fixture(scope="module")
 def spare():
   """Arguments of a run that leaves memory, and its plan."""
-  arguments = [
-      "topology=v5e:4x4", "policy=Qwen3-VL-2B", "--analytic", "--json", STACKED
-  ]  # pyformat: disable
+  arguments = ["topology=v5e:4x4", "policy=Qwen3-VL-2B", "--analytic", "--json"]
   with contextlib.redirect_stdout(io.StringIO()) as out:
     plan.main(arguments)
   return arguments, json.loads(out.getvalue())
@@ -393,7 +388,7 @@ def test_a_remat_left_to_the_run_is_the_fastest_that_fits(monkeypatch):
     assert plan_run.total(plan_run.memory(found)) <= most
     return found.model.config.remat
 
-  arguments = ["policy=Qwen3-VL-2B", STACKED]
+  arguments = ["policy=Qwen3-VL-2B"]
   runs = {
       remat: run_of(*arguments, f"policy.config.remat={remat}")
       for remat in config_checks.REMATS

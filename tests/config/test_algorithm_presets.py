@@ -3,7 +3,6 @@
 import pathlib
 
 import pytest
-import trials
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.config import train_config
@@ -41,7 +40,7 @@ def load(*overrides):
   return config_lib.load_config(["name=x", *overrides])
 
 
-@pytest.mark.parametrize("name", trials.some(NAMES))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_name_brings_its_preset_and_can_be_built(name):
   config = load(f"algorithm={name}", *NEEDED.get(name, ()))
   assert config.algorithm.name == name

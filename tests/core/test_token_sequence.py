@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import token_sequence
 
 GOOD = dict(
@@ -50,3 +51,21 @@ def test_a_trimmed_token_keeps_no_support():
   assert made.support.tolist() == [[-1, -1], [9, 6], [7, -1]]
   assert token_sequence.TokenSequence.from_json(trimmed.to_json()) == trimmed
   assert made.trimmed(2).support.tolist() == [[-1], [-1], [-1]]
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (dict(tokens=[[5, 6]]), r"tokens must be 1-D, got shape \(1, 2\)"),
+        (dict(entropies=[[0.1], [0.2]]), "Completion.entropies must be 1-D"),
+        (dict(support=[5, 6]), "Completion.support must be 2-D"),
+    ],
+)
+def test_a_completion_has_the_axes_that_it_documents(change, said):
+  fields = dict(
+      tokens=[5, 6], logprobs=[-1.0, -2.0], versions=[0, 0],
+      finish_reason=policy_client.FinishReason.STOP,
+  )  # pyformat: disable
+  policy_client.Completion(**fields)
+  with pytest.raises(ValueError, match=said):
+    policy_client.Completion(**{**fields, **change})

@@ -30,7 +30,6 @@ def _server(tmp_path_factory):
     yield found
 
 
-@pytest.mark.slow
 def test_every_operation_answers_as_its_document_says(server):
   """No 5xx, and no status or shape that is not written there."""
   sha, image = monitor_server.screenshot()

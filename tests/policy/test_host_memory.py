@@ -34,7 +34,6 @@ else:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
 def test_freed_memory_is_used_again_without_page_faults():
   done = subprocess.run(

@@ -6,7 +6,6 @@ import re
 import jax
 import pytest
 import small_runs
-import trials
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.engine import engine as engine_lib
@@ -68,7 +67,7 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize("overrides", trials.some(REFUSED))
+@pytest.mark.parametrize("overrides", REFUSED)
 def test_what_a_dry_run_refuses_a_run_refuses_in_the_same_words(
     overrides, nothing_compiled, capsys, tmp_path
 ):

@@ -115,7 +115,6 @@ def kill_often(folder, kills):
   assert set(clients.accepted.values()) == {1}, "delivered again"
 
 
-@pytest.mark.slow
 def test_three_kills_lose_and_repeat_nothing(tmp_path):
   kill_often(tmp_path, 3)
 

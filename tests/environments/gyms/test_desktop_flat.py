@@ -6,7 +6,6 @@ import gymnasium
 from gymnasium.utils import env_checker
 import numpy as np
 import pytest
-import trials
 from tunix.rl.multi_turn.core.gui_action import GuiAction
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms.desktop import env as env_lib
@@ -93,7 +92,7 @@ def test_an_algorithm_of_stable_baselines3_trains_on_it():
   assert policy.num_timesteps == 16
 
 
-@pytest.mark.parametrize("family", trials.some(desktop.families()))
+@pytest.mark.parametrize("family", desktop.families())
 @pytest.mark.parametrize("size", ((128, 96), (224, 160)))
 def test_oracle_solves_through_the_flat_space(family, size):
   env = make(family, split="eval", width=size[0], height=size[1])

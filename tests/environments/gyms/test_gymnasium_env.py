@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 import numpy as np
 import pytest
-import trials
 from tunix.rl.multi_turn.core.gui_action import GuiAction
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms.desktop import env as env_lib
@@ -39,7 +38,7 @@ def test_made_by_module_and_id():
   assert env.unwrapped.family == "open-icon"
 
 
-@pytest.mark.parametrize("family", trials.some(desktop.families()))
+@pytest.mark.parametrize("family", desktop.families())
 @pytest.mark.parametrize("difficulty", (0, 2))
 def test_oracle_solves_through_the_action_space(family, difficulty):
   env = make(
