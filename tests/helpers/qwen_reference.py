@@ -239,10 +239,6 @@ def _text_config(family: str, **changes) -> qwen_text_config.QwenTextConfig:
   )
 
 
-DIFFERENT = ("qwen3_vl_moe", "qwen3_5", "qwen2_5_vl")
-"""Families that share least: deepstack and experts; a recurrent state; windows
-and biases. Parts of GLM, Gemma and the dense Qwens are in slow tests."""
-
 TEXT_CONFIGS = {
     "qwen3": _text_config("qwen3"),
     "qwen3 tied": _text_config("qwen3", tie_word_embeddings=True),

@@ -19,6 +19,9 @@ from tunix.rl.multi_turn.policy import qwen_families
 FAMILIES = qwen_config.FAMILIES
 # OpenCUA's classes come with its checkpoints.
 OF_TRANSFORMERS = tuple(name for name in FAMILIES if name != "opencua")
+DIFFERENT = ("qwen3_vl_moe", "qwen3_5", "qwen2_5_vl")
+"""Families that share least: deepstack and experts; a recurrent state; windows
+and biases. Parts of GLM, Gemma and the dense Qwens are in slow tests."""
 
 
 def tiny(family, **text_changes):

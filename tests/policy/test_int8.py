@@ -20,9 +20,8 @@ from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import int8
 from tunix.rl.multi_turn.policy import lora
 
+from tests.policy import test_hf_checkpoint as checkpoints
 from tests.policy import test_lora as adapters
-
-qwen_reference = pytest.importorskip("qwen_reference")
 
 FAMILIES = adapters.FAMILIES
 pytestmark = pytest.mark.timeout(300)
@@ -86,7 +85,7 @@ def logits(model, seed=0):
 
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize(
-    "family", trials.by_default(qwen_reference.DIFFERENT, FAMILIES)
+    "family", trials.by_default(checkpoints.DIFFERENT, FAMILIES)
 )
 def test_the_copy_computes_with_the_rounded_weights(family, scan):
   model = adapters.policy(family, scan_layers=scan)

@@ -20,8 +20,6 @@ from tunix.rl.multi_turn.policy import qwen_vl_inputs
 
 from tests.policy import test_hf_checkpoint as checkpoints
 
-qwen_reference = pytest.importorskip("qwen_reference")
-
 FAMILIES = checkpoints.FAMILIES
 RANK, ALPHA = 4, 10.0
 # The tower as well, where it has names of its own and where it has not.
@@ -146,7 +144,7 @@ def test_an_adapter_on_a_single_block_runs_where_blocks_are_scanned():
 @pytest.mark.parametrize(
     "family,scan",
     trials.by_default(
-        [*((f, False) for f in qwen_reference.DIFFERENT), ("qwen3_vl", True)],
+        [*((f, False) for f in checkpoints.DIFFERENT), ("qwen3_vl", True)],
         [*((f, False) for f in FAMILIES), ("qwen3_vl", True)],
     ),
 )
@@ -204,7 +202,7 @@ def test_taking_it_off_copies_no_base_weight():
 
 @pytest.mark.parametrize(
     "family",
-    trials.by_default(qwen_reference.DIFFERENT, checkpoints.OF_TRANSFORMERS),
+    trials.by_default(checkpoints.DIFFERENT, checkpoints.OF_TRANSFORMERS),
 )
 def test_the_saved_file_added_to_the_reference_gives_our_logits(
     family, tmp_path

@@ -19,6 +19,8 @@ import trials as cases  # noqa: E402
 from tunix.rl.multi_turn.policy import hf_checkpoint  # noqa: E402
 from tunix.rl.multi_turn.policy import qwen_config  # noqa: E402
 
+from tests.policy import test_hf_checkpoint as checkpoints  # noqa: E402
+
 TOL = 1e-5
 # Rounding in float32 reaches 1.1e-5 in the gradients of GLM's vision tower.
 GRADIENT_TOL = {"glm4v": 2e-5}
@@ -26,11 +28,11 @@ CASES = 50
 
 configuration = pytest.mark.parametrize(
     "name",
-    cases.by_default(qwen_reference.DIFFERENT, qwen_reference.CONFIGS),
+    cases.by_default(checkpoints.DIFFERENT, qwen_reference.CONFIGS),
 )
 family = pytest.mark.parametrize(
     "name",
-    cases.by_default(qwen_reference.DIFFERENT, qwen_config.FAMILIES),
+    cases.by_default(checkpoints.DIFFERENT, qwen_config.FAMILIES),
 )
 
 
@@ -363,7 +365,7 @@ def _to_image_ends(is_vision_BT, done_B, count_B):
 @pytest.mark.parametrize(
     "name, patches",
     cases.by_default(
-        [(name, 800) for name in qwen_reference.DIFFERENT],
+        [(name, 800) for name in checkpoints.DIFFERENT],
         # OpenCUA's decoder is Qwen2.5-VL's.
         [*((name, 800) for name in qwen_config.FAMILIES if name != "opencua"),
          ("qwen3_vl", 0)],
