@@ -27,7 +27,7 @@ import pathlib
 import platform
 import subprocess
 import sys
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
 HERE = pathlib.Path(__file__).resolve().parent
 BASELINE = HERE / "baseline.json"
@@ -230,6 +230,10 @@ def run(benchmark: Benchmark) -> str | None:
   argv = [sys.executable, str(HERE / benchmark.script), *benchmark.arguments]
   log = FOUND / f"{benchmark.name}.log"
   print(f"== {benchmark.script} {' '.join(benchmark.arguments)}", flush=True)
+  measured = {
+      "on": f"{datetime.date.today():%Y-%m-%d}",
+      "load_before": round(os.getloadavg()[0], 1),
+  }
   with log.open("w", encoding="utf-8") as out:
     try:
       subprocess.run(
@@ -239,6 +243,8 @@ def run(benchmark: Benchmark) -> str | None:
     except subprocess.TimeoutExpired:
       return f"took more than {LIMIT:.0f} s"
   if made.is_file():
+    report = json.loads(made.read_text(encoding="utf-8"))
+    made.write_text(json.dumps(report | {"measured": measured}))
     return None
   last = log.read_text(encoding="utf-8", errors="replace").split("\n")
   said = [line for line in last if line.strip()] or ["it said nothing"]
@@ -255,6 +261,22 @@ def figures(benchmark: Benchmark) -> dict[str, float]:
     except KeyError:
       pass  # A peer that is not installed here.
   return found
+
+
+def measured(names: Iterable[str]) -> str:
+  """Days on which these were measured, and the load that they met."""
+  found = [
+      json.loads((FOUND / f"{name}.json").read_text()).get("measured")
+      for name in names
+  ]
+  if not all(found):
+    return "on unknown days"
+  days = sorted({one["on"] for one in found})
+  return (
+      " to ".join(dict.fromkeys((days[0], days[-1])))
+      + ", load before a benchmark at most"
+      f" {max(one['load_before'] for one in found)}"
+  )
 
 
 def _number(value: float) -> str:
@@ -293,8 +315,13 @@ def rows(
   return lines, worse
 
 
-def write_into(page: pathlib.Path, lines: Sequence[str]) -> None:
+def write_into(page: pathlib.Path, lines: Sequence[str], when: str) -> None:
   """Puts the table between the marks of a page.
+
+  Args:
+    page: Markdown.
+    lines: of the table.
+    when: see `measured`.
 
   Raises:
     SystemExit: the page has no marks.
@@ -306,9 +333,8 @@ def write_into(page: pathlib.Path, lines: Sequence[str]) -> None:
   _, tail = rest.split(END)
   here = machine()
   about = (
-      f"{datetime.date.today():%Y-%m-%d}, {here['processor']},"
-      f" {here['cores']} cores, JAX {here['jax']}, load before"
-      f" {os.getloadavg()[2]:.1f}."
+      f"{here['processor']}, {here['cores']} cores, JAX {here['jax']};"
+      f" measured {when}."
   )
   body = "\n".join([BEGIN, about, "", *lines, END])
   page.write_text(head + body + tail, encoding="utf-8")
@@ -355,6 +381,7 @@ def main() -> int:
     print(f"other work runs here (load {os.getloadavg()[0]:.1f}): only ratios"
           " mean something")  # pyformat: disable
   found: dict[str, float] = {}
+  shown = []
   failed = {}
   for benchmark in (b for b in TABLE if b.name in args.only):
     kept = args.again and (FOUND / f"{benchmark.name}.json").is_file()
@@ -362,6 +389,7 @@ def main() -> int:
     if reason is not None:
       failed[benchmark.name] = reason
       continue
+    shown.append(benchmark.name)
     found |= figures(benchmark)
   lines, worse = rows(found, baseline)
   print("\n" + "\n".join(lines))
@@ -370,7 +398,7 @@ def main() -> int:
   if args.save:
     save(args.save, found)
   if args.into:
-    write_into(args.into, lines)
+    write_into(args.into, lines, measured(shown))
   return 1 if worse or failed else 0
 
 

@@ -38,6 +38,7 @@ def test_a_benchmark_runs_and_its_figures_are_read(table):
   assert table.run(benchmark) is None
   found = table.figures(benchmark)
   assert set(found) == {"packed"} and found["packed"] > 1
+  assert "load before" in table.measured([benchmark.name])
 
 
 @pytest.mark.slow
@@ -91,13 +92,28 @@ def test_a_page_gets_the_table_between_its_marks(table, tmp_path):
   of(table)
   lines, _ = table.rows({"ratio": 2.5}, None)
   for _ in range(2):
-    table.write_into(page, lines)
+    table.write_into(page, lines, "on a day")
   text = page.read_text()
   assert text.startswith("before\n") and text.endswith("\nafter\n")
-  assert "old" not in text and text.count("| ratio | × | 2.5 |") == 1
+  assert "old" not in text and "measured on a day." in text
+  assert text.count("| ratio | × | 2.5 |") == 1
   page.write_text("nothing\n")
   with pytest.raises(SystemExit, match="has no lines"):
-    table.write_into(page, lines)
+    table.write_into(page, lines, "on a day")
+
+
+def test_days_and_load_are_those_of_each_benchmark(table):
+  table.FOUND.mkdir()
+  for name, on, load in (("a", "2026-01-02", 0.1), ("b", "2026-01-01", 0.7)):
+    (table.FOUND / f"{name}.json").write_text(
+        json.dumps({"measured": {"on": on, "load_before": load}})
+    )
+  assert table.measured(["a"]) == (
+      "2026-01-02, load before a benchmark at most 0.1"
+  )
+  assert table.measured(["a", "b"]).startswith("2026-01-01 to 2026-01-02, ")
+  (table.FOUND / "c.json").write_text("{}")
+  assert table.measured(["a", "c"]) == "on unknown days"
 
 
 def test_saving_keeps_what_this_machine_found_before(table, tmp_path):
