@@ -244,7 +244,7 @@ def run(benchmark: Benchmark) -> str | None:
       return f"took more than {LIMIT:.0f} s"
   if made.is_file():
     report = json.loads(made.read_text(encoding="utf-8"))
-    made.write_text(json.dumps(report | {"measured": measured}))
+    made.write_text(json.dumps({"report": report, "measured": measured}))
     return None
   last = log.read_text(encoding="utf-8", errors="replace").split("\n")
   said = [line for line in last if line.strip()] or ["it said nothing"]
@@ -253,8 +253,8 @@ def run(benchmark: Benchmark) -> str | None:
 
 def figures(benchmark: Benchmark) -> dict[str, float]:
   """Those of the report that it made; not those that it left out."""
-  report = json.loads((FOUND / f"{benchmark.name}.json").read_text())
-  found = {}
+  kept = json.loads((FOUND / f"{benchmark.name}.json").read_text())
+  report, found = kept["report"], {}
   for figure in benchmark.figures:
     try:
       found[figure.name] = round(figure.find(report), 4)
@@ -266,11 +266,9 @@ def figures(benchmark: Benchmark) -> dict[str, float]:
 def measured(names: Iterable[str]) -> str:
   """Days on which these were measured, and the load that they met."""
   found = [
-      json.loads((FOUND / f"{name}.json").read_text()).get("measured")
+      json.loads((FOUND / f"{name}.json").read_text())["measured"]
       for name in names
   ]
-  if not all(found):
-    return "on unknown days"
   days = sorted({one["on"] for one in found})
   return (
       " to ".join(dict.fromkeys((days[0], days[-1])))
