@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import shared_programs
+import small_runs
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.run import episodes as episodes_lib
@@ -12,15 +13,8 @@ from tunix.rl.multi_turn.run import proxy
 from tunix.rl.multi_turn.run import tasks as run_tasks
 from tunix.rl.multi_turn.trajectory_collector import groups as groups_lib
 
-SMALL = (
-    "tasks=[click-button, enter-text]",
-    "collect.group_size=4",
-    "collect.min_valid=2",
-    "learner.groups_per_step=2",
-    "engine.slots=8",
-    "collect.concurrency=8",
-    "report.progress=none",
-)
+# Equal sizes are compiled once, with those of other small runs.
+SMALL = (*small_runs.SMALL, "tasks=[click-button, enter-text]")
 
 
 class Both:

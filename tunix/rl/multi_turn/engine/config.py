@@ -58,11 +58,11 @@ class EngineConfig:
   )
   share_prefixes: Literal["auto", "true", "false"] = _opt(
       default="auto",
-      doc="true: sessions whose tokens begin alike share pages, and the engine"
-      " prefills them once. In lockstep the last bits of a log-prob then"
-      " depend on the sessions that begin together, so that a run that is"
-      " stopped and resumed is equal to one that was not but for rounding."
-      " auto: true unless in lockstep.",
+      doc="true, and auto: sessions whose tokens begin alike share pages, and"
+      " the engine prefills them once. In lockstep a batch of new sessions"
+      " begins without the pages of earlier ones, so that a resumed run is"
+      " equal to one that went on; the last bits of a log-prob depend on the"
+      " sessions that begin together.",
   )
   decode_steps_per_call: int = _opt(
       default=8,
@@ -217,9 +217,7 @@ class EngineConfig:
 
   @property
   def shares_prefixes(self) -> bool:
-    if self.share_prefixes == "auto":
-      return not self.is_lockstep
-    return self.share_prefixes == "true"
+    return self.share_prefixes != "false"
 
   def resolved(self, *, lockstep: bool) -> EngineConfig:
     """A copy whose lockstep is decided: "auto" becomes `lockstep`."""

@@ -245,7 +245,7 @@ METRICS: dict[str, Metric] = {
         "Prompt tokens computed, for each that no earlier prompt of the same"
         " weights began with; sampled tokens need no computing again.",
         "Above 1.05: sessions lose their pages (raise engine.cache_tokens), or"
-        " engine.share_prefixes is false, or auto in lockstep.",
+        " engine.share_prefixes is false.",
     ),
     "batch_occupancy": Metric(
         "",
