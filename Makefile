@@ -22,8 +22,6 @@ PIP_FLAGS := $(if $(filter 1,$(V)),,-qq) --disable-pip-version-check
 CLONE := $(shell printf %s "$(CURDIR)" | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.tunix-multi-turn-$(CLONE)
 SOURCES := pyproject.toml constraints.txt
-# glibc takes it from the environment only: see policy/host_memory.py.
-export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 BROWSER := $(if $(findstring miniwob,$(ARGS)),-browser)
 # A new run has a Training Monitor of its own, unless ARGS say something of it.
 OWN_MONITOR := $(if $(findstring monitor.,$(ARGS))$(findstring resume,$(ARGS)),,monitor.embedded=true)

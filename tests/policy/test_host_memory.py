@@ -5,17 +5,17 @@ import subprocess
 import sys
 
 import pytest
-from tunix.rl.multi_turn.policy import host_memory
 
 SCRIPT = """
 import concurrent.futures
 import resource
+import numpy as np
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.policy import host_memory
 
 def allocate(times):
   for _ in range(times):
-    b"1" * (1 << 26)  # 16,384 pages; numpy would ask for huge ones itself.
+    np.ones(1 << 24, np.float32)  # 64 MiB: 16,384 pages.
 
 def faults():
   before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -27,16 +27,14 @@ def faults():
 if host_memory.tune():
   faults()
   found = faults()
-  assert found < 50_000, found  # Of 524,288 pages.
+  assert found < 1000, found
   print("kept")
 else:
   print("no glibc")
 """
 
 
-@pytest.mark.skipif(
-    not host_memory.huge_pages_on_request(), reason="no huge pages on request"
-)
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
 def test_freed_memory_is_used_again_without_page_faults():
   done = subprocess.run(
       [sys.executable, "-c", SCRIPT],
@@ -44,25 +42,7 @@ def test_freed_memory_is_used_again_without_page_faults():
       text=True,
       timeout=120,
       check=False,
-      env={**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+      env={**os.environ, "MALLOC_ARENA_MAX": "1"},
   )
   assert done.returncode == 0, done.stderr[-2000:]
   assert done.stdout.strip() in ("kept", "no glibc")
-
-
-def test_advice_is_given_where_it_helps(monkeypatch, tmp_path):
-  mode = tmp_path / "enabled"
-  monkeypatch.setattr(host_memory, "_HUGE_PAGES", mode)
-  monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-  assert host_memory.advice() is None  # No such Linux.
-  for text, helps in (
-      ("always [madvise] never", True), ("[always] madvise never", False),
-      ("always madvise [never]", False),
-  ):  # pyformat: disable
-    mode.write_text(text)
-    assert bool(host_memory.advice()) == helps
-  mode.write_text("always [madvise] never")
-  given = host_memory.advice().partition(" ")[0]
-  variable, _, value = given.partition("=")
-  monkeypatch.setenv(variable, value)
-  assert host_memory.advice() is None

@@ -207,8 +207,6 @@ def run_to_end(run: Run, *, quiet: bool = False) -> int:
         print(f"run directory: {run.directory}", file=sys.stderr)
         for changed in run.changed:
           print(f"note: {changed}", file=sys.stderr)
-        if hint := host_memory.advice():
-          print(f"note: {hint}", file=sys.stderr)
       status, error = execute(run)
   except KeyboardInterrupt:
     print(f"interrupted at once; {_how_to_resume(run)}")
