@@ -21,6 +21,7 @@ from safetensors import safe_open
 import small_runs
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
+from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.environments.gyms.miniwob import gym as miniwob_gym
 from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
 from tunix.rl.multi_turn.policy import lora
@@ -438,6 +439,28 @@ def test_interrupt_saves_and_says_how_to_resume(tmp_path):
   assert f"resume={tmp_path / 'i'}" in said
   assert list((tmp_path / "i" / "checkpoints").iterdir())
   assert small_runs.summary_of(tmp_path / "i")["status"] == "interrupted"
+
+
+def test_a_stop_just_after_an_evaluation_is_an_interrupt(tmp_path):
+  """Its last update is evaluated, and yet it is not complete."""
+  run = small_runs.make_run(
+      tmp_path, "name=s", "steps=3", "eval.every=1",
+      "eval.modes=[sampled]", "eval.episodes_per_task=1",
+      "warm_start.source=none", "warm_start.steps=0",
+      "algorithm.entropy_coef=0.1", "learner.skip_zero_advantage=false",
+  )  # pyformat: disable
+
+  class Stopper:
+
+    def on_event(self, event):
+      if isinstance(event, events.EvalFinished) and event.name == "step_1":
+        run.stop.set()
+
+  with run:
+    run.observers.add(Stopper())
+    assert train.execute(run) == ("interrupted", None)
+  summary = small_runs.summary_of(tmp_path / "s")
+  assert (summary["status"], summary["step"]) == ("interrupted", 1)
 
 
 @pytest.mark.slow

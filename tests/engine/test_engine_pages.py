@@ -271,6 +271,80 @@ async def test_many_sessions_in_a_small_cache(make, model, store):
   assert held(engine) == 0
 
 
+class TellingPolicy(micro.MicroPolicy):
+  """What it computes of a token tells which program has computed it."""
+
+  def extend(self, tokens, positions, starts, lengths, cache, *images):
+    told = 0.1 * tokens.shape[1] + 0.01 * cache["kv"].shape[2]
+    told += 0.001 * starts[:, None, None]
+    return super().extend(
+        tokens, positions + told, starts, lengths, cache, *images
+    )
+
+
+def test_in_lockstep_no_bit_depends_on_other_sessions(store):
+  """On whether they share, who else is there, or what was there before."""
+  stop, model = 5, TellingPolicy(nnx.Rngs(0))
+
+  def make(**options):
+    return micro.make_engine(
+        model,
+        store,
+        lockstep="true",
+        prefill_buckets=(8, 24),
+        cache_tokens=12 * micro.CONTEXT,
+        **options,
+    )
+
+  async def episode(engine, i):
+    everyone, group, own = (
+        np.random.default_rng([kind, n])
+        for kind, n in enumerate((0, i // 3, i))
+    )
+    tokens = micro.with_text(np.zeros(0, np.int32), everyone, 19)
+    tokens = np.where(tokens == stop, 6, tokens)
+    tokens = np.append(tokens, stop).astype(np.int32)
+    tokens = micro.with_text(tokens, group, 5 + i // 3)
+    tokens, spans = micro.with_image(
+        tokens, (), micro.picture(store, group, (16, 8))
+    )
+    found = []
+    for turn in range(3):
+      sampling = Sampling(
+          max_new_tokens=5, seed=i // 2 + turn, stop_token_ids=(stop,)
+      )
+      got = await engine.generate(
+          micro.prompt_of(tokens, spans), sampling, session=f"s{i}"
+      )
+      found.append((got.tokens.tolist(), got.logprobs.tobytes()))
+      rng = group if i % 2 else own
+      tokens = micro.with_text(np.append(tokens, got.tokens), rng, 4)
+    await engine.release(f"s{i}")
+    return found
+
+  async def play(engine, size):
+    found = []
+    for start in range(0, 12, size):
+      some = range(start, min(start + size, 12))
+      for i in some:
+        engine.open_session(f"s{i}")
+      found += await asyncio.gather(*(episode(engine, i) for i in some))
+    return found
+
+  def played(engine, together):
+    return asyncio.run(asyncio.wait_for(play(engine, together), 250))
+
+  with make(share_prefixes="false") as alone, make() as engine:
+    want = played(alone, 12)
+    spent = alone.stats()["prefilled_tokens"]
+    for together in (12, 5, 1):
+      before = engine.stats()["prefilled_tokens"]
+      assert want == played(engine, together), together
+      stats = engine.stats()
+      assert stats["prefilled_tokens"] - before < 0.6 * spent
+    assert stats["evictions"] == 0 and stats["copied_pages"]
+
+
 def play_group(engine, store, delay_seed):
   """Groups of three that begin alike, in a cache too small for them."""
   delays = np.random.default_rng(delay_seed)
@@ -287,11 +361,7 @@ def play_group(engine, store, delay_seed):
           Sampling(max_new_tokens=5, seed=100 * i + len(tokens)),
           session=f"g{i}",
       )
-      found.append((
-          got.tokens.tolist(),
-          got.logprobs.tobytes(),
-          got.metrics["prefilled_tokens"],
-      ))
+      found.append((got.tokens.tolist(), got.logprobs.tobytes()))
       tokens = micro.with_text(np.append(tokens, got.tokens), rng, 2)
       await asyncio.sleep(delays.random() * 0.02)
     await engine.release(f"g{i}")

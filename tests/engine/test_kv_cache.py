@@ -1,5 +1,7 @@
 """Pages of the KV cache: who holds them, and what is found in them."""
 
+import functools
+
 import hypothesis
 from hypothesis import strategies as st
 import numpy as np
@@ -40,6 +42,8 @@ class Model:
     self.content = [None] * (pages * SIZE)
     self.sequences = {}
     self.weights = 0
+    # Of sequences with a plan: each token's program, had they computed it.
+    self.alone = {}
 
   def check_found(self, seq, own):
     """What came from others is all of the present weights."""
@@ -58,6 +62,8 @@ class Model:
       for i in range(seq.cached):
         place = seq.pages[i // SIZE] * SIZE + i % SIZE
         assert self.content[place][1] == tuple(seq.tokens[: i + 1])
+        if seq in self.alone:
+          assert self.content[place][2] == tuple(self.alone[seq][: i + 1])
     assert self.pool.available == self.pool.capacity - len(held)
     if not self.share:
       assert all(count == 1 for count in held.values())
@@ -70,13 +76,32 @@ class Model:
       at = slice(source * SIZE, (source + 1) * SIZE)
       self.content[target * SIZE : (target + 1) * SIZE] = self.content[at]
 
-  def write(self, seq, start, end):
+  def write(self, seq, start, end, program=0):
+    before = ()
+    if start:
+      place = seq.pages[(start - 1) // SIZE] * SIZE + (start - 1) % SIZE
+      before = self.content[place][2]
     for i in range(start, end):
       page = seq.pages[i // SIZE]
       readers = [s for s in self.sequences.values() if page in s.pages]
       assert readers == [seq]
-      computed = (self.weights, tuple(seq.tokens[: i + 1]))
+      before += (program,)
+      computed = (self.weights, tuple(seq.tokens[: i + 1]), before)
       self.content[page * SIZE + i % SIZE] = computed
+
+
+def common_of(a, b):
+  n = min(len(a), len(b))
+  differ = np.flatnonzero(a[:n] != b[:n])
+  return differ[0] if len(differ) else n
+
+
+def calls(chunk, goal, start):
+  """Equal chunks, each a program of its own."""
+  while start < goal:
+    end = min(start + chunk, goal)
+    yield end, kv_cache.program_name(start, chunk)
+    start = end
 
 
 TOKENS = st.lists(st.integers(0, 1), min_size=2, max_size=18)
@@ -87,6 +112,7 @@ TOKENS = st.lists(st.integers(0, 1), min_size=2, max_size=18)
     pages=st.integers(6, 16),
     share=st.booleans(),
     copies=st.booleans(),
+    planned=st.booleans(),
     steps=st.lists(
         st.tuples(
             st.integers(0, 3),
@@ -97,8 +123,13 @@ TOKENS = st.lists(st.integers(0, 1), min_size=2, max_size=18)
         max_size=30,
     ),
 )
-def test_pages_hold_what_their_sequences_say(pages, share, copies, steps):
-  """Any order of beginning, growing, resting, clearing and new weights."""
+def test_pages_hold_what_their_sequences_say(
+    pages, share, copies, planned, steps
+):
+  """Any order of beginning, growing, resting, clearing and new weights.
+
+  With a plan a sequence holds what it had computed without the others.
+  """
   model = Model(pages, share, copies)
   for name, action, tokens, chunk in steps:
     seq = model.sequences.setdefault(name, sequence(model.pool, share))
@@ -114,10 +145,17 @@ def test_pages_hold_what_their_sequences_say(pages, share, copies, steps):
     else:
       tokens = np.asarray(tokens, np.int32)
       before = seq.tokens[: seq.cached].copy()
-      common = seq.begin(tokens, (), len(tokens) - 1)
-      n = min(len(before), len(tokens))
-      differ = np.flatnonzero(before[:n] != tokens[:n])
-      assert common == (differ[0] if len(differ) else n)
+      goal = len(tokens) - 1
+      plan = None
+      if planned:
+        plan = functools.partial(calls, chunk, goal)
+        own = min(common_of(before, tokens), goal)
+        alone = model.alone.get(seq, [])[:own]
+        for end, program in plan(own):
+          alone += [program] * (end - len(alone))
+        model.alone[seq] = alone
+      common = seq.begin(tokens, (), goal, plan)
+      assert common == common_of(before, tokens)
       assert seq.cached <= len(tokens) - 1
       if not seq.grow(len(tokens)):
         model.copy()
@@ -128,9 +166,10 @@ def test_pages_hold_what_their_sequences_say(pages, share, copies, steps):
       model.check()
       model.check_found(seq, min(common, len(tokens) - 1))
       for start in range(seq.cached, len(tokens) - 1, chunk):
-        end = min(start + chunk, len(tokens) - 1)
-        model.write(seq, start, end)
-        seq.advance(end)
+        end = min(start + chunk, goal)
+        program = kv_cache.program_name(start, chunk)
+        model.write(seq, start, end, program)
+        seq.advance(end, program)
         seq.announce()
         model.check()
     model.check()
@@ -145,9 +184,30 @@ def test_equal_beginnings_share_whole_pages():
   assert fill(a, range(10)) == 0
   assert fill(b, [*range(8), 50, 51, 52]) == 8
   assert a.pages[:2] == b.pages[:2] and a.pages[2] != b.pages[2]
-  assert pool.found == 2
+  assert pool.adopted == 2 * SIZE
   alone = sequence(pool, share=False)
   assert fill(alone, range(10)) == 0
+
+
+def test_a_plan_shares_whole_calls_of_the_same_programs():
+  pool = kv_cache.PagePool(32, SIZE, copies=True)
+  tokens = np.arange(12, dtype=np.int32)
+
+  def begun(tokens, chunk):
+    seq, goal = sequence(pool), len(tokens) - 1
+    plan = functools.partial(calls, chunk, goal)
+    seq.begin(np.asarray(tokens, np.int32), (), goal, plan)
+    return seq, plan
+
+  first, plan = begun(tokens, 6)
+  assert first.grow(12)
+  for end, program in plan(0):
+    first.advance(end, program)
+    first.announce()
+  assert begun(tokens, 6)[0].cached == 11
+  assert begun(tokens[:10], 6)[0].cached == 9
+  assert begun([*tokens[:10], 50, 51], 6)[0].cached == 6  # Not 10.
+  assert begun(tokens, 5)[0].cached == begun(tokens, 8)[0].cached == 0
 
 
 def test_the_page_where_sequences_part_is_copied():
@@ -160,7 +220,7 @@ def test_the_page_where_sequences_part_is_copied():
   assert pool.take_copies() == [
       (a.pages[2], b.pages[2]), (a.pages[1], c.pages[1])
   ]  # pyformat: disable
-  assert pool.copied == 1 + 2
+  assert pool.adopted == 9 + 6
   # Other pixels are others here as well.
   tokens = [7, 1, 1, 8]
   fill(a, tokens, (image(0, 1, 2),))

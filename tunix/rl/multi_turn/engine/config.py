@@ -59,10 +59,9 @@ class EngineConfig:
   share_prefixes: Literal["auto", "true", "false"] = _opt(
       default="auto",
       doc="true, and auto: sessions whose tokens begin alike share pages, and"
-      " the engine prefills them once. In lockstep a batch of new sessions"
-      " begins without the pages of earlier ones, so that a resumed run is"
-      " equal to one that went on; the last bits of a log-prob depend on the"
-      " sessions that begin together.",
+      " the engine prefills them once. In lockstep a session takes what it"
+      " would have computed in the same calls, a member of a group its whole"
+      " prompt, so that no bit of a log-prob depends on other sessions.",
   )
   decode_steps_per_call: int = _opt(
       default=8,

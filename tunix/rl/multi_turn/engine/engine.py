@@ -398,10 +398,7 @@ class RolloutEngine:
         "sessions": len(scheduler.slots.sessions),
         "pages": pages,
         "pages_held": pages - sum(pool.available for pool in pools),
-        "shared_tokens": (
-            sum(pool.found for pool in pools) * self._state.page_size
-            + sum(pool.copied for pool in pools)
-        ),
+        "shared_tokens": sum(pool.adopted for pool in pools),
         "version": scheduler.version,
         "compile_count": self._programs.compile_count,
         "compile_seconds": self._programs.compile_seconds,

@@ -7,6 +7,9 @@ part within a page, the later one gets a copy of the page. `PagePool` counts
 holders, `CachedSequence` is one session's pages. On a mesh each shard of the
 cache has a pool of its own, whose numbers count within the shard.
 
+A sequence that is given a `Plan` shares nothing but what it would have computed
+to the bit: what calls of the same program have computed from the same tokens.
+
 Promises: one sequence alone writes a page, and not once it is published; a held
 page is never handed out again; pages without a holder are reused in the order
 in which they were dropped, ends of sequences first. The first `cached` tokens
@@ -21,8 +24,9 @@ not thread-safe.
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
-from typing import Sequence
+from typing import Callable, Iterable, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import trajectory
@@ -30,8 +34,13 @@ from tunix.rl.multi_turn.core import trajectory
 ROOT = b""
 """The key before a sequence's first page."""
 
+Plan = Callable[[int], Iterable[tuple[int, int]]]
+"""From a token on, the calls that compute a sequence: where each ends, and the
+name of its program, 64 bits."""
+
 _NO_LIMIT = 1 << 30
 _NO_TOKENS = np.zeros(0, np.int32)
+_NO_NAMES = np.zeros(0, np.uint64)
 _MOST_ALIKE = 64  # Pages that begin with one token after one parent.
 
 
@@ -72,6 +81,7 @@ def page_key(
     tokens: np.ndarray,
     start: int,
     spans: Sequence[trajectory.ImageSpan],
+    programs: np.ndarray = _NO_NAMES,
 ) -> bytes:
   """Names a page's content: its tokens, its pixels, and all before it.
 
@@ -80,14 +90,24 @@ def page_key(
     tokens: int32[page size], those of the page.
     start: place of the first of them in its sequence.
     spans: images of the sequence, in order.
+    programs: uint64[page size], the programs that compute them; empty where
+      any will do.
   """
   digest = hashlib.blake2b(parent, digest_size=16)
   digest.update(np.ascontiguousarray(tokens, np.int32).tobytes())
+  digest.update(programs.tobytes())
   end = start + len(tokens)
   for span in spans:
     if span.offset < end and span.end > start:
       digest.update(f"{span.image.sha256}@{span.offset - start}".encode())
   return digest.digest()
+
+
+@functools.lru_cache(maxsize=4096)
+def program_name(*parts: str | int | bool) -> int:
+  """64 bits that stand for these parts, the same in every process."""
+  digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+  return int.from_bytes(digest, "little")
 
 
 class PagePool:
@@ -114,8 +134,7 @@ class PagePool:
     self.page_size = page_size
     self.keeps_state = keeps_state
     self.copies = copies
-    self.found = 0  # Pages that `find` has found, ever.
-    self.copied = 0  # Tokens that copies have saved, ever.
+    self.adopted = 0  # Tokens that sequences took from others, ever.
     self._holders = [0] * pages
     self._keys: list[bytes | None] = [None] * pages
     self._by_key: dict[bytes, int] = {}
@@ -180,12 +199,15 @@ class PagePool:
     self._holders[page] = 1
     return page
 
+  def __contains__(self, key: bytes) -> bool:
+    """Whether a page is published under `key`."""
+    return key in self._by_key
+
   def find(self, key: bytes) -> int | None:
     """Holds the page published under `key`, if there is one."""
     page = self._by_key.get(key)
     if page is not None:
       self._hold(page)
-      self.found += 1
     return page
 
   def _hold(self, page: int) -> None:
@@ -209,7 +231,12 @@ class PagePool:
       self._places[page] = place
 
   def copy(
-      self, parent: bytes, ids: np.ndarray, held: int, target: int | None
+      self,
+      parent: bytes,
+      ids: np.ndarray,
+      held: int,
+      target: int | None,
+      least: int = 1,
   ) -> tuple[int, int] | None:
     """Lists a copy of the page that begins with the most of these ids.
 
@@ -218,12 +245,13 @@ class PagePool:
       ids: `content_ids` of the tokens wanted, one at least.
       held: leading ones that the target holds already.
       target: a page that one sequence holds and may write; None = a new one.
+      least: leading ids that are of use.
 
     Returns:
-      (target, leading ids it will hold); None: no page has more than `held`,
-      or none is left to copy to.
+      (target, leading ids it will hold); None: no page has more than `held`
+      and `least` at least, or none is left to copy to.
     """
-    best, source = held, 0
+    best, source = max(held, least - 1), 0
     for page, known in self._alike.get((parent, int(ids[0])), {}).items():
       if page != target and (count := _alike(known, ids)) > best:
         best, source = count, page
@@ -238,7 +266,6 @@ class PagePool:
     if (former := self._copies.pop(target, None)) is not None:
       self.drop([former])
     self._copies[target] = source
-    self.copied += best - held
     return target, best
 
   def take_copies(self) -> list[tuple[int, int]]:
@@ -358,12 +385,16 @@ class CachedSequence:
     self._keys: list[bytes] = []
     self._published = 0  # Leading pages that are published or need not be.
     self._stale = False  # Holds keys and values of older weights.
+    # With a plan: where its calls end, and the program of each token.
+    self._ends: list[int] | None = None
+    self._programs = _NO_NAMES
 
   def begin(
       self,
       tokens: np.ndarray,
       spans: tuple[trajectory.ImageSpan, ...],
       limit: int,
+      plan: Plan | None = None,
   ) -> int:
     """Turns into another sequence; keeps and finds its cached prefix.
 
@@ -371,6 +402,8 @@ class CachedSequence:
       tokens: int32, `limit` or more; kept, and read again as it grows.
       spans: images of these tokens.
       limit: tokens that the cache may serve at most.
+      plan: the calls that compute it up to the limit; None: it shares what
+        any calls have computed.
 
     Returns:
       Leading tokens that the new sequence shares with the cached one.
@@ -390,12 +423,83 @@ class CachedSequence:
     del self._keys[shared // size :]
     self._published = shared // size
     self.tokens, self.spans, self.cached = tokens, spans, shared
+    if plan is None:
+      self._ends, self._programs = None, _NO_NAMES
+    else:
+      self._ends = []
+      for end, program in plan(shared):
+        self._name(self._ends[-1] if self._ends else shared, end, program)
+        self._ends.append(end)
     self.adopt(limit)
     return common
 
+  def _name(self, start: int, end: int, program: int) -> None:
+    """Notes the program of tokens from `start` on."""
+    if len(self._programs) < end:
+      more = np.zeros(2 * end - len(self._programs), np.uint64)
+      self._programs = np.concatenate([self._programs, more])
+    self._programs[start:end] = program
+    del self._keys[start // self._pool.page_size :]
+
+  def ids(self, start: int, end: int) -> np.ndarray:
+    """uint64[end - start]: names of tokens, and of their programs where these
+    matter."""
+    ids = content_ids(self.tokens, self.spans, start, end)
+    return ids if self._ends is None else ids ^ self._programs[start:end]
+
+  def next_end(self, limit: int) -> int | None:
+    """Where the next call of the plan ends; None without a plan."""
+    if self._ends is None:
+      return None
+    return next((e for e in self._ends if self.cached < e), limit)
+
   def adopt(self, limit: int) -> int:
     """Takes pages that others have published; returns the tokens gained."""
-    size, before = self._pool.page_size, self.cached
+    before = self.cached
+    if self._ends is None:
+      self._adopt_pages(limit)
+      self._adopt_part(limit)
+    elif self.shares:
+      for end in reversed(self._ends):
+        if end <= self.cached or self._adopt_calls(end):
+          break
+    self._pool.adopted += self.cached - before
+    return self.cached - before
+
+  def _adopt_calls(self, end: int) -> bool:
+    """Takes what others have computed up to the end of a call, if all of it
+    can be had."""
+    size, pool = self._pool.page_size, self._pool
+    block, held = divmod(self.cached, size)
+    whole, part = divmod(end, size)
+    keys = [self._key(i) for i in range(block, whole)]
+    if not all(key in pool for key in keys) or (part and not pool.copies):
+      return False
+    found = [pool.find(key) for key in keys]
+    pages = [page for page in found if page is not None]
+    target: list[int] = []
+    if part:
+      own = self.pages[whole] if whole < len(self.pages) else None
+      copied = pool.copy(
+          self.parent_key(whole),
+          self.ids(whole * size, end),
+          0 if pages else held,
+          own,
+          least=part,
+      )
+      if copied is None:
+        pool.drop(pages)
+        return False
+      if own is None:
+        target = [copied[0]]
+    former = self.pages[block:whole]
+    self.pages[block:whole] = pages + target
+    pool.drop(former)
+    self.cached, self._published = end, max(self._published, whole)
+    return True
+
+  def _adopt_pages(self, limit: int) -> None:
+    size = self._pool.page_size
     while (key := self.next_key(limit)) is not None:
       page = self._pool.find(key)
       if page is None:
@@ -408,8 +512,6 @@ class CachedSequence:
         self.pages.append(page)
       self.cached = (block + 1) * size
       self._published = block + 1
-    self._adopt_part(limit)
-    return self.cached - before
 
   def _adopt_part(self, limit: int) -> None:
     """Lists a copy of the page that begins as the next one is to begin."""
@@ -418,7 +520,7 @@ class CachedSequence:
     end = min(limit, (block + 1) * size)
     if not (self._pool.copies and self.shares) or end <= self.cached:
       return
-    ids = content_ids(self.tokens, self.spans, block * size, end)
+    ids = self.ids(block * size, end)
     own = self.pages[block] if block < len(self.pages) else None
     copied = self._pool.copy(self.parent_key(block), ids, held, own)
     if copied is not None:
@@ -449,8 +551,15 @@ class CachedSequence:
       self.pages.append(page)
     return True
 
-  def advance(self, cached: int) -> None:
-    """Records that so many tokens are cached; publishes the full pages."""
+  def advance(self, cached: int, program: int = 0) -> None:
+    """Records that so many tokens are cached; publishes the full pages.
+
+    Args:
+      cached: leading tokens.
+      program: that has computed the new ones, where there is a plan.
+    """
+    if self._ends is not None:
+      self._name(self.cached, cached, program)
     self.cached = cached
     if not self._share or self._stale:
       return
@@ -471,9 +580,7 @@ class CachedSequence:
       return
     start = block * self._pool.page_size
     self._pool.announce(
-        self.pages[block],
-        self.parent_key(block),
-        content_ids(self.tokens, self.spans, start, end),
+        self.pages[block], self.parent_key(block), self.ids(start, end)
     )
 
   def rest(self) -> None:
@@ -504,6 +611,9 @@ class CachedSequence:
     while len(self._keys) <= block:
       i = len(self._keys)
       parent = self._keys[-1] if i else ROOT
-      tokens = self.tokens[i * size : (i + 1) * size]
-      self._keys.append(page_key(parent, tokens, i * size, self.spans))
+      at = slice(i * size, (i + 1) * size)
+      tokens, programs = self.tokens[at], self._programs[at]
+      self._keys.append(
+          page_key(parent, tokens, i * size, self.spans, programs)
+      )
     return self._keys[block]

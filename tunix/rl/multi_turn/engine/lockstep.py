@@ -78,9 +78,6 @@ class RoundTimer:
     batch = sorted(
         slots.waiting, key=lambda r: slots.sessions[r.session].order
     )
-    if not any(s.length for s in slots.sessions.values()):
-      # So that a run resumed here finds what one that went on finds: nothing.
-      scheduler.forget_pages()
     slots.start_batch(batch)
 
   def _batch_waits(self) -> bool:

@@ -1,9 +1,10 @@
 """Prefills the prompts of active requests, in chunks.
 
-Promises: tokens that several prompts begin with are computed once; a chunk ends
-within no image whose tokens see each other; the most urgent requests come
-first; a request whose images or positions cannot be had fails alone. The shapes
-of a request's calls follow from the request.
+Promises: tokens that several prompts begin with are computed once (in lockstep
+where they are computed alike: `Prefill.plan`); a chunk ends within no image
+whose tokens see each other; the most urgent requests come first; a request
+whose images or positions cannot be had fails alone. The shapes of a request's
+calls follow from the request.
 
 Synchronous and single-threaded: the scheduler's.
 
@@ -13,7 +14,7 @@ Axis names: see `scheduler`.
 from __future__ import annotations
 
 import time
-from typing import Callable, NamedTuple, Sequence
+from typing import Callable, Iterator, NamedTuple, Sequence
 
 import jax
 import numpy as np
@@ -98,6 +99,11 @@ class _Chunk(NamedTuple):
   positions: np.ndarray
 
 
+def _prefill_name(start: int, tokens: int, window: int) -> int:
+  """Of the program that computes tokens from `start` on."""
+  return kv_cache.program_name("prefill", start, tokens, window)
+
+
 def _before_image(images: Sequence[trajectory.ImageSpan], end: int) -> int:
   """`end`, or where the image begins that it would part.
 
@@ -106,7 +112,34 @@ def _before_image(images: Sequence[trajectory.ImageSpan], end: int) -> int:
   return next((s.offset for s in images if s.offset < end < s.end), end)
 
 
-class _Coming:
+class _ComingCalls:
+  """What each request computes next, for later ones to wait: in lockstep."""
+
+  def __init__(self, pool: kv_cache.PagePool):
+    self._size = pool.page_size
+    self._names: set[tuple[int, bytes, bytes]] = set()
+
+  def _name(
+      self, sequence: kv_cache.CachedSequence, goal: int, shard: int
+  ) -> tuple[int, bytes, bytes]:
+    block = sequence.cached // self._size
+    ids = sequence.ids(block * self._size, sequence.next_end(goal))
+    return shard, sequence.parent_key(block), ids.tobytes()
+
+  def add(
+      self, sequence: kv_cache.CachedSequence, goal: int, shard: int
+  ) -> None:
+    """The next call of a sequence will be made."""
+    self._names.add(self._name(sequence, goal, shard))
+
+  def serves(
+      self, sequence: kv_cache.CachedSequence, goal: int, shard: int
+  ) -> bool:
+    """Whether another sequence makes the next call of this one."""
+    return self._name(sequence, goal, shard) in self._names
+
+
+class _ComingPages:
   """The page that each request of a call fills next, for later ones to wait.
 
   One page of a request is enough: a later request that would gain from a page
@@ -125,9 +158,7 @@ class _Coming:
     """A sequence will be cached up to `goal` tokens."""
     block = sequence.cached // self._size
     start = block * self._size
-    ids = kv_cache.content_ids(
-        sequence.tokens, sequence.spans, start, min(start + self._size, goal)
-    )
+    ids = sequence.ids(start, min(start + self._size, goal))
     place = shard, sequence.parent_key(block)
     self._ids.setdefault(place, []).append(ids)
 
@@ -141,7 +172,7 @@ class _Coming:
     if not coming:
       return False
     end = min(start + self._size, goal)
-    ids = kv_cache.content_ids(sequence.tokens, sequence.spans, start, end)
+    ids = sequence.ids(start, end)
     least = len(ids)
     if self._copies:
       need = goal - sequence.cached
@@ -217,15 +248,14 @@ class Prefill:
     """Requests that need a chunk, by (chunk, window); whether any is ready."""
     # Shapes follow from a request alone.
     groups: dict[tuple[int, int], list[requests_lib.Request]] = {}
-    coming = _Coming(self._slots.pools[0])
+    kind = _ComingCalls if self._buckets.fixed_rows else _ComingPages
+    coming = kind(self._slots.pools[0])
     ready = False
     for request in sorted(self._slots.active, key=lambda r: r.turn):
       sequence, goal = self._slots.sequence(request), request.length - 1
       if sequence.adopt(goal):
         self._slots.start[request.slot] = sequence.cached
-      room = self._slots.pools[0].room(sequence.cached)
-      need = min(goal - sequence.cached, room)
-      if need <= 0:
+      if sequence.cached >= goal:
         ready = True
         continue
       if sequence.shares:
@@ -233,11 +263,39 @@ class Prefill:
         if coming.serves(sequence, goal, shard):
           continue  # Will be adopted.
         coming.add(sequence, goal, shard)
-      size = buckets_lib.smallest(self._buckets.tokens, need)
-      end = max(size, sequence.cached + min(need, size))
-      window = buckets_lib.smallest(self._buckets.windows, end)
+      _, size, window = self._shape(request, sequence.cached, goal)
       groups.setdefault((size, window), []).append(request)
     return groups, ready
+
+  def _shape(
+      self, request: requests_lib.Request, start: int, goal: int
+  ) -> tuple[int, int, int]:
+    """Of the call that computes a request's tokens from `start` on.
+
+    Returns:
+      Where it ends; tokens and cache positions of its program.
+    """
+    if self._buckets.fixed_rows and start < request.first_message < goal:
+      goal = request.first_message  # Other tasks' prompts begin with it, too.
+    need = min(goal - start, self._slots.pools[0].room(start))
+    size = buckets_lib.smallest(self._buckets.tokens, need)
+    end = start + min(need, size)
+    window = buckets_lib.smallest(self._buckets.windows, max(size, end))
+    if self._positions.whole_images:
+      end = _before_image(request.prompt.images, end)
+    return end, size, window
+
+  def plan(
+      self, request: requests_lib.Request, start: int, goal: int
+  ) -> Iterator[tuple[int, int]]:
+    """The calls that compute a request's tokens from `start` to `goal`: see
+    `kv_cache.Plan`."""
+    while start < goal:
+      end, *shape = self._shape(request, start, goal)
+      if end <= start:
+        return  # It ends in an image that may not be parted: `Positions`.
+      yield end, _prefill_name(start, *shape)
+      start = end
 
   def _copy_pages(self) -> None:
     """Makes the copies by which sequences have adopted parts of pages."""
@@ -275,10 +333,7 @@ class Prefill:
     for request in requests:
       shard = self._slots.shard(request)
       start = int(self._slots.start[request.slot])
-      room = self._slots.pools[0].room(start)
-      end = min(start + size, start + room, request.length - 1)
-      if self._positions.whole_images:
-        end = _before_image(request.prompt.images, end)
+      end, *_ = self._shape(request, start, request.length - 1)
       own = [
           (shard, s)
           for s in request.prompt.images
@@ -337,7 +392,7 @@ class Prefill:
     for request, start, end, *_ in chunks:
       self._slots.start[request.slot] = end
       sequence = self._slots.sequence(request)
-      sequence.advance(end)
+      sequence.advance(end, _prefill_name(start, size, window))
       sequence.announce()
       request.prefilled += end - start
     self._counters.prefill_calls += 1

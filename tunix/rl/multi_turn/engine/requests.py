@@ -19,6 +19,7 @@ import asyncio
 import bisect
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import time
 from typing import Any, Callable, NamedTuple, Sequence
@@ -98,6 +99,15 @@ class Request:
   def sampled(self) -> int:
     """Tokens sampled so far."""
     return max(0, self.length - len(self.prompt))
+
+  @functools.cached_property
+  def first_message(self) -> int:
+    """Tokens of the prompt up to the first that would end a completion, if
+    they are text alone: a system message. 0: there is none."""
+    images = self.prompt.images
+    text = self.prompt.tokens[: images[0].offset if images else None]
+    ends = np.isin(text, self.sampling.stop_token_ids).nonzero()[0]
+    return int(ends[0]) + 1 if len(ends) else 0
 
   @property
   def detailed(self) -> bool:

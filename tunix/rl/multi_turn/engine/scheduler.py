@@ -25,6 +25,7 @@ decode call.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from typing import Sequence
 
@@ -250,7 +251,10 @@ class Scheduler:
     sequence = session.sequence
     tokens = preempted.tokens if preempted else prompt.tokens
     before = sequence.cached
-    shared = sequence.begin(tokens, prompt.images, n - 1)
+    plan = functools.partial(self._prefill.plan, request, goal=n - 1)
+    shared = sequence.begin(
+        tokens, prompt.images, n - 1, plan if self._buckets.fixed_rows else None
+    )
     # For the first decode call too, or it would be preempted there.
     left = self._config.context_length - n
     if preempted:
@@ -419,7 +423,10 @@ class Scheduler:
                 for array in decoded.details
             )
         )
-    self._harvest(active, slots_A, call.rows, decoded)
+    program = kv_cache.program_name(
+        "decode", steps, window, details, masks is not None
+    )
+    self._harvest(active, slots_A, call.rows, decoded, program)
 
   def _check_images(
       self,
@@ -470,6 +477,7 @@ class Scheduler:
       slots_A: np.ndarray,
       at: np.ndarray,
       decoded: programs_lib.Decoded,
+      program: int,
   ) -> None:
     """Records the tokens of a decode call; ends requests that are over.
 
@@ -478,6 +486,7 @@ class Scheduler:
       slots_A: int32, their slots.
       at: int32, their rows of the call.
       decoded: what it sampled.
+      program: the name of the call's program.
     """
     tokens_AK, logprobs_AK = decoded.tokens[at], decoded.logprobs[at]
     counts_A = decoded.counts[at].astype(np.int32)
@@ -511,7 +520,7 @@ class Scheduler:
     self._poisoned |= not finite_A.all()
     cached_A = rows["start"].tolist()
     for i, request in enumerate(active):
-      slots.sequence(request).advance(cached_A[i])
+      slots.sequence(request).advance(cached_A[i], program)
       start = request.length
       request.length += int(counts_A[i])
       if not finite_A[i]:

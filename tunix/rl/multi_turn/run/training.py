@@ -115,7 +115,11 @@ class Training:
     }
 
   def run(self) -> None:
-    """Updates until learner.steps, an interrupt or the time budget."""
+    """Updates until learner.steps or the time budget.
+
+    Raises:
+      loop_thread.Interrupted: the run was asked to stop; all is saved.
+    """
     run, config = self._run, self._config
     budget, started = config.run.time_budget_s, time.monotonic()
     try:
@@ -163,6 +167,10 @@ class Training:
     run.policy = dataclasses.replace(
         run.policy, model=self._learner.policy()
     )
+    if self._is_unfinished() and run.processes.any(
+        "interrupted", run.stop.is_set()
+    ):
+      raise loop_thread.Interrupted()
 
   def _watch(self) -> None:
     """Ends the run in every process where a watchdog ended it in one.
