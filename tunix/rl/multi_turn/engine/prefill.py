@@ -275,8 +275,8 @@ class Prefill:
     Returns:
       Where it ends; tokens and cache positions of its program.
     """
-    if self._buckets.fixed_rows and start < request.first_message < goal:
-      goal = request.first_message  # Other tasks' prompts begin with it, too.
+    if self._buckets.fixed_rows and start < request.head < goal:
+      goal = request.head
     need = min(goal - start, self._slots.pools[0].room(start))
     size = buckets_lib.smallest(self._buckets.tokens, need)
     end = start + min(need, size)

@@ -31,6 +31,8 @@ from tunix.rl.multi_turn.engine import kv_cache
 from tunix.rl.multi_turn.engine import programs as programs_lib
 from tunix.rl.multi_turn.policy import base
 
+_MESSAGE_HEAD = 8  # Tokens between a message's end and an image of the next.
+
 
 class EngineError(RuntimeError):
   """The engine, not the request, failed; the message names the cause."""
@@ -101,13 +103,17 @@ class Request:
     return max(0, self.length - len(self.prompt))
 
   @functools.cached_property
-  def first_message(self) -> int:
-    """Tokens of the prompt up to the first that would end a completion, if
-    they are text alone: a system message. 0: there is none."""
+  def head(self) -> int:
+    """Leading tokens that prompts of other tasks probably have, too: a system
+    message, which ends as a completion would, and the beginning of the next
+    message where an image follows. 0: there is none."""
     images = self.prompt.images
     text = self.prompt.tokens[: images[0].offset if images else None]
     ends = np.isin(text, self.sampling.stop_token_ids).nonzero()[0]
-    return int(ends[0]) + 1 if len(ends) else 0
+    if not len(ends):
+      return 0
+    end = int(ends[0]) + 1
+    return len(text) if images and len(text) - end <= _MESSAGE_HEAD else end
 
   @property
   def detailed(self) -> bool:
