@@ -447,11 +447,9 @@ class CachedSequence:
     ids = content_ids(self.tokens, self.spans, start, end)
     return ids if self._ends is None else ids ^ self._programs[start:end]
 
-  def next_end(self, limit: int) -> int | None:
-    """Where the next call of the plan ends; None without a plan."""
-    if self._ends is None:
-      return None
-    return next((e for e in self._ends if self.cached < e), limit)
+  def next_end(self, limit: int) -> int:
+    """Where the next call of the plan ends; at the limit without one."""
+    return next((e for e in self._ends or () if self.cached < e), limit)
 
   def adopt(self, limit: int) -> int:
     """Takes pages that others have published; returns the tokens gained."""
