@@ -9,6 +9,7 @@ import pytest
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.engine import kv_cache
+from tunix.rl.multi_turn.engine import page_pool
 
 SIZE = 4
 
@@ -37,7 +38,7 @@ class Model:
   """What every page of a pool holds, written by hand."""
 
   def __init__(self, pages, share, copies):
-    self.pool = kv_cache.PagePool(pages, SIZE, copies=copies)
+    self.pool = page_pool.PagePool(pages, SIZE, copies=copies)
     self.share = share
     self.content = [None] * (pages * SIZE)
     self.sequences = {}
@@ -100,7 +101,7 @@ def calls(chunk, goal, start):
   """Equal chunks, each a program of its own."""
   while start < goal:
     end = min(start + chunk, goal)
-    yield end, kv_cache.program_name(start, chunk)
+    yield end, page_pool.program_name(start, chunk)
     start = end
 
 
@@ -167,7 +168,7 @@ def test_pages_hold_what_their_sequences_say(
       model.check_found(seq, min(common, len(tokens) - 1))
       for start in range(seq.cached, len(tokens) - 1, chunk):
         end = min(start + chunk, goal)
-        program = kv_cache.program_name(start, chunk)
+        program = page_pool.program_name(start, chunk)
         model.write(seq, start, end, program)
         seq.advance(end, program)
         seq.announce()
@@ -179,7 +180,7 @@ def test_pages_hold_what_their_sequences_say(
 
 
 def test_equal_beginnings_share_whole_pages():
-  pool = kv_cache.PagePool(32, SIZE)
+  pool = page_pool.PagePool(32, SIZE)
   a, b = sequence(pool), sequence(pool)
   assert fill(a, range(10)) == 0
   assert fill(b, [*range(8), 50, 51, 52]) == 8
@@ -190,7 +191,7 @@ def test_equal_beginnings_share_whole_pages():
 
 
 def test_a_plan_shares_whole_calls_of_the_same_programs():
-  pool = kv_cache.PagePool(32, SIZE, copies=True)
+  pool = page_pool.PagePool(32, SIZE, copies=True)
   tokens = np.arange(12, dtype=np.int32)
 
   def begun(tokens, chunk):
@@ -211,7 +212,7 @@ def test_a_plan_shares_whole_calls_of_the_same_programs():
 
 
 def test_the_page_where_sequences_part_is_copied():
-  pool = kv_cache.PagePool(32, SIZE, copies=True)
+  pool = page_pool.PagePool(32, SIZE, copies=True)
   a, b, c = sequence(pool), sequence(pool), sequence(pool)
   fill(a, range(10))
   a.announce()
@@ -230,7 +231,7 @@ def test_the_page_where_sequences_part_is_copied():
 
 
 def test_the_last_token_is_never_taken_from_the_cache():
-  pool = kv_cache.PagePool(32, SIZE)
+  pool = page_pool.PagePool(32, SIZE)
   fill(sequence(pool), range(9))
   for n in range(2, 9):
     seq = sequence(pool)
@@ -240,7 +241,7 @@ def test_the_last_token_is_never_taken_from_the_cache():
 
 
 def test_pages_outlive_their_sequence_until_they_are_needed():
-  pool = kv_cache.PagePool(8, SIZE)
+  pool = page_pool.PagePool(8, SIZE)
   a = sequence(pool)
   fill(a, range(13))
   a.clear()
@@ -255,7 +256,7 @@ def test_pages_outlive_their_sequence_until_they_are_needed():
 
 
 def test_the_end_of_a_sequence_goes_first():
-  pool = kv_cache.PagePool(8, SIZE)
+  pool = page_pool.PagePool(8, SIZE)
   a = sequence(pool)
   fill(a, range(17))
   a.clear()
@@ -267,20 +268,20 @@ def test_the_end_of_a_sequence_goes_first():
 
 
 def test_other_pixels_are_another_page():
-  pool = kv_cache.PagePool(32, SIZE)
+  pool = page_pool.PagePool(32, SIZE)
   tokens = [7, 1, 1, 1, 8, 9, 10, 11, 12]
   first = fill(sequence(pool), tokens, (image(0, 1),))
   assert first == 0
   assert fill(sequence(pool), tokens, (image(1, 1),)) == 0
   assert fill(sequence(pool), tokens, (image(0, 1),)) == 8
   # The same pixels one token later in the run are other vision tokens.
-  assert kv_cache.page_key(
+  assert page_pool.page_key(
       b"", np.array([1, 1]), 4, (image(0, 3),)
-  ) != kv_cache.page_key(b"", np.array([1, 1]), 4, (image(0, 2, 4),))
+  ) != page_pool.page_key(b"", np.array([1, 1]), 4, (image(0, 2, 4),))
 
 
 def test_what_others_may_read_is_not_written():
-  pool = kv_cache.PagePool(32, SIZE)
+  pool = page_pool.PagePool(32, SIZE)
   a, b = sequence(pool), sequence(pool)
   fill(a, range(10))
   fill(b, range(10))
@@ -296,7 +297,7 @@ def test_what_others_may_read_is_not_written():
 
 
 def test_older_weights_stay_with_their_sequence():
-  pool = kv_cache.PagePool(32, SIZE)
+  pool = page_pool.PagePool(32, SIZE)
   a = sequence(pool)
   fill(a, range(9))
   pool.forget()
@@ -312,7 +313,7 @@ def test_older_weights_stay_with_their_sequence():
 @pytest.mark.parametrize("pages", (0, 1))
 def test_a_pool_needs_pages(pages):
   with pytest.raises(ValueError, match="pages must be >= 2"):
-    kv_cache.PagePool(pages, SIZE)
+    page_pool.PagePool(pages, SIZE)
 
 
 def test_equal_tokens_with_other_pixels_share_what_precedes_the_picture():
@@ -325,7 +326,7 @@ def test_equal_tokens_with_other_pixels_share_what_precedes_the_picture():
 
 
 def test_pages_of_older_weights_are_not_published():
-  pool = kv_cache.PagePool(16, SIZE)
+  pool = page_pool.PagePool(16, SIZE)
   seq = sequence(pool)
   tokens = np.arange(3 * SIZE, dtype=np.int32)
   fill(seq, tokens[: SIZE + 1])

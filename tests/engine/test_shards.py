@@ -14,7 +14,7 @@ from tunix.rl.multi_turn.engine import buckets
 from tunix.rl.multi_turn.engine import cache_memory
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import device_state
-from tunix.rl.multi_turn.engine import kv_cache
+from tunix.rl.multi_turn.engine import page_pool
 from tunix.rl.multi_turn.engine import requests
 from tunix.rl.multi_turn.learner import memory_plan
 from tunix.rl.multi_turn.policy import checkpoint
@@ -51,7 +51,7 @@ def test_one_shard_fills_calls_in_order():
 
 
 def table(shards=2, slots=4, pages=5):
-  pools = [kv_cache.PagePool(pages, 4) for _ in range(shards)]
+  pools = [page_pool.PagePool(pages, 4) for _ in range(shards)]
   return requests.SlotTable(slots, 16, pools, share=True)
 
 

@@ -3,7 +3,7 @@
 Promises: page 0 is only ever read; a copy writes pages that no other copy of
 the call reads. On a mesh every shard reads and writes its own pages.
 
-Does not know who holds a page; `kv_cache` does.
+Does not know who holds a page; `page_pool` does.
 
 Axis names: R = rows of a call, N = pages of a row.
 """

@@ -21,6 +21,7 @@ import numpy as np
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.engine import buckets as buckets_lib
 from tunix.rl.multi_turn.engine import kv_cache
+from tunix.rl.multi_turn.engine import page_pool
 from tunix.rl.multi_turn.engine import programs as programs_lib
 from tunix.rl.multi_turn.engine import requests as requests_lib
 from tunix.rl.multi_turn.engine import vision_cache
@@ -101,7 +102,7 @@ class _Chunk(NamedTuple):
 
 def _prefill_name(start: int, tokens: int, window: int) -> int:
   """Of the program that computes tokens from `start` on."""
-  return kv_cache.program_name("prefill", start, tokens, window)
+  return page_pool.program_name("prefill", start, tokens, window)
 
 
 def _before_image(images: Sequence[trajectory.ImageSpan], end: int) -> int:
@@ -115,7 +116,7 @@ def _before_image(images: Sequence[trajectory.ImageSpan], end: int) -> int:
 class _ComingCalls:
   """What each request computes next, for later ones to wait: in lockstep."""
 
-  def __init__(self, pool: kv_cache.PagePool):
+  def __init__(self, pool: page_pool.PagePool):
     self._size = pool.page_size
     self._names: set[tuple[int, bytes, bytes]] = set()
 
@@ -147,7 +148,7 @@ class _ComingPages:
   adopts whatever is there.
   """
 
-  def __init__(self, pool: kv_cache.PagePool):
+  def __init__(self, pool: page_pool.PagePool):
     self._size, self._copies = pool.page_size, pool.copies
     # Of each page that will be filled, by its shard and the key before it.
     self._ids: dict[tuple[int, bytes], list[np.ndarray]] = {}

@@ -14,7 +14,7 @@ from typing import Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.engine import kv_cache
+from tunix.rl.multi_turn.engine import page_pool
 
 MOST = 1 << 19
 
@@ -48,7 +48,7 @@ class KnownPrefixes:
       spans: images, of which those within the tokens count.
     """
     n = len(tokens)
-    ids = kv_cache.content_ids(tokens, spans, 0, n)
+    ids = page_pool.content_ids(tokens, spans, 0, n)
     # A prefix's name is the sum of its tokens', each bound to its place.
     places = np.arange(1, n + 1, dtype=np.uint64) * _STEP
     names = _mixed(np.cumsum(_mixed(_mixed(ids) + places)))

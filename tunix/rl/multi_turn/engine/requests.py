@@ -28,6 +28,7 @@ import numpy as np
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.engine import constrained_decoding
 from tunix.rl.multi_turn.engine import kv_cache
+from tunix.rl.multi_turn.engine import page_pool
 from tunix.rl.multi_turn.engine import programs as programs_lib
 from tunix.rl.multi_turn.policy import base
 
@@ -167,7 +168,7 @@ class SlotTable:
       self,
       slots: int,
       width: int,
-      pools: Sequence[kv_cache.PagePool],
+      pools: Sequence[page_pool.PagePool],
       share: bool,
       entropies: bool = False,
   ):

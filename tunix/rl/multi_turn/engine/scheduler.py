@@ -35,7 +35,7 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.engine import buckets as buckets_lib
 from tunix.rl.multi_turn.engine import config as config_lib
 from tunix.rl.multi_turn.engine import constrained_decoding
-from tunix.rl.multi_turn.engine import kv_cache
+from tunix.rl.multi_turn.engine import page_pool
 from tunix.rl.multi_turn.engine import prefill as prefill_lib
 from tunix.rl.multi_turn.engine import prefixes
 from tunix.rl.multi_turn.engine import programs as programs_lib
@@ -87,7 +87,7 @@ class Scheduler:
     state = programs.state
     self._shards = state.shards
     self.pools = [
-        kv_cache.PagePool(
+        page_pool.PagePool(
             state.pages,
             state.page_size,
             state.layout is not None and state.layout.keeps_state,
@@ -423,7 +423,7 @@ class Scheduler:
                 for array in decoded.details
             )
         )
-    program = kv_cache.program_name(
+    program = page_pool.program_name(
         "decode", steps, window, details, masks is not None
     )
     self._harvest(active, slots_A, call.rows, decoded, program)
