@@ -10,6 +10,7 @@ from tunix.rl.multi_turn.learner import examples
 from tunix.rl.multi_turn.learner import minibatches
 from tunix.rl.multi_turn.learner import packing
 from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import compiling
 from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import qwen_checkpoint
 
@@ -245,7 +246,7 @@ def test_images_lie_in_windows_where_the_policys_kernel_profits(policy):
   case = learner_cases.Case(own=policy)
   head_dim = model.config.vision.head_dim
   for platform in ("cpu", "tpu"):
-    with kernels.compile_for(platform):
+    with compiling.compile_for(platform):
       helps = kernels.windows_help(head_dim)
       assert model.wants_aligned_images == helps
       learner = case.learner(**ROWS)
@@ -269,7 +270,7 @@ def test_splash_attention_takes_the_shapes_of_a_tpus_batches():
   case = learner_cases.Case(own=own)
   given = everything(*sequences_of(case, SCREEN, LARGE))
   for patches in (0, 1000):
-    with kernels.compile_for("tpu"):
+    with compiling.compile_for("tpu"):
       learner = case.learner(**ROWS | dict(patches=patches))
     (batch,) = learner._minibatches.pack(*given).batches
     assert batch.inputs.patches.shape[1] % kernels.SPLASH_BLOCK == 0

@@ -17,7 +17,7 @@ from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import cached_attention
 from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import kernels
+from tunix.rl.multi_turn.policy import compiling
 from tunix.rl.multi_turn.policy import qwen_vl
 
 # The interpreter compiles for as long as a busy machine wants.
@@ -101,7 +101,7 @@ def test_pages_and_rows_equal_the_definition(interpreted, tokens, kv):
     (3, jnp.bfloat16, False),
 ))  # pyformat: disable
 def test_what_heads_the_kernel_takes(kv, dtype, fits):
-  with kernels.compile_for("tpu"):
+  with compiling.compile_for("tpu"):
     assert cached_attention.pages_apply(128, kv, dtype) == fits
     assert not cached_attention.pages_apply(64, kv, dtype)
   assert not cached_attention.pages_apply(128, kv, dtype)
@@ -217,7 +217,7 @@ def test_the_kernel_is_what_a_tpu_program_holds(small):
   # A kernel asks which TPU it is for.
   tpu = jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu")
   mesh = jax.sharding.AbstractMesh((), (), abstract_device=tpu)
-  with kernels.compile_for("tpu"), jax.sharding.use_abstract_mesh(mesh):
+  with compiling.compile_for("tpu"), jax.sharding.use_abstract_mesh(mesh):
     assert small.reads_pages
     text = (
         jax.jit(program)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tunix.rl.multi_turn.policy import compiling
 from tunix.rl.multi_turn.policy import kernels
 
 TOL = 2e-5
@@ -127,7 +128,7 @@ def test_windows_help_wherever_splash_does_not_take_images(platform, head_dim):
     )
     return str(jax.make_jaxpr(run)(q, ids))
 
-  with kernels.compile_for(platform):
+  with compiling.compile_for(platform):
     helps = kernels.windows_help(head_dim)
     plain, in_windows = program(False), program(True)
   assert helps == ("pallas_call" not in in_windows)
@@ -254,7 +255,7 @@ def test_splash_is_what_a_tpu_program_holds():
   def program():
     return jax.jit(lambda *args: kernels.causal_attention(*args))
 
-  with kernels.compile_for("tpu"):
+  with compiling.compile_for("tpu"):
     exported = jax.export.export(program(), platforms=["tpu"])(q, k, k, ids)
   assert "tpu_custom_call" in exported.mlir_module()
   plain = jax.export.export(program(), platforms=["cpu"])(q, k, k, ids)
@@ -310,7 +311,7 @@ def test_cudnn_is_what_a_gpu_program_holds(monkeypatch):
     def value(q, k, v, ids):
       return jnp.sum(run(q, k, v, ids).astype(jnp.float32))
 
-    with kernels.compile_for("gpu"):
+    with compiling.compile_for("gpu"):
       program = jax.jit(jax.grad(value, argnums=(0, 1, 2)))
       exported = jax.export.export(
           program,

@@ -11,6 +11,7 @@ import pytest
 import trials
 from tunix.rl.multi_turn.policy import blocks
 from tunix.rl.multi_turn.policy import cached_attention
+from tunix.rl.multi_turn.policy import compiling
 from tunix.rl.multi_turn.policy import gemma3
 from tunix.rl.multi_turn.policy import kernels
 
@@ -93,7 +94,7 @@ def test_values_and_gradients_are_those_of_the_definition(
   given = sight(segments, images, window)
 
   def ours(*qkv):
-    with kernels.compile_for(platform):
+    with compiling.compile_for(platform):
       return kernels.causal_attention(*qkv, segments, sight=given)
 
   got, slopes = test_blocks.value_and_slopes(ours, qkv(t))

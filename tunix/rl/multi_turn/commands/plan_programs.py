@@ -27,7 +27,7 @@ from tunix.rl.multi_turn.engine import device_state
 from tunix.rl.multi_turn.engine import programs as engine_programs
 from tunix.rl.multi_turn.learner import compiled_memory
 from tunix.rl.multi_turn.policy import cached_attention
-from tunix.rl.multi_turn.policy import kernels
+from tunix.rl.multi_turn.policy import compiling
 from tunix.rl.multi_turn.policy import sharding
 
 _CLONE = pathlib.Path(__file__).parents[4] / ".venv-tpu/libtpu/libtpu.so"
@@ -95,7 +95,7 @@ class Compiled:
 
 def compile_all(run: plan_run.PlannedRun) -> Iterator[tuple[str, Compiled]]:
   """(name, figures) of the run's programs, as each is compiled."""
-  with kernels.compile_for("tpu"):
+  with compiling.compile_for("tpu"):
     update = compiled_memory.programs(
         run.model,
         run.processor,

@@ -32,8 +32,8 @@ from tunix.rl.multi_turn.learner import frozen
 from tunix.rl.multi_turn.learner import memory_plan
 from tunix.rl.multi_turn.learner import minibatches
 from tunix.rl.multi_turn.policy import cached_attention
+from tunix.rl.multi_turn.policy import compiling
 from tunix.rl.multi_turn.policy import config_checks
-from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy import qwen_config
@@ -231,7 +231,7 @@ class PlannedRun:
   @property
   def shape(self) -> Any:
     """Of a micro-batch."""
-    with kernels.compile_for("tpu"):
+    with compiling.compile_for("tpu"):
       aligned = minibatches.aligns_images(self.model)
     return compiled_memory.least_shape(
         self.config.learner,
@@ -337,7 +337,7 @@ def memory(run: PlannedRun) -> dict[str, int]:
 def _caches(
     run: PlannedRun, config: engine_config_lib.EngineConfig
 ) -> cache_memory.CacheBytes:
-  with kernels.compile_for("tpu"):
+  with compiling.compile_for("tpu"):
     return cache_memory.of_engine(
         run.engine_model,
         run.processor,

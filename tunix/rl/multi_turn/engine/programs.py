@@ -38,7 +38,7 @@ import numpy as np
 from tunix.rl.multi_turn.engine import device_state
 from tunix.rl.multi_turn.engine import sampler
 from tunix.rl.multi_turn.policy import base
-from tunix.rl.multi_turn.policy import kernels
+from tunix.rl.multi_turn.policy import compiling
 
 MAX_STOP_TOKENS = 8
 
@@ -293,7 +293,7 @@ class Programs:
       if variant in self._compiled:
         return
     started = time.perf_counter()
-    options: dict[str, Any] | None = kernels.compiler_options()
+    options: dict[str, Any] | None = compiling.compiler_options()
     compiled = self.lower(variant).compile(options)
     with self._lock:
       if variant not in self._compiled:

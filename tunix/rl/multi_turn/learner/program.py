@@ -13,7 +13,7 @@ import threading
 from typing import Any
 
 import jax
-from tunix.rl.multi_turn.policy import kernels
+from tunix.rl.multi_turn.policy import compiling
 
 
 class Program:
@@ -43,7 +43,7 @@ class Program:
       with self._lock:
         compiled = self._compiled.get(key)
         if compiled is None:
-          compiled = self.lower(*args).compile(kernels.update_options())
+          compiled = self.lower(*args).compile(compiling.update_options())
           self._compiled[key] = compiled
     return compiled
 

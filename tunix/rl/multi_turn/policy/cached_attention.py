@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from tunix.rl.multi_turn.policy import compiling
 from tunix.rl.multi_turn.policy import kernels
 
 ROWS = ("data", "fsdp", "sequence")
@@ -128,7 +129,7 @@ def pages_apply(head_dim: int, kv_heads: int, dtype: jnp.dtype) -> bool:
   packed = 4 // jnp.dtype(dtype).itemsize
   tiles, rest = divmod(2 * kv_heads, packed)
   fits = not rest and (tiles in (1, 2, 4) or tiles % 8 == 0)
-  return kernels.backend() == "tpu" and head_dim % 128 == 0 and fits
+  return compiling.backend() == "tpu" and head_dim % 128 == 0 and fits
 
 
 def init_pages(

@@ -1,13 +1,12 @@
 """Computes attention and matrix products by each backend's best kernel.
 
-No other module asks for the backend that a program is compiled for. On TPU
-attention, of rows and of images, is the splash kernel that ships with JAX; on
-GPU it is cuDNN's flash attention, in chunks of queries whose masks are
+On TPU attention, of rows and of images, is the splash kernel that ships with
+JAX; on GPU it is cuDNN's flash attention, in chunks of queries whose masks are
 affordable; everywhere else (and where a kernel does not apply) attention is
 plain XLA in chunks of queries, whose scores are computed again in the backward
-pass; on CPU block by block (see `blocks`). On CPU, products of
-bfloat16 operands are summed into float32 outputs, which is several times faster
-there than bfloat16 outputs.
+pass; on CPU block by block (see `blocks`). On CPU, products of bfloat16
+operands are summed into float32 outputs, which is several times faster there
+than bfloat16 outputs.
 
 On a mesh, attention runs on all tokens of a device's rows with a part of the
 heads: parts of the tokens (axis `sequence`) are exchanged for parts of the
@@ -23,25 +22,19 @@ H = head width, S = buffers, P = patches; X = B * K.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import math
-import os
-from typing import Any, Callable, Iterator
+from typing import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.policy import blocks as blocks_lib
+from tunix.rl.multi_turn.policy import compiling
 from tunix.rl.multi_turn.policy import sharding
 
 _NEG = -1e30
-_UPDATE_OPTIONS = (
-    ("xla_cpu_experimental_ynn_fusion_type", ""),
-    ("xla_cpu_prefer_vector_width", 512),
-)
 
 MAX_SCORES = 1 << 26
 """Attention scores of images that exist at a time; more go block by block."""
@@ -51,10 +44,6 @@ SPLASH_BLOCK = 128
 
 MAX_MASK = 1 << 27
 """Places of a mask for cuDNN that exist at a time, three bytes each."""
-
-_target: contextvars.ContextVar[str | None] = contextvars.ContextVar(
-    "target", default=None
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,21 +74,6 @@ class Sight:
   ahead: int = 1
 
 
-def backend() -> str:
-  """The backend compiled for: "cpu", "gpu" or "tpu"."""
-  return _target.get() or jax.default_backend()
-
-
-@contextlib.contextmanager
-def compile_for(platform: str) -> Iterator[None]:
-  """Traces for another backend than the default one (ahead of time)."""
-  token = _target.set(platform)
-  try:
-    yield
-  finally:
-    _target.reset(token)
-
-
 def windows_help(head_dim: int) -> bool:
   """Whether `image_attention` costs less where images are `aligned`.
 
@@ -110,54 +84,6 @@ def windows_help(head_dim: int) -> bool:
     head_dim: of the vision tower.
   """
   return not _splash_takes_images(head_dim)
-
-
-def compiler_options() -> dict[str, Any]:
-  """Options for programs that are compiled while a user waits.
-
-  On a CPU libraries take most of the time, and LLVM's later optimisations of
-  the rest cost a quarter of the compile time for no measurable gain.
-  """
-  if backend() != "cpu" or _chosen("xla_backend_optimization_level"):
-    return {}
-  return {"xla_backend_optimization_level": 1}
-
-
-def update_options() -> dict[str, Any]:
-  """Options for the learner's programs, which run long and often.
-
-  On a CPU XLA gives products of many shapes to the YNN library, with what
-  follows them. Gradients of a decoder and a vision tower take a fifth less time
-  and memory on Eigen's, and a twentieth less with vectors of 512 bits where a
-  processor has them (`benchmarks/bench_learner.py --beside torch`).
-  """
-  if backend() != "cpu":
-    return {}
-  return {
-      option: value
-      for option, value in _UPDATE_OPTIONS
-      if not _chosen(option) and _takes(option, value)
-  }
-
-
-def _chosen(option: str) -> bool:
-  """Whether the environment or the user decided on `option`."""
-  return bool(
-      jax.config.read("jax_disable_most_optimizations")
-  ) or option in os.environ.get("XLA_FLAGS", "")
-
-
-@functools.cache
-def _takes(option: str, value: Any) -> bool:
-  """Whether this XLA has the option; others refuse what they do not know."""
-  probe = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), jnp.float32))
-  try:
-    probe.compile({option: value})
-  except jax.errors.JaxRuntimeError as error:
-    if option not in str(error):
-      raise
-    return False
-  return True
 
 
 # --- matrix products -------------------------------------------------------
@@ -171,7 +97,7 @@ def dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
   """
   kernel = kernel.astype(x.dtype)
   flat = x.reshape(-1, x.shape[-1])
-  if x.dtype == jnp.bfloat16 and backend() == "cpu":
+  if x.dtype == jnp.bfloat16 and compiling.backend() == "cpu":
     out = _wide_dot(flat, kernel)
   else:
     out = flat @ kernel
@@ -365,7 +291,7 @@ def _blocks_apply(tokens: int) -> bool:
   """Whether loops over tiles of scores are worth their turns: elsewhere than
   on a CPU one large product is quicker than many small ones, and so it is for
   few tokens."""
-  return backend() == "cpu" and tokens >= blocks_lib.LEAST
+  return compiling.backend() == "cpu" and tokens >= blocks_lib.LEAST
 
 
 def image_attention(
@@ -557,7 +483,8 @@ def _cudnn_applies(q_BTNH: jax.Array, block: int) -> bool:
   h = q_BTNH.shape[3]
   half = q_BTNH.dtype in (jnp.bfloat16, jnp.float16)
   even = min(block, q_BTNH.shape[1]) % 2 == 0
-  return backend() == "gpu" and half and even and h <= 128 and h % 8 == 0
+  takes = half and even and h <= 128 and h % 8 == 0
+  return compiling.backend() == "gpu" and takes
 
 
 def _flash(q_BTNH, k_BCKH, v_BCKH, mask_BTC, *, implementation) -> jax.Array:
@@ -577,12 +504,12 @@ def _flash(q_BTNH, k_BCKH, v_BCKH, mask_BTC, *, implementation) -> jax.Array:
 def _splash_applies(q_BTNH: jax.Array) -> bool:
   """Whether the kernel takes rows of this length and head size."""
   t, h = q_BTNH.shape[1], q_BTNH.shape[3]
-  return backend() == "tpu" and t % SPLASH_BLOCK == 0 and h % 128 == 0
+  return compiling.backend() == "tpu" and t % SPLASH_BLOCK == 0 and h % 128 == 0
 
 
 def _splash_takes_images(head_dim: int) -> bool:
   """Whether the kernel takes images, given a whole number of blocks."""
-  return backend() == "tpu" and head_dim >= 64 and head_dim % 8 == 0
+  return compiling.backend() == "tpu" and head_dim >= 64 and head_dim % 8 == 0
 
 
 def _splash_local(

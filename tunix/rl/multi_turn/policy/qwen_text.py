@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import cached_attention
+from tunix.rl.multi_turn.policy import compiling
 from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import linear_attention
@@ -53,7 +54,7 @@ class QwenText(nnx.Module):
     counts tokens that lie side by side."""
     traits = self.config.traits
     apart = traits.linear or traits.windows
-    return kernels.backend() != "tpu" and not apart
+    return compiling.backend() != "tpu" and not apart
 
   def __init__(
       self,

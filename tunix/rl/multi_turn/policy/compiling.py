@@ -1,0 +1,87 @@
+"""Says which backend a program is compiled for, and with which options.
+
+Few modules ask: what differs by backend is `kernels`' business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import os
+from typing import Any, Iterator
+
+import jax
+import jax.numpy as jnp
+
+_UPDATE_OPTIONS = (
+    ("xla_cpu_experimental_ynn_fusion_type", ""),
+    ("xla_cpu_prefer_vector_width", 512),
+)
+
+_target: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "target", default=None
+)
+
+
+def backend() -> str:
+  """The backend compiled for: "cpu", "gpu" or "tpu"."""
+  return _target.get() or jax.default_backend()
+
+
+@contextlib.contextmanager
+def compile_for(platform: str) -> Iterator[None]:
+  """Traces for another backend than the default one (ahead of time)."""
+  token = _target.set(platform)
+  try:
+    yield
+  finally:
+    _target.reset(token)
+
+
+def compiler_options() -> dict[str, Any]:
+  """Options for programs that are compiled while a user waits.
+
+  On a CPU libraries take most of the time, and LLVM's later optimisations of
+  the rest cost a quarter of the compile time for no measurable gain.
+  """
+  if backend() != "cpu" or _chosen("xla_backend_optimization_level"):
+    return {}
+  return {"xla_backend_optimization_level": 1}
+
+
+def update_options() -> dict[str, Any]:
+  """Options for the learner's programs, which run long and often.
+
+  On a CPU XLA gives products of many shapes to the YNN library, with what
+  follows them. Gradients of a decoder and a vision tower take a fifth less time
+  and memory on Eigen's, and a twentieth less with vectors of 512 bits where a
+  processor has them (`benchmarks/bench_learner.py --beside torch`).
+  """
+  if backend() != "cpu":
+    return {}
+  return {
+      option: value
+      for option, value in _UPDATE_OPTIONS
+      if not _chosen(option) and _takes(option, value)
+  }
+
+
+def _chosen(option: str) -> bool:
+  """Whether the environment or the user decided on `option`."""
+  return bool(
+      jax.config.read("jax_disable_most_optimizations")
+  ) or option in os.environ.get("XLA_FLAGS", "")
+
+
+@functools.cache
+def _takes(option: str, value: Any) -> bool:
+  """Whether this XLA has the option; others refuse what they do not know."""
+  probe = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), jnp.float32))
+  try:
+    probe.compile({option: value})
+  except jax.errors.JaxRuntimeError as error:
+    if option not in str(error):
+      raise
+    return False
+  return True
