@@ -151,6 +151,8 @@ def test_pages_hold_what_their_sequences_say(
       if planned:
         plan = functools.partial(calls, chunk, goal)
         own = min(common_of(before, tokens), goal)
+        if own < len(before):
+          own -= own % SIZE  # Others may hold the page where it is cut.
         alone = model.alone.get(seq, [])[:own]
         for end, program in plan(own):
           alone += [program] * (end - len(alone))
@@ -209,6 +211,39 @@ def test_a_plan_shares_whole_calls_of_the_same_programs():
   assert begun(tokens[:10], 6)[0].cached == 9
   assert begun([*tokens[:10], 50, 51], 6)[0].cached == 6  # Not 10.
   assert begun(tokens, 5)[0].cached == begun(tokens, 8)[0].cached == 0
+
+
+def test_a_long_plan_hashes_each_page_a_few_times(monkeypatch):
+  hashed, page_key = 0, page_pool.page_key
+
+  def counted(*args):
+    nonlocal hashed
+    hashed += 1
+    return page_key(*args)
+
+  monkeypatch.setattr(page_pool, "page_key", counted)
+  pool = page_pool.PagePool(1024, SIZE, copies=True)
+  tokens = np.arange(SIZE * 500 + 2, dtype=np.int32)
+  plan = functools.partial(calls, 3 * SIZE, len(tokens) - 1)
+  first, second = sequence(pool), sequence(pool)
+  for seq in (first, second):
+    seq.begin(tokens, (), len(tokens) - 1, plan)
+    assert seq.grow(len(tokens))
+    for end, program in plan(seq.cached):
+      seq.adopt(len(tokens) - 1)
+      seq.advance(end, program)
+      seq.announce()
+  assert pool.adopted == len(tokens) - 1
+  assert hashed < 3 * 2 * 500
+
+
+def test_of_many_pages_that_begin_alike_the_newest_are_found():
+  pool = page_pool.PagePool(512, SIZE, copies=True)
+  for i in range(100):
+    fill(seq := sequence(pool), [7, 8 + i, 3])
+    seq.announce()
+  assert fill(sequence(pool), [7, 8 + 99, 3]) == 2
+  assert fill(sequence(pool), [7, 8, 3]) == 1
 
 
 def test_the_page_where_sequences_part_is_copied():

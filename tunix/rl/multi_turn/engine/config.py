@@ -61,7 +61,8 @@ class EngineConfig:
       doc="true, and auto: sessions whose tokens begin alike share pages, and"
       " the engine prefills them once. In lockstep a session takes what it"
       " would have computed in the same calls, a member of a group its whole"
-      " prompt, so that no bit of a log-prob depends on other sessions.",
+      " prompt, so that no bit of a log-prob depends on other sessions while"
+      " the cache holds all of them.",
   )
   decode_steps_per_call: int = _opt(
       default=8,

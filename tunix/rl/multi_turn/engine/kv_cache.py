@@ -110,10 +110,13 @@ class CachedSequence:
         self.tokens[: self.cached], self.spans, tokens, spans
     )
     shared = min(common, limit)
-    if self._pool.keeps_state and shared < self.cached:
+    if (self._pool.keeps_state or plan) and shared < self.cached:
       shared -= shared % size
     self._cut(self._pool.count(shared))
-    if shared % size and not self._pool.writable(self.pages[-1]):
+    # With a plan nothing may depend on who else holds the page; then only a
+    # copy that is still to be made does, and that reads what it has now.
+    alone = plan is not None or not shared % size
+    if not alone and not self._pool.writable(self.pages[-1]):
       self._cut(shared // size)
       shared -= shared % size
     self._stale &= shared > 0
@@ -132,6 +135,8 @@ class CachedSequence:
 
   def _name(self, start: int, end: int, program: int) -> None:
     """Notes the program of tokens from `start` on."""
+    if (self._programs[start:end] == program).sum() == end - start:
+      return  # As planned: keys stay valid.
     if len(self._programs) < end:
       more = np.zeros(2 * end - len(self._programs), np.uint64)
       self._programs = np.concatenate([self._programs, more])
@@ -144,9 +149,10 @@ class CachedSequence:
     ids = page_pool.content_ids(self.tokens, self.spans, start, end)
     return ids if self._ends is None else ids ^ self._programs[start:end]
 
-  def next_end(self, limit: int) -> int:
-    """Where the next call of the plan ends; at the limit without one."""
-    return next((e for e in self._ends or () if self.cached < e), limit)
+  def next_end(self) -> int | None:
+    """The next end of a call up to which others' pages can be had, if any."""
+    later = (e for e in self._ends or () if e > self.cached)
+    return next(filter(self._is_adoptable, later), None)
 
   def adopt(self, limit: int) -> int:
     """Takes pages that others have published; returns the tokens gained."""
@@ -154,23 +160,34 @@ class CachedSequence:
     if self._ends is None:
       self._adopt_pages(limit)
       self._adopt_part(limit)
-    elif self.shares:
-      for end in reversed(self._ends):
-        if end <= self.cached or self._adopt_calls(end):
-          break
+    elif self.shares and self._ends and self._ends[-1] > self.cached:
+      self._adopt_calls(self._ends)
     self._pool.adopted += self.cached - before
     return self.cached - before
 
-  def _adopt_calls(self, end: int) -> bool:
-    """Takes what others have computed up to the end of a call, if all of it
-    can be had."""
+  def _adopt_calls(self, ends: Sequence[int]) -> None:
+    """Takes what others have computed up to the last of the ends of calls up
+    to which all of it can be had."""
+    size = self._pool.page_size
+    whole = self.cached // size
+    while whole < ends[-1] // size and self._key(whole) in self._pool:
+      whole += 1
+    for end in reversed(ends):
+      if end <= self.cached:
+        break
+      can = end // size <= whole and self._is_adoptable(end)
+      if can and self._adopt_up_to(end):
+        break
+
+  def _is_adoptable(self, end: int) -> bool:
+    return self._pool.copies or end % self._pool.page_size == 0
+
+  def _adopt_up_to(self, end: int) -> bool:
+    """As `_adopt_calls`, up to one end, before which whole pages are there."""
     size, pool = self._pool.page_size, self._pool
     block, held = divmod(self.cached, size)
     whole, part = divmod(end, size)
-    keys = [self._key(i) for i in range(block, whole)]
-    if not all(key in pool for key in keys) or (part and not pool.copies):
-      return False
-    found = [pool.find(key) for key in keys]
+    found = [pool.find(self._key(i)) for i in range(block, whole)]
     pages = [page for page in found if page is not None]
     target: list[int] = []
     if part:

@@ -215,9 +215,10 @@ class PagePool:
     self._disown(page)
     place = parent, int(ids[0])
     pages = self._alike.setdefault(place, {})
-    if len(pages) < _MOST_ALIKE:
-      pages[page] = ids
-      self._places[page] = place
+    if len(pages) == _MOST_ALIKE:
+      self._disown(next(iter(pages)))  # The oldest.
+    pages[page] = ids
+    self._places[page] = place
 
   def copy(
       self,

@@ -121,23 +121,28 @@ class _ComingCalls:
     self._names: set[tuple[int, bytes, bytes]] = set()
 
   def _name(
-      self, sequence: kv_cache.CachedSequence, goal: int, shard: int
-  ) -> tuple[int, bytes, bytes]:
+      self, sequence: kv_cache.CachedSequence, shard: int
+  ) -> tuple[int, bytes, bytes] | None:
+    """Of what a sequence computes until others can have it, if they can."""
+    end = sequence.next_end()
+    if end is None:
+      return None
     block = sequence.cached // self._size
-    ids = sequence.ids(block * self._size, sequence.next_end(goal))
+    ids = sequence.ids(block * self._size, end)
     return shard, sequence.parent_key(block), ids.tobytes()
 
   def add(
       self, sequence: kv_cache.CachedSequence, goal: int, shard: int
   ) -> None:
     """The next call of a sequence will be made."""
-    self._names.add(self._name(sequence, goal, shard))
+    if (name := self._name(sequence, shard)) is not None:
+      self._names.add(name)
 
   def serves(
       self, sequence: kv_cache.CachedSequence, goal: int, shard: int
   ) -> bool:
     """Whether another sequence makes the next call of this one."""
-    return self._name(sequence, goal, shard) in self._names
+    return self._name(sequence, shard) in self._names
 
 
 class _ComingPages:
@@ -229,7 +234,7 @@ class Prefill:
     calls = 0
     while True:
       groups, ready = self._wanting()
-      self._copy_pages()
+      self.copy_pages()
       if not groups:
         break
       if ready and self._most_calls and calls >= self._most_calls:
@@ -276,15 +281,28 @@ class Prefill:
     Returns:
       Where it ends; tokens and cache positions of its program.
     """
-    if self._buckets.fixed_rows and start < request.head < goal:
-      goal = request.head
+    last, exact = goal, self._buckets.fixed_rows
+    # Where no page is copied, none but whole ones can be shared.
+    page = 1
+    if exact and not self._programs.state.copies_pages:
+      page = self._slots.pools[0].page_size
+    head = request.head // page * page
+    if exact and start < head < goal:
+      goal = head
     need = min(goal - start, self._slots.pools[0].room(start))
     size = buckets_lib.smallest(self._buckets.tokens, need)
     end = start + min(need, size)
     window = buckets_lib.smallest(self._buckets.windows, max(size, end))
-    if self._positions.whole_images:
-      end = _before_image(request.prompt.images, end)
-    return end, size, window
+    whole = self._parting(request, end // page * page)
+    if end == last or whole <= start:
+      whole = self._parting(request, end)
+    return whole, size, window
+
+  def _parting(self, request: requests_lib.Request, end: int) -> int:
+    """`end`, or before the image that may not be parted there."""
+    if not self._positions.whole_images:
+      return end
+    return _before_image(request.prompt.images, end)
 
   def plan(
       self, request: requests_lib.Request, start: int, goal: int
@@ -298,15 +316,19 @@ class Prefill:
       yield end, _prefill_name(start, *shape)
       start = end
 
-  def _copy_pages(self) -> None:
-    """Makes the copies by which sequences have adopted parts of pages."""
+  def copy_pages(self) -> bool:
+    """Makes the copies by which sequences have adopted parts of pages.
+
+    Returns:
+      Whether there were any; what they were made from is held no longer.
+    """
     copies = [
         (shard, source, target)
         for shard, pool in enumerate(self._slots.pools)
         for source, target in pool.take_copies()
     ]
     if not copies:
-      return
+      return False
     shards = [shard for shard, *_ in copies]
     for call in buckets_lib.deal(
         shards, self._buckets.copies, len(self._slots.pools)
@@ -317,6 +339,7 @@ class Prefill:
         _, sources[row], targets[row] = copies[item]
       self._programs.copy(sources, targets)
       self._counters.copied_pages += len(call.items)
+    return True
 
   def _chunks(
       self, requests: Sequence[requests_lib.Request], size: int, window: int

@@ -318,6 +318,8 @@ class Scheduler:
     """Pages for so many tokens, from sessions that do not run; else False."""
     sequence = self.slots.sequence(request)
     while not sequence.grow(tokens):
+      if self._prefill.copy_pages():
+        continue  # What is copied from needs no page of its own any more.
       victim = self.slots.victim(request)
       if victim is None:
         return False
