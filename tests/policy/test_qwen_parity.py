@@ -22,9 +22,8 @@ from tunix.rl.multi_turn.policy import qwen_config  # noqa: E402
 from tests.policy import test_hf_checkpoint as checkpoints  # noqa: E402
 
 TOL = 1e-5
-# Rounding in float32 reaches 1.1e-5 in the gradients of these vision towers;
-# torch's own reaches 6e-6 in Gemma's.
-GRADIENT_TOL = {"glm4v": 2e-5, "gemma3 wide": 2e-5}
+# Rounding in float32 reaches 1.1e-5 in the gradients of GLM's vision tower.
+GRADIENT_TOL = {"glm4v": 2e-5}
 CASES = 50
 
 configuration = pytest.mark.parametrize(

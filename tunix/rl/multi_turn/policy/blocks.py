@@ -234,15 +234,12 @@ def _forward_one(
   """The mix [I, G * Q, H]; peaks and inverse sums, [I, 2, G * Q]."""
   count, rows, h = given.q.shape
   size = given.k.shape[1]
-  # The product with a value of ones is the sum of the weights.
-  ones = jnp.ones((count, size, 1), given.v.dtype)
-  v = jnp.concatenate([given.v, ones], -1)
 
   def block(i):
     q = given.q[i]
 
     def turn(j, carry):
-      peak, mixed = carry
+      peak, total, mixed = carry
       scores = _product(q, given.k[j].T).reshape(-1, size, size)
       scores = jnp.where(_hidden(given, i, j, rule), _NEG, scores)
       scores = scores.reshape(rows, size)
@@ -250,18 +247,19 @@ def _forward_one(
       weights = jnp.exp(scores - above[:, None])
       keep = jnp.exp(peak - above)
       mixed = mixed * keep[:, None]
-      mixed += _product(weights.astype(v.dtype), v[j])
-      return above, mixed
+      mixed += _product(weights.astype(given.v.dtype), given.v[j])
+      return above, total * keep + weights.sum(-1), mixed
 
     def maybe(j, carry):
       return jax.lax.cond(
           given.seen[i, j], lambda carry: turn(j, carry), lambda x: x, carry
       )
 
-    nothing = jnp.full(rows, _NEG, jnp.float32), _zeros((rows, h + 1))
-    peak, mixed = jax.lax.fori_loop(*_range(given, i), maybe, nothing)
-    total = mixed[:, h]
-    mixed = (mixed[:, :h] / total[:, None]).astype(q.dtype)
+    nothing = (
+        jnp.full(rows, _NEG, jnp.float32), _zeros(rows), _zeros((rows, h))
+    )
+    peak, total, mixed = jax.lax.fori_loop(*_range(given, i), maybe, nothing)
+    mixed = (mixed / total[:, None]).astype(q.dtype)
     # One number, peak + log(total), would cost the gradients a digit.
     return mixed, jnp.stack([peak, 1 / total])
 
