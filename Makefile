@@ -15,7 +15,8 @@ else
   VENV := $(CURDIR)/.venv
 endif
 PY := $(VENV)/bin/python
-PIP_FLAGS := $(if $(filter 1,$(V)),,-qq) --disable-pip-version-check
+# Of what pip installs, a third is ever imported: Python compiles that then.
+PIP_FLAGS := $(if $(filter 1,$(V)),,-qq) --disable-pip-version-check --no-compile
 
 # An environment is up to date for this clone and these extras when its stamp
 # is newer than the files that decide what is installed.
@@ -40,6 +41,7 @@ help: ## this text
 
 # Hints that the command prints are then `make train ARGS='…'`.
 train: export TUNIX_MAKE_TARGET = train
+train: export PYTHONDONTWRITEBYTECODE =
 train: $(STAMP)$(BROWSER) $(MONITOR) $(XDESKTOP) ## train on the built-in desktop; ARGS are overrides
 	@exec $(PY) -m tunix.rl.multi_turn.train $(OWN_MONITOR) $(ARGS)
 
@@ -179,6 +181,7 @@ define pip_install
 	@rm -f $(VENV)/.tunix-multi-turn-*
 	@$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.$(1)' || { \
 	  echo "error: pip failed; see above, or V=1 for all of it" >&2; exit 1; }
+	@PYTHONDONTWRITEBYTECODE= $(PY) -c 'import tunix.rl.multi_turn.run.training'
 	@touch $(2)
 endef
 

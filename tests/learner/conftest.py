@@ -1,16 +1,15 @@
 """The learner's tests compile many small programs and run each a few times."""
 
-import jax
 import pytest
+import quick_compiles
 
 from tests.learner import learner_cases
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_compiles():
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
+  with quick_compiles.quick_compiles():
+    yield
 
 
 @pytest.fixture(scope="session")

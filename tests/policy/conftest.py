@@ -1,11 +1,10 @@
 """The policies' tests compile many small programs and run each once."""
 
-import jax
 import pytest
+import quick_compiles
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_compiles():
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
+  with quick_compiles.quick_compiles():
+    yield
