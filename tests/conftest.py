@@ -20,7 +20,9 @@ import sys
 import certifi
 import pytest
 
-GROWTH_BYTES = 3 << 29
+GROWTH_BYTES = max(
+    3 << 29, os.sysconf("SC_PHYS_PAGES") * resource.getpagesize() // 8
+)
 
 gc.set_threshold(50_000, 20, 100)
 

@@ -444,7 +444,7 @@ def test_interrupt_saves_and_says_how_to_resume(tmp_path):
 def test_a_stop_just_after_an_evaluation_is_an_interrupt(tmp_path):
   """Its last update is evaluated, and yet it is not complete."""
   run = small_runs.make_run(
-      tmp_path, "name=s", "steps=3", "eval.every=1",
+      tmp_path, small_runs.NANO, "name=s", "steps=3", "eval.every=1",
       "eval.modes=[sampled]", "eval.episodes_per_task=1",
       "warm_start.source=none", "warm_start.steps=0",
       "algorithm.entropy_coef=0.1", "learner.skip_zero_advantage=false",
