@@ -372,6 +372,36 @@ def test_a_second_make_installs_nothing_and_the_tests_satisfy_training(
   assert sum("multi_turn.train" in c for c in calls) == 1
 
 
+def test_bytecode_is_made_of_what_is_imported_and_kept(tmp_path):
+  """pip compiles nothing; starts that wrote nothing would compile all again."""
+  venv, log = tmp_path / "venv", tmp_path / "log"
+  (venv / "bin").mkdir(parents=True)
+  tool(
+      venv / "bin",
+      "python",
+      f'echo "[$PYTHONDONTWRITEBYTECODE]" "$@" >> {log}; exit 0',
+  )
+  done = run(
+      "make", "train", VIRTUAL_ENV=str(venv), PYTHONDONTWRITEBYTECODE="1"
+  )
+  assert done.returncode == 0, done.stderr
+  calls = log.read_text().splitlines()
+  installs = [c for c in calls if "pip install" in c]
+  assert installs and all("--no-compile" in c for c in installs)
+  started = [c for c in calls if "tunix.rl.multi_turn" in c]
+  assert len(started) == 2 and all(c.startswith("[] ") for c in started)
+
+
+def test_a_new_environment_goes_on_with_the_pip_it_has(tmp_path):
+  """Where no newer one can be had, installing is slower and no failure."""
+  done = run(
+      ROOT / "scripts" / "venv.sh", tmp_path / "v",
+      PYTHON=sys.executable, PIP_NO_INDEX="1", PIP_CONFIG_FILE=os.devnull,
+  )  # pyformat: disable
+  assert done.returncode == 0, done.stderr
+  assert "note: went on with pip " in done.stdout
+
+
 def test_a_failing_pip_leaves_no_stamp_and_says_so(tmp_path):
   venv = tmp_path / "venv"
   (venv / "bin").mkdir(parents=True)

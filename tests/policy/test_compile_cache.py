@@ -7,6 +7,7 @@ import sys
 
 import jax
 import pytest
+import quick_compiles
 from tunix.rl.multi_turn.policy import compile_cache
 
 # The file alone: importing its package takes seconds.
@@ -85,3 +86,17 @@ def test_the_config_knows_it(choice):
 
   loaded = config_lib.load_config([f"run.compile_cache={choice}"])
   assert loaded.run.compile_cache == choice
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_quick_compiles_of_tests_leave_the_setting_as_it_was(before):
+  name = "jax_disable_most_optimizations"
+  chosen = jax.config.read(name)
+  try:
+    jax.config.update(name, before)
+    with pytest.raises(RuntimeError), quick_compiles.quick_compiles():
+      assert jax.config.read(name)
+      raise RuntimeError
+    assert jax.config.read(name) == before
+  finally:
+    jax.config.update(name, chosen)
