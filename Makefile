@@ -15,7 +15,8 @@ else
   VENV := $(CURDIR)/.venv
 endif
 PY := $(VENV)/bin/python
-# Of what pip installs, a third is ever imported: Python compiles that then.
+# Four fifths of what pip installs is never imported. Python compiles the rest
+# to bytecode at its first import, so the targets below let it write that.
 PIP_FLAGS := $(if $(filter 1,$(V)),,-qq) --disable-pip-version-check --no-compile
 
 # An environment is up to date for this clone and these extras when its stamp
@@ -181,7 +182,9 @@ define pip_install
 	@rm -f $(VENV)/.tunix-multi-turn-*
 	@$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.$(1)' || { \
 	  echo "error: pip failed; see above, or V=1 for all of it" >&2; exit 1; }
-	@PYTHONDONTWRITEBYTECODE= $(PY) -c 'import tunix.rl.multi_turn.run.training'
+	@PYTHONDONTWRITEBYTECODE= $(PY) -c 'import tunix.rl.multi_turn.run.training' \
+	  || { echo "error: the packages cannot be imported; see above, repair or" \
+	    "replace $(VENV) and run make again" >&2; exit 1; }
 	@touch $(2)
 endef
 

@@ -3,8 +3,8 @@
 #
 # Uses $PYTHON, or the first Python >= 3.11 found. Needs python3-venv, or a pip
 # of that Python's own; says so where both are missing. Does nothing when the
-# environment is already complete. A new one gets a pip of 2026: the one that
-# comes with Python 3.11 takes twice as long to install the rest.
+# environment is already complete. A new one gets pip 26.3: the pip that comes
+# with Python 3.11 takes twice as long to install the packages.
 set -eu
 dir=$1
 minimum="3, 11"
@@ -62,4 +62,4 @@ fi
 
 "$dir/bin/python" -m pip install -qq --disable-pip-version-check --no-compile \
   pip==26.3 ||
-  echo "note: went on with $("$dir/bin/python" -m pip --version)"
+  echo "note: pip 26.3 could not be installed; using $("$dir/bin/python" -m pip --version)"

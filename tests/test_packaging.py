@@ -373,7 +373,7 @@ def test_a_second_make_installs_nothing_and_the_tests_satisfy_training(
 
 
 def test_bytecode_is_made_of_what_is_imported_and_kept(tmp_path):
-  """pip compiles nothing; starts that wrote nothing would compile all again."""
+  """pip writes no bytecode, so imports do, whatever the caller set."""
   venv, log = tmp_path / "venv", tmp_path / "log"
   (venv / "bin").mkdir(parents=True)
   tool(
@@ -399,7 +399,17 @@ def test_a_new_environment_goes_on_with_the_pip_it_has(tmp_path):
       PYTHON=sys.executable, PIP_NO_INDEX="1", PIP_CONFIG_FILE=os.devnull,
   )  # pyformat: disable
   assert done.returncode == 0, done.stderr
-  assert "note: went on with pip " in done.stdout
+  assert "note: pip 26.3 could not be installed; using pip " in done.stdout
+
+
+def test_packages_that_cannot_be_imported_leave_no_stamp(tmp_path):
+  venv = tmp_path / "venv"
+  (venv / "bin").mkdir(parents=True)
+  tool(venv / "bin", "python", 'case "$*" in *import*) exit 1;; esac')
+  for _ in range(2):
+    done = run("make", "install", VIRTUAL_ENV=str(venv))
+    assert done.returncode != 0
+    assert "error: the packages cannot be imported" in done.stderr
 
 
 def test_a_failing_pip_leaves_no_stamp_and_says_so(tmp_path):

@@ -4,7 +4,6 @@ import dataclasses
 import json
 
 import pytest
-import small_runs
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.core import trajectory
@@ -100,8 +99,8 @@ def test_tokens_that_the_server_lost_are_not_trained_on(monkeypatch):
 def test_a_run_through_the_proxy_trains(tmp_path):
   """The learner finds what the clients' tokens were sampled with."""
   status = train.main([
-      *small_runs.SMALL, small_runs.NANO, "warm_start.source=none",
-      f"run.dir={tmp_path}", "name=p", "steps=2", "rollout.via=proxy",
+      *two_paths.SMALL, f"run.dir={tmp_path}", "name=p", "steps=2",
+      "rollout.via=proxy", "eval.episodes_per_task=2",
       "eval.modes=[sampled]",
       # Also groups of equal rewards are learned from.
       "algorithm.entropy_coef=0.01", "learner.skip_zero_advantage=false",

@@ -7,7 +7,7 @@ import jax
 
 @contextlib.contextmanager
 def quick_compiles():
-  """Within, programs compile fast and run slowly; after, as before."""
+  """Turns most of XLA's optimisations off, and restores the caller's choice."""
   before = jax.config.read("jax_disable_most_optimizations")
   jax.config.update("jax_disable_most_optimizations", True)
   try:
