@@ -4,7 +4,7 @@ Promises: no illegal value can be built; a failed trajectory records how.
 Everything here round-trips through JSON.
 
 Does not: run anything, hold pixels (see `images.py`), or know a tokenizer.
-Imports numpy, `reward_range` and `token_sequence` only.
+Imports numpy, `reward_equality`, `reward_range` and `token_sequence` only.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import uuid
 
 import numpy as np
+from tunix.rl.multi_turn.core import reward_equality
 from tunix.rl.multi_turn.core import reward_range
 from tunix.rl.multi_turn.core import token_sequence
 
@@ -216,7 +217,8 @@ class Trajectory:
   Attributes:
     task: the task attempted.
     steps: turns in order.
-    reward: undiscounted sum of the steps' rewards, the final one included.
+    reward: undiscounted sum of the steps' rewards, the final one included; see
+      `reward_equality.total`.
     status: how it ended.
     error: kind and text of the failure ("EnvStepTimeout: …"), or None.
     sequences: token-exact training sequences, at least one when the policy
@@ -253,6 +255,12 @@ class Trajectory:
   @property
   def num_sampled(self) -> int:
     return sum(s.num_sampled for s in self.sequences)
+
+  @property
+  def reward_magnitude(self) -> float:
+    """Sum of the turns' absolute rewards: `reward` is exact relative to it."""
+    turns = math.fsum(abs(float(step.reward)) for step in self.steps)
+    return max(abs(float(self.reward)), turns)
 
   @property
   def is_trainable(self) -> bool:
@@ -429,6 +437,13 @@ class TrajectoryGroup:
   def rewards(self) -> tuple[float, ...]:
     """Rewards that the members are compared with: theirs and the peers'."""
     return (*(float(t.reward) for t in self.valid), *self.peer_rewards)
+
+  @property
+  def varies(self) -> bool:
+    """Whether `rewards` differ, by more than rounding."""
+    magnitudes = [t.reward_magnitude for t in self.valid]
+    magnitudes += map(abs, self.peer_rewards)
+    return not reward_equality.all_equal(self.rewards, magnitudes)
 
   def trimmed(self, oldest: int) -> TrajectoryGroup:
     """A copy without tokens of versions below `oldest` in the loss."""

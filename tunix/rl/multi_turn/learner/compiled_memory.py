@@ -188,7 +188,7 @@ def programs(
   def apply() -> jax.stages.Lowered:
     state = jax.eval_shape(steps.init_optimizer, params)
     state = jax.tree.map(placed, state, steps.optimizer_placement)
-    return steps.apply.lower(params, state, params)
+    return steps.apply.lower(params, state, params, sums.weighted)
 
   return Programs(
       steps.accumulate.lower(params, params, sums, frozen, batch, extra),

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.core import peers as peers_lib
+from tunix.rl.multi_turn.core import reward_equality
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner.algorithms import gae
@@ -295,12 +296,19 @@ def _normalised(
   flat = _tokens(members, found)
   of_all = processes.gather(
       "token advantages",
-      [len(flat), float(flat.sum()), float(np.square(flat).sum())],
+      [
+          len(flat),
+          float(flat.sum()),
+          float(np.square(flat).sum()),
+          *([float(flat.min()), float(flat.max())] if len(flat) else ()),
+      ],
   )
-  count, total, squares = (sum(part) for part in zip(*of_all))
+  count, total, squares = (sum(part) for part in zip(*(p[:3] for p in of_all)))
+  ends = [end for part in of_all for end in part[3:]]
   mean = total / max(count, 1)
   std = float(np.sqrt(max(squares / max(count, 1) - mean**2, 0.0))) + std_eps
-  scale = 1.0 / std if std else 0.0
+  # The mean and deviation of equal advantages are rounding.
+  scale = 0.0 if reward_equality.all_equal(ends) or not std else 1.0 / std
 
   def of(one: TokenAdvantages, member: trajectory.Trajectory):
     return TokenAdvantages(
@@ -332,5 +340,8 @@ def _readings(
   return {
       "value_mean": float(values_M.mean()),
       "value_target_mean": float(targets_M.mean()),
-      "explained_variance": 1.0 - left / spread if spread > 1e-12 else 0.0,
+      # Targets are float32: less of their size is rounding.
+      "explained_variance": 1.0 - left / spread
+      if spread > 1e-12 * float(np.square(targets_M).mean())
+      else 0.0,
   }

@@ -13,9 +13,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from typing import Mapping, Sequence
 
 import numpy as np
+from tunix.rl.multi_turn.core import reward_equality
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner.algorithms import advantages
 
@@ -107,7 +109,7 @@ class GroupStats:
 
 
 def turn_rewards(episode: trajectory.Trajectory) -> np.ndarray:
-  """float64[K]: rewards of the turns; they sum to the episode's reward.
+  """float64[K]: rewards of the turns, which sum to the episode's up to rounding.
 
   K covers every turn in which a token was sampled, also one that did not
   become a step (a completion that could not be parsed). The rest of the
@@ -120,7 +122,9 @@ def turn_rewards(episode: trajectory.Trajectory) -> np.ndarray:
   rewards = np.zeros(max(turns, 1), np.float64)
   for k, step in enumerate(episode.steps):
     rewards[k] = float(step.reward)
-  rewards[-1] += float(episode.reward) - rewards.sum()
+  rest = float(episode.reward) - math.fsum(rewards)
+  if not reward_equality.is_rounding(rest, episode.reward_magnitude):
+    rewards[-1] += rest
   return rewards
 
 
@@ -309,15 +313,15 @@ def from_advantages(
     groups: of a step.
     per_episode: trajectory id -> float32[K], of valid members.
     tokens: where each token has an advantage of its own. A group then counts
-      as one without a gradient if all rewards of the step are equal: a value
-      head's errors alone make no group teach.
+      as one without a gradient if all rewards of the step are equal up to
+      rounding: a value head's errors alone make no group teach.
     borrowed: trajectory ids that statistics leave out.
 
   Raises:
     ValueError: an advantage is not finite.
   """
   out: list[list[Example]] = []
-  rewards, successes, turns = [], [], []
+  rewards, magnitudes, successes, turns = [], [], [], []
   episode_number = zero = 0
   for number, group in enumerate(groups):
     examples: list[Example] = []
@@ -347,21 +351,23 @@ def from_advantages(
       if member.trajectory_id in borrowed:
         continue
       rewards.append(float(member.reward))
+      magnitudes.append(member.reward_magnitude)
       successes.append(
           member.status is trajectory.TrajectoryStatus.SUCCEEDED
       )
       turns.append(member.num_turns)
     zero += not any(e.has_gradient for e in examples)
     out.append(examples)
+  even = reward_equality.all_equal(rewards, magnitudes)
   if tokens is not None:
-    zero = len(out) if len(set(rewards)) < 2 else 0
+    zero = len(out) if even else 0
   stats = GroupStats(
       groups=len(out),
       zero_groups=zero,
       episodes=sum(len(g) for g in groups) - len(borrowed),
       valid=len(rewards),
       reward_mean=float(np.mean(rewards)) if rewards else 0.0,
-      reward_std=float(np.std(rewards)) if rewards else 0.0,
+      reward_std=0.0 if even else float(np.std(rewards)),
       success=float(np.mean(successes)) if successes else 0.0,
       turns=float(np.mean(turns)) if turns else 0.0,
       advantages={

@@ -3,8 +3,9 @@
 The learner owns the trained parameters, the optimizer state and the integer
 version. One `update` computes the groups' advantages, packs their sequences,
 adds up gradients over micro-batches, and makes one optimizer step a minibatch
-and epoch; then the version is one higher, whether or not anything could be
-learned (admission of new groups counts versions).
+and epoch, but for steps in which no token has weight (see `update`); then the
+version is one higher, whether or not anything could be learned (admission of
+new groups counts versions).
 
 Parameters narrower than float32 are trained on float32 masters (`optimizer`);
 checkpoints hold the masters, and what is published has the model's own types.
@@ -72,7 +73,8 @@ class LearnerCounters:
     updates: calls of `update` and `update_on_sequences`.
     optimizer_steps: steps made.
     skipped_steps: steps not made because a gradient was not finite.
-    empty_updates: updates in which nothing had a gradient.
+    empty_updates: updates in which no token had weight (see `update`): neither
+      parameters nor optimizer state moved.
     dropped_sequences: sequences longer than a row that were left out.
   """
 
@@ -526,6 +528,7 @@ class Learner:
         for minibatch in packed:
           minibatch.set("teacher", self._teacher.score)
     readings = []
+    attempted = counters.optimizer_steps + counters.skipped_steps
     for _ in range(self.config.epochs):
       for minibatch in packed:
         with clock("step"):
@@ -535,7 +538,8 @@ class Learner:
     )
     counters.updates += 1
     counters.version += 1
-    counters.empty_updates += not readings
+    attempted -= counters.optimizer_steps + counters.skipped_steps
+    counters.empty_updates += not attempted
     stats = batching.PackStats.total(m.stats for m in packed)
     seconds = time.perf_counter() - started + before
     learned = readings_lib.mean(readings)
@@ -590,11 +594,11 @@ class Learner:
           self._params, grads, sums, self._frozen, batch, extra
       )
     self._params, self._opt_state, norm, made = programs.apply(
-        self._params, self._opt_state, grads, *self._warming()
+        self._params, self._opt_state, grads, sums.weighted, *self._warming()
     )
     sums, norm, made = jax.device_get((sums, norm, made))
     self.counters.optimizer_steps += int(made)
-    self.counters.skipped_steps += 1 - int(made)
+    self.counters.skipped_steps += int(not np.isfinite(norm))
     tokens = max(float(sums.tokens), 1.0)
     readings = {k: float(v) / tokens for k, v in sums.total.items()}
     readings |= {k: float(v) for k, v in sums.most.items()}

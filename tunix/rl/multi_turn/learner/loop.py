@@ -437,7 +437,7 @@ class LearnerLoop:
       if groups is None:
         stopped = stop is not None and stop.is_set()
         return _STOPPED if stopped else _LATE
-      flat = [g for g in groups if not (varies(g) or self._lends_to(g))]
+      flat = [g for g in groups if not (g.varies or self._lends_to(g))]
       flat = flat[: self._replaceable - self._replaced]
       replaced = {id(g) for g in flat}
       self._kept += [g for g in groups if id(g) not in replaced]
@@ -491,8 +491,3 @@ class LearnerLoop:
 
 def _nothing() -> None:
   pass
-
-
-def varies(group: trajectory.TrajectoryGroup) -> bool:
-  """Whether a group's valid members and their peers got different rewards."""
-  return len(set(group.rewards)) > 1

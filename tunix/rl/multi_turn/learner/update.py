@@ -17,9 +17,17 @@ refuses arrays that lie elsewhere instead of compiling again unnoticed:
 `compiles` counts every compilation. The loss of a step is a weighted sum over
 tokens with weights from the host, so micro-batches add up to the big batch
 (clip_cov and kl_cov compare the tokens of a buffer, and depend on them). A
-gradient that is not finite leaves parameters and optimizer state as they were.
-Parameters, optimizer state and running gradients are donated, hence updated in
-place.
+gradient that is not finite leaves parameters and optimizer state as they were,
+and so does an empty step, whose tokens have no weight in any term of the loss:
+no momentum, weight decay or schedule moves anything. Parameters, optimizer
+state and running gradients are donated, hence updated in place.
+
+A token has weight where a term of the loss counts it: the policy's term with an
+advantage and an importance weight other than 0 (a vetoed token, and one outside
+the bounds of mis, has none), any token of an objective without advantages, and
+every token of a KL term, an entropy term or a value loss whose coefficient is
+not 0. A clipped token has weight, whatever its gradient. A term that an
+objective of another package adds counts by its gradient.
 
 Does not: know groups, rewards or versions.
 
@@ -217,12 +225,14 @@ class Sums:
     total: name -> sum over tokens.
     most: name -> maximum over tokens.
     tokens: scalar, number of tokens.
+    weighted: scalar, number of tokens with weight; see the module docstring.
   """
 
   loss: jax.Array
   total: dict[str, jax.Array]
   most: dict[str, jax.Array]
   tokens: jax.Array
+  weighted: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -421,7 +431,9 @@ class UpdatePrograms:
     readings["top_token"] = scores.top
     readings["logprob"] = lp
     most = {}
+    weighted = jnp.ones_like(lp, bool)
     if algorithm.objective.uses_advantages:
+      weighted = (weight != 0) & (advantages != 0)
       moved = jnp.clip(
           lp - batch.logprobs, -kl.MAX_LOG_RATIO, kl.MAX_LOG_RATIO
       )
@@ -436,9 +448,11 @@ class UpdatePrograms:
       price = jax.vmap(algorithm.kl)(lp, jnp.asarray(extra.reference))
       coef = config.kl_coef if extra.kl_coef is None else extra.kl_coef
       token_loss = token_loss + coef * price
+      weighted |= jnp.asarray(coef) != 0
       readings["kl"] = price
     if config.entropy_coef:
       token_loss = token_loss - config.entropy_coef * scores.entropy
+      weighted |= True
     if config.distill_coef:
       readings["teacher_kl"] = lp - jnp.asarray(extra.teacher)
     if values is not None:
@@ -449,6 +463,7 @@ class UpdatePrograms:
           config.value_clip,
       )
       token_loss = token_loss + config.value_coef * value_loss
+      weighted |= config.value_coef != 0
       readings["value_loss"] = value_loss
       readings["value_clip_fraction"] = clipped
     mask = batch.mask
@@ -465,6 +480,7 @@ class UpdatePrograms:
             for name, x in most.items()
         },
         tokens=jnp.sum(mask.astype(jnp.float32)),
+        weighted=jnp.sum((mask & weighted).astype(jnp.float32)),
     )
     return loss, sums
 
@@ -498,6 +514,7 @@ class UpdatePrograms:
               total={name: zero for name in sums.total},
               most={name: zero - jnp.inf for name in sums.most},
               tokens=zero,
+              weighted=zero,
           )
 
         self._start = (
@@ -522,7 +539,7 @@ class UpdatePrograms:
     start.prepare(params)
     # Gradients lie where the parameters lie.
     self.accumulate.prepare(params, params, sums, frozen, batch, extra)
-    self.apply.prepare(params, opt_state, params, *acting)
+    self.apply.prepare(params, opt_state, params, sums.weighted, *acting)
 
   def _accumulate(
       self,
@@ -541,6 +558,7 @@ class UpdatePrograms:
         total=jax.tree.map(jnp.add, sums.total, here.total),
         most=jax.tree.map(jnp.maximum, sums.most, here.most),
         tokens=sums.tokens + here.tokens,
+        weighted=sums.weighted + here.weighted,
     )
 
   def _apply(
@@ -548,6 +566,7 @@ class UpdatePrograms:
       params: Params,
       opt_state: optax.OptState,
       grads: Params,
+      weighted: base.Array,
       acting: base.Array | None = None,
   ) -> tuple[Params, optax.OptState, jax.Array, jax.Array]:
     """(params, state, gradient norm, 1.0 when the step was made).
@@ -555,7 +574,7 @@ class UpdatePrograms:
     With `acting` 0 the value head alone moves.
     """
     norm = optax.tree.norm(grads)
-    ok = jnp.isfinite(norm)
+    ok = jnp.isfinite(norm) & ((jnp.asarray(weighted) > 0) | (norm > 0))
     updates, new_state = self._tx.update(grads, opt_state, params)
     new_params = optax.apply_updates(params, updates)
 

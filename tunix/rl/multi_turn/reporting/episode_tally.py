@@ -16,6 +16,7 @@ import collections
 import math
 from typing import Iterable, Mapping
 
+from tunix.rl.multi_turn.core import reward_equality
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 
 Tally = dict[str, float]
@@ -34,10 +35,7 @@ def of_groups(groups: Iterable[trajectory_lib.TrajectoryGroup]) -> Tally:
   tally["episodes"] = len(episodes)
   tally["valid"] = len(valid)
   tally["refused_rewards"] = math.fsum(_each(episodes, "refused_rewards"))
-  for group in groups:
-    rewards = {t.reward for t in group if t.status.is_policy_outcome}
-    rewards |= set(group.peer_rewards)
-    tally["informative"] += len(rewards) > 1
+  tally["informative"] = sum(group.varies for group in groups)
   for episode in episodes:
     tally[f"status/{episode.status.value}"] += 1
   _add_stages(tally, episodes)
@@ -144,8 +142,11 @@ def readings(tally: Mapping[str, float]) -> dict[str, float]:
   if not valid:
     return out
   mean = out["reward_mean"] = tally["reward"] / valid
-  spread = tally["reward_squared"] / valid - mean**2
-  out["reward_std"] = math.sqrt(max(spread, 0.0))
+  square = tally["reward_squared"] / valid
+  spread = square - mean**2
+  if reward_equality.is_rounding(spread, square):
+    spread = 0.0
+  out["reward_std"] = math.sqrt(spread)
   for name, value in _under("part", tally):
     out[f"reward_part/{name}"] = value / tally[f"parts/{name}"]
   out["success_rate"] = tally["solved"] / valid

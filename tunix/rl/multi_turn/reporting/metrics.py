@@ -408,7 +408,11 @@ METRICS: dict[str, Metric] = {
         "Growing: the run has diverged.",
     ),
     "empty_updates": Metric(
-        "", "Updates without a group with a gradient, in all."
+        "",
+        "Updates in which no token had weight, in all: nothing moved, neither"
+        " weights nor the optimizer's state.",
+        "Growing: see zero_advantage_groups, and importance_weight for tokens"
+        " that algorithm.importance or algorithm.veto left out.",
     ),
     "dropped_sequences": Metric(
         "",

@@ -13,6 +13,7 @@ from typing import Any, Callable, Iterable, Mapping, Protocol, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import reward_equality
 from tunix.rl.multi_turn.core import reward_range
 from tunix.rl.multi_turn.core import trajectory
 
@@ -31,8 +32,8 @@ def bounded(number: Any, limit: float) -> float:
 
 
 def total(rewards: Iterable[float], limit: float) -> float:
-  """Sum of an episode's rewards, `bounded`."""
-  return bounded(math.fsum(rewards), limit)
+  """`reward_equality.total` of an episode's rewards, `bounded`."""
+  return bounded(reward_equality.total(rewards), limit)
 
 
 class Agent(Protocol):

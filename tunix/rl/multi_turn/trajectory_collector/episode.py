@@ -32,6 +32,7 @@ import uuid
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import reward_equality
 from tunix.rl.multi_turn.core import reward_range
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.trajectory_collector import adapters
@@ -408,7 +409,7 @@ class TrajectoryCollectEngine:
   def _outcome(self, status: Status) -> Status:
     """The final status, by the way the episode ended and the env's hints."""
     hints = {**self._info, **self._hint}
-    total = math.fsum(float(s.reward) for s in self._steps)
+    rewards = [float(s.reward) for s in self._steps]
     success = hints.get("success")
     if status is not Status.SUCCEEDED:
       return Status.SUCCEEDED if success else status
@@ -422,7 +423,13 @@ class TrajectoryCollectEngine:
         )
       if "final_reward" not in self._hint or said is Status.SUCCEEDED:
         return said
-    if total > self._success_reward if success is None else success:
+    if success is None:
+      success = reward_equality.exceeds(
+          math.fsum(rewards),
+          self._success_reward,
+          math.fsum(map(abs, rewards)),
+      )
+    if success:
       return Status.SUCCEEDED
     if said is not None:
       return said
@@ -559,7 +566,9 @@ class TrajectoryCollectEngine:
           if self._task is not None
           else getattr(self.env, "task", None)
       )
-    draft.reward = math.fsum(float(s.reward) for s in self._steps)
+    draft.reward = reward_equality.total(
+        float(s.reward) for s in self._steps
+    )
     return draft
 
   def _finish(self, status: Status, error: str | None) -> Trajectory:

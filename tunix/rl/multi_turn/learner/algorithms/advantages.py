@@ -7,8 +7,9 @@ sees one episode and a critic's values; `critic` calls it.
 Only valid members enter (see `TrajectoryGroup.valid`): a failure outside the
 policy is no evidence about it. Statistics are over the group at hand, of any
 size; a group of one has nothing to be compared with and gets 0, and so does,
-exactly, a group of equal rewards (learners skip those), and one whose rewards
-differ by less than float64 can square.
+exactly, a group of rewards that are equal up to rounding (`reward_equality`;
+learners skip those), and one whose rewards differ by less than float64 can
+square. Where a mean is subtracted, the rest is centred up to its own rounding.
 
 Promises: advantages are finite, in float32 too, for all that `GroupRewards`
 accepts.
@@ -29,6 +30,7 @@ from typing import Any, Callable, Sequence
 import numpy as np
 from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.core import reward_equality
 from tunix.rl.multi_turn.core import reward_range
 from tunix.rl.multi_turn.learner import config as config_lib
 
@@ -87,6 +89,15 @@ class GroupRewards:
     object.__setattr__(self, "total_N", total)
     object.__setattr__(self, "turns", turns)
     object.__setattr__(self, "tokens", tokens)
+
+  def magnitudes_N(self) -> np.ndarray:
+    """float64[N]: Of each member, the sum of its turns' absolute rewards."""
+    turns = [np.abs(t).sum() for t in self.turns]
+    return np.maximum(np.abs(self.total_N), turns)
+
+  def differ(self) -> bool:
+    """Whether the episodes' rewards differ, by more than rounding."""
+    return not reward_equality.all_equal(self.total_N, self.magnitudes_N())
 
   def lengths_N(self) -> np.ndarray:
     """float64[N]: tokens that each member sampled.
@@ -261,8 +272,8 @@ def adapted(
   ) -> tuple[np.ndarray, ...]:
     del options
     r = group.total_N
-    if _all_equal(r):
-      return _spread(group, np.zeros_like(r))
+    if not group.differ():
+      return _zeros(group)
     got = np.asarray(found(r.astype(np.float32), len(r)), np.float64)
     if got.shape != r.shape:
       raise ValueError(
@@ -274,14 +285,19 @@ def adapted(
   return estimate
 
 
-def _all_equal(values: np.ndarray) -> bool:
-  """Whether all advantages are 0; a subtracted mean leaves rounding errors."""
-  return len(values) < 2 or values.min() == values.max()
+def _centred(values: np.ndarray) -> np.ndarray:
+  """Values minus their mean, exact up to the rounding of their differences."""
+  above = values - values.min()
+  return above - above.mean()
 
 
 def _std(values: np.ndarray, options: AdvantageOptions) -> float:
   """Standard deviation plus eps; 0 if the differences cannot be squared."""
-  return float(values.std(ddof=1)) + options.std_eps
+  return float((values - values.min()).std(ddof=1)) + options.std_eps
+
+
+def _zeros(group: GroupRewards) -> tuple[np.ndarray, ...]:
+  return tuple(np.zeros(len(t), np.float64) for t in group.turns)
 
 
 def _spread(
@@ -301,10 +317,10 @@ def grpo(
 
   Shao et al. 2024, "DeepSeekMath", section 4.1.2 (arXiv:2402.03300).
   """
+  if not group.differ():
+    return _zeros(group)
   r = group.total_N
-  if _all_equal(r):
-    return _spread(group, np.zeros_like(r))
-  return _spread(group, (r - r.mean()) / (_std(r, options) or math.inf))
+  return _spread(group, _centred(r) / (_std(r, options) or math.inf))
 
 
 @ESTIMATORS.register("dr_grpo")
@@ -316,10 +332,9 @@ def dr_grpo(
   Liu et al. 2025, "Understanding R1-Zero-Like Training" (arXiv:2503.20783).
   """
   del options
-  r = group.total_N
-  if _all_equal(r):
-    return _spread(group, np.zeros_like(r))
-  return _spread(group, r - r.mean())
+  if not group.differ():
+    return _zeros(group)
+  return _spread(group, _centred(group.total_N))
 
 
 @ESTIMATORS.register("rloo")
@@ -331,9 +346,9 @@ def rloo(
   Ahmadian et al. 2024, "Back to Basics", section 2.3 (arXiv:2402.14740).
   """
   del options
-  r = group.total_N
-  if _all_equal(r):
-    return _spread(group, np.zeros_like(r))
+  if not group.differ():
+    return _zeros(group)
+  r = group.total_N - group.total_N.min()
   return _spread(group, r - (r.sum() - r) / (len(r) - 1))
 
 
@@ -347,6 +362,14 @@ def discounted_returns(rewards_K: np.ndarray, gamma: float) -> np.ndarray:
   return returns
 
 
+def turn_values(
+    group: GroupRewards, gamma: float
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+  """Of each member: `discounted_returns`, and the magnitudes summed in them."""
+  returns = [discounted_returns(t, gamma) for t in group.turns]
+  return returns, [discounted_returns(np.abs(t), gamma) for t in group.turns]
+
+
 @ESTIMATORS.register("turn_returns")
 def turn_returns(
     group: GroupRewards, options: AdvantageOptions
@@ -357,12 +380,15 @@ def turn_returns(
   (arXiv:2402.03300), with returns discounted by gamma before normalisation:
   a turn is credited with what followed it, not with what came before.
   """
-  returns = [discounted_returns(t, options.gamma) for t in group.turns]
+  returns, magnitudes = turn_values(group, options.gamma)
   flat = np.concatenate(returns) if returns else np.zeros(0)
-  if len(returns) < 2 or _all_equal(flat):
-    return tuple(np.zeros_like(g) for g in returns)
-  mean, std = flat.mean(), _std(flat, options) or math.inf
-  return tuple((g - mean) / std for g in returns)
+  if len(returns) < 2 or reward_equality.all_equal(
+      flat, np.concatenate(magnitudes)
+  ):
+    return _zeros(group)
+  scaled = _centred(flat) / (_std(flat, options) or math.inf)
+  ends = np.cumsum([len(g) for g in returns])
+  return tuple(np.split(scaled, ends[:-1]))
 
 
 @ESTIMATORS.register("opo")
@@ -376,9 +402,9 @@ def opo(
   (arXiv:2505.23585).
   """
   del options
-  r = group.total_N
-  if _all_equal(r):
-    return _spread(group, np.zeros_like(r))
+  if not group.differ():
+    return _zeros(group)
+  r = group.total_N - group.total_N.min()
   lengths = group.lengths_N()
   return _spread(group, r - (lengths * r).sum() / lengths.sum())
 
@@ -391,7 +417,13 @@ def _remax(
     raise ValueError(
         "remax needs the reward of a greedy episode, GroupRewards.greedy"
     )
-  return _spread(group, group.total_N - group.greedy)
+  r, greedy = group.total_N, float(group.greedy)
+  # A member's reward may be the greedy one's up to rounding.
+  same_N = [
+      reward_equality.all_equal((one, greedy), (magnitude, abs(greedy)))
+      for one, magnitude in zip(r, group.magnitudes_N())
+  ]
+  return _spread(group, np.where(same_N, 0.0, r - greedy))
 
 
 remax = GreedyEstimator(_remax)
@@ -429,12 +461,15 @@ def reward(
 def filtered(
     group: GroupRewards, options: AdvantageOptions
 ) -> tuple[np.ndarray, ...]:
-  """1 where r >= filter_reward, else 0: cloning of the good episodes.
+  """1 where r >= filter_reward, up to rounding, else 0: cloning of the good
+  episodes.
 
   Chen et al. 2021, "Decision Transformer", section 4: filtered behaviour
   cloning ("percentile BC", arXiv:2106.01345), with a fixed bound.
   """
-  good = group.total_N >= options.filter_reward
+  good = reward_equality.reaches(
+      group.total_N, options.filter_reward, group.magnitudes_N()
+  )
   return _spread(group, good.astype(np.float64))
 
 
@@ -453,8 +488,8 @@ def pass_at_k(
   members k is their number.
   """
   r, k = group.total_N, min(options.pass_k, len(group.total_N))
-  if _all_equal(r):
-    return _spread(group, np.zeros_like(r))
+  if not group.differ():
+    return _zeros(group)
   if k == 1:
     return rloo(group, options)
   n = len(r)
@@ -477,7 +512,7 @@ def _gigpo_group(
   """See `gigpo`."""
   if len(group.states) != len(group.turns):
     raise ValueError("gigpo needs GroupRewards.states")
-  returns = [discounted_returns(t, options.gamma) for t in group.turns]
+  returns, magnitudes = turn_values(group, options.gamma)
   pools: dict[str, list[tuple[int, int]]] = {}
   for i, member in enumerate(group.states):
     for k, state in enumerate(member):
@@ -486,9 +521,10 @@ def _gigpo_group(
   step = [np.zeros_like(g) for g in returns]
   for places in pools.values():
     values = np.array([returns[i][k] for i, k in places])
-    if _all_equal(values):
+    summed = [magnitudes[i][k] for i, k in places]
+    if reward_equality.all_equal(values, summed):
       continue
-    scaled = (values - values.mean()) / (_std(values, options) or math.inf)
+    scaled = _centred(values) / (_std(values, options) or math.inf)
     for (i, k), value in zip(places, scaled):
       step[i][k] = value
   episode = grpo(group, options)

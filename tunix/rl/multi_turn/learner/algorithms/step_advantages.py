@@ -1,6 +1,7 @@
 """Computes advantages with statistics over all groups of a step.
 
-Promises: advantages are finite; a step of equal rewards gets 0 exactly.
+Promises: advantages are finite; a step of rewards that are equal up to rounding
+gets 0 exactly.
 
 Does not: see tokens themselves; it sees how many each turn has.
 
@@ -12,52 +13,64 @@ from __future__ import annotations
 from typing import Sequence
 
 import numpy as np
+from tunix.rl.multi_turn.core import reward_equality
 from tunix.rl.multi_turn.learner.algorithms import advantages
 
 Groups = Sequence[advantages.GroupRewards]
 PerGroup = list[tuple[np.ndarray, ...]]
 
 
+def _flat(values: PerGroup) -> np.ndarray:
+  return np.concatenate([v for group in values for v in group] or [np.zeros(0)])
+
+
 def _normalised(
-    groups: Groups, values: PerGroup, std_eps: float
+    groups: Groups, values: PerGroup, magnitudes: PerGroup, std_eps: float
 ) -> PerGroup:
   """(A - mean) / (std + eps) over all sampled tokens of the step.
 
   A turn's value counts once for each of its tokens, as it does in the loss.
+
+  Args:
+    groups: Of the step.
+    values: A of each turn.
+    magnitudes: Of each A, the sum of the absolute rewards in it.
+    std_eps: Added to the standard deviation.
   """
-  flat = np.concatenate(
-      [v for group in values for v in group] or [np.zeros(0)]
-  )
+  flat = _flat(values)
   lengths = np.concatenate(
       [t for group in groups for t in group.tokens] or [np.zeros(0)]
   ).astype(np.float64)
   if len(lengths) != len(flat):
     raise ValueError("this estimator needs GroupRewards.tokens")
-  if not lengths.sum() or flat.min() == flat.max():
+  if not lengths.sum() or reward_equality.all_equal(flat, _flat(magnitudes)):
     return [tuple(np.zeros_like(v) for v in group) for group in values]
+  least = flat.min()
+  flat = flat - least
   mean = (lengths * flat).sum() / lengths.sum()
   variance = (lengths * np.square(flat - mean)).sum() / lengths.sum()
   std = float(np.sqrt(variance)) + std_eps
   if not std:  # Differences too small to be squared.
     return [tuple(np.zeros_like(v) for v in group) for group in values]
-  return [tuple((v - mean) / std for v in group) for group in values]
+  return [tuple((v - least - mean) / std for v in group) for group in values]
 
 
 def _reinforce_pp(
     groups: Groups, options: advantages.AdvantageOptions
 ) -> PerGroup:
-  returns = [
-      tuple(advantages.discounted_returns(t, options.gamma) for t in g.turns)
-      for g in groups
-  ]
-  return _normalised(groups, returns, options.std_eps)
+  found = [advantages.turn_values(g, options.gamma) for g in groups]
+  returns = [tuple(values) for values, _ in found]
+  magnitudes = [tuple(summed) for _, summed in found]
+  return _normalised(groups, returns, magnitudes, options.std_eps)
 
 
 def _reinforce_pp_baseline(
     groups: Groups, options: advantages.AdvantageOptions
 ) -> PerGroup:
   centred = [advantages.dr_grpo(group, options) for group in groups]
-  return _normalised(groups, centred, options.std_eps)
+  # Equal rewards are 0 here already; other differences are what they are.
+  magnitudes = [tuple(map(np.abs, group)) for group in centred]
+  return _normalised(groups, centred, magnitudes, options.std_eps)
 
 
 def _gpg(groups: Groups, options: advantages.AdvantageOptions) -> PerGroup:

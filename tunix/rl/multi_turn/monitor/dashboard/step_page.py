@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Sequence
 
 import pydantic
 import sqlalchemy as sa
+from tunix.rl.multi_turn.core import reward_equality
 from tunix.rl.multi_turn.monitor.dashboard import group_overlays
 from tunix.rl.multi_turn.monitor.dashboard import measurements
 from tunix.rl.multi_turn.monitor.dashboard import page_request
@@ -304,7 +305,7 @@ def grouped(members: Sequence[Row]) -> list[Row]:
     ]  # pyformat: disable
     group["won"] = sum(bool(m["task_success"]) for m in group["members"])
     group["mean"] = statistics.fmean(valid) if valid else None
-    group["has_gradient"] = len(valid) > 1 and max(valid) > min(valid)
+    group["has_gradient"] = not reward_equality.all_equal(valid)
   return list(found.values())
 
 

@@ -13,6 +13,7 @@ import functools
 from typing import Any, Mapping, Sequence
 
 import sqlalchemy as sa
+from tunix.rl.multi_turn.core import reward_equality
 from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib
 from tunix.rl.multi_turn.monitor.dashboard import measurements
 from tunix.rl.multi_turn.monitor.dashboard import page_request
@@ -484,4 +485,5 @@ def _mixed(tries: Sequence[Row]) -> tuple[int, int]:
           one["reward"]
       )
   several = [rewards for rewards in found.values() if len(rewards) > 1]
-  return sum(max(r) > min(r) for r in several), len(several)
+  differing = [r for r in several if not reward_equality.all_equal(r)]
+  return len(differing), len(several)

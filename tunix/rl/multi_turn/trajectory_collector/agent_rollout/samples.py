@@ -19,6 +19,7 @@ from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.core import reward_equality
 from tunix.rl.multi_turn.trajectory_collector import loss_mask as loss_mask_lib
 from tunix.rl.multi_turn.trajectory_collector import recorded_sequences
 from tunix.rl.multi_turn.trajectory_collector import records
@@ -296,7 +297,8 @@ def rewards_of(args: Any, samples: Sequence[Sample]) -> list[float]:
   out = np.zeros(len(samples))
   for numbers in groups.values():
     values = np.array([samples[n].reward for n in numbers])
-    out[numbers] = (values - values.mean()) / (values.std() + _STD_EPS)
+    if not reward_equality.all_equal(values):
+      out[numbers] = (values - values.mean()) / (values.std() + _STD_EPS)
   return [float(r) for r in out]
 
 

@@ -26,6 +26,8 @@ import dataclasses
 import math
 from typing import Any, Callable, Literal, Mapping, Sequence
 
+from tunix.rl.multi_turn.core import reward_equality
+
 Items = list[dict[str, Any]]
 Group = tuple[str, Items]
 Verdict = Literal["waits", "use", "drop"]
@@ -95,11 +97,15 @@ def is_valid_group(
 ) -> tuple[bool, bool]:
   """(valid, finished) of a group by its rewards: the default.
 
-  A finished group is valid when its rewards differ: else there is nothing to
-  learn from it. A group of one cannot differ, and is valid; with `raw` all are.
+  A finished group is valid when its rewards differ by more than rounding: else
+  there is nothing to learn from it. A group of one cannot differ, and is valid; with `raw` all are.
   """
   finished = len(rewards) >= max(1, rules.min_valid_group_size)
-  differ = rules.raw or rules.group_size == 1 or len(set(rewards)) > 1
+  differ = (
+      rules.raw
+      or rules.group_size == 1
+      or not reward_equality.all_equal(rewards)
+  )
   return finished and differ, finished
 
 
@@ -171,7 +177,7 @@ def normalize_group_data(group: Group, epsilon: float = EPSILON) -> Group:
     mean = math.fsum(counted) / len(counted)
     variance = math.fsum((r - mean) ** 2 for r in counted) / len(counted)
     deviation = math.sqrt(variance)
-    if deviation < epsilon:
+    if reward_equality.all_equal(counted):
       change = lambda r: 0.0
     else:
       change = lambda r: (r - mean) / (deviation + epsilon)
