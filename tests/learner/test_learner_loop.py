@@ -325,7 +325,8 @@ def _produce(case, queue, rewards):
 
 def test_groups_of_equal_rewards_are_replaced_and_counted(case, tmp_path):
   queue = group_queue.GroupQueue(2, order="admission")
-  rewards = [EVEN, VARIED, EVEN, [0.0, 0.0], VARIED, VARIED, VARIED]
+  rounded = [0.1 + 0.2, 0.3]
+  rewards = [EVEN, VARIED, rounded, [0.0, 0.0], VARIED, VARIED, VARIED]
   made = _produce(case, queue, rewards)
   seen = _Groups()
   with checkpoint.LearnerCheckpoints(tmp_path) as checkpoints:

@@ -74,6 +74,46 @@ def test_advantages_are_finite(name, rewards, gamma, std_eps):
   assert np.isfinite(stats.reward_mean) and np.isfinite(stats.reward_std)
 
 
+CENTRED = ("grpo", "dr_grpo", "rloo", "turn_returns")
+
+
+@pytest.mark.parametrize("name", CENTRED)
+@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.given(
+    amounts=st.lists(
+        st.lists(st.integers(-100, 100), min_size=1, max_size=6),
+        min_size=2,
+        max_size=5,
+    ),
+    unit=st.sampled_from([1e-9, 0.1, 0.01, 1 / 3, 1e9]),
+    offset=st.sampled_from([0, 10**6, 10**12]),
+    std_eps=st.sampled_from([0.0, 1e-6]),
+)
+def test_advantages_are_zero_or_centred(name, amounts, unit, offset, std_eps):
+  """Of one turn each, whose reward was added up in parts."""
+  wholes = [offset + sum(parts) for parts in amounts]
+  hypothesis.assume(all(abs(w) * unit <= MAX for w in wholes))
+  rewards = [unit * offset + sum(n * unit for n in p) for p in amounts]
+  sizes = [unit * (offset + sum(map(abs, p))) for p in amounts]
+  group = advantages.GroupRewards(
+      np.array(rewards), tuple(np.array([r]) for r in rewards)
+  )
+  (found,) = advantages.of_step(
+      advantages.ESTIMATORS.get(name),
+      [group],
+      advantages.AdvantageOptions(std_eps=std_eps),
+  )
+  flat = np.concatenate(found)
+  if len(set(wholes)) == 1:
+    # What the parts were is known to the turns alone.
+    hypothesis.assume(abs(rewards[0]) > 0.1 * max(sizes))
+    assert not flat.any()
+    return
+  assert abs(flat.sum()) <= 1e-9 * np.abs(flat).sum()
+  if max(wholes) - min(wholes) > 1e-12 * max(map(abs, wholes)):
+    assert flat.any() and np.all(np.diff(flat[np.argsort(wholes)]) >= -1e-6)
+
+
 @pytest.mark.parametrize(
     "reward, said",
     [

@@ -45,14 +45,15 @@ def _normalised(
     raise ValueError("this estimator needs GroupRewards.tokens")
   if not lengths.sum() or reward_equality.all_equal(flat, _flat(magnitudes)):
     return [tuple(np.zeros_like(v) for v in group) for group in values]
-  least = flat.min()
-  flat = flat - least
   mean = (lengths * flat).sum() / lengths.sum()
+  size = (lengths * np.abs(flat)).sum() / lengths.sum()
+  if reward_equality.is_rounding(mean, size):
+    mean = 0.0  # An advantage of 0 stays 0.
   variance = (lengths * np.square(flat - mean)).sum() / lengths.sum()
   std = float(np.sqrt(variance)) + std_eps
   if not std:  # Differences too small to be squared.
     return [tuple(np.zeros_like(v) for v in group) for group in values]
-  return [tuple((v - least - mean) / std for v in group) for group in values]
+  return [tuple((v - mean) / std for v in group) for group in values]
 
 
 def _reinforce_pp(
