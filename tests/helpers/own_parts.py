@@ -52,6 +52,20 @@ GYM = spec.GymSpec(
 )
 
 
+class FewLamps(LampTasks):
+  """Five tasks, and no more."""
+
+  def train_task(self, family, index, seed=0):
+    if index >= 5:
+      raise StopIteration
+    return super().train_task(family, index, seed)
+
+
+FEW = spec.GymSpec(
+    make=LampGym, tasks=FewLamps, lists_tasks=True, set_by_run=spec.SIZE
+)
+
+
 class PoliteAgent(ToolAgent):
   """Asks more nicely than ToolAgent."""
 

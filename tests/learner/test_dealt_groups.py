@@ -135,6 +135,59 @@ def test_when_all_are_stuck_they_wait():
   assert sum(len(step) for of in found for step in of) == 4
 
 
+@pytest.mark.parametrize("share_s", [None, 0.05, 30.0])
+def test_processes_train_on_all_that_closed_queues_hold(share_s):
+  """One has seven groups, one three, one none: each gives what it has."""
+  counts = (7, 3, 0)
+
+  def work(peers):
+    config = group_queue.QueueConfig(max_staleness=9)
+    queue = group_queue.GroupQueue(2, config)
+    for i in range(counts[peers.index]):
+      queue.put(queue_groups.group(f"{peers.index}{i}"))
+    queue.close()
+    learner = Learner()
+    loop = loop_lib.LearnerLoop(
+        learner, queue, lambda *_: None, processes=peers,
+        share_timeout_s=share_s,
+    )  # pyformat: disable
+    assert loop.run(100) == 4
+    with pytest.raises(group_queue.QueueClosed):
+      loop.step()
+    return learner.learned
+
+  found = peer_threads.run_all(3, work)
+  assert found == [
+      [["00", "01"], ["02", "03"], ["04", "05"], ["06"]],
+      [["10", "11"], ["12"], [], []],
+      [[]] * 4,
+  ]
+
+
+def test_those_whose_queues_are_closed_wait_for_a_late_one():
+  def work(peers):
+    queue = group_queue.GroupQueue(2)
+    stuck = threading.Event()
+    if peers.index:
+      queue.close()
+    else:
+      stuck.set()
+      threading.Timer(0.5, stuck.clear).start()
+      thread = collecting(queue, stuck, "a")
+    learner = Learner()
+    loop = loop_lib.LearnerLoop(
+        learner, queue, lambda *_: None, wait_timeout_s=60, processes=peers,
+        share_timeout_s=0.05,
+    )  # pyformat: disable
+    loop.step()
+    queue.close()
+    if not peers.index:
+      thread.join(20)
+    return learner.learned
+
+  assert peer_threads.run_all(2, work) == [[["a0", "a1"]], [[]]]
+
+
 def test_a_stop_ends_the_wait_of_all():
   stops = [threading.Event() for _ in range(2)]
 

@@ -225,6 +225,48 @@ def test_any_upstream_queue_will_do(case):
   assert learned_from == [["g0", "g1"], ["g2", "g3"]]
 
 
+def test_what_a_closed_queue_holds_is_trained_on(case, tmp_path):
+  """In a step of its own, smaller and of the same programs."""
+  queue = group_queue.GroupQueue(
+      2, group_queue.QueueConfig(max_staleness=2), order="admission"
+  )
+  for i in range(5):
+    queue.put(case.group([1.0, 0.0], f"g{i}"), timeout=1)
+  seen = _Groups()
+  with checkpoint.LearnerCheckpoints(tmp_path) as checkpoints:
+    loop = _loop(
+        case,
+        queue,
+        lambda *_: None,
+        observers=events.Observers([seen]),
+        checkpoints=checkpoints,
+    )
+    loop.step()
+    compiles = loop.learner.compiles
+    queue.close()
+    assert loop.run(10) == 2
+    assert seen.learned == [["g0", "g1"], ["g2", "g3"], ["g4"]]
+    assert loop.learner.compiles == compiles
+    assert loop.learner.counters.optimizer_steps == 3
+    with pytest.raises(group_queue.QueueClosed):
+      loop.step()
+    assert loop.run(10) == 0
+    loop.save()
+    loop.settle()
+  assert queue.unacked() == []
+
+
+def test_a_stopped_run_keeps_the_rest_for_later(case):
+  queue = group_queue.GroupQueue(2)
+  queue.put(case.group([1.0, 0.0]), timeout=1)
+  queue.close()
+  loop = _loop(case, queue, lambda *_: None)
+  stop = threading.Event()
+  stop.set()
+  assert loop.step(stop) is None
+  assert queue.qsize() == 1
+
+
 def test_waiting_ends(case):
   queue = group_queue.GroupQueue(2)
   loop = _loop(case, queue, lambda *_: None, wait_timeout_s=0.3)
@@ -361,6 +403,20 @@ def test_replacing_is_bounded(case):
   made.result(timeout=60)
   assert metrics["replaced_groups"] == 2
   assert seen.learned == [["g2", "g3"]] and metrics["empty_updates"] == 1
+
+
+def test_the_last_groups_are_replaced_too(case):
+  queue = group_queue.GroupQueue(
+      2, group_queue.QueueConfig(max_staleness=2), order="admission"
+  )
+  for i, members in enumerate((EVEN, VARIED, EVEN)):
+    queue.put(case.group(members, f"g{i}"), timeout=1)
+  queue.close()
+  seen = _Groups()
+  loop = _dynamic(case, queue, 2, observers=events.Observers([seen]))
+  assert loop.run(5) == 1
+  assert seen.learned == [["g1"]]
+  assert [name for name, *_ in seen.dropped] == ["g0", "g2"]
 
 
 def test_without_dynamic_sampling_nothing_is_replaced(case):

@@ -155,6 +155,36 @@ def test_one_file_of_a_user(tmp_path):
 
 
 @pytest.mark.slow
+def test_tasks_that_end_within_a_step_are_all_trained_on(tmp_path, caplog):
+  """Five tasks in steps of two; a resumed run takes the last one."""
+  common = (
+      *small_runs.SMALL[1:], "gym=own_parts:FEW", small_runs.ONE_LAYER,
+      "warm_start.source=none", "collect.group_size=2", "eval.modes=[sampled]",
+      "environment.max_turns=1", "algorithm.entropy_coef=0.1",
+      "learner.skip_zero_advantage=false",
+  )  # pyformat: disable
+  metrics, trajectories = trained(tmp_path, *common, "steps=10")
+  assert [m["groups"] for m in metrics] == [2, 2, 1]
+  assert [m["episodes"] for m in metrics] == [4, 4, 2]
+  assert len({m["compiles"] for m in metrics}) == 1
+  trained_on = {t["task_id"] for t in trajectories if t["split"] == "train"}
+  assert len(trained_on) == 5
+  summary = small_runs.summary_of(tmp_path / "r")
+  assert summary["status"] == "completed" and summary["step"] == 3
+  assert "the task source ended after 5 groups" in caplog.text
+  assert "the run ends after 3 of learner.steps=10 updates" in caplog.text
+  # The same in two starts, and a third finds nothing to do.
+  assert train.main(
+      [f"run.dir={tmp_path}", "name=s", *common, "steps=2"]
+  ) == 0  # pyformat: disable
+  for _ in range(2):
+    assert train.main([f"resume={tmp_path / 's'}", "steps=10"]) == 0
+    again = small_runs.metrics_of(tmp_path / "s")
+    assert [m["groups"] for m in again] == [2, 2, 1]
+  assert [m.get("loss") for m in again] == [m.get("loss") for m in metrics]
+
+
+@pytest.mark.slow
 def test_an_environment_of_a_user_with_its_own_reward(tmp_path):
   metrics, _ = trained(
       tmp_path, *TEXT, "environment=own_parts:Echo",

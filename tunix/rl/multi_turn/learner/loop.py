@@ -9,9 +9,11 @@ version; groups are acknowledged only when a checkpoint that contains them is
 on disk, and that checkpoint names them, for a process that dies in between; no
 wait is without a deadline or a way to stop it. With `dynamic_sampling`, groups
 of equal rewards are replaced, a bounded number of times, and counted, but for
-those that borrow a success. Where
-several processes learn, one whose groups do not come in time gives those that
-it has, and the others give more; while all are in time, each gives its share.
+those that borrow a success. What a closed queue still holds is trained on: the
+last step is smaller where the groups do not fill it, with the same programs.
+Where several processes learn, one whose groups do not come in time gives those
+that it has, and the others give more; while all are in time, each gives its
+share. One whose queue is closed gives what it has, and the others theirs.
 
 Does not: collect, evaluate, or decide when training ends: the caller does,
 with `step` or `run`.
@@ -34,6 +36,7 @@ from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.learner import replay as replay_lib
 from tunix.rl.multi_turn.learner import step_seconds
+from tunix.rl.queue import admission
 from tunix.rl.queue import data_queue  # type: ignore[attr-defined]
 
 Publish = Callable[[int, nnx.State], Any]
@@ -49,7 +52,7 @@ before it takes a group."""
 
 _POLL_S = 0.2
 _MOST_SKIPS = 16
-_READY, _LATE, _STOPPED = "ready", "late", "stopped"
+_READY, _LATE, _STOPPED, _CLOSED = "ready", "late", "stopped", "closed"
 
 
 @runtime_checkable
@@ -181,6 +184,7 @@ class LearnerLoop:
     self._pending: list[trajectory.TrajectoryGroup] = []
     self._kept: list[trajectory.TrajectoryGroup] = []  # Of the step to come.
     self._replaced = 0
+    self._closed: admission.QueueClosed | None = None
     self._before: set[int] = set()
     self._replaceable = (
         learner.config.dynamic_sampling
@@ -239,10 +243,12 @@ class LearnerLoop:
   ) -> learner_lib.Metrics | None:
     """One update; None when `stop` was set while waiting for groups.
 
+    The last one before the queue's end may be of fewer groups.
+
     Raises:
       StarvedError: groups did not come within the deadline.
-      Exception: the queue's, when it is closed or failed, and the learner's
-        about bad data.
+      QueueClosed: the queue is closed and empty, in every process.
+      Exception: the queue's, when it failed, and the learner's about bad data.
     """
     self.settle()
     started = time.perf_counter()
@@ -312,13 +318,17 @@ class LearnerLoop:
     """Steps until the learner has made `steps` updates in all.
 
     Returns:
-      Updates made by this call; fewer when `stop` was set.
+      Updates made by this call; fewer when `stop` was set, or when the queue
+      was closed and had no group left.
     """
     made = 0
     while self.learner.counters.updates < steps:
       if stop is not None and stop.is_set():
         break
-      if self.step(stop) is None:
+      try:
+        if self.step(stop) is None:
+          break
+      except admission.QueueClosed:
         break
       made += 1
     self.await_weights()
@@ -373,6 +383,8 @@ class LearnerLoop:
       )
       if _STOPPED in states:
         return False
+      if self._closed is not None and set(states) == {_CLOSED}:
+        raise self._closed
       late = [state == _LATE for state in states]
       if not any(late):
         if not out:
@@ -384,7 +396,8 @@ class LearnerLoop:
           "take what is there", self._take_ready if late[mine] else _nothing
       )
       missing = self._wanted - len(self._kept)
-      found = self._processes.gather("deal", [missing, out])
+      over = out or self._closed is not None
+      found = self._processes.gather("deal", [missing, over])
       taking = [
           i for i, (_, given) in enumerate(found) if not (given or late[i])
       ]
@@ -433,7 +446,16 @@ class LearnerLoop:
     due = None if seconds is None else time.monotonic() + seconds
     while missing := self._wanted - len(self._kept):
       count = min(missing, self._per_step)
-      groups = self._take_exactly(count, stop, due)
+      try:
+        groups = self._take_exactly(count, stop, due)
+      except admission.QueueClosed as closed:
+        if stop is not None and stop.is_set():
+          return _STOPPED
+        self._closed = closed
+        groups = self._take_rest(count)
+        if not groups:
+          self._wanted = len(self._kept)
+          break
       if groups is None:
         stopped = stop is not None and stop.is_set()
         return _STOPPED if stopped else _LATE
@@ -450,7 +472,17 @@ class LearnerLoop:
                 group, "dropped", "all its episodes got the same reward"
             )
         )
-    return _READY
+    return _READY if self._kept or self._closed is None else _CLOSED
+
+  def _take_rest(self, most: int) -> list[trajectory.TrajectoryGroup]:
+    """Up to `most` groups that the closed queue still holds."""
+    rest, self._pending = self._pending, []
+    try:
+      while len(rest) < most and self._gated is not None:
+        rest += self._gated.get_batch(1, timeout=_POLL_S)
+    except admission.QueueClosed:
+      pass
+    return rest
 
   def _lends_to(self, group: trajectory.TrajectoryGroup) -> bool:
     """Whether a success would make the group vary."""

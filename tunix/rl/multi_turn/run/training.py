@@ -141,10 +141,16 @@ class Training:
           if self._loop.step(run.stop) is None:
             break
         except group_queue.QueueClosed:
-          over = getattr(self._collecting, "over", "")
-          if not config.offline.epochs and not over:
+          if not self._collecting.over:
             raise
-          break  # The recorded episodes are over.
+          _LOG.warning(
+              "%s; all were trained on or are reported as dropped, and the run"
+              " ends after %d of learner.steps=%d updates",
+              self._collecting.over,
+              self._learner.counters.updates,
+              config.learner.steps,
+          )
+          break
         with self._loop.seconds("report"):
           run.share_counts()
           self._watch()

@@ -207,6 +207,8 @@ class CollectLoop:
     self._cancelling = False
     self._thread: threading.Thread | None = None
     self._ended = threading.Event()
+    self.over = ""
+    """Why no more groups will be started; "" while there may be."""
     self.counts: collections.Counter[str] = collections.Counter()
     """groups accepted, requeued, given_up; episodes by status."""
 
@@ -419,6 +421,8 @@ class CollectLoop:
             with concurrency.contained("the task source"):
               task = next(self._tasks)
           except StopIteration:
+            drawn = self._next_index // self._parts
+            self.over = f"the task source ended after {drawn} groups"
             return
           self._pending.append(task)
       tickets = await self._admit(indices)

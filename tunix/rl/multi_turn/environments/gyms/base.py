@@ -142,6 +142,9 @@ class TaskSet(Protocol):
   `train_task(family, index, seed)` is the `index`-th training task of the run
   with this `seed`, `eval_task` the `index`-th held-out one; both always give
   the same task for the same arguments. The two never share an instance.
+
+  A `train_task` that raises StopIteration ends the run: what it gave before is
+  trained on, and the last update may be of fewer groups.
   """
 
   def train_task(self, family: str, index: int, seed: int) -> Task:

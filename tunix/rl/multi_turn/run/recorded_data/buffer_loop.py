@@ -404,7 +404,6 @@ class BufferLoop:
           f" buffer.num_epoch={self._settings.num_epoch} higher, or give more"
           " tasks"
       )
-      _LOG.warning("%s", self.over)
 
   async def _ask_stats(
       self, service: client.BufferClient

@@ -70,6 +70,8 @@ class OfflineQueue:
     self._counts = dict.fromkeys(("delivered", "acked"), 0)
     self._error: BaseException | None = None
     self._version = 0
+    self.over = ""
+    """Why no more groups will come; "" while there may be."""
 
   @property
   def epoch(self) -> int:
@@ -94,12 +96,13 @@ class OfflineQueue:
         raise admission.QueueFailed(str(self._error)) from self._error
       indices = self._again[:wanted]
       fresh = range(self._next, self._next + wanted - len(indices))
-      if self.closed or (
-          self._epochs and fresh.stop > self._epochs * len(self._groups)
-      ):
-        raise admission.QueueClosed(
+      if self.closed:
+        raise admission.QueueClosed("the queue was closed")
+      if self._epochs and fresh.stop > self._epochs * len(self._groups):
+        self.over = (
             f"the recorded episodes are over after {self._epochs} epochs"
         )
+        raise admission.QueueClosed(self.over)
       self._again = self._again[wanted:]
       self._next = fresh.stop
       indices += fresh
