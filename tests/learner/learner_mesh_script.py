@@ -98,6 +98,26 @@ def main(directory):
         ),
     }
 
+  # Weight is counted over all devices, and all of them keep their parts.
+  idle = case.learner(
+      mesh=sharding.make_mesh(**MESHES["mixed"]),
+      skip_zero_advantage=False,
+      **config,
+  )
+  idle.update(data[0])
+  before = jax.tree.map(np.array, idle.arrays())
+  metrics = idle.update([case.group([0.3, 0.3, 0.1 + 0.2])])
+  report["empty"] = {
+      "moved": sum(
+          not np.array_equal(a, np.asarray(b))
+          for a, b in zip(
+              jax.tree.leaves(before), jax.tree.leaves(idle.arrays())
+          )
+      ),
+      "updates": metrics["empty_updates"],
+      "steps": metrics["optimizer_steps"],
+  }
+
   # Sums over sequences are of one buffer, wherever it lies; the coefficient of
   # the KL is on all devices.
   whole = dict(

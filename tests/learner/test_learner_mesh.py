@@ -25,6 +25,10 @@ def test_loss_gradient_and_parameters_equal_one_device(report, mesh):
   assert found["parameters"] < 1e-5
 
 
+def test_an_update_without_weight_moves_nothing_on_a_mesh(report):
+  assert report["empty"] == {"moved": 0, "updates": 1, "steps": 1}
+
+
 def test_whole_sequence_ratios_and_an_adapted_kl_equal_one_device(report):
   found = report["whole_sequences"]
   assert found["loss"] < 1e-5 and found["norm"] < 1e-4
