@@ -50,7 +50,7 @@ def test_the_same_parts_in_any_order_and_grouping_are_equal(parts, seed):
   for _ in range(5):
     order = rng.sample(parts, len(parts))
     turns = []
-    for part in order:  # Some are added up by whoever gives the reward.
+    for part in order:  # Some environments add parts up themselves.
       if turns and rng.random() < 0.5:
         turns[-1] += part
       else:

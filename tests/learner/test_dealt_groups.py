@@ -156,8 +156,7 @@ def test_processes_train_on_all_that_closed_queues_hold(share_s):
       loop.step()
     return learner.learned
 
-  found = peer_threads.run_all(3, work)
-  assert found == [
+  assert peer_threads.run_all(3, work) == [
       [["00", "01"], ["02", "03"], ["04", "05"], ["06"]],
       [["10", "11"], ["12"], [], []],
       [[]] * 4,

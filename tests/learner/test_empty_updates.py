@@ -8,7 +8,7 @@ import pytest
 
 from tests.learner import learner_cases
 
-# All that moves a weight or a moment without a gradient.
+# Decay and schedule move weights and counts without a gradient.
 MOVING = dict(
     weight_decay=0.1,
     schedule="linear",

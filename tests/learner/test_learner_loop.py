@@ -232,20 +232,20 @@ def test_what_a_closed_queue_holds_is_trained_on(case, tmp_path):
   )
   for i in range(5):
     queue.put(case.group([1.0, 0.0], f"g{i}"), timeout=1)
-  seen = _Groups()
+  groups = _Groups()
   with checkpoint.LearnerCheckpoints(tmp_path) as checkpoints:
     loop = _loop(
         case,
         queue,
         lambda *_: None,
-        observers=events.Observers([seen]),
+        observers=events.Observers([groups]),
         checkpoints=checkpoints,
     )
     loop.step()
     compiles = loop.learner.compiles
     queue.close()
     assert loop.run(10) == 2
-    assert seen.learned == [["g0", "g1"], ["g2", "g3"], ["g4"]]
+    assert groups.learned == [["g0", "g1"], ["g2", "g3"], ["g4"]]
     assert loop.learner.compiles == compiles
     assert loop.learner.counters.optimizer_steps == 3
     with pytest.raises(group_queue.QueueClosed):
@@ -412,11 +412,11 @@ def test_the_last_groups_are_replaced_too(case):
   for i, members in enumerate((EVEN, VARIED, EVEN)):
     queue.put(case.group(members, f"g{i}"), timeout=1)
   queue.close()
-  seen = _Groups()
-  loop = _dynamic(case, queue, 2, observers=events.Observers([seen]))
+  groups = _Groups()
+  loop = _dynamic(case, queue, 2, observers=events.Observers([groups]))
   assert loop.run(5) == 1
-  assert seen.learned == [["g1"]]
-  assert [name for name, *_ in seen.dropped] == ["g0", "g2"]
+  assert groups.learned == [["g1"]]
+  assert [name for name, *_ in groups.dropped] == ["g0", "g2"]
 
 
 def test_without_dynamic_sampling_nothing_is_replaced(case):

@@ -112,6 +112,27 @@ def test_skipping_zero_advantages_changes_nothing_but_the_work(case):
     _close(want, got, 1e-5)
 
 
+def test_sequences_without_a_sampled_token_change_nothing(case):
+  """Of an agent's rewritten history, or with all tokens too old."""
+  group = case.group([1.0, 0.0, 0.3])
+  first, *members = group.trajectories
+  silent = case.sequence([("text", case.text(5)), ("image", case.image())])
+  stale = case.sequence(
+      [("text", case.text(3)), ("sampled", case.text(4))], turn=1
+  ).trimmed(1)
+  more = dataclasses.replace(
+      first, sequences=[silent, *first.sequences, stale]
+  )
+  plain, padded = case.learner(), case.learner()
+  want = plain.update([group])
+  got = padded.update(
+      [dataclasses.replace(group, trajectories=(more, *members))]
+  )
+  assert want["loss"] == got["loss"]
+  assert want["sequences"] == got["sequences"]
+  assert largest_difference(plain.parameters(), padded.parameters()) == 0
+
+
 def test_a_step_is_adamw_on_the_clipped_gradient(case):
   learner = case.learner(advantage="dr_grpo")
   groups = case.groups(2, 3)

@@ -98,12 +98,12 @@ def test_advantages_are_zero_or_centred(name, amounts, unit, offset, std_eps):
   group = advantages.GroupRewards(
       np.array(rewards), tuple(np.array([r]) for r in rewards)
   )
-  (found,) = advantages.of_step(
+  (values,) = advantages.of_step(
       advantages.ESTIMATORS.get(name),
       [group],
       advantages.AdvantageOptions(std_eps=std_eps),
   )
-  flat = np.concatenate(found)
+  flat = np.concatenate(values)
   if len(set(wholes)) == 1:
     # What the parts were is known to the turns alone.
     hypothesis.assume(abs(rewards[0]) > 0.1 * max(sizes))

@@ -36,21 +36,21 @@ def collected(*groups):
   """Groups with these turn rewards, by the collecting loop and its queue."""
 
   def pair(task):
-    return fakes.ListAgent(), fakes.ScriptEnv(next(left[task]))
+    return fakes.ListAgent(), fakes.ScriptEnv(next(rewards[task]))
 
-  left = {str(i): iter(members) for i, members in enumerate(groups)}
+  rewards = {str(i): iter(members) for i, members in enumerate(groups)}
   queue = group_queue.GroupQueue(len(groups), order="admission")
   recorder = fakes.Recorder()
   loop = tc.CollectLoop(
       cases.make_collector(pair=pair, observers=recorder, concurrency=1),
-      tc.TaskSampler(list(left), shuffle=False, epochs=1),
+      tc.TaskSampler(list(rewards), shuffle=False, epochs=1),
       queue,
   )
   asyncio.run(loop.run())
   assert recorder.of(events.Fault) == []
-  found = queue.get_batch(timeout=0)
   return [
-      dataclasses.replace(g, greedy=g.trajectories[0]) for g in found
+      dataclasses.replace(g, greedy=g.trajectories[0])
+      for g in queue.get_batch(timeout=0)
   ]
 
 
@@ -66,11 +66,11 @@ def test_equal_episodes_have_no_advantage(name, std_eps):
   groups = collected(EVEN, CANCELLED)
   options = advantages.AdvantageOptions(std_eps=std_eps, pass_k=2)
   estimator = advantages.ESTIMATORS.get(name)
-  made, stats = examples.from_groups(groups, estimator, options)
+  batches, stats = examples.from_groups(groups, estimator, options)
   for values in stats.advantages.values():
     assert not np.any(values)
   assert stats.zero_groups == 2
-  assert not any(e.has_gradient for group in made for e in group)
+  assert not any(e.has_gradient for group in batches for e in group)
   # Beside one with a gradient, too; gpg scales by the groups that have one.
   groups = collected(EVEN, VARIED)
   _, stats = examples.from_groups(groups, estimator, options)
@@ -149,10 +149,10 @@ def test_all_that_compare_rewards_agree(rewards, varies):
       [group], advantages.grpo, advantages.AdvantageOptions()
   )
   assert (stats.reward_std > 0) == varies
-  found = [t.reward for t in group]
-  asked = rules.GroupRules(group_size=4)
-  assert rules.is_valid_group(found, asked) == (varies, True)
-  items = [{"uid": str(i), "reward": r} for i, r in enumerate(found)]
+  totals = [t.reward for t in group]
+  sizes = rules.GroupRules(group_size=4)
+  assert rules.is_valid_group(totals, sizes) == (varies, True)
+  items = [{"uid": str(i), "reward": r} for i, r in enumerate(totals)]
   _, items = rules.normalize_group_data(("g", items))
   assert any(item["reward"] for item in items) == varies
   rows = [
@@ -161,7 +161,7 @@ def test_all_that_compare_rewards_agree(rewards, varies):
           "task_name": "", "status": "completed", "reward": reward,
           "task_success": False,
       }
-      for reward in found
+      for reward in totals
   ]  # pyformat: disable
   (shown,) = step_page.grouped(rows)
   assert shown["has_gradient"] == varies

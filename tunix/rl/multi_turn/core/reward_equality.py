@@ -3,8 +3,8 @@
 An episode's reward is the sum of its turns' rewards, and equal amounts in other
 parts differ in their last bits: .1 + .2 is 0.30000000000000004, .3 + 0 is 0.3.
 No way of summing mends that, `math.fsum` neither: the parts themselves are
-rounded before they are added. So whoever compares rewards compares them here,
-and a difference that is rounding alone is no signal to learn from: a division
+rounded before they are added. So all code that compares rewards calls this
+module. A difference that is rounding alone is no signal to learn from: division
 by a standard deviation, and optimizers that normalise, would make a full step
 of it.
 
@@ -69,9 +69,9 @@ def total(rewards: Iterable[float]) -> float:
   return value
 
 
-def is_rounding(rest: float, magnitude: float) -> bool:
+def is_rounding(difference: float, magnitude: float) -> bool:
   """Whether a difference of sums of this magnitude is rounding alone."""
-  return abs(rest) <= ROUNDING * magnitude
+  return abs(difference) <= ROUNDING * magnitude
 
 
 def _slack(

@@ -109,7 +109,7 @@ class GroupStats:
 
 
 def turn_rewards(episode: trajectory.Trajectory) -> np.ndarray:
-  """float64[K]: rewards of the turns, which sum to the episode's up to rounding.
+  """float64[K]: rewards of the turns; up to rounding, they sum to the episode's.
 
   K covers every turn in which a token was sampled, also one that did not
   become a step (a completion that could not be parsed). The rest of the
@@ -122,9 +122,9 @@ def turn_rewards(episode: trajectory.Trajectory) -> np.ndarray:
   rewards = np.zeros(max(turns, 1), np.float64)
   for k, step in enumerate(episode.steps):
     rewards[k] = float(step.reward)
-  rest = float(episode.reward) - math.fsum(rewards)
-  if not reward_equality.is_rounding(rest, episode.reward_magnitude):
-    rewards[-1] += rest
+  remainder = float(episode.reward) - math.fsum(rewards)
+  if not reward_equality.is_rounding(remainder, episode.reward_magnitude):
+    rewards[-1] += remainder
   return rewards
 
 

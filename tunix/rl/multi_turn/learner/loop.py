@@ -397,14 +397,14 @@ class LearnerLoop:
       )
       missing = self._wanted - len(self._kept)
       over = out or self._closed is not None
-      found = self._processes.gather("deal", [missing, over])
+      shares = self._processes.gather("deal", [missing, over])
       taking = [
-          i for i, (_, given) in enumerate(found) if not (given or late[i])
+          i for i, (_, ended) in enumerate(shares) if not (ended or late[i])
       ]
       if not taking:  # Nobody to deal to, and nothing else to do than to wait.
         skip = False
         continue
-      short = sum(count for count, _ in found)
+      short = sum(count for count, _ in shares)
       if late[mine]:
         out = True
         self._give_up(missing)
@@ -476,13 +476,13 @@ class LearnerLoop:
 
   def _take_rest(self, most: int) -> list[trajectory.TrajectoryGroup]:
     """Up to `most` groups that the closed queue still holds."""
-    rest, self._pending = self._pending, []
+    groups, self._pending = self._pending, []
     try:
-      while len(rest) < most and self._gated is not None:
-        rest += self._gated.get_batch(1, timeout=_POLL_S)
+      while len(groups) < most and self._gated is not None:
+        groups += self._gated.get_batch(1, timeout=_POLL_S)
     except admission.QueueClosed:
       pass
-    return rest
+    return groups
 
   def _lends_to(self, group: trajectory.TrajectoryGroup) -> bool:
     """Whether a success would make the group vary."""

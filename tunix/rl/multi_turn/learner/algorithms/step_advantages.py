@@ -59,9 +59,9 @@ def _normalised(
 def _reinforce_pp(
     groups: Groups, options: advantages.AdvantageOptions
 ) -> PerGroup:
-  found = [advantages.turn_values(g, options.gamma) for g in groups]
-  returns = [tuple(values) for values, _ in found]
-  magnitudes = [tuple(summed) for _, summed in found]
+  pairs = [advantages.turn_values(g, options.gamma) for g in groups]
+  returns = [tuple(values) for values, _ in pairs]
+  magnitudes = [tuple(summed) for _, summed in pairs]
   return _normalised(groups, returns, magnitudes, options.std_eps)
 
 

@@ -98,7 +98,8 @@ def is_valid_group(
   """(valid, finished) of a group by its rewards: the default.
 
   A finished group is valid when its rewards differ by more than rounding: else
-  there is nothing to learn from it. A group of one cannot differ, and is valid; with `raw` all are.
+  there is nothing to learn from it. A group of one cannot differ, and is valid;
+  with `raw` all are.
   """
   finished = len(rewards) >= max(1, rules.min_valid_group_size)
   differ = (
