@@ -109,11 +109,12 @@ class GroupStats:
 
 
 def turn_rewards(episode: trajectory.Trajectory) -> np.ndarray:
-  """float64[K]: rewards of the turns; up to rounding, they sum to the episode's.
+  """float64[K]: rewards of the turns; they sum to the episode's reward.
 
   K covers every turn in which a token was sampled, also one that did not
   become a step (a completion that could not be parsed). The rest of the
-  episode's reward that no step accounts for is given to the last turn.
+  episode's reward that no step accounts for is given to the last turn, unless
+  it is rounding.
   """
   turns = len(episode.steps)
   for sequence in episode.sequences:
