@@ -227,6 +227,14 @@ METRICS: dict[str, Metric] = {
         " mean an episode.",
         "Each costs a prefill; raise agent.max_images.",
     ),
+    "untrained_tokens": Metric(
+        "tokens",
+        "Sampled tokens that are not trained on, as an agent's request asked"
+        " for another distribution than the run's (its temperature, a grammar),"
+        " mean an episode.",
+        "Above 0: let the agent leave these fields out; the log names them, see"
+        " rollout.other_sampling.",
+    ),
     # The rollout engine.
     "rollout_tokens_per_second": Metric(
         "tokens/s", "Sampled tokens a second of wall time since the last step."
