@@ -312,7 +312,8 @@ def test_stop_tokens_are_counted_as_the_client_does(running):
 def _calls(count, **function):
   call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
   call["function"] |= function
-  return [{"role": "assistant", "tool_calls": [call] * count}]
+  results = [{"role": "tool", "content": ""}] * count
+  return [{"role": "assistant", "tool_calls": [call] * count}, *results]
 
 
 @pytest.mark.parametrize("in_session", [False, True])

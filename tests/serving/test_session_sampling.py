@@ -117,6 +117,24 @@ def test_a_session_may_refuse_other_distributions(running, name):
   assert ask(client, GO).choices  # It goes on.
 
 
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_session_may_train_on_them_with_their_own_log_probs(running, name):
+  """For a correction by importance; greedy log-probs are of no distribution."""
+  session, client = opened(running, other_sampling="train")
+  answer = ask(client, GO, logprobs=True, **OTHERS[name]).choices[0]
+  (one,) = export(running, session).values()
+  mask = np.array(one["tensor_dict"]["loss_mask"][0], bool)
+  if name == "greedy":
+    assert one["untrained_tokens"] == len(answer.token_ids) and not mask.any()
+    return
+  assert mask.sum() == len(answer.token_ids) and not one["untrained_tokens"]
+  np.testing.assert_allclose(
+      np.array(one["tensor_dict"]["logprobs"][0])[mask],
+      [t.logprob for t in answer.logprobs.content],
+      atol=1e-6,
+  )
+
+
 @pytest.mark.parametrize("temperature", (0.5, 1.0, 1.5))
 def test_the_learner_scores_a_session_as_it_was_sampled(running, temperature):
   """Requests that name the run's temperature, or none at all."""

@@ -60,7 +60,7 @@ class ProxyConnection:
       token: that the server asks for before it opens a session.
       timeout_s: of a request.
       other_sampling: What the server does with a request whose distribution is
-        not the run's: "mask" or "refuse", see `rollout.other_sampling`.
+        not the run's, see `rollout.other_sampling`.
 
     Raises:
       ImportError: the openai package is not installed.

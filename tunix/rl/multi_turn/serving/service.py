@@ -36,6 +36,7 @@ from tunix.rl.multi_turn.serving import prompts
 from tunix.rl.multi_turn.serving import requests
 from tunix.rl.multi_turn.serving import session_sampling
 from tunix.rl.multi_turn.serving import session_store
+from tunix.rl.multi_turn.serving import tool_results
 
 _LOG = logging.getLogger(__name__)
 
@@ -229,7 +230,11 @@ class Service:
       )
       images = requests.count_images([*before, *request.messages])
       self.limits.check_images(images, "the conversation")
-    return [*before, *await self._load_images(request.messages)]
+    ordered = tool_results.in_order(
+        [*before, *request.messages], request.prompt_field
+    )
+    new = ordered[len(before) :]  # What comes before is in order.
+    return [*before, *await self._load_images(new)]
 
   async def _sample(
       self, request, messages, session, cache, on_tokens, answer_id

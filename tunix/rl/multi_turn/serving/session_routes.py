@@ -56,8 +56,8 @@ class StartBody(bodies.Body):
   task_id: Annotated[str, bodies.Must("must be a string")] = ""
   sampling: SamplingFields | None = None
   other_sampling: Annotated[
-      Literal["mask", "refuse"],
-      bodies.Must("must be one of mask, refuse"),
+      Literal["mask", "refuse", "train"],
+      bodies.Must("must be one of mask, refuse, train"),
   ] | None = None
 
   def session_sampling(

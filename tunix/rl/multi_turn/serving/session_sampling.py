@@ -18,7 +18,7 @@ from tunix.rl.multi_turn.serving import errors
 from tunix.rl.multi_turn.serving import requests
 
 FIELDS = ("temperature", "top_p", "top_k", "min_p")
-ACTIONS = ("mask", "refuse")
+ACTIONS = ("mask", "refuse", "train")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +29,9 @@ class SessionSampling:
     temperature, top_p, top_k, min_p: as of `SamplingParams`.
     other: what becomes of a request with another distribution. "mask": it is
       answered, and its tokens are not trainable. "refuse": it is an error.
+      "train": its tokens are trainable with the log-probs of their own
+      distribution, for a learner that corrects by importance; greedy ones, whose
+      log-probs are of none, are masked.
   """
 
   temperature: float = 1.0
@@ -77,8 +80,12 @@ class SessionSampling:
     given = fields_of(sampling)
     for name, value in self.fields.items():
       if given[name] != value:
+        if self.other == "train" and given["temperature"]:
+          continue
         reason = f"{name}={given[name]:g}, not the session's {value:g}"
         return self._refused(name, reason)
+    if self.other == "train":
+      return ""
     if request.min_tokens:
       reason = f"min_tokens={request.min_tokens} holds back the turn's end"
       return self._refused("min_tokens", reason)
@@ -88,7 +95,7 @@ class SessionSampling:
     return ""
 
   def _refused(self, field: str, reason: str) -> str:
-    if self.other == "mask":
+    if self.other != "refuse":
       return reason
     raise errors.invalid(
         field,
