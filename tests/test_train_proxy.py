@@ -125,7 +125,9 @@ def test_what_cannot_go_with_the_proxy_is_refused():
   with pytest.raises(config_lib.ConfigError, match="rollout.via"):
     config_lib.load_config(["rollout.via=carrier_pigeon"])
   with pytest.raises(config_lib.ConfigError, match="algorithm.importance=tis"):
-    config_lib.load_config(["rollout.via=proxy", "rollout.other_sampling=train"])
+    config_lib.load_config(
+        ["rollout.via=proxy", "rollout.other_sampling=train"]
+    )
   config_lib.load_config([
       "rollout.via=proxy", "rollout.other_sampling=train",
       "algorithm.importance=tis",

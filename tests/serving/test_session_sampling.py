@@ -59,15 +59,15 @@ def gaps(running, exported, temperature):
   banned = learner_logprobs.banned_mask(
       logits[0].shape[-1], running.model.config.banned_token_ids
   )
-  found = []
+  differences = []
   for (tokens, _), row, tensor in zip(sequences, logits, tensors):
     scores = learner_logprobs.score(
         jnp.asarray(row[:-1]), jnp.asarray(tokens[1:]), temperature, banned
     )
     told = np.array(tensor["logprobs"][0], np.float32)[1:]
     mask = np.array(tensor["loss_mask"][0], bool)[1:]
-    found.extend((told - np.asarray(scores.logprobs))[mask])
-  return np.array(found)
+    differences.extend((told - np.asarray(scores.logprobs))[mask])
+  return np.array(differences)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -86,12 +86,11 @@ def test_a_turn_of_another_distribution_is_answered_and_masked(running, name):
   field = {"greedy": "temperature", "hot": "temperature"}.get(name, name)
   assert turns[1]["untrained"].startswith(field)
   assert not turns[0]["untrained"] and not turns[2]["untrained"]
-  asked = OTHERS[name]
-  asked = {**asked, **asked.get("extra_body", {})}
-  for known in session_sampling.FIELDS:
-    default = getattr(session_sampling.SessionSampling(), known)
-    assert turns[0][known] == turns[2][known] == default
-    assert turns[1][known] == asked.get(known, default)
+  fields = {**OTHERS[name], **OTHERS[name].get("extra_body", {})}
+  for key in session_sampling.FIELDS:
+    default = getattr(session_sampling.SessionSampling(), key)
+    assert turns[0][key] == turns[2][key] == default
+    assert turns[1][key] == fields.get(key, default)
   assert one["untrained_tokens"] == len(other.token_ids)
   mask = np.array(one["tensor_dict"]["loss_mask"][0], bool)
   ids = np.array(one["turn_ids"])
@@ -141,8 +140,8 @@ def test_the_learner_scores_a_session_as_it_was_sampled(running, temperature):
   session, client = opened(running, sampling={"temperature": temperature})
   for options in ({}, {"temperature": temperature}, {"temperature": None}):
     ask(client, GO, max_tokens=20, seed=len(options) + 7, **options)
-  found = gaps(running, export(running, session).values(), temperature)
-  assert len(found) > 10 and np.abs(found).max() < 1e-4
+  differences = gaps(running, export(running, session).values(), temperature)
+  assert len(differences) > 10 and np.abs(differences).max() < 1e-4
   # OpenAI's default is another distribution than that of a run at 0.5.
   ask(client, GO, max_tokens=20, seed=5, temperature=2.0)
   *_, last = export(running, session).values()

@@ -14,8 +14,8 @@ def chat(ids, results, after="and now?"):
   """Of `/v1/chat/completions`: calls with these ids, then these results."""
   calls = [
       {"type": "function", "function": {"name": NAMES[i], "arguments": "{}"}}
-      | ({"id": i} if given else {})
-      for i, given in ids
+      | ({"id": i} if has_id else {})
+      for i, has_id in ids
   ]
   messages = [{"role": "user", "content": "go"}]
   messages.append({"role": "assistant", "content": None, "tool_calls": calls})
@@ -28,19 +28,19 @@ def chat(ids, results, after="and now?"):
 
 
 def responses(ids, results, after="and now?"):
-  given = [{"role": "user", "content": "go"}]
-  given += [
+  items = [{"role": "user", "content": "go"}]
+  items += [
       {"type": "function_call", "call_id": i, "name": NAMES[i],
        "arguments": "{}"}
       for i, _ in ids
   ]  # pyformat: disable
-  given += [
+  items += [
       {"type": "function_call_output", "call_id": i,
        "output": SEEN.get(i, "it is late")}
       for i in results
   ]  # pyformat: disable
-  given += [{"role": "user", "content": after}] if after else []
-  return "/responses", {"input": given, "max_output_tokens": 4}
+  items += [{"role": "user", "content": after}] if after else []
+  return "/responses", {"input": items, "max_output_tokens": 4}
 
 
 def messages(ids, results, after="and now?"):
@@ -75,7 +75,7 @@ def sent(running, session, route, body):
 
 def prompts_of(running, session):
   """The prompts' texts of a session's answers."""
-  found = []
+  prompts = []
   for one in export(running, session).values():
     tensors = one["tensor_dict"]
     prompt = [
@@ -83,8 +83,8 @@ def prompts_of(running, session):
         for token, mask in zip(tensors["input_ids"][0], tensors["loss_mask"][0])
         if not mask
     ]
-    found.append(running.renderer.decode(prompt))
-  return found
+    prompts.append(running.renderer.decode(prompt))
+  return prompts
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -102,7 +102,7 @@ def test_results_are_shown_in_the_order_of_their_calls(running, route, after):
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
-    "ids,results,told",
+    "ids,results,reason",
     [
         (BOTH, "a", "'b' has no tool result"),
         (BOTH, "", "'a' has no tool result"),
@@ -113,14 +113,14 @@ def test_results_are_shown_in_the_order_of_their_calls(running, route, after):
     ],
 )
 def test_what_answers_no_call_and_what_is_missing_is_refused(
-    running, route, ids, results, told
+    running, route, ids, results, reason
 ):
   session = start(running)
   answer = sent(running, session, *route(ids, results))
   assert answer.status_code == 400
   error = answer.json()["error"]
   assert error["code"] == "invalid_tool_results"
-  assert error["param"] == "messages" and told in error["message"]
+  assert error["param"] == "messages" and reason in error["message"]
   assert not export(running, session)
 
 
@@ -143,14 +143,14 @@ def test_a_chats_results_without_ids(running):
 def test_a_result_after_text_has_no_id_to_name(running):
   """An agent that reads the calls out of the text by itself."""
   session = start(running)
-  said = [
+  history = [
       {"role": "user", "content": "go"},
       {"role": "assistant", "content": "weather()"},
   ]
   bare = {"role": "tool", "content": SEEN["a"]}
   for result, status in ((bare, 200), (bare | {"tool_call_id": "a"}, 400)):
     answer = sent(
-        running, session, "/chat/completions", {"messages": [*said, result]}
+        running, session, "/chat/completions", {"messages": [*history, result]}
     )
     assert answer.status_code == status, answer.text
   assert "the calls before it are none" in answer.json()["error"]["message"]
@@ -163,8 +163,8 @@ def test_results_of_a_remembered_response_are_ordered_too(running):
   body["input"] = body["input"][:1]
   first = sent(running, session, route, body | {"store": True}).json()
   memory = running.app._service.conversations
-  kept = memory.get(first["id"], session["session_id"])
-  kept[-1]["tool_calls"] = chat(BOTH, "")[1]["messages"][1]["tool_calls"]
+  conversation = memory.get(first["id"], session["session_id"])
+  conversation[-1]["tool_calls"] = chat(BOTH, "")[1]["messages"][1]["tool_calls"]
   outputs = lambda ids: {
       "previous_response_id": first["id"],
       "input": responses((), ids, "")[1]["input"][1:],

@@ -122,7 +122,7 @@ class ProxyConnection:
     The session is dropped if the caller is cancelled.
 
     Args:
-      name: of the episode.
+      name: The episode's name.
       sampling: The distribution that the session's tokens are trained under,
         and the one of requests that name no other.
     """
@@ -289,9 +289,9 @@ class ProxySession:
           {"session_id": session, "style": "concat", "arrays": "lists"},
       )
       exported = answer["interactions"].values()
-      self._sequences = [sequence_of(found) for found in exported]
+      self._sequences = [sequence_of(entry) for entry in exported]
       self.untrained_tokens = sum(
-          found.get("untrained_tokens", 0) for found in exported
+          entry.get("untrained_tokens", 0) for entry in exported
       )
       if self.untrained_tokens:
         _LOG.warning(
@@ -342,7 +342,7 @@ class ProxySession:
 def _reasons(exported: Iterable[Mapping[str, Any]]) -> list[str]:
   """Why tokens are not trained on, each reason once."""
   reasons = (
-      turn["untrained"] for found in exported for turn in found["sampling"]
+      turn["untrained"] for entry in exported for turn in entry["sampling"]
   )
   return list(dict.fromkeys(filter(None, reasons)))
 

@@ -193,8 +193,8 @@ class RolloutConfig:
       " answered, its tokens are not trained on, and counted as"
       " untrained_tokens. refuse: it is an error of that agent's. train: they"
       " are trained on with the log-probs of their own distribution, which"
-      " algorithm.importance corrects for; greedy ones are masked. A field that a"
-      " request leaves out is the run's.",
+      " algorithm.importance corrects for; greedy ones are masked. A field that"
+      " a request leaves out is the run's.",
   )
   public_url: str = setting(
       default="",

@@ -57,9 +57,9 @@ class CachedSequence:
     spans: images of these tokens.
     pages: held, in the sequence's order.
     cached: leading tokens with valid keys and values.
-    outdated: whether any of these are of older weights: nothing but the
-      completion that was running at the update may read them.
-    lost: leading tokens that were cached until new weights came.
+    outdated: Whether some of these belong to older weights. Only the completion
+      that an update found running may read them.
+    lost: Leading tokens that were cached until an update dropped them.
   """
 
   def __init__(self, pool: page_pool.PagePool, share: bool):

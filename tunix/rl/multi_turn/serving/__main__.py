@@ -284,7 +284,8 @@ def _sampling(text: str, other: str) -> session_sampling.SessionSampling:
     if not isinstance(fields, dict) or set(fields) - set(
         session_sampling.FIELDS
     ):
-      raise ValueError(f"give an object of {', '.join(session_sampling.FIELDS)}")
+      names = ", ".join(session_sampling.FIELDS)
+      raise ValueError(f"give an object of {names}")
     return session_sampling.SessionSampling(**fields, other=other)
   except pydantic.ValidationError as error:
     first = error.errors(include_url=False)[0]

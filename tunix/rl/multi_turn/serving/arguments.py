@@ -70,8 +70,8 @@ def parser() -> argparse.ArgumentParser:
       help="how exports write arrays; tensors: as AReaL reads them")
   add("--sampling", default="{}", metavar="JSON",
       help="distribution that sessions' tokens are trained under, where the"
-      " start of a session names none, e.g. {\"temperature\": 0.7}; also that of"
-      " a session's requests which leave these fields out")
+      " start of a session names none, e.g. {\"temperature\": 0.7}; also that"
+      " of a session's requests which leave these fields out")
   add("--other-sampling", choices=("mask", "refuse", "train"), default="mask",
       help="a session's request with another distribution is answered and not"
       " trained on (mask), an error (refuse), or trained on with its own"

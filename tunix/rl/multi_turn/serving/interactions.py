@@ -184,15 +184,15 @@ class Exporter:
   def __iter__(self) -> Iterator[Exported]:
     concat = self.style == "concat"
     extended = {i.parent for i in self.interactions}
-    left = {i.id for i in self.interactions}
+    remaining = {i.id for i in self.interactions}
     for last in self.interactions:
       if concat and last.id in extended:
         continue
       chain = (*last.ancestors, last)
       # A leaf is in no other chain, so each sequence has something new.
       own = chain if concat else (last,)
-      new = tuple(i for i in own if i.id in left)
-      left.difference_update(i.id for i in new)
+      new = tuple(i for i in own if i.id in remaining)
+      remaining.difference_update(i.id for i in new)
       trained = tuple(i.id for i in new if not i.untrained)
       sequence = _sequence(chain, trained)
       yield Exported(last.id, self.rewards[last.id], sequence, trained, new)

@@ -58,7 +58,7 @@ def make_app(
     renderer: of the policy; None for ChatML.
     export_arrays: one of `session_routes.ARRAYS`, where a request for an export
       names none.
-    sampling: of sessions whose start names none.
+    sampling: The distribution of sessions whose start names none.
   """
   _, processor, tokenizer = policy
   if renderer is None:

@@ -366,7 +366,9 @@ class Service:
       text = self.policy.renderer.decode(completion.tokens)
       stop = watch.string(text) if watch else None
       text = watch.cut(text) if watch else text
-      parser = self.policy.parser if request.parse_tools else None
+      parser = None
+      if request.parse_tools:
+        parser = self.policy.parser.for_tools(request.tools)
       choice = answers.make_choice(completion, text, parser, stop)
       found.append(dataclasses.replace(choice, echoed=echoed))
     return found

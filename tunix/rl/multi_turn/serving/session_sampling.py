@@ -27,11 +27,11 @@ class SessionSampling:
 
   Attributes:
     temperature, top_p, top_k, min_p: as of `SamplingParams`.
-    other: what becomes of a request with another distribution. "mask": it is
+    other: The treatment of a request with another distribution. "mask": it is
       answered, and its tokens are not trainable. "refuse": it is an error.
       "train": its tokens are trainable with the log-probs of their own
-      distribution, for a learner that corrects by importance; greedy ones, whose
-      log-probs are of none, are masked.
+      distribution, for a learner that corrects by importance. Greedy ones are
+      masked: their log-probs are those at temperature 1.
   """
 
   temperature: float = 1.0
@@ -77,12 +77,12 @@ class SessionSampling:
     Raises:
       ApiError: The session refuses other distributions.
     """
-    given = fields_of(sampling)
+    requested = fields_of(sampling)
     for name, value in self.fields.items():
-      if given[name] != value:
-        if self.other == "train" and given["temperature"]:
+      if requested[name] != value:
+        if self.other == "train" and requested["temperature"]:
           continue
-        reason = f"{name}={given[name]:g}, not the session's {value:g}"
+        reason = f"{name}={requested[name]:g}, not the session's {value:g}"
         return self._refused(name, reason)
     if self.other == "train":
       return ""

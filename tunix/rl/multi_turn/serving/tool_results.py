@@ -56,20 +56,20 @@ def _matched(
     return results
   if calls and not any(calls) and len(calls) == len(results):
     return results  # Calls without ids: by their place.
-  known = ", ".join(map(repr, calls)) or "none"
-  left = dict(zip(ids, results))
+  names = ", ".join(map(repr, calls)) or "none"
+  by_id = dict(zip(ids, results))
   for place, id_ in enumerate(ids):
     if id_ is None:
       raise _refused(
           field,
           f"a tool result has no tool_call_id, and the calls before it are"
-          f" {known}; name the call that it answers",
+          f" {names}; name the call that it answers",
       )
     if id_ not in calls:
       raise _refused(
           field,
           f"a tool result has tool_call_id {id_!r}, and the calls before it"
-          f" are {known}; send the result after the answer that made the call",
+          f" are {names}; send the result after the answer that made the call",
       )
     if id_ in ids[:place]:
       raise _refused(
@@ -77,13 +77,13 @@ def _matched(
           f"the call {id_!r} has two tool results; send one of them",
       )
   for id_ in calls:
-    if id_ not in left:
+    if id_ not in by_id:
       raise _refused(
           field,
           f"the call {id_!r} has no tool result; send one for each of the"
-          f" calls {known} before the next message of the assistant",
+          f" calls {names} before the next message of the assistant",
       )
-  return [left[id_] for id_ in calls]
+  return [by_id[id_] for id_ in calls]
 
 
 def _refused(field: str, text: str) -> errors.ApiError:
