@@ -122,8 +122,8 @@ def test_the_turn_after_an_update_is_all_of_the_new_weights(
     if updates:
       assert got.versions.tolist() == [0] * 4 + [1] * 6
       assert mixed == (6 if on_update == "keep_kv" else 0)
-    known = np.append(tokens, got.tokens).astype(np.int32)
-    prompt = micro.with_text(known, rng, 3)
+    history = np.append(tokens, got.tokens).astype(np.int32)
+    prompt = micro.with_text(history, rng, 3)
     again = engine.stats()["recomputed_tokens"]
     got = drive(
         engine,
@@ -143,8 +143,8 @@ def test_the_turn_after_an_update_is_all_of_the_new_weights(
     stats = engine.stats()
     assert stats["mixed_tokens"] == mixed
     if not updates or on_update == "keep_kv":
-      # All that the session had cached; the last token sampled never was.
-      assert stats["recomputed_tokens"] - again == len(known) - 1
+      # The session's whole cache, which lacks the last sampled token.
+      assert stats["recomputed_tokens"] - again == len(history) - 1
 
 
 def test_an_update_in_the_middle_of_a_prefill_begins_it_again(

@@ -17,7 +17,8 @@ async def play(client, model, computer, **options):
         model=model, messages=messages, **{**options, **own}
     )
     text = answer.choices[0].message.content or ""
-    seen = await computer.act(text)
-    if seen is None:
+    observation = await computer.act(text)
+    if observation is None:
       return
-    messages += [{"role": "assistant", "content": text}, seen]
+    messages += [{"role": "assistant", "content": text}]
+    messages.append(observation)

@@ -625,7 +625,7 @@ def test_a_token_is_asked_for_and_capacity_is_told():
 def test_arguments_have_the_types_that_the_requests_tools_declare(
     running, monkeypatch
 ):
-  """Where the policy writes them as XML, which is text."""
+  """The policy writes the arguments as XML, where all values are text."""
   policy = running.app._service.policy
   text = (
       "<tool_call>\n<function=book>\n<parameter=name>\n12\n</parameter>\n"

@@ -64,9 +64,9 @@ def gaps(running, exported, temperature):
     scores = learner_logprobs.score(
         jnp.asarray(row[:-1]), jnp.asarray(tokens[1:]), temperature, banned
     )
-    told = np.array(tensor["logprobs"][0], np.float32)[1:]
+    sampled = np.array(tensor["logprobs"][0], np.float32)[1:]
     mask = np.array(tensor["loss_mask"][0], bool)[1:]
-    differences.extend((told - np.asarray(scores.logprobs))[mask])
+    differences.extend((sampled - np.asarray(scores.logprobs))[mask])
   return np.array(differences)
 
 

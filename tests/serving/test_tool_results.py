@@ -164,7 +164,8 @@ def test_results_of_a_remembered_response_are_ordered_too(running):
   first = sent(running, session, route, body | {"store": True}).json()
   memory = running.app._service.conversations
   conversation = memory.get(first["id"], session["session_id"])
-  conversation[-1]["tool_calls"] = chat(BOTH, "")[1]["messages"][1]["tool_calls"]
+  _, example = chat(BOTH, "")
+  conversation[-1]["tool_calls"] = example["messages"][1]["tool_calls"]
   outputs = lambda ids: {
       "previous_response_id": first["id"],
       "input": responses((), ids, "")[1]["input"][1:],

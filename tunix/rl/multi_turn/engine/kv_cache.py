@@ -57,8 +57,8 @@ class CachedSequence:
     spans: images of these tokens.
     pages: held, in the sequence's order.
     cached: leading tokens with valid keys and values.
-    outdated: Whether some of these belong to older weights. Only the completion
-      that an update found running may read them.
+    outdated: Whether older weights computed some of them. Only the completion
+      that ran during the update may read such a cache.
     lost: Leading tokens that were cached until an update dropped them.
   """
 

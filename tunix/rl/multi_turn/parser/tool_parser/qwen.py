@@ -262,7 +262,7 @@ def _kinds(spec: Any, root: Mapping[str, Any], depth: int) -> Iterator[str]:
 
 
 def _typed(raw: str, kinds: frozenset[str]) -> Any:
-  """Reads a text as a value of one of these types, else returns the text."""
+  """Converts a text to the first of these types that can hold it."""
   word = raw.strip()
   if "null" in kinds and word.lower() == "null":
     return None
