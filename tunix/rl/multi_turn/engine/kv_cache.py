@@ -71,7 +71,9 @@ class CachedSequence:
     self._pool = pool
     self._share = share
     # What the last update has dropped; its tokens are to be computed again.
-    self._former = _NO_TOKENS, ()
+    self._former: tuple[
+        np.ndarray, tuple[trajectory.ImageSpan, ...]
+    ] = (_NO_TOKENS, ())
     self._reset()
 
   def move(self, pool: page_pool.PagePool) -> None:
