@@ -1,4 +1,4 @@
-"""What agents do with their histories, and what policies do at a turn's end."""
+"""Rewritten histories, ends of turns and special strings in served sessions."""
 
 import numpy as np
 import pytest
@@ -78,7 +78,7 @@ def test_a_window_that_drops_a_screenshot_begins_a_sequence(running):
 
 @pytest.mark.parametrize("end", ("turn", "stop_id", "length", "stop_text"))
 def test_each_end_of_a_turn_closes_it_once(running, end):
-  """The next prompt has the end-of-turn token once, whoever wrote it."""
+  """The next prompt has one end-of-turn token, sampled or of the bridge."""
   renderer = running.renderer
   eot = renderer.end_of_turn_id
   session, client = opened(running)
@@ -109,9 +109,9 @@ def test_each_end_of_a_turn_closes_it_once(running, end):
   tokens = entry["tensor_dict"]["input_ids"][0]
   begin = len(first.prompt_token_ids)
   assert tokens[begin : begin + len(ids)] == ids
-  rest = tokens[begin + len(ids) - (end == "turn") :]
-  assert rest[0] == eot and rest[1] != eot
-  closing = rest[: len(rest) - len(sampled(second))]
+  tail = tokens[begin + len(ids) - (end == "turn") :]
+  assert tail[0] == eot and tail[1] != eot
+  closing = tail[: len(tail) - len(sampled(second))]
   assert closing.count(eot) == 2  # Of the answer, and of the next message.
 
 

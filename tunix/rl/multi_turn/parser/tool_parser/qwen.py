@@ -262,7 +262,7 @@ def _kinds(spec: Any, root: Mapping[str, Any], depth: int) -> Iterator[str]:
 
 
 def _typed(raw: str, kinds: frozenset[str]) -> Any:
-  """Converts a text to one of these JSON types, where it is written as one."""
+  """Converts a text to one of the JSON types, or returns it unchanged."""
   word = raw.strip()
   if "null" in kinds and word.lower() == "null":
     return None
