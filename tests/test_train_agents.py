@@ -212,3 +212,25 @@ def test_an_agent_that_is_none_is_named(agent, words):
   assert agent in str(refused.value)
   with pytest.raises(config_lib.ConfigError, match="set rollout.via=proxy"):
     config_lib.load_config([f"rollout.agent={agent}"])
+
+
+@pytest.mark.slow
+def test_turns_at_an_agents_own_temperature_are_not_trained_on(tmp_path):
+  """The run goes on, with the tokens that the learner can account for."""
+  status = train.main([
+      *two_paths.SMALL, f"run.dir={tmp_path}", "name=c", "steps=2",
+      "rollout.via=proxy", "rollout.agent=cold_agent:play", "eval.on=false",
+      "algorithm.entropy_coef=0.01", "learner.skip_zero_advantage=false",
+  ])  # pyformat: disable
+  assert status == 0
+  lines = (tmp_path / "c" / "metrics.jsonl").read_text().splitlines()
+  metrics = [json.loads(line) for line in lines]
+  assert [m["step"] for m in metrics] == [1, 2]
+  for step in metrics:
+    assert step["untrained_tokens"] > 0 and step["episode_tokens_mean"] > 0
+    assert step["logprob_gap_max"] < 1e-3  # With the cold turns, .1.
+  episodes = [
+      json.loads(line)
+      for line in (tmp_path / "c" / "trajectories.jsonl").open()
+  ]
+  assert any(e["metrics"].get("untrained_tokens") for e in episodes)

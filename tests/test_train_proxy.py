@@ -124,6 +124,14 @@ def test_what_cannot_go_with_the_proxy_is_refused():
     config_lib.load_config(["rollout.via=proxy", "engine.lockstep=true"])
   with pytest.raises(config_lib.ConfigError, match="rollout.via"):
     config_lib.load_config(["rollout.via=carrier_pigeon"])
+  with pytest.raises(config_lib.ConfigError, match="algorithm.importance=tis"):
+    config_lib.load_config(
+        ["rollout.via=proxy", "rollout.other_sampling=train"]
+    )
+  config_lib.load_config([
+      "rollout.via=proxy", "rollout.other_sampling=train",
+      "algorithm.importance=tis",
+  ])  # pyformat: disable
   config = config_lib.load_config(["rollout.via=proxy"])
   assert not config.lockstep
   direct = dataclasses.replace(config.rollout, via="in_process")

@@ -455,15 +455,10 @@ async def test_new_sessions_see_nothing_of_older_weights(
     micro.check_greedy(other, store, tokens, spans, got)
   assert engine.stats()["shared_tokens"] == len(tokens) - 1
   longer = np.append(tokens, [5, 6, 7]).astype(np.int32)
-  before = engine.stats()["prefilled_tokens"]
   got = await engine.generate(
       micro.prompt_of(longer, spans), GREEDY, session="old"
   )
-  spent = engine.stats()["prefilled_tokens"] - before
-  if on_update == "keep_kv":
-    assert spent == 2  # The last one goes through decode.
-  else:
-    micro.check_greedy(other, store, longer, spans, got)
+  micro.check_greedy(other, store, longer, spans, got)
 
 
 async def test_an_update_in_the_middle_of_preemptions(make, model, store):

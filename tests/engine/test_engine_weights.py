@@ -28,6 +28,12 @@ def drive(engine, request, updates):
   """Runs rounds in this thread; `updates[i]` come before round i."""
   scheduler = engine._scheduler  # pylint: disable=protected-access
   scheduler.slots.enqueue(request)
+  return drive_on(engine, request, updates)
+
+
+def drive_on(engine, request, updates):
+  """As `drive`, of a request that has been submitted."""
+  scheduler = engine._scheduler  # pylint: disable=protected-access
   for i in range(50):
     if i in updates:
       version, params = updates[i]
@@ -35,7 +41,7 @@ def drive(engine, request, updates):
           version, engine._state.prepare(params)  # pylint: disable=protected-access
       )
     scheduler.step()
-    if scheduler.take_done():
+    if request in scheduler.take_done():
       return request.outcome
   raise AssertionError("the request did not end")
 
@@ -83,6 +89,94 @@ def test_recompute_gives_what_the_new_weights_say(make, model, store):
   np.testing.assert_array_equal(got.tokens[4:], rows.argmax(-1))
   np.testing.assert_allclose(got.logprobs[4:], rows.max(-1), atol=1e-4)
   assert not np.allclose(got.logprobs, kept.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("on_update", ("keep_kv", "recompute"))
+def test_the_turn_after_an_update_is_all_of_the_new_weights(
+    make, model, store, on_update
+):
+  """Of a session whose last completion an update found running, as of one
+  that rested; an image's tokens too."""
+  engine = make(on_update=on_update)
+  params = scaled(model, 1.3)
+  params["vision"][...] = params["vision"][...] * -1.0
+  new_model = with_params(params)
+  rng = np.random.default_rng(0)
+  for name, updates, version in (
+      ("running", {1: (1, params)}, 1),
+      ("resting", {}, 2),
+  ):
+    tokens, spans = micro.with_image(
+        np.array([3, 8], np.int32), (), micro.picture(store, rng)
+    )
+    tokens = micro.with_text(tokens, rng, 12)
+    first = requests_lib.Request(
+        name,
+        micro.prompt_of(tokens, spans),
+        Sampling(max_new_tokens=10, temperature=0.0),
+    )
+    if not updates:  # The other case has left the new ones.
+      engine._scheduler.set_weights(0, engine._state.prepare(model))  # pylint: disable=protected-access
+    got = drive(engine, first, updates)
+    mixed = engine.stats()["mixed_tokens"]
+    if updates:
+      assert got.versions.tolist() == [0] * 4 + [1] * 6
+      assert mixed == (6 if on_update == "keep_kv" else 0)
+    history = np.append(tokens, got.tokens).astype(np.int32)
+    prompt = micro.with_text(history, rng, 3)
+    again = engine.stats()["recomputed_tokens"]
+    got = drive(
+        engine,
+        requests_lib.Request(
+            name,
+            micro.prompt_of(prompt, spans),
+            Sampling(max_new_tokens=6, temperature=0.0),
+        ),
+        {} if updates else {0: (version, params)},
+    )
+    rows = micro.reference_logprobs(
+        new_model, store, np.append(prompt, got.tokens), spans
+    )[len(prompt) - 1 : -1]
+    assert got.versions.tolist() == [version] * 6
+    np.testing.assert_array_equal(got.tokens, rows.argmax(-1))
+    np.testing.assert_allclose(got.logprobs, rows.max(-1), atol=1e-5)
+    stats = engine.stats()
+    assert stats["mixed_tokens"] == mixed
+    if not updates or on_update == "keep_kv":
+      # The session's whole cache, which lacks the last sampled token.
+      assert stats["recomputed_tokens"] - again == len(history) - 1
+
+
+def test_an_update_in_the_middle_of_a_prefill_begins_it_again(
+    make, model, store
+):
+  """A prompt half computed under the old weights is mixed with no other."""
+  engine = make(prefill_calls_per_round=1, prefill_buckets=(8,))
+  scheduler = engine._scheduler  # pylint: disable=protected-access
+  params = scaled(model, 1.3)
+  new_model = with_params(params)
+  scheduler.slots.enqueue(
+      requests_lib.Request("runs", PROMPT, Sampling(max_new_tokens=40))
+  )
+  scheduler.step()
+  tokens = micro.with_text(
+      np.zeros(0, np.int32), np.random.default_rng(1), 30
+  )
+  request = requests_lib.Request(
+      "late",
+      micro.prompt_of(tokens),
+      Sampling(max_new_tokens=4, temperature=0.0),
+  )
+  scheduler.slots.enqueue(request)
+  scheduler.step()
+  assert 0 < request.prefilled < len(tokens) - 1  # In the middle.
+  got = drive_on(engine, request, {0: (1, params)})
+  rows = micro.reference_logprobs(
+      new_model, store, np.append(tokens, got.tokens), ()
+  )[len(tokens) - 1 : -1]
+  np.testing.assert_array_equal(got.tokens, rows.argmax(-1))
+  np.testing.assert_allclose(got.logprobs, rows.max(-1), atol=1e-5)
+  assert engine.stats()["recomputed_tokens"] == 8
 
 
 def test_between_turns_never_mixes_versions(make, model):

@@ -46,13 +46,6 @@ class Model:
     # Of sequences with a plan: each token's program, had they computed it.
     self.alone = {}
 
-  def check_found(self, seq, own):
-    """What came from others is all of the present weights."""
-    if seq.cached > own:
-      for i in range(seq.cached):
-        place = seq.pages[i // SIZE] * SIZE + i % SIZE
-        assert self.content[place][0] == self.weights
-
   def check(self):
     held = {}
     for seq in self.sequences.values():
@@ -62,7 +55,10 @@ class Model:
       # Everything before it, since keys and values depend on all of it.
       for i in range(seq.cached):
         place = seq.pages[i // SIZE] * SIZE + i % SIZE
-        assert self.content[place][1] == tuple(seq.tokens[: i + 1])
+        assert self.content[place][:2] == (
+            self.weights,
+            tuple(seq.tokens[: i + 1]),
+        )
         if seq in self.alone:
           assert self.content[place][2] == tuple(self.alone[seq][: i + 1])
     assert self.pool.available == self.pool.capacity - len(held)
@@ -167,7 +163,6 @@ def test_pages_hold_what_their_sequences_say(
         continue
       model.copy()
       model.check()
-      model.check_found(seq, min(common, len(tokens) - 1))
       for start in range(seq.cached, len(tokens) - 1, chunk):
         end = min(start + chunk, goal)
         program = page_pool.program_name(start, chunk)
@@ -331,18 +326,19 @@ def test_what_others_may_read_is_not_written():
   assert fill(sequence(pool), range(10)) == 4
 
 
-def test_older_weights_stay_with_their_sequence():
+def test_new_weights_take_a_resting_sequences_pages():
   pool = page_pool.PagePool(32, SIZE)
   a = sequence(pool)
   fill(a, range(9))
   pool.forget()
   a.outdate()
-  assert fill(a, range(17)) == 8  # Its own.
-  assert fill(sequence(pool), range(17)) == 0
-  a.begin(np.array([90, 91, 92, 93, 94], np.int32), (), 4)  # All is new.
-  a.grow(5)
-  a.advance(4)
-  assert fill(sequence(pool), [90, 91, 92, 93, 94]) == 4
+  assert not a.pages and not a.cached
+  assert pool.available == pool.capacity
+  assert fill(a, range(17)) == 0
+  assert a.lost == 8  # Of 16 computed, those that were cached before.
+  assert fill(a, range(17)) == 16 and not a.lost
+  a.outdate()
+  assert fill(a, [90, 91, 92]) == 0 and not a.lost  # Another sequence.
 
 
 @pytest.mark.parametrize("pages", (0, 1))
@@ -364,11 +360,12 @@ def test_pages_of_older_weights_are_not_published():
   pool = page_pool.PagePool(16, SIZE)
   seq = sequence(pool)
   tokens = np.arange(3 * SIZE, dtype=np.int32)
-  fill(seq, tokens[: SIZE + 1])
+  seq.begin(tokens, (), 3 * SIZE - 1)
+  assert seq.grow(3 * SIZE)
+  seq.advance(SIZE)
   pool.forget()
-  seq.outdate()
-  seq.begin(tokens, (), 3 * SIZE - 1)  # It continues: its cache is kept.
-  assert seq.cached == SIZE and seq.grow(3 * SIZE)
+  seq.outdate(keep=True)  # Its completion is being sampled.
+  assert seq.cached == SIZE
   seq.advance(3 * SIZE - 1)
   # They attend to keys of the old weights: a session that has the first page
   # of the new ones must not go on with them.

@@ -70,8 +70,8 @@ def ask(client, messages, **options):
   )
 
 
-def start(running):
-  return running.post("/rl/start_session", {"task_id": "t"}).json()
+def start(running, **body):
+  return running.post("/rl/start_session", {"task_id": "t", **body}).json()
 
 
 def export(running, session, **options):

@@ -400,15 +400,6 @@ def test_min_tokens_holds_back_stop_tokens(running):
     assert answer.status_code == 200, answer.text
 
 
-def test_min_tokens_is_refused_where_tokens_are_trained_on(running):
-  session = start(running)
-  client = running.client(f"/sessions/{session['session_id']}")
-  with pytest.raises(openai.BadRequestError, match="trained on") as refused:
-    complete(client, "once", extra_body={"min_tokens": 2})
-  assert refused.value.param == "min_tokens"
-  assert not export(running, session)
-
-
 def test_an_image_cannot_come_as_tokens(running):
   client = running.client()
   chat = ask(client, [screenshot()])

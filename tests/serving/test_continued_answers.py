@@ -86,7 +86,7 @@ def test_a_stream_has_the_new_text_alone(running):
 
 
 def test_a_cut_answer_keeps_its_tokens_in_a_session(running):
-  session = start(running)
+  session = start(running, sampling={"temperature": 1.5})
   client = running.client(f"/sessions/{session['session_id']}")
   messages, tokens, mask, prefilled = [screenshot(), USER], [], [], 0
   for turn in range(2):
@@ -114,7 +114,7 @@ def test_a_cut_answer_keeps_its_tokens_in_a_session(running):
 
 
 def test_other_text_than_the_sampled_one_starts_its_own_sequence(running):
-  session = start(running)
+  session = start(running, sampling={"temperature": 1.5})
   client = running.client(f"/sessions/{session['session_id']}")
   first = ask(client, [USER], max_tokens=4, temperature=1.5)
   text = first.choices[0].message.content

@@ -324,7 +324,8 @@ def test_a_strict_tool_need_not_be_called(running, monkeypatch):
 
 
 def test_held_answers_are_trained_on_with_their_log_probs(running):
-  session = start(running)
+  started = running.post("/rl/start_session", {"other_sampling": "train"})
+  session = started.json()
   client = running.client(f"/sessions/{session['session_id']}")
   answer = ask(
       client, USER, n=2, response_format=schema(POINT), max_tokens=32,

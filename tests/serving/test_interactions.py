@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import types
 
 import numpy as np
 import pytest
@@ -375,7 +374,7 @@ def test_rows_of_placeholders_survive_an_export():
       [0] * 6,
       (trajectory.ImageSpan(ref, 0, 5, 2),),
   )
-  one = types.SimpleNamespace(id="i", reward=1.0, sequence=sequence)
+  one = interactions.Exported("i", 1.0, sequence, ("i",))
   text = b"".join(session_routes._encoded([one]))  # pylint: disable=protected-access
   exported = json.loads(text)["interactions"]["i"]
   assert proxy.sequence_of(exported).images == sequence.images

@@ -197,11 +197,16 @@ class Client:
         told = self.one_of(
             calling(f"c{next(self.serial)}"), calling("c"), calling(None)
         )
+      untrained = self.one_of("", "", "temperature=0.5")
       made = self.session.add(
-          pending, completion(ids, logprobs), assistant_message=told
+          pending,
+          completion(ids, logprobs),
+          assistant_message=told,
+          untrained=untrained,
       )
       assert made.text == text
-      self.logprobs += logprobs
+      if not untrained:
+        self.logprobs += logprobs
       self.sent.append((made, messages, tools, canonical and as_template))
 
 
@@ -210,7 +215,12 @@ def check_export(client, style):
   exported = session.export(style)
   by_id = {i.id: i for i in session.interactions}
   trained = [t for e in exported for t in e.trained]
-  assert sorted(trained) == sorted(by_id)
+  assert sorted(trained) == sorted(
+      i.id for i in session.interactions if not i.untrained
+  )
+  assert sum(e.untrained_tokens for e in exported) == sum(
+      len(i.completion.tokens) for i in session.interactions if i.untrained
+  )
   # Each sampled token has a log-prob of its own: none twice, none missing.
   got = np.concatenate([
       e.sequence.logprobs[e.sequence.loss_mask] for e in exported
@@ -236,7 +246,7 @@ def check_export(client, style):
     total = sum(len(by_id[t].completion.tokens) for t in e.trained)
     assert sequence.num_sampled == total
     if style == "individual":
-      assert e.trained == (e.id,)
+      assert e.trained == (() if last.untrained else (e.id,))
   if style == "individual":
     assert [e.id for e in exported] == list(by_id)
   else:

@@ -15,7 +15,9 @@ from rollout_server import Running
 from rollout_server import screenshot
 from rollout_server import SIZE
 from rollout_server import start
+from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.engine import programs
+from tunix.rl.multi_turn.parser.tool_parser import qwen
 from tunix.rl.multi_turn.serving import caches
 
 pytestmark = pytest.mark.timeout(300)
@@ -312,7 +314,8 @@ def test_stop_tokens_are_counted_as_the_client_does(running):
 def _calls(count, **function):
   call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
   call["function"] |= function
-  return [{"role": "assistant", "tool_calls": [call] * count}]
+  results = [{"role": "tool", "content": ""}] * count
+  return [{"role": "assistant", "tool_calls": [call] * count}, *results]
 
 
 @pytest.mark.parametrize("in_session", [False, True])
@@ -617,3 +620,38 @@ def test_a_token_is_asked_for_and_capacity_is_told():
     with pytest.raises(openai.InternalServerError) as refused:
       ask(running.client(key="secret"), [{"role": "user", "content": "x"}])
     assert refused.value.code == "engine_dead"
+
+
+def test_arguments_have_the_types_that_the_requests_tools_declare(
+    running, monkeypatch
+):
+  """The policy writes the arguments as XML, where all values are text."""
+  policy = running.app._service.policy
+  text = (
+      "<tool_call>\n<function=book>\n<parameter=name>\n12\n</parameter>\n"
+      "<parameter=seats>\n12\n</parameter>\n<parameter=note>\nnull\n"
+      "</parameter>\n</function>\n</tool_call>"
+  )
+
+  async def says(prompt, sampling, **options):
+    ids = running.renderer.encode(text)
+    tokens = np.array([*ids, *sampling.stop_token_ids])
+    zeros = np.zeros(len(tokens))
+    return policy_client.Completion(
+        tokens, zeros, zeros.astype(np.int32), policy_client.FinishReason.STOP
+    )
+
+  monkeypatch.setattr(policy, "parser", qwen.QwenXmlToolParser())
+  monkeypatch.setattr(policy.client, "generate", says)
+  tool = {"type": "function", "function": {"name": "book", "parameters": {
+      "type": "object",
+      "properties": {
+          "name": {"type": "string"}, "seats": {"type": "integer"},
+      },
+  }}}  # pyformat: disable
+  user = [{"role": "user", "content": "book"}]
+  message = ask(running.client(), user, tools=[tool]).choices[0].message
+  (call,) = message.tool_calls
+  assert json.loads(call.function.arguments) == {
+      "name": "12", "seats": 12, "note": "null"
+  }  # pyformat: disable

@@ -46,7 +46,7 @@ def test_the_answer_goes_on_where_the_message_ends(running):
 
 
 def test_a_session_trains_the_sampled_tokens_alone(running):
-  session = start(running)
+  session = start(running, sampling={"temperature": 1.5})
   first = ask(
       running, [USER, said("I will")], session, seed=4, temperature=1.5
   )

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
 import pytest
+from tunix.rl.multi_turn.agents import ToolAgent
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser import tool_parser
 
@@ -150,13 +151,80 @@ class TestXml:
     for parser in (QWEN, XML):
       assert same(
         parser.parse(text, strict=True),
+        [("get_weather", {"city": "Brno", "days": "3"})],
+      )
+      assert same(
+        parser.for_tools([WEATHER]).parse(text, strict=True),
         [("get_weather", {"city": "Brno", "days": 3})],
       )
 
-  def test_declared_strings_stay_strings(self):
-    parser = tool_parser.get_tool_parser("qwen_xml")(tools_schema=[WEATHER])
-    text = parser.format([ToolCall("get_weather", {"city": "12", "days": 3})])
-    assert parser.parse(text)[0].arguments == {"city": "12", "days": 3}
+  @pytest.mark.parametrize("text", ("12", "null", "true", "[1]", '{"a": 1}'))
+  def test_text_stays_text_unless_the_schema_says_otherwise(self, text):
+    call = [ToolCall("get_weather", {"city": text, "note": text})]
+    for parser in (
+        XML,
+        XML.for_tools([WEATHER]),
+        tool_parser.get_tool_parser("qwen_xml")(tools_schema=[WEATHER]),
+    ):
+      assert parser.parse(parser.format(call))[0].arguments == {
+          "city": text, "note": text
+      }  # pyformat: disable
+
+  @pytest.mark.parametrize(
+    "schema,text,value",
+    [
+      ({"type": "integer"}, "12", 12),
+      ({"type": "integer"}, "-3", -3),
+      ({"type": "integer"}, "1.5", "1.5"),
+      ({"type": "integer"}, "null", "null"),
+      ({"type": "integer"}, "twelve", "twelve"),
+      ({"type": "integer"}, "9" * 5000, "9" * 5000),
+      ({"type": "number"}, "12", 12),
+      ({"type": "number"}, "1.5e1", 15.0),
+      ({"type": "number"}, "1e999", "1e999"),
+      ({"type": "number"}, "nan", "nan"),
+      ({"type": "boolean"}, "true", True),
+      ({"type": "boolean"}, "False", False),
+      ({"type": "boolean"}, "yes", "yes"),
+      ({"type": "array"}, "[1, 2]", [1, 2]),
+      ({"type": "array"}, '{"a": 1}', '{"a": 1}'),
+      ({"type": "object"}, '{"a": null}', {"a": None}),
+      ({"type": "object"}, '{"a": ', '{"a": '),
+      ({"type": ["string", "null"]}, "null", None),
+      ({"type": ["string", "null"]}, "12", "12"),
+      ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "null", None),
+      ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "4", 4),
+      ({"enum": [1, 2]}, "2", 2),
+      ({"enum": ["1", "2"]}, "2", "2"),
+      ({"const": 5}, "5", 5),
+      ({"$ref": "#/$defs/Size"}, '{"w": 1}', {"w": 1}),
+      ({"$ref": "#/$defs/Loop"}, "4", "4"),
+      ({"$ref": "#/nowhere"}, "4", "4"),
+      ({"description": "no type"}, "4", "4"),
+    ],
+  )
+  def test_values_have_the_declared_types(self, schema, text, value):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {
+        "type": "object",
+        "properties": {"x": schema},
+        "$defs": {
+            "Size": {"type": "object"},
+            "Loop": {"$ref": "#/$defs/Loop"},
+        },
+    }}}  # pyformat: disable
+    block = f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>"
+    block += "\n</function>\n</tool_call>"
+    (call,) = XML.for_tools([tool]).parse(block, strict=True)
+    read = call.arguments["x"]
+    assert read == value and type(read) is type(value)
+
+  def test_an_agents_tools_declare_the_types(self):
+    agent = ToolAgent("", "qwen_xml", tools_schema=[WEATHER])
+    text = XML.format([ToolCall("get_weather", {"city": "12", "days": 3})])
+    agent.reset()
+    agent.update_from_env("go", 0.0, False, {})
+    (call,) = agent.update_from_model(text).action
+    assert call.arguments == {"city": "12", "days": 3}
 
   def test_multi_line_values_keep_their_lines(self):
     value = "\n a\n\nb \n"

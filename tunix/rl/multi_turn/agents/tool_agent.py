@@ -110,6 +110,9 @@ class ToolAgent(base_agent.BaseAgent):
       self.tool_parser.screen = screen
     if tool_map:
       tools_schema = self.tool_manager.json
+    # Schemas declare their arguments' types; a text is only shown.
+    if tools_schema is not None and not isinstance(tools_schema, str):
+      self.tool_parser = self.tool_parser.for_tools(tools_schema)
     if not show_tools:
       self.tools_prompt = ""
     elif tools_schema is not None or self.tool_parser.default_tools:

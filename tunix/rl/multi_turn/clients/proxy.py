@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
-from typing import Any, Mapping, Sequence
+from typing import Any, Iterable, Mapping, Sequence
 import uuid
 
 from tunix.rl.multi_turn.core import concurrency
@@ -32,6 +33,7 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.trajectory_collector import model_calls
 
 Message = trajectory.Message
+_LOG = logging.getLogger(__name__)
 _CLIENTS = 16
 _CLOSE_S = 10.0
 
@@ -47,6 +49,7 @@ class ProxyConnection:
       *,
       token: str = "none",
       timeout_s: float = 120.0,
+      other_sampling: str = "mask",
   ):
     """Args:
 
@@ -56,6 +59,8 @@ class ProxyConnection:
         the SHA-256 of their pixels, by which the learner finds them here.
       token: that the server asks for before it opens a session.
       timeout_s: of a request.
+      other_sampling: What the server does with a request whose distribution is
+        not the run's, see `rollout.other_sampling`.
 
     Raises:
       ImportError: the openai package is not installed.
@@ -76,6 +81,7 @@ class ProxyConnection:
     self.name = model
     self.openai = openai
     self.urls = data_urls.DataUrls(image_store)
+    self._other_sampling = other_sampling
     # A client checks each of its idle connections at every request: with a
     # hundred episodes that would be most of a turn's cost here.
     self._clients = [
@@ -108,17 +114,32 @@ class ProxyConnection:
     found = await self.client.post(self.url + path, body=body, cast_to=object)
     return found if isinstance(found, dict) else {}
 
-  async def start(self, name: str) -> dict[str, Any]:
+  async def start(
+      self, name: str, sampling: policy_client.SamplingParams
+  ) -> dict[str, Any]:
     """Opens a session: its `session_id`, `api_key` and `base_url`.
 
     The session is dropped if the caller is cancelled.
+
+    Args:
+      name: The episode's name.
+      sampling: The distribution that the session's tokens are trained under,
+        and the one of requests that name no other.
     """
+    body = {
+        "task_id": name,
+        "sampling": {
+            field: getattr(sampling, field)
+            for field in ("temperature", "top_p", "top_k", "min_p")
+        },
+        "other_sampling": self._other_sampling,
+    }
     # Repeated because the answer was lost, the call returns the same session.
     name_of_request = {"Idempotency-Key": uuid.uuid4().hex}
     return await concurrency.create_or_rollback(
         self.client.post(
             f"{self.url}/rl/start_session",
-            body={"task_id": name},
+            body=body,
             cast_to=object,
             options={"headers": name_of_request},
         ),
@@ -182,6 +203,7 @@ class ProxySession:
     self._written: list[tuple[Message, Message]] = []
     self._answers = 0
     self._sequences: list[trajectory.TokenSequence] | None = None
+    self.untrained_tokens = 0
     self.render_seconds = 0.0
 
   @property
@@ -266,14 +288,25 @@ class ProxySession:
           "/export_trajectories",
           {"session_id": session, "style": "concat", "arrays": "lists"},
       )
-      self._sequences = [
-          sequence_of(found) for found in answer["interactions"].values()
-      ]
+      exported = answer["interactions"].values()
+      self._sequences = [sequence_of(entry) for entry in exported]
+      self.untrained_tokens = sum(
+          entry.get("untrained_tokens", 0) for entry in exported
+      )
+      if self.untrained_tokens:
+        _LOG.warning(
+            "episode %r: %d tokens are not trained on, as their requests asked"
+            " for another distribution than the run's: %s; let the agent leave"
+            " these fields out",
+            self._name,
+            self.untrained_tokens,
+            "; ".join(_reasons(exported)),
+        )
     finally:
       await self._connection.drop(session)
 
   async def _open(self) -> None:
-    started = await self._connection.start(self._name)
+    started = await self._connection.start(self._name, self._sampling)
     self._id = started["session_id"]
     self._client = self._connection.client.copy(
         base_url=started["base_url"], api_key=started["api_key"]
@@ -304,6 +337,14 @@ class ProxySession:
       return dict(part)
     url = await self._connection.urls.of(part["image"])
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _reasons(exported: Iterable[Mapping[str, Any]]) -> list[str]:
+  """Why tokens are not trained on, each reason once."""
+  reasons = (
+      turn["untrained"] for entry in exported for turn in entry["sampling"]
+  )
+  return list(dict.fromkeys(filter(None, reasons)))
 
 
 def context_limit(error: Any) -> policy_client.ContextLimitError:

@@ -291,7 +291,7 @@ class RunSession(proxy.ProxySession):
 
   async def _begin(self) -> None:
     connection = self._connection
-    started = await connection.start(self._name)
+    started = await connection.start(self._name, self._sampling)
     self._id = started["session_id"]
     await self._agent.start(
         connection.runs, self._body(started), connection.episode_s

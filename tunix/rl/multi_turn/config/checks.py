@@ -436,6 +436,7 @@ def _algorithm(c: TrainConfig) -> Iterator[str]:
         "sampling.temperature=0 samples the likeliest token only, and such"
         " episodes carry no policy gradient; set it > 0 (or steps=0)"
     )
+  yield from _other_sampling(c)
   truncated = s.top_k > 0 or s.top_p < 1 or s.min_p > 0
   if c.algorithm.keep_sampling_mask:
     yield from _sampling_mask(c)
@@ -445,6 +446,15 @@ def _algorithm(c: TrainConfig) -> Iterator[str]:
         f" sampling.min_p={s.min_p} sample from a truncated distribution that"
         " the learner does not reproduce; set them to 0, 1 and 0, or"
         " algorithm.keep_sampling_mask=true, or algorithm.importance=tis"
+    )
+
+
+def _other_sampling(c: TrainConfig) -> Iterator[str]:
+  if c.rollout.other_sampling == "train" and c.algorithm.importance == "none":
+    yield (
+        "rollout.other_sampling=train trains on tokens of distributions that"
+        " the learner does not reproduce; set algorithm.importance=tis, or"
+        " rollout.other_sampling=mask"
     )
 
 

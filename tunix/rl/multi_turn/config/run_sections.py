@@ -185,6 +185,17 @@ class RolloutConfig:
   port: int = setting(
       default=0, doc="Of that server. 0 = any free one.", ge=0, le=65535
   )
+  other_sampling: Literal["mask", "refuse", "train"] = setting(
+      default="mask",
+      doc="With via=proxy: an agent's request whose distribution is not the"
+      " run's (temperature, top_p, top_k, min_p, min_tokens or a grammar of its"
+      " own), with which the learner's log-probs would disagree. mask: it is"
+      " answered, its tokens are not trained on, and counted as"
+      " untrained_tokens. refuse: it is an error of that agent's. train: they"
+      " are trained on with the log-probs of their own distribution, which"
+      " algorithm.importance corrects for; greedy ones are masked. A field that"
+      " a request leaves out is the run's.",
+  )
   public_url: str = setting(
       default="",
       doc="That server as an agent elsewhere reaches it, e.g."

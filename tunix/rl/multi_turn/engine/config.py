@@ -166,8 +166,10 @@ class EngineConfig:
   )
   on_update: Literal["keep_kv", "recompute"] = _opt(
       default="keep_kv",
-      doc="KV cache of running episodes under new weights. keep_kv: kept, a"
-      " small mismatch. recompute: prefilled again, exact.",
+      doc="KV cache under new weights. keep_kv: a completion that is being"
+      " sampled keeps its pages to its end, a small mismatch; every other"
+      " request is computed anew. recompute: running completions are prefilled"
+      " again, too, exact.",
   )
   weights: Literal["same", "int8"] = _opt(
       default="same",

@@ -57,6 +57,9 @@ class CachedSequence:
     spans: images of these tokens.
     pages: held, in the sequence's order.
     cached: leading tokens with valid keys and values.
+    outdated: Whether older weights computed some of them. Only the completion
+      that ran during the update may read such a cache.
+    lost: Leading tokens that were cached until an update dropped them.
   """
 
   def __init__(self, pool: page_pool.PagePool, share: bool):
@@ -67,6 +70,10 @@ class CachedSequence:
     """
     self._pool = pool
     self._share = share
+    # What the last update has dropped; its tokens are to be computed again.
+    self._former: tuple[
+        np.ndarray, tuple[trajectory.ImageSpan, ...]
+    ] = (_NO_TOKENS, ())
     self._reset()
 
   def move(self, pool: page_pool.PagePool) -> None:
@@ -81,7 +88,8 @@ class CachedSequence:
     self.cached = 0
     self._keys: list[bytes] = []
     self._published = 0  # Leading pages that are published or need not be.
-    self._stale = False  # Holds keys and values of older weights.
+    self.outdated = False
+    self.lost = 0
     # With a plan: where its calls end, and the program of each token.
     self._ends: list[int] | None = None
     self._programs = page_pool.NO_PROGRAMS
@@ -119,7 +127,7 @@ class CachedSequence:
     if not alone and not self._pool.writable(self.pages[-1]):
       self._cut(shared // size)
       shared -= shared % size
-    self._stale &= shared > 0
+    self.lost = min(common_prefix(*self._former, tokens, spans), limit)
     del self._keys[shared // size :]
     self._published = shared // size
     self.tokens, self.spans, self.cached = tokens, spans, shared
@@ -252,7 +260,7 @@ class CachedSequence:
   @property
   def shares(self) -> bool:
     """Whether it may go on with others' pages."""
-    return self._share and not self._stale
+    return self._share and not self.outdated
 
   def grow(self, tokens: int) -> bool:
     """Makes room for so many tokens; False when the pool has too few pages."""
@@ -273,7 +281,9 @@ class CachedSequence:
     if self._ends is not None:
       self._name(self.cached, cached, program)
     self.cached = cached
-    if not self._share or self._stale:
+    if cached >= self.lost:
+      self._former = _NO_TOKENS, ()
+    if not self.shares:
       return
     size = self._pool.page_size
     for block in range(self._published, cached // size):
@@ -301,9 +311,19 @@ class CachedSequence:
     self.spans = tuple(s for s in self.spans if s.offset < self.cached)
     self._cut(self._pool.count(self.cached))
 
-  def outdate(self) -> None:
-    """Marks the cache as of older weights; the pool has forgotten all keys."""
-    self._stale = self.cached > 0
+  def outdate(self, keep: bool = False) -> None:
+    """Takes notice of new weights; the pool has forgotten all keys.
+
+    Args:
+      keep: Keeps the pages, for the completion that is reading them. The caller
+        clears the sequence when that ends.
+    """
+    if keep:
+      self.outdated = self.cached > 0
+      return
+    if self.cached:
+      self._former = self.tokens[: self.cached].copy(), self.spans
+    self.clear()
 
   def clear(self) -> None:
     """Drops all pages."""

@@ -419,6 +419,8 @@ class Prefill:
       sequence.advance(end, _prefill_name(start, size, window))
       sequence.announce()
       request.prefilled += end - start
+      again = min(end, sequence.lost) - start
+      self._counters.recomputed_tokens += max(0, again)
     self._counters.prefill_calls += 1
     self._counters.prefill_places += count * size
     self._counters.prefilled_tokens += int(rows["length"].sum())

@@ -371,7 +371,10 @@ class SlotTable:
     if request.slot is not None:
       self.remaining[request.slot] = 0
       self._leave(request)
-      if session is not None:
+      if session is not None and session.sequence.outdated:
+        session.sequence.outdate()  # No other request reads older weights.
+        session.length = 0
+      elif session is not None:
         session.sequence.rest()
     elif request in self.waiting:
       self.waiting.remove(request)
@@ -448,10 +451,12 @@ class Counters:
   prompt_tokens: int = 0
   unique_prompt_tokens: int = 0  # To prefill if nothing were done twice.
   prefilled_tokens: int = 0
+  recomputed_tokens: int = 0  # Prefilled again because of new weights.
   copied_pages: int = 0
   prefill_calls: int = 0
   prefill_places: int = 0  # Rows x tokens computed, padding included.
   decode_tokens: int = 0
+  mixed_tokens: int = 0  # Sampled with keys and values of older weights.
   decode_steps: int = 0
   decode_calls: int = 0
   decode_places: int = 0  # Rows x steps computed.

@@ -150,12 +150,18 @@ class Scheduler:
     self._prefixes.clear()
     self._vision.clear()
     self.forget_pages()
-    if self._config.on_update == "recompute":
-      self._clear_sequences()
-      for session in self.slots.sessions.values():
+    # A completion that has begun may keep its pages. Whatever has sampled
+    # nothing yet is the new weights' alone.
+    keeps = self._config.on_update == "keep_kv"
+    for request in self.slots.active:
+      if not (keeps and request.sampled):
+        self.slots.sequence(request).outdate()
+        self.slots.preempt(request)
+    for session in self.slots.holders:
+      runs = session.request is not None and session.request.slot is not None
+      session.sequence.outdate(keep=runs)
+      if not runs:
         session.length = 0
-    for session in self.slots.sessions.values():
-      session.sequence.outdate()
 
   def cancel(self, request: requests_lib.Request) -> None:
     """Frees the request's slot; its session keeps its pages, idle."""
@@ -519,6 +525,11 @@ class Scheduler:
     stopped_A = (rows["stops"] == last_A[:, None]).any(axis=1)
     over_A = stopped_A | (rows["remaining"] <= 0) | ~finite_A
     self.counters.decode_tokens += int(counts_A.sum())
+    self.counters.mixed_tokens += sum(
+        int(count)
+        for request, count in zip(active, counts_A)
+        if slots.sequence(request).outdated
+    )
     self._poisoned |= not finite_A.all()
     cached_A = rows["start"].tolist()
     for i, request in enumerate(active):
@@ -585,6 +596,8 @@ class Scheduler:
 
   def _remember(self, request: requests_lib.Request) -> None:
     """Counts what a request has sampled as known; its last token is not."""
+    if self.slots.sequence(request).outdated:
+      return
     n = request.length - 1
     tokens = self.slots.tokens[request.slot, :n]
     self._prefixes.add(tokens, request.prompt.images)

@@ -22,7 +22,12 @@ from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 Tally = dict[str, float]
 
 _MOST = "most/"
-_PER_EPISODE = ("truncated_turns", "fallback_turns", "history_rewrites")
+_PER_EPISODE = (
+    "truncated_turns",
+    "fallback_turns",
+    "history_rewrites",
+    "untrained_tokens",
+)
 
 
 def of_groups(groups: Iterable[trajectory_lib.TrajectoryGroup]) -> Tally:

@@ -227,6 +227,14 @@ METRICS: dict[str, Metric] = {
         " mean an episode.",
         "Each costs a prefill; raise agent.max_images.",
     ),
+    "untrained_tokens": Metric(
+        "tokens",
+        "Sampled tokens that are not trained on, as an agent's request asked"
+        " for another distribution than the run's (its temperature, a grammar),"
+        " mean an episode.",
+        "Above 0: let the agent leave these fields out; the log names them, see"
+        " rollout.other_sampling.",
+    ),
     # The rollout engine.
     "rollout_tokens_per_second": Metric(
         "tokens/s", "Sampled tokens a second of wall time since the last step."
@@ -246,6 +254,20 @@ METRICS: dict[str, Metric] = {
         " weights began with; sampled tokens need no computing again.",
         "Above 1.05: sessions lose their pages (raise engine.cache_tokens), or"
         " engine.share_prefixes is false.",
+    ),
+    "recomputed_tokens": Metric(
+        "tokens",
+        "Prompt tokens computed again because new weights made their keys and"
+        " values old.",
+        "A large part of prefill: updates come faster than turns; a larger"
+        " learner.groups_per_step makes fewer of them.",
+    ),
+    "mixed_kv_tokens": Metric(
+        "tokens",
+        "Tokens sampled by new weights that read keys and values of older"
+        " ones: the rest of completions that an update found running.",
+        "Above 0 sampler_kl is not 0 on policy either; engine.on_update="
+        "recompute makes it exact.",
     ),
     "batch_occupancy": Metric(
         "",
@@ -515,6 +537,9 @@ def engine_metrics(
   if "seconds_idle" in after:
     for part in time_metrics.ENGINE:
       out[f"time/engine_{part}"] = grown(f"seconds_{part}") / engines
+  if "mixed_tokens" in after:
+    out["recomputed_tokens"] = grown("recomputed_tokens")
+    out["mixed_kv_tokens"] = grown("mixed_tokens")
   if prompt > 0:
     out["prefix_reuse"] = max(0.0, 1.0 - computed / prompt)
   if grown("unique_prompt_tokens") > 0:

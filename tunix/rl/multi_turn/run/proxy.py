@@ -75,6 +75,7 @@ class RunProxy:
     try:
       from tunix.rl.multi_turn.serving import requests  # pylint: disable=g-import-not-at-top
       from tunix.rl.multi_turn.serving import server  # pylint: disable=g-import-not-at-top
+      from tunix.rl.multi_turn.serving import session_sampling  # pylint: disable=g-import-not-at-top
 
       self.app = server.make_app(
           config.policy.name,
@@ -91,6 +92,10 @@ class RunProxy:
           session_timeout_s=config.collect.deadlines.episode + 60.0,
           token=token,
           renderer=policy.renderer,
+          sampling=session_sampling.SessionSampling(
+              **session_sampling.fields_of(config.sampling),
+              other=config.rollout.other_sampling,
+          ),
       )
       self._server = http_server.LoopbackServer(
           _with(self.app.asgi, beside or {}),
@@ -125,6 +130,7 @@ class RunProxy:
         # Clients refuse an empty one.
         token=token or "none",
         timeout_s=config.collect.deadlines.model,
+        other_sampling=config.rollout.other_sampling,
     )
     url = self._server.url
     for wildcard, loopback in (("0.0.0.0", "127.0.0.1"), ("[::]", "[::1]")):

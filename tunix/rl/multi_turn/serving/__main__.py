@@ -45,6 +45,7 @@ from tunix.rl.multi_turn.serving import app as app_lib
 from tunix.rl.multi_turn.serving import media
 from tunix.rl.multi_turn.serving import requests
 from tunix.rl.multi_turn.serving import server
+from tunix.rl.multi_turn.serving import session_sampling
 
 T = TypeVar("T")
 TOKEN_VARIABLE = arguments.TOKEN_VARIABLE
@@ -249,6 +250,7 @@ def _checked(args: argparse.Namespace) -> _Arguments:
       h.strip() for h in args.allowed_media_domains.split(",") if h.strip()
   )
   media_limits = all_of.of(lambda: _media_limits(hosts))
+  all_of.of(lambda: _sampling(args.sampling, args.other_sampling))
   all_of.of(lambda: tool_parser.make_tool_parser(args.tool_parser))
   all_of.of(lambda: policy_files.resolve(args.policy))
   if args.image_dir is not None:
@@ -274,6 +276,24 @@ def _checked(args: argparse.Namespace) -> _Arguments:
       connection_limits,
       listening,
   )
+
+
+def _sampling(text: str, other: str) -> session_sampling.SessionSampling:
+  try:
+    fields = json.loads(text)
+    if not isinstance(fields, dict) or set(fields) - set(
+        session_sampling.FIELDS
+    ):
+      names = ", ".join(session_sampling.FIELDS)
+      raise ValueError(f"give an object of {names}")
+    return session_sampling.SessionSampling(**fields, other=other)
+  except pydantic.ValidationError as error:
+    first = error.errors(include_url=False)[0]
+    raise ValueError(
+        f"--sampling={text}: {first['loc'][0]}={first['input']}: {first['msg']}"
+    ) from None
+  except (TypeError, ValueError) as error:
+    raise ValueError(f"--sampling={text}: {error}") from None
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -375,6 +395,7 @@ def _make(
       token=found.token,
       renderer=renderer,
       export_arrays=args.export_arrays,
+      sampling=_sampling(args.sampling, args.other_sampling),
   )
   return engine, app
 

@@ -68,6 +68,14 @@ def parser() -> argparse.ArgumentParser:
       help="an idle session ends after this long")
   add("--export-arrays", choices=("lists", "tensors"), default="lists",
       help="how exports write arrays; tensors: as AReaL reads them")
+  add("--sampling", default="{}", metavar="JSON",
+      help="distribution that sessions' tokens are trained under, where the"
+      " start of a session names none, e.g. {\"temperature\": 0.7}; also that"
+      " of a session's requests which leave these fields out")
+  add("--other-sampling", choices=("mask", "refuse", "train"), default="mask",
+      help="a session's request with another distribution is answered and not"
+      " trained on (mask), an error (refuse), or trained on with its own"
+      " log-probs, for a learner that corrects by importance (train)")
   add("--seed", type=int, default=0)
   add("--compile-cache", default=compile_cache.AUTO, metavar="DIR",
       help="of compiled programs; auto: the user's cache directory; off: none")

@@ -246,6 +246,7 @@ def read(
           length, limits, asked.alternatives(asked.logprobs, "logprobs=true")
       ),
       n=asked.n,
+      chosen=frozenset(asked.model_fields_set),
       stream=asked.stream,
       include_usage=asked.include_usage,
       logprobs=asked.logprobs,

@@ -82,6 +82,7 @@ def read(
       min_tokens=asked.min_tokens,
       sampling=asked.sampling(asked.max_tokens, limits, asked.logprobs or 0),
       n=asked.n,
+      chosen=frozenset(asked.model_fields_set),
       stream=asked.stream,
       include_usage=asked.include_usage,
       logprobs=asked.logprobs is not None,

@@ -5,8 +5,9 @@ another shares its tokens: its prompt is that one's prompt, the sampled ids and
 the renderer's bridge.
 
 Promises: sampled ids are never re-tokenised; each sampled token is trainable in
-exactly one of an export's sequences; an `Exporter` is a snapshot, so a thread
-may put sequences together while the session continues.
+exactly one of an export's sequences, or in none where it was drawn from another
+distribution than the session's; an `Exporter` is a snapshot, so a thread may
+put sequences together while the session continues.
 
 T = tokens of a sequence, S = tokens sampled in an interaction.
 """
@@ -111,6 +112,8 @@ class Interaction(PendingPrompt):
   answer: Message  # The assistant message that the client received.
   closed: bool  # `completion` ends with a stop token.
   created: float  # Seconds, by the session's clock.
+  sampling: Mapping[str, float]  # `session_sampling.FIELDS` of its tokens.
+  untrained: str = ""  # Why its tokens are not trainable; "" when they are.
   reward: float | None = None  # When the session returned this object.
   _node: Any = dataclasses.field(repr=False)  # None without messages.
   # Up to its end. None with images: equal tokens may stand for other pixels.
@@ -150,6 +153,13 @@ class Exported:
   reward: float  # Of that interaction.
   sequence: trajectory.TokenSequence
   trained: tuple[str, ...]  # Ids of the interactions trainable in it.
+  # Those whose tokens stand in this sequence first, trainable or not.
+  new: tuple[Interaction, ...] = ()
+
+  @property
+  def untrained_tokens(self) -> int:
+    """Sampled tokens that are trainable in no sequence."""
+    return sum(len(i.completion.tokens) for i in self.new if i.untrained)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -159,7 +169,7 @@ class Exporter:
   "individual" yields one an interaction, which trains its own completion.
   "concat" yields one for each interaction that no other extends, from its root
   on; a completion that several share trains in the first only, with the reward
-  of that one's end.
+  of that one's end. An interaction that is `untrained` trains in none.
 
   Attributes:
     interactions: all of a session's.
@@ -174,17 +184,18 @@ class Exporter:
   def __iter__(self) -> Iterator[Exported]:
     concat = self.style == "concat"
     extended = {i.parent for i in self.interactions}
-    untrained = {i.id for i in self.interactions}
+    remaining = {i.id for i in self.interactions}
     for last in self.interactions:
       if concat and last.id in extended:
         continue
       chain = (*last.ancestors, last)
-      # A leaf is in no other chain, so each sequence trains something.
+      # A leaf is in no other chain, so each sequence has something new.
       own = chain if concat else (last,)
-      trained = tuple(i.id for i in own if i.id in untrained)
-      untrained.difference_update(trained)
+      new = tuple(i for i in own if i.id in remaining)
+      remaining.difference_update(i.id for i in new)
+      trained = tuple(i.id for i in new if not i.untrained)
       sequence = _sequence(chain, trained)
-      yield Exported(last.id, self.rewards[last.id], sequence, trained)
+      yield Exported(last.id, self.rewards[last.id], sequence, trained, new)
 
 
 def to_tensor_dict(
@@ -214,11 +225,12 @@ def _sequence(
   whose = np.repeat(np.arange(2 * len(chain)), np.ravel(runs))
   mask = np.ravel([(False, i.id in trained) for i in chain])[whose]
   logprobs = np.zeros(len(mask), np.float32)
-  logprobs[mask] = np.concatenate([c.logprobs for c in own])
   versions = np.full(len(mask), -1, np.int32)
-  versions[mask] = np.concatenate([c.versions for c in own])
   entropies = None
-  if all(c.entropies is not None for c in own):
+  if own:
+    logprobs[mask] = np.concatenate([c.logprobs for c in own])
+    versions[mask] = np.concatenate([c.versions for c in own])
+  if own and all(c.entropies is not None for c in own):
     entropies = np.zeros(len(mask), np.float32)
     entropies[mask] = np.concatenate([c.entropies for c in own])
   all_T = np.concatenate([prompt.tokens, last.tokens])

@@ -298,6 +298,7 @@ def read(
       model=asked.model,
       messages=tuple(messages),
       sampling=asked.sampling(asked.max_tokens, limits),
+      chosen=frozenset(asked.model_fields_set),
       stream=asked.stream,
       stop=tuple(asked.stop_sequences),
       guide=guide,

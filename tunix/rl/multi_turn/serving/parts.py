@@ -27,6 +27,7 @@ class Part:
     prompt: its tokens and images.
     pending: `asked`, where a session keeps the completions.
     sampling: of each completion, but for its seed.
+    untrained: why a session does not train on the completions; "" when it does.
     seed: of the first completion; None for fresh ones.
     first: number of its first choice among the answer's.
     ids: of the choices.
@@ -42,6 +43,7 @@ class Part:
   first: int
   ids: Sequence[str]
   names: Sequence[str] = ()
+  untrained: str = ""
 
   def with_names(self, cache: caches.SessionCache | None) -> Part:
     """With client's sessions for its choices, of `cache` if there is one."""

@@ -113,6 +113,7 @@ class SamplingRequest:
   Attributes:
     model: name that the client asks for.
     sampling: of each completion; a seed is that of the first.
+    chosen: names of the fields that the client sent, null left out.
     messages: as sent; image parts hold their URL.
     text: a prompt that is tokenised as it stands.
     tokens: a prompt that is rendered already; `messages` may then hold the
@@ -148,6 +149,7 @@ class SamplingRequest:
 
   model: str
   sampling: policy_client.SamplingParams
+  chosen: frozenset[str] = frozenset()
   messages: tuple[Message, ...] | None = None
   text: str | None = None
   tokens: tuple[int, ...] | None = None

@@ -247,6 +247,7 @@ def read(
       model=asked.model,
       messages=tuple(messages),
       sampling=asked.sampling(asked.max_output_tokens, limits, alternatives),
+      chosen=frozenset(asked.model_fields_set),
       stream=asked.stream,
       logprobs=logprobs,
       guide=guide,

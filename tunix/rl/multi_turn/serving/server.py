@@ -17,6 +17,7 @@ from tunix.rl.multi_turn.serving import media
 from tunix.rl.multi_turn.serving import prompts
 from tunix.rl.multi_turn.serving import requests
 from tunix.rl.multi_turn.serving import service as service_lib
+from tunix.rl.multi_turn.serving import session_sampling
 from tunix.rl.multi_turn.serving import session_store
 
 
@@ -35,6 +36,9 @@ def make_app(
     token: str = "",
     renderer: choice.AnyRenderer | None = None,
     export_arrays: str = "lists",
+    sampling: session_sampling.SessionSampling = (
+        session_sampling.SessionSampling()
+    ),
 ) -> app_lib.OpenAIApp:
   """Builds the application around an engine.
 
@@ -54,6 +58,7 @@ def make_app(
     renderer: of the policy; None for ChatML.
     export_arrays: one of `session_routes.ARRAYS`, where a request for an export
       names none.
+    sampling: The distribution of sessions whose start names none.
   """
   _, processor, tokenizer = policy
   if renderer is None:
@@ -85,7 +90,10 @@ def make_app(
           healthy=lambda: engine.healthy,
       ),
       session_store.SessionStore(
-          renderer, max_sessions=max_sessions, timeout_s=session_timeout_s
+          renderer,
+          max_sessions=max_sessions,
+          timeout_s=session_timeout_s,
+          sampling=sampling,
       ),
       media.MediaLoader(image_store, media_limits),
       limits=limits,

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import secrets
 import time
 from typing import Any, Callable, Iterator, Sequence
@@ -33,7 +34,11 @@ from tunix.rl.multi_turn.serving import parts as parts_lib
 from tunix.rl.multi_turn.serving import prompt_scores
 from tunix.rl.multi_turn.serving import prompts
 from tunix.rl.multi_turn.serving import requests
+from tunix.rl.multi_turn.serving import session_sampling
 from tunix.rl.multi_turn.serving import session_store
+from tunix.rl.multi_turn.serving import tool_results
+
+_LOG = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "default"  # AReaL's clients name no other.
 OnTokens = Callable[[int, np.ndarray], None]
@@ -71,7 +76,7 @@ class Service:
       )
     self.limits = limits
     self.conversations = caches.ConversationCache()
-    self.tokens = dict.fromkeys(("prompt", "reused", "sampled"), 0)
+    self.tokens = dict.fromkeys(("prompt", "reused", "sampled", "untrained"), 0)
     """Totals of answers; a repeated request counts once."""
     self._loader = loader
     self._max = max_concurrent
@@ -168,14 +173,6 @@ class Service:
           503, "the rollout engine has failed", code="engine_dead"
       )
     self.check_model(request.model)
-    if session is not None and request.min_tokens:
-      raise errors.invalid(
-          "min_tokens",
-          f"min_tokens={request.min_tokens}: a session's tokens are trained on,"
-          " and the learner's distribution may end a turn at any token; leave"
-          " min_tokens out, or ask outside of a session",
-          "unsupported_parameter",
-      )
     self._check_running()
     self.running += 1
     if session is not None:
@@ -233,7 +230,11 @@ class Service:
       )
       images = requests.count_images([*before, *request.messages])
       self.limits.check_images(images, "the conversation")
-    return [*before, *await self._load_images(request.messages)]
+    ordered = tool_results.in_order(
+        [*before, *request.messages], request.prompt_field
+    )
+    new = ordered[len(before) :]  # What comes before is in order.
+    return [*before, *await self._load_images(new)]
 
   async def _sample(
       self, request, messages, session, cache, on_tokens, answer_id
@@ -257,7 +258,10 @@ class Service:
                 _without_details(choice.completion),
                 id=id_,
                 assistant_message=choice.message,
+                sampling=session_sampling.fields_of(part.sampling),
+                untrained=part.untrained,
             )
+            self._count_untrained(session, part, choice)
       stored = True
     finally:
       for part in parts:
@@ -274,6 +278,24 @@ class Service:
         choices=tuple(choice for own in choices for choice in own),
     )
 
+  def _count_untrained(
+      self,
+      session: session_store.ServedSession,
+      part: parts_lib.Part,
+      choice: answers.Choice,
+  ) -> None:
+    if not part.untrained:
+      return
+    self.tokens["untrained"] += len(choice.completion.tokens)
+    if session.untrained_answers == 1:
+      _LOG.warning(
+          "session %s of task %r: %s; the answer's tokens are not trained on,"
+          " nor are those of further answers like it",
+          session.id,
+          session.task_id,
+          part.untrained,
+      )
+
   def _part(
       self, request, messages, session, cache, ids, number
   ) -> parts_lib.Part:
@@ -283,8 +305,12 @@ class Service:
     prompt = pending.prompt if pending else asked
     room = prompts.check_room(len(prompt), request, self.policy)
     stops = prompts.stop_token_ids(request, self.policy)
+    sampling, untrained = request.sampling, ""
+    if session is not None and pending is not None:
+      sampling = session.sampling.complete(request)
+      untrained = session.sampling.difference(request, sampling)
     sampling = dataclasses.replace(
-        request.sampling,
+        sampling,
         max_new_tokens=min(request.sampling.max_new_tokens, room),
         stop_token_ids=stops,
     )
@@ -298,7 +324,15 @@ class Service:
     first = number * request.n
     own = ids[first : first + request.n]
     return parts_lib.Part(
-        request, asked, prompt, pending, sampling, seed, first, own
+        request,
+        asked,
+        prompt,
+        pending,
+        sampling,
+        seed,
+        first,
+        own,
+        untrained=untrained,
     )
 
   async def _choices(
@@ -332,7 +366,9 @@ class Service:
       text = self.policy.renderer.decode(completion.tokens)
       stop = watch.string(text) if watch else None
       text = watch.cut(text) if watch else text
-      parser = self.policy.parser if request.parse_tools else None
+      parser = None
+      if request.parse_tools:
+        parser = self.policy.parser.for_tools(request.tools)
       choice = answers.make_choice(completion, text, parser, stop)
       found.append(dataclasses.replace(choice, echoed=echoed))
     return found
@@ -446,7 +482,10 @@ class Service:
   # --- sessions ---------------------------------------------------------------
 
   def start(
-      self, task_id: str = "", request: str = ""
+      self,
+      task_id: str = "",
+      request: str = "",
+      sampling: session_sampling.SessionSampling | None = None,
   ) -> session_store.ServedSession:
     """Opens a session, or returns the one that `request` opened before.
 
@@ -454,7 +493,7 @@ class Service:
       ApiError: 429, no room; 422, `request` opened a session of another task.
     """
     with api_errors():
-      return self.store.start(task_id, request)
+      return self.store.start(task_id, request, sampling)
 
   def session(self, session_id: str) -> session_store.ServedSession:
     with api_errors():

@@ -15,6 +15,7 @@ import asyncio
 import base64
 import collections
 import concurrent.futures
+import dataclasses
 from typing import Annotated, Any, AsyncIterator, Callable, Iterator, Literal
 
 import numpy as np
@@ -26,6 +27,7 @@ from tunix.rl.multi_turn.serving import bodies
 from tunix.rl.multi_turn.serving import errors
 from tunix.rl.multi_turn.serving import interactions
 from tunix.rl.multi_turn.serving import service as service_lib
+from tunix.rl.multi_turn.serving import session_sampling
 
 Request = starlette_requests.Request
 Response = starlette_responses.Response
@@ -39,10 +41,37 @@ ARRAYS = ("lists", "tensors")
 """How an export writes arrays: as lists, or as AReaL's serialised tensors."""
 
 
+class SamplingFields(bodies.Body):
+  """The distribution of a session's trainable tokens."""
+
+  temperature: Annotated[float, bodies.Range(0.0, 100.0)] | None = None
+  top_p: Annotated[float, bodies.Range(0.0, 1.0, above=True)] | None = None
+  top_k: Annotated[int, bodies.Range(-1, 1 << 30)] | None = None
+  min_p: Annotated[float, bodies.Range(0.0, 1.0)] | None = None
+
+
 class StartBody(bodies.Body):
   """A body of `/rl/start_session`."""
 
   task_id: Annotated[str, bodies.Must("must be a string")] = ""
+  sampling: SamplingFields | None = None
+  other_sampling: Annotated[
+      Literal["mask", "refuse", "train"],
+      bodies.Must("must be one of mask, refuse, train"),
+  ] | None = None
+
+  def session_sampling(
+      self, default: session_sampling.SessionSampling
+  ) -> session_sampling.SessionSampling:
+    """The session's; what the body leaves out is the server's."""
+    changes: dict[str, Any] = {}
+    if self.sampling is not None:
+      changes = self.sampling.model_dump(exclude_none=True)
+    if "top_k" in changes:
+      changes["top_k"] = max(0, changes["top_k"])
+    if self.other_sampling is not None:
+      changes["other"] = self.other_sampling
+    return dataclasses.replace(default, **changes)
 
 
 class RewardBody(bodies.Body):
@@ -119,7 +148,8 @@ class SessionRoutes:
           f"Idempotency-Key has {len(name)} characters, at most"
           f" {_LONGEST_NAME} are accepted",
       )
-    session = self._service.start(asked.task_id, name)
+    sampling = asked.session_sampling(self._service.store.sampling)
+    session = self._service.start(asked.task_id, name, sampling)
     base = str(request.base_url).rstrip("/")
     return starlette_responses.JSONResponse({
         "session_id": session.id,
@@ -213,6 +243,16 @@ def _encoded(
     about = orjson.dumps({
         "interaction_id": one.id,
         "reward": one.reward,
+        "untrained_tokens": one.untrained_tokens,
+        "sampling": [
+            {
+                "interaction_id": i.id,
+                "turn_id": i.index,
+                **i.sampling,
+                "untrained": i.untrained,
+            }
+            for i in one.new
+        ],
         "images": [
             {
                 "sha256": span.image.sha256,

@@ -31,6 +31,7 @@ from tunix.rl.multi_turn.core import completion_checks
 from tunix.rl.multi_turn.serving import histories
 from tunix.rl.multi_turn.serving import interactions
 from tunix.rl.multi_turn.serving import prefixes
+from tunix.rl.multi_turn.serving import session_sampling
 from tunix.rl.multi_turn.serving import thinking
 
 Completion = interactions.Completion
@@ -40,6 +41,8 @@ Key = interactions.Key
 Message = interactions.Message
 PendingPrompt = interactions.PendingPrompt
 TokenPrompt = interactions.TokenPrompt
+
+_DEFAULT_SAMPLING = session_sampling.SessionSampling()
 
 KEY_PREFIX = "tunix-"
 """Prefix of sessions' keys, which distinguishes them from a server's token."""
@@ -60,9 +63,12 @@ class ServedSession:
       task_id: str = "",
       max_interactions: int = 1024,
       clock: Callable[[], float] = time.monotonic,
+      sampling: session_sampling.SessionSampling = _DEFAULT_SAMPLING,
   ):
     """`renderer` is one of `parser/renderer`: render, bridge, decode."""
     self.id, self.key, self.task_id = session_id, key, task_id
+    self.sampling = sampling
+    self.untrained_answers = 0  # Drawn from another distribution.
     self.ended = False
     self.busy = 0  # Requests being answered.
     self._renderer = renderer
@@ -257,12 +263,15 @@ class ServedSession:
       *,
       assistant_message: Message,
       id: str | None = None,  # pylint: disable=redefined-builtin
+      sampling: Mapping[str, float] | None = None,
+      untrained: str = "",
   ) -> Interaction:
     """Records an answer to a request of this session.
 
     A request that holds `assistant_message` (as sent to the client), or the
     sampled text as its content, extends this interaction. None makes up an
-    `id`.
+    `id`. `sampling` is what it was drawn with, None the session's own;
+    `untrained` says why its tokens are not trainable.
     """
     self._check_open()
     if pending.session_id != self.id:
@@ -301,6 +310,8 @@ class ServedSession:
         answer=answer,
         closed=closed,
         created=self._clock(),
+        sampling=sampling or self.sampling.fields,
+        untrained=untrained,
         _node=node,
         _all_tokens=_all_tokens(pending, completion),
         _all_text=all_text,
@@ -317,6 +328,7 @@ class ServedSession:
         cut = pending._text.extended(told.encode())
         self._by_text.add(cut, (made, cut))
     self._interactions[made.id] = made
+    self.untrained_answers += bool(untrained)
     self.touch()
     return made
 
@@ -446,7 +458,9 @@ class SessionStore:
       timeout_s: float = 3600.0,
       max_interactions: int = 1024,
       clock: Callable[[], float] = time.monotonic,
+      sampling: session_sampling.SessionSampling = _DEFAULT_SAMPLING,
   ):
+    self.sampling = sampling
     if min(max_sessions, max_interactions) < 1 or not timeout_s > 0:
       limits = f"{max_sessions=}, {max_interactions=}, {timeout_s=}"
       raise ValueError(f"limits must be positive, got {limits}")
@@ -469,13 +483,19 @@ class SessionStore:
     """Number of sessions that may still be opened."""
     return max(0, self._max_sessions - len(self))
 
-  def start(self, task_id: str = "", request: str = "") -> ServedSession:
+  def start(
+      self,
+      task_id: str = "",
+      request: str = "",
+      sampling: session_sampling.SessionSampling | None = None,
+  ) -> ServedSession:
     """Opens a session with an id and a key that cannot be guessed.
 
     Args:
       task_id: of its client.
       request: the client's name for this call: as long as the session is held,
         another call with it returns the same session. "" is not a name.
+      sampling: The distribution of its trainable tokens; None: the store's.
     """
     if (known := self._by_request.get(request)) is not None:
       if known.task_id != task_id:
@@ -495,6 +515,7 @@ class SessionStore:
         secrets.token_urlsafe(18),
         KEY_PREFIX + secrets.token_urlsafe(32),
         task_id,
+        sampling=sampling or self.sampling,
     )
     self._sessions[session.id] = self._by_key[session.key] = session
     if request:

@@ -203,7 +203,10 @@ async def run_request(
     tool_timeout: seconds for each tool method.
     generate_timeout: seconds for each generation.
   """
-  parser = tool_parser.make_tool_parser(parser)
+  parser = tool_parser.make_tool_parser(parser).for_tools([
+      stateful.StatefulToolAdapter(tool, name=name).json
+      for name, tool in tools.items()
+  ])
   held = RequestTools(request, tools, tool_timeout)
   reason: FinishReason | None = None
   rewards: dict[str, float] = {}

@@ -594,6 +594,8 @@ class TrajectoryCollectEngine:
         status, error = Status.MODEL_ERROR, f"SequenceError: {e}"
         self._fault("model", "SequenceError", str(e))
       self._metrics["history_rewrites"] = self._session.num_rewrites
+      if untrained := getattr(self._session, "untrained_tokens", 0):
+        self._metrics["untrained_tokens"] = untrained
     result.status = status
     result.error = error if error is not None else self._hint.get("error")
     self._metrics["turns"] = len(result.steps)

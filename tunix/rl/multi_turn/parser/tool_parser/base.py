@@ -129,6 +129,20 @@ class ToolParser(abc.ABC):
         `default_tools`.
     """
 
+  def for_tools(self, tools_schema: ToolsSchema) -> ToolParser:
+    """Returns a parser that reads arguments as these tools declare them.
+
+    Returns itself where the format states the types of its values.
+
+    Args:
+      tools_schema: OpenAI tool schemas.
+
+    Raises:
+      ValueError: A schema names no function.
+    """
+    del tools_schema
+    return self
+
   @abc.abstractmethod
   def format(
       self, calls: Sequence[trajectory.ToolCall], thought: str | None = None

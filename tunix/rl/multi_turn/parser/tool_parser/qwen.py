@@ -9,16 +9,18 @@ Rules of lenient parsing:
 - JSON is read as JSON, so braces and tags inside strings mean nothing. A block
   whose object is complete counts even when `</tool_call>` is missing.
 - Malformed blocks and reasoning: as `scanning` has it.
-- XML values are text. With the tool's schema they become the declared type;
-  without one, a value that reads as a JSON number, boolean, null, list or
-  object becomes that.
+- XML values are text. Where the tool's schema declares another type, and the
+  text is a value of it, they become that: with `{"type": "string"}`, or without
+  a schema, "null" and "12" stay text. vLLM 0.32 reads the format so.
 """
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import re
-from typing import Any, Mapping, Sequence
+from typing import Any, Iterator, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.tool_parser import base
@@ -28,6 +30,19 @@ _OPEN = "<tool_call>"
 _CLOSE = "</tool_call>"
 _FUNCTION = re.compile(r"<function=([^>\n]*)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>")
+_INTEGER = re.compile(r"[+-]?\d{1,400}")
+_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+_CONTAINERS = {"object": dict, "array": list}
+_JSON_TYPES = {
+    type(None): "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    dict: "object",
+    list: "array",
+}
+_DEEPEST = 8  # Unions and references within one another.
 _RESPONSE = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
 
 # A pretrained model knows the format by the words around the tools, so these
@@ -92,7 +107,7 @@ class QwenToolParser(scanning.ScanningParser):
     """Args:
 
       style: "json" or "xml": how calls are written; None for the class's own.
-      tools_schema: declared types for XML values; None to guess.
+      tools_schema: Tools whose declared types XML values have; see `for_tools`.
       compact: show tools as one-line signatures instead of JSON schemas.
     """
     if style is not None:
@@ -101,6 +116,11 @@ class QwenToolParser(scanning.ScanningParser):
       self.style = style
     self.compact = compact
     self._types = _declared_types(tools_schema or self.default_tools)
+
+  def for_tools(self, tools_schema: base.ToolsSchema) -> QwenToolParser:
+    parser = copy.copy(self)
+    parser._types = {**self._types, **_declared_types(tools_schema)}
+    return parser
 
   def get_tool_prompt(self, tools_schema: base.ToolsSchema = None) -> str:
     if tools_schema is None:
@@ -187,7 +207,7 @@ class QwenToolParser(scanning.ScanningParser):
         )
       raw = text[parameter.end() : close]
       raw = raw.removeprefix("\n").removesuffix("\n")
-      arguments[key] = _typed(raw, types.get(key))
+      arguments[key] = _typed(raw, types.get(key, frozenset()))
       end = close + len("</parameter>")
     tail = scanning.skip_space(text, end)
     if text.startswith("</function>", tail):
@@ -205,30 +225,61 @@ class QwenXmlToolParser(QwenToolParser):
   style = "xml"
 
 
-def _declared_types(
-    tools_schema: base.ToolsSchema,
-) -> dict[str, Mapping[str, str]]:
+Types = Mapping[str, Mapping[str, frozenset[str]]]
+"""Tool -> parameter -> the JSON types that its schema declares."""
+
+
+def _declared_types(tools_schema: base.ToolsSchema) -> Types:
   types = {}
   for schema in base.as_schemas(tools_schema):
     function = schema.get("function", schema)
-    properties = (function.get("parameters") or {}).get("properties") or {}
+    root = function.get("parameters") or {}
     types[function["name"]] = {
-        key: spec["type"]
-        for key, spec in properties.items()
-        if isinstance(spec, Mapping) and isinstance(spec.get("type"), str)
+        key: frozenset(_kinds(spec, root, 0))
+        for key, spec in (root.get("properties") or {}).items()
     }
   return types
 
 
-def _typed(raw: str, declared: str | None) -> Any:
-  if declared == "string":
-    return raw
-  try:
-    value, end = scanning.read_json(inner := raw.strip(), 0)
-  except base.ToolParseError:
-    return raw
-  if end != len(inner) or isinstance(value, str):
-    return raw
-  return value
+def _kinds(spec: Any, root: Mapping[str, Any], depth: int) -> Iterator[str]:
+  """JSON types that a schema names, also through unions and `$ref`s."""
+  if not isinstance(spec, Mapping) or depth > _DEEPEST:
+    return
+  named = spec.get("type")
+  yield from [named] if isinstance(named, str) else named or ()
+  values = [*spec.get("enum", ())]
+  values += [spec["const"]] if "const" in spec else []
+  for value in values:
+    yield _JSON_TYPES.get(type(value), "string")
+  for union in ("anyOf", "oneOf", "allOf"):
+    for one in spec.get(union) or ():
+      yield from _kinds(one, root, depth + 1)
+  if isinstance(reference := spec.get("$ref"), str):
+    target: Any = root
+    for step in reference.removeprefix("#/").split("/"):
+      target = target.get(step) if isinstance(target, Mapping) else None
+    yield from _kinds(target, root, depth + 1)
 
 
+def _typed(raw: str, kinds: frozenset[str]) -> Any:
+  """Converts a text to one of the JSON types, or returns it unchanged."""
+  word = raw.strip()
+  if "null" in kinds and word.lower() == "null":
+    return None
+  if kinds & {"integer", "number"} and _INTEGER.fullmatch(word):
+    return int(word)
+  if "number" in kinds and _NUMBER.fullmatch(word):
+    value = float(word)
+    if math.isfinite(value):
+      return value
+  if "boolean" in kinds and word.lower() in _BOOLEANS:
+    return _BOOLEANS[word.lower()]
+  containers = tuple(t for k, t in _CONTAINERS.items() if k in kinds)
+  if containers:
+    try:
+      read, end = scanning.read_json(word, 0)
+    except base.ToolParseError:
+      return raw
+    if end == len(word) and isinstance(read, containers):
+      return read
+  return raw

@@ -122,6 +122,7 @@ class Collector(player.GroupPlayer):
           play=agent_session.load(agent) if agent else None,
           token=address["token"],
           timeout_s=config.collect.deadlines.model,
+          other_sampling=config.rollout.other_sampling,
       )
     except (ImportError, ValueError, KeyError) as error:
       raise config_lib.ConfigError([
