@@ -419,12 +419,13 @@ class CUAAgentWorkflow(_Base):
       if not turns:
         raise conversion.MissingTokens("the run has no model_output event")
       store = images_lib.ImageStore()
+      placeholder = self._placeholder()
       images = await self._images(turns, client, store)
       placed = {id(turn): refs for turn, refs in zip(turns, images)}
       sequences, made = conversion.sequences_of(
           turns,
           images,
-          self._placeholder(),
+          placeholder,
           image_break_id=getattr(self._processor, "image_break_token_id", None),
           on_missing=self._on_missing,
           encode=lambda turn: self._encode(turn, placed[id(turn)]),
@@ -437,12 +438,15 @@ class CUAAgentWorkflow(_Base):
     self.fallback_turns += made
     last = len(sequences) - 1
     pixels = self._pixels(store)
-    return [
-        tensor_rows.row_of(
-            sequence, reward * self._discount ** (last - place), pixels
-        )
-        for place, sequence in enumerate(sequences)
-    ]
+    rows = []
+    for place, sequence in enumerate(sequences):
+      value = reward * self._discount ** (last - place)
+      row = tensor_rows.row_of(sequence, value, pixels)
+      # AReaL's engines place images' tokens by these.
+      is_image = sequence.tokens[None] == placeholder
+      row["mm_token_type_ids"] = is_image.astype(np.int64)
+      rows.append(row)
+    return rows
 
   async def _images(
       self,
@@ -459,6 +463,7 @@ class CUAAgentWorkflow(_Base):
         await loader.aclose()
 
   def _placeholder(self) -> int | None:
+    """Returns the id of images' placeholders; None for a policy without."""
     if self._image_token_id is not None:
       return self._image_token_id
     for owner in (self._renderer, self._processor):

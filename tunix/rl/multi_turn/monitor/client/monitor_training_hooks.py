@@ -85,13 +85,14 @@ def record_step_after_training(
     model_path: str | None = None,
     checkpoint_path: str | None = None,
     metrics: Mapping[str, Any] | None = None,
+    **fields: Any,
 ) -> Any:
   """A step is done, with its metrics."""
   now = time.time()
   return _post_step(
       step, status="completed", model_path=model_path,
       checkpoint_path=checkpoint_path, training_end_time=now, end_time=now,
-      **step_fields(metrics or {}),
+      **step_fields(metrics or {}), **fields,
   )  # pyformat: disable
 
 
