@@ -204,9 +204,9 @@ def test_its_tensors_are_those_of_areals_vision_workflow(played):
 
 def test_a_batch_fills_though_episodes_fail(played):
   broken, groups = played["broken"], played["groups"]
-  assert broken["batch"] == broken["stats"]["accepted"] == 3
+  assert broken["batch"] == broken["stats"]["accepted"] == 2
   assert set(broken["rejected"]) == {"RunFailed"}
-  assert broken["stats"]["rejected"] == broken["rejected"]["RunFailed"] > 1
+  assert broken["stats"]["rejected"] == broken["rejected"]["RunFailed"] > 0
   assert not broken["running"]
   assert len(groups["rows"]) == 2 and set(groups["rows"]) <= {1, 2}
   assert sum(groups["rejected"].values()) > 0

@@ -137,6 +137,7 @@ class World:
 
 def test_the_code_in_the_documentation_runs():
   _, _, tokenizer = checkpoint.create_policy("nano")
+  messages = [{"role": "user", "content": "Click."}]
   with World() as world:
     names = documented_code.run(
         "docs/run_service.md",
@@ -151,7 +152,12 @@ def test_the_code_in_the_documentation_runs():
             "processor": Pixels(),
             "engine": Engine(),
             "row": world.row,
-        },
+            "events": [
+                {"type": "model_call", "messages": messages},
+                {"type": "model_output",
+                 "modelOutput": run_services.completion("a click")},
+            ],
+        },  # pyformat: disable
         {
             "http://127.0.0.1:3000": world.url,
             "http://127.0.0.1:8000/v1": f"{world.model}/v1",
@@ -159,6 +165,9 @@ def test_the_code_in_the_documentation_runs():
     )
   masked = names["masked"]  # The newline after the reply is not trained on.
   assert sum(masked.loss_mask) == masked.response_length - 1 > 0
+  assert (names["prompt"], names["text"], names["weight"]) == (
+      messages, "a click", 0.5
+  )
   assert not names["workflow"].rejected
   assert names["batch"]["input_ids"].shape == names["batch"]["loss_mask"].shape
 

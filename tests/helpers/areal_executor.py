@@ -84,7 +84,10 @@ def batches(asked, workflow, kwargs, *, group_size=1, steps=1, batch=2):
               group_size=group_size,
           )
       )  # pyformat: disable
+      # As its trainer does; it wakes what waits for the version.
+      engine.pause()
       engine.set_version(step + 1)
+      engine.resume()
     stats = engine.workflow_executor.staleness_manager.get_stats()
     return found, {"accepted": stats.accepted, "rejected": stats.rejected}
   finally:
@@ -164,7 +167,7 @@ def main(asked):
   # 4. An instance, and a policy that fails every second episode.
   broken = {**kwargs, "model_base_url": asked["broken"]}
   instance = make(**broken)
-  got, stats = batches(asked, instance, None, batch=3)
+  got, stats = batches(asked, instance, None)
   found["broken"] = {
       "batch": len(got[0]), "accepted": instance.accepted,
       "rejected": dict(instance.rejected), "running": instance.running,

@@ -4,10 +4,7 @@
         --tokenizer qwen3_vl_tiny --loss-mask-type qwen
 
 A line of the file is an object with `messages` (OpenAI's) and, optionally,
-`tools`; or the list of messages itself; or what a run service answers to `GET
-/runs/{id}/events`, `{events}`: each turn of the run is then a conversation in
-which its reply alone is trained on, with the line's `weight` (1 without one;
-the run's reward, for instance). One line is printed a conversation;
+`tools`; or the list of messages itself. One line is printed a conversation;
 `--show` adds the text that is trained on. `--out FILE` writes each line's
 object with `tokens`, `loss_mask` and `response_length` added.
 
@@ -22,7 +19,6 @@ import pathlib
 import sys
 from typing import Any, Iterator, Sequence
 
-from tunix.rl.multi_turn.agents.runs import conversion
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.trajectory_collector import loss_mask
@@ -35,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
       description="Turn conversations into tokens and loss masks.",
   )
   add = out.add_argument
-  add("file", type=pathlib.Path, help="JSON lines: {messages, tools?}, or {events, weight?}")
+  add("file", type=pathlib.Path, help="JSON lines: {messages, tools?}")
   add("--tokenizer", required=True, metavar="NAME",
       help="a checkpoint's directory, or a policy that the package ships")
   add("--loss-mask-type", default="qwen", metavar="TYPE",
@@ -65,32 +61,12 @@ def _records(file: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
       raise ValueError(f"{file}, line {number}: no JSON ({error})") from None
     if isinstance(found, list):
       found = {"messages": found}
-    if isinstance(found, dict) and isinstance(found.get("events"), list):
-      try:
-        for sample in _of_run(found):
-          yield number, sample
-      except (ValueError, TypeError) as error:
-        raise ValueError(f"{file}, line {number}: {error}") from None
-      continue
     if not isinstance(found, dict) or "messages" not in found:
       raise ValueError(
-          f"{file}, line {number}: expected an object with messages or events,"
-          f" got {line[:80]!r}"
+          f"{file}, line {number}: expected an object with messages, got"
+          f" {line[:80]!r}"
       )
     yield number, found
-
-
-def _of_run(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
-  """Yields the turns of a run, each to be cloned by itself."""
-  for messages, text, weight in conversion.samples_of(
-      record["events"], record.get("weight", 1.0)
-  ):
-    earlier = [
-        {**m, "step_loss_mask": 0} if m.get("role") == "assistant" else m
-        for m in messages
-    ]
-    reply = {"role": "assistant", "content": text}
-    yield {"messages": [*earlier, reply], "weight": weight}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
