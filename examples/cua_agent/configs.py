@@ -95,20 +95,20 @@ class CUAFields:
         "max_turn_time_seconds", "max_concurrent_rollouts",
         "standard_action_space", "run_options", "poll_s", "monitor_base_url",
     )  # pyformat: disable
-    found = {name: getattr(self, name) for name in names}
+    arguments = {name: getattr(self, name) for name in names}
     path = getattr(self, "tokenizer_path", "")
     if path:
-      found["tokenizer"] = path
-      found["processor"] = self.processor_path or path
+      arguments["tokenizer"] = path
+      arguments["processor"] = self.processor_path or path
     if hasattr(self, "gconfig"):
-      found["gconfig"] = self.gconfig
-      found["group_size"] = self.gconfig.n_samples
-    return found
+      arguments["gconfig"] = self.gconfig
+      arguments["group_size"] = self.gconfig.n_samples
+    return arguments
 
 
 @dataclasses.dataclass
 class VLLMFields:
-  """What vLLM is started with beside AReaL's own settings of it.
+  """Settings of vLLM that computer use needs, mixed into AReaL's own.
 
   Attributes:
     max_model_len: Tokens of a conversation, screenshots included.
@@ -140,10 +140,10 @@ def config_class(base: type) -> type:
       above(self)
 
   extra = []
-  theirs = {f.name: f for f in dataclasses.fields(base)}.get("vllm")
-  if theirs is not None:
+  served = {f.name: f for f in dataclasses.fields(base)}.get("vllm")
+  if served is not None:
     vllm = dataclasses.make_dataclass(
-        "CUAVLLMConfig", [], bases=(VLLMFields, theirs.default_factory)
+        "CUAVLLMConfig", [], bases=(VLLMFields, served.default_factory)
     )
     extra = [("vllm", vllm, dataclasses.field(default_factory=vllm))]
   return dataclasses.make_dataclass(

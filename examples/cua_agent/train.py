@@ -25,11 +25,11 @@ from . import trainer as trainer_lib
 from .cua_rl import ingest_client
 from .cua_rl import monitor_context
 
-WORKFLOW = "tunix.rl.multi_turn.clients.cua_workflow.CUAAgentWorkflow"
+WORKFLOW = f"{cua_workflow.__name__}.CUAAgentWorkflow"
 
 
 def load_config(path: str, overrides: Sequence[str]) -> configs.CUAFields:
-  """Reads AReaL's YAML with `CUAFields`; "" = the defaults of those alone.
+  """Reads AReaL's YAML with `CUAFields`; "" = `CUAFields` with its defaults.
 
   Raises:
     ImportError: AReaL is not installed.
@@ -38,8 +38,8 @@ def load_config(path: str, overrides: Sequence[str]) -> configs.CUAFields:
     return configs.CUAFields()
   from areal.api import cli_args  # pylint: disable=g-import-not-at-top
 
-  made = configs.config_class(cli_args.PPOConfig)
-  config, _ = cli_args.load_expr_config(["--config", path, *overrides], made)
+  kind = configs.config_class(cli_args.PPOConfig)
+  config, _ = cli_args.load_expr_config(["--config", path, *overrides], kind)
   return config
 
 

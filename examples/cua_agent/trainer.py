@@ -2,9 +2,9 @@
 
 `recorded(PPOTrainer)` derives from it. Each step is posted when it starts and
 when it ends, with AReaL's statistics; a baseline is measured before the first
-step, with the weights as they are; each evaluation is posted with its mean
-reward. The loop, the schedule of evaluations (`evaluator.freq_steps`) and all
-of the training are AReaL's.
+step, with the initial weights; each evaluation is posted with its mean reward.
+The loop, the schedule of evaluations (`evaluator.freq_steps`) and all of the
+training are AReaL's.
 
 The workflow's arguments name the step: AReaL's controller hands them to its
 rollout workers for each row, and in one process `monitor_context` has the step.
@@ -90,16 +90,16 @@ def recorded(base: type) -> type:
 
     def _step_ended(self, step: int, data: Any) -> None:
       """Records a step's statistics, and that the next one begins."""
-      found: dict[str, Any] = {}
+      statistics: dict[str, Any] = {}
       for part in data if isinstance(data, list) else [data]:
-        found.update(part)
-      self._evaluated(found.get(_EVALUATED))
+        statistics.update(part)
+      self._evaluated(statistics.get(_EVALUATED))
       for name, key in _COLUMNS.items():
-        if key in found:
-          found[name] = found[key]
+        if key in statistics:
+          statistics[name] = statistics[key]
       substeps = self.config.actor.ppo_n_minibatches
       hooks.record_step_after_training(
-          step + 1, self.config.actor.path, metrics=found,
+          step + 1, self.config.actor.path, metrics=statistics,
           current_phase="training",
           training_progress={
               "completed_substeps": substeps, "total_substeps": substeps
@@ -125,7 +125,7 @@ def recorded(base: type) -> type:
       self._evaluated(self.eval_rollout.export_stats().get(_EVALUATED))
 
     def _evaluate_fn(self, eval_workflow: Any, eval_workflow_kwargs: Any):
-      """Plays an evaluation that AReaL's schedule has found due."""
+      """Plays an evaluation that AReaL's schedule has statistics due."""
       name = hooks.create_eval_via_monitor(
           self._step + 1, self.config.actor.path
       )

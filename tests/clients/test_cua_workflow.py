@@ -17,8 +17,6 @@ from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import tensor_rows
 from tunix.rl.multi_turn.monitor.client import http_rollout_recorder
 from tunix.rl.multi_turn.monitor.client import ingest_client
-from tunix.rl.multi_turn.monitor.client import monitor_context
-from tunix.rl.multi_turn.monitor.client import monitor_training_hooks
 from tunix.rl.multi_turn.policy import checkpoint
 
 torch = pytest.importorskip("torch")
@@ -123,8 +121,8 @@ class World:
   def __exit__(self, *exc_info):
     self._stack.close()
 
-  def workflow(self, **options):
-    return cua_workflow.CUAAgentWorkflow(**{
+  def workflow(self, make=cua_workflow.CUAAgentWorkflow, **options):
+    return make(**{
         "gbox_mini_agent_base_url": self.url,
         "gbox_mini_agent_agent": "tool",
         "standard_action_space": "pc",
@@ -422,7 +420,6 @@ async def test_wrong_arguments_raise_and_do_not_reject_every_episode():
       ({"max_task_time_seconds": 0.0}, "max_task_time_seconds"),
       ({"model_base_url": "localhost"}, "model_base_url"),
       ({"gbox_mini_agent_base_url": "moon"}, "base_url"),
-      ({"monitor_base_url": "moon"}, "monitor_base_url"),
       ({"group_size": 0}, "group_size"),
       ({"eval_id": "e", "baseline_id": "b"}, "eval_id and baseline_id"),
       # Before an episode is played, not after it.
@@ -567,7 +564,19 @@ async def test_turns_are_counted_from_one_however_the_service_counts(first):
   assert ended["num_turns"] == 2
 
 
-async def test_the_record_is_named_by_arguments_or_by_the_process(tmp_path):
+async def test_the_record_is_named_by_arguments_or_by_the_process(
+    tmp_path, monkeypatch
+):
+  """The example's class, in one process and as in AReaL's rollout workers."""
+  monkeypatch.syspath_prepend(documented_code.ROOT)
+  from tunix.rl.multi_turn.monitor.client import monitor_context
+  from tunix.rl.multi_turn.monitor.client import monitor_training_hooks
+
+  from examples.cua_agent import cua_workflow as example
+
+  make = example.CUAAgentWorkflow
+  with pytest.raises(ValueError, match="monitor_base_url"):
+    make(processor=Pixels(), monitor_base_url="moon")
   target = tmp_path / "monitor.db"
   monitor_databases.new_sqlite(target)
   with (
@@ -594,7 +603,9 @@ async def test_the_record_is_named_by_arguments_or_by_the_process(tmp_path):
            "group_size": 2},
           {"training_id": training, "eval_id": measured},
       ):
-        workflow = world.workflow(gbox_mini_agent_model="m", **options)
+        workflow = world.workflow(
+            make, gbox_mini_agent_model="m", **options
+        )
         for _ in range(2):
           assert await workflow.arun_episode(engine, world.row) is not None
       # The process's own step wins over arguments that are of an older one.
@@ -602,7 +613,9 @@ async def test_the_record_is_named_by_arguments_or_by_the_process(tmp_path):
       monitor_context.set_step_id(
           client.post_step({"training_id": training, "step": 4}, "now")
       )
-      workflow = world.workflow(gbox_mini_agent_model="m", step_id=name)
+      workflow = world.workflow(
+          make, gbox_mini_agent_model="m", step_id=name
+      )
       assert await workflow.arun_episode(engine, world.row) is not None
     finally:
       monitor_context.clear_monitor_context()

@@ -31,10 +31,7 @@ import collections
 import functools
 import importlib.util
 import logging
-import os
-import threading
 from typing import Any, Callable, Mapping, Sequence
-import uuid
 import weakref
 
 import numpy as np
@@ -52,10 +49,6 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments.gyms.genv import execution
 from tunix.rl.multi_turn.environments.gyms.genv import gym as genv_gym
 from tunix.rl.multi_turn.environments.task_sources import cua_task
-from tunix.rl.multi_turn.monitor.client import http_rollout_recorder
-from tunix.rl.multi_turn.monitor.client import ingest_client
-from tunix.rl.multi_turn.monitor.client import monitor_context
-from tunix.rl.multi_turn.monitor.client import monitor_training_hooks
 
 _LOG = logging.getLogger(__name__)
 _CLEANUP_S = 15.0
@@ -85,6 +78,8 @@ class CUAAgentWorkflow(_Base):
     accepted: Number of episodes that gave tensors.
     rejected: Numbers of episodes that gave None, by cause.
     fallback_turns: Turns whose tokens were made by the tokenizer.
+    place: The constructor's names of the training, step, evaluation or
+      baseline, for recorders.
   """
 
   def __init__(
@@ -112,14 +107,13 @@ class CUAAgentWorkflow(_Base):
       image_token_id: int | None = None,
       renderer: Any = None,
       run_options: Mapping[str, Any] | None = None,
-      training_id: ingest_client.Reference | None = None,
-      step_id: ingest_client.Reference | None = None,
-      eval_id: ingest_client.Reference | None = None,
-      baseline_id: ingest_client.Reference | None = None,
+      training_id: str | int | None = None,
+      step_id: str | int | None = None,
+      eval_id: str | int | None = None,
+      baseline_id: str | int | None = None,
       global_step: int | None = None,
       batch: int | None = None,
       group_size: int = 1,
-      monitor_base_url: str = "",
       make_recorder: Callable[[Mapping[str, Any]], Any] | None = None,
       make_loader: Callable[[images_lib.ImageStore], Any] | None = None,
       poll_s: float = 3.0,
@@ -158,16 +152,11 @@ class CUAAgentWorkflow(_Base):
         tokenizer's.
       renderer: The policy's, for fallbacks with images.
       run_options: Further fields of `POST /runs`.
-      training_id, step_id: Names in the Training Monitor, for a process
-        without a `monitor_context`, whose values win.
-      eval_id, baseline_id: Name of the measurement to which the episodes
-        belong instead of a step.
-      global_step, batch: Numbers of the step and batch, for the record.
+      training_id, step_id, eval_id, baseline_id, global_step: Where episodes
+        belong in a record; see `place`.
+      batch: Number of the batch, for the record.
       group_size: Episodes that are played of each row, for the record.
-      monitor_base_url: Address of the Training Monitor, for a process without
-        a `monitor_context`; its token is $TUNIX_MONITOR_TOKEN.
       make_recorder: row -> an `HttpRolloutRecorder`, or None for no record.
-        Replaces the recorder that the names above describe.
       make_loader: store -> a `serving.media.MediaLoader`, for screenshots
         whose addresses are not the service's own; None rejects those.
       poll_s, timeout_s: Interval and deadline of the client's calls.
@@ -214,10 +203,6 @@ class CUAAgentWorkflow(_Base):
       http.address(
           model_base_url, "model_base_url", "http://127.0.0.1:8000/v1"
       )
-    if monitor_base_url:
-      http.address(
-          monitor_base_url, "monitor_base_url", "http://127.0.0.1:8080"
-      )
     self._token = settings.token
     self._gconfig = gconfig
     if isinstance(tokenizer, str):
@@ -245,12 +230,13 @@ class CUAAgentWorkflow(_Base):
     self._image_token_id = image_token_id
     self._renderer = renderer
     self._run_options = dict(run_options or {})
-    self._training_id, self._step_id = training_id, step_id
-    self._eval_id, self._baseline_id = eval_id, baseline_id
-    self._global_step, self._batch = global_step, batch
+    self.place = {
+        "training_id": training_id, "step_id": step_id, "eval_id": eval_id,
+        "baseline_id": baseline_id, "global_step": global_step,
+    }  # pyformat: disable
+    self._batch = batch
     self._group_size = group_size
-    self._monitor_url = monitor_base_url
-    self._make_recorder = make_recorder or self._recorder
+    self._make_recorder = make_recorder
     self._make_loader = make_loader
     self._client_options = {"poll_s": poll_s, "timeout_s": timeout_s}
     self._names: dict[str, str] = {}
@@ -543,39 +529,17 @@ class CUAAgentWorkflow(_Base):
       gates[key] = asyncio.Semaphore(self._most)
     return gates[key]
 
+  def recorder(self, data: Mapping[str, Any]) -> Any:
+    """Returns the recorder of an episode that starts now; None without one."""
+    return None if self._make_recorder is None else self._make_recorder(data)
+
   def _new_recorder(self, data: Mapping[str, Any]) -> Any:
-    """Returns the recorder of an episode that starts now, or None."""
     try:
-      return self._make_recorder(data)
+      return self.recorder(data)
     except Exception as error:  # pylint: disable=broad-except
       # A monitor that is down must not cost an episode.
       _LOG.warning("an episode is not recorded: %r", error)
       return None
-
-  def _recorder(
-      self, data: Mapping[str, Any]
-  ) -> http_rollout_recorder.HttpRolloutRecorder | None:
-    """Returns a recorder of the names that are set; None without a monitor."""
-    del data
-    client = monitor_context.get_ingest_client()
-    if client is None and self._monitor_url:
-      client = _monitor_client(self._monitor_url)
-    training = monitor_context.get_training_id() or self._training_id
-    if client is None or training is None:
-      return None
-    source, step = "step", None
-    if self._eval_id is not None:
-      source = "eval"
-    elif self._baseline_id is not None:
-      source = "baseline"
-    else:
-      step = monitor_context.get_step_id() or self._step_id
-      if step is None and self._global_step is not None:
-        step = monitor_training_hooks.step_name(training, self._global_step)
-    return http_rollout_recorder.HttpRolloutRecorder(
-        client, uuid.uuid4().hex, training, source, "",
-        step_id=step, eval_id=self._eval_id, baseline_id=self._baseline_id,
-    )  # pyformat: disable
 
   async def _record(
       self,
@@ -666,16 +630,3 @@ def _pretrained(kind: str, path: str) -> Any:
 
   return getattr(transformers, kind).from_pretrained(path)
 
-
-_clients: dict[str, ingest_client.IngestClient] = {}
-_clients_lock = threading.Lock()
-
-
-def _monitor_client(url: str) -> ingest_client.IngestClient:
-  """Returns the process's client of a Training Monitor."""
-  with _clients_lock:
-    if url not in _clients:
-      _clients[url] = ingest_client.IngestClient(
-          url, os.environ.get("TUNIX_MONITOR_TOKEN", "")
-      )
-    return _clients[url]
