@@ -33,7 +33,7 @@ MONITOR := $(if $(findstring monitor.embedded=false,$(ARGS)),,$(STAMP)-monitor)
 XDESKTOP := $(if $(findstring xdesktop,$(ARGS)),$(STAMP)-xdesktop)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint bench docs docs-site docs-test browser desktop openenv agent-clients verifiers tpu-plan install install-dev clean
+.PHONY: help train test test-all lint bench docs docs-site docs-test browser desktop openenv agent-clients verifiers areal tpu-plan install install-dev clean
 
 help: ## this text
 	@echo "usage: make TARGET [ARGS='key=value ...']"
@@ -149,6 +149,18 @@ $(VERIFIERS): constraints-verifiers.txt
 	@echo "installing verifiers into $@ (takes a few minutes)"
 	@$@.part/bin/python -m pip install $(PIP_FLAGS) \
 	  -c constraints-verifiers.txt verifiers==0.1.14
+	@mv $@.part $@
+
+# AReaL asks for GPU packages and a torch that is not this project's; what its
+# workflows and executor import is in the file.
+AREAL := .venv-areal
+areal: $(AREAL) ## install the package areal, whose executor tests play our workflow
+
+$(AREAL): constraints-areal.txt
+	@rm -rf $@ && scripts/venv.sh "$(CURDIR)/$@.part"
+	@echo "installing areal into $@ (takes a few minutes)"
+	@$@.part/bin/python -m pip install $(PIP_FLAGS) -r constraints-areal.txt
+	@$@.part/bin/python -m pip install $(PIP_FLAGS) --no-deps areal==1.0.4
 	@mv $@.part $@
 
 # The TPU compiler lies in a directory of its own: no environment imports it.

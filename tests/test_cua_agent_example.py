@@ -7,6 +7,7 @@ import re
 import sys
 
 import gym_servers
+import monitor_server
 import pytest
 import run_services
 
@@ -35,7 +36,7 @@ def load(name):
 def test_each_part_is_there_and_none_needs_tinker(monkeypatch):
   monkeypatch.setitem(sys.modules, "tinker", None)
   monkeypatch.setitem(sys.modules, "tinker_cookbook", None)
-  for name in ("train", "configs", "cua_workflow", "dataset"):
+  for name in ("train", "trainer", "configs", "cua_workflow", "dataset"):
     load(name)
   for name in PARTS:
     module = load(f"cua_rl.{name}")
@@ -51,6 +52,8 @@ def test_settings_are_checked_and_also_read_from_the_environment(monkeypatch):
   configs = load("configs")
   with pytest.raises(ValueError, match="rollout_backend='own'"):
     configs.CUAFields(rollout_backend="own")
+  with pytest.raises(ValueError, match="split_type='test'"):
+    configs.CUAFields(split_type="test")
   monkeypatch.setenv("TUNIX_MONITOR_URL", "http://m:1")
   monkeypatch.setenv("TUNIX_MONITOR_TOKEN", "secret")
   found = configs.CUAFields()
@@ -59,13 +62,31 @@ def test_settings_are_checked_and_also_read_from_the_environment(monkeypatch):
   assert found.max_concurrent_rollouts == 8
 
   @dataclasses.dataclass
+  class Served:
+    model: str = ""
+    max_model_len: int | None = 32768
+
+  @dataclasses.dataclass
   class Theirs:
     experiment_name: str = "e"
     total_train_epochs: int = 1
+    tokenizer_path: str = "/m"
+    vllm: Served = dataclasses.field(default_factory=Served)
 
   both = configs.config_class(Theirs)(experiment_name="x", max_turns=5)
   assert both.experiment_name == "x" and both.max_turns == 5
-  assert both.workflow_arguments()["max_turns"] == 5
+  arguments = both.workflow_arguments()
+  assert arguments["max_turns"] == 5
+  assert arguments["tokenizer"] == arguments["processor"] == "/m"
+  assert "secret" not in str(arguments)
+  # What a rollout of screenshots needs of vLLM is among its arguments.
+  monkeypatch.setenv("CUA_MEDIA_DOMAINS", "a.example,b.example")
+  served = configs.config_class(Theirs)().vllm
+  assert dataclasses.asdict(served) == {
+      "model": "", "max_model_len": 262144,
+      "limit_mm_per_prompt": '{"image": 64}',
+      "allowed_media_domains": ["a.example", "b.example"],
+  }  # pyformat: disable
 
 
 def test_the_entry_script_builds_all_but_areal_s_trainer(capsys, monkeypatch):
@@ -92,6 +113,36 @@ def test_the_entry_script_builds_all_but_areal_s_trainer(capsys, monkeypatch):
   monkeypatch.setitem(sys.modules, "areal.api", None)
   assert train.main(["--config", "x.yaml"]) == 2
   assert "areal" in capsys.readouterr().err
+  with pytest.raises(SystemExit):
+    train.main([])
+  assert "--dry-run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError("the actor died")])
+def test_the_monitor_has_the_run_and_how_it_ended(
+    tmp_path, monkeypatch, failure
+):
+  train, configs = load("train"), load("configs")
+  context = load("cua_rl.monitor_context")
+  monkeypatch.setenv("TUNIX_MONITOR_SPOOL", str(tmp_path / "spool"))
+  rows = [{"task_id": "t", "name": "t", "description": "Do it."}]
+  with monitor_server.sqlite_server(tmp_path / "monitor") as monitor:
+    config = configs.CUAFields(monitor_base_url=monitor.url)
+    client = train.start_monitor(config, rows)
+    assert context.get_training_id() and context.get_ingest_client() is client
+    train.end_monitor(client, failure)
+    assert context.get_training_id() is None
+    assert context.get_ingest_client() is None
+    (training,) = monitor.rows("training")
+    assert len(monitor.rows("task")) == 1
+  if failure is None:
+    assert training["status"] == "completed"
+  else:
+    assert training["status"] == "failed"
+    assert "the actor died" in training["error_message"]
+  # Another process of AReaL's launcher records nothing.
+  monkeypatch.setenv("RANK", "1")
+  assert train.start_monitor(config, rows) is None
 
 
 async def test_a_run_is_played_summed_up_and_written_without_pixels(tmp_path):

@@ -25,7 +25,9 @@ def rows(config: configs.CUAFields, split: str) -> list[dict[str, Any]]:
   )
   tasks = task_loader.load_tasks_from_config(
       source,
-      split,
+      config.split_type if split == "train" else "eval",
       options={"base_url": config.gym_base_url, "gym_id": config.gym_id},
   )
-  return [task.to_row() for task in tasks]
+  return [
+      {**task.to_row(), "item_idx": index} for index, task in enumerate(tasks)
+  ]

@@ -31,6 +31,21 @@ MOVE = run_services.call(action="mouse_move", coordinate=[500, 500])
 END = run_services.call(action="terminate", status="success")
 
 
+def as_numpy(batch):
+  return {
+      name: value if isinstance(value, list) else value.numpy()
+      for name, value in batch.items()
+  }
+
+
+async def play_group(workflow, engine, row, size):
+  """The accepted episodes of a row, as AReaL's groups gather them."""
+  found = await asyncio.gather(
+      *(workflow.arun_episode(engine, row) for _ in range(size))
+  )
+  return [batch for batch in found if batch is not None]
+
+
 def policy(texts=(MOVE, END), **without):
   """A model server: prompts extend one another, as a real one's do."""
 
@@ -106,8 +121,8 @@ class World:
   def __exit__(self, *exc_info):
     self._stack.close()
 
-  def workflow(self, **options):
-    return cua_workflow.CUAAgentWorkflow(**{
+  def workflow(self, make=cua_workflow.CUAAgentWorkflow, **options):
+    return make(**{
         "gbox_mini_agent_base_url": self.url,
         "gbox_mini_agent_agent": "tool",
         "standard_action_space": "pc",
@@ -120,6 +135,7 @@ class World:
 
 def test_the_code_in_the_documentation_runs():
   _, _, tokenizer = checkpoint.create_policy("nano")
+  messages = [{"role": "user", "content": "Click."}]
   with World() as world:
     names = documented_code.run(
         "docs/run_service.md",
@@ -134,7 +150,12 @@ def test_the_code_in_the_documentation_runs():
             "processor": Pixels(),
             "engine": Engine(),
             "row": world.row,
-        },
+            "events": [
+                {"type": "model_call", "messages": messages},
+                {"type": "model_output",
+                 "modelOutput": run_services.completion("a click")},
+            ],
+        },  # pyformat: disable
         {
             "http://127.0.0.1:3000": world.url,
             "http://127.0.0.1:8000/v1": f"{world.model}/v1",
@@ -142,6 +163,9 @@ def test_the_code_in_the_documentation_runs():
     )
   masked = names["masked"]  # The newline after the reply is not trained on.
   assert sum(masked.loss_mask) == masked.response_length - 1 > 0
+  assert (names["prompt"], names["text"], names["weight"]) == (
+      messages, "a click", 0.5
+  )
   assert not names["workflow"].rejected
   assert names["batch"]["input_ids"].shape == names["batch"]["loss_mask"].shape
 
@@ -162,11 +186,15 @@ async def test_an_episode_is_the_documented_sequence_and_gives_tensors():
   assert batch["logprobs"].tolist() == [
       [next(pair) if m else 0.0 for m in mask]
   ]
-  assert {k: str(v.dtype) for k, v in batch.items() if k[0] != "m"} == {
+  assert {k: str(v.dtype) for k, v in batch.items() if k[:6] != "multi_"} == {
       "input_ids": "torch.int32", "loss_mask": "torch.int32",
       "versions": "torch.int32", "attention_mask": "torch.bool",
       "logprobs": "torch.float32", "rewards": "torch.float32",
+      "mm_token_type_ids": "torch.int64",
   }  # pyformat: disable
+  assert batch["mm_token_type_ids"].tolist() == [
+      [int(token == PAD) for token in tokens]
+  ]
   assert batch["rewards"].shape == (1,)
   (pictures,) = batch["multi_modal_input"]
   assert pictures["image_grid_thw"].tolist() == [[1, 2, 2]] * 2
@@ -214,16 +242,17 @@ async def test_a_policy_whose_images_are_rows_is_read_as_any_other():
 async def test_it_collates_with_another_sample():
   with World() as world:
     batch = await world.workflow().arun_episode(Engine(world.model), world.row)
-  ours = cua_workflow._as_numpy(batch)
-  rlvr = {  # As AReaL's RLVRWorkflow makes them, without images.
+  ours = as_numpy(batch)
+  other = {  # As AReaL's VisionRLVRWorkflow makes them.
       "input_ids": np.arange(15, dtype=np.int32)[None],
       "attention_mask": np.ones((1, 15), bool),
       "loss_mask": np.ones((1, 15), np.int32),
       "logprobs": np.zeros((1, 15), np.float32),
       "versions": np.zeros((1, 15), np.int32),
       "rewards": np.ones(1, np.float32),
+      "mm_token_type_ids": np.zeros((1, 15), np.int64),
   }
-  both = tensor_rows.collate([ours, rlvr])
+  both = tensor_rows.collate([ours, other])
   assert both["input_ids"].shape == (2, 15)
   assert both["attention_mask"].sum(1).tolist() == [12, 15]
   assert both["loss_mask"][0, 12:].tolist() == [0, 0, 0]
@@ -232,7 +261,7 @@ async def test_it_collates_with_another_sample():
       ["image_grid_thw", "pixel_values"], [],
   ]  # pyformat: disable
   with pytest.raises(ValueError, match="versions"):
-    tensor_rows.collate([ours, {k: v for k, v in rlvr.items()
+    tensor_rows.collate([ours, {k: v for k, v in other.items()
                                 if k != "versions"}])
 
 
@@ -327,23 +356,27 @@ async def test_fallbacks_are_counted_and_only_when_asked_for():
     assert await plain.arun_episode(Engine(world.model), world.row) is None
 
 
-async def test_rollouts_are_counted_in_runs_and_in_groups():
+async def test_runs_in_flight_are_bounded_across_workflows():
+  """AReaL's controller makes a workflow for each row."""
   with World() as world:
-    workflow = world.workflow(
-        max_concurrent_rollouts=3, max_concurrent_groups=2
+    both = [world.workflow(max_concurrent_rollouts=3) for _ in range(2)]
+    engine, most = Engine(world.model), 0
+
+    async def watch():
+      nonlocal most
+      while True:
+        most = max(most, sum(w.running for w in both))
+        await asyncio.sleep(0.002)
+
+    watching = asyncio.create_task(watch())
+    groups = await asyncio.gather(
+        *(play_group(w, engine, world.row, 4) for w in both)
     )
-    engine = Engine(world.model)
-    batches = await asyncio.gather(
-        *(workflow.arun_group(engine, world.row, 4) for _ in range(2))
-    )
-    assert workflow.peak == 3 and workflow.accepted == 8
-    for batch in batches:
-      assert batch["input_ids"].shape == (4, 12)
-      assert len(batch["multi_modal_input"]) == 4
+    watching.cancel()
+    assert most == 3 and [w.accepted for w in both] == [4, 4]
+    assert [len(group) for group in groups] == [4, 4]
     alone = world.workflow(max_concurrent_rollouts=None, consumer_batch_size=2)
-    await asyncio.gather(
-        *(alone.arun_episode(engine, world.row) for _ in range(4))
-    )
+    await play_group(alone, engine, world.row, 4)
     assert alone.peak == 2
 
 
@@ -365,16 +398,15 @@ async def test_a_batch_fills_with_the_episodes_that_are_left():
         gbox_mini_agent_model="m", max_concurrent_rollouts=1
     )
     engine, batches, items = Engine(world.model), [], 0
-    while sum(len(b["rewards"]) for b in batches) < 4:  # As prepare_batch does.
+    while len(batches) < 4:  # As prepare_batch does.
       items += 1
-      found = await workflow.arun_group(engine, world.row, 2)
-      batches += [] if found is None else [found]
+      batches += await play_group(workflow, engine, world.row, 2)
     assert (items, workflow.accepted) == (4, 4)
     assert workflow.rejected == {"RunFailed": 4} and not workflow.running
     runs = [p for w, m, p in world.log if (w, m) == ("service", "POST")
             and p.endswith("/runs")]  # pyformat: disable
     assert len(runs) == 8  # One an episode.
-    full = tensor_rows.collate([cua_workflow._as_numpy(b) for b in batches])
+    full = tensor_rows.collate([as_numpy(b) for b in batches])
     assert full["input_ids"].shape == (4, 12)
     assert world.gym.store.open == 0
 
@@ -388,10 +420,16 @@ async def test_wrong_arguments_raise_and_do_not_reject_every_episode():
       ({"max_task_time_seconds": 0.0}, "max_task_time_seconds"),
       ({"model_base_url": "localhost"}, "model_base_url"),
       ({"gbox_mini_agent_base_url": "moon"}, "base_url"),
+      ({"group_size": 0}, "group_size"),
+      ({"eval_id": "e", "baseline_id": "b"}, "eval_id and baseline_id"),
+      # Before an episode is played, not after it.
+      ({"processor": None}, "pass the policy's processor"),
   ):
     with pytest.raises(ValueError, match=words):
-      make(**options)
-  workflow = make(gbox_mini_agent_base_url="http://127.0.0.1:1")
+      make(**{"processor": Pixels(), **options})
+  workflow = make(
+      gbox_mini_agent_base_url="http://127.0.0.1:1", processor=Pixels()
+  )
   row = {**ROW, "gym_base_url": "http://127.0.0.1:1"}
   with pytest.raises(ValueError, match="model_base_url"):
     await workflow.arun_episode(Engine(), row)
@@ -402,10 +440,10 @@ async def test_wrong_arguments_raise_and_do_not_reject_every_episode():
 
 def test_the_address_of_the_service_is_also_the_environment_s(monkeypatch):
   monkeypatch.setenv("GBOX_MINI_AGENT_BASE_URL", "http://gbox.lan:3000")
-  workflow = cua_workflow.CUAAgentWorkflow()
+  workflow = cua_workflow.CUAAgentWorkflow(processor=Pixels())
   assert workflow._service_url == "http://gbox.lan:3000"
   explicit = cua_workflow.CUAAgentWorkflow(
-      gbox_mini_agent_base_url="http://other:1"
+      gbox_mini_agent_base_url="http://other:1", processor=Pixels()
   )
   assert explicit._service_url == "http://other:1"
 
@@ -456,3 +494,139 @@ async def test_a_monitor_that_is_down_costs_no_episode():
     workflow = world.workflow(make_recorder=broken)
     batch = await workflow.arun_episode(Engine(world.model), world.row)
   assert batch is not None
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_turns_are_counted_from_one_however_the_service_counts(first):
+  """Steps 0 and 1 are two turns."""
+  turns, ended = [], {}
+
+  class Recorder:
+    source_type, step_id, eval_id, baseline_id = "step", "s", None, None
+
+    def start_rollout(self, *args, **options):
+      assert options["env_index"] == 0
+
+    def start_turn(self, turn):
+      turns.append(("start", turn))
+
+    def record_action(self, turn, name, action):
+      turns.append((name, turn))
+
+    def end_turn(self, turn):
+      turns.append(("end", turn))
+
+    def record_validation(self, success):
+      pass
+
+    def complete_rollout(self, **options):
+      ended.update(options)
+
+  class Shifted:
+    """In front of the service: its steps, counted from `first`."""
+
+    def __init__(self, app):
+      self.app = app
+
+    async def __call__(self, scope, receive, send):
+      async def shifted(message):
+        body = message.get("body", b"")
+        if body and scope["path"].endswith("/events"):
+          found = json.loads(body)
+          for event in found["events"]:
+            event["step"] += first - 1
+          message = {**message, "body": json.dumps(found).encode()}
+        elif message["type"] == "http.response.start" and scope[
+            "path"
+        ].endswith("/events"):
+          message = {
+              **message,
+              "headers": [h for h in message["headers"]
+                          if h[0].lower() != b"content-length"],
+          }  # pyformat: disable
+        await send(message)
+
+      await self.app(scope, receive, shifted)
+
+  with World() as world, http_server.LoopbackServer(
+      Shifted(world.service.asgi)
+  ) as front:
+    workflow = world.workflow(
+        gbox_mini_agent_base_url=front.url,
+        make_recorder=lambda row: Recorder(),
+    )
+    batch = await workflow.arun_episode(Engine(world.model), world.row)
+    assert batch is not None, workflow.rejected
+  assert turns == [
+      ("start", 1), ("move", 1), ("end", 1),
+      ("start", 2), ("terminate", 2), ("end", 2),
+  ]  # pyformat: disable
+  assert ended["num_turns"] == 2
+
+
+async def test_the_record_is_named_by_arguments_or_by_the_process(
+    tmp_path, monkeypatch
+):
+  """The example's class, in one process and as in AReaL's rollout workers."""
+  monkeypatch.syspath_prepend(documented_code.ROOT)
+  from tunix.rl.multi_turn.monitor.client import monitor_context
+  from tunix.rl.multi_turn.monitor.client import monitor_training_hooks
+
+  from examples.cua_agent import cua_workflow as example
+
+  make = example.CUAAgentWorkflow
+  with pytest.raises(ValueError, match="monitor_base_url"):
+    make(processor=Pixels(), monitor_base_url="moon")
+  target = tmp_path / "monitor.db"
+  monitor_databases.new_sqlite(target)
+  with (
+      monitor_server.MonitorServer(
+          str(target), tmp_path / "files"
+      ) as monitor,
+      World() as world,
+      ingest_client.IngestClient(
+          monitor.url, timeout_seconds=10, spool_dir=tmp_path / "spool"
+      ) as client,
+  ):
+    engine = Engine(world.model)
+    training = client.post_training(run_name="x", status="running")
+    name = monitor_training_hooks.step_name(training, 3)
+    client.post_step({"training_id": training, "step": 3}, name)
+    measured = client.post_eval(
+        {"training_id": training, "step": 3, "model_path": "m"}, "e"
+    )
+    try:
+      monitor_context.set_ingest_client(client)
+      for options in (
+          # As a rollout worker of AReaL's has them, without a context.
+          {"training_id": training, "global_step": 3, "batch": 5,
+           "group_size": 2},
+          {"training_id": training, "eval_id": measured},
+      ):
+        workflow = world.workflow(
+            make, gbox_mini_agent_model="m", **options
+        )
+        for _ in range(2):
+          assert await workflow.arun_episode(engine, world.row) is not None
+      # The process's own step wins over arguments that are of an older one.
+      monitor_context.set_training_id(training)
+      monitor_context.set_step_id(
+          client.post_step({"training_id": training, "step": 4}, "now")
+      )
+      workflow = world.workflow(
+          make, gbox_mini_agent_model="m", step_id=name
+      )
+      assert await workflow.arun_episode(engine, world.row) is not None
+    finally:
+      monitor_context.clear_monitor_context()
+    assert await asyncio.to_thread(client.drain, 20)
+    steps = {row["id"]: row["step"] for row in monitor.rows("step")}
+    rollouts = monitor.rows("rollout")
+  places = [
+      (r["source_type"], steps.get(r["step_id"]), r["batch"], r["env_index"])
+      for r in rollouts
+  ]
+  assert sorted(places, key=str) == sorted([
+      ("step", 3, 5, 0), ("step", 3, 5, 1), ("eval", None, None, 0),
+      ("eval", None, None, 0), ("step", 4, None, 0),
+  ], key=str)  # pyformat: disable

@@ -1,7 +1,7 @@
 """AReaL's proxy workflow plays against this server.
 
-`$AREAL_PYTHON` names an interpreter that imports areal (1.0.4 was tried); what
-it reads is checked without, too, by its published format.
+`make areal` installs areal 1.0.4, or `$AREAL_PYTHON` names an interpreter that
+imports it; what it reads is checked without, too, by its published format.
 """
 
 import base64
@@ -17,7 +17,10 @@ from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.serving import app as app_lib
 from tunix.rl.multi_turn.serving import session_routes
 
-PYTHON = os.environ.get("AREAL_PYTHON", "")
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PYTHON = pathlib.Path(
+    os.environ.get("AREAL_PYTHON", ROOT / ".venv-areal/bin/python")
+)
 
 
 def array(tensor):
@@ -68,17 +71,19 @@ def test_a_server_writes_one_of_the_two():
     session_routes.SessionRoutes(None, None, None, "torch")
 
 
-@pytest.mark.skipif(not PYTHON, reason="no $AREAL_PYTHON that imports areal")
+@pytest.mark.skipif(
+    not PYTHON.exists(), reason="needs the package areal: make areal"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["inline", "subproc"])
 def test_areals_own_workflow_plays(running, mode):
   app = app_lib.OpenAIApp(running.app._service, export_arrays="tensors")
   with http_server.LoopbackServer(app.asgi) as server:
     ran = subprocess.run(
-        [PYTHON, pathlib.Path(__file__).parents[1] / "helpers" /
-         "areal_workflow.py", server.url, mode],
+        [PYTHON, ROOT / "tests/helpers/areal_workflow.py", server.url, mode],
         capture_output=True, text=True, timeout=240,
-        env={**os.environ, "TESTS_SEE_TORCH": "1"},
+        env={**os.environ, "TESTS_SEE_TORCH": "1",
+             "PYTHONDONTWRITEBYTECODE": ""},
     )  # pyformat: disable
   assert ran.returncode == 0, ran.stderr[-3000:]
   found = json.loads(ran.stdout.splitlines()[-1])

@@ -18,6 +18,7 @@ from tunix.rl.multi_turn.monitor.client.monitor_training_hooks import (
 from tunix.rl.multi_turn.monitor.client.monitor_training_hooks import (
     record_step_before_training,
 )
+from tunix.rl.multi_turn.monitor.client.monitor_training_hooks import step_name
 
 __all__ = [
     "create_baseline_via_monitor",
@@ -26,4 +27,5 @@ __all__ = [
     "record_step_after_training",
     "record_step_before_rollout",
     "record_step_before_training",
+    "step_name",
 ]

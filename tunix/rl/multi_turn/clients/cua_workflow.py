@@ -5,10 +5,11 @@ it creates the execution, starts a run whose model is the engine's server,
 follows it, has the gym server judge, and returns the run's tokens as AReaL's
 tensors; torch's where torch is installed, else numpy's.
 
-    workflow = CUAAgentWorkflow(
-        gconfig, tokenizer, model_base_url="http://127.0.0.1:8000/v1",
-        gbox_mini_agent_base_url="http://127.0.0.1:3000", processor=processor)
-    batch = await workflow.arun_episode(engine, row)
+    trainer.train(
+        workflow="tunix.rl.multi_turn.clients.cua_workflow.CUAAgentWorkflow",
+        workflow_kwargs={
+            "tokenizer": path, "processor": path,
+            "gbox_mini_agent_base_url": "http://127.0.0.1:3000"})
 
 Promises: a run that fails, hangs or answers garbage is None within
 `max_task_time_seconds` and the cleanup's deadline, counted by cause in
@@ -18,22 +19,27 @@ without them rejects the episode, or with `on_missing="fallback"` is made by the
 tokenizer and counted in `fallback_turns`. A wrong argument raises: it would
 reject every episode.
 
-Does not subclass AReaL's classes or import it: it calls `arun_episode` only.
+Where AReaL is installed, the class derives from its `RolloutWorkflow` and each
+reward is in its statistics; importing this module then imports AReaL. Nothing
+else of this package does, and none of it needs AReaL. JAX is not imported.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import functools
+import importlib.util
 import logging
 from typing import Any, Callable, Mapping, Sequence
+import weakref
 
 import numpy as np
 from tunix.rl.multi_turn.agents import run_agent
 from tunix.rl.multi_turn.agents.runs import client as client_lib
 from tunix.rl.multi_turn.agents.runs import conversion
+from tunix.rl.multi_turn.agents.runs import event_images
 from tunix.rl.multi_turn.agents.runs import settings as settings_lib
-from tunix.rl.multi_turn.clients import run_episodes
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
@@ -47,17 +53,33 @@ from tunix.rl.multi_turn.environments.task_sources import cua_task
 _LOG = logging.getLogger(__name__)
 _CLEANUP_S = 15.0
 _MODELS_S = 30.0
+_OF_TURNS = (
+    "step_start", "turn_start", "action_executed", "step_end", "turn_end"
+)  # pyformat: disable
+_HAS_AREAL = importlib.util.find_spec("areal") is not None
+_Base: Any = object
+if _HAS_AREAL:
+  from areal.api import workflow_api  # type: ignore[import-not-found]
+
+  _Base = workflow_api.RolloutWorkflow
+
+_gates: weakref.WeakKeyDictionary[Any, dict[Any, asyncio.Semaphore]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Event loop -> (run service, limit) -> the slots of its runs."""
 
 
-class CUAAgentWorkflow:
+class CUAAgentWorkflow(_Base):
   """See the module docstring. Belongs to one event loop at a time.
 
   Attributes:
-    running: episodes in flight.
-    peak: most that ever were.
-    accepted: episodes that gave tensors.
-    rejected: those that gave None, by cause.
-    fallback_turns: turns whose tokens were made by the tokenizer.
+    running: Episodes in flight.
+    peak: Highest number of episodes that were in flight together.
+    accepted: Number of episodes that gave tensors.
+    rejected: Numbers of episodes that gave None, by cause.
+    fallback_turns: Turns whose tokens were made by the tokenizer.
+    place: The constructor's names of the training, step, evaluation or
+      baseline, for recorders.
   """
 
   def __init__(
@@ -77,7 +99,6 @@ class CUAAgentWorkflow:
       max_turn_time_seconds: float = 180.0,
       max_concurrent_rollouts: int | None = 8,
       consumer_batch_size: int = 1,
-      max_concurrent_groups: int | None = None,
       standard_action_space: str = "mobile",
       on_missing: str = "refuse",
       turn_discount: float = 1.0,
@@ -86,6 +107,13 @@ class CUAAgentWorkflow:
       image_token_id: int | None = None,
       renderer: Any = None,
       run_options: Mapping[str, Any] | None = None,
+      training_id: str | int | None = None,
+      step_id: str | int | None = None,
+      eval_id: str | int | None = None,
+      baseline_id: str | int | None = None,
+      global_step: int | None = None,
+      batch: int | None = None,
+      group_size: int = 1,
       make_recorder: Callable[[Mapping[str, Any]], Any] | None = None,
       make_loader: Callable[[images_lib.ImageStore], Any] | None = None,
       poll_s: float = 3.0,
@@ -93,38 +121,45 @@ class CUAAgentWorkflow:
   ):
     """Args:
 
-      gconfig: AReaL's; its `temperature`, `top_p` and `max_new_tokens` are sent
-        in `model.sampling` if `run_options` has `sampling: true`.
-      tokenizer: of the policy, for `on_missing="fallback"` and the
+      gconfig: AReaL's generation settings; `temperature`, `top_p` and
+        `max_new_tokens` are sent in `model.sampling` if `run_options` has
+        `sampling: true`.
+      tokenizer: The policy's, or its path; for `on_missing="fallback"` and the
         placeholder's id.
-      gbox_mini_agent_base_url: of the service; "" = $GBOX_MINI_AGENT_BASE_URL.
-      gbox_mini_agent_agent: the service's name of the agent.
-      gbox_mini_agent_model: fields of the run's `model`, or its name; "" = the
+      gbox_mini_agent_base_url: Address of the service; "" =
+        $GBOX_MINI_AGENT_BASE_URL.
+      gbox_mini_agent_agent: The service's name of the agent.
+      gbox_mini_agent_model: Fields of the run's `model`, or its name; "" = the
         first that the model's server lists.
-      gbox_mini_agent_env: further fields of the run's `env`.
-      gym_base_url, gym_id: where a row names none.
-      model_base_url: of the policy's server as the service reaches it; "" = the
-        engine's.
-      max_turns, max_task_time_seconds, max_turn_time_seconds: of a run.
-      max_concurrent_rollouts: runs in flight; None = consumer_batch_size.
-      consumer_batch_size: AReaL's.
-      max_concurrent_groups: groups of `arun_group` in flight; None: any number,
-        as their runs are bounded.
+      gbox_mini_agent_env: Further fields of the run's `env`.
+      gym_base_url, gym_id: The gym of rows that name none.
+      model_base_url: Address of the policy's server as the service reaches it;
+        "" = the engine's, the next of several.
+      max_turns, max_task_time_seconds, max_turn_time_seconds: Limits of a run.
+      max_concurrent_rollouts: Limit of runs in flight at the service, of all
+        workflows in the event loop; None = consumer_batch_size.
+      consumer_batch_size: AReaL's setting.
       standard_action_space: "mobile" or "pc".
-      on_missing: see `conversion.sequences_of`.
-      turn_discount: reward of a sequence, once for each later sequence of the
-        run: a rewritten history makes several.
-      processor: of transformers; its image processor's arrays (pixel_values
-        and, of Qwen's, image_grid_thw) are multi_modal_input. One with an
-        `image_break_token_id` (Pixtral) puts that between rows of placeholders.
-      multi_modal: instead of `processor`: images' spans -> such a mapping.
-      image_token_id: placeholder's id; None = the processor's or tokenizer's.
-      renderer: of the policy, for fallbacks with images.
-      run_options: further fields of `POST /runs`.
+      on_missing: See `conversion.sequences_of`.
+      turn_discount: Factor of a sequence's reward, once for each later sequence
+        of the run: a rewritten history makes several.
+      processor: A processor of transformers, or its path; the arrays of its
+        image processor (pixel_values and, of Qwen's, image_grid_thw) are
+        multi_modal_input. One with an `image_break_token_id` (Pixtral) puts
+        that between rows of placeholders.
+      multi_modal: Replaces `processor`: images' spans -> such a mapping.
+      image_token_id: The placeholder's id; None = the processor's or
+        tokenizer's.
+      renderer: The policy's, for fallbacks with images.
+      run_options: Further fields of `POST /runs`.
+      training_id, step_id, eval_id, baseline_id, global_step: Where episodes
+        belong in a record; see `place`.
+      batch: Number of the batch, for the record.
+      group_size: Episodes that are played of each row, for the record.
       make_recorder: row -> an `HttpRolloutRecorder`, or None for no record.
       make_loader: store -> a `serving.media.MediaLoader`, for screenshots
         whose addresses are not the service's own; None rejects those.
-      poll_s, timeout_s: of the client.
+      poll_s, timeout_s: Interval and deadline of the client's calls.
 
     Raises:
       ValueError: naming the argument.
@@ -140,7 +175,7 @@ class CUAAgentWorkflow:
     for name, value in (
         ("max_turns", max_turns),
         ("max_concurrent_rollouts", limit),
-        ("max_concurrent_groups", max_concurrent_groups or 1),
+        ("group_size", group_size),
     ):
       if not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be >= 1, got {value!r}")
@@ -152,6 +187,14 @@ class CUAAgentWorkflow:
         raise ValueError(f"{name} must be > 0 seconds, got {seconds!r}")
     if not 0.0 < turn_discount <= 1.0:
       raise ValueError(f"turn_discount must be in (0, 1], got {turn_discount}")
+    if processor is None and multi_modal is None:
+      raise ValueError(
+          "processor is None, and every episode has screenshots: pass the"
+          " policy's processor or its path (AReaL's tokenizer_path), or"
+          " multi_modal"
+      )
+    if eval_id is not None and baseline_id is not None:
+      raise ValueError("eval_id and baseline_id: an episode is of one of them")
     settings = settings_lib.RunServiceConfig(base_url=gbox_mini_agent_base_url)
     self._service_url = http.address(
         settings.url, "gbox_mini_agent_base_url", client_lib.DEFAULT_BASE_URL
@@ -162,6 +205,10 @@ class CUAAgentWorkflow:
       )
     self._token = settings.token
     self._gconfig = gconfig
+    if isinstance(tokenizer, str):
+      tokenizer = _pretrained("AutoTokenizer", tokenizer)
+    if isinstance(processor, str):
+      processor = _pretrained("AutoProcessor", processor)
     self._tokenizer = tokenizer
     self._agent = gbox_mini_agent_agent
     model = gbox_mini_agent_model
@@ -175,7 +222,6 @@ class CUAAgentWorkflow:
     self._task_s = float(max_task_time_seconds)
     self._turn_s = float(max_turn_time_seconds)
     self._most = limit
-    self._most_groups = max_concurrent_groups
     self._space = standard_action_space
     self._on_missing = on_missing
     self._discount = turn_discount
@@ -184,11 +230,17 @@ class CUAAgentWorkflow:
     self._image_token_id = image_token_id
     self._renderer = renderer
     self._run_options = dict(run_options or {})
+    self.place = {
+        "training_id": training_id, "step_id": step_id, "eval_id": eval_id,
+        "baseline_id": baseline_id, "global_step": global_step,
+    }  # pyformat: disable
+    self._batch = batch
+    self._group_size = group_size
     self._make_recorder = make_recorder
     self._make_loader = make_loader
     self._client_options = {"poll_s": poll_s, "timeout_s": timeout_s}
     self._names: dict[str, str] = {}
-    self._gates: tuple[Any, Any, Any] | None = None
+    self._plays: collections.Counter[str] = collections.Counter()
     self.running = self.peak = self.accepted = self.fallback_turns = 0
     self.rejected: collections.Counter[str] = collections.Counter()
 
@@ -200,7 +252,7 @@ class CUAAgentWorkflow:
     Args:
       engine: AReaL's; asked for its servers' address and its weights' version
         only where the arguments and replies have none.
-      data: a row: `task_id`, and `gym_base_url`, `gym_id`, `instruction` or
+      data: A row: `task_id`, and `gym_base_url`, `gym_id`, `instruction` or
         `description`.
 
     Returns:
@@ -217,36 +269,18 @@ class CUAAgentWorkflow:
           f"the row of task {task.id!r} needs gym_base_url and gym_id, or the"
           " workflow does"
       )
-    runs, _ = self._of_this_loop()
-    async with runs:
+    index = self._plays[task.id]
+    self._plays[task.id] += 1
+    async with self._slots():
       self.running += 1
       self.peak = max(self.peak, self.running)
       try:
-        return await self._episode(engine, data, task, gym, url)
+        return await self._episode(
+            engine, {"env_index_in_group": index % self._group_size, **data},
+            task, gym, url,
+        )  # pyformat: disable
       finally:
         self.running -= 1
-
-  async def arun_group(
-      self, engine: Any, data: Mapping[str, Any], group_size: int
-  ) -> dict[str, Any] | None:
-    """Plays a row `group_size` times; one batch of the accepted ones.
-
-    Each episode counts as one run in flight, and the whole as one group.
-    None: all were rejected.
-    """
-    if group_size < 1:
-      raise ValueError(f"group_size must be >= 1, got {group_size}")
-    _, groups = self._of_this_loop()
-    async with groups:
-      found = await asyncio.gather(
-          *(self.arun_episode(engine, data) for _ in range(group_size))
-      )
-    rows = [row for row in found if row is not None]
-    if not rows:
-      return None
-    # As arrays: torch's padding would need the same code again.
-    batch = tensor_rows.collate([_as_numpy(row) for row in rows])
-    return _native(batch)
 
   # --- an episode -------------------------------------------------------------
 
@@ -264,6 +298,7 @@ class CUAAgentWorkflow:
     genv = genv_gym.make_client({"base_url": gym[0], "gym_id": gym[1]})
     agent = run_agent.RunAgent()
     context: list[execution.GenvExecutionContext] = []
+    recorder = self._new_recorder(data)
     cause = ""
     try:
       async with asyncio.timeout(self._task_s):
@@ -277,8 +312,9 @@ class CUAAgentWorkflow:
         )
         rows = await self._rows(engine, agent.events, reward, client)
       self.accepted += 1
+      _count(reward)
       await self._record(
-          data, task, agent, model_url, reward=reward, success=success
+          recorder, data, task, agent, model_url, reward=reward, success=success
       )
       return _native(tensor_rows.collate(rows))
     except TimeoutError:
@@ -294,7 +330,7 @@ class CUAAgentWorkflow:
       )
     self.rejected[cause.partition(":")[0]] += 1
     _LOG.warning("task %s is rejected: %s", task.id, cause)
-    await self._record(data, task, agent, model_url, error=cause)
+    await self._record(recorder, data, task, agent, model_url, error=cause)
     return None
 
   async def _clean_up(
@@ -369,12 +405,13 @@ class CUAAgentWorkflow:
       if not turns:
         raise conversion.MissingTokens("the run has no model_output event")
       store = images_lib.ImageStore()
+      placeholder = self._placeholder()
       images = await self._images(turns, client, store)
       placed = {id(turn): refs for turn, refs in zip(turns, images)}
       sequences, made = conversion.sequences_of(
           turns,
           images,
-          self._placeholder(),
+          placeholder,
           image_break_id=getattr(self._processor, "image_break_token_id", None),
           on_missing=self._on_missing,
           encode=lambda turn: self._encode(turn, placed[id(turn)]),
@@ -387,12 +424,15 @@ class CUAAgentWorkflow:
     self.fallback_turns += made
     last = len(sequences) - 1
     pixels = self._pixels(store)
-    return [
-        tensor_rows.row_of(
-            sequence, reward * self._discount ** (last - place), pixels
-        )
-        for place, sequence in enumerate(sequences)
-    ]
+    rows = []
+    for place, sequence in enumerate(sequences):
+      value = reward * self._discount ** (last - place)
+      row = tensor_rows.row_of(sequence, value, pixels)
+      # AReaL's engines place images' tokens by these.
+      is_image = sequence.tokens[None] == placeholder
+      row["mm_token_type_ids"] = is_image.astype(np.int64)
+      rows.append(row)
+    return rows
 
   async def _images(
       self,
@@ -402,13 +442,14 @@ class CUAAgentWorkflow:
   ) -> list[list[trajectory.ImageRef]]:
     loader = self._make_loader(store) if self._make_loader else None
     try:
-      pictures = run_episodes.EventImages(client, store, loader)
+      pictures = event_images.EventImages(client, store, loader)
       return [await pictures.of(turn) for turn in turns]
     finally:
       if loader is not None:
         await loader.aclose()
 
   def _placeholder(self) -> int | None:
+    """Returns the id of images' placeholders; None for a policy without."""
     if self._image_token_id is not None:
       return self._image_token_id
     for owner in (self._renderer, self._processor):
@@ -439,7 +480,7 @@ class CUAAgentWorkflow:
       self, turn: conversion.Turn, images: Sequence[trajectory.ImageRef]
   ) -> tuple[Sequence[int], Sequence[int]]:
     if self._renderer is not None:
-      return run_episodes.encode_turn(turn, images, self._renderer)
+      return event_images.encode_turn(turn, images, self._renderer)
     if self._tokenizer is None or images:
       raise conversion.MissingTokens(
           "a fallback with screenshots needs renderer=, one without needs"
@@ -462,10 +503,12 @@ class CUAAgentWorkflow:
       ValueError: neither does.
     """
     found: Any = self._model_url or self._model.get("baseUrl")
-    for name in ("proxy_base_url", "proxy_addr", "base_url", "addresses"):
+    for name in ("proxy_base_url", "proxy_addr", "base_url"):
       found = found or getattr(engine, name, None)
-    if isinstance(found, (list, tuple)) and found:
-      found = found[0]
+    addresses = getattr(engine, "addresses", None)
+    if not found and addresses:
+      choose = getattr(engine, "choose_server", None)
+      found = choose() if choose is not None else addresses[0]
     if not isinstance(found, str) or not found:
       raise ValueError(
           "model_base_url is empty and the engine names no address of its"
@@ -475,18 +518,32 @@ class CUAAgentWorkflow:
     url = http.address(url, "model_base_url", "http://127.0.0.1:8000/v1")
     return url if url.endswith("/v1") else f"{url}/v1"
 
-  def _of_this_loop(self) -> tuple[Any, Any]:
-    """(gate of runs, gate of groups)."""
-    loop = asyncio.get_running_loop()
-    if self._gates is None or self._gates[0] is not loop:
-      groups = self._most_groups or 1 << 20
-      self._gates = (
-          loop, asyncio.Semaphore(self._most), asyncio.Semaphore(groups)
-      )
-    return self._gates[1:]
+  def _slots(self) -> asyncio.Semaphore:
+    """Returns the slots of the service's runs in this event loop.
+
+    AReaL's controller makes a workflow for each row, so they are shared.
+    """
+    gates = _gates.setdefault(asyncio.get_running_loop(), {})
+    key = self._service_url, self._most
+    if key not in gates:
+      gates[key] = asyncio.Semaphore(self._most)
+    return gates[key]
+
+  def recorder(self, data: Mapping[str, Any]) -> Any:
+    """Returns the recorder of an episode that starts now; None without one."""
+    return None if self._make_recorder is None else self._make_recorder(data)
+
+  def _new_recorder(self, data: Mapping[str, Any]) -> Any:
+    try:
+      return self.recorder(data)
+    except Exception as error:  # pylint: disable=broad-except
+      # A monitor that is down must not cost an episode.
+      _LOG.warning("an episode is not recorded: %r", error)
+      return None
 
   async def _record(
       self,
+      recorder: Any,
       data: Mapping[str, Any],
       task: cua_task.CUATask,
       agent: run_agent.RunAgent,
@@ -497,14 +554,10 @@ class CUAAgentWorkflow:
       error: str = "",
   ) -> None:
     """Sends the episode to the Training Monitor; a failure is only logged."""
-    make = self._make_recorder
-    if make is None:
+    if recorder is None:
       return
 
     def send() -> None:
-      recorder = make(data)
-      if recorder is None:
-        return
       recorder.start_rollout(
           task.id,
           task.instruction or task.description,
@@ -514,26 +567,31 @@ class CUAAgentWorkflow:
           step_id=recorder.step_id,
           eval_id=recorder.eval_id,
           baseline_id=recorder.baseline_id,
+          batch=self._batch,
+          group_num=data.get("item_idx"),
+          env_index=data["env_index_in_group"],
           max_turns=self._max_turns,
       )
-      turns = 0
+      # Services count their steps from 0 or from 1; turns are counted from 1.
+      turns: dict[Any, int] = {}
       for event in agent.events:
-        turn = int(event.get("step") or 1)
         kind = event.get("type")
+        if kind not in _OF_TURNS:
+          continue
+        turn = turns.setdefault(event.get("step"), len(turns) + 1)
         if kind in ("step_start", "turn_start"):
           recorder.start_turn(turn)
-          turns = max(turns, turn)
-        elif kind == "action_executed":
-          action = event.get("action") or {}
-          recorder.record_action(turn, str(action.get("name")), action)
         elif kind in ("step_end", "turn_end"):
           recorder.end_turn(turn)
+        else:
+          action = event.get("action") or {}
+          recorder.record_action(turn, str(action.get("name")), action)
       recorder.record_validation(success=success)
       if error:
         recorder.update_status("failed", error_message=error)
       else:
         recorder.complete_rollout(
-            reward=reward, task_success=success, num_turns=turns
+            reward=reward, task_success=success, num_turns=len(turns)
         )
 
     try:
@@ -556,14 +614,19 @@ def _native(batch: dict[str, Any]) -> dict[str, Any]:
   return tensor_rows.as_torch(batch) if tensor_rows.has_torch() else batch
 
 
-def _as_numpy(row: Mapping[str, Any]) -> dict[str, Any]:
-  def convert(value: Any) -> Any:
-    if isinstance(value, Mapping):
-      return {k: convert(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-      return [convert(v) for v in value]
-    return value.numpy() if hasattr(value, "numpy") else value
+def _count(reward: float) -> None:
+  """Adds an episode's reward to AReaL's statistics, as its workflows do."""
+  if _HAS_AREAL:
+    from areal.infra import workflow_context  # type: ignore[import-not-found]  # pylint: disable=g-import-not-at-top
+    from areal.utils import stats_tracker  # type: ignore[import-not-found]  # pylint: disable=g-import-not-at-top
 
-  return convert(row)
+    stats_tracker.get(workflow_context.stat_scope()).scalar(reward=reward)
 
+
+@functools.lru_cache(maxsize=8)
+def _pretrained(kind: str, path: str) -> Any:
+  """Returns a tokenizer or processor of transformers, loaded once."""
+  import transformers  # pylint: disable=g-import-not-at-top
+
+  return getattr(transformers, kind).from_pretrained(path)
 

@@ -24,10 +24,9 @@ from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.agents import run_agent
 from tunix.rl.multi_turn.agents.runs import client as client_lib
 from tunix.rl.multi_turn.agents.runs import conversion
+from tunix.rl.multi_turn.agents.runs import event_images
 from tunix.rl.multi_turn.agents.runs import settings as settings_lib
 from tunix.rl.multi_turn.clients import proxy
-from tunix.rl.multi_turn.core import concurrency
-from tunix.rl.multi_turn.core import content_store
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
@@ -379,13 +378,15 @@ class RunSession(proxy.ProxySession):
     """
     connection = self._connection
     turns = conversion.turns_of(self._agent.events)
-    pictures = EventImages(connection.runs, connection.image_store)
+    pictures = event_images.EventImages(connection.runs, connection.image_store)
     images = [await pictures.of(turn) for turn in turns]
     renderer = connection.renderer
     placed = dict(zip(map(id, turns), images))
     encode = None
     if renderer is not None:
-      encode = lambda turn: encode_turn(turn, placed[id(turn)], renderer)
+      encode = lambda turn: event_images.encode_turn(
+          turn, placed[id(turn)], renderer
+      )
     found, _ = conversion.sequences_of(
         turns,
         images,
@@ -394,70 +395,3 @@ class RunSession(proxy.ProxySession):
         encode=encode,
     )
     return found
-
-
-class EventImages:
-  """Stores the screenshots of events, each once."""
-
-  def __init__(
-      self,
-      runs: client_lib.RunServiceClient,
-      store: images_lib.ImageStore,
-      loader: Any = None,
-  ):
-    """Args:
-
-      runs: client of the service, whose own addresses are fetched.
-      store: receives the pixels.
-      loader: a `serving.media.MediaLoader` of that store, for addresses
-        elsewhere; None refuses them.
-    """
-    self._runs = runs
-    self._store = store
-    self._loader = loader
-    self._known: dict[str, trajectory.ImageRef] = {}
-
-  async def of(self, turn: conversion.Turn) -> list[trajectory.ImageRef]:
-    """References of a request's screenshots, in order.
-
-    Raises:
-      ValueError: one that is no image.
-      RunServiceError: one that cannot be fetched.
-    """
-    return [await self._one(u) for u in conversion.image_urls(turn.messages)]
-
-  async def _one(self, url: str) -> trajectory.ImageRef:
-    name = url.partition("?")[0]
-    if name not in self._known:
-      found = content_store.read_data_url(url)
-      if found is None and self._loader and not self._runs.owns(url):
-        self._known[name] = await self._loader.load(url)
-        return self._known[name]
-      content = await self._runs.fetch(url) if found is None else found[0]
-      pixels = await concurrency.acall(
-          images_lib.decode, content, what="decoding a screenshot"
-      )
-      self._known[name] = self._store.put(pixels)
-    return self._known[name]
-
-
-def encode_turn(
-    turn: conversion.Turn,
-    images: Sequence[trajectory.ImageRef],
-    renderer: Any,
-) -> tuple[Sequence[int], Sequence[int]]:
-  """(prompt ids, ids of the text) by the renderer: a fallback, see module."""
-  rest = iter(images)
-  messages = []
-  for message in turn.messages:
-    content = message.get("content")
-    if isinstance(content, list):
-      content = [
-          {"type": "image", "image": next(rest)}
-          if part.get("type") == "image_url"
-          else part
-          for part in content
-      ]
-    messages.append({**message, "content": content})
-  sampled = [*renderer.encode(turn.text).tolist(), renderer.end_of_turn_id]
-  return renderer.render(messages).tokens.tolist(), sampled

@@ -35,8 +35,9 @@ def step_fields(metrics: Mapping[str, Any]) -> dict[str, Any]:
   return fields
 
 
-def _step_name(step: int) -> str:
-  return f"step-{context.get_training_id()}-{step}"
+def step_name(training: Any, step: int) -> str:
+  """Returns the client id of a step that these hooks post."""
+  return f"step-{training}-{step}"
 
 
 def _post_step(step: int, **fields: Any) -> Any:
@@ -44,7 +45,8 @@ def _post_step(step: int, **fields: Any) -> Any:
   if client is None or training is None:
     return None
   return client.post_step(
-      {"training_id": training, "step": step, **fields}, _step_name(step)
+      {"training_id": training, "step": step, **fields},
+      step_name(training, step),
   )
 
 
@@ -83,13 +85,14 @@ def record_step_after_training(
     model_path: str | None = None,
     checkpoint_path: str | None = None,
     metrics: Mapping[str, Any] | None = None,
+    **fields: Any,
 ) -> Any:
   """A step is done, with its metrics."""
   now = time.time()
   return _post_step(
       step, status="completed", model_path=model_path,
       checkpoint_path=checkpoint_path, training_end_time=now, end_time=now,
-      **step_fields(metrics or {}),
+      **step_fields(metrics or {}), **fields,
   )  # pyformat: disable
 
 
