@@ -21,6 +21,7 @@ from tunix.rl.multi_turn.run.recorded_data import function_loop
 from tunix.rl.multi_turn.run.recorded_data import offline_queue
 from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import client
+from tunix.rl.multi_turn.trajectory_collector.agent_rollout import rollout
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import samples
 
 _LOG = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ def make_reader(run: Any, section: str) -> reader_lib.EpisodeReader:
   try:
     return reader_lib.EpisodeReader(
         run.policy.renderer,
-        run.policy.tokenizer,
+        mask_tokenizer(run) if settings.loss_mask_type else None,
         run.images,
         parser=run.config.agent.parser,
         loss_mask_type=settings.loss_mask_type,
@@ -48,6 +49,19 @@ def make_reader(run: Any, section: str) -> reader_lib.EpisodeReader:
     raise ConfigError([
         f"{section}.loss_mask_type={settings.loss_mask_type}: {error}"
     ]) from None
+
+
+def mask_tokenizer(run: Any) -> Any:
+  """The tokenizer that a loss mask type is made with.
+
+  It is transformers', which has the policy's chat template; that of a policy
+  without a directory has none.
+  """
+  if not run.tokenizer_path:
+    return run.policy.tokenizer
+  return rollout.tokenizer_of(
+      argparse.Namespace(hf_checkpoint=run.tokenizer_path)
+  )
 
 
 def make_groups(run: Any) -> files.RecordedGroups:
@@ -182,7 +196,7 @@ def rollout_arguments(run: Any) -> argparse.Namespace:
       "sglang_router_ip": server.hostname,
       "sglang_router_port": server.port,
       "hf_checkpoint": run.tokenizer_path,
-      "tokenizer": run.policy.tokenizer,
+      **({} if run.tokenizer_path else {"tokenizer": run.policy.tokenizer}),
       "group_rules": "normalized" if config.buffer.normalized else "raw",
       "model": config.policy.name,
       "trainer": config.to_dict(),
