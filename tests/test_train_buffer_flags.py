@@ -40,12 +40,12 @@ def _tasks(tmp_path):
 @pytest.fixture(name="batches")
 def _batches(monkeypatch):
   """Of each update: (groups, advantage of each member's first turn)."""
-  found = []
+  batches = []
   update = learner_lib.Learner.update
 
   def seen(learner, groups, **more):
     result = update(learner, groups, **more)
-    found.append([
+    batches.append([
         (
             group.group_id.partition("@")[0],
             [t.reward for t in group],
@@ -57,11 +57,11 @@ def _batches(monkeypatch):
     return result
 
   monkeypatch.setattr(learner_lib.Learner, "update", seen)
-  return found
+  return batches
 
 
 def text(payload, write, stop):
-  """Groups of text that ask nobody, the last instances first."""
+  """Text items without an engine, the last instances first."""
   for name, row in reversed(list(buffer_peer.tasks_of(payload))):
     for n in range(int(payload["num_repeat_per_sample"])):
       write({
@@ -263,9 +263,9 @@ def test_a_filter_by_its_path_chooses_what_is_trained(
     tasks, tmp_path, batches
 ):
   def at_once(payload, write, stop):
-    found = []
-    text(payload, found.append, stop)
-    for item in found:
+    items = []
+    text(payload, items.append, stop)
+    for item in items:
       write(item)
 
   with buffer_peer.BufferPeer({"math": at_once}) as peer:
@@ -281,7 +281,7 @@ CALLS = []
 
 
 def own(args, rollout_id, data_buffer):
-  """A rollout function that asks nobody."""
+  """A rollout function without a service."""
   CALLS.append((rollout_id, dict(data_buffer.metadata)))
   data_buffer.update_metadata({str(rollout_id): [f"own_{rollout_id}"]})
   return [

@@ -1,7 +1,7 @@
 """slime's own client, unmodified, as the rollout function of a run.
 
-Skipped without a checkout of slime at $TUNIX_SLIME, whose rollout_buffer_example
-needs aiohttp beside this project's test packages.
+Skipped without a checkout of slime at $TUNIX_SLIME. Its client needs aiohttp
+beside this project's test packages.
 """
 
 import json
@@ -82,7 +82,7 @@ def test_its_client_feeds_a_run(tmp_path):
       tmp_path / "buffer", generators=[folder]
   ) as service:
     # A process of its own: slime's modules stay out of this one.
-    done = subprocess.run(
+    process = subprocess.run(
         [
             sys.executable, "-m", "tunix.rl.multi_turn.train",
             f"run.dir={tmp_path}", "name=s", *small_runs.SMALL,
@@ -99,7 +99,7 @@ def test_its_client_feeds_a_run(tmp_path):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True, text=True, timeout=800, check=False,
     )  # pyformat: disable
-  assert done.returncode == 0, done.stderr[-2000:]
+  assert process.returncode == 0, process.stderr[-2000:]
   lines = small_runs.metrics_of(pathlib.Path(tmp_path) / "s")
   assert [line["step"] for line in lines] == [1, 2]
   assert all(line["episodes"] == 8 for line in lines)

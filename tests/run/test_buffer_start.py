@@ -27,10 +27,10 @@ def payload_of(*overrides):
 
 
 def test_groups_come_with_the_rewards_that_episodes_got():
-  asked = requests.rollout(payload_of())
-  assert asked.rules.raw and asked.rules.group_size == 4
-  asked = requests.rollout(payload_of("buffer.normalized=true"))
-  assert not asked.rules.raw
+  request = requests.rollout(payload_of())
+  assert request.rules.raw and request.rules.group_size == 4
+  request = requests.rollout(payload_of("buffer.normalized=true"))
+  assert not request.rules.raw
 
 
 def test_rewards_are_not_normalised_twice():

@@ -38,7 +38,7 @@ def test_a_shipped_policys_own_system_message_is_kept(messages):
       "uid": "u", "instance_id": "i", "messages": messages, "reward": 1.0,
       "extra_info": {},
   })  # pyformat: disable
-  (made,) = reader.tokens(record)
+  (sequence,) = reader.tokens(record)
   template = transformers.AutoTokenizer.from_pretrained(str(path))
   shown = template.apply_chat_template(messages, return_dict=True)
-  assert made.tokens.tolist() == shown["input_ids"]
+  assert sequence.tokens.tolist() == shown["input_ids"]

@@ -561,8 +561,8 @@ def test_more_is_read_where_the_filter_drops_groups(monkeypatch):
   args = _args(
       "http://b", "t.jsonl", None, "--buffer-filter-path", f"{MODULE}.good_ones"
   )
-  found = _generate(args, 0, agent_rollout.DataBuffer(args))
-  assert {s.index for s in found} == {"b"} and len(found) == 8
+  chosen = _generate(args, 0, agent_rollout.DataBuffer(args))
+  assert {s.index for s in chosen} == {"b"} and len(chosen) == 8
 
 
 def test_episodes_of_several_sequences_stay_together():

@@ -18,11 +18,11 @@ from tunix.rl.multi_turn.trajectory_collector.agent_rollout import rollout
 
 
 def _args(**more):
-  known = {
+  values = {
       "prompt_data": "t.jsonl", "remote_engine_url": "http://e/v1",
       "n_samples_per_prompt": 8, "rollout_max_response_len": 8192,
   }  # pyformat: disable
-  return argparse.Namespace(**{**known, **more})
+  return argparse.Namespace(**{**values, **more})
 
 
 DOCUMENTED = {

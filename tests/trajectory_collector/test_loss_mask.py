@@ -381,45 +381,46 @@ class CustomTask(loss_mask.MultiTurnLossMaskGenerator):
 
 @pytest.mark.parametrize("kind", ["qwen", "qwen3", "distill_qwen"])
 def test_a_generator_is_made_with_a_tokenizer_and_a_type(kinds, kind):
-  found, generator = kinds[kind]
+  tokenizer, generator = kinds[kind]
   messages = [USER, {"role": "assistant", "content": "the lamp"}]
   want = generator.get_loss_mask(messages)
   for cls in (loss_mask.MultiTurnLossMaskGenerator, CustomTask):
-    made = cls(found, tokenizer_type=kind)
-    assert made.get_loss_mask(messages) == want
+    other = cls(tokenizer, tokenizer_type=kind)
+    assert other.get_loss_mask(messages) == want
     length = len(want[1]) - want[1].index(1)
-    assert made.get_response_lengths([want[1]]) == [length]
+    assert other.get_response_lengths([want[1]]) == [length]
 
 
 def test_a_subclass_adds_a_type_to_the_others(kinds):
-  found = kinds["qwen"][0]
+  tokenizer = kinds["qwen"][0]
   messages = [USER, {"role": "assistant", "content": "the lamp"}]
-  want = found("the lamp")["input_ids"]
-  assert CustomTask(found, "custom_task").get_loss_mask(messages)[0] == want
+  want = tokenizer("the lamp")["input_ids"]
+  assert CustomTask(tokenizer, "custom_task").get_loss_mask(messages)[0] == want
   loss_mask.LOSS_MASK_TYPES.register("custom_task", CustomTask)
   try:
-    made = loss_mask.make("custom_task", found)
-    assert loss_mask.masked_tokens(made, messages) == (want, [1] * len(want))
+    generator = loss_mask.make("custom_task", tokenizer)
+    masked = loss_mask.masked_tokens(generator, messages)
+    assert masked == (want, [1] * len(want))
   finally:
     loss_mask.LOSS_MASK_TYPES.unregister("custom_task")
   with pytest.raises(ValueError, match="unknown loss mask type 'custom'"):
-    CustomTask(found, "custom").get_loss_mask(messages)
+    CustomTask(tokenizer, "custom").get_loss_mask(messages)
 
 
 @pytest.mark.parametrize("kind", ["qwen", "qwen3"])
 def test_the_newline_after_the_end_is_trained_where_it_is_chosen(kinds, kind):
-  found, generator = kinds[kind]
+  tokenizer, generator = kinds[kind]
   messages = [
       USER, {"role": "assistant", "content": "the"},
       {**USER, "content": "b"}, {"role": "assistant", "content": "lamp"},
   ]  # pyformat: disable
   ids, mask = generator.get_loss_mask(messages)
-  made = loss_mask.make(f"{kind}_newline", found)
-  newline_ids, newline_mask = made.get_loss_mask(messages)
+  other = loss_mask.make(f"{kind}_newline", tokenizer)
+  newline_ids, newline_mask = other.get_loss_mask(messages)
   assert newline_ids == ids
   more = [i for i, (a, b) in enumerate(zip(mask, newline_mask)) if a != b]
-  assert [found.decode([ids[i]]) for i in more] == ["\n", "\n"]
-  assert [found.decode([ids[i - 1]]) for i in more] == [END, END]
+  assert [tokenizer.decode([ids[i]]) for i in more] == ["\n", "\n"]
+  assert [tokenizer.decode([ids[i - 1]]) for i in more] == [END, END]
 
 
 def test_an_unknown_type_is_refused_with_the_known_ones(kinds):

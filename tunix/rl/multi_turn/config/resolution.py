@@ -382,7 +382,7 @@ def _read_arguments(
     elif argument == "--dry-run":
       overrides.append({"run.dry_run": True})
     elif command is _TRAIN and (flag := _rollout_flag(argument)):
-      taken |= _read_flag(flag, place, argv, overrides, problems)
+      taken.update(_read_flag(flag, place, argv, overrides, problems))
     elif argument.startswith("-"):
       override, took_next = _as_override(
           argument, argv[place + 1 :], command
@@ -489,16 +489,16 @@ def _read_flag(
 
 def _with_flags(problems: Sequence[str], argv: Sequence[str]) -> list[str]:
   """Problems of settings that were given as options begin with these."""
-  given = {
+  options = {
       data_sections.ROLLOUT_FLAGS[flag]: argument.partition("=")[0]
       for argument in argv
       if (flag := _rollout_flag(argument))
   }
-  found = []
+  named = []
   for problem in problems:
     key = re.match(r"[\w.]*", problem)[0]  # type: ignore[index]
-    found.append(f"{given[key]}: {problem}" if key in given else problem)
-  return found
+    named.append(f"{options[key]}: {problem}" if key in options else problem)
+  return named
 
 
 def _as_override(
@@ -598,5 +598,5 @@ def choices() -> dict[str, Mapping[str, Any]]:
   found["a policy without weights in this package"] = {
       "warm_start.source": "none"
   }
-  found |= data_sections.CHOICES
+  found.update(data_sections.CHOICES)
   return found

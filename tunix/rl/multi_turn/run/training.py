@@ -105,15 +105,15 @@ class Training:
 
   def _extras(self) -> dict[str, Any]:
     """State of the run that a checkpoint keeps beside the learner's."""
-    found = {
+    state = {
         "collect": self._collecting.state_dict(),
         "counts": self._run.counts.training(),
         resuming.RECORDED: resuming.recorded(self._config).to_dict(),
     }
     if self._config.rollout.via == "buffer":
       # The number of the last rollout, of which each update takes one.
-      found["rollout_id"] = self._learner.counters.updates - 1
-    return found
+      state["rollout_id"] = self._learner.counters.updates - 1
+    return state
 
   def _prepared(
       self, groups: list[trajectory_lib.TrajectoryGroup]

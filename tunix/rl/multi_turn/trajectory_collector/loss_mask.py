@@ -188,13 +188,13 @@ class MultiTurnLossMaskGenerator:
         and does not write.
     """
     if self._format is None:
-      found = LOSS_MASK_TYPES.get(self.tokenizer_type)
-      if isinstance(self, found):
+      kind: Any = LOSS_MASK_TYPES.get(self.tokenizer_type)
+      if isinstance(self, kind):
         raise ValueError(
             f"{type(self).__name__} has no masks of the loss mask type"
             f" {self.tokenizer_type!r}; override get_loss_mask or pieces"
         )
-      self._format = found(self.tokenizer, self.tokenizer_type)
+      self._format = kind(self.tokenizer, self.tokenizer_type)
     return self._format
 
   def _encode(self, text: str) -> list[int]:

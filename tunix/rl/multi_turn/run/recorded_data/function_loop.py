@@ -117,9 +117,9 @@ class FunctionLoop:
       return
     self._next = int(state["next_rollout"])
     self._buffer.load_state_dict(state["data_buffer"])
-    done = {*consumed, *(index for index, _ in stored)}
+    settled = {*consumed, *(index for index, _ in stored)}
     for index, group in state["queued"]:
-      if index not in done:
+      if index not in settled:
         self._waiting.append(group)
     self._waiting.extend(state["waiting"])
 
@@ -214,9 +214,9 @@ class FunctionLoop:
     self._call = _Call(
         self._function, self._args, rollout_id, self._buffer
     )
-    made = await self._call.result()
+    result = await self._call.result()
     groups = samples.groups_of(
-        list(made or ()), self._args.n_samples_per_prompt
+        list(result or ()), self._args.n_samples_per_prompt
     )
     size = self._args.rollout_batch_size
     if len(groups) != size:
@@ -227,32 +227,32 @@ class FunctionLoop:
           f" {self._args.n_samples_per_prompt} samples"
           " (--n-samples-per-prompt)"
       )
-    found = [samples.items_of(group) for group in groups]
+    new = [samples.items_of(group) for group in groups]
     with self._lock:
-      self._waiting.extend(found)
+      self._waiting.extend(new)
       self._next = rollout_id + 1
 
   def _group(
       self, data: Group, index: int, version: int
   ) -> trajectory_lib.TrajectoryGroup:
-    found, episodes = [], []
+    members, episodes = [], []
     for item in data:
-      said = [
+      reply_ids = [
           token
           for sequence in item["sequences"]
           for token, mask in zip(sequence["tokens"], sequence["loss_mask"])
           if mask
       ]
-      text = self._decode(said)
+      text = self._decode(reply_ids)
       reply = {"role": "assistant", "content": text}
       record = records.read({**item, "messages": [reply]})
-      found.append(record)
+      members.append(record)
       episode = self._reader.episode(record, version=version)
       if record.extra_info.get(samples.TEXT_ONLY):
         episode.metrics[samples.TEXT_ONLY] = 1.0
       episodes.append(episode)
-    group = records.group_of(found, episodes, start_version=version)
-    return buffer_loop.named(group, found[0].instance_id, index)
+    group = records.group_of(members, episodes, start_version=version)
+    return buffer_loop.named(group, members[0].instance_id, index)
 
   def _is_useless(self, group: trajectory_lib.TrajectoryGroup) -> bool:
     """Whether a group is dropped, which is reported.
@@ -281,7 +281,8 @@ class FunctionLoop:
     return True
 
   def _settle(self, indices: Iterable[int]) -> None:
-    """The groups of these indices are trained on, durably, or dropped."""
+    """Forgets groups that a checkpoint holds the training of, or dropped ones.
+    """
     with self._lock:
       for index in indices:
         self._queued.pop(index, None)

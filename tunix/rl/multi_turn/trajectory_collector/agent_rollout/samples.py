@@ -250,7 +250,7 @@ class DataBuffer:
       self._groups.extend(groups)
 
   def put_back(self, groups: Iterable[list[Sample]]) -> None:
-    """Adds groups before those that are there."""
+    """Adds groups before the present ones."""
     with self._lock:
       self._groups[:0] = groups
 
@@ -291,14 +291,14 @@ class DataBuffer:
 
 def _to_json(sample: Any) -> dict[str, Any]:
   """A sample as JSON values; also one of another class with its attributes."""
-  found = {
+  values = {
       field.name: getattr(sample, field.name)
       for field in dataclasses.fields(Sample)
       if hasattr(sample, field.name)
   }
-  if "status" in found:
-    found["status"] = getattr(found["status"], "value", found["status"])
-  return found
+  if "status" in values:
+    values["status"] = getattr(values["status"], "value", values["status"])
+  return values
 
 
 def _from_json(data: Mapping[str, Any]) -> Sample:
@@ -311,7 +311,7 @@ def _from_json(data: Mapping[str, Any]) -> Sample:
 
 
 def groups_of(samples: Sequence[Any], size: int) -> list[list[Any]]:
-  """Groups as they are, or samples in groups of one index and `size` episodes.
+  """Returns groups unchanged; gathers samples by index, `size` episodes each.
   """
   if all(isinstance(group, (list, tuple)) for group in samples):
     return [list(group) for group in samples]
@@ -382,7 +382,7 @@ def _sequence_of(sample: Any) -> dict[str, Any]:
         " tokens; give one value a token of the response"
     )
   before = len(tokens) - length
-  found = {"tokens": tokens, "loss_mask": [0] * before + mask}
+  sequence = {"tokens": tokens, "loss_mask": [0] * before + mask}
   for key, values in (
       ("logprobs", getattr(sample, "rollout_log_probs", None)),
       ("versions", getattr(sample, "weight_versions", None)),
@@ -390,5 +390,5 @@ def _sequence_of(sample: Any) -> dict[str, Any]:
     # A list of another length is of turns, not of tokens.
     if values and len(values) == length:
       own = [v if m else None for v, m in zip(values, mask)]
-      found[key] = [None] * before + own
-  return found
+      sequence[key] = [None] * before + own
+  return sequence
