@@ -232,10 +232,6 @@ def _accepted(module, words, capsys, dry=False):
         args.gym == "desktop"
     ):
       assert program.main(words) == 0
-  elif module == "trajectory_collector.agent_rollout":
-    # The buffer that the pages speak of is not here.
-    if words:  # Else its name alone, in a text.
-      program.parser().parse_args(words)
   elif module in ("commands.pretrain", "commands.train_tokenizer"):
     program.parser().parse_args(words)
   elif module == "monitor":

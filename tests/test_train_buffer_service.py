@@ -88,7 +88,7 @@ def test_mathematics(tmp_path):
   )
   found, _ = _three_rounds(
       tmp_path, "environment.name=gsm8k", "sampling.max_new_tokens=4",
-      "buffer.options={group_rules: raw}", "buffer.num_epoch=1",
+      "buffer.num_epoch=1",
   )  # pyformat: disable
   # Each instance once: the restarted run had the service skip those before.
   groups = [line["group_id"].partition("@")[0] for line in found]
@@ -105,7 +105,7 @@ def test_the_desktop_with_screenshots_token_by_token(tmp_path):
   )
   found, _ = _three_rounds(
       tmp_path, "buffer.task_type=desktop", "sampling.max_new_tokens=8",
-      "buffer.options={group_rules: raw, max_turns: 1,"
+      "buffer.options={max_turns: 1,"
       " agent_config: {parser: computer_use_compact}}", "buffer.num_epoch=1",
   )  # pyformat: disable
   sequences = [s for line in found for s in line["sequences"]]
@@ -150,7 +150,7 @@ def test_a_killed_service_goes_on_where_it_was(tmp_path):
             tmp_path, *COMMON, "name=b", f"buffer.url={url}", "steps=4",
             f"buffer.input_file={tmp_path / 'tasks.jsonl'}",
             "environment.name=gsm8k", "sampling.max_new_tokens=4",
-            "buffer.options={group_rules: raw}", "buffer.num_epoch=1",
+            "buffer.num_epoch=1",
         )  # pyformat: disable
       finally:
         ended.set()

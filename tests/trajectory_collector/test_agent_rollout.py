@@ -11,17 +11,19 @@ import buffer_peer
 import buffer_services
 import chat_server
 import pytest
+import rollout_args
 import tokenizers
 from tunix.rl.multi_turn.trajectory_collector import agent_rollout
-from tunix.rl.multi_turn.trajectory_collector.agent_rollout import (
-  __main__ as command,
-)
-from tunix.rl.multi_turn.trajectory_collector.agent_rollout import arguments
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import client
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import rollout
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import samples
 
 MODULE = "test_agent_rollout"
+ALONE = (
+    "--n-samples-per-prompt", "1", "collect.min_valid=1",
+    "--disable-rewards-normalization",
+)  # pyformat: disable
+"""Groups of one, which nothing can be compared in."""
 
 
 @pytest.fixture(autouse=True)
@@ -56,15 +58,10 @@ def _tasks(tmp_path):
 
 
 def _args(url, tasks, tokenizer=None, *more):
-  parser = arguments.add_arguments(argparse.ArgumentParser())
-  args = parser.parse_args([
-      "--agent-rollout-buffer-url", url, "--prompt-data", str(tasks),
-      "--remote-engine-url", "http://127.0.0.1:1/v1", "--num-epoch", "1",
-      "--rollout-batch-size", "2", "--n-samples-per-prompt", "4",
-      "--fetch-interval-s", "0.01", *more,
-  ])  # pyformat: disable
-  args.tokenizer = tokenizer
-  return args
+  return rollout_args.make(
+      url, "--prompt-data", str(tasks), "--num-epoch", "1",
+      "buffer.poll_s=0.01", *more, tokenizer=tokenizer,
+  )  # pyformat: disable
 
 
 def _generate(args, rollout_id, buffer):
@@ -124,9 +121,9 @@ def test_the_service_of_this_package_and_its_own_generator_are_read(
       buffer_services.Running(tmp_path / "buffer") as running,
   ):
     args = _args(
-        running.url, tasks, tokenizer, "--remote-engine-url", engine,
-        "--rollout-num-process", "4",
-    )  # pyformat: disable
+        running.url, tasks, tokenizer, "--rollout-num-process", "4"
+    )
+    args.remote_engine_url = engine
     buffer = agent_rollout.DataBuffer(args)
     found = _generate(args, 0, buffer)
   assert len(found) == 8
@@ -151,9 +148,9 @@ def test_generation_goes_on_while_the_trainer_trains(
 
     server.complete = answer
     args = _args(
-        running.url, tasks, tokenizer, "--remote-engine-url", engine,
-        "--rollout-num-process", "4",
-    )  # pyformat: disable
+        running.url, tasks, tokenizer, "--rollout-num-process", "4"
+    )
+    args.remote_engine_url = engine
     buffer = agent_rollout.DataBuffer(args)
     assert len(_generate(args, 0, buffer)) == 8
     reads = running.stats()["reads"]
@@ -177,7 +174,7 @@ def test_an_empty_data_buffer_does_not_start_the_service_again(monkeypatch):
 
   monkeypatch.setattr(client, "get_rollout_data", as_many_as_needed)
   monkeypatch.setattr(client, "start_rollout", lambda *a: starts.append(a))
-  args = _args("http://b", "t.jsonl", None, "--n-samples-per-prompt", "1")
+  args = _args("http://b", "t.jsonl", None, *ALONE)
   buffer = agent_rollout.DataBuffer(args)
   for rollout_id in range(3):
     assert len(_generate(args, rollout_id, buffer)) == 2
@@ -208,11 +205,12 @@ def test_it_reads_at_fixed_intervals_until_there_is_enough(monkeypatch):
   monkeypatch.setattr(rollout, "asyncio", clock)
   monkeypatch.setattr(client, "get_rollout_data", some)
   monkeypatch.setattr(client, "start_rollout", lambda *a: {})
-  args = _args("http://b", "t.jsonl", None, "--fetch-interval-s", "5")
+  args = _args("http://b", "t.jsonl", None, "--rollout-batch-size", "3")
+  args.fetch_interval_s = 5
   buffer = agent_rollout.DataBuffer(args)
-  assert len(_generate(args, 0, buffer)) == 8
+  assert len(_generate(args, 0, buffer)) == 9
   # Before each of three reads, and after the error.
-  assert pauses == [5.0] * 4 and not answers and len(buffer) == 1
+  assert pauses == [5.0] * 4 and not answers and not len(buffer)
 
 
 # --- errors ----------------------------------------------------------------
@@ -223,7 +221,7 @@ def test_an_unreachable_service_is_a_client_error():
     asyncio.run(agent_rollout.get_rollout_data("http://127.0.0.1:9"))
   with pytest.raises(agent_rollout.ClientError, match="start_rollout"):
     agent_rollout.start_rollout(
-        "http://127.0.0.1:9", _args("", "t.jsonl"), {}
+        "http://127.0.0.1:9", _args("http://b", "t.jsonl"), {}
     )
 
 
@@ -335,10 +333,9 @@ def test_errors_count_against_the_limit_and_minus_one_is_none(
 
 
 @pytest.mark.parametrize("value", ["0", "-2", "x"])
-def test_a_limit_that_makes_no_sense_is_refused(value, capsys):
-  with pytest.raises(SystemExit):
-    _args("", "", None, "--fetch-trajectory-retry-times", value)
-  assert "retry" in capsys.readouterr().err
+def test_a_limit_that_makes_no_sense_is_refused(value):
+  with pytest.raises(ValueError, match="^--fetch-trajectory-retry-times: "):
+    _args("http://b", "t.jsonl", None, "--fetch-trajectory-retry-times", value)
 
 
 def test_a_token_is_sent(tasks):
@@ -423,7 +420,7 @@ def test_the_mask_generator_is_the_one_of_the_option(monkeypatch, tokenizer):
 
   monkeypatch.setattr(client, "get_rollout_data", one)
   monkeypatch.setattr(client, "start_rollout", lambda *a: {})
-  common = ("--n-samples-per-prompt", "1", "--rollout-batch-size", "1")
+  common = (*ALONE, "--rollout-batch-size", "1")
 
   def samples_by(kind):
     args = _args(
@@ -477,7 +474,9 @@ def test_the_newest_groups_come_first_and_the_others_are_kept(monkeypatch):
 
   monkeypatch.setattr(client, "get_rollout_data", all_at_once)
   monkeypatch.setattr(client, "start_rollout", lambda *a: {})
-  args = _args("http://b", "t.jsonl", None, "--n-samples-per-prompt", "1")
+  args = _args(
+      "http://b", "t.jsonl", None, *ALONE, "--rollout-batch-size", "1"
+  )
   buffer = agent_rollout.DataBuffer(args)
   found = _generate(args, 0, buffer)
   assert [s.prompt for s in found] == ["c0", "c1"]
@@ -505,7 +504,7 @@ def test_what_a_read_delivered_stays_when_a_later_read_fails(monkeypatch):
   monkeypatch.setattr(client, "get_rollout_data", one_at_a_time)
   monkeypatch.setattr(client, "start_rollout", lambda *a: {})
   args = _args(
-      "http://b", "t.jsonl", None, "--n-samples-per-prompt", "1",
+      "http://b", "t.jsonl", None, *ALONE,
       "--fetch-trajectory-retry-times", "1",
   )  # pyformat: disable
   buffer = agent_rollout.DataBuffer(args)
@@ -516,71 +515,76 @@ def test_what_a_read_delivered_stays_when_a_later_read_fails(monkeypatch):
   assert buffer.metadata["0"] == ["a", "dropped", "b"]
 
 
-def last_in(args, rollout_id, buffer, num_samples):
+def last_in(args, rollout_id, buffer, num_groups):
   """A filter of one's own."""
-  taken = buffer[-num_samples:]
-  del buffer[-num_samples:]
-  return taken
+  newest = buffer[-num_groups:]
+  del buffer[-num_groups:]
+  return newest
 
 
 def _plain(index, reward):
   return samples.Sample(str(index), f"u{index}", [1], 1, reward, [1])
 
 
-def test_a_filter_by_its_path_chooses_the_samples():
+def test_a_filter_by_its_path_chooses_the_groups():
   args = argparse.Namespace(buffer_filter_path=f"{MODULE}.last_in")
   buffer = agent_rollout.DataBuffer(args)
   buffer.add_samples(_plain(i, 0) for i in range(5))
-  assert [s.index for s in buffer.get_samples(2)] == ["3", "4"]
+  chosen = buffer.get_samples(2)
+  assert [[s.index for s in group] for group in chosen] == [["3"], ["4"]]
   assert len(buffer) == 3
   for path in ("nowhere.at_all", f"{MODULE}.missing", f"{MODULE}.MODULE"):
     with pytest.raises(ValueError, match="--buffer-filter-path"):
       agent_rollout.DataBuffer(argparse.Namespace(buffer_filter_path=path))
 
 
-def test_rewards_have_mean_zero_in_each_group_unless_left_alone():
-  found = [_plain("a", 1), _plain("b", 4), _plain("a", 0), _plain("b", 4)]
-  args = argparse.Namespace(disable_rewards_normalization=False)
-  rewards = samples.rewards_of(args, found)
-  assert rewards[0] == pytest.approx(1, abs=1e-4) == -rewards[2]
-  assert rewards[1] == rewards[3] == 0
-  args.disable_rewards_normalization = True
-  assert samples.rewards_of(args, found) == [1, 4, 0, 4]
+def good_ones(args, rollout_id, buffer, num_groups):
+  """Leaves out groups without a success, for good."""
+  del args, rollout_id
+  groups = [group for group in buffer if any(s.reward for s in group)]
+  buffer[:] = groups[num_groups:]
+  return groups[:num_groups]
 
 
-def test_columns_are_in_the_natural_order_of_indices():
-  found = [_plain(i, 0) for i in ("math_10", "math_2", "9", "b")]
-  columns = samples.train_data(argparse.Namespace(), found)
-  assert columns["sample_indices"] == ["9", "b", "math_2", "math_10"]
+def test_more_is_read_where_the_filter_drops_groups(monkeypatch):
+  answers = [
+      ([_item(n, f"{n}{i}", tokens=[1, 2], loss_mask=[0, 1],
+              reward=float(n == "b")) for i in range(4)], {})
+      for n in "abcb"
+  ]  # pyformat: disable
+
+  async def one_at_a_time(api_base_url):
+    return answers.pop(0)
+
+  monkeypatch.setattr(client, "get_rollout_data", one_at_a_time)
+  monkeypatch.setattr(client, "start_rollout", lambda *a: {})
+  args = _args(
+      "http://b", "t.jsonl", None, "--buffer-filter-path", f"{MODULE}.good_ones"
+  )
+  chosen = _generate(args, 0, agent_rollout.DataBuffer(args))
+  assert {s.index for s in chosen} == {"b"} and len(chosen) == 8
 
 
-# --- commands ---------------------------------------------------------------
+def test_episodes_of_several_sequences_stay_together():
+  first, second, third = (_plain("a", 1.0) for _ in range(3))
+  second.sequence = 1
+  groups = samples.groups_of([first, second, third, _plain("b", 0)], 2)
+  assert [len(group) for group in groups] == [3, 1]
+  items = samples.items_of(groups[0])
+  assert [len(item["sequences"]) for item in items] == [2, 1]
 
 
-def test_the_command_collects_into_a_file_and_goes_on(
-    tasks, tmp_path, capsys
-):
-  save = tmp_path / "samples.jsonl"
+@pytest.mark.parametrize("sample, problem", [
+    (object(), "object has no index"),
+    (samples.Sample("a", "u", [1], 1, 0.0, [1, 1]), "2 values.* 1 of 1 tokens"),
+])  # pyformat: disable
+def test_what_is_no_sample_is_named(sample, problem):
+  with pytest.raises(ValueError, match=problem):
+    samples.items_of([sample])
 
-  def exact(payload, write, stop):
-    for name, _ in buffer_peer.tasks_of(payload):
-      for n in range(int(payload["num_repeat_per_sample"])):
-        write(_item(name, f"{name}-{n}", tokens=[1, 2], loss_mask=[0, 1]))
 
-  with buffer_peer.BufferPeer({"math": exact}) as peer:
-    common = [
-        "--agent-rollout-buffer-url", peer.url, "--prompt-data", str(tasks),
-        "--remote-engine-url", "http://127.0.0.1:1/v1", "--num-epoch", "1",
-        "--rollout-batch-size", "2", "--n-samples-per-prompt", "2",
-        "--fetch-interval-s", "0.01", "--save", str(save),
-    ]  # pyformat: disable
-    assert command.main([*common, "--num-rollout", "1"]) == 0
-    assert command.main([*common, "--num-rollout", "3"]) == 0
-    lines = [json.loads(line) for line in save.read_text().splitlines()]
-    assert [line["rollout_id"] for line in lines] == [0] * 4 + [1] * 4 + [2] * 4
-    uids = [line["prompt"] for line in lines]
-    assert len(set(uids)) == 12
-  assert "samples in" in capsys.readouterr().out
-  bad = [*common, "--rollout-function-path", "no.such.function"]
-  assert command.main(bad) == 1
-  assert "--rollout-function-path no.such.function" in capsys.readouterr().err
+def test_the_natural_order_of_indices():
+  names = ["math_10", "math_2", "9", "b"]
+  assert sorted(names, key=samples.natural_key) == [
+      "9", "b", "math_2", "math_10",
+  ]  # pyformat: disable

@@ -8,26 +8,21 @@ import re
 import types
 
 import pytest
+import rollout_args
 from tunix.rl.multi_turn.trajectory_collector import agent_rollout
-from tunix.rl.multi_turn.trajectory_collector.agent_rollout import (
-  __main__ as command,
-)
-from tunix.rl.multi_turn.trajectory_collector.agent_rollout import arguments
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import (
   assign_instance_id,
 )
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import client
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import rollout
-from tunix.rl.multi_turn.trajectory_collector.agent_rollout import samples
-
-MODULE = "test_agent_rollout_options"
 
 
-def _args(*more):
-  parser = arguments.add_arguments(argparse.ArgumentParser())
-  return parser.parse_args([
-      "--prompt-data", "t.jsonl", "--remote-engine-url", "http://e/v1", *more,
-  ])  # pyformat: disable
+def _args(**more):
+  values = {
+      "prompt_data": "t.jsonl", "remote_engine_url": "http://e/v1",
+      "n_samples_per_prompt": 8, "rollout_max_response_len": 8192,
+  }  # pyformat: disable
+  return argparse.Namespace(**{**values, **more})
 
 
 DOCUMENTED = {
@@ -57,6 +52,10 @@ def test_the_start_payload_has_the_documented_keys_and_defaults(key):
   assert "hush" not in json.dumps(payload)
 
 
+def _sampling(**changed):
+  return {"max_tokens": 24, "temperature": 1.0, "top_p": 1.0, **changed}
+
+
 @pytest.mark.parametrize(
     "option, value, key, sent",
     [
@@ -65,37 +64,27 @@ def test_the_start_payload_has_the_documented_keys_and_defaults(key):
         ("--rollout-task-type", "desktop", "task_type", "desktop"),
         ("--n-samples-per-prompt", "3", "num_repeat_per_sample", "3"),
         ("--rollout-max-response-len", "9", "max_tokens", "9"),
-        ("--hf-checkpoint", "/m", "tokenizer_path", "/m"),
         ("--prompt-data", "q.jsonl", "input_file", "q.jsonl"),
+        ("--disable-rewards-normalization", "", "group_rules", "normalized"),
         (
             "--rollout-temperature", "0.5", "sampling_params",
-            {"max_tokens": 8192, "temperature": 0.5, "top_p": 1.0},
-        ),
-        (
-            "--rollout-top-p", "0.9", "sampling_params",
-            {"max_tokens": 8192, "temperature": 1.0, "top_p": 0.9},
+            _sampling(temperature=0.5),
         ),
         (
             "--rollout-max-response-len", "9", "sampling_params",
-            {"max_tokens": 9, "temperature": 1.0, "top_p": 1.0},
+            _sampling(max_tokens=9),
         ),
     ],
 )  # pyformat: disable
-def test_an_argument_reaches_the_payload(option, value, key, sent):
-  args = _args(option, value)
+def test_a_flag_of_the_command_reaches_the_payload(option, value, key, sent):
+  flags = {
+      "--prompt-data": "t.jsonl", "--rollout-max-response-len": "24",
+      option: value,
+  }  # pyformat: disable
+  args = rollout_args.make(
+      "http://b", *(word for pair in flags.items() for word in pair if word)
+  )
   assert client.start_payload("http://b", args, None)[key] == sent
-
-
-def test_defaults_of_the_options_are_the_documented_ones():
-  args = arguments.add_arguments(argparse.ArgumentParser()).parse_args([])
-  assert args.agent_rollout_buffer_url == "http://127.0.0.1:8889"
-  assert args.loss_mask_type == "qwen" and args.prompt_data is None
-  assert args.fetch_trajectory_retry_times == -1
-  assert args.fetch_interval_s == 5.0
-  assert args.buffer_filter_path is None
-  assert not args.disable_rewards_normalization
-  make = samples.load_function(args.rollout_function_path, "--x")
-  assert make is agent_rollout.generate_agent_rollout
 
 
 @pytest.mark.parametrize(
@@ -133,7 +122,7 @@ def test_functions_have_the_documented_signatures(function, parameters):
 
 @pytest.mark.parametrize("name", ["prompt_data", "remote_engine_url"])
 def test_an_argument_that_the_service_needs_is_named(name):
-  args = _args("--agent-rollout-buffer-url", "http://127.0.0.1:1")
+  args = _args(agent_rollout_buffer_url="http://127.0.0.1:1")
   setattr(args, name, "")
   option = "--" + name.replace("_", "-")
   with pytest.raises(ValueError, match=option):
@@ -234,24 +223,3 @@ def test_a_bad_line_is_named(text, problem, tmp_path, capsys):
 def test_a_task_without_an_id_is_refused_with_its_line():
   with pytest.raises(ValueError, match="line 2: no instance_id"):
     assign_instance_id.check_ids(['{"instance_id": "a"}', "{}"], "f")
-
-
-def at_once(args, rollout_id, data_buffer):
-  """A rollout of one's own, that waits for nothing."""
-  name = f"{args.rollout_batch_size}-{rollout_id}"
-  return [samples.Sample(name, "u", [1], 1, 1.0, [1])]
-
-
-async def later(args, rollout_id, data_buffer):
-  return at_once(args, rollout_id, data_buffer)
-
-
-@pytest.mark.parametrize("name", ["at_once", "later"])
-def test_a_function_by_its_path_makes_the_rollouts(name, tmp_path):
-  save = tmp_path / "samples.jsonl"
-  assert command.main([
-      "--rollout-function-path", f"{MODULE}.{name}", "--num-rollout", "2",
-      "--rollout-batch-size", "3", "--save", str(save),
-  ]) == 0  # pyformat: disable
-  lines = [json.loads(line) for line in save.read_text().splitlines()]
-  assert [line["index"] for line in lines] == ["3-0", "3-1"]

@@ -366,6 +366,63 @@ def test_a_users_own_type_by_name_and_by_path(kinds):
     loss_mask.masked_tokens(Broken(found), messages)
 
 
+class CustomTask(loss_mask.MultiTurnLossMaskGenerator):
+  """A task's format beside the others, as the protocol's document has it."""
+
+  def get_custom_task_mask(self, messages):
+    ids = self.tokenizer(messages[-1]["content"])["input_ids"]
+    return ids, [1] * len(ids)
+
+  def get_loss_mask(self, messages):
+    if self.tokenizer_type == "custom_task":
+      return self.get_custom_task_mask(messages)
+    return super().get_loss_mask(messages)
+
+
+@pytest.mark.parametrize("kind", ["qwen", "qwen3", "distill_qwen"])
+def test_a_generator_is_made_with_a_tokenizer_and_a_type(kinds, kind):
+  tokenizer, generator = kinds[kind]
+  messages = [USER, {"role": "assistant", "content": "the lamp"}]
+  want = generator.get_loss_mask(messages)
+  for cls in (loss_mask.MultiTurnLossMaskGenerator, CustomTask):
+    other = cls(tokenizer, tokenizer_type=kind)
+    assert other.get_loss_mask(messages) == want
+    length = len(want[1]) - want[1].index(1)
+    assert other.get_response_lengths([want[1]]) == [length]
+
+
+def test_a_subclass_adds_a_type_to_the_others(kinds):
+  tokenizer = kinds["qwen"][0]
+  messages = [USER, {"role": "assistant", "content": "the lamp"}]
+  want = tokenizer("the lamp")["input_ids"]
+  assert CustomTask(tokenizer, "custom_task").get_loss_mask(messages)[0] == want
+  loss_mask.LOSS_MASK_TYPES.register("custom_task", CustomTask)
+  try:
+    generator = loss_mask.make("custom_task", tokenizer)
+    masked = loss_mask.masked_tokens(generator, messages)
+    assert masked == (want, [1] * len(want))
+  finally:
+    loss_mask.LOSS_MASK_TYPES.unregister("custom_task")
+  with pytest.raises(ValueError, match="unknown loss mask type 'custom'"):
+    CustomTask(tokenizer, "custom").get_loss_mask(messages)
+
+
+@pytest.mark.parametrize("kind", ["qwen", "qwen3"])
+def test_the_newline_after_the_end_is_trained_where_it_is_chosen(kinds, kind):
+  tokenizer, generator = kinds[kind]
+  messages = [
+      USER, {"role": "assistant", "content": "the"},
+      {**USER, "content": "b"}, {"role": "assistant", "content": "lamp"},
+  ]  # pyformat: disable
+  ids, mask = generator.get_loss_mask(messages)
+  other = loss_mask.make(f"{kind}_newline", tokenizer)
+  newline_ids, newline_mask = other.get_loss_mask(messages)
+  assert newline_ids == ids
+  more = [i for i, (a, b) in enumerate(zip(mask, newline_mask)) if a != b]
+  assert [tokenizer.decode([ids[i]]) for i in more] == ["\n", "\n"]
+  assert [tokenizer.decode([ids[i - 1]]) for i in more] == [END, END]
+
+
 def test_an_unknown_type_is_refused_with_the_known_ones(kinds):
   with pytest.raises(ValueError) as refused:
     loss_mask.make("qwen2", kinds["qwen"][0])

@@ -5,12 +5,41 @@ Does not load anything; imports no JAX.
 
 from __future__ import annotations
 
-from typing import Any, Iterator, Literal
+from typing import Any, Callable, Iterator, Literal
 
 from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import settings
+from tunix.rl.multi_turn.trajectory_collector import loss_mask
 
 setting = settings.setting
+OWN_FUNCTION = (
+    "tunix.rl.multi_turn.trajectory_collector.agent_rollout"
+    ".generate_agent_rollout"
+)
+"""The rollout function that this package has."""
+ROLLOUT_FLAGS = {
+    "agent_rollout_buffer_url": "buffer.url",
+    "rollout_buffer_url": "buffer.url",
+    "rollout_function_path": "buffer.function",
+    "rollout_task_type": "buffer.task_type",
+    "prompt_data": "buffer.input_file",
+    "num_epoch": "buffer.num_epoch",
+    "loss_mask_type": "buffer.loss_mask_type",
+    "buffer_filter_path": "buffer.filter",
+    "disable_rewards_normalization": "buffer.normalized",
+    "fetch_trajectory_retry_times": "buffer.retries",
+    "num_rollout": "learner.steps",
+    "rollout_batch_size": "learner.groups_per_step",
+    "n_samples_per_prompt": "collect.group_size",
+    "rollout_num_process": "collect.concurrency",
+    "rollout_max_response_len": "sampling.max_new_tokens",
+    "rollout_temperature": "sampling.temperature",
+    "rollout_top_p": "sampling.top_p",
+    "hf_checkpoint": "policy.name",
+}
+"""Arguments of the rollout buffer protocol's trainer -> the settings they mean.
+They are short keys, and options of the command: `--num-rollout 3`."""
 _MISSING = (
     "Sampled tokens without a recorded log-prob, and all of an episode that is"
     " text only. refuse: they end the run. recompute: the learner's own, of the"
@@ -50,6 +79,28 @@ class BufferConfig:
   options: dict[str, Any] = setting(
       default={}, doc="More keys of the start payload, for the generator."
   )
+  function: str = setting(
+      default="",
+      doc="package.module.function of (args, rollout_id, data_buffer), plain or"
+      " async, that makes each rollout: it returns the samples of"
+      " learner.groups_per_step groups. \"\" = the run reads the service"
+      " itself, under leases; with buffer.filter, this package's"
+      " agent_rollout.generate_agent_rollout.",
+  )
+  filter: str = setting(
+      default="",
+      doc="package.module.function of (args, rollout_id, buffer, num_groups)"
+      " that takes a rollout's groups out of the list `buffer` of groups, for"
+      " a function that asks its data buffer for samples. \"\" = in the order"
+      " in which they were added.",
+  )
+  normalized: bool = setting(
+      default=False,
+      doc="The service filters, normalises and pads groups, and the learner"
+      " takes rewards as they come (algorithm.advantage=reward). false: groups"
+      " come with the rewards of their episodes, which algorithm.advantage"
+      " compares.",
+  )
   lease_s: float = setting(
       default=3600.0,
       doc="Time in which what was read is trained on and in a checkpoint; the"
@@ -85,6 +136,26 @@ class BufferConfig:
         yield str(error)
     if self.retries == 0:
       yield "retries=0 would end the run without a try; give -1 or >= 1"
+    if "group_rules" in self.options:
+      yield (
+          f"options.group_rules={self.options['group_rules']} is chosen by"
+          " normalized; set buffer.normalized=true or false"
+      )
+    if self.makes_rollouts and not self.start:
+      yield (
+          "start=false is of a run that reads the service itself, and a rollout"
+          " function starts it; leave out function and filter, or start"
+      )
+    if self.makes_rollouts and self.name:
+      yield (
+          f"name={self.name} is of a run that reads the service itself; for a"
+          f" rollout function set url={self.url}/b/{self.name}"
+      )
+
+  @property
+  def makes_rollouts(self) -> bool:
+    """Whether a rollout function stands in the place of the run's reading."""
+    return bool(self.function or self.filter)
 
 
 @settings.settings
@@ -129,6 +200,29 @@ class OfflineConfig:
   )
 
 
+def presets(chosen: Callable[[str], Any]) -> dict[str, Any]:
+  """Defaults of settings that a buffer's other settings imply, by dotted key.
+
+  Args:
+    chosen: The value of a dotted key, its default where none is given.
+  """
+  return {
+      key: value
+      for choice, values in CHOICES.items()
+      for key, value in values.items()
+      if chosen(choice) not in (False, "", "False", "false")
+  }
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "buffer.url": {"rollout.via": "buffer"},
+    "buffer.normalized": {"algorithm.advantage": "reward"},
+    # Text has no log-probs.
+    "buffer.loss_mask_type": {"buffer.missing_logprobs": "recompute"},
+}
+"""What a setting of the section implies where it is given."""
+
+
 def contradictions(c: Any) -> Iterator[str]:
   """Values of a `TrainConfig` that cannot go together, of such episodes."""
   via = c.rollout.via
@@ -154,14 +248,30 @@ def contradictions(c: Any) -> Iterator[str]:
           " set buffer.input_file (or task_source.path), or buffer.start=false"
           " where others write"
       )
-    asked = c.buffer.options.get("group_rules")
-    if asked == "normalized" and c.algorithm.advantage != "reward":
+    if c.buffer.normalized and c.algorithm.advantage != "reward":
       yield (
-          "buffer.options.group_rules=normalized has the service normalise"
-          " rewards, which algorithm.advantage="
-          f"{c.algorithm.advantage} would do again; set"
-          " algorithm.advantage=reward, or leave group_rules out"
+          "buffer.normalized=true (--disable-rewards-normalization) leaves the"
+          f" rewards as the service gives them, and algorithm.advantage="
+          f"{c.algorithm.advantage} compares them again; leave out one of them"
       )
+    for field, or_else in (
+        ("function", f", {OWN_FUNCTION}, or leave it out: the run then reads"
+         " the service itself"),
+        ("filter", ""),
+    ):  # pyformat: disable
+      if path := getattr(c.buffer, field):
+        try:
+          registry.import_function(path)
+        except (ValueError, ImportError) as error:
+          yield (
+              f"buffer.{field}={path}: {error}; give package.module.function"
+              + or_else
+          )
+    if kind := c.buffer.loss_mask_type:
+      try:
+        loss_mask.LOSS_MASK_TYPES.get(kind)
+      except (ValueError, ImportError) as error:
+        yield f"buffer.loss_mask_type={kind}: {error}"
   if via == "offline" and not c.offline.path:
     yield "rollout.via=offline needs offline.path, a file of episodes"
   if via not in ("buffer", "offline"):

@@ -21,6 +21,7 @@ from typing import Any, Mapping, Sequence
 
 from tunix.rl.multi_turn.agents import registry as agents
 from tunix.rl.multi_turn.config import checks
+from tunix.rl.multi_turn.config import data_sections
 from tunix.rl.multi_turn.config import documentation
 from tunix.rl.multi_turn.config import evaluate_config
 from tunix.rl.multi_turn.config import loader
@@ -197,7 +198,7 @@ def _presets(given: Mapping[str, Any]) -> dict[str, Any]:
   policy = chosen("policy.name")
   if policy not in checks.SHIPPED:
     found["warm_start.source"] = "none"
-  return found
+  return found | data_sections.presets(chosen)
 
 
 def changed(config: TrainConfig) -> dict[str, Any]:
@@ -245,7 +246,10 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
   problems: list[str] = []
   overrides, files = _read_arguments(argv, problems, _TRAIN)
   layers, resume = _base(overrides, files, problems, _TRAIN)
-  return _named(_resolved(layers, overrides, problems, resume, _TRAIN))
+  try:
+    return _named(_resolved(layers, overrides, problems, resume, _TRAIN))
+  except ConfigError as error:
+    raise ConfigError(_with_flags(error.problems, argv)) from None
 
 
 def help_first(argv: Sequence[str], evaluation: bool = False) -> None:
@@ -377,6 +381,8 @@ def _read_arguments(
       overrides.append({"evaluate.compare": loader.Raw(other, other)})
     elif argument == "--dry-run":
       overrides.append({"run.dry_run": True})
+    elif command is _TRAIN and (flag := _rollout_flag(argument)):
+      taken.update(_read_flag(flag, place, argv, overrides, problems))
     elif argument.startswith("-"):
       override, took_next = _as_override(
           argument, argv[place + 1 :], command
@@ -439,6 +445,60 @@ def _directory(argument: str) -> dict[str, Any]:
   if (place / "config.json").is_file():
     return {"policy.name": loader.Raw(argument, argument)}
   return {}
+
+
+def _rollout_flag(argument: str) -> str:
+  """The short key that an option of `ROLLOUT_FLAGS` means; "" for others."""
+  dashes, _, name = argument.partition("=")[0].partition("--")
+  name = name.replace("-", "_")
+  return name if not dashes and name in data_sections.ROLLOUT_FLAGS else ""
+
+
+def _read_flag(
+    flag: str,
+    place: int,
+    argv: Sequence[str],
+    overrides: list[dict[str, Any]],
+    problems: list[str],
+) -> set[int]:
+  """Adds the setting that `argv[place]` means to the overrides.
+
+  Returns:
+    Places of arguments that are its value.
+  """
+  path = data_sections.ROLLOUT_FLAGS[flag]
+  _, equals, text = argv[place].partition("=")
+  used: set[int] = set()
+  if loader.leaves(TrainConfig)[path].type is bool and not equals:
+    text = "true"
+  elif not equals:
+    if place + 1 >= len(argv) or argv[place + 1].startswith("--"):
+      problems.append(f"{argv[place]} needs a value, for {path}")
+      return used
+    text, used = argv[place + 1], {place + 1}
+  try:
+    _, value = loader.parse_override(f"{flag}={text}")
+  except ConfigError as error:
+    problems += error.problems
+    return used
+  overrides.append(
+      loader.flatten({flag: value}, TrainConfig, ALIASES, "", problems)
+  )
+  return used
+
+
+def _with_flags(problems: Sequence[str], argv: Sequence[str]) -> list[str]:
+  """Problems of settings that were given as options begin with these."""
+  options = {
+      data_sections.ROLLOUT_FLAGS[flag]: argument.partition("=")[0]
+      for argument in argv
+      if (flag := _rollout_flag(argument))
+  }
+  named = []
+  for problem in problems:
+    key = re.match(r"[\w.]*", problem)[0]  # type: ignore[index]
+    named.append(f"{options[key]}: {problem}" if key in options else problem)
+  return named
 
 
 def _as_override(
@@ -538,4 +598,5 @@ def choices() -> dict[str, Mapping[str, Any]]:
   found["a policy without weights in this package"] = {
       "warm_start.source": "none"
   }
+  found.update(data_sections.CHOICES)
   return found

@@ -168,5 +168,6 @@ ALIASES: dict[str, str] = {
     "group_size": "collect.group_size",
     "groups_per_batch": "learner.groups_per_step",
     "monitor_base_url": "monitor.url",
+    **data_sections.ROLLOUT_FLAGS,
 }
 """Short keys. A section's own name with a plain value is one of them."""

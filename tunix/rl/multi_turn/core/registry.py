@@ -92,6 +92,23 @@ def import_path(path: str) -> Any:
   return value
 
 
+def import_function(path: str) -> Callable[..., Any]:
+  """Imports a callable by "package.module.function" or "package.module:name".
+
+  Raises:
+    ValueError: not of that form, or no callable.
+    ImportError: nothing at that path.
+  """
+  dotted = path
+  if ":" not in path:
+    module, _, name = path.rpartition(".")
+    dotted = f"{module}:{name}"
+  value = import_path(dotted)
+  if not callable(value):
+    raise ValueError(f"{path} is a {type(value).__name__}, no function")
+  return cast(Callable[..., Any], value)
+
+
 def lazy_attributes(
     package: str, **modules: str
 ) -> Callable[[str], Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import functools
 import logging
 import time
 from typing import Any
@@ -101,18 +100,30 @@ class Training:
         processes=run.processes,
         share_timeout_s=config.processes.share_s or None,
         replay=self._make_replay(),
-        prepare=functools.partial(sources.fill_logprobs, self._learner)
-        if not config.collects
-        else lambda groups: groups,
+        prepare=self._prepared,
     )
 
   def _extras(self) -> dict[str, Any]:
     """State of the run that a checkpoint keeps beside the learner's."""
-    return {
+    state = {
         "collect": self._collecting.state_dict(),
         "counts": self._run.counts.training(),
         resuming.RECORDED: resuming.recorded(self._config).to_dict(),
     }
+    if self._config.rollout.via == "buffer":
+      # The number of the last rollout, of which each update takes one.
+      state["rollout_id"] = self._learner.counters.updates - 1
+    return state
+
+  def _prepared(
+      self, groups: list[trajectory_lib.TrajectoryGroup]
+  ) -> list[trajectory_lib.TrajectoryGroup]:
+    """The groups of an update, as the learner takes them."""
+    if self._config.rollout.via == "buffer":
+      return sources.prepared(self._learner, groups)
+    if self._config.collects:
+      return groups
+    return sources.fill_logprobs(self._learner, groups)
 
   def run(self) -> None:
     """Updates until learner.steps or the time budget.
@@ -203,7 +214,7 @@ class Training:
     self._queue.close()
     try:
       self._save_last()
-      if isinstance(self._collecting, buffer_loop.BufferLoop):
+      if isinstance(self._queue, buffer_loop.LeasedQueue):
         self._collecting.finish()
     finally:
       if self._replayed is not None:

@@ -40,7 +40,8 @@ from tunix.rl.multi_turn.serving import tool_results
 
 _LOG = logging.getLogger(__name__)
 
-DEFAULT_MODEL = "default"  # AReaL's clients name no other.
+# AReaL's clients, and generators of rollout buffers, name no other.
+DEFAULT_MODELS = ("default", "custom")
 OnTokens = Callable[[int, np.ndarray], None]
 """(number of the choice, int32[S] new tokens)."""
 
@@ -207,7 +208,7 @@ class Service:
 
   def check_model(self, name: str) -> None:
     """Raises ApiError for a model that is not served."""
-    if name not in (self.policy.name, DEFAULT_MODEL):
+    if name not in (self.policy.name, *DEFAULT_MODELS):
       raise errors.ApiError(
           404,
           f"the model {name!r} is not served here; use {self.policy.name!r}",

@@ -1,6 +1,6 @@
 """Turns conversations from elsewhere into tokens and loss masks.
 
-    generator = loss_mask.make("qwen", tokenizer)
+    generator = loss_mask.MultiTurnLossMaskGenerator(tokenizer, "qwen")
     masked = loss_mask.masked_tokens(generator, messages, tools)
     masked.token_ids, masked.loss_mask, masked.response_length
 
@@ -8,7 +8,8 @@ Messages are OpenAI's, of text. The replies of the assistant are trained on,
 each with the token that ends its turn; `step_loss_mask` or `loss_mask` 0 in an
 assistant's message leaves that reply out. `LOSS_MASK_TYPES` declares the
 formats: `qwen`, `qwen3`, `distill_qwen`, registered ones, and any class by its
-path "package.module:Class".
+path "package.module:Class". `qwen_newline` and `qwen3_newline` also train the
+newline that their template writes after the end token.
 
 Promises: the trained tokens of a reply decode to its text and the end token; a
 header never shares a token with the reply after it, so that the reply begins
@@ -78,28 +79,35 @@ class Piece:
 
 
 class MultiTurnLossMaskGenerator:
-  """Base of the formats, and of a user's own.
+  """The masks of one format; also the base of formats, and of a user's own.
 
-  A subclass overrides `pieces` and names `control_tokens`, or overrides
-  `get_loss_mask` altogether. Thread-safe where the subclass is.
+  `MultiTurnLossMaskGenerator(tokenizer, "qwen")` writes that type. A subclass
+  overrides `get_loss_mask`, and leaves the types that it does not know to
+  `super().get_loss_mask`; or it is a format and overrides `pieces` and names
+  `control_tokens`. Thread-safe where the subclass is.
 
   Attributes:
     control_tokens: spellings of the tokens that structure a conversation.
     tokenizer: as given.
+    tokenizer_type: name of the type.
   """
 
   control_tokens: tuple[str, ...] = ()
 
-  def __init__(self, tokenizer: Any):
+  def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen"):
     """Args:
 
       tokenizer: of the policy: transformers' (a fast one), or a
         `tokenizers.Tokenizer`.
+      tokenizer_type: A name of `LOSS_MASK_TYPES`, or one that the subclass
+        knows.
 
     Raises:
       ValueError: it has no fast backend, or lacks a control token.
     """
     self.tokenizer = tokenizer
+    self.tokenizer_type = tokenizer_type
+    self._format: MultiTurnLossMaskGenerator | None = None
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not isinstance(backend, tokenizers.Tokenizer):
       raise ValueError(
@@ -136,9 +144,7 @@ class MultiTurnLossMaskGenerator:
     Raises:
       ValueError: naming the message, the value and the fix.
     """
-    raise NotImplementedError(
-        f"{type(self).__name__} must override pieces or get_loss_mask"
-    )
+    raise NotImplementedError(f"{type(self).__name__} must override pieces")
 
   def get_loss_mask(
       self, messages: Sequence[Message], tools: Sequence[Any] | None = None
@@ -152,6 +158,8 @@ class MultiTurnLossMaskGenerator:
     Raises:
       ValueError: naming the message, the value and the fix.
     """
+    if type(self).pieces is MultiTurnLossMaskGenerator.pieces:
+      return self._of_type().get_loss_mask(messages, tools)
     ids: list[int] = []
     mask: list[int] = []
     text, trained = "", False
@@ -172,6 +180,23 @@ class MultiTurnLossMaskGenerator:
     """`response_length` of each mask."""
     return [response_length(mask) for mask in loss_masks]
 
+  def _of_type(self) -> MultiTurnLossMaskGenerator:
+    """The format that `tokenizer_type` names.
+
+    Raises:
+      ValueError: an unknown type, or one that this class was registered for
+        and does not write.
+    """
+    if self._format is None:
+      kind: Any = LOSS_MASK_TYPES.get(self.tokenizer_type)
+      if isinstance(self, kind):
+        raise ValueError(
+            f"{type(self).__name__} has no masks of the loss mask type"
+            f" {self.tokenizer_type!r}; override get_loss_mask or pieces"
+        )
+      self._format = kind(self.tokenizer, self.tokenizer_type)
+    return self._format
+
   def _encode(self, text: str) -> list[int]:
     return self._encoder.encode(text, add_special_tokens=False).ids
 
@@ -190,6 +215,8 @@ for _name, _class in {
     "qwen": "QwenLossMask",
     "qwen3": "Qwen3LossMask",
     "distill_qwen": "DistillQwenLossMask",
+    "qwen_newline": "QwenNewlineLossMask",
+    "qwen3_newline": "Qwen3NewlineLossMask",
 }.items():
   LOSS_MASK_TYPES.register(_name, f"{_TYPES}:{_class}")
 
@@ -207,7 +234,7 @@ def make(loss_mask_type: str, tokenizer: Any) -> MultiTurnLossMaskGenerator:
     ImportError: nothing at that path.
   """
   found: Any = LOSS_MASK_TYPES.get(loss_mask_type)
-  generator = found(tokenizer)
+  generator = found(tokenizer, loss_mask_type)
   if not callable(getattr(generator, "get_loss_mask", None)):
     raise ValueError(
         f"loss mask type {loss_mask_type!r} makes a"

@@ -41,9 +41,11 @@ class QwenLossMask(loss_mask.MultiTurnLossMaskGenerator):
       "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
   )
   """Of a conversation without one, where the tokenizer has no template."""
+  trains_newline = False
+  """Whether the newline after a reply's end token is trained on."""
 
-  def __init__(self, tokenizer: Any):
-    super().__init__(tokenizer)
+  def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen"):
+    super().__init__(tokenizer, tokenizer_type)
     self.default_system = _default_system(tokenizer, self.untemplated_system)
 
   def pieces(
@@ -73,7 +75,7 @@ class QwenLossMask(loss_mask.MultiTurnLossMaskGenerator):
       yield Piece("assistant\n")
       yield Piece(self.reply(message, index), trained=trained)
       yield Piece(_END.text, control=True, trained=trained)
-      yield Piece("\n")
+      yield Piece("\n", trained=trained and self.trains_newline)
     elif role == "tool":
       # Consecutive results share one turn of the user.
       if index == 0 or messages[index - 1]["role"] != "tool":
@@ -119,6 +121,22 @@ class Qwen3LossMask(QwenLossMask):
     text = _with_calls(text.lstrip("\n"), message, index)
     thought = reasoning.strip("\n")
     return f"<think>\n{thought}\n</think>\n\n{text}"
+
+
+class QwenNewlineLossMask(QwenLossMask):
+  """`qwen_newline`: trains the newline after each reply's end token too.
+
+  A policy stops at the end token and never samples that newline; trainers that
+  mask whole messages of the template include it.
+  """
+
+  trains_newline = True
+
+
+class Qwen3NewlineLossMask(Qwen3LossMask):
+  """`qwen3_newline`: as `qwen_newline`, of `qwen3`."""
+
+  trains_newline = True
 
 
 _BEGIN = Piece("<｜begin▁of▁sentence｜>", control=True)

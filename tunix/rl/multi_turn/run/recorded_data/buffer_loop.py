@@ -73,6 +73,26 @@ def instance_of(group: trajectory_lib.TrajectoryGroup) -> str:
   return group.group_id.rpartition("@")[0] or group.group_id
 
 
+def named(
+    group: trajectory_lib.TrajectoryGroup, instance_id: str, index: int
+) -> trajectory_lib.TrajectoryGroup:
+  """The group under a name of its own: an instance may come in several passes.
+  """
+  return dataclasses.replace(group, group_id=f"{instance_id}@{index}")
+
+
+def announce(
+    observers: events.Observer, group: trajectory_lib.TrajectoryGroup
+) -> None:
+  """Sends the beginning and the end of each of a group's episodes."""
+  for member in group:
+    about = dict(group_id=group.group_id, task_id=group.task_id, split="train")
+    observers.on_event(
+        events.EpisodeStarted(trajectory_id=member.trajectory_id, **about)
+    )
+    observers.on_event(events.EpisodeFinished(trajectory=member, **about))
+
+
 class LeasedQueue(group_queue.GroupQueue):
   """A `GroupQueue` that reports the groups that are done with."""
 
@@ -486,16 +506,7 @@ class BufferLoop:
         self._acknowledge()
         return
       self._refused_in_a_row = 0
-      for member in group:
-        known = dict(
-            group_id=group.group_id, task_id=group.task_id, split="train"
-        )
-        self._observers.on_event(
-            events.EpisodeStarted(trajectory_id=member.trajectory_id, **known)
-        )
-        self._observers.on_event(
-            events.EpisodeFinished(trajectory=member, **known)
-        )
+      announce(self._observers, group)
       if reason := self._refusal(group):
         self.counts["dropped"] += 1
         self._say_dropped(waiting.about, group, reason)
@@ -530,9 +541,7 @@ class BufferLoop:
         for record in waiting.found
     ]
     group = records.group_of(waiting.found, episodes, start_version=version)
-    # An instance may be rolled out in several passes.
-    name = f"{waiting.found[0].instance_id}@{index}"
-    return dataclasses.replace(group, group_id=name)
+    return named(group, waiting.found[0].instance_id, index)
 
   def _refusal(self, group: trajectory_lib.TrajectoryGroup) -> str:
     valid = len(group.valid)

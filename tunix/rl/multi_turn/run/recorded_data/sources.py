@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import logging
 from typing import Any, Mapping, Sequence
+import urllib.parse
 
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.config import data_sections
+from tunix.rl.multi_turn.config import loader
+from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.learner import packing
 from tunix.rl.multi_turn.run.recorded_data import buffer_loop
 from tunix.rl.multi_turn.run.recorded_data import files
+from tunix.rl.multi_turn.run.recorded_data import function_loop
 from tunix.rl.multi_turn.run.recorded_data import offline_queue
 from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import client
+from tunix.rl.multi_turn.trajectory_collector.agent_rollout import rollout
+from tunix.rl.multi_turn.trajectory_collector.agent_rollout import samples
 
 _LOG = logging.getLogger(__name__)
 ConfigError = config_lib.ConfigError
@@ -30,7 +38,7 @@ def make_reader(run: Any, section: str) -> reader_lib.EpisodeReader:
   try:
     return reader_lib.EpisodeReader(
         run.policy.renderer,
-        run.policy.tokenizer,
+        mask_tokenizer(run) if settings.loss_mask_type else None,
         run.images,
         parser=run.config.agent.parser,
         loss_mask_type=settings.loss_mask_type,
@@ -41,6 +49,19 @@ def make_reader(run: Any, section: str) -> reader_lib.EpisodeReader:
     raise ConfigError([
         f"{section}.loss_mask_type={settings.loss_mask_type}: {error}"
     ]) from None
+
+
+def mask_tokenizer(run: Any) -> Any:
+  """The tokenizer that a loss mask type is made with.
+
+  It is transformers', which has the policy's chat template; that of a policy
+  without a directory has none.
+  """
+  if not run.tokenizer_path:
+    return run.policy.tokenizer
+  return rollout.tokenizer_of(
+      argparse.Namespace(hf_checkpoint=run.tokenizer_path)
+  )
 
 
 def make_groups(run: Any) -> files.RecordedGroups:
@@ -108,69 +129,102 @@ def make_buffer_loop(
     observers: Any,
     state: Mapping[str, Any] | None,
     consumed: Sequence[int],
-) -> buffer_loop.BufferLoop:
+) -> buffer_loop.BufferLoop | function_loop.FunctionLoop:
   """The loop of a run with `rollout.via=buffer`; arguments as above."""
   config = run.config
   settings = config.buffer
-  loop = buffer_loop.BufferLoop(
-      functools.partial(
-          client.BufferClient, settings.url, buffer=settings.name
-      ),
-      make_reader(run, "buffer"),
-      queue,
-      settings,
-      batch_size=config.collect.group_size * config.learner.groups_per_step,
-      group_size=config.collect.group_size,
-      raw=config.algorithm.advantage != "reward",
-      min_valid=config.collect.min_valid,
-      payload=functools.partial(start_payload, run)
-      if settings.start
-      else None,
-      observers=observers,
-  )
+  loop: Any
+  if settings.makes_rollouts:
+    loop = function_loop.FunctionLoop(
+        registry.import_function(
+            settings.function or data_sections.OWN_FUNCTION
+        ),
+        rollout_arguments(run),
+        make_reader(run, "buffer"),
+        queue,
+        run.policy.tokenizer.decode,
+        min_valid=config.collect.min_valid,
+        observers=observers,
+    )
+  else:
+    loop = buffer_loop.BufferLoop(
+        functools.partial(
+            client.BufferClient, settings.url, buffer=settings.name
+        ),
+        make_reader(run, "buffer"),
+        queue,
+        settings,
+        batch_size=config.collect.group_size * config.learner.groups_per_step,
+        group_size=config.collect.group_size,
+        raw=config.algorithm.advantage != "reward",
+        min_valid=config.collect.min_valid,
+        payload=functools.partial(start_payload, run)
+        if settings.start
+        else None,
+        observers=observers,
+    )
   if run.resuming:
     stored = () if run.store is None else run.store.load()
     loop.load_state_dict(state or {}, consumed, stored)
   return loop
 
 
-def start_payload(run: Any, skip: Sequence[str]) -> dict[str, Any]:
-  """The body of `/start_rollout` for a run.
+def rollout_arguments(run: Any) -> argparse.Namespace:
+  """The run's settings as the arguments of the protocol's trainer.
 
   Generators sample from the run's own server, with `remote_engine_key` as
   their bearer token; `image_token_id` stands for images in its prompts;
-  `trainer` holds all settings of the run. Groups come with the rewards that
-  their episodes got: the learner compares them.
+  `trainer` holds all settings of the run.
   """
-  config, sampling = run.config, run.config.sampling
-  most = sampling.max_new_tokens
+  config = run.config
   url, key = run.policy_server
   image = run.policy.renderer.image_token_id
-  return {
-      "num_process": str(config.collect.concurrency),
-      "num_epoch": str(config.buffer.num_epoch),
+  args = {
+      flag: loader.value_of(config, path)
+      for flag, path in data_sections.ROLLOUT_FLAGS.items()
+  }
+  server = urllib.parse.urlsplit(url)
+  args |= {
+      "prompt_data": config.buffer.input_file or config.task_source.path,
+      "loss_mask_type": config.buffer.loss_mask_type or "qwen",
+      "buffer_filter_path": config.buffer.filter or None,
+      "rollout_top_k": config.sampling.top_k,
+      "rollout_min_p": config.sampling.min_p,
+      "fetch_interval_s": config.buffer.poll_s,
       "remote_engine_url": url,
       "remote_engine_key": key,
-      "remote_buffer_url": config.buffer.url,
-      "task_type": config.buffer.task_type,
-      "input_file": config.buffer.input_file or config.task_source.path,
-      "num_repeat_per_sample": str(config.collect.group_size),
-      "max_tokens": str(most),
-      "sampling_params": {
-          "max_tokens": most,
-          "temperature": sampling.temperature,
-          "top_p": sampling.top_p,
-          **({"top_k": sampling.top_k} if sampling.top_k else {}),
-          **({"min_p": sampling.min_p} if sampling.min_p else {}),
-      },
-      "tokenizer_path": run.tokenizer_path,
-      "skip_instance_ids": list(skip),
-      "group_rules": "raw",
+      "sglang_router_ip": server.hostname,
+      "sglang_router_port": server.port,
+      "hf_checkpoint": run.tokenizer_path,
+      **({} if run.tokenizer_path else {"tokenizer": run.policy.tokenizer}),
+      "group_rules": "normalized" if config.buffer.normalized else "raw",
       "model": config.policy.name,
-      **({} if image is None else {"image_token_id": image}),
       "trainer": config.to_dict(),
-      **config.buffer.options,
+      "start_options": config.buffer.options,
+      "use_wandb": False,
   }
+  if image is not None:
+    args["image_token_id"] = image
+  return argparse.Namespace(**args)
+
+
+def start_payload(run: Any, skip: Sequence[str]) -> dict[str, Any]:
+  """The body of `/start_rollout` for a run that skips instances."""
+  return client.start_payload(
+      run.config.buffer.url, rollout_arguments(run), {"0": list(skip)}
+  )
+
+
+def prepared(
+    learner: learner_lib.Learner,
+    groups: Sequence[trajectory_lib.TrajectoryGroup],
+) -> list[trajectory_lib.TrajectoryGroup]:
+  """The groups of an update in the order of their instances, log-probs filled
+  in; see `fill_logprobs`."""
+  ordered = sorted(
+      groups, key=lambda g: samples.natural_key(buffer_loop.instance_of(g))
+  )
+  return fill_logprobs(learner, ordered)
 
 
 def fill_logprobs(

@@ -2,8 +2,8 @@
 
 The trainer side of the rollout buffer's protocol: it starts a rollout, polls
 for finished groups, turns them into samples and logs the service's statistics.
-`python -m tunix.rl.multi_turn.trajectory_collector.agent_rollout` collects
-rollouts into a file; `rollout.via=buffer` feeds a training run.
+A training run calls `generate_agent_rollout`, or a function of the user's, with
+`--rollout-function-path` (`buffer.function`).
 
 Does not: generate anything (the service does), or import JAX.
 """

@@ -361,7 +361,7 @@ def start_rollout(
 
   Args:
     api_base_url: of the service.
-    args: of the trainer, see `arguments`; all of it is sent but secrets.
+    args: Arguments of the trainer; all are sent but secrets.
     metadata: of the data buffer: instance ids that were trained on, in lists
       by rollout id. The service skips them.
 
@@ -392,31 +392,39 @@ def start_payload(
 ) -> dict[str, Any]:
   """The body of `/start_rollout`: the documented keys, then every argument.
 
-  Numbers that the protocol sends as text are text.
+  Numbers that the protocol sends as text are text. `args.remote_engine_key` is
+  the one secret that is sent; keys of `args.start_options` replace others.
 
   Raises:
     ValueError: an argument that the service needs is missing.
   """
-  known = vars(args) if hasattr(args, "__dict__") else dict(args)
-  most = _needed(known, "rollout_max_response_len")
+  values = dict(vars(args) if hasattr(args, "__dict__") else args)
+  options = values.pop("start_options", None) or {}
+  most = _needed(values, "rollout_max_response_len")
+  sampling = {
+      "max_tokens": int(most),
+      "temperature": float(values.get("rollout_temperature", 1.0)),
+      "top_p": float(values.get("rollout_top_p", 1.0)),
+  }
+  for name in ("top_k", "min_p"):
+    if value := values.get(f"rollout_{name}"):
+      sampling[name] = value
   payload = {
-      "num_process": str(known.get("rollout_num_process") or 100),
-      "num_epoch": str(known.get("num_epoch") or 3),
-      "remote_engine_url": _engine_url(known),
+      "num_process": str(values.get("rollout_num_process") or 100),
+      "num_epoch": str(values.get("num_epoch") or 3),
+      "remote_engine_url": _engine_url(values),
       "remote_buffer_url": api_base_url,
-      "task_type": known.get("rollout_task_type") or "math",
-      "input_file": _needed(known, "prompt_data"),
-      "num_repeat_per_sample": str(_needed(known, "n_samples_per_prompt")),
+      "task_type": values.get("rollout_task_type") or "math",
+      "input_file": _needed(values, "prompt_data"),
+      "num_repeat_per_sample": str(_needed(values, "n_samples_per_prompt")),
       "max_tokens": str(most),
-      "sampling_params": {
-          "max_tokens": int(most),
-          "temperature": float(known.get("rollout_temperature", 1.0)),
-          "top_p": float(known.get("rollout_top_p", 1.0)),
-      },
-      "tokenizer_path": known.get("hf_checkpoint") or "",
+      "sampling_params": sampling,
+      "tokenizer_path": values.get("hf_checkpoint") or "",
       "skip_instance_ids": flat_ids(metadata),
   }
-  for name, value in known.items():
+  if "remote_engine_key" in values:
+    payload["remote_engine_key"] = values["remote_engine_key"]
+  for name, value in values.items():
     if name in payload or any(part in name for part in _SECRET):
       continue
     try:
@@ -424,7 +432,7 @@ def start_payload(
     except (TypeError, ValueError):
       continue  # An object of the trainer's own process.
     payload[name] = value
-  return payload
+  return {**payload, **options}
 
 
 def _needed(known: Mapping[str, Any], name: str) -> Any:

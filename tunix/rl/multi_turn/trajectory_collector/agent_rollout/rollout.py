@@ -4,7 +4,7 @@ Promises: the service is started once for each data buffer, whatever that holds;
 errors count against `fetch_trajectory_retry_times`, between two of which a
 pause lies; the event loop is never blocked; samples that the service has
 delivered are not lost: those that a rollout does not take stay in the data
-buffer.
+buffer, also when the rollout fails.
 
 Does not: filter invalid groups (the service does), or evaluate.
 """
@@ -41,15 +41,15 @@ async def generate_agent_rollout(
   """Collects one rollout.
 
   Args:
-    args: of the trainer, see `arguments`.
+    args: Arguments of the trainer, named as its command line names them.
     rollout_id: number of the rollout; also the key of its finished instance
       ids in the data buffer's metadata.
     data_buffer: takes the samples; its metadata names instances to skip.
     evaluation: not supported; evaluate checkpoints by themselves.
 
   Returns:
-    rollout_batch_size x n_samples_per_prompt samples, by the data buffer's
-    filter.
+    The samples of `rollout_batch_size` groups, group after group, as the data
+    buffer's filter chooses them.
 
   Raises:
     NotImplementedError: `evaluation`.
@@ -62,7 +62,6 @@ async def generate_agent_rollout(
         " checkpoint by itself"
     )
   url = args.agent_rollout_buffer_url
-  wanted = args.rollout_batch_size * args.n_samples_per_prompt
   errors = _Errors(getattr(args, "fetch_trajectory_retry_times", -1))
   if data_buffer not in _started:
     # An argument that is missing is no error that may pass.
@@ -74,10 +73,21 @@ async def generate_agent_rollout(
     )
     _started.add(data_buffer)
     _LOG.info("rollout %d: %s", rollout_id, answer)
-  if len(data_buffer) < wanted:
-    all_meta = await _fill(args, url, rollout_id, data_buffer, wanted, errors)
-    log_raw_info(args, all_meta, rollout_id)
-  return data_buffer.get_samples(wanted, rollout_id)
+  chosen: list[list[samples_lib.Sample]] = []
+  size = args.rollout_batch_size
+  needed = size
+  try:
+    while len(chosen) < size:
+      if len(data_buffer) < needed:
+        meta = await _fill(args, url, rollout_id, data_buffer, needed, errors)
+        log_raw_info(args, meta, rollout_id)
+      chosen += data_buffer.get_samples(size - len(chosen), rollout_id)
+      # The filter passes over the groups that are left.
+      needed = len(data_buffer) + size - len(chosen)
+  except BaseException:
+    data_buffer.put_back(chosen)
+    raise
+  return [sample for group in chosen for sample in group]
 
 
 async def _fill(
@@ -85,10 +95,10 @@ async def _fill(
     url: str,
     rollout_id: int,
     data_buffer: samples_lib.DataBuffer,
-    wanted: int,
+    size: int,
     errors: _Errors,
 ) -> list[dict[str, Any]]:
-  """Reads until the data buffer has `wanted`; the reads' meta information.
+  """Reads until the data buffer has `size` groups; the reads' meta information.
 
   The service has acknowledged a read when it is answered: each is in the data
   buffer, with the ids it finished, before the next is tried.
@@ -96,7 +106,7 @@ async def _fill(
   all_meta: list[dict[str, Any]] = []
   token = getattr(args, "rollout_buffer_token", "")
   given: dict[str, Any] = {"token": token} if token else {}
-  while len(data_buffer) < wanted:
+  while len(data_buffer) < size:
     await asyncio.sleep(getattr(args, "fetch_interval_s", POLL_S))
     items, meta = await errors.until_done(lambda: _usable(url, given))
     if meta:
@@ -158,10 +168,10 @@ def _add(
     generator = loss_mask_lib.make(
         getattr(args, "loss_mask_type", None) or "qwen", tokenizer_of(args)
     )
-  for group in samples_lib.newest_first(items):
-    data_buffer.add_samples(
-        [s for item in group for s in samples_lib.make_samples(item, generator)]
-    )
+  data_buffer.add_samples([
+      [s for item in group for s in samples_lib.make_samples(item, generator)]
+      for group in samples_lib.newest_first(items)
+  ])
 
 
 def tokenizer_of(args: Any) -> Any:

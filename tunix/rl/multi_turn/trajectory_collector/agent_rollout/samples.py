@@ -5,7 +5,8 @@ item of text only they are the loss mask generator's, and the sample's metadata
 carries `text_only`. A sample in which nothing is trained has response length 0
 and an empty loss mask. Order by index is natural: math_2 is before math_10.
 
-Does not: talk to the service, or normalise what `rewards_of` is told to leave.
+Does not: talk to the service, normalise rewards (the learner compares them), or
+hold screenshots: an item with some is refused.
 """
 
 from __future__ import annotations
@@ -19,14 +20,12 @@ from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import registry
-from tunix.rl.multi_turn.core import reward_equality
 from tunix.rl.multi_turn.trajectory_collector import loss_mask as loss_mask_lib
 from tunix.rl.multi_turn.trajectory_collector import recorded_sequences
 from tunix.rl.multi_turn.trajectory_collector import records
 
 TEXT_ONLY = "text_only"
 """Key of metadata: the tokens are the mask generator's, not the policy's."""
-_STD_EPS = 1e-6
 
 
 class Status(enum.Enum):
@@ -52,6 +51,8 @@ class Sample:
     rollout_log_probs: of the response, None for a token without one; None
       where no log-prob was recorded.
     weight_versions: the same, of the weights that sampled each token.
+    sequence: number of the token sequence in its episode: an episode whose
+      history was rewritten is several samples, of one index and prompt.
   """
 
   index: str
@@ -64,6 +65,7 @@ class Sample:
   metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
   rollout_log_probs: list[float | None] | None = None
   weight_versions: list[int | None] | None = None
+  sequence: int = 0
 
   @property
   def truncated(self) -> bool:
@@ -90,7 +92,8 @@ def make_samples(
     generator: for an item of text only.
 
   Raises:
-    ValueError: the item is none, or has no tokens and there is no generator.
+    ValueError: the item is none, has no tokens and there is no generator, or
+      has screenshots.
   """
   record = item if isinstance(item, records.Record) else records.read(item)
   raw = record.reward if record.raw_reward is None else record.raw_reward
@@ -98,8 +101,14 @@ def make_samples(
   found = record.sequences or (masked(record, generator),)
   if not record.sequences:
     metadata[TEXT_ONLY] = True
+  if any(sequence.images for sequence in found):
+    raise ValueError(
+        f"item uid={record.uid!r} has screenshots, which a sample does not"
+        " hold; leave out --rollout-function-path and --buffer-filter-path:"
+        " the run then reads the service itself"
+    )
   samples = []
-  for sequence in found:
+  for number, sequence in enumerate(found):
     length = loss_mask_lib.response_length(sequence.loss_mask.tolist())
     start = len(sequence.tokens) - length
     mask = sequence.loss_mask[start:]
@@ -120,6 +129,7 @@ def make_samples(
             weight_versions=_where(
                 sequence.versions[start:], sequence.versions[start:] >= 0
             ),
+            sequence=number,
         )
     )
   return samples
@@ -178,44 +188,24 @@ def newest_first(
   return sorted(groups.values(), key=newest, reverse=True)
 
 
-BufferFilter = Callable[[Any, int, list[Sample], int], list[Sample]]
-"""(args, rollout_id, buffer, num_samples) -> samples, removed from `buffer`."""
+BufferFilter = Callable[
+    [Any, int, list[list[Sample]], int], list[list[Sample]]
+]
+"""(args, rollout_id, buffer, num_groups) -> groups, removed from `buffer`."""
 
 
 def pop_first(
-    args: Any, rollout_id: int, buffer: list[Sample], num_samples: int
-) -> list[Sample]:
-  """The default filter: the samples that came first."""
+    args: Any, rollout_id: int, buffer: list[list[Sample]], num_groups: int
+) -> list[list[Sample]]:
+  """The default filter: the groups that came first."""
   del args, rollout_id
-  taken = buffer[:num_samples]
-  del buffer[:num_samples]
-  return taken
-
-
-def load_function(path: str, option: str) -> Callable[..., Any]:
-  """A function by its dotted path, "package.module.function".
-
-  Raises:
-    ValueError: there is none; names the option.
-  """
-  dotted = path
-  if ":" not in path:
-    module, _, name = path.rpartition(".")
-    dotted = f"{module}:{name}"
-  try:
-    found = registry.import_path(dotted)
-  except (ValueError, ImportError, AttributeError) as error:
-    raise ValueError(
-        f"{option} {path}: {error}; give package.module.function"
-    ) from None
-  if not callable(found):
-    kind = type(found).__name__
-    raise ValueError(f"{option} {path} is a {kind}, no function")
-  return found
+  first = buffer[:num_groups]
+  del buffer[:num_groups]
+  return first
 
 
 class DataBuffer:
-  """The trainer's own buffer of samples. Thread-safe.
+  """The trainer's own buffer of groups of samples. Thread-safe.
 
   Attributes:
     metadata: instance ids trained on, by rollout id; kept in checkpoints.
@@ -224,35 +214,58 @@ class DataBuffer:
   def __init__(self, args: Any = None):
     """Args:
 
-      args: `buffer_filter_path` names the filter; FIFO without.
+      args: `buffer_filter_path` names the filter; FIFO without. Samples that
+        are added without groups are cut into `n_samples_per_prompt`.
 
     Raises:
       ValueError: no function there.
     """
     self.args = args
     self.metadata: dict[str, Any] = {}
-    self._samples: list[Sample] = []
+    self._groups: list[list[Sample]] = []
     self._lock = threading.Lock()
     path = getattr(args, "buffer_filter_path", None)
     self._filter: BufferFilter = pop_first
     if path:
-      self._filter = load_function(path, "--buffer-filter-path")
+      try:
+        self._filter = registry.import_function(path)
+      except (ValueError, ImportError) as error:
+        raise ValueError(
+            f"--buffer-filter-path {path}: {error}; give"
+            " package.module.function"
+        ) from None
 
   def __len__(self) -> int:
-    return len(self._samples)
+    return len(self._groups)
 
   get_buffer_length = __len__
 
-  def add_samples(self, samples: Iterable[Sample]) -> None:
+  def add_samples(
+      self, samples: Iterable[Sample] | Iterable[Sequence[Sample]]
+  ) -> None:
+    """Adds groups, or the samples of groups one after another; see `groups_of`.
+    """
+    groups = groups_of(list(samples), self._size)
     with self._lock:
-      self._samples.extend(samples)
+      self._groups.extend(groups)
 
-  def get_samples(self, num_samples: int, rollout_id: int = 0) -> list[Sample]:
-    """Takes samples as the filter chooses them."""
+  def put_back(self, groups: Iterable[list[Sample]]) -> None:
+    """Adds groups before the present ones."""
+    with self._lock:
+      self._groups[:0] = groups
+
+  def get_samples(
+      self, num_groups: int, rollout_id: int = 0
+  ) -> list[list[Sample]]:
+    """Takes groups as the filter chooses them."""
     with self._lock:
       return list(
-          self._filter(self.args, rollout_id, self._samples, num_samples)
+          self._filter(self.args, rollout_id, self._groups, num_groups)
       )
+
+  @property
+  def _size(self) -> int:
+    return int(getattr(self.args, "n_samples_per_prompt", 0) or 1)
 
   def get_metadata(self) -> dict[str, Any]:
     return dict(self.metadata)
@@ -261,56 +274,121 @@ class DataBuffer:
     self.metadata.update(metadata)
 
   def state_dict(self) -> dict[str, Any]:
-    """JSON that a checkpoint keeps: the metadata, and samples not taken."""
+    """JSON that a checkpoint keeps: the metadata, and groups not taken."""
     with self._lock:
       return {
           "metadata": dict(self.metadata),
-          "samples": [
-              {**dataclasses.asdict(s), "status": s.status.value}
-              for s in self._samples
-          ],
+          "groups": [[_to_json(s) for s in group] for group in self._groups],
       }
 
   def load_state_dict(self, state: Mapping[str, Any]) -> None:
     with self._lock:
       self.metadata = dict(state["metadata"])
-      self._samples = [
-          Sample(**{**s, "status": Status(s["status"])})
-          for s in state["samples"]
+      self._groups = [
+          [_from_json(s) for s in group] for group in state["groups"]
       ]
 
 
-# --- training data ------------------------------------------------------------
-
-
-def rewards_of(args: Any, samples: Sequence[Sample]) -> list[float]:
-  """Rewards to train on.
-
-  Each is (r - mean) / (std + 1e-6) over the samples of its index, as
-  `disable_rewards_normalization` is not set; untouched else.
-  """
-  if getattr(args, "disable_rewards_normalization", False):
-    return [s.reward for s in samples]
-  groups: dict[str, list[int]] = {}
-  for number, sample in enumerate(samples):
-    groups.setdefault(sample.index, []).append(number)
-  out = np.zeros(len(samples))
-  for numbers in groups.values():
-    values = np.array([samples[n].reward for n in numbers])
-    if not reward_equality.all_equal(values):
-      out[numbers] = (values - values.mean()) / (values.std() + _STD_EPS)
-  return [float(r) for r in out]
-
-
-def train_data(args: Any, samples: Sequence[Sample]) -> dict[str, list[Any]]:
-  """Columns for a trainer, sorted by index."""
-  ordered = sorted(samples, key=lambda s: natural_key(s.index))
-  return {
-      "tokens": [s.tokens for s in ordered],
-      "response_lengths": [s.response_length for s in ordered],
-      "rewards": rewards_of(args, ordered),
-      "raw_reward": [s.metadata.get("raw_reward", s.reward) for s in ordered],
-      "truncated": [int(s.truncated) for s in ordered],
-      "sample_indices": [s.index for s in ordered],
-      "loss_masks": [s.loss_mask for s in ordered],
+def _to_json(sample: Any) -> dict[str, Any]:
+  """A sample as JSON values; also one of another class with its attributes."""
+  values = {
+      field.name: getattr(sample, field.name)
+      for field in dataclasses.fields(Sample)
+      if hasattr(sample, field.name)
   }
+  if "status" in values:
+    values["status"] = getattr(values["status"], "value", values["status"])
+  return values
+
+
+def _from_json(data: Mapping[str, Any]) -> Sample:
+  cut = data.get("status") == Status.TRUNCATED.value
+  status = Status.TRUNCATED if cut else Status.COMPLETED
+  return Sample(**{**data, "status": status})
+
+
+# --- conversions --------------------------------------------------------------
+
+
+def groups_of(samples: Sequence[Any], size: int) -> list[list[Any]]:
+  """Returns groups unchanged; gathers samples by index, `size` episodes each.
+  """
+  if all(isinstance(group, (list, tuple)) for group in samples):
+    return [list(group) for group in samples]
+  groups: list[list[Any]] = []
+  count = 0
+  for sample in samples:
+    if not getattr(sample, "sequence", 0):
+      if groups and count < size and groups[-1][0].index == sample.index:
+        count += 1
+      else:
+        groups.append([])
+        count = 1
+    groups[-1].append(sample)
+  return groups
+
+
+_NEEDED = ("index", "prompt", "tokens", "response_length", "reward",
+           "loss_mask")  # pyformat: disable
+
+
+def items_of(group: Sequence[Any]) -> list[dict[str, Any]]:
+  """The token-exact items of a group's samples, one an episode.
+
+  Args:
+    group: Samples of one index, this class's or others with its attributes.
+
+  Raises:
+    ValueError: an attribute is missing, or lengths do not agree.
+  """
+  items: list[dict[str, Any]] = []
+  for sample in group:
+    if missing := [name for name in _NEEDED if not hasattr(sample, name)]:
+      raise ValueError(
+          f"a {type(sample).__name__} has no {', '.join(missing)}; a rollout"
+          " function returns samples, see agent_rollout.Sample"
+      )
+    sequence = _sequence_of(sample)
+    if getattr(sample, "sequence", 0) and items:
+      items[-1]["sequences"].append(sequence)
+      continue
+    info = dict(getattr(sample, "metadata", None) or {})
+    raw = info.pop("raw_reward", None)
+    status = getattr(sample, "status", None)
+    if getattr(status, "value", status) == Status.TRUNCATED.value:
+      info["finish_reason"] = records.LENGTH
+    items.append({
+        "uid": sample.prompt,
+        "instance_id": sample.index,
+        "messages": [],
+        "reward": sample.reward,
+        "extra_info": info,
+        "sequences": [sequence],
+        **({} if raw is None else {"raw_reward": raw}),
+    })
+  return items
+
+
+def _sequence_of(sample: Any) -> dict[str, Any]:
+  """The whole sequence: the response's values, and nulls before it."""
+  tokens = [int(token) for token in sample.tokens]
+  length = int(sample.response_length)
+  # Where nothing is trained, a slice of the last 0 values is everything.
+  mask = list(sample.loss_mask) if length else []
+  if len(mask) != length or length > len(tokens):
+    raise ValueError(
+        f"sample {sample.prompt!r} of {sample.index!r}: loss_mask has"
+        f" {len(mask)} values, response_length is {length} of {len(tokens)}"
+        " tokens; give one value a token of the response"
+    )
+  before = len(tokens) - length
+  sequence = {"tokens": tokens, "loss_mask": [0] * before + mask}
+  for key, values in (
+      ("logprobs", getattr(sample, "rollout_log_probs", None)),
+      ("versions", getattr(sample, "weight_versions", None)),
+  ):
+    # A list of another length is of turns, not of tokens.
+    if values and len(values) == length:
+      own = [v if m else None for v, m in zip(values, mask)]
+      sequence[key] = [None] * before + own
+  return sequence
