@@ -269,6 +269,7 @@ class RunSession(proxy.ProxySession):
       if end is not None and end.reason == "context_limit":
         raise policy_client.ContextLimitError(
             "the model's server has no room for the run's next prompt"
+            + (f": {end.message}" if end.message else "")
         )
       raise run_agent.RunFailed(
           f"the run ended ({end.reason if end else 'unknown'}) without an"

@@ -184,9 +184,11 @@ class Run:
       if not _is_context_limit(error):
         raise
       evaluation = await env.evaluate()
-      return "completed", "context_limit", self._verdict(
+      verdict = self._verdict(
           evaluation.reward, bool(evaluation.metadata.get("success"))
       )
+      verdict["message"] = str(error)[:500]
+      return "completed", "context_limit", verdict
     self._emit("model_output", modelOutput=reply)
     text = _text_of(reply)
     action = agent.update_from_model(text)
