@@ -96,12 +96,14 @@ class RunServiceClient:
     Raises:
       RunServiceError: refused, still full, or an answer without a run's id.
     """
-    reply = await _STARTS.run(
-        lambda: self._http.ask(
-            "POST", f"{self.base_url}/runs", self._timeout_s, body=dict(body)
-        ),
-        due=asyncio.get_running_loop().time() + wait_s,
-    )
+
+    async def ask() -> dict[str, Any]:
+      return await self._http.ask(
+          "POST", f"{self.base_url}/runs", self._timeout_s, body=dict(body)
+      )
+
+    due = asyncio.get_running_loop().time() + wait_s
+    reply = await _STARTS.run(ask, due=due)
     found = reply.get("runId")
     if not isinstance(found, str) or not found:
       raise RunServiceError(
