@@ -106,11 +106,11 @@ def test_a_prompt_that_does_not_fit_ends_the_run_before_its_first_episode(
 ):
   with peers() as addresses:
     assert run(tmp_path, addresses, "name=b", "run_service.agent=qwen3-vl") == 1
-  said = capsys.readouterr().err
-  assert "does not fit engine.context_length=512" in said
-  assert "run_service.agent=compact" in said
-  assert "maximum context length is 512 tokens, the prompt has 8" in said
-  assert "/sessions/" not in said  # A key of a session.
+  errors = capsys.readouterr().err
+  assert "does not fit engine.context_length=512" in errors
+  assert "run_service.agent=compact" in errors
+  assert "maximum context length is 512 tokens, the prompt has 8" in errors
+  assert "/sessions/" not in errors  # A key of a session.
   directory = tmp_path / "b"
   assert not (directory / "traceback.txt").exists()
   assert small_runs.summary_of(directory)["status"] == "failed"
@@ -124,5 +124,5 @@ def test_a_service_that_is_not_there_ends_the_run_at_once(tmp_path, capsys):
     with run_services.serving() as (url, _):
       pass
     assert run(tmp_path, (gym, f"run_service.base_url={url}"), "name=c") == 1
-  said = capsys.readouterr().err
-  assert "does not play task" in said and url in said
+  errors = capsys.readouterr().err
+  assert "does not play task" in errors and url in errors

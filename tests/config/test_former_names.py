@@ -1,4 +1,4 @@
-"""The former trainer's names of settings are taken as they are."""
+"""The former trainer's names of settings still work."""
 
 import logging
 
@@ -104,7 +104,7 @@ def test_equal_values_and_other_gyms_are_no_contradiction():
 def test_the_monitor_may_come_from_the_environment_alone(monkeypatch):
   monkeypatch.setenv("TUNIX_MONITOR_URL", "http://m:2")
   assert config_lib.load_config([]).monitor.url == "http://m:2"
-  given = config_lib.load_config(["monitor_base_url=http://m:3"])
-  assert given.monitor.url == "http://m:3"
+  config = config_lib.load_config(["monitor_base_url=http://m:3"])
+  assert config.monitor.url == "http://m:3"
   assert not config_lib.load_config(["monitor.embedded=true"]).monitor.url
   assert not config_lib.load_config(["monitor.url="]).monitor.url

@@ -101,9 +101,9 @@ def test_a_range_of_numbers_is_held_out_whatever_the_ratio(path):
 
 
 def test_named_tasks_are_held_out_and_never_trained_on(path):
-  held = load(path, split="eval", eval_names=["name 7", "3"])
-  assert held == ["t3", "t7"]
-  train = load(path, split="train", eval_names=["name 7", "3"], names=["5", "9"])
+  names = ["name 7", "3"]
+  assert load(path, split="eval", eval_names=names) == ["t3", "t7"]
+  train = load(path, split="train", eval_names=names, names=["5", "9"])
   assert train == ["t5", "t9"]
   with pytest.raises(ValueError, match="both say what is held out"):
     Config(

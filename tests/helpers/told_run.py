@@ -160,7 +160,7 @@ def compare_stages(row, episode):
 
 
 def compare_figures(row, episode):
-  """What the episode did, claimed and when it had won."""
+  """Checks the columns of actions, claims and successes."""
   actions = [
       a for step in episode.steps for a in step.info.get("gui_actions", ())
   ]

@@ -166,17 +166,17 @@ ENDS = {
 
 
 def test_an_episode_has_its_exact_counts_and_claims(server, tmp_path, store):
-  told = []
+  log = []
   for number, (actions, status, rewards, _) in enumerate(ENDS.values()):
     one = played(
         store, 1e9 + 20 * number, f"g-1.{number}", len(actions), False
     )
     ended = one[-1].trajectory
     ended.status = status
-    for step, done, reward in zip(ended.steps, actions, rewards, strict=True):
-      step.info, step.reward = {"gui_actions": done}, float(reward)
-    told += one
-  tell(server, tmp_path / "s", store, *told)
+    for step, kinds, reward in zip(ended.steps, actions, rewards, strict=True):
+      step.info, step.reward = {"gui_actions": kinds}, float(reward)
+    log += one
+  tell(server, tmp_path / "s", store, *log)
   rows = server.rows("rollout")
   for row, (what, (*_, expected)) in zip(rows, ENDS.items(), strict=True):
     assert {name: row[name] for name in expected} == expected, what

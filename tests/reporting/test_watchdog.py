@@ -164,9 +164,9 @@ def _ended(status, error="", turns=0):
 
 
 def test_first_episodes_that_are_all_invalid_end_a_run_with_their_cause():
-  seen = []
+  faults = []
   dog = watchdog.Watchdog(
-      settings.WatchdogConfig(invalid_episodes=4), seen.append
+      settings.WatchdogConfig(invalid_episodes=4), faults.append
   )
   limit = _ended(STATUS.CONTEXT_LIMIT, "ContextLimit: 837 tokens, 512 fit")
   for split, one in (
@@ -179,7 +179,7 @@ def test_first_episodes_that_are_all_invalid_end_a_run_with_their_cause():
   with pytest.raises(watchdog.RunStopped, match="3 of them by context_limit: "
                      "ContextLimit: 837 tokens, 512 fit"):
     dog.check()
-  assert [fault.kind for fault in seen] == ["invalid"]
+  assert [fault.kind for fault in faults] == ["invalid"]
 
 
 @pytest.mark.parametrize("status", ["max_turns", "context_limit"])
@@ -199,11 +199,11 @@ def test_a_run_in_which_nothing_can_be_played_fails(tmp_path, capsys):
       "eval.episodes_per_task=6",
   )  # pyformat: disable
   assert status == 1
-  said = capsys.readouterr().err
+  errors = capsys.readouterr().err
   assert "all of the first 4 episodes were invalid, 4 of them by env_error" in (
-      said
+      errors
   )
-  assert "no screen" in said
+  assert "no screen" in errors
   assert not (tmp_path / "w" / "traceback.txt").exists()
   summary = small_runs.summary_of(tmp_path / "w")
   assert summary["status"] == "failed" and "no screen" in summary["error"]

@@ -101,8 +101,8 @@ def test_tasks_of_a_buffer_that_cannot_fit_are_named_by_their_line(
       f"buffer.input_file={tasks}", f"run.dir={tmp_path}",
   ]  # pyformat: disable
   assert train.main(argv) == 2
-  said = capsys.readouterr().err
-  assert "(line 2) has 7" in said and "engine.context_length=384" in said
+  errors = capsys.readouterr().err
+  assert "(line 2) has 7" in errors and "engine.context_length=384" in errors
   tasks.write_text(tasks.read_text() + json.dumps(
       {"instance_id": "d", "prompt": [{"role": "user", "content": "a"}]}
   ))  # pyformat: disable

@@ -152,6 +152,11 @@ class ToolAgent(base_agent.BaseAgent):
     return self._history.full
 
   @property
+  def _messages(self) -> history.MessageView:
+    """The history by its name in the source document."""
+    return self._history.full
+
+  @property
   def history_rewrites(self) -> int:
     """Times that an earlier part of `chat_completions` has changed."""
     return self._history.rewrites

@@ -1,7 +1,7 @@
 """Names of the former trainer's command line, and the settings they mean.
 
-A command line or a file of it is taken as it is: each name is an alias of a
-setting here, and the log says which. `project_token` is no setting: it goes to
+A command line or a file of it still works: each name is an alias of a setting
+here, and the log says which. `project_token` is no setting: it goes to
 the environment, where every token is read from, and is never written anywhere.
 
 Does not: take names of the former agents' loops, which had no setting here.
@@ -56,18 +56,18 @@ def take(
     problems: Receives the reasons of a refused value.
     former: Receives the former names that the layer has.
   """
-  rest = dict(data)
-  former |= set(rest) & {*SETTINGS, TOKEN, SPLIT}
-  if SPLIT in rest:
-    split = loader.unwrap(rest.pop(SPLIT))
+  layer = dict(data)
+  former |= set(layer) & {*SETTINGS, TOKEN, SPLIT}
+  if SPLIT in layer:
+    split = loader.unwrap(layer.pop(SPLIT))
     if split not in ("train", "", None):
       problems.append(
           f"{SPLIT}={split}: a run trains on the training split of its list and"
           " is evaluated on the held-out one; leave it out, and name held-out"
           " tasks by task_source.eval_names"
       )
-  if TOKEN in rest:
-    value = rest.pop(TOKEN)
+  if TOKEN in layer:
+    value = layer.pop(TOKEN)
     token = value.text if isinstance(value, loader.Raw) else str(value or "")
     present = os.environ.get(_TOKEN_VARIABLE, "")
     if token and present and token != present:
@@ -76,27 +76,27 @@ def take(
       )
     elif token:
       os.environ[_TOKEN_VARIABLE] = token
-  return rest
+  return layer
 
 
 def implied(
-    former: set[str], given: Mapping[str, Any], records: bool
+    former: set[str], settings: Mapping[str, Any], records: bool
 ) -> dict[str, Any]:
   """Defaults that the names and the environment bring, below all layers.
 
   Args:
     former: Former names that were used.
-    given: Settings by dotted key.
+    settings: Settings by dotted key.
     records: Whether the command sends what it does to a monitor.
   """
-  found: dict[str, Any] = {}
-  if former & set(_OF_GYM) and "gym.name" not in given:
-    found |= _GYM_SERVER
+  defaults: dict[str, Any] = {}
+  if former & set(_OF_GYM) and "gym.name" not in settings:
+    defaults |= _GYM_SERVER
   url = os.environ.get(URL_VARIABLE, "")
-  embedded = loader.unwrap(given.get("monitor.embedded", False))
-  if url and records and "monitor.url" not in given and not embedded:
-    found["monitor.url"] = url
-  return found
+  embedded = loader.unwrap(settings.get("monitor.embedded", False))
+  if url and records and "monitor.url" not in settings and not embedded:
+    defaults["monitor.url"] = url
+  return defaults
 
 
 def announce(former: set[str]) -> None:
@@ -116,17 +116,17 @@ def conflicts(
   first: dict[str, tuple[str, Any]] = {}
   for name, value in written:
     path = aliases.get(name, name)
-    known, other = first.setdefault(path, (name, value.value))
+    before, other = first.setdefault(path, (name, value.value))
     equal = _number(other) == _number(value.value)
-    if known != name and not equal and {known, name} & set(SETTINGS):
+    if before != name and not equal and {before, name} & set(SETTINGS):
       yield (
-          f"{known}={other} and {name}={value.value} are both {path}; give one"
+          f"{before}={other} and {name}={value.value} are both {path}; give one"
           " of them"
       )
 
 
 def _number(value: Any) -> Any:
-  """A number however it was written; any other value as it is."""
+  """Returns a number however it was written, and any other value unchanged."""
   try:
     return float(value)
   except (TypeError, ValueError):

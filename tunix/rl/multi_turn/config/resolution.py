@@ -88,9 +88,9 @@ def _layer(
     former: set[str],
 ) -> dict[str, Any]:
   """One layer as `loader.flatten` has it; `former` gets its former names."""
-  rest = former_names.take(data, problems, former)
+  layer = former_names.take(data, problems, former)
   return loader.flatten(
-      rest,
+      layer,
       command.cls,
       command.aliases,
       source,
@@ -143,7 +143,9 @@ def _resolve(
       given[path] = loader.merge(given.get(path), value)
   if former is not None:
     of_run = cls is TrainConfig
-    given = {**former_names.implied(former, given, of_run), **given}
+    defaults = former_names.implied(former, given, of_run)
+    for path, value in defaults.items():
+      given.setdefault(path, value)
     former_names.announce(former)
   _import_modules(given, problems)
   merged = {**_presets(given), **given}
@@ -418,7 +420,8 @@ def _read_arguments(
     elif argument == "--dry-run":
       overrides.append({"run.dry_run": True})
     elif argument.startswith("-") and former_names.is_token(argument):
-      taken |= {place + 1} if "=" not in argument else set()
+      if "=" not in argument:
+        taken.add(place + 1)
       problems.append(
           "settings have no dashes: write project_token=…, or set"
           " $TUNIX_MONITOR_TOKEN"

@@ -42,7 +42,7 @@ class RunStopped(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-  """What a rule found.
+  """A diagnosis of a rule.
 
   Attributes:
     rule: One of `settings.WATCHDOG_RULES`, or `INVALID`.
@@ -288,9 +288,14 @@ class Watchdog:
       if isinstance(event, events.StepFinished):
         found = self._rules.step(event.metrics)
       elif isinstance(event, events.EpisodeFinished):
-        found = self._rules.first_episode(event.trajectory)
-        if event.split == "train":
-          found += self._rules.episode(event.trajectory.status)
+        found = [
+            *self._rules.first_episode(event.trajectory),
+            *(
+                self._rules.episode(event.trajectory.status)
+                if event.split == "train"
+                else ()
+            ),
+        ]
       else:
         return
     for finding in found:

@@ -379,8 +379,8 @@ def _split(
   everything = set(range(len(tasks)))
   if config.eval_names:
     ids = {cua_task.resolve(name, tasks).id for name in config.eval_names}
-    held = {i for i in everything if tasks[i].id in ids}
-    return {"train": everything - held, "eval": held}
+    eval_tasks = {i for i in everything if tasks[i].id in ids}
+    return {"train": everything - eval_tasks, "eval": eval_tasks}
   numbers = number_range(config.eval_number_range)
   if numbers is not None:
     held = {

@@ -165,7 +165,7 @@ def _text(observation: Any) -> str | None:
 
 
 def _text_of_messages(messages: list[Any] | None) -> str | None:
-  """What the policy read in a turn's new messages, its own replies left out."""
+  """Texts of a turn's new messages, without the policy's own replies."""
   texts = []
   for message in messages or ():
     if message.get("role") in ("system", "assistant"):
