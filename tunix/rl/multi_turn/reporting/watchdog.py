@@ -286,9 +286,9 @@ class Watchdog:
       return
     with self._lock:
       if isinstance(event, events.StepFinished):
-        found = self._rules.step(event.metrics)
+        findings = self._rules.step(event.metrics)
       elif isinstance(event, events.EpisodeFinished):
-        found = [
+        findings = [
             *self._rules.first_episode(event.trajectory),
             *(
                 self._rules.episode(event.trajectory.status)
@@ -298,7 +298,7 @@ class Watchdog:
         ]
       else:
         return
-    for finding in found:
+    for finding in findings:
       _LOG.warning("watchdog (%s): %s", finding.rule, finding.message)
       self._emit(events.Fault("watchdog", finding.rule, finding.message))
       stops = finding.rule in (*self._config.stop, INVALID)
