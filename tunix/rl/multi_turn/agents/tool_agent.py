@@ -147,13 +147,13 @@ class ToolAgent(base_agent.BaseAgent):
     return self._history.seen
 
   @property
-  def history(self) -> history.MessageView:
-    """All messages, including screenshots that the window has dropped."""
+  def _messages(self) -> history.MessageView:
+    """The history by its name in the source document."""
     return self._history.full
 
   @property
-  def _messages(self) -> history.MessageView:
-    """The history by its name in the source document."""
+  def history(self) -> history.MessageView:
+    """All messages, including screenshots that the window has dropped."""
     return self._history.full
 
   @property

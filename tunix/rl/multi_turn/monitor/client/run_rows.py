@@ -485,6 +485,10 @@ class RunRows:
             "current_phase": "task_execution", "current_turn": event.turn + 1,
             "task_start_time": max(begun, running.started) if first else None,
         }],
+        # Its start may have been dropped.
+        "environments": [
+            {"client_id": f"{name}:env", "status": "running"}
+        ] if first else [],
         **rows,
     }  # pyformat: disable
     return Rows(part, images) if rows else part
