@@ -1,9 +1,14 @@
 """Names of the first source document import and have the shapes it gives."""
 
 import asyncio
+import copy
 import dataclasses
 import importlib
 import inspect
+import json
+import pathlib
+import pickle
+import re
 
 import pytest
 
@@ -16,14 +21,15 @@ PATHS = {
     "agents/": (f"{ROOM}.agents", "BaseAgent ToolAgent"),
     "environments/": (f"{ROOM}.environments", "BaseEnv ToolEnvironment"),
     "parser/tool_parser/": (f"{ROOM}.parser.tool_parser",
-                            "ToolParser get_tool_parser"),
+                            "ToolParser get_tool_parser _PARSER_REGISTRY"),
     "tools/": (f"{ROOM}.tools", "BaseTool ToolCall ToolManager ToolOutput"),
-    "rewards/": (f"{ROOM}.rewards", "RewardOutput get_reward_fn register"),
+    "rewards/": (f"{ROOM}.rewards",
+                 "RewardOutput _REGISTRY get_reward_fn register"),
     "TrajectoryCollector/": (f"{ROOM}.TrajectoryCollector",
                              "TrajectoryCollectEngine"),
     "prompts/": (f"{ROOM}.prompts", "get_prompt register_prompt"),
     # The tools that hold a part of their environment, and its environments.
-    "rl_task/tools/base_tool.py": (f"{ROOM}.tools.stateful",
+    "rl_task/tools/base_tool.py": (f"{ROOM}.tools.base_tool",
                                    "BaseTool OpenAIFunctionToolSchema"),
     "rl_task/tools/gsm8k_tool.py": (f"{ROOM}.tools.gsm8k_tool", "Gsm8kTool"),
     "rl_task/envs/base_env.py": (f"{ROOM}.environments.text_env", "BaseEnv"),
@@ -52,6 +58,7 @@ def test_the_collecting_room_has_two_names_and_one_content():
   room = importlib.import_module(f"{ROOM}.trajectory_collector")
   alias = importlib.import_module(f"{ROOM}.TrajectoryCollector")
   assert package.TrajectoryCollector is alias
+  assert pathlib.Path(alias.__path__[0]).name == "TrajectoryCollector"
   for name, value in vars(room).items():
     if not name.startswith("_"):
       assert getattr(alias, name) is value, name
@@ -84,13 +91,15 @@ def test_data_have_the_documents_fields_in_its_order(path, fields):
      "get_openai_tool_schema create execute calc_reward release",
      "create execute release"),
     ("environments.text_env:BaseEnv", "reset step", "reset step"),
-    ("environments.gsm8k_env:Gsm8kEnv", "reset step", ""),
+    ("environments.gsm8k_env:Gsm8kEnv", "reset step _get_obs", ""),
+    ("agents:ToolAgent", "tool_manager tool_parser _messages _trajectory", ""),
     ("trajectory_collector:TrajectoryCollectEngine", "collect", ""),
 ])  # pyformat: disable
 def test_classes_have_the_documents_members(path, members, abstract):
   cls = found(f"{ROOM}.{path}")
+  owner = cls() if path == "agents:ToolAgent" else cls
   for name in members.split():
-    assert hasattr(cls, name), name
+    assert hasattr(owner, name), name
   assert set(abstract.split()) <= set(getattr(cls, "__abstractmethods__", ()))
 
 
@@ -126,6 +135,106 @@ def test_registries_know_the_documents_names():
   queue = found("tunix.rl.queue.data_queue:AbstractDataQueue")
   for name in ("put", "get", "qsize", "close"):
     assert hasattr(queue, name)
+
+
+def test_registries_are_dicts_under_the_documents_names():
+  parsers = found(f"{ROOM}.parser.tool_parser:_PARSER_REGISTRY")
+  assert parsers["qwen"].__name__ == "QwenToolParser"
+  rewards = found(f"{ROOM}.rewards:_REGISTRY")
+  register = found(f"{ROOM}.rewards:register")
+  output = found(f"{ROOM}.rewards:RewardOutput")
+
+  @register("of_a_test")
+  def reward(task, action):
+    return output(float(action == task["answer"]), {})
+
+  try:
+    assert rewards["of_a_test"] is reward and "of_a_test" in [*rewards]
+  finally:
+    del rewards["of_a_test"]
+  with pytest.raises(KeyError):
+    rewards["of_a_test"]
+  parsers["mine"] = parsers["qwen"]  # Dicts are written to.
+  try:
+    get = found(f"{ROOM}.parser.tool_parser:get_tool_parser")
+    assert get("mine") is parsers["qwen"]
+  finally:
+    del parsers["mine"]
+
+
+class Angles(found(f"{ROOM}.parser.tool_parser:ToolParser")):
+  """A parser of the two methods that the document has: <<name 1 2>>."""
+
+  def parse(self, model_response):
+    call = found(f"{ROOM}.tools:ToolCall")
+    calls = []
+    for name, tail in re.findall(r"<<(\w+) ?([^>]*)>>", model_response):
+      numbers = [int(word) for word in tail.split()]
+      calls.append(call(name, dict(zip("ab", numbers))))
+    return calls
+
+  def get_tool_prompt(self, tools_schema):
+    return f"Write <<name a b>>. Tools: {tools_schema}"
+
+
+class Adds(found(f"{ROOM}.tools:BaseTool")):
+  """Adds."""
+
+  def __init__(self, name="add", description="Adds."):
+    super().__init__(name, description)
+
+  @property
+  def json(self):
+    return {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+  def forward(self, a, b):
+    return found(f"{ROOM}.tools:ToolOutput")("add", a + b)
+
+
+async def test_a_parser_with_the_documents_two_methods_plays_an_episode():
+  replies = iter(["First <<add 2 3>>", "then <<add 2 x>>", "5"])
+  agent = found(f"{ROOM}.agents:ToolAgent")(
+      "You add.", Angles, {"add": Adds}, on_parse_error="retry"
+  )
+  assert "Write <<name a b>>" in agent._messages[0]["content"]
+  assert "add" in agent._messages[0]["content"]
+  env = found(f"{ROOM}.environments:ToolEnvironment")(
+      {"question": "2 + 3?"}, {"add": Adds}, lambda task, action: 1.0
+  )
+  engine = found(f"{ROOM}.TrajectoryCollector:TrajectoryCollectEngine")(
+      agent, env, lambda messages: next(replies), None, max_steps=3
+  )
+  episode = await engine.collect()
+  assert [s.action.tool_calls for s in episode.steps[1:]] == [[], []]
+  first, second, _ = episode.steps
+  assert first.observation["tool_outputs"] == {
+      first.action.tool_calls[0].call_id: "5"
+  }
+  assert "invalid literal for int()" in second.info["parse_errors"][0]
+  tool_parser = found(f"{ROOM}.parser.tool_parser:ToolParser")
+  with pytest.raises(TypeError, match="must implement parse_result, or parse"):
+    type("Mute", (tool_parser,), {"get_tool_prompt": Angles.get_tool_prompt})()
+
+
+def test_a_tool_schema_has_attributes_and_is_a_dict():
+  schema_type = found(f"{ROOM}.tools.base_tool:OpenAIFunctionToolSchema")
+  function = {
+      "name": "get_weather",
+      "parameters": {"properties": {"city": {"type": "string"}}},
+  }
+  schema = schema_type(type="function", function=function)
+  assert schema == schema_type({"type": "function", "function": function})
+  assert schema.type == "function" and schema.function.name == "get_weather"
+  assert schema.function.parameters.properties.city["type"] == "string"
+  assert schema["function"]["name"] == "get_weather"
+  assert json.loads(json.dumps(schema)) == {
+      "type": "function", "function": function
+  }  # pyformat: disable
+  assert copy.deepcopy(schema) == pickle.loads(pickle.dumps(schema)) == schema
+  with pytest.raises(AttributeError, match="'description'"):
+    _ = schema.function.description
+  with pytest.raises(ValueError, match="function="):
+    schema_type(type="function", function={})
 
 
 @pytest.mark.slow

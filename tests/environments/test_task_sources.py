@@ -100,6 +100,17 @@ def test_a_range_of_numbers_is_held_out_whatever_the_ratio(path):
   assert len(train) == 36 and not set(train) & set(held)
 
 
+def test_named_tasks_are_held_out_and_never_trained_on(path):
+  names = ["name 7", "3"]
+  assert load(path, split="eval", eval_names=names) == ["t3", "t7"]
+  train = load(path, split="train", eval_names=names, names=["5", "9"])
+  assert train == ["t5", "t9"]
+  with pytest.raises(ValueError, match="both say what is held out"):
+    Config(
+        source="jsonl", path="x", eval_names=("a",), eval_number_range="1-2"
+    )
+
+
 def test_tags_names_and_limits_choose(path):
   assert load(path, tags=["tag1"]) == [f"t{i}" for i in range(1, 41, 4)]
   assert load(path, names=["name 7", "3", "t9"]) == ["t3", "t7", "t9"]

@@ -52,6 +52,7 @@ def play(tell, store, steps=5):
         split=split,
     )
     tell(events.EpisodeStarted(trajectory_id=name, **common))
+    tell(events.EnvironmentReady(name))
     for turn in range(played.num_turns):
       tell(events.TurnFinished(name, turn, {"model": 1e-4, "env": 1e-5}))
     if not status.is_policy_outcome:
@@ -78,6 +79,7 @@ def play(tell, store, steps=5):
     tell(events.GroupFinished(group, "accepted"))
     tell(events.UpdateStarted(step))
     tell(events.WeightsPublished(step, 0.1))
+    tell(events.CheckpointSaved(step, f"/runs/a/checkpoints/{step}"))
     tell(events.StepFinished(
         step, step, {"loss": 0.5 / step, "grad_norm": 0.1}, (group,),
         {m.trajectory_id: (0.25 * i,) * m.num_turns

@@ -108,6 +108,7 @@ def compare(server, log):
     ]
     assert times == sorted(times)
     compare_stages(row, episode)
+    compare_figures(row, episode)
     compare_verdict(server, row, episode)
     compare_turns(server, row, episode, known)
   assert not any(left.values())
@@ -118,8 +119,22 @@ def compare(server, log):
     assert row["status"] == "completed" and row["progress_percent"] == 100
     assert row["loss"] == event.metrics.get("loss")
     assert row["policy_gradient_norm"] == event.metrics.get("grad_norm")
+    saved = [e for e in log.of(events.CheckpointSaved) if e.step == row["step"]]
+    assert row["checkpoint_path"] == (saved[-1].path if saved else None)
     told = json.loads(row["metrics_json"])
     assert told == {k: float(v) for k, v in event.metrics.items()}
+  assert log.of(events.CheckpointSaved)
+  ready = {e.trajectory_id for e in log.of(events.EnvironmentReady)}
+  stated = {
+      h["entity_id"] for h in server.rows("status_history")
+      if (h["entity_type"], h["new_status"]) == ("rollout", "agent_init")
+  }
+  assert ready and stated == {
+      r["id"] for r in rollouts if r["rollout_id"].rpartition("/")[2] in ready
+  }
+  played = {e.task_id for e in episodes if e.split == "eval"}
+  for row in server.rows("baseline") + server.rows("eval"):
+    assert 0 <= row["current_task_index"] < max(len(played), 2)
   told = {}
   for row in server.rows("baseline") + server.rows("eval"):
     assert row["status"] == "completed"
@@ -142,6 +157,28 @@ def compare_stages(row, episode):
   if "seconds_reset" in episode.metrics:
     spent = seconds(row["start_time"], row["env_creation_time"])
     assert spent == pytest.approx(episode.metrics["seconds_reset"], abs=2e-6)
+
+
+def compare_figures(row, episode):
+  """Checks the columns of actions, claims and successes."""
+  actions = [
+      a for step in episode.steps for a in step.info.get("gui_actions", ())
+  ]
+  assert row["num_total_actions"] == len(actions)
+  claims = [a for a in actions if a["kind"] in ("answer", "terminate")]
+  assert row["attempted_completion"] == int(bool(claims))
+  claimed = int(claims[-1].get("success") is not False) if claims else None
+  assert row["agent_reported_success"] == claimed
+  assert row["ran_out_of_turns"] == int(episode.status is Status.MAX_TURNS)
+  decided = episode.status in (Status.SUCCEEDED, Status.FAILED)
+  assert row["task_completed"] == int(decided)
+  ended = episode.num_turns if decided else None
+  assert row["turn_task_completed"] == ended
+  won = [
+      n for n, step in enumerate(episode.steps, 1)
+      if step.info.get("success") or step.reward > 0
+  ]
+  assert row["turn_first_success"] == (won[0] if won else None)
 
 
 def seconds(start, end):
@@ -214,4 +251,6 @@ def compare_turns(server, row, episode, known):
     after = step.observation["screenshot"].sha256
     assert shown[1]["screenshot_uri"] == f"sha256:{after}"
     assert shown[0]["screenshot_uri"].removeprefix("sha256:") in known
+    if not index and isinstance(episode.task, dict):
+      assert episode.task["instruction"] in shown[0]["text_content"]
     assert after in known

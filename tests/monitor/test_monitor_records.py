@@ -134,6 +134,54 @@ def test_wrong_calls_are_counted_by_kind_and_not_by_words(
   assert row["parse_errors"] == 1
 
 
+CLICK, DONE = {"kind": "click", "x": 1.0, "y": 2.0}, {"kind": "terminate"}
+ENDS = {
+    # Actions of each turn, status, reward of each turn -> the six columns.
+    "it says yes, the validator no": (
+        [[CLICK, CLICK], [{**DONE, "success": True}]], Status.FAILED, [0, 0],
+        dict(num_total_actions=3, turn_first_success=None,
+             turn_task_completed=2, ran_out_of_turns=0, attempted_completion=1,
+             agent_reported_success=1),
+    ),
+    "it gives up": (
+        [[{**DONE, "success": False}]], Status.FAILED, [0],
+        dict(num_total_actions=1, turn_first_success=None,
+             turn_task_completed=1, ran_out_of_turns=0, attempted_completion=1,
+             agent_reported_success=0),
+    ),
+    "it wins before it says so": (
+        [[CLICK], [CLICK], [{"kind": "answer", "text": "7"}]],
+        Status.SUCCEEDED, [0, 0.5, 1],
+        dict(num_total_actions=3, turn_first_success=2,
+             turn_task_completed=3, ran_out_of_turns=0, attempted_completion=1,
+             agent_reported_success=1),
+    ),
+    "its turns are over": (
+        [[CLICK], []], Status.MAX_TURNS, [0, 0],
+        dict(num_total_actions=1, turn_first_success=None,
+             turn_task_completed=None, ran_out_of_turns=1,
+             attempted_completion=0, agent_reported_success=None),
+    ),
+}  # pyformat: disable
+
+
+def test_an_episode_has_its_exact_counts_and_claims(server, tmp_path, store):
+  log = []
+  for number, (actions, status, rewards, _) in enumerate(ENDS.values()):
+    one = played(
+        store, 1e9 + 20 * number, f"g-1.{number}", len(actions), False
+    )
+    ended = one[-1].trajectory
+    ended.status = status
+    for step, kinds, reward in zip(ended.steps, actions, rewards, strict=True):
+      step.info, step.reward = {"gui_actions": kinds}, float(reward)
+    log += one
+  tell(server, tmp_path / "s", store, *log)
+  rows = server.rows("rollout")
+  for row, (what, (*_, expected)) in zip(rows, ENDS.items(), strict=True):
+    assert {name: row[name] for name in expected} == expected, what
+
+
 def test_tasks_of_a_list_come_before_its_episodes(server, tmp_path, store):
   listed = [
       cua_task.CUATask(

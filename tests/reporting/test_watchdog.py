@@ -9,6 +9,7 @@ whose engine gets new weights every third update.
 import json
 import pathlib
 
+import gym_servers
 import pytest
 import small_runs
 from tunix.rl.multi_turn.config import loader
@@ -155,6 +156,57 @@ def test_it_may_be_off_and_evaluations_are_not_watched():
   assert not seen
   dog.on_event(events.EpisodeFinished(ended, "g", "t"))
   assert [fault.kind for fault in seen] == ["environments"]
+
+
+def _ended(status, error="", turns=0):
+  steps = [trajectory.Step() for _ in range(turns)]
+  return trajectory.Trajectory(status=status, error=error, steps=steps)
+
+
+def test_first_episodes_that_are_all_invalid_end_a_run_with_their_cause():
+  faults = []
+  dog = watchdog.Watchdog(
+      settings.WatchdogConfig(invalid_episodes=4), faults.append
+  )
+  limit = _ended(STATUS.CONTEXT_LIMIT, "ContextLimit: 837 tokens, 512 fit")
+  for split, one in (
+      ("eval", limit), ("eval", _ended(STATUS.CANCELLED)),
+      ("eval", _ended(STATUS.ENV_ERROR, "no screen")), ("train", limit),
+  ):  # pyformat: disable
+    dog.on_event(events.EpisodeFinished(one, "g", "t", split=split))
+  dog.check()
+  dog.on_event(events.EpisodeFinished(limit, "g", "t"))
+  with pytest.raises(watchdog.RunStopped, match="3 of them by context_limit: "
+                     "ContextLimit: 837 tokens, 512 fit"):
+    dog.check()
+  assert [fault.kind for fault in faults] == ["invalid"]
+
+
+@pytest.mark.parametrize("status", ["max_turns", "context_limit"])
+def test_one_valid_episode_is_enough(status):
+  rules = watchdog.Rules(settings.WatchdogConfig(invalid_episodes=2))
+  broken = _ended(STATUS.ENV_ERROR)
+  for one in (broken, _ended(STATUS(status), turns=1), *[broken] * 9):
+    assert not rules.first_episode(one)
+
+
+def test_a_run_in_which_nothing_can_be_played_fails(tmp_path, capsys):
+  assert gym_servers.NaughtyGym
+  status = small_runs.run_train(
+      tmp_path, "name=w", small_runs.ONE_LAYER, "warm_start.source=none",
+      "steps=2", "gym=naughty", "gym.width=48", "gym.height=32",
+      "tasks=[fail-start]", "watchdog.invalid_episodes=4",
+      "eval.episodes_per_task=6",
+  )  # pyformat: disable
+  assert status == 1
+  errors = capsys.readouterr().err
+  assert "all of the first 4 episodes were invalid, 4 of them by env_error" in (
+      errors
+  )
+  assert "no screen" in errors
+  assert not (tmp_path / "w" / "traceback.txt").exists()
+  summary = small_runs.summary_of(tmp_path / "w")
+  assert summary["status"] == "failed" and "no screen" in summary["error"]
 
 
 def test_the_settings_name_every_rule():

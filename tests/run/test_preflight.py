@@ -1,6 +1,7 @@
 """A run and a dry run refuse the same, before anything is compiled."""
 
 import dataclasses
+import json
 import re
 
 import jax
@@ -53,6 +54,10 @@ REFUSED = (
     "engine.slots=100000000",
     "learner.rows=1000000",
     "engine.context_length=64",
+    "engine.context_length=64 rollout.via=proxy",
+    "engine.context_length=64 rollout.via=proxy rollout.agent=run_service",
+    "engine.context_length=64 rollout.via=external"
+    " external.url=http://127.0.0.1:9",
     "engine.page_size=100000000000",
     "run.dir=/proc/nowhere",
     "queue.path=/proc/nowhere/q.db",
@@ -79,6 +84,30 @@ def test_what_a_dry_run_refuses_a_run_refuses_in_the_same_words(
   assert train.main(argv) == 2
   assert capsys.readouterr().err == dry
   assert dry.startswith("error: ") and not list(tmp_path.iterdir())
+
+
+def test_tasks_of_a_buffer_that_cannot_fit_are_named_by_their_line(
+    tmp_path, nothing_compiled, capsys
+):
+  tasks = tmp_path / "tasks.jsonl"
+  rows = [
+      {"instance_id": str(i), "prompt": [{"role": "user", "content": "a " * n}]}
+      for i, n in enumerate((900, 700, 800))
+  ]
+  tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  argv = [
+      *small_runs.SMALL, small_runs.NANO, "warm_start.source=none",
+      "rollout.via=buffer", "buffer.url=http://127.0.0.1:9",
+      f"buffer.input_file={tasks}", f"run.dir={tmp_path}",
+  ]  # pyformat: disable
+  assert train.main(argv) == 2
+  errors = capsys.readouterr().err
+  assert "(line 2) has 7" in errors and "engine.context_length=384" in errors
+  tasks.write_text(tasks.read_text() + json.dumps(
+      {"instance_id": "d", "prompt": [{"role": "user", "content": "a"}]}
+  ))  # pyformat: disable
+  with pytest.raises(AssertionError, match="as far as compiling"):
+    train.main(argv)
 
 
 def test_a_run_of_a_directory_that_holds_one_is_refused_by_both(

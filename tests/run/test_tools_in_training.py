@@ -56,6 +56,19 @@ def test_an_mcp_servers_tools_train(tmp_path, per):
     assert episode["steps"][0]["mc_return"] == pytest.approx(episode["reward"])
 
 
+@pytest.mark.slow
+def test_a_parser_of_two_methods_trains(tmp_path):
+  """`parse` and `get_tool_prompt` alone, as the first document has them."""
+  metrics, trajectories = test_by_name.trained(
+      tmp_path, "environment=tool", *test_by_name.TEXT,
+      "environment.options.tools=[calculator]", "environment.max_turns=2",
+      "agent.parser=tests.test_source_names:Angles",
+      *test_by_name.one_shape(1024),
+  )  # pyformat: disable
+  assert [m["step"] for m in metrics] == [1, 2]
+  assert "Write <<name a b>>" in json.dumps(trajectories[0])
+
+
 def test_a_server_that_does_not_start_is_refused_before_the_run():
   pytest.importorskip("mcp")
   config = config_lib.load_config(

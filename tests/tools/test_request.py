@@ -5,12 +5,18 @@ import logging
 
 import pytest
 import tool_fakes
+from tunix.rl.multi_turn import trajectory_collector
+from tunix.rl.multi_turn.agents import tool_agent
+from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.environments import tool_request_env
 from tunix.rl.multi_turn.tools import gsm8k_tool
 from tunix.rl.multi_turn.tools import request as request_lib
+from tunix.rl.multi_turn.trajectory_collector import settings
 
 QWEN = tool_fakes.QWEN
 RecordingTool = tool_fakes.RecordingTool
 State = request_lib.RequestState
+Status = trajectory.TrajectoryStatus
 call = tool_fakes.call
 
 
@@ -34,7 +40,7 @@ class TestTransitions:
 
 
 def scripted(*turns):
-  """A model that says these (text, finish reason), and records its prompts."""
+  """A model that says these texts, and records its prompts."""
   left = list(turns)
   seen = []
 
@@ -46,39 +52,40 @@ def scripted(*turns):
   return generate
 
 
-def run(request, generate, *tool_list, **kwargs):
-  return asyncio.run(
-    request_lib.run_request(
-      request, generate, {t.name: t for t in tool_list}, **kwargs
-    )
+async def play(generate, *tools, row=None, max_turns=9, **options):
+  """(request, trajectory): an episode, as a run's collector plays it."""
+  env = tool_request_env.ToolRequestEnvironment(
+    row or {"prompt": "q"}, {t.name: t for t in tools}, max_turns, **options
   )
+  engine = trajectory_collector.TrajectoryCollectEngine(
+    tool_agent.ToolAgent(parser_name="qwen", show_tools=False),
+    env,
+    generate,
+    max_steps=max_turns,
+    deadlines=settings.Deadlines(model=20.0, close=5.0),
+  )
+  try:
+    episode = await engine.collect()
+  except asyncio.CancelledError:
+    return env.request, None
+  return env.request, episode
 
 
-def ask():
-  return request_lib.ToolRequest([{"role": "user", "content": "q"}])
+def run(generate, *tools, **options):
+  return asyncio.run(play(generate, *tools, **options))
 
 
 class TestRequest:
   def test_two_turn_dialogue_ends_with_stop(self):
     tool = RecordingTool()
-    request = run(
-      ask(),
-      scripted(
-        (QWEN.format([call(query="correct")]), "tool_calls"),
-        ("done", "stop"),
-      ),
-      tool,
+    request, episode = run(
+      scripted(QWEN.format([call(query="correct")]), "done"), tool
     )
     assert request.state is State.COMPLETED
     assert request.finish_reason is request_lib.FinishReason.STOP
-    assert [m["role"] for m in request.messages] == [
-      "user",
-      "assistant",
-      "tool",
-      "assistant",
-    ]
     assert request.rewards == {"search": 1.0}
     assert request.call_rewards == [1.0]
+    assert episode.reward == 1.0 and episode.status is Status.SUCCEEDED
     assert [e[0] for e in tool.log] == [
       "create",
       "execute",
@@ -92,32 +99,16 @@ class TestRequest:
 
     async def generate(messages):
       log.append(("generate",))
-      return "done", "stop"
+      return "done"
 
-    run(ask(), generate, tool)
+    run(generate, tool)
     assert [e[0] for e in log[:2]] == ["create", "generate"]
 
-  def test_length_ends_the_request_even_with_a_call(self):
-    tool = RecordingTool()
-    request = run(
-      ask(), scripted((QWEN.format([call(query="x")]), "length")), tool
-    )
-    assert request.finish_reason is request_lib.FinishReason.LENGTH
-    assert tool.count("execute") == 0 and tool.count("release") == 1
-
-  def test_stop_with_a_call_goes_on(self):
-    request = run(
-      ask(),
-      scripted((QWEN.format([call(query="x")]), "stop"), ("done", "stop")),
-      RecordingTool(),
-    )
-    assert len(request.messages) == 4
-
   def test_turns_are_bounded(self):
-    turn = (QWEN.format([call(query="again")]), "tool_calls")
-    request = run(ask(), scripted(*[turn] * 9), RecordingTool(), max_turns=3)
+    again = QWEN.format([call(query="again")])
+    request, episode = run(scripted(*[again] * 9), RecordingTool(), max_turns=3)
     assert request.finish_reason is request_lib.FinishReason.LENGTH
-    assert sum(m["role"] == "assistant" for m in request.messages) == 3
+    assert request.state is State.COMPLETED and episode.num_turns == 3
 
   def test_calls_of_a_turn_run_at_once_and_keep_their_order(self):
     class Meeting(RecordingTool):
@@ -132,36 +123,32 @@ class TestRequest:
         return str(parameters["n"]), 0.0, {}
 
     calls = QWEN.format([call(n=i) for i in range(3)])
-    request = run(
-      ask(),
-      scripted((calls, "tool_calls"), ("ok", "stop")),
-      Meeting(),
-      tool_timeout=10.0,
-    )
-    assert [m["content"] for m in request.messages[2:5]] == ["0", "1", "2"]
+    generate = scripted(calls, "ok")
+    request, _ = run(generate, Meeting(), tool_timeout=10.0)
+    assert outputs(request) == ["0", "1", "2"]
+    read = [m["content"] for m in generate.seen[1][-3:]]
+    assert read == [f"Tool returned result: {i}" for i in range(3)]
 
   def test_failing_and_unknown_tools_are_messages(self):
     text = QWEN.format(
       [call(query="boom"), call("serch"), call(query="correct")]
     )
-    request = run(
-      ask(), scripted((text, "tool_calls"), ("ok", "stop")), RecordingTool()
-    )
-    contents = [m["content"] for m in request.messages[2:5]]
-    assert contents[0] == "Error: RuntimeError: boom"
-    assert "did you mean 'search'" in contents[1]
-    assert contents[2] == "Processed: correct"
+    request, _ = run(scripted(text, "ok"), RecordingTool())
+    boom, unknown, fine = outputs(request)
+    assert boom == "Error: RuntimeError: boom"
+    assert "did you mean 'search'" in unknown
+    assert fine == "Processed: correct"
     assert request.state is State.COMPLETED
 
   def test_model_failure_fails_the_request_and_releases_once(self):
     async def generate(messages):
       raise ConnectionError("gone")
 
-    tools_ = RecordingTool("one"), RecordingTool("two")
-    request = run(ask(), generate, *tools_)
+    tools = RecordingTool("one"), RecordingTool("two")
+    request, episode = run(generate, *tools)
     assert request.state is State.FAILED
-    assert request.error == "ConnectionError: gone"
-    assert [t.count("release") for t in tools_] == [1, 1]
+    assert episode.status is Status.MODEL_ERROR and "gone" in episode.error
+    assert [t.count("release") for t in tools] == [1, 1]
 
   def test_failed_creation_releases_what_was_created(self):
     class Broken(RecordingTool):
@@ -170,33 +157,26 @@ class TestRequest:
 
     good, broken = RecordingTool("good"), Broken("broken")
     generate = scripted()
-    request = run(ask(), generate, good, broken)
-    assert request.state is State.FAILED and "no disk" in request.error
+    request, episode = run(generate, good, broken)
+    assert request.state is State.FAILED
+    assert episode.status is Status.ENV_ERROR and "no disk" in episode.error
     assert (good.count("release"), broken.count("release")) == (1, 0)
     assert not generate.seen
 
-  def test_hung_model_and_hung_tool_end_at_their_deadlines(self):
+  def test_hung_tool_ends_at_its_deadline(self):
     async def hang(*unused, **unused_kwargs):
       await asyncio.Event().wait()
 
     tool = RecordingTool()
-    request = run(ask(), hang, tool, generate_timeout=0.05)
-    assert request.state is State.FAILED and "generate" in request.error
-    assert tool.count("release") == 1
-
-    tool = RecordingTool()
     tool.execute = hang
-    request = run(
-      ask(),
-      scripted((QWEN.format([call(query="x")]), "stop"), ("ok", "stop")),
-      tool,
-      tool_timeout=0.05,
+    request, _ = run(
+      scripted(QWEN.format([call(query="x")]), "ok"), tool, tool_timeout=0.05
     )
     assert request.state is State.COMPLETED
-    assert "did not finish" in request.messages[2]["content"]
+    assert "did not finish" in outputs(request)[0]
 
   def test_cancelled_request_releases_and_is_failed(self):
-    tool, request = RecordingTool(), ask()
+    tool = RecordingTool()
 
     async def main():
       started = asyncio.Event()
@@ -205,16 +185,14 @@ class TestRequest:
         started.set()
         await asyncio.Event().wait()
 
-      task = asyncio.create_task(
-        request_lib.run_request(request, generate, {"search": tool})
-      )
+      task = asyncio.create_task(play(generate, tool))
       await started.wait()
       task.cancel()
-      with pytest.raises(asyncio.CancelledError):
-        await task
+      return await task
 
-    asyncio.run(main())
+    request, _ = asyncio.run(main())
     assert request.state is State.FAILED and tool.count("release") == 1
+    assert not tool._instances  # pylint: disable=protected-access
 
   def test_cancelled_among_the_rewards_releases_everything(self):
     judging = asyncio.Event()
@@ -228,24 +206,17 @@ class TestRequest:
         await asyncio.sleep(0.01)
         await super().release(instance_id, **kwargs)
 
-    tools_ = {name: SlowToJudge(name) for name in ("one", "two")}
-    request = ask()
+    tools = [SlowToJudge(name) for name in ("one", "two")]
 
     async def main():
-      task = asyncio.create_task(
-        request_lib.run_request(request, scripted(("done", "stop")), tools_)
-      )
+      task = asyncio.create_task(play(scripted("done"), *tools))
       await asyncio.wait_for(judging.wait(), 20)
       task.cancel()
-      await asyncio.sleep(0)
-      task.cancel()  # Not even a second one stops the releases.
-      with pytest.raises(asyncio.CancelledError):
-        await task
+      return await task
 
-    asyncio.run(main())
-    assert request.state is State.FAILED
-    assert "cancelled" in request.error and request.rewards == {}
-    for tool in tools_.values():
+    request, _ = asyncio.run(main())
+    assert request.state is State.FAILED and request.rewards == {}
+    for tool in tools:
       assert tool.count("release") == 1
       assert not tool._instances  # pylint: disable=protected-access
 
@@ -256,12 +227,8 @@ class TestRequest:
 
     good = RecordingTool("good")
     with caplog.at_level(logging.WARNING):
-      request = run(
-        ask(),
-        scripted(("done", "stop")),
-        Clings("clings"),
-        good,
-        tool_timeout=0.05,
+      request, _ = run(
+        scripted("done"), Clings("clings"), good, tool_timeout=0.05
       )
     assert request.state is State.COMPLETED and good.count("release") == 1
     assert "clings.release did not finish" in caplog.text
@@ -273,10 +240,14 @@ class TestRequest:
         await asyncio.sleep(60)
 
     tool = HalfMade()
-    request = run(ask(), scripted(), tool, tool_timeout=0.05)
-    assert request.state is State.FAILED and "search.create" in request.error
+    request, episode = run(scripted(), tool, tool_timeout=0.05)
+    assert request.state is State.FAILED and "search.create" in episode.error
     assert tool.count("release") == 1
     assert not tool._instances  # pylint: disable=protected-access
+
+
+def outputs(request):
+  return [m["content"] for m in request.messages if m["role"] == "tool"]
 
 
 ROW = {
@@ -301,10 +272,9 @@ ROW = {
 class TestRow:
   def test_each_kind_of_kwargs_reaches_its_method(self):
     tool = RecordingTool()
-    request = request_lib.ToolRequest.from_row(ROW, {"search": tool})
-    assert (request.index, request.data_source) == (123, "my_dataset")
     text = QWEN.format([call(query="x")])
-    run(request, scripted((text, "stop"), ("ok", "stop")), tool)
+    request, _ = run(scripted(text, "ok"), tool, row=ROW)
+    assert (request.index, request.data_source) == (123, "my_dataset")
     assert [(e[0], e[-1]) for e in tool.log] == [
       ("create", {"a": 1}),
       ("execute", {"b": 2}),

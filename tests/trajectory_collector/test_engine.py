@@ -333,8 +333,8 @@ def test_events_tell_the_episode():
   ]
   turn = ["model", "", "env", "", "TurnFinished"]
   assert kinds == [
-      "EpisodeStarted", "env", "", *turn, *turn, "env", "",
-      "EpisodeFinished",
+      "EpisodeStarted", "env", "", "EnvironmentReady", *turn, *turn, "env",
+      "", "EpisodeFinished",
   ]  # pyformat: disable
   assert {e.trajectory_id for e in recorder.of(events.StageChanged)} == {
       result.trajectory_id

@@ -82,6 +82,9 @@ def execute(run: Run) -> tuple[str, str | None]:
   status, error, trace = "completed", None, ""
   try:
     run.warm_up()
+    run.processes.together(
+        "try rollout.agent", lambda: evaluation.try_outside_agent(run)
+    )
     evaluates = config.evaluates
     if evaluates and run.warm_start.clones and "initial" not in measured:
       evaluation.evaluate(run, "initial")
@@ -100,7 +103,10 @@ def execute(run: Run) -> tuple[str, str | None]:
     run.processes.part(failure)
     if disk_full.is_full(failure):
       error = disk_full.describe(run.directory)
-    elif isinstance(failure, (watchdog.RunStopped, peers_lib.PeerError)):
+    elif isinstance(
+        failure,
+        (watchdog.RunStopped, peers_lib.PeerError, config_lib.ConfigError),
+    ):
       error = str(failure)
     else:
       trace = credentials.masked(traceback.format_exc())

@@ -36,12 +36,14 @@ class RunEnd:
     reason: the service's word.
     answer: of the policy, "" for none.
     evaluation: {score, success}, where the service judged it.
+    message: Text of the model server's refusal that ended it, "" for none.
   """
 
   status: str
   reason: str
   answer: str = ""
   evaluation: Mapping[str, Any] | None = None
+  message: str = ""
 
 
 class RunAgent(base_agent.BaseAgent):
@@ -74,7 +76,7 @@ class RunAgent(base_agent.BaseAgent):
     Args:
       client: of the service.
       body: of `POST /runs`.
-      seconds: deadline of the whole run.
+      seconds: Deadline of the whole run, and of a full service's refusals.
 
     Raises:
       RunServiceError: refused, or no answer.
@@ -83,7 +85,7 @@ class RunAgent(base_agent.BaseAgent):
     if self._run_id:
       raise RuntimeError("this agent follows a run already; make another one")
     self._client = client
-    self._run_id = await client.start(body)
+    self._run_id = await client.start(body, seconds)
     self._pump = asyncio.ensure_future(self._follow(client, seconds))
     return self._run_id
 
@@ -231,10 +233,11 @@ class RunAgent(base_agent.BaseAgent):
 def _end(
     events: list[dict[str, Any]], status: str, reason: str
 ) -> RunEnd:
-  answer, evaluation = "", None
+  answer, message, evaluation = "", "", None
   for event in events:
     if event.get("type") == "run_end":
       reason = str(event.get("reason") or reason)
+      message = str(event.get("message") or "")
       answer = str(event.get("answer") or answer)
       found = event.get("evaluation")
       evaluation = found if isinstance(found, Mapping) else None
@@ -245,7 +248,7 @@ def _end(
       args = action.get("args")
       if isinstance(args, Mapping) and args.get("content"):
         answer = str(args["content"])
-  return RunEnd(status, reason, answer, evaluation)
+  return RunEnd(status, reason, answer, evaluation, message)
 
 
 def _readable(message: Mapping[str, Any]) -> trajectory_lib.Message:

@@ -150,6 +150,11 @@ class ToolAgent(base_agent.BaseAgent):
     return self._history.seen
 
   @property
+  def _messages(self) -> history.MessageView:
+    """The history by its name in the source document."""
+    return self._history.full
+
+  @property
   def history(self) -> history.MessageView:
     """All messages, including screenshots that the window has dropped."""
     return self._history.full

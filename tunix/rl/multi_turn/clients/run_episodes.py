@@ -18,6 +18,7 @@ the service's own.
 
 from __future__ import annotations
 
+import time
 from typing import Any, Mapping, Sequence
 
 from tunix.rl.multi_turn import rewards
@@ -51,6 +52,7 @@ class RunEnvironment(base_env.BaseEnv):
     agent: follows the run.
     task: of the episode.
     payload: the run's `env`, once reset.
+    evaluation_seconds: Time of the verdict; None before it.
   """
 
   runs_inline = True
@@ -77,6 +79,7 @@ class RunEnvironment(base_env.BaseEnv):
     self._genv: Any = None
     self._context: execution.GenvExecutionContext | None = None
     self._turn = -1
+    self.evaluation_seconds: float | None = None
 
   async def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
     name, options, (width, height) = self._gym
@@ -103,7 +106,8 @@ class RunEnvironment(base_env.BaseEnv):
     self._turn += 1
     found = await self.agent.actions(self._turn)
     info: dict[str, Any] = {
-        "gui_actions": [a.get("rawResult") or _brief(a) for a in found]
+        "gui_actions": [a.get("rawResult") or _brief(a) for a in found],
+        "tool_names": [a.get("toolName") or str(a.get("name")) for a in found],
     }
     feedback = [str(a["rawFeedback"]) for a in found if a.get("rawFeedback")]
     observation = {"text": "\n".join(feedback)}
@@ -112,7 +116,10 @@ class RunEnvironment(base_env.BaseEnv):
       return observation, 0.0, False, info
     if end.reason == "context_limit":  # The next reply raises it.
       return observation, 0.0, False, info
-    reward, success = await self._judge(end)
+    reward, success, details = await self._judge(end)
+    info["evaluation"] = {
+        "score": reward, "success": success, "details": details
+    }
     status = _STATUSES.get(end.reason, Status.FAILED)
     info["success"] = success
     info["status"] = (Status.SUCCEEDED if success else status).value
@@ -127,7 +134,7 @@ class RunEnvironment(base_env.BaseEnv):
       # The collector has ended the episode; the run is to stop as well.
       await self.agent.close()
       end = run_agent.RunEnd("completed", "ended by the collector")
-    reward, success = await self._judge(end)
+    reward, success, _ = await self._judge(end)
     return rewards.RewardOutput(reward, {"success": success})
 
   async def close(self) -> None:
@@ -141,18 +148,22 @@ class RunEnvironment(base_env.BaseEnv):
       if self._genv is not None:
         await self._genv.aclose()
 
-  async def _judge(self, end: run_agent.RunEnd) -> tuple[float, bool]:
-    """(reward, success).
+  async def _judge(
+      self, end: run_agent.RunEnd
+  ) -> tuple[float, bool, dict[str, Any]]:
+    """(reward, success, the judge's details).
 
     Raises:
       RunFailed: there is no verdict.
     """
     if self._context is not None:
       result = {"answer": end.answer} if end.answer else {}
-      reward, success, _ = await execution.evaluate_execution(
+      started = time.perf_counter()
+      reward, success, details = await execution.evaluate_execution(
           self._context, self._genv, result
       )
-      return reward, success
+      self.evaluation_seconds = time.perf_counter() - started
+      return reward, success, dict(details)
     verdict = end.evaluation or {}
     score = verdict.get("score")
     if not isinstance(score, (int, float)) or isinstance(score, bool):
@@ -160,9 +171,11 @@ class RunEnvironment(base_env.BaseEnv):
           f"the service ended the run ({end.reason}) without an evaluation; for"
           " a service that does not judge, use gym=genv"
       )
-    return rewards.as_reward(float(score), "the run's score").reward, bool(
-        verdict.get("success")
-    )
+    seconds = verdict.get("seconds")
+    if isinstance(seconds, (int, float)):
+      self.evaluation_seconds = float(seconds)
+    reward = rewards.as_reward(float(score), "the run's score").reward
+    return reward, bool(verdict.get("success")), {}
 
 
 def _brief(action: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,6 +281,7 @@ class RunSession(proxy.ProxySession):
       if end is not None and end.reason == "context_limit":
         raise policy_client.ContextLimitError(
             "the model's server has no room for the run's next prompt"
+            + (f": {end.message}" if end.message else "")
         )
       raise run_agent.RunFailed(
           f"the run ended ({end.reason if end else 'unknown'}) without an"

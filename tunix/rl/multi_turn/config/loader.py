@@ -19,7 +19,7 @@ import functools
 import re
 import types
 import typing
-from typing import Any, Literal, Mapping, Sequence
+from typing import Any, Collection, Literal, Mapping, Sequence
 
 import pydantic
 from tunix.rl.multi_turn.core import credentials
@@ -169,6 +169,7 @@ def flatten(
     aliases: Mapping[str, str],
     source: str,
     problems: list[str],
+    hidden: Collection[str] = (),
 ) -> dict[str, Any]:
   """One layer as `{"section.field": value}`.
 
@@ -181,7 +182,9 @@ def flatten(
     aliases: short key -> dotted key.
     source: names the layer in problems; "" where the user knows.
     problems: gets unknown keys, and fields given twice.
+    hidden: Aliases that no hint of a problem names.
   """
+  shown = {k: v for k, v in aliases.items() if k not in hidden}
   flat: dict[str, Any] = {}
   of = f"{source}: " if source else ""
   known, paths = sections(cls), leaves(cls)
@@ -211,8 +214,10 @@ def flatten(
     if path in known and isinstance(plain, collections.abc.Mapping):
       for name, inner in plain.items():
         visit(f"{path}.{name}", inner)
-    elif path in aliases:
+    elif aliases.get(path) in paths:
       put(aliases[path], value, path)
+    elif path in aliases:  # Of a key in a mapping.
+      visit(aliases[path], value)
     elif path in known:
       if plain is not None:  # None: an empty section in a YAML file.
         first = settings.fields(known[path])[0].name
@@ -226,7 +231,7 @@ def flatten(
       below_mapping(parent, path, plain)
     else:
       problems.append(
-          f"{of}unknown key {path!r}{nearest_key(path, cls, aliases)}"
+          f"{of}unknown key {path!r}{nearest_key(path, cls, shown)}"
       )
 
   for key, value in data.items():

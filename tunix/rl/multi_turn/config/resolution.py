@@ -24,6 +24,7 @@ from tunix.rl.multi_turn.config import checks
 from tunix.rl.multi_turn.config import data_sections
 from tunix.rl.multi_turn.config import documentation
 from tunix.rl.multi_turn.config import evaluate_config
+from tunix.rl.multi_turn.config import former_names
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.config import sealed
 from tunix.rl.multi_turn.config import train_config
@@ -75,8 +76,28 @@ def from_dict(
     ConfigError: naming every unknown key and wrong or contradictory value.
   """
   problems: list[str] = []
-  flat = loader.flatten(data, TrainConfig, ALIASES, source, problems)
-  return _resolve([flat], problems)
+  former: set[str] = set()
+  flat = _layer(data, _TRAIN, source, problems, former)
+  return _resolve([flat], problems, former=former)
+
+
+def _layer(
+    data: Mapping[str, Any],
+    command: _Command,
+    source: str,
+    problems: list[str],
+    former: set[str],
+) -> dict[str, Any]:
+  """One layer as `loader.flatten` has it; `former` gets its former names."""
+  layer = former_names.take(data, problems, former)
+  return loader.flatten(
+      layer,
+      command.cls,
+      command.aliases,
+      source,
+      problems,
+      hidden=former_names.SETTINGS,
+  )
 
 
 def from_yaml(text: str, source: str = "config") -> TrainConfig:
@@ -107,8 +128,12 @@ def _resolve(
     layers: Sequence[Mapping[str, Any]],
     problems: list[str],
     cls: type[TrainConfig] = TrainConfig,
+    former: set[str] | None = None,
 ) -> TrainConfig:
   """Merges the chosen presets, then the layers; builds and checks.
+
+  `former` are former names that the layers had; None for layers that no person
+  wrote.
 
   Raises:
     ConfigError: `problems` and whatever else is found.
@@ -117,6 +142,12 @@ def _resolve(
   for layer in layers:
     for path, value in layer.items():
       given[path] = loader.merge(given.get(path), value)
+  if former is not None:
+    of_run = cls is TrainConfig
+    defaults = former_names.implied(former, given, of_run)
+    for path, value in defaults.items():
+      given.setdefault(path, value)
+    former_names.announce(former)
   _import_modules(given, problems)
   merged = {**_presets(given), **given}
   config = loader.build(cls, merged, [])
@@ -244,10 +275,13 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
     SystemExit: after `--help` was printed.
   """
   problems: list[str] = []
-  overrides, files = _read_arguments(argv, problems, _TRAIN)
-  layers, resume = _base(overrides, files, problems, _TRAIN)
+  former: set[str] = set()
+  overrides, files = _read_arguments(argv, problems, _TRAIN, former)
+  layers, resume = _base(overrides, files, problems, _TRAIN, former)
   try:
-    return _named(_resolved(layers, overrides, problems, resume, _TRAIN))
+    return _named(
+        _resolved(layers, overrides, problems, resume, _TRAIN, former)
+    )
   except ConfigError as error:
     raise ConfigError(_with_flags(error.problems, argv)) from None
 
@@ -265,7 +299,7 @@ def help_first(argv: Sequence[str], evaluation: bool = False) -> None:
     SystemExit: after `--help` was printed.
   """
   if {"-h", "--help"} & set(argv):
-    _read_arguments(argv, [], _EVALUATE if evaluation else _TRAIN)
+    _read_arguments(argv, [], _EVALUATE if evaluation else _TRAIN, set())
 
 
 def load_evaluation(argv: Sequence[str]) -> EvaluationConfig:
@@ -278,8 +312,9 @@ def load_evaluation(argv: Sequence[str]) -> EvaluationConfig:
     SystemExit: after `--help` was printed.
   """
   problems: list[str] = []
-  overrides, files = _read_arguments(argv, problems, _EVALUATE)
-  layers, resume = _base(overrides, files, problems, _EVALUATE)
+  former: set[str] = set()
+  overrides, files = _read_arguments(argv, problems, _EVALUATE, former)
+  layers, resume = _base(overrides, files, problems, _EVALUATE, former)
   if not resume:
     layers = [dict(evaluate_config.DEFAULTS), *layers]
     given: dict[str, Any] = {}
@@ -294,7 +329,7 @@ def load_evaluation(argv: Sequence[str]) -> EvaluationConfig:
         None, "generated"
     ):  # pyformat: disable
       layers[0] = {**layers[0], "eval.episodes_per_task": 0}
-  config = _resolved(layers, overrides, problems, resume, _EVALUATE)
+  config = _resolved(layers, overrides, problems, resume, _EVALUATE, former)
   assert isinstance(config, EvaluationConfig)
   return _named(config)
 
@@ -304,13 +339,17 @@ def _base(
     files: Sequence[str],
     problems: list[str],
     command: _Command,
+    former: set[str],
 ) -> tuple[list[dict[str, Any]], str]:
   """(the layers below the overrides, the directory that is resumed or "")."""
   if len(files) > 1:
     problems.append(
         f"two configuration files, {files[0]} and {files[1]}; give one"
     )
-  layers = [_read(pathlib.Path(file), problems, command) for file in files[:1]]
+  layers = [
+      _read(pathlib.Path(file), problems, command, former)
+      for file in files[:1]
+  ]
   resume = ""
   for layer in [*layers, *overrides]:
     resume = str(loader.unwrap(layer.get("run.resume", resume)) or "")
@@ -331,9 +370,10 @@ def _resolved(
     problems: list[str],
     resume: str,
     command: _Command,
+    former: set[str],
 ) -> TrainConfig:
   try:
-    return _resolve([*layers, *overrides], problems, command.cls)
+    return _resolve([*layers, *overrides], problems, command.cls, former)
   except ConfigError as error:
     if resume and (hint := _damage(resume)):
       raise ConfigError([hint, *error.problems]) from None
@@ -356,9 +396,13 @@ def _default_name(config: TrainConfig) -> str:
 
 
 def _read_arguments(
-    argv: Sequence[str], problems: list[str], command: _Command
+    argv: Sequence[str],
+    problems: list[str],
+    command: _Command,
+    former: set[str],
 ) -> tuple[list[dict[str, Any]], list[str]]:
-  """(overrides, files) of a command line."""
+  """(overrides, files) of a command line; `former` gets its former names."""
+  written: list[tuple[str, loader.Raw]] = []
   overrides: list[dict[str, Any]] = []
   files: list[str] = []
   taken: set[int] = set()
@@ -383,6 +427,13 @@ def _read_arguments(
       overrides.append({"run.dry_run": True})
     elif command is _TRAIN and (flag := _rollout_flag(argument)):
       taken.update(_read_flag(flag, place, argv, overrides, problems))
+    elif argument.startswith("-") and former_names.is_token(argument):
+      if "=" not in argument:
+        taken.add(place + 1)
+      problems.append(
+          "settings have no dashes: write project_token=…, or set"
+          " $TUNIX_MONITOR_TOKEN"
+      )
     elif argument.startswith("-"):
       override, took_next = _as_override(
           argument, argv[place + 1 :], command
@@ -427,11 +478,9 @@ def _read_arguments(
       except ConfigError as error:
         problems += error.problems
         continue
-      overrides.append(
-          loader.flatten(
-              {key: value}, command.cls, command.aliases, "", problems
-          )
-      )
+      written.append((key, value))
+      overrides.append(_layer({key: value}, command, "", problems, former))
+  problems += former_names.conflicts(written, command.aliases)
   return overrides, files
 
 
@@ -534,7 +583,7 @@ def _recorded(
         f" give {command.what}"
     )
     return {}
-  return _read(file, problems, command)
+  return _read(file, problems, command, set())
 
 
 def _damage(resume: str) -> str:
@@ -553,7 +602,10 @@ def _damage(resume: str) -> str:
 
 
 def _read(
-    path: pathlib.Path, problems: list[str], command: _Command
+    path: pathlib.Path,
+    problems: list[str],
+    command: _Command,
+    former: set[str],
 ) -> dict[str, Any]:
   try:
     data = parse_yaml(path.read_text(encoding="utf-8"), str(path))
@@ -564,9 +616,7 @@ def _read(
   except ConfigError as error:
     problems += error.problems
   else:
-    return loader.flatten(
-        data, command.cls, command.aliases, str(path), problems
-    )
+    return _layer(data, command, str(path), problems, former)
   return {}
 
 

@@ -17,6 +17,7 @@ from tunix.rl.multi_turn.agents.runs.settings import RunServiceConfig
 from tunix.rl.multi_turn.agents.settings import AgentConfig
 from tunix.rl.multi_turn.clients.settings import ExternalConfig
 from tunix.rl.multi_turn.config import data_sections
+from tunix.rl.multi_turn.config import former_names
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.config import run_sections
 from tunix.rl.multi_turn.core import settings
@@ -156,18 +157,7 @@ ALIASES: dict[str, str] = {
     "resume": "run.resume",
     "time_budget_s": "run.time_budget_s",
     "profile": "report.profile",
-    "rollout_backend": "run_service.backend",
-    "gbox_mini_agent_base_url": "run_service.base_url",
-    "gbox_mini_agent_agent": "run_service.agent",
-    "gbox_mini_agent_model": "run_service.model",
-    "gbox_mini_agent_env": "run_service.env",
-    "max_turns": "environment.max_turns",
-    "max_task_time_seconds": "collect.deadlines.episode",
-    "max_turn_time_seconds": "collect.deadlines.turn",
-    "max_concurrent_rollouts": "collect.concurrency",
-    "group_size": "collect.group_size",
-    "groups_per_batch": "learner.groups_per_step",
-    "monitor_base_url": "monitor.url",
     **data_sections.ROLLOUT_FLAGS,
+    **former_names.SETTINGS,
 }
 """Short keys. A section's own name with a plain value is one of them."""

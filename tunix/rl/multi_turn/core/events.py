@@ -65,6 +65,13 @@ class EpisodeStarted(Event):
 
 
 @dataclasses.dataclass(frozen=True)
+class EnvironmentReady(Event):
+  """An episode's environment has started; its agent is set up now."""
+
+  trajectory_id: str
+
+
+@dataclasses.dataclass(frozen=True)
 class StageChanged(Event):
   """An episode begins to wait for the model or its environment, or stops.
 
@@ -146,6 +153,14 @@ class StepFinished(Event):
   left_out: Mapping[str, tuple[str, ...]] = dataclasses.field(
       default_factory=dict
   )
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointSaved(Event):
+  """The checkpoint after update number `step` was handed to its writer."""
+
+  step: int
+  path: str
 
 
 @dataclasses.dataclass(frozen=True)

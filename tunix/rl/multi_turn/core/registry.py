@@ -11,6 +11,7 @@ Does not: construct entries, or scan packages.
 
 from __future__ import annotations
 
+import collections.abc
 import difflib
 import importlib
 import traceback
@@ -215,3 +216,28 @@ class Registry(Generic[T]):
 
   def __iter__(self) -> Iterator[str]:
     return iter(self.names())
+
+
+class RegistryView(collections.abc.MutableMapping[str, T]):
+  """A registry as a dict: writing replaces, reading imports what is a path."""
+
+  def __init__(self, registry: Registry[T]):
+    self._registry = registry
+
+  def __getitem__(self, name: str) -> T:
+    if name not in self._registry:
+      raise KeyError(name)
+    return self._registry.get(name)
+
+  def __setitem__(self, name: str, value: T) -> None:
+    self._registry.register(name, value, replace=True)
+
+  def __delitem__(self, name: str) -> None:
+    if not self._registry.unregister(name):
+      raise KeyError(name)
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._registry)
+
+  def __len__(self) -> int:
+    return len(self._registry.names())

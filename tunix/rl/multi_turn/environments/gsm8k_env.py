@@ -38,7 +38,7 @@ class Gsm8kEnv(text_env.BaseEnv):
         ground_truth=self.sample["answer"]
     )
     self.done = False
-    return text_env.transcript(self.turns)
+    return self._get_obs()
 
   async def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
     if self.instance_id is None or self.done:
@@ -50,6 +50,9 @@ class Gsm8kEnv(text_env.BaseEnv):
     self.turns.append(("tool", result))
     self.done = True
     return "", reward, True, {**info, "success": reward > 0}
+
+  def _get_obs(self) -> str:
+    return text_env.transcript(self.turns)
 
   async def close(self) -> None:
     instance_id, self.instance_id = self.instance_id, None

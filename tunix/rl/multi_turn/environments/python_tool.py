@@ -93,7 +93,7 @@ class PythonTool(stateful.BaseTool):
   def __init__(
       self,
       config: Mapping[str, Any] | None = None,
-      tool_schema: stateful.OpenAIFunctionToolSchema | None = None,
+      tool_schema: Mapping[str, Any] | None = None,
   ):
     """Args:
 

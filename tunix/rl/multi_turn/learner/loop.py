@@ -348,6 +348,13 @@ class LearnerLoop:
         if self._processes.count > 1:
           extras[PROCESSES] = self._processes.gather("extras", extras)
         self._checkpoints.save(self.learner, extras)
+        if self._processes.first:
+          path = self._checkpoints.directory / str(self.learner.version)
+          self._observers.on_event(
+              events.CheckpointSaved(
+                  self.learner.counters.updates, str(path)
+              )
+          )
     self._unacknowledged = True
 
   def settle(self) -> None:

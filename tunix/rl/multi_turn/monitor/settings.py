@@ -24,7 +24,8 @@ class MonitorConfig:
   url: str = _setting(
       default="",
       doc="Server that the run is sent to, http(s)://host:port; its token is"
-      ' $TUNIX_MONITOR_TOKEN. "" = none.',
+      " $TUNIX_MONITOR_TOKEN. Left out: $TUNIX_MONITOR_URL, unless"
+      ' monitor.embedded. "" = none.',
   )
   embedded: bool = _setting(
       default=False,

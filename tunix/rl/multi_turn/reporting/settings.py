@@ -230,3 +230,11 @@ class WatchdogConfig:
       unit="episodes",
       ge=0,
   )
+  invalid_episodes: int = _setting(
+      default=64,
+      doc="invalid: the run ends where this many first episodes, evaluations"
+      " included, were all ended by infrastructure or before a turn, whatever"
+      " `stop` has. 0 = not watched.",
+      unit="episodes",
+      ge=0,
+  )

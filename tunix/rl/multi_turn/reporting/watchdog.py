@@ -3,7 +3,9 @@
 Each rule judges the metrics of learner steps, or the ends of episodes, against
 thresholds of `WatchdogConfig`. A rule that holds emits one `Fault` of stage
 "watchdog" with a diagnosis, and again only after it stopped holding in between.
-A rule in `stop` also ends the run: `check` raises.
+A rule in `stop` also ends the run: `check` raises. So does, always, `invalid`:
+the first episodes of a run, evaluations included, that all had no outcome of
+the policy, or no turn.
 
 Promises: an observer, so it returns at once and does not raise by itself; a
 metric that is absent is not judged.
@@ -30,13 +32,22 @@ _LOG = logging.getLogger(__name__)
 Metrics = Mapping[str, float]
 
 
+INVALID = "invalid"
+"""The rule that always ends the run."""
+
+
 class RunStopped(RuntimeError):
   """The watchdog ended the run; the text is its diagnosis."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-  """What a rule found. `rule` is one of `settings.WATCHDOG_RULES`."""
+  """A diagnosis of a rule.
+
+  Attributes:
+    rule: One of `settings.WATCHDOG_RULES`, or `INVALID`.
+    message: The diagnosis.
+  """
 
   rule: str
   message: str
@@ -60,6 +71,8 @@ class Rules:
         name: collections.deque(maxlen=config.window) for name in self._first
     }
     self._holding: set[str] = set()
+    # Of the first episodes, while none is valid: (status, error) of each.
+    self._invalid: list[tuple[str, str]] | None = []
 
   def step(self, metrics: Metrics) -> list[Finding]:
     """Judges one learner step."""
@@ -88,6 +101,31 @@ class Rules:
           " the faults in summary.json"
       )
     return self._new(found, frozenset({"environments"}))
+
+  def first_episode(self, episode: trajectory.Trajectory) -> list[Finding]:
+    """Judges the end of one of the first episodes, evaluations included."""
+    if self._invalid is None or not self._c.invalid_episodes:
+      return []
+    if episode.status is trajectory.TrajectoryStatus.CANCELLED:
+      return []
+    played = episode.num_turns or episode.num_sampled or episode.stale_tokens
+    if episode.status.is_policy_outcome and played:
+      self._invalid = None
+      return []
+    self._invalid.append((episode.status.value, episode.error or ""))
+    number = len(self._invalid)
+    if number < self._c.invalid_episodes:
+      return []
+    statuses = collections.Counter(status for status, _ in self._invalid)
+    status, count = statuses.most_common(1)[0]
+    errors = collections.Counter(e for s, e in self._invalid if s == status)
+    error = errors.most_common(1)[0][0] or "without an error's text"
+    self._invalid = None
+    return [Finding(INVALID, (
+        f"all of the first {number} episodes were invalid, {count} of them by"
+        f" {status}: {error}; nothing can be learned or measured until that is"
+        " mended (watchdog.invalid_episodes=0 runs on)"
+    ))]  # pyformat: disable
 
   def _new(
       self, found: Mapping[str, str], judged: frozenset[str]
@@ -248,15 +286,23 @@ class Watchdog:
       return
     with self._lock:
       if isinstance(event, events.StepFinished):
-        found = self._rules.step(event.metrics)
-      elif isinstance(event, events.EpisodeFinished) and event.split == "train":
-        found = self._rules.episode(event.trajectory.status)
+        findings = self._rules.step(event.metrics)
+      elif isinstance(event, events.EpisodeFinished):
+        findings = [
+            *self._rules.first_episode(event.trajectory),
+            *(
+                self._rules.episode(event.trajectory.status)
+                if event.split == "train"
+                else ()
+            ),
+        ]
       else:
         return
-    for finding in found:
+    for finding in findings:
       _LOG.warning("watchdog (%s): %s", finding.rule, finding.message)
       self._emit(events.Fault("watchdog", finding.rule, finding.message))
-      if finding.rule in self._config.stop and self._stopped is None:
+      stops = finding.rule in (*self._config.stop, INVALID)
+      if stops and self._stopped is None:
         self._stopped = RunStopped(
             f"stopped by the watchdog ({finding.rule}): {finding.message}"
         )

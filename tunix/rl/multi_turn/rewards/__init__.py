@@ -1,5 +1,6 @@
 """Judges answers by reward functions with names; see `registry`."""
 
+from tunix.rl.multi_turn.rewards.registry import _REGISTRY
 from tunix.rl.multi_turn.rewards.registry import as_reward
 from tunix.rl.multi_turn.rewards.registry import checked
 from tunix.rl.multi_turn.rewards.registry import combine_rewards

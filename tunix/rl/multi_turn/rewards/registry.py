@@ -52,6 +52,8 @@ class RewardOutput:
 
 
 REWARDS: registry.Registry[RewardFn] = registry.Registry("reward")
+_REGISTRY = registry.RegistryView(REWARDS)
+"""The registry by its name in the source document, as a dict."""
 
 
 def register(name: str) -> Callable[[RewardFn], RewardFn]:

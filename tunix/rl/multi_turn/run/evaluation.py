@@ -16,11 +16,13 @@ import dataclasses
 import time
 from typing import Any, Callable, Mapping, Sequence
 
+from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
+from tunix.rl.multi_turn.reporting import watchdog
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import resuming
@@ -190,6 +192,7 @@ def evaluate(run: run_lib.Run, name: str) -> dict[str, Any]:
 
   Raises:
     loop_thread.Interrupted: the run was asked to stop.
+    RunStopped: The watchdog ended the run.
   """
   config, processes = run.config, run.processes
   tasks = processes.share(run_tasks.eval_tasks(config, run.task_source))
@@ -197,6 +200,7 @@ def evaluate(run: run_lib.Run, name: str) -> dict[str, Any]:
   outcomes = Outcomes()
 
   def done(one: Planned, episode: trajectory_lib.Trajectory) -> None:
+    run.watchdog.check()
     outcomes.add(one, episode)
     count = len(outcomes)
     if count % _REPORT_EVERY == 0 or count == len(planned):
@@ -220,6 +224,8 @@ def evaluate(run: run_lib.Run, name: str) -> dict[str, Any]:
   except peers_lib.PeerError as error:
     if error.kind == loop_thread.Interrupted.__name__:
       raise loop_thread.Interrupted(str(error)) from None
+    if error.kind == watchdog.RunStopped.__name__:
+      raise watchdog.RunStopped(str(error)) from None
     raise
   counted = processes.gather("counts", run.counts.of_evaluation())
   if processes.first:
@@ -228,6 +234,61 @@ def evaluate(run: run_lib.Run, name: str) -> dict[str, Any]:
   run.evaluated = run.updates, summary
   run.observers.on_event(events.EvalFinished(name, summary))
   return summary
+
+
+def try_outside_agent(run: run_lib.Run) -> None:
+  """Plays one turn with `rollout.agent`, and refuses what no episode survives.
+
+  Such an agent writes its own prompts: how long they are is known once it has
+  asked. Does nothing for the run's own agents, which `preflight` checks, and
+  with a fleet, whose collectors may come later.
+
+  Raises:
+    ConfigError: The prompt does not fit the context, or the run service does
+      not play.
+    Interrupted: The run was asked to stop.
+  """
+  config = run.config
+  agent = config.rollout.agent
+  if not (agent and config.plays) or run.fleet is not None:
+    return
+  family = config.task_source.families[0]
+  task = run.task_source.train_task(family, 0, config.run.seed)
+  collector = episodes.make_collector(
+      config,
+      run.episodes,
+      run.engine,
+      run.policy.renderer,
+      observers=None,
+      mode="sampled",
+      connection=run.connection,
+  )
+  group = run.wait(
+      collector.collect(dataclasses.replace(task, max_turns=1), index=0)
+  )
+  (episode,) = group.trajectories
+  by_service = agent == episodes.RUN_SERVICE
+  named = f"rollout.agent={agent}"
+  if by_service:
+    service = config.run_service
+    named += (
+        f", run_service.agent={service.agent} at"
+        f" run_service.base_url={service.url}"
+    )
+  status = trajectory_lib.TrajectoryStatus
+  context = config.engine.context_length
+  if episode.status is status.CONTEXT_LIMIT and not episode.num_sampled:
+    raise config_lib.ConfigError([
+        f"{named}: the first prompt of task {task.task_id} does not fit"
+        f" engine.context_length={context} ({episode.error}); raise"
+        " engine.context_length and learner.row_length above it, or choose an"
+        " agent with a shorter prompt"
+        + (" (run_service.agent=compact)" if by_service else "")
+    ])
+  if by_service and episode.status is status.MODEL_ERROR:
+    raise config_lib.ConfigError([
+        f"{named} does not play task {task.task_id}: {episode.error}"
+    ])
 
 
 def evaluate_last(run: run_lib.Run) -> None:

@@ -229,7 +229,16 @@ def _world(config: config_lib.TrainConfig) -> str:
 def _box(config: config_lib.TrainConfig) -> str:
   if not environment_spec.get(config.environment.name).gym:
     return "linux"
-  return gyms.get(config.gym.name).box
+  name = config.gym.name
+  if name == "genv":
+    # What the server plays, where its id is a gym's name here.
+    served = str(config.gym.options.get("gym_id") or "desktop")
+    if served in gyms.names():
+      name = served
+    elif config.rollout.agent == "run_service":
+      mobile = config.run_service.action_space == "mobile"
+      return "android" if mobile else "linux"
+  return gyms.get(name).box
 
 
 def _missing(error: ImportError) -> str:

@@ -13,6 +13,9 @@ server that is not asked yet.
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
 import os
 import pathlib
 import tempfile
@@ -34,6 +37,8 @@ from tunix.rl.queue import admission
 
 TrainConfig = config_lib.TrainConfig
 ConfigError = config_lib.ConfigError
+_ROWS = 64
+"""Lines of a file of tasks whose prompts are measured."""
 
 
 def before_building(config: TrainConfig) -> None:
@@ -97,7 +102,10 @@ def with_policy(
   Raises:
     ConfigError: listing what does not fit.
   """
-  if config.plays and (problems := [*_context(config, policy, agent)]):
+  problems = [*_context(config, policy, agent)] if config.plays else []
+  if config.rollout.via == "buffer" and config.buffer.start:
+    problems += _prompts_of_file(config, policy)
+  if problems:
     raise ConfigError(problems)
   # First without the seconds that compiling takes.
   for exact in (False, True) if config.run.dry_run else (False,):
@@ -236,12 +244,22 @@ def _weights(config: TrainConfig) -> Iterator[str]:
 def _context(
     config: TrainConfig, policy: models.LoadedPolicy, agent: Any
 ) -> Iterator[str]:
-  """A context that the first turn of every episode would exceed."""
+  """A context that the first turn of every episode would exceed.
+
+  The prompts of an agent of another program are known once it asks; see
+  `evaluation.try_outside_agent`. This package's run service is sent the
+  settings of the run's own agent.
+  """
+  if config.rollout.agent and not (
+      config.rollout.agent == episodes.RUN_SERVICE
+      and config.run_service.backend == "run_service"
+  ):
+    return
   messages = getattr(agent, "chat_completions", None) or []
   prompt = len(policy.renderer.render(messages))
   screen = 0
   if environment_spec.get(config.environment.name).gym:
-    width, height = config.gym.width, config.gym.height
+    width, height = episodes.screen_size(config)
     try:
       screen = policy.processor.num_image_tokens(width, height)
     except ValueError as error:
@@ -255,6 +273,37 @@ def _context(
         f" has {prompt} tokens and a screenshot {screen}; raise it above"
         f" {prompt + screen + config.sampling.max_new_tokens}"
         + (", or lower gym.width and gym.height" if screen else "")
+    )
+
+
+def _prompts_of_file(
+    config: TrainConfig, policy: models.LoadedPolicy
+) -> Iterator[str]:
+  """A file of a buffer's tasks whose first prompts all exceed the context.
+
+  A file that only the service can read is not checked, nor are prompts that
+  are no messages of text: its generator writes them in its own way.
+  """
+  key = "buffer.input_file" if config.buffer.input_file else "task_source.path"
+  path = pathlib.Path(_value(config, key)).expanduser()
+  shortest, line_of = math.inf, 0
+  try:
+    with path.open(encoding="utf-8") as file:
+      for number, line in enumerate(itertools.islice(file, _ROWS), 1):
+        messages = json.loads(line)["prompt"] if line.strip() else None
+        if messages:
+          length = len(policy.renderer.render(messages))
+          if length < shortest:
+            shortest, line_of = length, number
+  except (OSError, ValueError, TypeError, KeyError):
+    return
+  context = config.engine.context_length
+  if line_of and shortest >= context:
+    yield (
+        f"{key}={path}: the shortest prompt of its first {_ROWS} lines (line"
+        f" {line_of}) has {shortest} tokens, and engine.context_length="
+        f"{context}; raise engine.context_length and learner.row_length above"
+        f" {shortest + config.sampling.max_new_tokens}, or shorten the prompts"
     )
 
 

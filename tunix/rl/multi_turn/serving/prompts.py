@@ -224,8 +224,8 @@ def _check_characters(
     raise errors.invalid(
         request.prompt_field,
         f"This model's maximum context length is {policy.context_length}"
-        f" tokens, which the {request.prompt_field} cannot fit; shorten the"
-        f" {request.prompt_field}",
+        f" tokens, which the {request.prompt_field} cannot fit ({size}"
+        f" characters); shorten the {request.prompt_field}",
         "context_length_exceeded",
     )
 

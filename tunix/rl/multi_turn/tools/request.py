@@ -1,4 +1,4 @@
-"""Runs one request with stateful tools, from first prompt to last release.
+"""Keeps one request with stateful tools, from first prompt to last release.
 
 States: PENDING (nothing done) -> RUNNING (the model's turn) <-> TOOL_CALLING
 (the tools' turn) -> COMPLETED or FAILED. `TRANSITIONS` lists every move; others
@@ -10,10 +10,11 @@ Promises:
   when the creation was cut short and may or may not have made its instance.
 - The calls of a turn run at once; their results stand in the order of the
   calls.
-- A failing tool is a message for the model; a failing model or a failing
-  creation ends the request as FAILED with the error kept.
-- A cancelled request has no rewards and is raised as cancelled after the
-  releases, which have a deadline.
+- A failing tool is a message for the model; a failing creation is raised.
+- Releases have a deadline, and a cancellation waits for them.
+
+Does not: ask the model; `environments.tool_request_env` plays a request as an
+episode.
 """
 
 from __future__ import annotations
@@ -23,13 +24,12 @@ import dataclasses
 import enum
 import functools
 import logging
-from typing import Any, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Awaitable, Mapping, Sequence
 import uuid
 
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.tools import stateful
 
 _LOG = logging.getLogger(__name__)
@@ -72,11 +72,6 @@ class FinishReason(str, enum.Enum):
   STOP = "stop"
   LENGTH = "length"
   TOOL_CALL = "tool_calls"
-
-
-Generate = Callable[
-    [list[trajectory.Message]], Awaitable[tuple[str, FinishReason | str]]
-]
 
 
 @dataclasses.dataclass
@@ -179,85 +174,6 @@ class ToolRequest:
     self.rewards = dict(rewards)
     self.finish_reason = reason
     self.move(RequestState.FAILED if self.error else RequestState.COMPLETED)
-
-
-async def run_request(
-    request: ToolRequest,
-    generate: Generate,
-    tools: Mapping[str, stateful.BaseTool],
-    *,
-    parser: Any = "qwen",
-    max_turns: int = 10,
-    tool_timeout: float | None = 30.0,
-    generate_timeout: float | None = None,
-) -> ToolRequest:
-  """Runs a PENDING request to its end and returns it.
-
-  Args:
-    request: its `messages` grow.
-    generate: messages -> (text, finish reason). A STOP whose text holds tool
-      calls counts as TOOL_CALL, since servers differ in that.
-    tools: name -> stateful tool.
-    parser: reads the calls; name, class or instance.
-    max_turns: generations at most; the last one ends with LENGTH.
-    tool_timeout: seconds for each tool method.
-    generate_timeout: seconds for each generation.
-  """
-  parser = tool_parser.make_tool_parser(parser).for_tools([
-      stateful.StatefulToolAdapter(tool, name=name).json
-      for name, tool in tools.items()
-  ])
-  held = RequestTools(request, tools, tool_timeout)
-  reason: FinishReason | None = None
-  rewards: dict[str, float] = {}
-  try:
-    try:
-      reason = await _converse(
-          request, generate, held, parser, max_turns, generate_timeout
-      )
-    except Exception as error:  # pylint: disable=broad-except
-      request.error = f"{type(error).__name__}: {error}"
-    if request.state is not RequestState.PENDING:
-      rewards = await held.calc_rewards()
-  except asyncio.CancelledError:
-    request.error = "CancelledError: the request was cancelled"
-    raise
-  finally:
-    try:
-      await held.release()
-    finally:
-      request.finalize(rewards, reason)
-  return request
-
-
-async def _converse(
-    request: ToolRequest,
-    generate: Generate,
-    held: RequestTools,
-    parser: tool_parser.ToolParser,
-    max_turns: int,
-    generate_timeout: float | None,
-) -> FinishReason:
-  """Runs a request from PENDING; returns the reason for its end."""
-  await held.create()
-  request.move(RequestState.RUNNING)
-  for turn in range(1, max_turns + 1):
-    text, finish = await concurrency.with_deadline(
-        generate(request.messages), generate_timeout, "generate"
-    )
-    request.messages.append({"role": "assistant", "content": text})
-    finish = FinishReason(finish)
-    if finish is FinishReason.LENGTH:
-      return finish
-    calls = parser.parse(text)
-    if not calls:
-      # A TOOL_CALL without a readable call has nothing to continue with.
-      return FinishReason.STOP
-    request.move(RequestState.TOOL_CALLING)
-    await held.execute(calls)
-    if turn < max_turns:
-      request.move(RequestState.RUNNING)
-  return FinishReason.LENGTH
 
 
 class RequestTools:

@@ -16,7 +16,7 @@ import concurrent.futures
 import copy
 import logging
 import threading
-from typing import Any, Awaitable, Callable, Iterable, Mapping, TypedDict
+from typing import Any, Awaitable, Callable, Iterable, Mapping
 import uuid
 
 from tunix.rl.multi_turn.core import concurrency
@@ -24,16 +24,47 @@ from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.tools import base as plain
 
 
-class OpenAIFunctionToolSchema(TypedDict):
+class _Fields(dict[str, Any]):
+  """A dict whose keys are attributes as well, those of nested dicts, too."""
+
+  def __init__(self, *args: Any, **kwargs: Any):
+    super().__init__(*args, **kwargs)
+    for key, value in self.items():
+      if isinstance(value, Mapping) and not isinstance(value, _Fields):
+        self[key] = _Fields(value)
+
+  def __getattr__(self, name: str) -> Any:
+    try:
+      return self[name]
+    except KeyError:
+      raise AttributeError(
+          f"{name!r} is none of {', '.join(self) or 'no keys'}"
+      ) from None
+
+
+class OpenAIFunctionToolSchema(_Fields):
   """A tool in OpenAI's form; any mapping of this form serves as well.
+
+  `schema.function.name` and `schema["function"]["name"]` are the same.
 
   Attributes:
     type: "function".
     function: `{"name": …, "description": …, "parameters": JSON Schema}`.
   """
 
-  type: str
-  function: dict[str, Any]
+  def __init__(self, *args: Any, **kwargs: Any):
+    """Takes a dict, or its keys as keywords.
+
+    Raises:
+      ValueError: The function or its name is missing.
+    """
+    super().__init__({"type": "function"}, **dict(*args, **kwargs))
+    function = self.get("function")
+    if not isinstance(function, Mapping) or not function.get("name"):
+      raise ValueError(
+          "a tool schema needs function={'name': …, …}, got"
+          f" function={function!r}"
+      )
 
 
 # For one release where a tool's methods have no deadline of their own.

@@ -250,6 +250,7 @@ class TrajectoryCollectEngine:
           Status.ENV_ERROR, "reset", "EnvResetError", describe(e)
       ) from e
     self._info = info
+    self._emit(events.EnvironmentReady, trajectory_id=self._id)
     limit, ready = self.deadlines.reset, time.perf_counter()
     await self._agent_call(self.agent.reset, limit=limit)
     self._steps = []

@@ -184,9 +184,11 @@ class Run:
       if not _is_context_limit(error):
         raise
       evaluation = await env.evaluate()
-      return "completed", "context_limit", self._verdict(
+      verdict = self._verdict(
           evaluation.reward, bool(evaluation.metadata.get("success"))
       )
+      verdict["message"] = _refusal(error)
+      return "completed", "context_limit", verdict
     self._emit("model_output", modelOutput=reply)
     text = _text_of(reply)
     action = agent.update_from_model(text)
@@ -207,7 +209,11 @@ class Run:
   def _verdict(self, score: float, success: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"answer": self._answer} if self._answer else {}
     if self._judges_itself:
-      found["evaluation"] = {"score": score, "success": success}
+      found["evaluation"] = {
+          "score": score,
+          "success": success,
+          "seconds": getattr(self._env, "evaluation_seconds", None),
+      }
     return found
 
   def _request(self, messages: list[Any]) -> dict[str, Any]:
@@ -283,6 +289,7 @@ class Run:
       call_id = calls[index].call_id if index < len(calls) else ""
       executed = {
           "name": done["kind"],
+          "toolName": calls[index].name if index < len(calls) else None,
           "args": _args(done),
           "callId": call_id,
           "rawFeedback": "; ".join(info.get("invalid_actions") or ()),
@@ -355,6 +362,15 @@ def _is_context_limit(error: http.CallError) -> bool:
   return error.status == 400 and (
       "context_length_exceeded" in text or "maximum context length" in text
   )
+
+
+def _refusal(error: http.CallError) -> str:
+  """The server's own words: the call's address may hold a key."""
+  try:
+    body = http.json_of(error.answer.content if error.answer else b"")
+    return str(body["error"]["message"])[:500]
+  except (ValueError, KeyError, TypeError):
+    return "the prompt is too long"
 
 
 def _args(done: Mapping[str, Any]) -> dict[str, Any]:

@@ -100,6 +100,9 @@ class Preset:
 PRESETS: Mapping[tuple[str, str], Preset] = {
     ("tool", "pc"): Preset("computer_use", "desktop"),
     ("tool", "mobile"): Preset("computer_use", "mobile"),
+    # The prompt that the shipped policy has learned; 200 tokens instead of
+    # 1,500.
+    ("compact", "pc"): Preset("computer_use_compact", "desktop_compact"),
     ("qwen3-vl", "pc"): Preset("computer_use", "desktop"),
     ("qwen3-vl", "mobile"): Preset("mobile_use", "mobile"),
     ("mai-ui", "mobile"): Preset("mai_ui", "mobile"),

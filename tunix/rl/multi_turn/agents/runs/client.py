@@ -48,6 +48,7 @@ def _passes(error: BaseException) -> bool:
 _POLLS = http.RetryPolicy(
     5, tenacity.wait_fixed(0.5), tenacity.retry_if_exception(_passes)
 )
+_STARTS = http.RetryPolicy(wait=tenacity.wait_fixed(1.0), jitter=0.5)
 
 
 class RunServiceClient:
@@ -85,15 +86,24 @@ class RunServiceClient:
         connections=connections,
     )
 
-  async def start(self, body: Mapping[str, Any]) -> str:
+  async def start(self, body: Mapping[str, Any], wait_s: float = 0.0) -> str:
     """Starts a run; returns its id.
 
+    Args:
+      body: Body of `POST /runs`.
+      wait_s: Seconds for which a full service (429) is asked again.
+
     Raises:
-      RunServiceError: refused, or an answer without a run's id.
+      RunServiceError: refused, still full, or an answer without a run's id.
     """
-    reply = await self._http.ask(
-        "POST", f"{self.base_url}/runs", self._timeout_s, body=dict(body)
-    )
+
+    async def ask() -> dict[str, Any]:
+      return await self._http.ask(
+          "POST", f"{self.base_url}/runs", self._timeout_s, body=dict(body)
+      )
+
+    due = asyncio.get_running_loop().time() + wait_s
+    reply = await _STARTS.run(ask, due=due)
     found = reply.get("runId")
     if not isinstance(found, str) or not found:
       raise RunServiceError(

@@ -34,7 +34,8 @@ class RunServiceConfig:
   )
   agent: str = setting(
       default="tool",
-      doc="The service's name of the agent, e.g. tool, qwen3-vl, mai-ui.",
+      doc="With backend=gbox_mini_agent, the service's name of the agent, e.g."
+      " compact, qwen3-vl, mai-ui.",
   )
   model: str = setting(
       default="", doc='Name of the policy in its requests. "" = policy.name.'

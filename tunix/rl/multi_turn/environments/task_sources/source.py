@@ -8,10 +8,11 @@ held-out task into training.
 The steps, in this order:
 
 1. the list is read, its own order kept; two tasks of one id are refused;
-2. the split: by `eval_number_range` if given; else by the list's own field, if
-   every task has it; else the list is shuffled by `seed` and cut at
-   `int(len * train_ratio)`;
-3. `names`, each resolved as `cua_task.resolve` does;
+2. the split: by `eval_names` or `eval_number_range` if given; else by the
+   list's own field, if every task has it; else the list is shuffled by `seed`
+   and cut at `int(len * train_ratio)`;
+3. `names`, each resolved as `cua_task.resolve` does, but not among
+   `eval_names`;
 4. `tags`, any of them, whatever their case;
 5. `limit` or `eval_limit`, a sample drawn by `seed`.
 """
@@ -32,7 +33,9 @@ Split = Literal["train", "eval"]
 SPLITS: tuple[Split, ...] = ("train", "eval")
 CUATask = cua_task.CUATask
 _FILES = ("jsonl", "huggingface")
-_OF_LISTS = ("eval_number_range", "names", "tags", "limit", "eval_limit")
+_OF_LISTS = (
+    "eval_names", "eval_number_range", "names", "tags", "limit", "eval_limit",
+)  # pyformat: disable
 _NO_OPTIONS: Mapping[str, Any] = {}
 _set = settings_lib.setting
 
@@ -67,6 +70,11 @@ class TaskSourceConfig:
       default="",
       doc='Numbers of the tasks that are held out, e.g. "001-032". "" = by'
       " task_source.train_ratio.",
+  )
+  eval_names: tuple[str, ...] = _set(
+      default=(),
+      doc="Ids, names or numbers of a list's tasks that are held out. [] = by"
+      " task_source.eval_number_range or train_ratio.",
   )
   names: tuple[str, ...] = _set(
       default=(), doc="Ids, names or numbers of a list's tasks. [] = all."
@@ -141,10 +149,15 @@ class TaskSourceConfig:
           f"levels={list(self.levels)} are of tasks that a gym makes, and"
           f" source={self.source} has a list; leave levels out"
       )
-    for name in ("families", "names", "levels"):
+    for name in ("families", "names", "eval_names", "levels"):
       value = getattr(self, name)
       if len(set(value)) != len(value):
         yield f"{name}={list(value)} has one twice; name each once"
+    if self.eval_names and self.eval_number_range:
+      yield (
+          f"eval_names={list(self.eval_names)} and eval_number_range="
+          f"{self.eval_number_range!r} both say what is held out; give one"
+      )
     try:
       number_range(self.eval_number_range)
     except ValueError as error:
@@ -336,7 +349,7 @@ def select(
   chosen = list(range(len(tasks)))
   if split is not None:
     chosen = sorted(_split(tasks, config)[split])
-  if config.names:
+  if config.names and not (split == "eval" and config.eval_names):
     wanted = {cua_task.resolve(n, tasks).id for n in config.names}
     chosen = [i for i in chosen if tasks[i].id in wanted]
   if config.tags:
@@ -352,6 +365,7 @@ def select(
     raise ValueError(
         f"{_name(config, tasks)}: none of {len(tasks)} tasks is left by"
         f" split={split}, train_ratio={config.train_ratio},"
+        f" eval_names={list(config.eval_names)},"
         f" eval_number_range={config.eval_number_range!r},"
         f" names={list(config.names)}, tags={list(config.tags)}"
     )
@@ -363,6 +377,10 @@ def _split(
 ) -> Mapping[str, set[int]]:
   """Positions of the training and the held-out tasks."""
   everything = set(range(len(tasks)))
+  if config.eval_names:
+    ids = {cua_task.resolve(name, tasks).id for name in config.eval_names}
+    eval_tasks = {i for i in everything if tasks[i].id in ids}
+    return {"train": everything - eval_tasks, "eval": eval_tasks}
   numbers = number_range(config.eval_number_range)
   if numbers is not None:
     held = {

@@ -54,6 +54,9 @@ _TYPES: tuple[type[Any], ...] = (
     token_sequence.ImageSpan,
     ingest_rows.RunningEpisode,
     task_rows.Verdict,
+    # New ones at the end: a spool names types by their place.
+    events.EnvironmentReady,
+    events.CheckpointSaved,
 )
 _FIELDS = tuple(
     # Steps first, the one that is not taken as it is.

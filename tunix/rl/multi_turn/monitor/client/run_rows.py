@@ -110,12 +110,14 @@ class RunRows:
         events.RunFinished: self._run_finished,
         events.TasksListed: self._tasks_listed,
         events.EpisodeStarted: self._episode_started,
+        events.EnvironmentReady: self._environment_ready,
         events.TurnFinished: self._turn_finished,
         events.EpisodeFinished: self._episode_finished,
         events.GroupFinished: self._group_finished,
         events.Fault: self._fault,
         events.UpdateStarted: self._update_started,
         events.StepFinished: self._step_finished,
+        events.CheckpointSaved: self._checkpoint_saved,
         events.WeightsPublished: self._weights_published,
         events.EvalStarted: self._eval_started,
         events.EvalFinished: self._eval_finished,
@@ -327,6 +329,13 @@ class RunRows:
         ),
     }  # pyformat: disable
 
+  def _checkpoint_saved(self, event: events.CheckpointSaved) -> Part | None:
+    if not event.step:
+      return None
+    part = self._step_part(event.step)
+    part["steps"][0]["checkpoint_path"] = event.path
+    return part
+
   def _step_name(self, step: int) -> str:
     return f"{self._run.training_id}:step:{step}"
 
@@ -379,7 +388,27 @@ class RunRows:
   def _episode_started(self, event: events.EpisodeStarted) -> Part:
     _, running, more = self._begin(event, event.time)
     task = task_rows.task_part(event.task_id, None, self._world, event.split)
+    source = running.source
+    if source["source_type"] != "step":
+      kind = source["source_type"]
+      more[f"{kind}s"] = [{
+          "client_id": source[f"{kind}_id"],
+          "current_task_index": _last_number(event.group_id),
+      }]  # pyformat: disable
     return {**more, **ingest_rows.begun(running, task, self._world)}
+
+  def _environment_ready(self, event: events.EnvironmentReady) -> Part | None:
+    running = self._find(event.trajectory_id)
+    if running is None:
+      return None
+    name = running.rollout_id
+    return {
+        "rollouts": [{
+            "client_id": name, "status": "agent_init",
+            "current_phase": "agent_initialization",
+        }],
+        "environments": [{"client_id": f"{name}:env", "status": "running"}],
+    }  # pyformat: disable
 
   def _begin(
       self, event: Any, started: float
@@ -456,6 +485,7 @@ class RunRows:
             "current_phase": "task_execution", "current_turn": event.turn + 1,
             "task_start_time": max(begun, running.started) if first else None,
         }],
+        # Its start may have been dropped.
         "environments": [
             {"client_id": f"{name}:env", "status": "running"}
         ] if first else [],

@@ -46,6 +46,7 @@ def of_turn(
           {
               "client_id": f"{turn}:before", "turn_id": turn,
               "obs_type": "screenshot_before", "screenshot_uri": _uri(before),
+              "text_content": _text_of_messages(messages),
               "model_input_json": messages,
           },
           {
@@ -102,7 +103,7 @@ def _actions(
     gui = done[index] if index < len(done) else None
     rows.append({
         "action_type": gui["kind"] if gui else "invalid",
-        "tool_name": call.name if call else None,
+        "tool_name": call.name if call else _tool_name(step, index),
         # The executed action, in pixels; else the requested one.
         "tool_args": (
             {k: v for k, v in gui.items() if k != "kind"}
@@ -122,6 +123,12 @@ def _actions(
         "num_tokens": len(tokens.ids),
     }  # pyformat: disable
   return rows
+
+
+def _tool_name(step: trajectory_lib.Step, index: int) -> str | None:
+  """The tool of an action whose call another program has read."""
+  names = step.info.get("tool_names") or ()
+  return str(names[index]) if index < len(names) else None
 
 
 def new_messages(
@@ -154,6 +161,22 @@ def _text(observation: Any) -> str | None:
   ]
   outputs = observation.get("tool_outputs") or {}
   texts += [f"{k}: {v}" for k, v in outputs.items()]
+  return "\n".join(texts) or None
+
+
+def _text_of_messages(messages: list[Any] | None) -> str | None:
+  """Texts of a turn's new messages, without the policy's own replies."""
+  texts = []
+  for message in messages or ():
+    if message.get("role") in ("system", "assistant"):
+      continue
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts += [
+        str(part["text"])
+        for part in parts
+        if isinstance(part, Mapping) and part.get("text")
+    ]
   return "\n".join(texts) or None
 
 

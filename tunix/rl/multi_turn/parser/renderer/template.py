@@ -198,7 +198,8 @@ class TemplateRenderer(base.TokenRenderer):
   def shows_tools_of(self, parser: parser_base.ToolParser) -> bool:
     """Whether `tools` of `render` ask for the calls that a parser reads, and
     writes alike or with the same closing tag."""
-    if getattr(parser, "compact", False):  # It has a prompt of its own.
+    if getattr(parser, "compact", False) or not parser.writes:
+      # It has a prompt of its own.
       return False
     asked = self._conversation([_user()])
     try:

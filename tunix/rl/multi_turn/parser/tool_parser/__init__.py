@@ -3,6 +3,7 @@
 from tunix.rl.multi_turn.parser.tool_parser import base
 from tunix.rl.multi_turn.parser.tool_parser import registry
 
+_PARSER_REGISTRY = registry._PARSER_REGISTRY
 GuiActionError = base.GuiActionError
 GuiActionParser = base.GuiActionParser
 ParseResult = base.ParseResult

@@ -101,6 +101,10 @@ class ParseResult:
 class ToolParser(abc.ABC):
   """One model family's tool-call format. Stateless and thread-safe.
 
+  A subclass implements `get_tool_prompt`, and `parse_result` or `parse`. One
+  without `format` reads calls and writes none: demonstrations cannot be played
+  with it.
+
   Attributes:
     call_end: text that closes every call; "" if calls have no end of their own.
   """
@@ -112,13 +116,34 @@ class ToolParser(abc.ABC):
     """Tool schemas of the format itself ([] for a general one)."""
     return []
 
-  @abc.abstractmethod
+  def __new__(cls, *args: Any, **kwargs: Any) -> ToolParser:
+    del args, kwargs
+    if (
+        cls.parse is ToolParser.parse
+        and cls.parse_result is ToolParser.parse_result
+    ):
+      raise TypeError(
+          f"{cls.__name__} must implement parse_result, or parse"
+      )
+    return super().__new__(cls)
+
   def parse_result(self, model_response: str) -> ParseResult:
     """Takes a response apart; malformed calls are reported, not raised.
+
+    Here by `parse`: a ValueError of it is one malformed call, and the thought
+    is empty.
 
     Raises:
       ToolParseError: `model_response` is not a str.
     """
+    text = require_text(model_response)
+    try:
+      calls = tuple(self.parse(text))
+    except ToolParseError as error:
+      return ParseResult(answer=text, failures=(error,))
+    except ValueError as error:
+      return ParseResult(answer=text, errors=(f"malformed tool call: {error}",))
+    return ParseResult(calls, answer="" if calls else text)
 
   @abc.abstractmethod
   def get_tool_prompt(self, tools_schema: ToolsSchema = None) -> str:
@@ -143,11 +168,24 @@ class ToolParser(abc.ABC):
     del tools_schema
     return self
 
-  @abc.abstractmethod
   def format(
       self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
-    """The text that parses back to `calls`."""
+    """The text that parses back to `calls`.
+
+    Raises:
+      NotImplementedError: The parser writes no calls.
+    """
+    del calls, thought
+    raise NotImplementedError(
+        f"{type(self).__name__} has no format(calls, thought), which writes"
+        " the calls of demonstrations; add it, or set warm_start.steps=0"
+    )
+
+  @property
+  def writes(self) -> bool:
+    """Whether the parser has a `format` of its own."""
+    return type(self).format is not ToolParser.format
 
   def parse(
       self, model_response: str, strict: bool = False

@@ -11,6 +11,8 @@ _PACKAGE = "tunix.rl.multi_turn.parser.tool_parser"
 PARSERS: registry.Registry[type[base.ToolParser]] = registry.Registry(
     "tool parser"
 )
+_PARSER_REGISTRY = registry.RegistryView(PARSERS)
+"""The registry by its name in the source document, as a dict."""
 for _name, _path in {
     # Calls of any tools.
     "qwen": "qwen:QwenToolParser",
