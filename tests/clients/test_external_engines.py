@@ -5,7 +5,6 @@ Against servers that speak their protocols (tests/helpers/fake_engines.py).
 
 import asyncio
 import contextlib
-import functools
 import json
 import threading
 
@@ -48,6 +47,7 @@ def launch_of(saved, **changes):
       "served_name": "cua",
       "max_model_len": small_server.CONTEXT,
       "images": 3,
+      "dtype": "float32",
   }
   return Launch(str(saved), **(options | changes))
 
@@ -291,22 +291,14 @@ def weights_for(directory, ours, engines, clients, **options):
     made.close()
 
 
-CALLS = {
-    "reload": ["reload_weights"],
-    "disk": ["start_weight_update", "update_weights", "finish_weight_update"],
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("protocol, transfer", [
-    ("vllm", "reload"), ("vllm", "disk"), ("sglang", ""),
-])  # pyformat: disable
+@pytest.mark.parametrize("protocol", ["vllm", "sglang"])
 async def test_after_an_update_it_answers_with_the_new_weights(
-    ours, saved, tmp_path, protocol, transfer
+    ours, saved, tmp_path, protocol
 ):
   if protocol == "vllm":
-    server = vllm(launch_of(saved, disk_transfer=transfer == "disk"))
-    engine_of = functools.partial(disk_weights.VllmEngine, transfer=transfer)
+    server = vllm(launch_of(saved))
+    engine_of = disk_weights.VllmEngine
   else:
     server = fake_engines.FakeSglang(saved)
     engine_of = disk_weights.SglangEngine
@@ -337,10 +329,9 @@ async def test_after_an_update_it_answers_with_the_new_weights(
     assert left == fake.loaded[1:]
     if protocol == "vllm":
       calls = [
-          "pause keep", *CALLS[transfer], "reset_prefix_cache", "resume",
+          "pause keep", "reload_weights", "reset_prefix_cache", "resume",
       ]  # pyformat: disable
       assert fake.calls == 3 * calls
-      assert fake.weight_version == ("3" if transfer == "disk" else None)
   assert len(set(map(tuple, seen))) > 1
   await asyncio.wrap_future(ours.engine.update_weights(0, ours.model))
 
@@ -566,14 +557,11 @@ async def test_a_server_not_started_for_a_transfer_names_the_fix(
     ours, saved, tmp_path
 ):
   with vllm(launch_of(saved)) as fake:
-    for transfer, adapter, fix in (
-        ("disk", "", "--disk-transfer true"), ("adapter", "a", "--lora-rank"),
-    ):  # pyformat: disable
-      engine = disk_weights.VllmEngine(
-          fake.url, transfer=transfer, adapter=adapter
-      )
-      with pytest.raises(disk_weights.HandOverError, match=fix):
-        await asyncio.to_thread(engine.load, str(tmp_path), 1)
+    engine = disk_weights.VllmEngine(
+        fake.url, transfer="adapter", adapter="a"
+    )
+    with pytest.raises(disk_weights.HandOverError, match="--lora-rank"):
+      await asyncio.to_thread(engine.load, str(tmp_path), 1)
   with pytest.raises(ValueError, match="transfer='nccl' must be one of"):
     disk_weights.VllmEngine("http://a", transfer="nccl")
   with pytest.raises(ValueError, match="is given a name"):

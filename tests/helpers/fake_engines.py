@@ -7,9 +7,7 @@ that the real ones do not have is refused.
 
 import argparse
 import asyncio
-import glob
 import json
-import os
 
 import safetensors.numpy
 import shared_programs
@@ -133,9 +131,10 @@ class FakeEngine:
     self.running.add(task)
     try:
       done = await task
-      return done.tokens.tolist(), done.logprobs.tolist(), (
-          done.finish_reason.value
-      )
+      logprobs = done.logprobs
+      if done.raw_logprobs is not None:
+        logprobs = done.raw_logprobs
+      return done.tokens.tolist(), logprobs.tolist(), done.finish_reason.value
     except asyncio.CancelledError:
       if asyncio.current_task().cancelling():
         raise
@@ -173,14 +172,15 @@ class FakeVllm(FakeEngine):
     add("--generation-config", default="auto")
     add("--dtype")
     add("--tensor-parallel-size", type=int)
-    add("--weight-transfer-config", type=json.loads, default={})
+    add("--enable-scale-out", action="store_true")
+    add("--enforce-eager", action="store_true")
+    add("--max-num-batched-tokens", type=int)
+    add("--max-num-seqs", type=int)
     add("--enable-lora", action="store_true")
     add("--max-lora-rank", type=int, choices=(8, 16, 32, 64, 128, 256))
     self.lora_updates = (
         environment.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"
     )
-    self.session = None  # Of a transfer from disk.
-    self.weight_version = None
     self.adapters = {}
     self.args = parser.parse_args(list(argv[2:]))
     self.dev = environment.get("VLLM_SERVER_DEV_MODE") == "1"
@@ -205,13 +205,6 @@ class FakeVllm(FakeEngine):
           ("/resume", self.resume, "POST"),
           ("/collective_rpc", self.collective_rpc, "POST"),
           ("/reset_prefix_cache", self.reset_prefix_cache, "POST"),
-      ]
-    if self.dev and self.args.weight_transfer_config:
-      assert self.args.weight_transfer_config == {"backend": "disk"}
-      found += [
-          ("/start_weight_update", self.start_weight_update, "POST"),
-          ("/update_weights", self.update_weights, "POST"),
-          ("/finish_weight_update", self.finish_weight_update, "POST"),
       ]
     if self.args.enable_lora and self.lora_updates:
       found.append(("/v1/load_lora_adapter", self.load_adapter, "POST"))
@@ -258,6 +251,7 @@ class FakeVllm(FakeEngine):
         min_p=params["min_p"],
         seed=params["seed"],
         stop_token_ids=tuple(params["stop_token_ids"]),
+        raw_logprobs=self.args.logprobs_mode == "raw_logprobs",
     )
 
   def check_length(self, prompt):
@@ -304,6 +298,12 @@ class FakeVllm(FakeEngine):
 
   async def generate(self, request, body):
     del request
+    if not self.args.enable_scale_out:
+      raise Refused(
+          403,
+          "Scale-out endpoints are disabled. Restart vllm serve with"
+          " --enable-scale-out to enable them.",
+      )
     self.bodies.append(dict(body))
     assert body.pop("model") == self.args.served_model_name
     assert set(body) == {
@@ -351,40 +351,6 @@ class FakeVllm(FakeEngine):
     assert set(body["kwargs"]) == {"weights_path", "is_checkpoint_format"}
     await self.load(body["kwargs"]["weights_path"])
     return responses.JSONResponse({"results": [None]})
-
-  async def start_weight_update(self, request, body):
-    del request, body
-    if self.session is not None:
-      raise Refused(500, "A shared-disk weight update is already active")
-    assert not self.gate.is_set()
-    self.calls.append("start_weight_update")
-    self.session = ""
-    return responses.JSONResponse({"message": "Weight update started"})
-
-  async def update_weights(self, request, body):
-    del request
-    assert set(body) == {"update_info"} and set(body["update_info"]) == {"path"}
-    path = body["update_info"]["path"]
-    if self.session is None:
-      raise Refused(500, "start_weight_update must be called before loading")
-    if self.session:
-      raise Refused(500, "The disk backend accepts exactly one checkpoint")
-    if not (os.path.isabs(path) and glob.glob(f"{path}/*.safetensors")):
-      self.session = None
-      raise Refused(500, f"`path` must be an absolute local directory: {path}")
-    self.calls.append("update_weights")
-    await self.load(path)
-    self.session = path
-    return responses.JSONResponse({"message": "Weights updated"})
-
-  async def finish_weight_update(self, request, body):
-    del request
-    assert set(body) == {"weight_version"}
-    if not self.session:
-      raise Refused(500, "No shared-disk weight update is active")
-    self.calls.append("finish_weight_update")
-    self.session, self.weight_version = None, body["weight_version"]
-    return responses.JSONResponse({"message": "Weight update finished"})
 
   async def load_adapter(self, request, body):
     del request

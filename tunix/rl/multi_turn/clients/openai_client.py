@@ -68,6 +68,7 @@ class OpenAIClient:
     version: recorded for tokens without a version of the server's: that of
       the weights it was last given. May be set at any time.
     counts: requests, retries, resumed, and the causes of fallbacks.
+    protocol: the server's.
   """
 
   def __init__(
@@ -130,7 +131,7 @@ class OpenAIClient:
     self.version = version
     self.context_length = context_length
     self.counts: collections.Counter[str] = collections.Counter()
-    self._protocol = protocol
+    self.protocol = protocol
     self._timeout_s = timeout_s
     self._max_images = max_images
     self._banned = tuple(banned_token_ids)
@@ -310,9 +311,9 @@ class OpenAIClient:
   ) -> remote_protocols.Answer:
     pictures = [await self._urls.of(span.image) for span in prompt.images]
     self.counts["requests"] += 1
-    if self._protocol == "tunix":
+    if self.protocol == "tunix":
       return await self._ask_tunix(prompt, sampling, session, pictures)
-    if self._protocol == "sglang":
+    if self.protocol == "sglang":
       sglang = remote_protocols.sglang_body(
           prompt, sampling, pictures, self._banned
       )

@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
+import numpy as np
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.clients import disk_weights
 from tunix.rl.multi_turn.clients import openai_client
 from tunix.rl.multi_turn.clients import remote_engine
+from tunix.rl.multi_turn.agents import registry as agent_registry
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.environments import spec as environment_spec
 
 ADAPTER = "-adapter"
 """Suffix of the served model's name: the adapter that a run trains on it."""
@@ -49,7 +54,7 @@ def make_engine(
         api_key=key or "none",
         timeout_s=config.collect.deadlines.model,
         context_length=config.engine.context_length,
-        max_images=config.environment.max_turns + 1,
+        max_images=_most_images(config),
         banned_token_ids=policy.model.config.banned_token_ids,
         tokenize=renderer.encode,
         end_of_turn_id=renderer.end_of_turn_id,
@@ -80,7 +85,50 @@ def make_engine(
             seen_at=external.seen_at,
         ),
         context_length=config.engine.context_length,
+        prompts=lambda: first_prompts(config, policy, image_store),
+        sampling=policy_client.SamplingParams(
+            **dataclasses.asdict(config.sampling),
+            stop_token_ids=tuple(map(int, renderer.stop_token_ids)),
+        ),
         adapter=adapter,
     )
   except (ImportError, OSError, ValueError) as error:
     raise config_lib.ConfigError([f"rollout.via=external: {error}"]) from None
+
+
+def _most_images(config: config_lib.TrainConfig) -> int:
+  """Screenshots of the longest prompt: one before each turn, one at the end."""
+  return config.environment.max_turns + 1
+
+
+def first_prompts(
+    config: config_lib.TrainConfig,
+    policy: Any,
+    image_store: images_lib.ImageStore,
+) -> list[policy_client.TokenPrompt]:
+  """One prompt of each kind that the run will send.
+
+  Without images; where the agent sees screens also with one, and with as many
+  as prompts of this run can have.
+  """
+
+  def prompt(images: int) -> policy_client.TokenPrompt:
+    parts = [{"type": "image", "image": screen}] * images
+    parts.append({"type": "text", "text": "What comes next?"})
+    return policy.renderer.render([{"role": "user", "content": parts}])
+
+  sees = environment_spec.get(config.environment.name).gym
+  if not sees or not policy.processor.patches_per_token:
+    return [prompt(0)]
+  width, height = agent_registry.screenshot_size(
+      config.agent, config.gym.width, config.gym.height
+  )
+  # Of one colour: a server caches what it computes of it.
+  screen = image_store.put(np.full((height, width, 3), 127, np.uint8))
+  empty, first = prompt(0), prompt(1)
+  room = config.engine.context_length - 2 - len(empty)
+  images = min(
+      config.agent.max_images or _most_images(config),
+      room // (len(first) - len(empty)),
+  )
+  return [empty, first] + ([prompt(images)] if images > 1 else [])
