@@ -58,6 +58,7 @@ def make_engine(
         banned_token_ids=policy.model.config.banned_token_ids,
         tokenize=renderer.encode,
         end_of_turn_id=renderer.end_of_turn_id,
+        resize=getattr(policy.processor, "resize", None),
     )
 
   served = external.model or config.policy.name
