@@ -6,11 +6,15 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.clients import disk_weights
+from tunix.rl.multi_turn.clients import hand_over_probe
 from tunix.rl.multi_turn.clients import openai_client
 from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.learner import scorer
 
 ADAPTER = "-adapter"
 """Suffix of the served model's name: the adapter that a run trains on it."""
@@ -21,6 +25,8 @@ def make_engine(
     policy: Any,
     image_store: images_lib.ImageStore,
     tokenizer: str,
+    model: Any,
+    screen: tuple[int, int],
 ) -> remote_engine.RemoteEngine:
   """Makes the client of a running engine; sends no request yet.
 
@@ -29,6 +35,8 @@ def make_engine(
     policy: a `models.LoadedPolicy`, of the architecture that it serves.
     image_store: of the prompts.
     tokenizer: directory whose files are put beside weights.
+    model: The policy's, on the devices that published weights lie on.
+    screen: (width, height) of the screenshots that it will see.
 
   Raises:
     ConfigError: naming the setting, or a package that is not installed.
@@ -57,11 +65,22 @@ def make_engine(
 
   served = external.model or config.policy.name
   adapter = f"{served}{ADAPTER}" if external.transfer == "adapter" else ""
+
+  def make_adapter_client() -> openai_client.OpenAIClient:
+    client = make_client()
+    client.model = adapter or client.model
+    return client
+
   try:
     if adapter:
       save = disk_weights.adapter_saver(policy.model, served)
     else:
-      save = disk_weights.policy_saver(policy.model, tokenizer, external.dtype)
+      save = disk_weights.policy_saver(
+          policy.model,
+          tokenizer,
+          external.dtype,
+          untied=external.protocol == "vllm",
+      )
     given: dict[str, Any] = dict(api_key=key, timeout_s=timeout_s)
     engine: disk_weights.Engine
     if external.protocol == "vllm":
@@ -70,6 +89,9 @@ def make_engine(
       )
     else:
       engine = disk_weights.SglangEngine(url, **given)
+    probe = _make_probe(
+        config, policy, image_store, model, screen, make_adapter_client
+    )
     return remote_engine.RemoteEngine(
         make_client,
         disk_weights.DiskWeights(
@@ -78,9 +100,81 @@ def make_engine(
             [engine],
             keep=external.keep,
             seen_at=external.seen_at,
+            probes=[probe],
         ),
         context_length=config.engine.context_length,
         adapter=adapter,
     )
   except (ImportError, OSError, ValueError) as error:
     raise config_lib.ConfigError([f"rollout.via=external: {error}"]) from None
+
+
+def _make_probe(
+    config: config_lib.TrainConfig,
+    policy: Any,
+    image_store: images_lib.ImageStore,
+    model: Any,
+    screen: tuple[int, int],
+    make_client: Any,
+) -> hand_over_probe.Probe:
+  """Makes the comparison of engine and policy after each hand-over."""
+  external = config.external
+  sampled = hand_over_probe.SAMPLING.max_new_tokens
+  room = config.engine.context_length - sampled
+  prompts = _probe_prompts(policy, image_store, screen, room)
+  longest = max(len(prompt) for prompt in prompts) + sampled
+  wide = all(
+      dtype == "float32"
+      for dtype in (
+          external.dtype,
+          getattr(model.config, "param_dtype", "float32"),
+          getattr(model.config, "compute_dtype", "float32"),
+      )
+  )
+  return hand_over_probe.Probe(
+      make_client,
+      prompts,
+      scorer.Scorer(
+          model,
+          policy.processor,
+          image_store,
+          row_length=-(-longest // 128) * 128,
+          temperature=hand_over_probe.SAMPLING.temperature,
+          # Adapters are written as they are.
+          stored="float32"
+          if external.transfer == "adapter"
+          else external.dtype,
+      ),
+      external.probe_tolerance or (1e-3 if wide else 0.1),
+  )
+
+
+def _probe_prompts(
+    policy: Any,
+    image_store: images_lib.ImageStore,
+    screen: tuple[int, int],
+    room: int,
+) -> list[policy_client.TokenPrompt]:
+  """Makes a prompt of text and, for a policy that sees, one with an image.
+
+  The image is a screenshot's size, rounded down to what needs no resizing, and
+  smaller where the context has no room for it.
+  """
+  render = policy.renderer.render
+  text = {"type": "text", "text": "Name ten things on a desk."}
+  prompts = [render([{"role": "user", "content": [text]}])]
+  if not policy.processor.patches_per_token:  # It reads text only.
+    return prompts
+  factor = getattr(policy.processor, "factor", 1)
+  width, height = (max(side // factor, 1) * factor for side in screen)
+  rng = np.random.default_rng(0)
+  while True:
+    tiles = rng.integers(0, 256, (-(-height // 8), -(-width // 8), 3))
+    pixels = np.kron(tiles, np.ones((8, 8, 1)))[:height, :width]
+    image = image_store.put(pixels.astype(np.uint8))
+    content = [{"type": "image", "image": image}, text]
+    prompt = render([{"role": "user", "content": content}])
+    if len(prompt) <= room or min(width, height) < 2 * factor:
+      return [*prompts, prompt]
+    width, height = (max(side // 2 // factor, 1) * factor for side in
+                     (width, height))  # pyformat: disable
