@@ -309,7 +309,9 @@ class FakeVllm(FakeEngine):
     assert set(body) == {
         "token_ids", "content_parts", "sampling_params", "return_token_ids",
     }  # pyformat: disable
-    urls = [part["image_url"]["url"] for part in body["content_parts"]]
+    for part in body["content_parts"]:
+      assert part["type"] == "image_url" and set(part) == {"type", "url"}
+    urls = [part["url"] for part in body["content_parts"]]
     prompt = await self.expanded(body["token_ids"], urls)
     tokens, logprobs, reason = await self.sampled(
         prompt, body["sampling_params"]
