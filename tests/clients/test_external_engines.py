@@ -5,7 +5,6 @@ Against servers that speak their protocols (tests/helpers/fake_engines.py).
 
 import asyncio
 import contextlib
-import functools
 import json
 import threading
 
@@ -18,6 +17,7 @@ from starlette import responses
 from starlette import routing
 from tunix.rl.multi_turn.clients import disk_weights
 from tunix.rl.multi_turn.clients import openai_client
+from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.clients import vllm as vllm_lib
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import policy_client
@@ -48,6 +48,7 @@ def launch_of(saved, **changes):
       "served_name": "cua",
       "max_model_len": small_server.CONTEXT,
       "images": 3,
+      "dtype": "float32",
   }
   return Launch(str(saved), **(options | changes))
 
@@ -269,6 +270,14 @@ async def test_what_is_not_told_is_made_up_flagged_and_counted(
 # --- weights ------------------------------------------------------------------
 
 
+def calls_of(load):
+  """Calls of a hand-over, in order."""
+  return [
+      "pause abort", load, "update_weight_version", "reset_prefix_cache",
+      "resume",
+  ]  # pyformat: disable
+
+
 def other_weights(seed):
   model, _, _ = checkpoint.create_policy(
       "nano", seed=seed, screen=small_server.SIZE
@@ -291,22 +300,14 @@ def weights_for(directory, ours, engines, clients, **options):
     made.close()
 
 
-CALLS = {
-    "reload": ["reload_weights"],
-    "disk": ["start_weight_update", "update_weights", "finish_weight_update"],
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("protocol, transfer", [
-    ("vllm", "reload"), ("vllm", "disk"), ("sglang", ""),
-])  # pyformat: disable
+@pytest.mark.parametrize("protocol", ["vllm", "sglang"])
 async def test_after_an_update_it_answers_with_the_new_weights(
-    ours, saved, tmp_path, protocol, transfer
+    ours, saved, tmp_path, protocol
 ):
   if protocol == "vllm":
-    server = vllm(launch_of(saved, disk_transfer=transfer == "disk"))
-    engine_of = functools.partial(disk_weights.VllmEngine, transfer=transfer)
+    server = vllm(launch_of(saved))
+    engine_of = disk_weights.VllmEngine
   else:
     server = fake_engines.FakeSglang(saved)
     engine_of = disk_weights.SglangEngine
@@ -336,11 +337,8 @@ async def test_after_an_update_it_answers_with_the_new_weights(
     left = sorted(str(p) for p in tmp_path.glob("*/*"))
     assert left == fake.loaded[1:]
     if protocol == "vllm":
-      calls = [
-          "pause keep", *CALLS[transfer], "reset_prefix_cache", "resume",
-      ]  # pyformat: disable
-      assert fake.calls == 3 * calls
-      assert fake.weight_version == ("3" if transfer == "disk" else None)
+      assert fake.calls == 3 * calls_of("reload_weights")
+      assert fake.weight_version == "3"
   assert len(set(map(tuple, seen))) > 1
   await asyncio.wrap_future(ours.engine.update_weights(0, ours.model))
 
@@ -377,7 +375,7 @@ async def test_a_request_during_an_update_waits_and_is_not_lost(
 
 
 @pytest.mark.parametrize("failure", ["out of memory", "older weights"])
-async def test_an_engine_that_cannot_load_is_not_told_to_go_on(
+async def test_an_engine_that_cannot_load_is_resumed_and_not_sampled_from(
     ours, saved, tmp_path, failure
 ):
   with vllm(launch_of(saved)) as fake:
@@ -390,11 +388,19 @@ async def test_an_engine_that_cannot_load_is_not_told_to_go_on(
           tmp_path, ours, [disk_weights.VllmEngine(fake.url)], [client]
       ) as weights:
         with pytest.raises(
-            disk_weights.HandOverError, match=f"{failure}.*restart it"
+            disk_weights.HandOverError,
+            match=f"{failure}.*half of these weights and was resumed.*restart",
         ):
           await asyncio.wrap_future(weights.publish(1, other_weights(1)))
-      assert client.version == 0 and weights.version == -1
-    assert "resume" not in fake.calls
+        assert client.version == 0 and weights.version == -1
+        engine = remote_engine.RemoteEngine(
+            lambda: client, weights, context_length=small_server.CONTEXT
+        )
+        asked = len(fake.bodies)
+        with pytest.raises(openai_client.RemoteError, match="not sampled from"):
+          await engine.generate(ours.prompt(1), ours.sampling(), session="s")
+        assert len(fake.bodies) == asked
+    assert fake.calls[-1] == "resume"
 
 
 def test_hand_overs_that_cannot_be_say_what_to_do(ours, saved, tmp_path):
@@ -547,9 +553,7 @@ async def test_an_adapter_alone_is_handed_over(ours, saved, tmp_path):
       )
     size = sum(f.stat().st_size for f in fake_files(tmp_path, "v00000002"))
     weights.close()
-  assert fake.calls == 2 * [
-      "pause keep", "load_lora_adapter", "reset_prefix_cache", "resume",
-  ]  # pyformat: disable
+  assert fake.calls == 2 * calls_of("load_lora_adapter")
   whole = checkpoint.save_policy(tmp_path / "whole", model_without_adapter())
   assert size < 0.2 * sum(f.stat().st_size for f in whole.rglob("*"))
 
@@ -566,14 +570,11 @@ async def test_a_server_not_started_for_a_transfer_names_the_fix(
     ours, saved, tmp_path
 ):
   with vllm(launch_of(saved)) as fake:
-    for transfer, adapter, fix in (
-        ("disk", "", "--disk-transfer true"), ("adapter", "a", "--lora-rank"),
-    ):  # pyformat: disable
-      engine = disk_weights.VllmEngine(
-          fake.url, transfer=transfer, adapter=adapter
-      )
-      with pytest.raises(disk_weights.HandOverError, match=fix):
-        await asyncio.to_thread(engine.load, str(tmp_path), 1)
+    engine = disk_weights.VllmEngine(
+        fake.url, transfer="adapter", adapter="a"
+    )
+    with pytest.raises(disk_weights.HandOverError, match="--lora-rank"):
+      await asyncio.to_thread(engine.load, str(tmp_path), 1)
   with pytest.raises(ValueError, match="transfer='nccl' must be one of"):
     disk_weights.VllmEngine("http://a", transfer="nccl")
   with pytest.raises(ValueError, match="is given a name"):
