@@ -33,7 +33,9 @@ def serving(protocol, context=512):
   options = {"size": (128, 96), "slots": 8}
   if protocol == "sglang":
     return fake_engines.FakeSglang(POLICY, context, **options)
-  launch = vllm.VllmLaunch(POLICY, max_model_len=context, images=9)
+  launch = vllm.VllmLaunch(
+      POLICY, max_model_len=context, images=9, dtype="float32"
+  )
   return fake_engines.FakeVllm(
       launch.argv(), launch.environment(), **options
   )

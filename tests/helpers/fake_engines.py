@@ -135,7 +135,10 @@ class FakeEngine:
     finally:
       self.running.discard(task)
       await self.engine.release(session)
-    tokens, logprobs = done.tokens.tolist(), done.logprobs.tolist()
+    logprobs = done.logprobs
+    if done.raw_logprobs is not None:
+      logprobs = done.raw_logprobs
+    tokens, logprobs = done.tokens.tolist(), logprobs.tolist()
     if not self.gate.is_set() and len(tokens) > 2:
       return tokens[:2], logprobs[:2], "abort"
     return tokens, logprobs, done.finish_reason.value
@@ -172,6 +175,10 @@ class FakeVllm(FakeEngine):
     add("--generation-config", default="auto")
     add("--dtype")
     add("--tensor-parallel-size", type=int)
+    add("--enable-scale-out", action="store_true")
+    add("--enforce-eager", action="store_true")
+    add("--max-num-batched-tokens", type=int)
+    add("--max-num-seqs", type=int)
     add("--enable-lora", action="store_true")
     add("--max-lora-rank", type=int, choices=(8, 16, 32, 64, 128, 256))
     self.lora_updates = (
@@ -249,6 +256,7 @@ class FakeVllm(FakeEngine):
         min_p=params["min_p"],
         seed=params["seed"],
         stop_token_ids=tuple(params["stop_token_ids"]),
+        raw_logprobs=self.args.logprobs_mode == "raw_logprobs",
     )
 
   def check_length(self, prompt):
@@ -295,6 +303,12 @@ class FakeVllm(FakeEngine):
 
   async def generate(self, request, body):
     del request
+    if not self.args.enable_scale_out:
+      raise Refused(
+          403,
+          "Scale-out endpoints are disabled. Restart vllm serve with"
+          " --enable-scale-out to enable them.",
+      )
     self.bodies.append(dict(body))
     assert body.pop("model") == self.args.served_model_name
     assert set(body) == {

@@ -267,7 +267,7 @@ def distribution(
     sampling: policy_client.SamplingParams,
     banned: Sequence[int],
 ) -> Distribution:
-  """From raw logits [S, V]: ban, temperature, top-k, then top-p of the rest.
+  """From raw logits [S, V]: ban, temperature, min-p, top-k, top-p of the rest.
 
   By sorting, which the engine's sampler does not do. Greedy requests tell
   log-probs at temperature 1, without truncation.
@@ -277,6 +277,10 @@ def distribution(
   clear = np.ones(len(x), bool)
   if sampling.temperature > 0:
     x /= sampling.temperature
+    if sampling.min_p:
+      edge = x.max(-1, keepdims=True) + np.log(sampling.min_p)
+      clear &= (np.abs(x - edge) > TIE).all(-1)
+      x[x < edge] = -np.inf
     order = np.argsort(-x, axis=-1, kind="stable")
     ranked = np.take_along_axis(x, order, axis=-1)
     k = sampling.top_k

@@ -70,6 +70,7 @@ class OpenAIClient:
     counts: requests, retries, resumed, and the causes of fallbacks.
     before_request: Awaited before each request for a completion; may set
       `version`.
+    protocol: the server's.
   """
 
   def __init__(
@@ -133,7 +134,7 @@ class OpenAIClient:
     self.context_length = context_length
     self.counts: collections.Counter[str] = collections.Counter()
     self.before_request: Callable[[], Awaitable[None]] | None = None
-    self._protocol = protocol
+    self.protocol = protocol
     self._timeout_s = timeout_s
     self._max_images = max_images
     self._banned = tuple(banned_token_ids)
@@ -315,9 +316,9 @@ class OpenAIClient:
   ) -> remote_protocols.Answer:
     pictures = [await self._urls.of(span.image) for span in prompt.images]
     self.counts["requests"] += 1
-    if self._protocol == "tunix":
+    if self.protocol == "tunix":
       return await self._ask_tunix(prompt, sampling, session, pictures)
-    if self._protocol == "sglang":
+    if self.protocol == "sglang":
       sglang = remote_protocols.sglang_body(
           prompt, sampling, pictures, self._banned
       )

@@ -2,12 +2,15 @@
 
 `openai_client` asks for completions, `disk_weights` hands weights over.
 
-Promises: while weights are loaded no request is sent, so that each token's
-recorded version is that of its weights; after a load that failed none is
-answered any more, as the engine may hold half of the weights. Before a run begins, the server was asked whether it
-serves the model with a context that is long enough.
+Promises: before a run compiles or plays anything, the server has answered one
+request of each kind that the run will send: with the model, the context and as
+many images as the run needs, with token ids and the log-probs of the
+distribution that was sampled from. A refusal names the flag. While weights are
+loaded no request is sent, so that each token's recorded version is that of its
+weights; after a load that failed none is answered any more, as the engine may
+hold half of the weights.
 
-Does not start the server (`external` prints the command).
+Does not start the server (`vllm` prints the command).
 """
 
 from __future__ import annotations
@@ -15,11 +18,23 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
-from typing import Any, Callable
+import dataclasses
+from typing import Any, Callable, Sequence
 
 from tunix.rl.multi_turn.clients import disk_weights
 from tunix.rl.multi_turn.clients import openai_client
 from tunix.rl.multi_turn.core import policy_client
+
+
+_CERTAIN = 1e-3
+"""Most that a log-prob of the only token left by truncation differs from 0."""
+
+_FLAGS = (
+    ("scale-out", "start vLLM with --enable-scale-out"),
+    ("image(s)", "start vLLM with --limit-mm-per-prompt '{{\"image\":{images}}}'"),
+    ("maximum context length", "start vLLM with a longer --max-model-len"),
+)
+"""(part of a refusal, what to do about it)."""
 
 
 class RemoteEngine:
@@ -33,6 +48,8 @@ class RemoteEngine:
       weights: disk_weights.DiskWeights,
       *,
       context_length: int,
+      prompts: Callable[[], Sequence[policy_client.TokenPrompt]],
+      sampling: policy_client.SamplingParams,
       adapter: str = "",
   ):
     """Args:
@@ -40,6 +57,8 @@ class RemoteEngine:
       make_client: an unused client of the server at each call.
       weights: hands over to the same server.
       context_length: that the server must have at least.
+      prompts: One prompt of each kind that the run will send.
+      sampling: Parameters of the run's requests.
       adapter: the server's name of the adapter that `weights` hands over, and
         that is asked for then; "" where whole weights are.
     """
@@ -51,6 +70,7 @@ class RemoteEngine:
     self._weights = weights
     self._counts: collections.Counter[str] = collections.Counter()
     self._closed = False
+    self._prompts, self._sampling = prompts, sampling
     self.context_length = context_length
 
   # --- PolicyClient ----------------------------------------------------------
@@ -110,30 +130,72 @@ class RemoteEngine:
   def warm_up(
       self, progress: Callable[[int, int, str], None] | None = None
   ) -> float:
-    """Checks the server's model and context. Not from an event loop.
+    """Sends the first requests, to the base model. Not from an event loop.
 
     Raises:
-      ValueError: another model, or too short a context.
-      RemoteError, TimeoutError: it cannot be reached.
+      ValueError: The server has another model or too short a context, refuses
+        a request, or answers with less than a run needs; names the fix.
+      RemoteError, TimeoutError: It failed, or cannot be reached.
     """
 
-    async def check() -> int | None:
+    async def check() -> None:
       client = self._make_client()  # Connections belong to a loop.
       try:
-        return await client.check()
+        self._check_context(await client.check())
+        for prompt in self._prompts():
+          await self._ask(client, prompt)
       finally:
         await client.aclose()
 
-    length = asyncio.run(check())
+    asyncio.run(check())
+    if progress is not None:
+      progress(1, 1, "the server answers")
+    return 0.0
+
+  def _check_context(self, length: int | None) -> None:
     if length is not None and length < self.context_length:
       raise ValueError(
           f"the server's context has {length} tokens, the run's"
           f" engine.context_length={self.context_length}; start it with"
           f" --max-model-len {self.context_length}, or lower the run's"
       )
-    if progress is not None:
-      progress(1, 1, "the server answers")
-    return 0.0
+
+  async def _ask(
+      self,
+      client: openai_client.OpenAIClient,
+      prompt: policy_client.TokenPrompt,
+  ) -> None:
+    """Samples from the run's distribution, then from its likeliest token."""
+    images = len(prompt.images)
+    first = f"the first request with {images} images, of {len(prompt)} tokens"
+    short = dataclasses.replace(self._sampling, max_new_tokens=2, seed=0)
+    try:
+      answers = [
+          await client.generate(prompt, sampling, session="warm-up")
+          for sampling in (short, dataclasses.replace(short, top_k=1))
+      ]
+    except ValueError as error:
+      fixes = [fix for sign, fix in _FLAGS if sign in str(error).lower()]
+      fix = fixes[0].format(images=images) if fixes else (
+          "start the server by the command that `python -m"
+          " tunix.rl.multi_turn.clients.vllm` prints"
+      )
+      raise ValueError(f"{first}: {error}; {fix}") from error
+    for answer in answers:
+      if answer.fallback:
+        raise ValueError(
+            f"{first}: the answer has {answer.fallback.replace('_', ' ')}, and"
+            " a run trains on those of the sampler; use a server that returns"
+            " token ids and log-probs (vLLM 0.32, SGLang)"
+        )
+    least = float(answers[1].logprobs.min(initial=0.0))
+    if client.protocol == "vllm" and least < -_CERTAIN:
+      raise ValueError(
+          f"{first}: with top_k=1 the one token that can be sampled has the"
+          f" log-prob {least:.3g}, not 0: log-probs are not those of the"
+          " distribution sampled from; start vLLM with --logprobs-mode"
+          " processed_logprobs"
+      )
 
   def stats(self) -> dict[str, float]:
     """Counters since the beginning."""

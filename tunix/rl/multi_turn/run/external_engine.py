@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
 import numpy as np
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.agents import registry as agent_registry
 from tunix.rl.multi_turn.clients import disk_weights
 from tunix.rl.multi_turn.clients import hand_over_probe
 from tunix.rl.multi_turn.clients import openai_client
 from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.learner import scorer
 
 ADAPTER = "-adapter"
@@ -26,7 +29,6 @@ def make_engine(
     image_store: images_lib.ImageStore,
     tokenizer: str,
     model: Any,
-    screen: tuple[int, int],
 ) -> remote_engine.RemoteEngine:
   """Makes the client of a running engine; sends no request yet.
 
@@ -36,7 +38,6 @@ def make_engine(
     image_store: of the prompts.
     tokenizer: directory whose files are put beside weights.
     model: The policy's, on the devices that published weights lie on.
-    screen: (width, height) of the screenshots that it will see.
 
   Raises:
     ConfigError: naming the setting, or a package that is not installed.
@@ -57,7 +58,7 @@ def make_engine(
         api_key=key or "none",
         timeout_s=config.collect.deadlines.model,
         context_length=config.engine.context_length,
-        max_images=config.environment.max_turns + 1,
+        max_images=_most_images(config),
         banned_token_ids=policy.model.config.banned_token_ids,
         tokenize=renderer.encode,
         end_of_turn_id=renderer.end_of_turn_id,
@@ -90,7 +91,7 @@ def make_engine(
     else:
       engine = disk_weights.SglangEngine(url, **given)
     probe = _make_probe(
-        config, policy, image_store, model, screen, make_adapter_client
+        config, policy, image_store, model, make_adapter_client
     )
     return remote_engine.RemoteEngine(
         make_client,
@@ -103,6 +104,11 @@ def make_engine(
             probes=[probe],
         ),
         context_length=config.engine.context_length,
+        prompts=lambda: first_prompts(config, policy, image_store),
+        sampling=policy_client.SamplingParams(
+            **dataclasses.asdict(config.sampling),
+            stop_token_ids=tuple(map(int, renderer.stop_token_ids)),
+        ),
         adapter=adapter,
     )
   except (ImportError, OSError, ValueError) as error:
@@ -114,14 +120,12 @@ def _make_probe(
     policy: Any,
     image_store: images_lib.ImageStore,
     model: Any,
-    screen: tuple[int, int],
     make_client: Any,
 ) -> hand_over_probe.Probe:
   """Makes the comparison of engine and policy after each hand-over."""
   external = config.external
   sampled = hand_over_probe.SAMPLING.max_new_tokens
-  room = config.engine.context_length - sampled
-  prompts = _probe_prompts(policy, image_store, screen, room)
+  prompts = first_prompts(config, policy, image_store)[:2]
   longest = max(len(prompt) for prompt in prompts) + sampled
   wide = all(
       dtype == "float32"
@@ -149,32 +153,39 @@ def _make_probe(
   )
 
 
-def _probe_prompts(
+def _most_images(config: config_lib.TrainConfig) -> int:
+  """Screenshots of the longest prompt: one before each turn, one at the end."""
+  return config.environment.max_turns + 1
+
+
+def first_prompts(
+    config: config_lib.TrainConfig,
     policy: Any,
     image_store: images_lib.ImageStore,
-    screen: tuple[int, int],
-    room: int,
 ) -> list[policy_client.TokenPrompt]:
-  """Makes a prompt of text and, for a policy that sees, one with an image.
+  """One prompt of each kind that the run will send.
 
-  The image is a screenshot's size, rounded down to what needs no resizing, and
-  smaller where the context has no room for it.
+  Without images; where the agent sees screens also with one, and with as many
+  as prompts of this run can have.
   """
-  render = policy.renderer.render
-  text = {"type": "text", "text": "Name ten things on a desk."}
-  prompts = [render([{"role": "user", "content": [text]}])]
-  if not policy.processor.patches_per_token:  # It reads text only.
-    return prompts
-  factor = getattr(policy.processor, "factor", 1)
-  width, height = (max(side // factor, 1) * factor for side in screen)
-  rng = np.random.default_rng(0)
-  while True:
-    tiles = rng.integers(0, 256, (-(-height // 8), -(-width // 8), 3))
-    pixels = np.kron(tiles, np.ones((8, 8, 1)))[:height, :width]
-    image = image_store.put(pixels.astype(np.uint8))
-    content = [{"type": "image", "image": image}, text]
-    prompt = render([{"role": "user", "content": content}])
-    if len(prompt) <= room or min(width, height) < 2 * factor:
-      return [*prompts, prompt]
-    width, height = (max(side // 2 // factor, 1) * factor for side in
-                     (width, height))  # pyformat: disable
+
+  def prompt(images: int) -> policy_client.TokenPrompt:
+    parts = [{"type": "image", "image": screen}] * images
+    parts.append({"type": "text", "text": "What comes next?"})
+    return policy.renderer.render([{"role": "user", "content": parts}])
+
+  sees = environment_spec.get(config.environment.name).gym
+  if not sees or not policy.processor.patches_per_token:
+    return [prompt(0)]
+  width, height = agent_registry.screenshot_size(
+      config.agent, config.gym.width, config.gym.height
+  )
+  # Of one colour: a server caches what it computes of it.
+  screen = image_store.put(np.full((height, width, 3), 127, np.uint8))
+  empty, first = prompt(0), prompt(1)
+  room = config.engine.context_length - 2 - len(empty)
+  images = min(
+      config.agent.max_images or _most_images(config),
+      room // (len(first) - len(empty)),
+  )
+  return [empty, first] + ([prompt(images)] if images > 1 else [])

@@ -376,9 +376,6 @@ def make_engine(
         image_store,
         named_policy(config).tokenizer,
         model,
-        agent_registry.screenshot_size(
-            config.agent, config.gym.width, config.gym.height
-        ),
     )
   settings = dataclasses.replace(
       config.engine,

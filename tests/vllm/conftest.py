@@ -1,0 +1,31 @@
+"""One vLLM and one policy for all files of this folder."""
+
+import pathlib
+
+import pytest
+import vllm_server
+
+_HERE = pathlib.Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items):
+  for item in items:
+    if _HERE in item.path.parents:
+      item.add_marker(pytest.mark.vllm)
+      item.add_marker(pytest.mark.slow)
+      item.add_marker(pytest.mark.timeout(vllm_server.START_S + 200))
+      if not (vllm_server.BIN / "vllm").exists():
+        item.add_marker(pytest.mark.skip(reason="no vLLM; run make vllm"))
+
+
+@pytest.fixture(scope="session", name="policy")
+def _policy(tmp_path_factory):
+  return vllm_server.Policy(tmp_path_factory.mktemp("policy") / "first")
+
+
+@pytest.fixture(scope="package", name="server")
+def _server(policy, tmp_path_factory):
+  launch = vllm_server.launch_of(policy.directory, lora_rank=4)
+  log = tmp_path_factory.mktemp("vllm") / "log"
+  with vllm_server.VllmServer(launch, log) as server:
+    yield server
