@@ -58,6 +58,7 @@ class FakeEngine:
     self.calls = []  # To everything else.
     self.loaded = []
     self.load_failure = ""
+    self.loads_nothing = False
     self.served = 0
     self.gate = asyncio.Event()
     self.gate.set()
@@ -118,34 +119,36 @@ class FakeEngine:
     return self.renderer.prompt_of_tokens(tokens, pictures)
 
   async def sample(self, prompt, sampling):
-    """(completion, finish reason); what was cut off has its tokens so far."""
+    """(tokens, log-probs, finish reason).
+
+    What runs while the server pauses is cut off after two tokens.
+    """
     await self.gate.wait()
     self.served += 1
-    so_far = []
+    session = f"r{self.served}"
     task = asyncio.ensure_future(
-        self.engine.generate(
-            prompt, sampling, session=f"r{self.served}",
-            on_tokens=so_far.extend,
-        )
-    )  # pyformat: disable
+        self.engine.generate(prompt, sampling, session=session)
+    )
     self.running.add(task)
     try:
       done = await task
-      logprobs = done.logprobs
-      if done.raw_logprobs is not None:
-        logprobs = done.raw_logprobs
-      return done.tokens.tolist(), logprobs.tolist(), done.finish_reason.value
-    except asyncio.CancelledError:
-      if asyncio.current_task().cancelling():
-        raise
-      return so_far[:1], None, "abort"
     finally:
       self.running.discard(task)
-      await self.engine.release(f"r{self.served}")
+      await self.engine.release(session)
+    logprobs = done.logprobs
+    if done.raw_logprobs is not None:
+      logprobs = done.raw_logprobs
+    tokens, logprobs = done.tokens.tolist(), logprobs.tolist()
+    if not self.gate.is_set() and len(tokens) > 2:
+      return tokens[:2], logprobs[:2], "abort"
+    return tokens, logprobs, done.finish_reason.value
 
   async def load(self, path):
     if self.load_failure:
       raise Refused(500, self.load_failure)
+    if self.loads_nothing:
+      self.loaded.append(path)
+      return
     module, _, _ = await asyncio.to_thread(
         checkpoint.load_policy, path, screen=self.size
     )
@@ -181,6 +184,7 @@ class FakeVllm(FakeEngine):
     self.lora_updates = (
         environment.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"
     )
+    self.weight_version = "default"
     self.adapters = {}
     self.args = parser.parse_args(list(argv[2:]))
     self.dev = environment.get("VLLM_SERVER_DEV_MODE") == "1"
@@ -205,6 +209,7 @@ class FakeVllm(FakeEngine):
           ("/resume", self.resume, "POST"),
           ("/collective_rpc", self.collective_rpc, "POST"),
           ("/reset_prefix_cache", self.reset_prefix_cache, "POST"),
+          ("/update_weight_version", self.update_weight_version, "POST"),
       ]
     if self.args.enable_lora and self.lora_updates:
       found.append(("/v1/load_lora_adapter", self.load_adapter, "POST"))
@@ -313,6 +318,8 @@ class FakeVllm(FakeEngine):
       assert part["type"] == "image_url" and set(part) == {"type", "url"}
     urls = [part["url"] for part in body["content_parts"]]
     prompt = await self.expanded(body["token_ids"], urls)
+    await self.gate.wait()
+    version = self.weight_version
     tokens, logprobs, reason = await self.sampled(
         prompt, body["sampling_params"]
     )
@@ -323,6 +330,9 @@ class FakeVllm(FakeEngine):
             "index": 0,
             "finish_reason": reason,
             "token_ids": tokens,
+            "weight_versions": [{
+                "version": version, "start": 0, "end": len(tokens),
+            }],
             "logprobs": {
                 "content": [
                     {"token_id": t, "logprob": lp, "top_logprobs": []}
@@ -336,6 +346,10 @@ class FakeVllm(FakeEngine):
     del body
     self.calls.append(f"pause {request.query_params['mode']}")
     self.gate.clear()
+    # With `keep` it loses the images of running requests, and dies.
+    assert request.query_params["mode"] == "abort"
+    if self.running:
+      await asyncio.wait(self.running)
     return responses.JSONResponse({"status": "paused"})
 
   async def resume(self, request, body):
@@ -351,6 +365,12 @@ class FakeVllm(FakeEngine):
     assert set(body["kwargs"]) == {"weights_path", "is_checkpoint_format"}
     await self.load(body["kwargs"]["weights_path"])
     return responses.JSONResponse({"results": [None]})
+
+  async def update_weight_version(self, request, body):
+    del request
+    self.calls.append("update_weight_version")
+    self.weight_version = body["new_version"]
+    return responses.JSONResponse({"success": True})
 
   async def load_adapter(self, request, body):
     del request
@@ -383,7 +403,7 @@ class FakeVllm(FakeEngine):
   async def reset_prefix_cache(self, request, body):
     del body
     self.calls.append("reset_prefix_cache")
-    assert request.query_params["reset_running_requests"] == "true"
+    del request
     return responses.JSONResponse({"success": self.resets})
 
 

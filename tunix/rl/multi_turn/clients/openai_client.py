@@ -68,6 +68,8 @@ class OpenAIClient:
     version: recorded for tokens without a version of the server's: that of
       the weights it was last given. May be set at any time.
     counts: requests, retries, resumed, and the causes of fallbacks.
+    before_request: Awaited before each request for a completion; may set
+      `version`.
     protocol: the server's.
   """
 
@@ -135,6 +137,7 @@ class OpenAIClient:
     self.version = version
     self.context_length = context_length
     self.counts: collections.Counter[str] = collections.Counter()
+    self.before_request: Callable[[], Awaitable[None]] | None = None
     self.protocol = protocol
     self._timeout_s = timeout_s
     self._max_images = max_images
@@ -281,6 +284,8 @@ class OpenAIClient:
             f"prompt of {len(at)} tokens leaves no room in the context of"
             f" {self.context_length}; shorten the history"
         )
+      if self.before_request is not None:
+        await self.before_request()
       # Weights may change on the way: the older version is the safe one.
       version = self.version
       answer = await self._ask(at, _rest(sampling, done, len(parts)), session)

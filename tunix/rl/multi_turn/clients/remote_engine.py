@@ -5,7 +5,10 @@
 Promises: before a run compiles or plays anything, the server has answered one
 request of each kind that the run will send: with the model, the context and as
 many images as the run needs, with token ids and the log-probs of the
-distribution that was sampled from. A refusal names the flag.
+distribution that was sampled from. A refusal names the flag. While weights are
+loaded no request is sent, so that each token's recorded version is that of its
+weights; after a load that failed none is answered any more, as the engine may
+hold half of the weights.
 
 Does not start the server (`vllm` prints the command).
 """
@@ -61,6 +64,7 @@ class RemoteEngine:
     """
     self._make_client = make_client
     self._client = make_client()
+    self._client.before_request = self._ready
     # `warm_up` asks for the base: there is no adapter before a hand-over.
     self._client.model = adapter or self._client.model
     self._weights = weights
@@ -82,17 +86,29 @@ class RemoteEngine:
       session: str,
   ) -> policy_client.Completion:
     """See `OpenAIClient.generate`."""
-    # All engines have it by then; one that was asked before is older.
-    self._client.version = max(0, self._weights.version)
     completion = await self._client.generate(
         prompt, sampling, session=session
     )
+    self._check_weights()
     self._counts["decode_tokens"] += len(completion.tokens)
     self._counts["prompt_tokens"] += len(prompt)
     return completion
 
   async def release(self, session: str) -> None:
     await self._client.release(session)
+
+  async def _ready(self) -> None:
+    """Waits until no weights are being loaded."""
+    while (loading := self._weights.loading) is not None:
+      await asyncio.wait([asyncio.wrap_future(loading)])
+    self._check_weights()
+    self._client.version = max(0, self._weights.version)
+
+  def _check_weights(self) -> None:
+    if (failure := self._weights.failure) is not None:
+      raise openai_client.RemoteError(
+          f"the engine is not sampled from after a failed hand-over: {failure}"
+      )
 
   # --- what a run asks of an engine ------------------------------------------
 

@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.agents import registry as agent_registry
 from tunix.rl.multi_turn.clients import disk_weights
+from tunix.rl.multi_turn.clients import hand_over_probe
 from tunix.rl.multi_turn.clients import openai_client
 from tunix.rl.multi_turn.clients import remote_engine
-from tunix.rl.multi_turn.agents import registry as agent_registry
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.environments import spec as environment_spec
+from tunix.rl.multi_turn.learner import scorer
 
 ADAPTER = "-adapter"
 """Suffix of the served model's name: the adapter that a run trains on it."""
@@ -26,6 +28,7 @@ def make_engine(
     policy: Any,
     image_store: images_lib.ImageStore,
     tokenizer: str,
+    model: Any,
 ) -> remote_engine.RemoteEngine:
   """Makes the client of a running engine; sends no request yet.
 
@@ -34,6 +37,7 @@ def make_engine(
     policy: a `models.LoadedPolicy`, of the architecture that it serves.
     image_store: of the prompts.
     tokenizer: directory whose files are put beside weights.
+    model: The policy's, on the devices that published weights lie on.
 
   Raises:
     ConfigError: naming the setting, or a package that is not installed.
@@ -63,11 +67,22 @@ def make_engine(
 
   served = external.model or config.policy.name
   adapter = f"{served}{ADAPTER}" if external.transfer == "adapter" else ""
+
+  def make_adapter_client() -> openai_client.OpenAIClient:
+    client = make_client()
+    client.model = adapter or client.model
+    return client
+
   try:
     if adapter:
       save = disk_weights.adapter_saver(policy.model, served)
     else:
-      save = disk_weights.policy_saver(policy.model, tokenizer, external.dtype)
+      save = disk_weights.policy_saver(
+          policy.model,
+          tokenizer,
+          external.dtype,
+          untied=external.protocol == "vllm",
+      )
     given: dict[str, Any] = dict(api_key=key, timeout_s=timeout_s)
     engine: disk_weights.Engine
     if external.protocol == "vllm":
@@ -76,6 +91,9 @@ def make_engine(
       )
     else:
       engine = disk_weights.SglangEngine(url, **given)
+    probe = _make_probe(
+        config, policy, image_store, model, make_adapter_client
+    )
     return remote_engine.RemoteEngine(
         make_client,
         disk_weights.DiskWeights(
@@ -84,6 +102,7 @@ def make_engine(
             [engine],
             keep=external.keep,
             seen_at=external.seen_at,
+            probes=[probe],
         ),
         context_length=config.engine.context_length,
         prompts=lambda: first_prompts(config, policy, image_store),
@@ -95,6 +114,44 @@ def make_engine(
     )
   except (ImportError, OSError, ValueError) as error:
     raise config_lib.ConfigError([f"rollout.via=external: {error}"]) from None
+
+
+def _make_probe(
+    config: config_lib.TrainConfig,
+    policy: Any,
+    image_store: images_lib.ImageStore,
+    model: Any,
+    make_client: Any,
+) -> hand_over_probe.Probe:
+  """Makes the comparison of engine and policy after each hand-over."""
+  external = config.external
+  sampled = hand_over_probe.SAMPLING.max_new_tokens
+  prompts = first_prompts(config, policy, image_store)[:2]
+  longest = max(len(prompt) for prompt in prompts) + sampled
+  wide = all(
+      dtype == "float32"
+      for dtype in (
+          external.dtype,
+          getattr(model.config, "param_dtype", "float32"),
+          getattr(model.config, "compute_dtype", "float32"),
+      )
+  )
+  return hand_over_probe.Probe(
+      make_client,
+      prompts,
+      scorer.Scorer(
+          model,
+          policy.processor,
+          image_store,
+          row_length=-(-longest // 128) * 128,
+          temperature=hand_over_probe.SAMPLING.temperature,
+          # Adapters are written as they are.
+          stored="float32"
+          if external.transfer == "adapter"
+          else external.dtype,
+      ),
+      external.probe_tolerance or (1e-3 if wide else 0.1),
+  )
 
 
 def _most_images(config: config_lib.TrainConfig) -> int:
