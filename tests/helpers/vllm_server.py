@@ -39,15 +39,27 @@ class Policy:
   def __init__(self, directory: pathlib.Path):
     config = qwen_checkpoint.small_config("qwen3_vl_tiny")
     text = dataclasses.replace(
-        config.text, head_dim=64, mrope_section=(12, 10, 10)
+        config.text,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        mrope_section=(12, 10, 10),
+    )
+    vision = dataclasses.replace(
+        config.vision,
+        depth=2,
+        hidden_size=64,
+        intermediate_size=128,
+        out_hidden_size=64,
+        deepstack_visual_indexes=(0,),
     )
     self.model = qwen_checkpoint.random_model(
-        dataclasses.replace(config, text=text)
+        dataclasses.replace(config, text=text, vision=vision)
     )
     rollout_references.randomise(self.model, 0)
-    # Else most tokens are certain, and any log-prob would agree.
-    table = self.model.language_model.embed_tokens.weight
-    table[...] = table[...] * 0.4
     self.directory = checkpoint.save_policy(directory, self.model)
     _, self.processor, tokenizer = checkpoint.load_policy(directory)
     self.banned = self.model.config.banned_token_ids
