@@ -285,7 +285,8 @@ def distribution(
     ranked = np.take_along_axis(x, order, axis=-1)
     k = sampling.top_k
     if 0 < k < x.shape[-1]:
-      clear &= ranked[:, k - 1] - ranked[:, k] > TIE
+      with np.errstate(invalid="ignore"):  # Two that min-p left out.
+        clear &= ~(ranked[:, k - 1] - ranked[:, k] <= TIE)
       ranked[:, k:] = -np.inf
     chance = np.exp(ranked - ranked[:, :1])
     chance /= chance.sum(-1, keepdims=True)

@@ -82,6 +82,7 @@ class Policy:
             "protocol": "vllm",
             "banned_token_ids": self.banned,
             "timeout_s": 100.0,
+            "resize": self.processor.resize,
             **options,
         },
     )

@@ -8,6 +8,7 @@ import vllm_server
 _HERE = pathlib.Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
   for item in items:
     if _HERE in item.path.parents:

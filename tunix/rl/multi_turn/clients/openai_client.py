@@ -93,6 +93,7 @@ class OpenAIClient:
       tokenize: Callable[[str], Sequence[int]] | None = None,
       end_of_turn_id: int | None = None,
       recompute: Recompute | None = None,
+      resize: Callable[[np.ndarray], np.ndarray] | None = None,
       version: int = 0,
   ):
     """Args:
@@ -114,6 +115,9 @@ class OpenAIClient:
         renderer's `encode`; None makes those an error.
       end_of_turn_id: ends the ids of such a reply that was not cut off.
       recompute: log-probs of tokens that came without; None makes them 0.
+      resize: Resizes an image as the policy does, before it is sent. A server
+        that resizes by itself (vLLM, by torchvision) rounds otherwise, and
+        leaves an image of that size as it is.
       version: of the server's present weights.
 
     Raises:
@@ -149,7 +153,7 @@ class OpenAIClient:
     self._tokenize = tokenize
     self._end_of_turn = end_of_turn_id
     self._recompute = recompute
-    self._urls = data_urls.DataUrls(image_store)
+    self._urls = data_urls.DataUrls(image_store, resize=resize)
     self._http = remote_http.JsonRequests(
         base_url.removesuffix("/v1"),
         api_key=api_key,

@@ -63,6 +63,7 @@ def make_engine(
         vocab_size=policy.model.config.vocab_size,
         tokenize=renderer.encode,
         end_of_turn_id=renderer.end_of_turn_id,
+        resize=getattr(policy.processor, "resize", None),
     )
 
   served = external.model or config.policy.name
