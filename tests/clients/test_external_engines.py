@@ -271,6 +271,39 @@ async def test_what_is_not_told_is_made_up_flagged_and_counted(
           await client.generate(ours.prompt(), ours.sampling(), session="s")
 
 
+def answer_of(tokens, logprobs):
+  return {"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}
+
+
+@pytest.mark.parametrize(
+    "tokens, logprobs, reason",
+    [
+        ([7, 1 << 40], [-0.5, -0.5], "outside of the vocabulary"),
+        ([7, -1], [-0.5, -0.5], "outside of the vocabulary"),
+        ([7, "BANNED"], [-0.5, -0.5], "is banned"),
+        ([7, 8], [-0.5, -1e30], "log-prob is -1e.30, below -50"),
+        ([7, 8], [-0.5, 0.01], "must be <= 0"),
+        ([7, 8], [-0.5, None], "must be finite"),
+        ([7, 8], [-0.5, "low"], "no list of numbers"),
+        ([7, [8]], [-0.5, -0.5], "no list of numbers"),
+    ],
+)
+async def test_what_the_policy_cannot_have_sampled_is_not_believed(
+    ours, tokens, logprobs, reason
+):
+  about = ours.model.config
+  tokens = [about.banned_token_ids[0] if t == "BANNED" else t for t in tokens]
+  with telling(text=TEXT, **answer_of(tokens, logprobs)) as server:
+    async with client_of(server, ours, vocab_size=about.vocab_size) as client:
+      with pytest.raises(openai_client.RemoteError, match=reason):
+        await client.generate(ours.prompt(), ours.sampling(), session="s")
+  # A certain token may round to more than 1.
+  with telling(text=TEXT, **answer_of([7, 8], [1e-6, -49.0])) as server:
+    async with client_of(server, ours, vocab_size=about.vocab_size) as client:
+      got = await client.generate(ours.prompt(), ours.sampling(), session="s")
+      assert got.tokens.tolist() == [7, 8]
+
+
 # --- weights ------------------------------------------------------------------
 
 
@@ -491,7 +524,7 @@ async def test_the_probe_sees_an_old_vision_tower(ours, saved, tmp_path):
   with vllm(launch_of(saved)) as fake:
     probe = probe_of(fake, ours, "vllm")
     assert await asyncio.to_thread(probe.check, ours.model) < 1e-4
-    other = moved(ours.model, 0.3, only="patch_embed")
+    other = moved(ours.model, 0.3, only="stem.")
     with pytest.raises(hand_over_probe.ProbeMismatch, match="with 1 images"):
       await asyncio.to_thread(probe.check, other)
 

@@ -16,7 +16,8 @@ vLLM and SGLang expand an image's placeholder themselves: they get one for each
 image, and the prompt they report is compared with the one that was meant.
 
 Promises: a call returns one completion whose tokens, log-probs and versions
-are those of one continuous sampling, or raises; a request that is repeated
+are those of one continuous sampling by the policy (ids of its vocabulary, none
+banned, log-probs in [-50, 0]), or raises; a request that is repeated
 after a broken connection is never counted twice (ours answers it with the same
 completion, the others abort a request whose connection is gone); a completion
 that a weight update cut off resumes there; a server that read other tokens than
@@ -42,6 +43,7 @@ from typing import Any, Awaitable, Callable, Mapping, Sequence
 import numpy as np
 from tunix.rl.multi_turn.clients import remote_http
 from tunix.rl.multi_turn.clients import remote_protocols
+from tunix.rl.multi_turn.core import completion_checks
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import data_urls
 from tunix.rl.multi_turn.core import images as images_lib
@@ -49,6 +51,7 @@ from tunix.rl.multi_turn.core import policy_client
 
 PROTOCOLS = ("tunix", "vllm", "sglang")
 _RELEASE_S = 10.0
+_ANY = 1 << 31  # Every id of 32 bits.
 
 Recompute = Callable[
     [policy_client.TokenPrompt, np.ndarray],
@@ -86,6 +89,7 @@ class OpenAIClient:
       context_length: int | None = None,
       max_images: int = 64,
       banned_token_ids: Sequence[int] = (),
+      vocab_size: int | None = None,
       tokenize: Callable[[str], Sequence[int]] | None = None,
       end_of_turn_id: int | None = None,
       recompute: Recompute | None = None,
@@ -106,6 +110,7 @@ class OpenAIClient:
       max_images: of a prompt.
       banned_token_ids: never to be sampled, such as the image placeholder.
         Our own server knows its own.
+      vocab_size: Ids of the policy; None: any id is taken.
       tokenize: text to ids, for replies without token ids, such as a
         renderer's `encode`; None makes those an error.
       end_of_turn_id: ends the ids of such a reply that was not cut off.
@@ -142,6 +147,9 @@ class OpenAIClient:
     self._timeout_s = timeout_s
     self._max_images = max_images
     self._banned = tuple(banned_token_ids)
+    self._vocabulary = completion_checks.Vocabulary(
+        _ANY if vocab_size is None else vocab_size, frozenset(self._banned)
+    )
     self._tokenize = tokenize
     self._end_of_turn = end_of_turn_id
     self._recompute = recompute
@@ -420,15 +428,21 @@ class OpenAIClient:
       tokens = self._tokenised(answer, cause)
       if logprobs is not None and len(logprobs) != len(tokens):
         logprobs = None
-    tokens_S = np.array(tokens, np.int32)
+    tokens_S = self._numbers("token ids", tokens, np.int64)
     if logprobs is not None:
-      logprobs_S = np.array(logprobs, np.float32)
+      logprobs_S = self._numbers("log-probs", logprobs, np.float32)
     elif self._recompute is not None:
       logprobs_S = await concurrency.maybe_await(
           self._recompute(prompt, tokens_S)
       )
     else:
       logprobs_S = np.zeros(len(tokens_S), np.float32)
+    try:
+      completion_checks.check_outside(tokens_S, logprobs_S, self._vocabulary)
+    except completion_checks.SamplingContractError as error:
+      self.counts["refused"] += 1
+      raise RemoteError(f"{self._root} answered: {error}") from error
+    tokens_S = tokens_S.astype(np.int32)
     starts = [(0, version), *answer.versions]
     versions = np.empty(len(tokens_S), np.int32)
     for first, of in starts:
@@ -440,6 +454,19 @@ class OpenAIClient:
         remote_protocols.finish_reason(answer.reason),
         fallback=cause,
         support=remote_protocols.support_of(answer, tokens_S, bool(cause)),
+    )
+
+  def _numbers(self, what: str, values: Any, dtype: Any) -> np.ndarray:
+    """Returns an answer's list as an array of one axis."""
+    try:
+      numbers = np.array(values, dtype)
+      if numbers.ndim == 1:
+        return numbers
+    except (OverflowError, TypeError, ValueError):
+      pass
+    raise RemoteError(
+        f"{self._root} answered with {what} that are no list of numbers:"
+        f" {str(values)[:200]}"
     )
 
   def _tokenised(

@@ -60,6 +60,7 @@ def make_engine(
         context_length=config.engine.context_length,
         max_images=_most_images(config),
         banned_token_ids=policy.model.config.banned_token_ids,
+        vocab_size=policy.model.config.vocab_size,
         tokenize=renderer.encode,
         end_of_turn_id=renderer.end_of_turn_id,
         resize=getattr(policy.processor, "resize", None),
