@@ -3,7 +3,9 @@ another one."""
 
 import dataclasses
 import json
+import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
@@ -35,6 +37,18 @@ def test_the_command_is_that_of_computer_use():
       "--tensor-parallel-size", "1",
   ]  # pyformat: disable
   assert vllm.check_command(launch.command()) == []
+
+
+def test_the_documented_command_is_the_printed_one():
+  text = (pathlib.Path(__file__).parents[2] / "docs/serving.md").read_text()
+  (shown,) = re.findall(r"^    VLLM_MEDIA(?:.*\\\n)*.*$", text, re.M)
+  launch = Launch(
+      "/models/policy",
+      allowed_media_domains=("shots.example.com", "cdn.example.com"),
+      dtype="bfloat16",
+  )
+  words = shlex.split(shown.replace("\\\n", ""))
+  assert words == shlex.split(launch.command())
 
 
 def test_json_and_blanks_survive_the_shell(tmp_path):

@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import json
+import os
 import re
+import subprocess
 
 import httpx
 import numpy as np
@@ -10,6 +13,7 @@ import openai
 import pytest
 import rollout_references
 from tunix.rl.multi_turn.clients import remote_engine
+from tunix.rl.multi_turn.clients import vllm
 from tunix.rl.multi_turn.core import data_urls
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.engine import config as engine_config
@@ -311,3 +315,35 @@ def test_a_run_asks_before_it_begins(policy, server, images, context, words):
   else:
     with pytest.raises(ValueError, match=words):
       engine.warm_up()
+
+
+_KERNELS = """
+import json, torch
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+one = torch.tensor([5], dtype=torch.int32)
+rows = torch.tensor([0, 5], dtype=torch.int32)
+found = []
+for width in range(8, 520, 8):
+  isa = "vec16" if width % 32 and width % 16 == 0 else "vec"
+  try:
+    ops.cpu_attn_get_scheduler_metadata(
+        1, 2, 1, width, one, torch.float32, rows, True, -1, isa, True)
+  except RuntimeError:
+    continue
+  found.append(width)
+print(json.dumps(found))
+"""
+
+
+def test_heads_are_as_wide_as_the_cpu_build_has_kernels_for():
+  said = subprocess.run(
+      [vllm_server.BIN / "python", "-c", _KERNELS],
+      env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+      capture_output=True,
+      check=True,
+      timeout=300,
+  )
+  widths = json.loads(said.stdout.splitlines()[-1])
+  assert widths == list(vllm.CPU_HEAD_WIDTHS)
