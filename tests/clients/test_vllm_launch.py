@@ -15,7 +15,6 @@ from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import qwen_checkpoint
 
 
-
 def Launch(model="/m", **options):
   return vllm.VllmLaunch(model, **{"dtype": "float32", **options})
 
@@ -95,10 +94,10 @@ def test_settings_come_from_the_environment():
   assert words[at + 1 : at + 4] == ["a.example", "b.example", "c.example"]
   assert '{"image":8}' in words
   assert "VLLM_SERVER_DEV_MODE" not in launch.environment()
-  given = vllm.VllmLaunch.from_environment(
+  fewer = vllm.VllmLaunch.from_environment(
       {"TUNIX_VLLM_IMAGES": "8"}, model="/m", images=2
   )
-  assert given.images == 2
+  assert fewer.images == 2
 
 
 @pytest.mark.parametrize(
@@ -210,7 +209,7 @@ POLICY = {
         ({"text_config": {"max_position_embeddings": 32768}}, {},
          "set max_model_len=32768"),
         ({"vision_config": None}, {}, "images=64.*no vision_config"),
-        ({}, {"dtype": "bfloat16"}, "rounds the float32 weights.*dtype=float32"),
+        ({}, {"dtype": "bfloat16"}, "rounds the float32.*dtype=float32"),
         ({"dtype": "bfloat16"}, {"dtype": "float16"}, "rounds the bfloat16"),
         ({"dtype": "bfloat16"}, {"dtype": "float32"}, None),
         ({"text_config": {"head_dim": 40}}, {}, None),

@@ -1,4 +1,4 @@
-"""A real vLLM, started by the command that users are told.
+"""A real vLLM, started by the command that its launcher prints.
 
 It lies in an environment of its own (`make vllm`), without which its tests are
 skipped. Around it a policy of the published architecture with random weights
@@ -25,7 +25,7 @@ from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import qwen_checkpoint
 
 BIN = pathlib.Path(__file__).parents[2] / ".venv-vllm" / "bin"
-START_S = 400
+START_S = 480
 """Of a start on a busy machine whose Python has compiled nothing yet."""
 NAME = "cua"
 CONTEXT = 2048
@@ -128,8 +128,8 @@ class VllmServer:
   """Runs the printed command in a shell until the context ends.
 
   Attributes:
-    url: where it listens.
-    log: file of what it writes.
+    url: Its address.
+    log: File of its output.
   """
 
   def __init__(self, launch: vllm.VllmLaunch, log: pathlib.Path):

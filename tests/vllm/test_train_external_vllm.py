@@ -64,7 +64,7 @@ def test_a_run_that_the_server_cannot_serve_ends_before_it_compiles(
       )
   )  # pyformat: disable
   assert status == 1
-  said = capsys.readouterr().err
-  assert "101 images" in said
-  assert "--limit-mm-per-prompt '{\"image\":101}'" in said
+  errors = capsys.readouterr().err
+  assert "101 images" in errors
+  assert "--limit-mm-per-prompt '{\"image\":101}'" in errors
   assert not (tmp_path / "e" / "metrics.jsonl").exists()

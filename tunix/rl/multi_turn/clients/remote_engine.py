@@ -25,13 +25,15 @@ from tunix.rl.multi_turn.clients import disk_weights
 from tunix.rl.multi_turn.clients import openai_client
 from tunix.rl.multi_turn.core import policy_client
 
-
 _CERTAIN = 1e-3
 """Most that a log-prob of the only token left by truncation differs from 0."""
 
 _FLAGS = (
     ("scale-out", "start vLLM with --enable-scale-out"),
-    ("image(s)", "start vLLM with --limit-mm-per-prompt '{{\"image\":{images}}}'"),
+    (
+        "image(s)",
+        "start vLLM with --limit-mm-per-prompt '{{\"image\":{images}}}'",
+    ),
     ("maximum context length", "start vLLM with a longer --max-model-len"),
 )
 """(part of a refusal, what to do about it)."""
