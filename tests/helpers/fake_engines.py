@@ -7,9 +7,7 @@ that the real ones do not have is refused.
 
 import argparse
 import asyncio
-import glob
 import json
-import os
 
 import safetensors.numpy
 import shared_programs
@@ -60,6 +58,7 @@ class FakeEngine:
     self.calls = []  # To everything else.
     self.loaded = []
     self.load_failure = ""
+    self.loads_nothing = False
     self.served = 0
     self.gate = asyncio.Event()
     self.gate.set()
@@ -120,33 +119,36 @@ class FakeEngine:
     return self.renderer.prompt_of_tokens(tokens, pictures)
 
   async def sample(self, prompt, sampling):
-    """(completion, finish reason); what was cut off has its tokens so far."""
+    """(tokens, log-probs, finish reason).
+
+    What runs while the server pauses is cut off after two tokens.
+    """
     await self.gate.wait()
     self.served += 1
-    so_far = []
+    session = f"r{self.served}"
     task = asyncio.ensure_future(
-        self.engine.generate(
-            prompt, sampling, session=f"r{self.served}",
-            on_tokens=so_far.extend,
-        )
-    )  # pyformat: disable
+        self.engine.generate(prompt, sampling, session=session)
+    )
     self.running.add(task)
     try:
       done = await task
-      return done.tokens.tolist(), done.logprobs.tolist(), (
-          done.finish_reason.value
-      )
-    except asyncio.CancelledError:
-      if asyncio.current_task().cancelling():
-        raise
-      return so_far[:1], None, "abort"
     finally:
       self.running.discard(task)
-      await self.engine.release(f"r{self.served}")
+      await self.engine.release(session)
+    logprobs = done.logprobs
+    if done.raw_logprobs is not None:
+      logprobs = done.raw_logprobs
+    tokens, logprobs = done.tokens.tolist(), logprobs.tolist()
+    if not self.gate.is_set() and len(tokens) > 2:
+      return tokens[:2], logprobs[:2], "abort"
+    return tokens, logprobs, done.finish_reason.value
 
   async def load(self, path):
     if self.load_failure:
       raise Refused(500, self.load_failure)
+    if self.loads_nothing:
+      self.loaded.append(path)
+      return
     module, _, _ = await asyncio.to_thread(
         checkpoint.load_policy, path, screen=self.size
     )
@@ -173,14 +175,16 @@ class FakeVllm(FakeEngine):
     add("--generation-config", default="auto")
     add("--dtype")
     add("--tensor-parallel-size", type=int)
-    add("--weight-transfer-config", type=json.loads, default={})
+    add("--enable-scale-out", action="store_true")
+    add("--enforce-eager", action="store_true")
+    add("--max-num-batched-tokens", type=int)
+    add("--max-num-seqs", type=int)
     add("--enable-lora", action="store_true")
     add("--max-lora-rank", type=int, choices=(8, 16, 32, 64, 128, 256))
     self.lora_updates = (
         environment.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"
     )
-    self.session = None  # Of a transfer from disk.
-    self.weight_version = None
+    self.weight_version = "default"
     self.adapters = {}
     self.args = parser.parse_args(list(argv[2:]))
     self.dev = environment.get("VLLM_SERVER_DEV_MODE") == "1"
@@ -205,13 +209,7 @@ class FakeVllm(FakeEngine):
           ("/resume", self.resume, "POST"),
           ("/collective_rpc", self.collective_rpc, "POST"),
           ("/reset_prefix_cache", self.reset_prefix_cache, "POST"),
-      ]
-    if self.dev and self.args.weight_transfer_config:
-      assert self.args.weight_transfer_config == {"backend": "disk"}
-      found += [
-          ("/start_weight_update", self.start_weight_update, "POST"),
-          ("/update_weights", self.update_weights, "POST"),
-          ("/finish_weight_update", self.finish_weight_update, "POST"),
+          ("/update_weight_version", self.update_weight_version, "POST"),
       ]
     if self.args.enable_lora and self.lora_updates:
       found.append(("/v1/load_lora_adapter", self.load_adapter, "POST"))
@@ -258,6 +256,7 @@ class FakeVllm(FakeEngine):
         min_p=params["min_p"],
         seed=params["seed"],
         stop_token_ids=tuple(params["stop_token_ids"]),
+        raw_logprobs=self.args.logprobs_mode == "raw_logprobs",
     )
 
   def check_length(self, prompt):
@@ -304,13 +303,23 @@ class FakeVllm(FakeEngine):
 
   async def generate(self, request, body):
     del request
+    if not self.args.enable_scale_out:
+      raise Refused(
+          403,
+          "Scale-out endpoints are disabled. Restart vllm serve with"
+          " --enable-scale-out to enable them.",
+      )
     self.bodies.append(dict(body))
     assert body.pop("model") == self.args.served_model_name
     assert set(body) == {
         "token_ids", "content_parts", "sampling_params", "return_token_ids",
     }  # pyformat: disable
-    urls = [part["image_url"]["url"] for part in body["content_parts"]]
+    for part in body["content_parts"]:
+      assert part["type"] == "image_url" and set(part) == {"type", "url"}
+    urls = [part["url"] for part in body["content_parts"]]
     prompt = await self.expanded(body["token_ids"], urls)
+    await self.gate.wait()
+    version = self.weight_version
     tokens, logprobs, reason = await self.sampled(
         prompt, body["sampling_params"]
     )
@@ -321,6 +330,9 @@ class FakeVllm(FakeEngine):
             "index": 0,
             "finish_reason": reason,
             "token_ids": tokens,
+            "weight_versions": [{
+                "version": version, "start": 0, "end": len(tokens),
+            }],
             "logprobs": {
                 "content": [
                     {"token_id": t, "logprob": lp, "top_logprobs": []}
@@ -334,6 +346,10 @@ class FakeVllm(FakeEngine):
     del body
     self.calls.append(f"pause {request.query_params['mode']}")
     self.gate.clear()
+    # With `keep` it loses the images of running requests, and dies.
+    assert request.query_params["mode"] == "abort"
+    if self.running:
+      await asyncio.wait(self.running)
     return responses.JSONResponse({"status": "paused"})
 
   async def resume(self, request, body):
@@ -350,39 +366,11 @@ class FakeVllm(FakeEngine):
     await self.load(body["kwargs"]["weights_path"])
     return responses.JSONResponse({"results": [None]})
 
-  async def start_weight_update(self, request, body):
-    del request, body
-    if self.session is not None:
-      raise Refused(500, "A shared-disk weight update is already active")
-    assert not self.gate.is_set()
-    self.calls.append("start_weight_update")
-    self.session = ""
-    return responses.JSONResponse({"message": "Weight update started"})
-
-  async def update_weights(self, request, body):
+  async def update_weight_version(self, request, body):
     del request
-    assert set(body) == {"update_info"} and set(body["update_info"]) == {"path"}
-    path = body["update_info"]["path"]
-    if self.session is None:
-      raise Refused(500, "start_weight_update must be called before loading")
-    if self.session:
-      raise Refused(500, "The disk backend accepts exactly one checkpoint")
-    if not (os.path.isabs(path) and glob.glob(f"{path}/*.safetensors")):
-      self.session = None
-      raise Refused(500, f"`path` must be an absolute local directory: {path}")
-    self.calls.append("update_weights")
-    await self.load(path)
-    self.session = path
-    return responses.JSONResponse({"message": "Weights updated"})
-
-  async def finish_weight_update(self, request, body):
-    del request
-    assert set(body) == {"weight_version"}
-    if not self.session:
-      raise Refused(500, "No shared-disk weight update is active")
-    self.calls.append("finish_weight_update")
-    self.session, self.weight_version = None, body["weight_version"]
-    return responses.JSONResponse({"message": "Weight update finished"})
+    self.calls.append("update_weight_version")
+    self.weight_version = body["new_version"]
+    return responses.JSONResponse({"success": True})
 
   async def load_adapter(self, request, body):
     del request
@@ -415,7 +403,7 @@ class FakeVllm(FakeEngine):
   async def reset_prefix_cache(self, request, body):
     del body
     self.calls.append("reset_prefix_cache")
-    assert request.query_params["reset_running_requests"] == "true"
+    del request
     return responses.JSONResponse({"success": self.resets})
 
 

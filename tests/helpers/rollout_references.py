@@ -267,7 +267,7 @@ def distribution(
     sampling: policy_client.SamplingParams,
     banned: Sequence[int],
 ) -> Distribution:
-  """From raw logits [S, V]: ban, temperature, top-k, then top-p of the rest.
+  """From raw logits [S, V]: ban, temperature, min-p, top-k, top-p of the rest.
 
   By sorting, which the engine's sampler does not do. Greedy requests tell
   log-probs at temperature 1, without truncation.
@@ -277,11 +277,16 @@ def distribution(
   clear = np.ones(len(x), bool)
   if sampling.temperature > 0:
     x /= sampling.temperature
+    if sampling.min_p:
+      edge = x.max(-1, keepdims=True) + np.log(sampling.min_p)
+      clear &= (np.abs(x - edge) > TIE).all(-1)
+      x[x < edge] = -np.inf
     order = np.argsort(-x, axis=-1, kind="stable")
     ranked = np.take_along_axis(x, order, axis=-1)
     k = sampling.top_k
     if 0 < k < x.shape[-1]:
-      clear &= ranked[:, k - 1] - ranked[:, k] > TIE
+      with np.errstate(invalid="ignore"):  # Two that min-p left out.
+        clear &= ~(ranked[:, k - 1] - ranked[:, k] <= TIE)
       ranked[:, k:] = -np.inf
     chance = np.exp(ranked - ranked[:, :1])
     chance /= chance.sum(-1, keepdims=True)

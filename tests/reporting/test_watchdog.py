@@ -104,6 +104,31 @@ def test_episodes_that_infrastructure_ends():
   assert [f.rule for f in rules.episode(STATUS.ENV_ERROR)] == ["environments"]
 
 
+def gap(kl, steps, staleness=0.0):
+  return {
+      "sampler_kl": kl,
+      "optimizer_steps": float(steps),
+      "staleness_max": staleness,
+  }
+
+
+def test_a_gap_on_equal_weights_is_seen_at_once():
+  """And never becomes the usual level that later ones are compared with."""
+  assert found([gap(0.02, 1)]) == [(1, "logprob_gap")]
+  assert found([gap(1e-4, 1), gap(float("inf"), 2)]) == [(2, "logprob_gap")]
+  assert not found([gap(0.02, 1)], gap_limit=0.0)
+  # Steps of before are not known after resuming; others are of older weights
+  # or of later steps of an update, which may be far.
+  assert not found([gap(0.02, 7)])
+  assert not found([gap(0.02, 1, staleness=1.0), gap(0.02, 3)])
+  polluted = [gap(0.3, n) for n in (1, 2, 3)]
+  clean = [gap(1e-4, n) for n in (4, 5, 6)]
+  drifted = [gap(0.02, n, staleness=1.0) for n in (7, 8, 9)]
+  assert found(polluted + clean + drifted, window=3) == [
+      (1, "logprob_gap"), (9, "logprob_gap"),
+  ]  # pyformat: disable
+
+
 def _events(run):
   return [events.StepFinished(i, i, m) for i, m in enumerate(RUNS[run], 1)]
 

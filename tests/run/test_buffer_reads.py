@@ -8,6 +8,7 @@ import buffer_services
 import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import completion_checks
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.run.recorded_data import buffer_loop
@@ -234,3 +235,26 @@ def test_log_probs_are_filled_where_a_sequence_lacks_one_only():
   with pytest.raises(reader_lib.SettingError, match="missing_logprobs=recom"):
     refusing.own(group.trajectories[0])
   refusing.own(filled.trajectories[0])
+
+
+@pytest.mark.parametrize(
+    "tokens, logprob, problem",
+    [
+        ([7, 64], -0.5, "token id 64 is outside of the vocabulary of 64"),
+        ([7, 9], -0.5, "token id 9 is banned"),
+        ([7, 8], -200.0, "log-prob is -200, below -50"),
+        ([7, 8], 0.5, "must be <= 0"),
+    ],
+)
+def test_what_this_policy_cannot_have_sampled_is_refused(
+    tokens, logprob, problem
+):
+  item = buffer_services.item("a", sequences=[{
+      "tokens": tokens, "loss_mask": [0, 1], "logprobs": [None, logprob],
+  }])  # pyformat: disable
+  reader = reader_lib.EpisodeReader(
+      None, None, images_lib.ImageStore(), parser="",
+      vocabulary=completion_checks.Vocabulary(64, frozenset({9})),
+  )  # pyformat: disable
+  with pytest.raises(ValueError, match=problem):
+    reader.episode(records.read(item))

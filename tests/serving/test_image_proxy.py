@@ -80,6 +80,9 @@ async def test_each_form_of_vllm_and_sglang_is_rewritten(make, site):
           {"image_url": url, "uuid": None},
           {"type": "input_image", "image_url": url, "detail": "auto"})),
       ("/tokenize", user({"type": "image_url", "image_url": {"url": url}})),
+      ("/inference/v1/generate", {"token_ids": [1, 2], "content_parts": [
+          {"type": "image_url", "url": url, "uuid": "u"},
+          {"type": "image_url", "url": DATA}]}),
       # SGLang's, with its own fields.
       ("/v1/chat/completions", user(
           {"type": "image_url", "modalities": "image",
@@ -103,6 +106,8 @@ async def test_each_form_of_vllm_and_sglang_is_rewritten(make, site):
             {"type": "video_url", "video_url": {"url": url}}),
          "messages[0].content[0].video_url"),
         ("/generate", {"text": "a", "audio_data": [url]}, "audio_data"),
+        ("/inference/v1/generate", {"token_ids": [1], "content_parts": [
+            {"type": "video_url", "url": url}]}, "content_parts[0].url"),
     ):  # pyformat: disable
       count = len(seen.requests)
       answer = await front.client.post(path, json=body)

@@ -10,17 +10,19 @@ load it. An engine never sees half of a checkpoint, and never the same path with
 other weights, as some cache by path: each DiskWeights writes into a new folder,
 and each version into a new folder in it.
 
-vLLM takes a checkpoint in one of three ways (`TRANSFERS`): it reloads it by a
-call into its workers, which any version since 0.11 does; by its transfer
-backend `disk`, which also lets it record the version of the weights itself
-(`weight_versions` of its answers); or it takes a LoRA adapter alone, some
-hundredth of the bytes.
+vLLM takes weights in one of two ways (`TRANSFERS`): its workers reload a whole
+checkpoint, or it loads a LoRA adapter alone, some hundredth of the bytes. Its
+own transfer backends (nccl, ipc and others) need a process group with the
+learner and are not used.
 
-Promises: versions arrive in the order of publication; requests in flight
-continue after the change, where the engine can; clients record a version only
-once all engines sample with it, so that a token's recorded version is never
-newer than its weights; an engine that failed to load stays paused. Every call
-has a deadline. The newest `keep` versions stay on the disk, also after the run,
+With a `Probe` each hand-over proves itself: the engine's log-probs are compared
+with the policy's own. A mismatch repeats the hand-over once, then fails it.
+
+Promises: versions arrive in the order of publication; clients record a version
+only once all engines sample with it, so that a token's recorded version is
+never newer than its weights; an engine that was paused is resumed, also where
+loading failed. Then `failure` is set, for it may hold half of the weights, and
+who samples from it must stop. Every call has a deadline. The newest `keep` versions stay on the disk, also after the run,
 until a later run on the same machine has handed over weights of its own
 (`locked_dir`).
 
@@ -31,6 +33,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import logging
 import os
 import pathlib
 import shutil
@@ -38,6 +41,7 @@ import threading
 from typing import Any, Callable, Protocol, Sequence
 
 from flax import nnx
+from tunix.rl.multi_turn.clients import hand_over_probe
 from tunix.rl.multi_turn.clients import locked_dir
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import http
@@ -45,6 +49,8 @@ from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy import lora_files
 from tunix.rl.multi_turn.policy import qwen_text
+
+_LOG = logging.getLogger(__name__)
 
 Save = Callable[[pathlib.Path, Any], None]
 """(new directory, parameters): writes a checkpoint into it."""
@@ -54,14 +60,20 @@ class HandOverError(RuntimeError):
   """An engine did not take new weights; names it and the fix."""
 
 
-TRANSFERS = ("reload", "disk", "adapter")
+TRANSFERS = ("reload", "adapter")
 """Ways into a vLLM server; see the module docstring."""
 
 
 class Engine(Protocol):
-  """An engine in another process."""
+  """An engine in another process.
+
+  Attributes:
+    url: Its address.
+    transfer: The way that weights take into it.
+  """
 
   url: str
+  transfer: str
 
   def load(self, path: str, version: int) -> None:
     """Returns once the engine samples with the checkpoint at `path`.
@@ -76,6 +88,7 @@ def policy_saver(
     model: Any,
     tokenizer: str | pathlib.Path = "tiny_vl",
     dtype: str = "float32",
+    untied: bool = False,
 ) -> Save:
   """Writes parameters as `policy.checkpoint` does, for `transformers` to read.
 
@@ -84,6 +97,8 @@ def policy_saver(
       is merged into the weights written.
     tokenizer: directory or shipped name whose files are copied.
     dtype: of the stored tensors.
+    untied: Writes a tied embedding twice. vLLM needs it: a reload of one
+      without its own output matrix leaves the old one in place.
   """
   lock = threading.Lock()
 
@@ -94,7 +109,7 @@ def policy_saver(
       nnx.update(filled, state)
     if isinstance(filled, qwen_text.QwenText) and lora.has_adapter(filled):
       lora.merge(filled)
-    checkpoint.save_policy(directory, filled, tokenizer, dtype)
+    checkpoint.save_policy(directory, filled, tokenizer, dtype, untied)
 
   return save
 
@@ -136,6 +151,7 @@ class DiskWeights:
       *,
       keep: int = 2,
       seen_at: str = "",
+      probes: Sequence[hand_over_probe.Probe] = (),
   ):
     """Args:
 
@@ -145,6 +161,7 @@ class DiskWeights:
       clients: their `version` is set to the version engines sample with.
       keep: versions left on the disk, those published last.
       seen_at: `directory` as the engines call it; "" is the same.
+      probes: One for each engine, in order; () compares nothing.
 
     Raises:
       ValueError: naming the argument.
@@ -153,6 +170,10 @@ class DiskWeights:
       raise ValueError(f"keep must be >= 1, got {keep}")
     if not engines:
       raise ValueError("engines is empty; give those that sample")
+    if probes and len(probes) != len(engines):
+      raise ValueError(
+          f"{len(probes)} probes for {len(engines)} engines; give one each"
+      )
     self._directory = pathlib.Path(directory).expanduser().absolute()
     self._seen_at = pathlib.PurePosixPath(seen_at or str(self._directory))
     # The directory may be that of other runs too: before this one, or on
@@ -162,6 +183,7 @@ class DiskWeights:
     self._engines = list(engines)
     self._clients = list(clients)
     self._keep = keep
+    self._probes = list(probes)
     self._thread = concurrent.futures.ThreadPoolExecutor(1, "tunix-weights")
     self._lock = threading.Lock()
     self._published = -1
@@ -170,6 +192,10 @@ class DiskWeights:
     self._cleared = False
     self.version = -1
     """Version that all engines sample with; -1 before the first one."""
+    self.loading: concurrent.futures.Future[None] | None = None
+    """Done when the engines have loaded; None while none is loading."""
+    self.failure: BaseException | None = None
+    """Why the last load failed: engines may hold half of the weights."""
 
   def publish(
       self, version: int, params: Any
@@ -211,16 +237,53 @@ class DiskWeights:
   def _hand_over(self, version: int, params: Any) -> int:
     path = self._write(version, params)
     seen = str(self._seen_at / self._folder.name / path.name)
-    workers = len(self._engines)
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-      loading = [pool.submit(e.load, seen, version) for e in self._engines]
-    for done in loading:  # All have ended; raises the first failure.
-      done.result()
-    self.version = version
-    for client in self._clients:
-      client.version = version
+    loading: concurrent.futures.Future[None] = concurrent.futures.Future()
+    self.loading = loading
+    try:
+      self._load(seen, version, self._engines)
+      self._prove(seen, version, params)
+      self.failure = None
+      self.version = version
+      for client in self._clients:
+        client.version = version
+    except BaseException as error:
+      self.failure = error
+      raise
+    finally:
+      self.loading = None
+      loading.set_result(None)
     self._forget()
     return version
+
+  def _load(self, path: str, version: int, engines: Sequence[Engine]) -> None:
+    with concurrent.futures.ThreadPoolExecutor(len(engines)) as pool:
+      loads = [pool.submit(e.load, path, version) for e in engines]
+    for load in loads:  # All have ended; raises the first failure.
+      load.result()
+
+  def _prove(self, path: str, version: int, params: Any) -> None:
+    """Compares each engine with the weights; repeats a hand-over once."""
+    for engine, probe in zip(self._engines, self._probes):
+      about = f"{engine.url} (transfer={engine.transfer}, version {version})"
+      try:
+        try:
+          difference = probe.check(params)
+        except hand_over_probe.ProbeMismatch as error:
+          _LOG.warning("%s is handed over again: %s", about, error)
+          self._load(path, version, [engine])
+          difference = probe.check(params)
+      except hand_over_probe.ProbeMismatch as error:
+        raise HandOverError(
+            f"{about} does not sample with the weights that it was given, also"
+            f" after a second hand-over: {error}. Check that no other run gives"
+            " it weights, that its --dtype is external.dtype and its log-probs"
+            " are processed_logprobs; or use another external.transfer"
+        ) from error
+      except (http.CallError, TimeoutError, ValueError) as error:
+        raise HandOverError(
+            f"{about} does not answer the probe of its weights: {error}"
+        ) from error
+      _LOG.info("%s: log-probs within %.2g nats", about, difference)
 
   def _write(self, version: int, params: Any) -> pathlib.Path:
     """The checkpoint, whole or not at all."""
@@ -258,8 +321,10 @@ class DiskWeights:
 class VllmEngine:
   """A vLLM server with its development endpoints open (`VllmLaunch`).
 
-  Requests in flight pause while weights change and continue with the new
-  ones; caches computed with the old ones are dropped.
+  Requests in flight are cut off and answered with their tokens so far, of the
+  old weights; who asked continues from there with the new ones
+  (`OpenAIClient`). Frozen in place, those with images would have lost their
+  features. Caches computed with the old weights are dropped.
   """
 
   def __init__(
@@ -294,55 +359,69 @@ class VllmEngine:
       )
     self.url = _root(url)
     self._http = _Http(self.url, api_key, timeout_s)
-    self._transfer = transfer
+    self.transfer = transfer
     self._adapter = adapter
 
   def load(self, path: str, version: int) -> None:
-    self._http.post("/pause?mode=keep&clear_cache=true")
     try:
-      if self._transfer == "disk":
-        self._transfer_from_disk(path, version)
-      elif self._transfer == "adapter":
-        self._http.post(
-            "/v1/load_lora_adapter",
-            {
-                "lora_name": self._adapter,
-                "lora_path": path,
-                "load_inplace": True,
-            },
-        )
-      else:
-        self._http.post(
-            "/collective_rpc",
-            {
-                "method": "reload_weights",
-                "kwargs": {"weights_path": path, "is_checkpoint_format": True},
-            },
-        )
-      # Those of frozen requests too: they are computed again.
-      answer = self._http.post(
-          "/reset_prefix_cache?reset_running_requests=true"
+      self._http.post("/pause?mode=abort&clear_cache=true")
+    except HandOverError as error:  # It may have paused all the same.
+      raise HandOverError(
+          f"{error}. It has the weights of before and {self._resumed()}"
+      ) from error
+    try:
+      self._transfer_weights(path)
+      # Its answers name it from here on; servers before 0.32 cannot.
+      self._http.post(
+          "/update_weight_version",
+          {"new_version": str(version)},
+          optional=True,
       )
+      answer = self._http.post("/reset_prefix_cache")
       if isinstance(answer, dict) and answer.get("success") is False:
         raise HandOverError(
             f"{self.url} kept caches computed with older weights"
         )
     except HandOverError as error:
       raise HandOverError(
-          f"{error}. {self.url} stays paused, as it may hold half of these"
-          " weights; restart it"
+          f"{error}. {self.url} may hold half of these weights and"
+          f" {self._resumed()}; restart it before it serves others"
       ) from error
     self._http.post("/resume")
 
-  def _transfer_from_disk(self, path: str, version: int) -> None:
-    self._http.post("/start_weight_update")
-    self._http.post("/update_weights", {"update_info": {"path": path}})
-    # From here on its answers name it, for the tokens sampled with it.
-    self._http.post("/finish_weight_update", {"weight_version": str(version)})
+  def _transfer_weights(self, path: str) -> None:
+    if self.transfer == "adapter":
+      self._http.post(
+          "/v1/load_lora_adapter",
+          {
+              "lora_name": self._adapter,
+              "lora_path": path,
+              "load_inplace": True,
+          },
+      )
+    else:
+      self._http.post(
+          "/collective_rpc",
+          {
+              "method": "reload_weights",
+              "kwargs": {"weights_path": path, "is_checkpoint_format": True},
+          },
+      )
+
+  def _resumed(self) -> str:
+    """Resumes the server after a failure; says whether it could."""
+    try:
+      self._http.post("/resume")
+    except HandOverError as error:
+      _LOG.warning("%s", error)
+      return f"could not be resumed (POST {self.url}/resume)"
+    return "was resumed"
 
 
 class SglangEngine:
   """An SGLang server (also sglang-jax, where it has this endpoint)."""
+
+  transfer = "update_weights_from_disk"
 
   def __init__(self, url: str, *, api_key: str = "", timeout_s: float = 600.0):
     self.url = _root(url)
@@ -367,10 +446,6 @@ _NEEDED = {
     "/v1/load_lora_adapter": (
         "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (--lora-rank)"
     ),
-    "/start_weight_update": (
-        "VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"
-        " '{\"backend\":\"disk\"}' (--disk-transfer true)"
-    ),
 }
 """Path -> what a server must be started with to have it."""
 
@@ -385,14 +460,22 @@ class _Http:
     self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     self._timeout_s = timeout_s
 
-  def post(self, path: str, body: Any = None) -> Any:
-    """The answer's JSON, None for an answer without."""
+  def post(self, path: str, body: Any = None, optional: bool = False) -> Any:
+    """Returns the answer's JSON, None for an answer without.
+
+    Args:
+      path: Path of the call, with its query.
+      body: JSON of the request.
+      optional: A server without this path is fine; returns None.
+    """
     url = self._url + path
     try:
       return concurrency.drive(self._post(url, body))
     except http.CallError as error:
       answer = error.answer
       if answer is not None and answer.ok:
+        return None
+      if optional and error.status == 404:
         return None
       if error.late:
         text = f"{url} did not answer within timeout_s={self._timeout_s:g} s"

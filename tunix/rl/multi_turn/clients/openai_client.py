@@ -16,7 +16,8 @@ vLLM and SGLang expand an image's placeholder themselves: they get one for each
 image, and the prompt they report is compared with the one that was meant.
 
 Promises: a call returns one completion whose tokens, log-probs and versions
-are those of one continuous sampling, or raises; a request that is repeated
+are those of one continuous sampling by the policy (ids of its vocabulary, none
+banned, log-probs in [-50, 0]), or raises; a request that is repeated
 after a broken connection is never counted twice (ours answers it with the same
 completion, the others abort a request whose connection is gone); a completion
 that a weight update cut off resumes there; a server that read other tokens than
@@ -42,6 +43,7 @@ from typing import Any, Awaitable, Callable, Mapping, Sequence
 import numpy as np
 from tunix.rl.multi_turn.clients import remote_http
 from tunix.rl.multi_turn.clients import remote_protocols
+from tunix.rl.multi_turn.core import completion_checks
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import data_urls
 from tunix.rl.multi_turn.core import images as images_lib
@@ -49,6 +51,7 @@ from tunix.rl.multi_turn.core import policy_client
 
 PROTOCOLS = ("tunix", "vllm", "sglang")
 _RELEASE_S = 10.0
+_ANY = 1 << 31  # Every id of 32 bits.
 
 Recompute = Callable[
     [policy_client.TokenPrompt, np.ndarray],
@@ -68,6 +71,9 @@ class OpenAIClient:
     version: recorded for tokens without a version of the server's: that of
       the weights it was last given. May be set at any time.
     counts: requests, retries, resumed, and the causes of fallbacks.
+    before_request: Awaited before each request for a completion; may set
+      `version`.
+    protocol: the server's.
   """
 
   def __init__(
@@ -83,9 +89,11 @@ class OpenAIClient:
       context_length: int | None = None,
       max_images: int = 64,
       banned_token_ids: Sequence[int] = (),
+      vocab_size: int | None = None,
       tokenize: Callable[[str], Sequence[int]] | None = None,
       end_of_turn_id: int | None = None,
       recompute: Recompute | None = None,
+      resize: Callable[[np.ndarray], np.ndarray] | None = None,
       version: int = 0,
   ):
     """Args:
@@ -102,10 +110,14 @@ class OpenAIClient:
       max_images: of a prompt.
       banned_token_ids: never to be sampled, such as the image placeholder.
         Our own server knows its own.
+      vocab_size: Ids of the policy; None: any id is taken.
       tokenize: text to ids, for replies without token ids, such as a
         renderer's `encode`; None makes those an error.
       end_of_turn_id: ends the ids of such a reply that was not cut off.
       recompute: log-probs of tokens that came without; None makes them 0.
+      resize: Resizes an image as the policy does, before it is sent. A server
+        that resizes by itself (vLLM, by torchvision) rounds otherwise, and
+        does not resize an image of that size.
       version: of the server's present weights.
 
     Raises:
@@ -130,14 +142,18 @@ class OpenAIClient:
     self.version = version
     self.context_length = context_length
     self.counts: collections.Counter[str] = collections.Counter()
-    self._protocol = protocol
+    self.before_request: Callable[[], Awaitable[None]] | None = None
+    self.protocol = protocol
     self._timeout_s = timeout_s
     self._max_images = max_images
     self._banned = tuple(banned_token_ids)
+    self._vocabulary = completion_checks.Vocabulary(
+        _ANY if vocab_size is None else vocab_size, frozenset(self._banned)
+    )
     self._tokenize = tokenize
     self._end_of_turn = end_of_turn_id
     self._recompute = recompute
-    self._urls = data_urls.DataUrls(image_store)
+    self._urls = data_urls.DataUrls(image_store, resize=resize)
     self._http = remote_http.JsonRequests(
         base_url.removesuffix("/v1"),
         api_key=api_key,
@@ -276,6 +292,8 @@ class OpenAIClient:
             f"prompt of {len(at)} tokens leaves no room in the context of"
             f" {self.context_length}; shorten the history"
         )
+      if self.before_request is not None:
+        await self.before_request()
       # Weights may change on the way: the older version is the safe one.
       version = self.version
       answer = await self._ask(at, _rest(sampling, done, len(parts)), session)
@@ -310,9 +328,9 @@ class OpenAIClient:
   ) -> remote_protocols.Answer:
     pictures = [await self._urls.of(span.image) for span in prompt.images]
     self.counts["requests"] += 1
-    if self._protocol == "tunix":
+    if self.protocol == "tunix":
       return await self._ask_tunix(prompt, sampling, session, pictures)
-    if self._protocol == "sglang":
+    if self.protocol == "sglang":
       sglang = remote_protocols.sglang_body(
           prompt, sampling, pictures, self._banned
       )
@@ -410,15 +428,21 @@ class OpenAIClient:
       tokens = self._tokenised(answer, cause)
       if logprobs is not None and len(logprobs) != len(tokens):
         logprobs = None
-    tokens_S = np.array(tokens, np.int32)
+    tokens_S = self._numbers("token ids", tokens, np.int64)
     if logprobs is not None:
-      logprobs_S = np.array(logprobs, np.float32)
+      logprobs_S = self._numbers("log-probs", logprobs, np.float32)
     elif self._recompute is not None:
       logprobs_S = await concurrency.maybe_await(
           self._recompute(prompt, tokens_S)
       )
     else:
       logprobs_S = np.zeros(len(tokens_S), np.float32)
+    try:
+      completion_checks.check_outside(tokens_S, logprobs_S, self._vocabulary)
+    except completion_checks.SamplingContractError as error:
+      self.counts["refused"] += 1
+      raise RemoteError(f"{self._root} answered: {error}") from error
+    tokens_S = tokens_S.astype(np.int32)
     starts = [(0, version), *answer.versions]
     versions = np.empty(len(tokens_S), np.int32)
     for first, of in starts:
@@ -430,6 +454,19 @@ class OpenAIClient:
         remote_protocols.finish_reason(answer.reason),
         fallback=cause,
         support=remote_protocols.support_of(answer, tokens_S, bool(cause)),
+    )
+
+  def _numbers(self, what: str, values: Any, dtype: Any) -> np.ndarray:
+    """Returns an answer's list as an array of one axis."""
+    try:
+      numbers = np.array(values, dtype)
+      if numbers.ndim == 1:
+        return numbers
+    except (OverflowError, TypeError, ValueError):
+      pass
+    raise RemoteError(
+        f"{self._root} answered with {what} that are no list of numbers:"
+        f" {str(values)[:200]}"
     )
 
   def _tokenised(

@@ -1,10 +1,16 @@
 """Gives a run an engine in another process, like an engine of its own.
 
 `openai_client` asks for completions, `disk_weights` hands weights over.
- Promises: before a run begins, the server was asked whether it
-serves the model with a context that is long enough.
 
-Does not start the server (`external` prints the command).
+Promises: before a run compiles or plays anything, the server has answered one
+request of each kind that the run will send: with the model, the context and as
+many images as the run needs, with token ids and the log-probs of the
+distribution that was sampled from. A refusal names the flag. While weights are
+loaded no request is sent, so that each token's recorded version is that of its
+weights; after a load that failed none is answered any more, as the engine may
+hold half of the weights.
+
+Does not start the server (`vllm` prints the command).
 """
 
 from __future__ import annotations
@@ -12,11 +18,25 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
-from typing import Any, Callable
+import dataclasses
+from typing import Any, Callable, Sequence
 
 from tunix.rl.multi_turn.clients import disk_weights
 from tunix.rl.multi_turn.clients import openai_client
 from tunix.rl.multi_turn.core import policy_client
+
+_CERTAIN = 1e-3
+"""Most that a log-prob of the only token left by truncation differs from 0."""
+
+_FLAGS = (
+    ("scale-out", "start vLLM with --enable-scale-out"),
+    (
+        "image(s)",
+        "start vLLM with --limit-mm-per-prompt '{{\"image\":{images}}}'",
+    ),
+    ("maximum context length", "start vLLM with a longer --max-model-len"),
+)
+"""(part of a refusal, what to do about it)."""
 
 
 class RemoteEngine:
@@ -30,6 +50,8 @@ class RemoteEngine:
       weights: disk_weights.DiskWeights,
       *,
       context_length: int,
+      prompts: Callable[[], Sequence[policy_client.TokenPrompt]],
+      sampling: policy_client.SamplingParams,
       adapter: str = "",
   ):
     """Args:
@@ -37,16 +59,20 @@ class RemoteEngine:
       make_client: an unused client of the server at each call.
       weights: hands over to the same server.
       context_length: that the server must have at least.
+      prompts: One prompt of each kind that the run will send.
+      sampling: Parameters of the run's requests.
       adapter: the server's name of the adapter that `weights` hands over, and
         that is asked for then; "" where whole weights are.
     """
     self._make_client = make_client
     self._client = make_client()
+    self._client.before_request = self._ready
     # `warm_up` asks for the base: there is no adapter before a hand-over.
     self._client.model = adapter or self._client.model
     self._weights = weights
     self._counts: collections.Counter[str] = collections.Counter()
     self._closed = False
+    self._prompts, self._sampling = prompts, sampling
     self.context_length = context_length
 
   # --- PolicyClient ----------------------------------------------------------
@@ -62,17 +88,29 @@ class RemoteEngine:
       session: str,
   ) -> policy_client.Completion:
     """See `OpenAIClient.generate`."""
-    # All engines have it by then; one that was asked before is older.
-    self._client.version = max(0, self._weights.version)
     completion = await self._client.generate(
         prompt, sampling, session=session
     )
+    self._check_weights()
     self._counts["decode_tokens"] += len(completion.tokens)
     self._counts["prompt_tokens"] += len(prompt)
     return completion
 
   async def release(self, session: str) -> None:
     await self._client.release(session)
+
+  async def _ready(self) -> None:
+    """Waits until no weights are being loaded."""
+    while (loading := self._weights.loading) is not None:
+      await asyncio.wait([asyncio.wrap_future(loading)])
+    self._check_weights()
+    self._client.version = max(0, self._weights.version)
+
+  def _check_weights(self) -> None:
+    if (failure := self._weights.failure) is not None:
+      raise openai_client.RemoteError(
+          f"the engine is not sampled from after a failed hand-over: {failure}"
+      )
 
   # --- what a run asks of an engine ------------------------------------------
 
@@ -94,30 +132,72 @@ class RemoteEngine:
   def warm_up(
       self, progress: Callable[[int, int, str], None] | None = None
   ) -> float:
-    """Checks the server's model and context. Not from an event loop.
+    """Sends the first requests, to the base model. Not from an event loop.
 
     Raises:
-      ValueError: another model, or too short a context.
-      RemoteError, TimeoutError: it cannot be reached.
+      ValueError: The server has another model or too short a context, refuses
+        a request, or answers with less than a run needs; names the fix.
+      RemoteError, TimeoutError: It failed, or cannot be reached.
     """
 
-    async def check() -> int | None:
+    async def check() -> None:
       client = self._make_client()  # Connections belong to a loop.
       try:
-        return await client.check()
+        self._check_context(await client.check())
+        for prompt in self._prompts():
+          await self._ask(client, prompt)
       finally:
         await client.aclose()
 
-    length = asyncio.run(check())
+    asyncio.run(check())
+    if progress is not None:
+      progress(1, 1, "the server answers")
+    return 0.0
+
+  def _check_context(self, length: int | None) -> None:
     if length is not None and length < self.context_length:
       raise ValueError(
           f"the server's context has {length} tokens, the run's"
           f" engine.context_length={self.context_length}; start it with"
           f" --max-model-len {self.context_length}, or lower the run's"
       )
-    if progress is not None:
-      progress(1, 1, "the server answers")
-    return 0.0
+
+  async def _ask(
+      self,
+      client: openai_client.OpenAIClient,
+      prompt: policy_client.TokenPrompt,
+  ) -> None:
+    """Samples from the run's distribution, then from its likeliest token."""
+    images = len(prompt.images)
+    first = f"the first request with {images} images, of {len(prompt)} tokens"
+    short = dataclasses.replace(self._sampling, max_new_tokens=2, seed=0)
+    try:
+      answers = [
+          await client.generate(prompt, sampling, session="warm-up")
+          for sampling in (short, dataclasses.replace(short, top_k=1))
+      ]
+    except ValueError as error:
+      fixes = [fix for sign, fix in _FLAGS if sign in str(error).lower()]
+      fix = fixes[0].format(images=images) if fixes else (
+          "start the server by the command that `python -m"
+          " tunix.rl.multi_turn.clients.vllm` prints"
+      )
+      raise ValueError(f"{first}: {error}; {fix}") from error
+    for answer in answers:
+      if answer.fallback:
+        raise ValueError(
+            f"{first}: the answer has {answer.fallback.replace('_', ' ')}, and"
+            " a run trains on those of the sampler; use a server that returns"
+            " token ids and log-probs (vLLM 0.32, SGLang)"
+        )
+    least = float(answers[1].logprobs.min(initial=0.0))
+    if client.protocol == "vllm" and least < -_CERTAIN:
+      raise ValueError(
+          f"{first}: with top_k=1 the one token that can be sampled has the"
+          f" log-prob {least:.3g}, not 0: log-probs are not those of the"
+          " distribution sampled from; start vLLM with --logprobs-mode"
+          " processed_logprobs"
+      )
 
   def stats(self) -> dict[str, float]:
     """Counters since the beginning."""

@@ -88,10 +88,8 @@ def vllm_body(
     return body | params | {"prompt": prompt.tokens.tolist()}
   return body | {
       "token_ids": collapsed(prompt),
-      "content_parts": [
-          {"type": "image_url", "image_url": {"url": url}}
-          for url in pictures
-      ],
+      # Flat, unlike the parts of a chat message.
+      "content_parts": [{"type": "image_url", "url": url} for url in pictures],
       "sampling_params": params,
   }
 

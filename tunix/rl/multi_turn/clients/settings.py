@@ -26,12 +26,19 @@ class ExternalConfig:
   model: str = setting(
       default="", doc='Its name for the policy. "" = policy.name.'
   )
-  transfer: Literal["reload", "disk", "adapter"] = setting(
+  transfer: Literal["reload", "adapter"] = setting(
       default="reload",
-      doc="With vLLM: reload: its workers reload a checkpoint. disk: its"
-      " transfer backend of that name does, and its answers name the version of"
-      " the weights for each token. adapter: the LoRA adapter alone is written"
-      " and loaded (policy.lora_rank).",
+      doc="With vLLM: reload: its workers reload a checkpoint. adapter: the"
+      " LoRA adapter alone is written and loaded (policy.lora_rank).",
+  )
+  probe_tolerance: float = setting(
+      default=0.0,
+      doc="Largest mean difference between the engine's log-probs and the"
+      " policy's own after a hand-over; a larger one repeats the hand-over"
+      " once, then ends the run. 0 = 0.001 in float32, 0.1 where weights or"
+      " the policy's computations are narrower.",
+      unit="nats",
+      ge=0,
   )
   weights_dir: str = setting(
       default="",

@@ -4,12 +4,13 @@
 
 prints the command for computer use: contexts that hold an episode's
 screenshots, as many images as an episode has, images from listed hosts only,
-log-probs of the distribution that was sampled from. Settings come from the
-command line or from TUNIX_VLLM_… variables; `--check` lists the problems of
-another command.
+log-probs of the distribution that was sampled from, the endpoint that takes
+tokens with images. Settings come from the command line or from TUNIX_VLLM_…
+variables; `--check` lists the problems of another command.
 
 Promises: a shell reads the printed command as the same argument list, JSON
-included; an impossible setting is refused by name.
+included; an impossible setting is refused by name, as is a policy that vLLM
+does not serve. Written for vLLM 0.32, which tests start by it.
 
 Does not start vLLM, or need it. `disk_weights` hands over weights,
 `openai_client` asks for completions.
@@ -31,10 +32,11 @@ NO_HOST = "none.invalid"
 """A host that cannot exist. Without a list of hosts vLLM fetches from any, and
 the list cannot be empty. data: URLs are not fetched."""
 
-LOGPROBS_MODES = (
-    "processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits",
-)  # pyformat: disable
-DTYPES = ("auto", "bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float16", "float32")
+CPU_HEAD_WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Those that attention of vLLM's CPU build has kernels for. At another one the
+server starts, and dies of its first request."""
+_CPU_BATCH_TOKENS = 32768
 VARIABLE = "TUNIX_VLLM_"
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes for --max-lora-rank."""
@@ -56,15 +58,14 @@ class VllmLaunch:
     images: most images of a prompt.
     allowed_media_domains: hosts that image URLs may name, compared exactly: a
       subdomain is another host. None: images come as data URLs only.
-    logprobs_mode: the distribution of log-probs. Only processed_logprobs are
-      those of the distribution sampled from, which a learner needs.
     tensor_parallel: devices that share each layer.
-    dtype: of the weights.
+    dtype: Type that vLLM computes in; "" is that of the policy's files. vLLM's
+      own choice for float32 files is bfloat16.
+    cpu_cache_gib: Memory of the KV cache where a CPU computes, in GiB; 0 for an
+      accelerator.
     reload_weights: open the endpoints that load new weights. Anyone who
       reaches the port can then load some: keep it on this machine or in a
       closed network.
-    disk_transfer: choose the transfer backend that external.transfer=disk
-      needs.
     lora_rank: of the adapter that external.transfer=adapter hands over; 0 for
       none.
     api_key_file: holds the key that clients must present; "" asks for none.
@@ -78,11 +79,10 @@ class VllmLaunch:
   max_model_len: int = 262144
   images: int = 64
   allowed_media_domains: tuple[str, ...] = ()
-  logprobs_mode: str = "processed_logprobs"
   tensor_parallel: int = 1
-  dtype: str = "auto"
+  dtype: str = ""
+  cpu_cache_gib: int = 0
   reload_weights: bool = True
-  disk_transfer: bool = False
   lora_rank: int = 0
   api_key_file: str = ""
   extra: tuple[str, ...] = ()
@@ -97,22 +97,16 @@ class VllmLaunch:
         ("max_model_len", 2, 1 << 31),
         ("images", 0, 1 << 20),
         ("tensor_parallel", 1, 1 << 16),
+        ("cpu_cache_gib", 0, 1 << 16),
     ):
       value = getattr(self, name)
       if type(value) is not int or not low <= value <= high:
         raise ValueError(
             f"{name}={value!r} must be an integer in [{low}, {high}]"
         )
-    for name, known in (("logprobs_mode", LOGPROBS_MODES), ("dtype", DTYPES)):
-      if getattr(self, name) not in known:
-        raise ValueError(
-            f"{name}={getattr(self, name)!r} must be one of {', '.join(known)}"
-        )
-    if self.logprobs_mode != "processed_logprobs":
+    if self.dtype and self.dtype not in DTYPES:
       raise ValueError(
-          f"logprobs_mode={self.logprobs_mode!r} are not those of the"
-          " distribution sampled from, so ratios to them are wrong; use"
-          " processed_logprobs"
+          f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}"
       )
     if isinstance(self.allowed_media_domains, str):
       raise ValueError(
@@ -131,10 +125,10 @@ class VllmLaunch:
           f"lora_rank={self.lora_rank} must be 0 to {_LORA_RANKS[-1]}, which is"
           " the most that vLLM serves"
       )
-    if (self.disk_transfer or self.lora_rank) and not self.reload_weights:
+    if self.lora_rank and not self.reload_weights:
       raise ValueError(
-          f"disk_transfer={self.disk_transfer}, lora_rank={self.lora_rank} need"
-          " the endpoints of reload_weights=True"
+          f"lora_rank={self.lora_rank} needs the endpoints of"
+          " reload_weights=True"
       )
     if not _is_local(self.host) and not self.api_key_file:
       raise ValueError(
@@ -188,7 +182,11 @@ class VllmLaunch:
     return self.served_name or self.model
 
   def argv(self) -> list[str]:
-    """The command, one string an argument."""
+    """The command, one string an argument.
+
+    Raises:
+      ValueError: dtype is "", and no file of the policy says it.
+    """
     arguments = [
         "vllm", "serve", self.model,
         "--served-model-name", self.name,
@@ -198,15 +196,24 @@ class VllmLaunch:
         "--limit-mm-per-prompt", _json({"image": self.images}),
         "--allowed-media-domains",
         *(self.allowed_media_domains or (NO_HOST,)),
-        "--logprobs-mode", self.logprobs_mode,
+        "--logprobs-mode", "processed_logprobs",
+        # Opens /inference/v1/generate, which takes tokens with images.
+        "--enable-scale-out",
         # Else penalties and top-k of generation_config.json apply to requests
         # without them.
         "--generation-config", "vllm",
-        "--dtype", self.dtype,
+        "--dtype", self.dtype or self._stored_dtype(),
         "--tensor-parallel-size", str(self.tensor_parallel),
     ]  # pyformat: disable
-    if self.disk_transfer:
-      arguments += ["--weight-transfer-config", _json({"backend": "disk"})]
+    if self.cpu_cache_gib:
+      # A seeded request whose prompt is read in two steps kills the CPU build.
+      # Whole prompts of this many sequences fit one step.
+      tokens = max(_CPU_BATCH_TOKENS, self.max_model_len)
+      arguments += [
+          "--enforce-eager",
+          "--max-num-batched-tokens", str(tokens),
+          "--max-num-seqs", str(min(256, tokens // self.max_model_len)),
+      ]  # pyformat: disable
     if self.lora_rank:
       rank = next(r for r in _LORA_RANKS if r >= self.lora_rank)
       arguments += ["--enable-lora", "--max-lora-rank", str(rank)]
@@ -220,6 +227,10 @@ class VllmLaunch:
     """
     # A listed host could redirect to any other.
     found = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
+    if self.cpu_cache_gib:
+      found["VLLM_CPU_KVCACHE_SPACE"] = str(self.cpu_cache_gib)
+      # Else one core is left to the server's other process.
+      found["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
     if self.reload_weights:
       found["VLLM_SERVER_DEV_MODE"] = "1"
     if self.lora_rank:
@@ -250,16 +261,19 @@ class VllmLaunch:
     """Compares with the model's own config.json, where it is a directory.
 
     Raises:
-      ValueError: the model's positions end before `max_model_len`, or it takes
-        no images.
+      ValueError: vLLM does not know the model, its positions end before
+        `max_model_len`, it takes no images, `dtype` rounds its weights, or the
+        CPU build has no kernels for its heads.
     """
-    file = pathlib.Path(self.model) / "config.json"
-    if not file.is_file():
+    config = self._config()
+    if config is None:
       return
-    try:
-      config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-      raise ValueError(f"{file} is not JSON: {error}") from None
+    if config.get("model_type") == "tunix_tiny_vl":
+      raise ValueError(
+          f"{self.model} is of this package's own architecture, tiny_vl, which"
+          " vLLM does not serve; sample in this process"
+          " (rollout.via=in_process)"
+      )
     text = config.get("text_config") or config
     longest = text.get("max_position_embeddings")
     if isinstance(longest, int) and self.max_model_len > longest:
@@ -270,8 +284,48 @@ class VllmLaunch:
     if self.images and "vision_config" not in config:
       raise ValueError(
           f"images={self.images}: {self.model} has no vision_config, so it"
-          " takes none; serve a vision-language policy"
+          " takes none; serve a vision-language policy, or set images=0"
       )
+    if self.dtype and self.dtype != "float32":
+      stored = self._stored_dtype()
+      if stored != self.dtype:
+        raise ValueError(
+            f"dtype={self.dtype} rounds the {stored} weights of {self.model};"
+            f" set dtype={stored} or float32, or save them in {self.dtype}"
+        )
+    width = text.get("head_dim") or (
+        text.get("hidden_size", 0) // (text.get("num_attention_heads") or 1)
+    )
+    if self.cpu_cache_gib and width and width not in CPU_HEAD_WIDTHS:
+      raise ValueError(
+          f"{self.model} has heads {width} wide, and vLLM's CPU build would die"
+          " of its first request: it serves widths"
+          f" {', '.join(map(str, CPU_HEAD_WIDTHS))}; serve a policy of those,"
+          " or sample in this process (rollout.via=in_process)"
+      )
+
+  def _config(self) -> dict[str, Any] | None:
+    """The policy's config.json; None where `model` is no directory of one."""
+    file = pathlib.Path(self.model) / "config.json"
+    if not file.is_file():
+      return None
+    try:
+      return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+      raise ValueError(f"{file} is not JSON: {error}") from None
+
+  def _stored_dtype(self) -> str:
+    """Type of the policy's files, as its config.json says."""
+    config = self._config() or {}
+    for part in (config, config.get("text_config") or {}):
+      for key in ("dtype", "torch_dtype"):
+        if part.get(key) in DTYPES:
+          return part[key]
+    raise ValueError(
+        f"dtype='': no config.json in {self.model} says the type of its"
+        " weights, and vLLM would round float32; set dtype to one of"
+        f" {', '.join(DTYPES)}"
+    )
 
 
 def check_command(
@@ -323,6 +377,16 @@ def check_command(
     problems.append(
         f"--logprobs-mode {found}: log-probs are not those of the distribution"
         " sampled from; write --logprobs-mode processed_logprobs"
+    )
+  if "--enable-scale-out" not in options:
+    problems.append(
+        "--enable-scale-out is missing: requests with images are refused; add"
+        " it"
+    )
+  if options.get("--dtype", ["auto"]) == ["auto"]:
+    problems.append(
+        "--dtype auto rounds float32 weights to bfloat16; write the type of the"
+        " policy's files, such as --dtype float32"
     )
   if options.get("--generation-config") != ["vllm"]:
     problems.append(
@@ -432,13 +496,11 @@ _HELP = {
         "hosts that image URLs may name, compared exactly (none: images come"
         " as data URLs)"
     ),
-    "logprobs_mode": (
-        f"distribution of log-probs: {', '.join(LOGPROBS_MODES)}; a learner"
-        " needs the first"
-    ),
     "tensor_parallel": "devices that share each layer",
-    "dtype": f"of the weights: {', '.join(DTYPES)}",
-    "disk_transfer": "choose the backend of external.transfer=disk",
+    "dtype": f"type to compute in: {', '.join(DTYPES)} (that of the files)",
+    "cpu_cache_gib": (
+        "GiB of the KV cache where a CPU computes; 0 for an accelerator"
+    ),
     "lora_rank": "of the adapter of external.transfer=adapter (0: none)",
     "reload_weights": (
         "open the endpoints that load new weights to anyone on the port"
@@ -493,10 +555,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     launch = VllmLaunch.from_environment(**given)
     launch.check_model()
     launch.environment()
+    command = launch.command()
   except (OSError, ValueError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
-  print(launch.command())
+  print(command)
   return 0
 
 

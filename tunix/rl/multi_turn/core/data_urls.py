@@ -1,8 +1,8 @@
 """Encodes images as the data URLs that OpenAI's clients send.
 
 Promises: a cached image is encoded once, however many callers ask for it; the
-encoding is lossless, so the decoded image has the same SHA-256; no image is
-encoded on an event loop; memory is bounded.
+encoding is lossless, so the decoded image, unless it is resized, has the same
+SHA-256; no image is encoded on an event loop; memory is bounded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import collections
 import concurrent.futures
 import io
 import threading
+from typing import Callable
 
+import numpy as np
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory
 
@@ -23,15 +25,21 @@ _KEPT = 1024  # Images; a screenshot's URL has some 10 to 500 KB.
 class DataUrls:
   """Data URLs of one store's images. Thread-safe; serves any event loops."""
 
-  def __init__(self, store: images.ImageStore, kept: int = _KEPT):
+  def __init__(
+      self,
+      store: images.ImageStore,
+      kept: int = _KEPT,
+      resize: Callable[[np.ndarray], np.ndarray] | None = None,
+  ):
     """Args:
 
       store: holds the pixels.
       kept: URLs cached; the least recently used are evicted first.
+      resize: Maps the uint8[H, W, 3] pixels to those that are encoded.
     """
     if kept < 1:
       raise ValueError(f"kept must be >= 1, got {kept}")
-    self._store = store
+    self._store, self._resize = store, resize
     self._kept = kept
     self._lock = threading.Lock()
     self._urls: collections.OrderedDict[
@@ -73,8 +81,9 @@ class DataUrls:
     from PIL import Image  # pylint: disable=g-import-not-at-top
 
     out = io.BytesIO()
-    Image.fromarray(self._store.get(image)).save(
-        out, format="PNG", compress_level=1
-    )
+    pixels = self._store.get(image)
+    if self._resize is not None:
+      pixels = self._resize(pixels)
+    Image.fromarray(pixels).save(out, format="PNG", compress_level=1)
     data = base64.b64encode(out.getvalue()).decode()
     return f"data:image/png;base64,{data}"

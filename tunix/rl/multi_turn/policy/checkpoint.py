@@ -122,6 +122,7 @@ def save_policy(
     model: Any,
     tokenizer: str | pathlib.Path = "tiny_vl",
     dtype: str = "float32",
+    untied: bool = False,
 ) -> pathlib.Path:
   """Writes a policy directory.
 
@@ -131,6 +132,8 @@ def save_policy(
     tokenizer: directory or shipped name whose tokenizer files are copied.
     dtype: of the stored tensors: "float32", or "float16" (TinyVL), or
       "bfloat16" (Qwen).
+    untied: writes a tied embedding twice, for readers that take the output
+      matrix only under its own name. TinyVL has none.
 
   Returns:
     The directory.
@@ -142,7 +145,8 @@ def save_policy(
   else:
     qwen = isinstance(model, qwen_text.QwenText)
     family = qwen_checkpoint if qwen else tiny_vl_checkpoint
-  family.save(directory, model, tokenizer, dtype)
+  options = {} if family is tiny_vl_checkpoint else {"untied": untied}
+  family.save(directory, model, tokenizer, dtype, **options)
   return directory
 
 

@@ -190,6 +190,7 @@ def to_hf(config: qwen_shapes.QwenVLConfig) -> dict[str, Any]:
           "head_dim": text.head_dim,
           "rms_norm_eps": text.rms_norm_eps,
           "hidden_activation": _ACT,
+          "max_position_embeddings": qwen_defaults.POSITIONS,
           "query_pre_attn_scalar": int(scalar) if scalar % 1 == 0 else scalar,
           "sliding_window": text.sliding_window,
           "layer_types": [

@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import pathlib
 import re
-from typing import Any, Mapping, Sequence
+from typing import Any, Iterable, Mapping, Sequence
 
 from flax import nnx
 import jax
@@ -328,6 +328,7 @@ def save_model(
     source: str | pathlib.Path | None = None,
     dtype: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    untied: bool = False,
 ) -> pathlib.Path:
   """Writes a checkpoint that `transformers` loads.
 
@@ -342,6 +343,8 @@ def save_model(
       copied; None writes a config.json from the model's configuration.
     dtype: of the stored tensors; None = as the parameters are.
     max_file_bytes: larger models are split into several files and an index.
+    untied: writes a tied embedding a second time, as the output matrix, and
+      says in config.json that the two are not tied.
 
   Raises:
     ValueError: an unknown dtype, an adapter that is not merged, or the config
@@ -372,6 +375,9 @@ def save_model(
       tensor.transposed = True
   # By key, so that stacked layers are written as a list of them is.
   where = checkpoint_names.pieces_of(tensors, traits.experts_apart)
+  if untied and model.config.tie_word_embeddings:
+    where[_output_key(model.config)] = where[_embedding_key(where)]
+    config = _untied(config)
   shapes = {key: where[key].shape for key in sorted(where)}
   kinds = {k: "float32" if where[k].tensor.fixed else stored for k in shapes}
   sizes = {k: tensor_files.num_bytes(s, kinds[k]) for k, s in shapes.items()}
@@ -410,6 +416,7 @@ def save_policy(
     model: qwen_text.QwenText,
     tokenizer: str | pathlib.Path,
     dtype: str,
+    untied: bool = False,
 ) -> None:
   """Writes a checkpoint, its tokenizer's files and what ends a completion.
 
@@ -419,13 +426,20 @@ def save_policy(
     tokenizer: a policy directory or a shipped name. Of the same family, its
       config.json is kept as well.
     dtype: of the stored tensors.
+    untied: see `save_model`.
   """
   source = policy_files.resolve(tokenizer)
   same = (source / "config.json").is_file() and (
       policy_files.model_type(source) == model.config.family
   )
   policy_files.copy_tokenizer(source, directory)
-  save_model(directory, model, source=source if same else None, dtype=dtype)
+  save_model(
+      directory,
+      model,
+      source=source if same else None,
+      dtype=dtype,
+      untied=untied,
+  )
   generation_files.write(directory)
 
 
@@ -495,6 +509,27 @@ def _config_json(
           k: stored if k in ("dtype", "torch_dtype") else v
           for k, v in config[part].items()
       }
+  return config
+
+
+def _output_key(config: qwen_text_config.AnyConfig) -> str:
+  """Returns the key that the output matrix of an untied policy has."""
+  untied = dataclasses.replace(config, tie_word_embeddings=False)
+  keys = [k for t in tensors_of(abstract_model(untied)) for k in t.keys]
+  return next(key for key in keys if key.endswith("lm_head.weight"))
+
+
+def _embedding_key(keys: Iterable[str]) -> str:
+  return next(key for key in keys if key.endswith("embed_tokens.weight"))
+
+
+def _untied(config: dict[str, Any]) -> dict[str, Any]:
+  """Returns config.json's content for separate input and output matrices."""
+  config = {**config, "tie_word_embeddings": False}
+  if "text_config" in config:
+    config["text_config"] = {
+        **config["text_config"], "tie_word_embeddings": False
+    }  # pyformat: disable
   return config
 
 

@@ -162,13 +162,14 @@ def save(
     model: qwen_vl.QwenVL,
     tokenizer: str | pathlib.Path,
     dtype: str = "float32",
+    untied: bool = False,
 ) -> None:
   """Writes a checkpoint; `tokenizer` may be the one it was loaded from.
 
   The processor's file holds the limits of an image's area that the model ran
   with, so that it sees the same pixels elsewhere.
   """
-  hf_checkpoint.save_policy(directory, model, tokenizer, dtype)
+  hf_checkpoint.save_policy(directory, model, tokenizer, dtype, untied)
   config, vision = model.config, model.config.vision
   read = image_settings.read(directory, config.family)
   wanted = dict(read.values if read else _default_settings(config).values)

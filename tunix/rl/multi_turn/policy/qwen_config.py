@@ -369,6 +369,7 @@ def to_hf(config: QwenVLConfig) -> dict[str, Any]:
       "num_key_value_heads": text.num_key_value_heads,
       "rms_norm_eps": text.rms_norm_eps,
       "hidden_act": "silu",
+      "max_position_embeddings": qwen_defaults.POSITIONS,
       "tie_word_embeddings": config.tie_word_embeddings,
       "rope_parameters": {
           "rope_type": "default",

@@ -19,6 +19,10 @@ _CLIP = (
     (0.26862954, 0.26130258, 0.27577711),
 )
 
+POSITIONS = 262144
+"""`max_position_embeddings` of a policy that was made here: rotary positions
+have no end, and servers refuse longer contexts. That of Qwen3-VL."""
+
 IMAGE_STATISTICS = {
     "qwen3_vl": (_HALF, _HALF),
     "qwen3_vl_moe": (_HALF, _HALF),

@@ -117,9 +117,10 @@ def save(
     model: qwen_text.QwenText,
     tokenizer: str | pathlib.Path,
     dtype: str = "float32",
+    untied: bool = False,
 ) -> None:
   """Writes a checkpoint; `tokenizer` may be the one it was loaded from."""
-  hf_checkpoint.save_policy(directory, model, tokenizer, dtype)
+  hf_checkpoint.save_policy(directory, model, tokenizer, dtype, untied)
 
 
 def load_config(

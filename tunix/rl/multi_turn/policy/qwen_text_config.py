@@ -212,6 +212,7 @@ def to_hf(config: QwenTextConfig) -> dict[str, Any]:
       "num_key_value_heads": text.num_key_value_heads,
       "rms_norm_eps": text.rms_norm_eps,
       "hidden_act": "silu",
+      "max_position_embeddings": qwen_defaults.POSITIONS,
       "tie_word_embeddings": config.tie_word_embeddings,
       "use_sliding_window": False,
       # Twice: transformers 4 and what builds on it reads the first only.

@@ -242,6 +242,15 @@ class QwenVLProcessor:
     rows, cols = self.grid(width, height)
     return rows * cols // self.patches_per_token
 
+  def resize(self, pixels: np.ndarray) -> np.ndarray:
+    """The uint8[H, W, 3] pixels at the size of which the policy sees them."""
+    height, width, _ = pixels.shape
+    size = self.image_size(width, height)
+    if size == (width, height):
+      return pixels
+    image = Image.fromarray(np.ascontiguousarray(pixels))
+    return np.asarray(image.resize(size, self.resample))
+
   def patchify(self, pixels: np.ndarray) -> base.PatchedImage:
     """Resizes an image and cuts it into patches.
 
@@ -262,13 +271,9 @@ class QwenVLProcessor:
           "pixels must be uint8[H, W, 3]: stills only, no video, no batch; got"
           f" {pixels.dtype}{list(pixels.shape)}"
       )
-    height, width, _ = pixels.shape
-    size = self.image_size(width, height)
-    if size != (width, height):
-      image = Image.fromarray(np.ascontiguousarray(pixels))
-      pixels = np.asarray(image.resize(size, self.resample))
+    pixels = self.resize(pixels)
     patch, merge = self.patch_size, self.merge_size
-    down, across = size[1] // self.factor, size[0] // self.factor
+    down, across = (side // self.factor for side in pixels.shape[:2])
     cells = pixels.reshape(down, merge, patch, across, merge, patch, 3)
     patches = cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(
         -1, self.patch_bytes

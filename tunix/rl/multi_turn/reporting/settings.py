@@ -217,6 +217,13 @@ class WatchdogConfig:
       " first window's. 0 = not watched.",
       ge=0,
   )
+  gap_limit: float = _setting(
+      default=0.01,
+      doc="logprob_gap: the KL of learner and sampler is above this in an"
+      " update of staleness 0 with one optimizer step. 0 = not watched.",
+      unit="nats",
+      ge=0,
+  )
   gap_floor: float = _setting(
       default=0.01,
       doc="logprob_gap: a KL below this is never reported.",

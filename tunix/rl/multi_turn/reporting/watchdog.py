@@ -63,6 +63,7 @@ class Rules:
     self._c = config
     self._unsolved = self._even = self._not_finite = self._failed = 0
     self._skipped: float | None = None
+    self._steps: float | None = None
     self._norms: collections.deque[float] = collections.deque(
         maxlen=config.window
     )
@@ -236,6 +237,22 @@ class Rules:
     )
 
   def _gap(self, m: Metrics) -> tuple[str, str] | None:
+    before, steps = self._steps, m.get("optimizer_steps")
+    self._steps = steps
+    kl, limit = m.get("sampler_kl"), self._c.gap_limit
+    # Tokens of the weights that the update began with, and moved once.
+    same = m.get("staleness_max") == 0 and (
+        steps is not None and steps - (before or 0.0) == 1
+    )
+    if same and kl is not None and limit and not kl <= limit:
+      # No part of the usual level that later updates are compared with.
+      return "logprob_gap", (
+          f"engine and learner disagree on equal weights: at staleness 0 and"
+          f" with one optimizer step the KL of their log-probs is {kl:.2g} nats"
+          f" a token, more than {limit:g}; check that the engine loads every"
+          " version and reports log-probs of the distribution sampled from"
+          " (after temperature, top_p, top_k and min_p)"
+      )
     means = self._drift("sampler_kl", m)
     if means is None or not self._c.gap_factor:
       return None

@@ -3,14 +3,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
+import numpy as np
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.agents import registry as agent_registry
 from tunix.rl.multi_turn.clients import disk_weights
+from tunix.rl.multi_turn.clients import hand_over_probe
 from tunix.rl.multi_turn.clients import openai_client
 from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.environments import spec as environment_spec
+from tunix.rl.multi_turn.learner import scorer
 
 ADAPTER = "-adapter"
 """Suffix of the served model's name: the adapter that a run trains on it."""
@@ -21,6 +28,7 @@ def make_engine(
     policy: Any,
     image_store: images_lib.ImageStore,
     tokenizer: str,
+    model: Any,
 ) -> remote_engine.RemoteEngine:
   """Makes the client of a running engine; sends no request yet.
 
@@ -29,6 +37,7 @@ def make_engine(
     policy: a `models.LoadedPolicy`, of the architecture that it serves.
     image_store: of the prompts.
     tokenizer: directory whose files are put beside weights.
+    model: The policy's, on the devices that published weights lie on.
 
   Raises:
     ConfigError: naming the setting, or a package that is not installed.
@@ -49,19 +58,32 @@ def make_engine(
         api_key=key or "none",
         timeout_s=config.collect.deadlines.model,
         context_length=config.engine.context_length,
-        max_images=config.environment.max_turns + 1,
+        max_images=_most_images(config),
         banned_token_ids=policy.model.config.banned_token_ids,
+        vocab_size=policy.model.config.vocab_size,
         tokenize=renderer.encode,
         end_of_turn_id=renderer.end_of_turn_id,
+        resize=getattr(policy.processor, "resize", None),
     )
 
   served = external.model or config.policy.name
   adapter = f"{served}{ADAPTER}" if external.transfer == "adapter" else ""
+
+  def make_adapter_client() -> openai_client.OpenAIClient:
+    client = make_client()
+    client.model = adapter or client.model
+    return client
+
   try:
     if adapter:
       save = disk_weights.adapter_saver(policy.model, served)
     else:
-      save = disk_weights.policy_saver(policy.model, tokenizer, external.dtype)
+      save = disk_weights.policy_saver(
+          policy.model,
+          tokenizer,
+          external.dtype,
+          untied=external.protocol == "vllm",
+      )
     given: dict[str, Any] = dict(api_key=key, timeout_s=timeout_s)
     engine: disk_weights.Engine
     if external.protocol == "vllm":
@@ -70,6 +92,9 @@ def make_engine(
       )
     else:
       engine = disk_weights.SglangEngine(url, **given)
+    probe = _make_probe(
+        config, policy, image_store, model, make_adapter_client
+    )
     return remote_engine.RemoteEngine(
         make_client,
         disk_weights.DiskWeights(
@@ -78,9 +103,91 @@ def make_engine(
             [engine],
             keep=external.keep,
             seen_at=external.seen_at,
+            probes=[probe],
         ),
         context_length=config.engine.context_length,
+        prompts=lambda: first_prompts(config, policy, image_store),
+        sampling=policy_client.SamplingParams(
+            **dataclasses.asdict(config.sampling),
+            stop_token_ids=tuple(map(int, renderer.stop_token_ids)),
+        ),
         adapter=adapter,
     )
   except (ImportError, OSError, ValueError) as error:
     raise config_lib.ConfigError([f"rollout.via=external: {error}"]) from None
+
+
+def _make_probe(
+    config: config_lib.TrainConfig,
+    policy: Any,
+    image_store: images_lib.ImageStore,
+    model: Any,
+    make_client: Any,
+) -> hand_over_probe.Probe:
+  """Makes the comparison of engine and policy after each hand-over."""
+  external = config.external
+  sampled = hand_over_probe.SAMPLING.max_new_tokens
+  prompts = first_prompts(config, policy, image_store)[:2]
+  longest = max(len(prompt) for prompt in prompts) + sampled
+  wide = all(
+      dtype == "float32"
+      for dtype in (
+          external.dtype,
+          getattr(model.config, "param_dtype", "float32"),
+          getattr(model.config, "compute_dtype", "float32"),
+      )
+  )
+  return hand_over_probe.Probe(
+      make_client,
+      prompts,
+      scorer.Scorer(
+          model,
+          policy.processor,
+          image_store,
+          row_length=-(-longest // 128) * 128,
+          temperature=hand_over_probe.SAMPLING.temperature,
+          # Adapters are written as they are.
+          stored="float32"
+          if external.transfer == "adapter"
+          else external.dtype,
+      ),
+      external.probe_tolerance or (1e-3 if wide else 0.1),
+  )
+
+
+def _most_images(config: config_lib.TrainConfig) -> int:
+  """Screenshots of the longest prompt: one before each turn, one at the end."""
+  return config.environment.max_turns + 1
+
+
+def first_prompts(
+    config: config_lib.TrainConfig,
+    policy: Any,
+    image_store: images_lib.ImageStore,
+) -> list[policy_client.TokenPrompt]:
+  """One prompt of each kind that the run will send.
+
+  Without images; where the agent sees screens also with one, and with as many
+  as prompts of this run can have.
+  """
+
+  def prompt(images: int) -> policy_client.TokenPrompt:
+    parts = [{"type": "image", "image": screen}] * images
+    parts.append({"type": "text", "text": "What comes next?"})
+    return policy.renderer.render([{"role": "user", "content": parts}])
+
+  sees = environment_spec.get(config.environment.name).gym
+  if not sees or not policy.processor.patches_per_token:
+    return [prompt(0)]
+  width, height = agent_registry.screenshot_size(
+      config.agent, config.gym.width, config.gym.height
+  )
+  # Of one colour: a server caches what it computes of it.
+  screen = image_store.put(np.full((height, width, 3), 127, np.uint8))
+  empty, first = prompt(0), prompt(1)
+  room = config.engine.context_length - 2 - len(empty)
+  images = min(
+      config.agent.max_images or _most_images(config),
+      room // (len(first) - len(empty)),
+  )
+  return [empty, first] + ([prompt(images)] if images > 1 else [])

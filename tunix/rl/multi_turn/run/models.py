@@ -371,7 +371,11 @@ def make_engine(
   model = policy.model if model is None else model
   if config.rollout.via == "external":
     return external_engine.make_engine(
-        config, policy, image_store, named_policy(config).tokenizer
+        config,
+        policy,
+        image_store,
+        named_policy(config).tokenizer,
+        model,
     )
   settings = dataclasses.replace(
       config.engine,

@@ -310,7 +310,8 @@ def _places(value: Any, where: str) -> Iterator[tuple[Any, Any, str]]:
   """(holder, key, path) of each image's address elsewhere.
 
   OpenAI's chat and Responses (`image_url`, a text or an object with `url`),
-  Anthropic's messages (`source` of type url) and SGLang's `/generate`
+  Anthropic's messages (`source` of type url), vLLM's `/inference/v1/generate`
+  (`content_parts`: `url` beside the type) and SGLang's `/generate`
   (`image_data`: one of those forms, or lists of them).
 
   Raises:
@@ -327,11 +328,9 @@ def _places(value: Any, where: str) -> Iterator[tuple[Any, Any, str]]:
     if key in _UNREAD or (key == "input" and value.get("type") == "tool_use"):
       continue
     if key in _OTHER_MEDIA and any(_addresses({"": item}, "", path)):
-      raise errors.invalid(
-          path,
-          f"{path}: only images are fetched; send this one as a data URL",
-          "media_not_supported",
-      )
+      raise _not_supported(path)
+    if key == "content_parts" and isinstance(item, list):
+      yield from _flat_parts(item, path)
     if key == "image_data":
       yield from _addresses(value, key, path)
     elif key == "image_url" and _is_elsewhere(item):
@@ -341,6 +340,26 @@ def _places(value: Any, where: str) -> Iterator[tuple[Any, Any, str]]:
         yield item, "url", f"{path}.url"
     else:
       yield from _places(item, path)
+
+
+def _flat_parts(
+    parts: list[Any], where: str
+) -> Iterator[tuple[Any, Any, str]]:
+  """As `_places`, of vLLM's parts, which have their address beside the type."""
+  for index, part in enumerate(parts):
+    if isinstance(part, dict) and _is_elsewhere(part.get("url")):
+      path = f"{where}[{index}].url"
+      if part.get("type") != "image_url":
+        raise _not_supported(path)
+      yield part, "url", path
+
+
+def _not_supported(path: str) -> errors.ApiError:
+  return errors.invalid(
+      path,
+      f"{path}: only images are fetched; send this one as a data URL",
+      "media_not_supported",
+  )
 
 
 def _addresses(

@@ -8,7 +8,8 @@ Promises: an episode without recorded log-probs is refused, or flagged in its
 metrics (`records.LOGPROBS_MISSING`) with placeholders in the sequences that
 lack one, which `fill_logprobs` replaces before an update; other sequences of
 the episode keep what was recorded. `TEXT_ONLY` flags tokens that are not
-the sampler's.
+the sampler's. Ids outside of the policy's vocabulary, banned ones and log-probs
+that no sampled token has are refused, and name the item.
 
 Does not: read files, or talk to a service.
 """
@@ -24,6 +25,7 @@ import re
 from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
+from tunix.rl.multi_turn.core import completion_checks
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
@@ -59,6 +61,7 @@ class EpisodeReader:
       loss_mask_type: str = "",
       missing_logprobs: str = "refuse",
       setting: str = "offline",
+      vocabulary: completion_checks.Vocabulary | None = None,
   ):
     """Args:
 
@@ -68,6 +71,7 @@ class EpisodeReader:
       loss_mask_type: of text; "" uses the renderer.
       missing_logprobs: "refuse" or "recompute".
       setting: section of the settings, for errors.
+      vocabulary: Ids that the policy can have sampled; None takes any.
 
     Raises:
       ValueError: an unknown loss mask type, or one for another tokenizer.
@@ -77,6 +81,7 @@ class EpisodeReader:
     self._parser = parser
     self._recompute = missing_logprobs == "recompute"
     self._setting = setting
+    self._vocabulary = vocabulary
     self._generator = None
     if loss_mask_type:
       self._generator = loss_mask.make(loss_mask_type, tokenizer)
@@ -117,7 +122,21 @@ class EpisodeReader:
     )
     if text_only:
       episode.metrics[TEXT_ONLY] = 1.0
+    self._check(f"item uid={record.uid!r}", episode)
     return episode
+
+  def _check(self, name: str, episode: trajectory_lib.Trajectory) -> None:
+    """Refuses tokens and log-probs that the policy cannot have sampled."""
+    if self._vocabulary is None:
+      return
+    try:
+      for sequence in episode.sequences:
+        mask = sequence.loss_mask
+        completion_checks.check_outside(
+            sequence.tokens[mask], sequence.logprobs[mask], self._vocabulary
+        )
+    except completion_checks.SamplingContractError as error:
+      raise ValueError(f"{name}: {error}") from error
 
   def own(self, episode: trajectory_lib.Trajectory) -> None:
     """Refuses an episode of a run's files as `episode` would.
@@ -130,6 +149,7 @@ class EpisodeReader:
           f"episode {episode.trajectory_id!r} was recorded without log-probs;"
           f" set {self._setting}.missing_logprobs=recompute, or leave it out"
       )
+    self._check(f"episode {episode.trajectory_id!r}", episode)
 
   def tokens(
       self, record: records.Record

@@ -11,6 +11,7 @@ import urllib.parse
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.config import data_sections
 from tunix.rl.multi_turn.config import loader
+from tunix.rl.multi_turn.core import completion_checks
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
@@ -35,6 +36,7 @@ def make_reader(run: Any, section: str) -> reader_lib.EpisodeReader:
     ConfigError: the loss mask type is none of this policy's.
   """
   settings = getattr(run.config, section)
+  about = run.policy.model.config
   try:
     return reader_lib.EpisodeReader(
         run.policy.renderer,
@@ -44,6 +46,9 @@ def make_reader(run: Any, section: str) -> reader_lib.EpisodeReader:
         loss_mask_type=settings.loss_mask_type,
         missing_logprobs=settings.missing_logprobs,
         setting=section,
+        vocabulary=completion_checks.Vocabulary(
+            about.vocab_size, frozenset(about.banned_token_ids)
+        ),
     )
   except (ValueError, ImportError) as error:
     raise ConfigError([

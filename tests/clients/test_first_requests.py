@@ -1,0 +1,127 @@
+"""Before a run begins, the server answers one request of each kind."""
+
+import contextlib
+
+import fake_engines
+import pytest
+import small_server
+from starlette import applications
+from starlette import responses
+from starlette import routing
+from tunix.rl.multi_turn.clients import openai_client
+from tunix.rl.multi_turn.clients import remote_engine
+from tunix.rl.multi_turn.clients import vllm
+from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.policy import checkpoint
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class NoWeights:
+  """Hands nothing over."""
+
+  version = -1
+
+
+@pytest.fixture(scope="module", name="small")
+def _small():
+  small = small_server.SmallPolicy()
+  with small.engine:
+    yield small
+
+
+@pytest.fixture(scope="module", name="saved")
+def _saved(small, tmp_path_factory):
+  directory = tmp_path_factory.mktemp("policy")
+  return checkpoint.save_policy(directory / "first", small.model)
+
+
+def engine_of(small, url, *seeds, protocol="vllm", **options):
+  return remote_engine.RemoteEngine(
+      lambda: openai_client.OpenAIClient(
+          f"{url}/v1",
+          "cua",
+          small.images,
+          protocol=protocol,
+          banned_token_ids=small.model.config.banned_token_ids,
+          tokenize=small.renderer.encode,
+          retries=0,
+      ),
+      NoWeights(),
+      context_length=small_server.CONTEXT,
+      prompts=lambda: [small.prompt(), small.prompt(*seeds)],
+      sampling=small.sampling(temperature=0.7, top_p=0.9),
+      **options,
+  )
+
+
+@contextlib.contextmanager
+def served(saved, remove=(), **options):
+  launch = vllm.VllmLaunch(
+      str(saved),
+      served_name="cua",
+      max_model_len=small_server.CONTEXT,
+      images=2,
+      dtype="float32",
+  )
+  words = [word for word in launch.argv() if word not in remove]
+  with fake_engines.FakeVllm(words, launch.environment(), **options) as fake:
+    yield fake
+
+
+def test_each_kind_is_asked_once_and_with_the_likeliest_token(small, saved):
+  with served(saved) as fake:
+    engine_of(small, fake.url, 1, 2).warm_up()
+  text, certain, images, certain_images = fake.bodies
+  assert text["temperature"] == 0.7 and text["top_p"] == 0.9
+  assert text["top_k"] == -1 and certain["top_k"] == 1
+  assert len(images["content_parts"]) == 2 == len(
+      certain_images["content_parts"]
+  )
+
+
+@pytest.mark.parametrize(
+    "removed, seeds, words",
+    [
+        (("--enable-scale-out",), (1,), "start vLLM with --enable-scale-out"),
+        (("--logprobs-mode", "processed_logprobs"), (1,),
+         "top_k=1.*not 0.*--logprobs-mode processed_logprobs"),
+        ((), (1, 2, 3), "3 images.*--limit-mm-per-prompt '{\"image\":3}'"),
+    ],
+)  # pyformat: disable
+def test_a_missing_flag_is_named(small, saved, removed, seeds, words):
+  with served(saved, removed) as fake:
+    with pytest.raises(ValueError, match=words):
+      engine_of(small, fake.url, *seeds).warm_up()
+
+
+def test_a_server_without_log_probs_is_refused(small):
+  async def models(request):
+    del request
+    return responses.JSONResponse({"data": [{"id": "cua"}]})
+
+  async def complete(request):
+    del request
+    return responses.JSONResponse(
+        {"choices": [{"finish_reason": "stop", "token_ids": [7, 8]}]}
+    )
+
+  app = applications.Starlette(
+      routes=[
+          routing.Route("/v1/models", models),
+          routing.Route("/v1/completions", complete, methods=["POST"]),
+      ]
+  )
+  with http_server.LoopbackServer(app) as server:
+    with pytest.raises(ValueError, match="the answer has no logprobs"):
+      engine_of(small, server.url).warm_up()
+
+
+def test_sglang_is_asked_too(small, saved):
+  with fake_engines.FakeSglang(saved) as fake:
+    engine = engine_of(small, fake.url, 1, protocol="sglang")
+    with pytest.raises(ValueError, match="'cua' is not served"):
+      engine.warm_up()
+    fake.model_path = "cua"
+    engine.warm_up()
+  assert len(fake.bodies[-1]["image_data"]) == 1

@@ -1,0 +1,186 @@
+"""A real vLLM, started by the command that its launcher prints.
+
+It lies in an environment of its own (`make vllm`), without which its tests are
+skipped. Around it a policy of the published architecture with random weights
+and heads 64 wide, as our exporter writes it.
+"""
+
+import dataclasses
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import time
+
+import httpx
+import numpy as np
+import rollout_references
+from tunix.rl.multi_turn.clients import openai_client
+from tunix.rl.multi_turn.clients import vllm
+from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.parser.renderer import qwen
+from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import qwen_checkpoint
+
+BIN = pathlib.Path(__file__).parents[2] / ".venv-vllm" / "bin"
+START_S = 480
+"""Of a start on a busy machine whose Python has compiled nothing yet."""
+NAME = "cua"
+CONTEXT = 2048
+SIZE = (64, 48)
+"""Of screenshots: 12 tokens each."""
+
+
+class Policy:
+  """The policy with what belongs to it, and a directory of its weights."""
+
+  def __init__(self, directory: pathlib.Path):
+    config = qwen_checkpoint.small_config("qwen3_vl_tiny")
+    text = dataclasses.replace(
+        config.text,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        mrope_section=(12, 10, 10),
+    )
+    vision = dataclasses.replace(
+        config.vision,
+        depth=2,
+        hidden_size=64,
+        intermediate_size=128,
+        out_hidden_size=64,
+        deepstack_visual_indexes=(0,),
+    )
+    self.model = qwen_checkpoint.random_model(
+        dataclasses.replace(config, text=text, vision=vision)
+    )
+    rollout_references.randomise(self.model, 0)
+    self.directory = checkpoint.save_policy(directory, self.model)
+    _, self.processor, tokenizer = checkpoint.load_policy(directory)
+    self.banned = self.model.config.banned_token_ids
+    self.images = images_lib.ImageStore()
+    self.renderer = qwen.QwenRenderer(
+        tokenizer, self.processor.num_image_tokens
+    )
+
+  def prompt(self, *seeds, text="look", size=SIZE):
+    """A rendered message with an image of noise for each seed."""
+    parts = [
+        {"type": "image", "image": self.images.put(noise(seed, size))}
+        for seed in seeds
+    ]
+    parts.append({"type": "text", "text": text})
+    return self.renderer.render([{"role": "user", "content": parts}])
+
+  def sampling(self, **options):
+    return policy_client.SamplingParams(**{
+        "max_new_tokens": 16,
+        "seed": 5,
+        "stop_token_ids": self.renderer.stop_token_ids,
+        **options,
+    })
+
+  def client(self, server, **options):
+    return openai_client.OpenAIClient(
+        f"{server.url}/v1",
+        NAME,
+        self.images,
+        **{
+            "protocol": "vllm",
+            "banned_token_ids": self.banned,
+            "timeout_s": 100.0,
+            "resize": self.processor.resize,
+            **options,
+        },
+    )
+
+
+def noise(seed, size=SIZE):
+  rng = np.random.default_rng(seed)
+  return rng.integers(0, 256, (size[1], size[0], 3), np.uint8)
+
+
+def launch_of(directory, **options) -> vllm.VllmLaunch:
+  return vllm.VllmLaunch(
+      str(directory),
+      **{
+          "served_name": NAME,
+          "port": free_port(),
+          "max_model_len": CONTEXT,
+          "cpu_cache_gib": 1,
+          **options,
+      },
+  )
+
+
+def free_port() -> int:
+  with socket.socket() as listener:
+    listener.bind(("127.0.0.1", 0))
+    return listener.getsockname()[1]
+
+
+class VllmServer:
+  """Runs the printed command in a shell until the context ends.
+
+  Attributes:
+    url: Its address.
+    log: File of its output.
+  """
+
+  def __init__(self, launch: vllm.VllmLaunch, log: pathlib.Path):
+    launch.check_model()
+    self.launch, self.log = launch, log
+    self.url = f"http://127.0.0.1:{launch.port}"
+
+  def __enter__(self):
+    environment = {
+        k: v for k, v in os.environ.items() if k != "PYTHONPATH"
+    } | {
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }  # pyformat: disable
+    with self.log.open("w") as log:
+      self._process = subprocess.Popen(
+          ["bash", "-c", self.launch.command()],
+          env=environment,
+          stdin=subprocess.DEVNULL,
+          stdout=log,
+          stderr=log,
+          start_new_session=True,
+      )
+    try:
+      self._wait()
+    except BaseException:
+      self.__exit__()
+      raise
+    return self
+
+  def _wait(self):
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+      if self._process.poll() is not None:
+        raise RuntimeError(f"vLLM ended at its start: {self.tail()}")
+      try:
+        if httpx.get(f"{self.url}/health", timeout=5).is_success:
+          return
+      except httpx.HTTPError:
+        pass
+      time.sleep(0.5)
+    raise TimeoutError(f"vLLM did not start in {START_S} s: {self.tail()}")
+
+  def tail(self) -> str:
+    return self.log.read_text(errors="replace")[-3000:]
+
+  def __exit__(self, *exc_info):
+    for sign, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, 20)):
+      try:
+        os.killpg(self._process.pid, sign)
+        self._process.wait(patience)
+      except (ProcessLookupError, subprocess.TimeoutExpired):
+        pass
