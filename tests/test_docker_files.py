@@ -15,6 +15,7 @@ import tomllib
 
 import pytest
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.agents.run_service import __main__ as run_service
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.environments.gym_server import __main__ as gym_server
 from tunix.rl.multi_turn.monitor import serve as monitor
@@ -358,10 +359,13 @@ def test_an_instruction_that_is_not_known_is_refused(text, wrong):
 
 COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
-PORTS = {"gym": 5010, "policy": 8000, "monitor": 8765, "buffer": 8889}
+PORTS = {
+    "gym": 5010, "policy": 8000, "monitor": 8765, "buffer": 8889, "runs": 3000,
+}  # pyformat: disable
 TOKENS = {
     "gym": gym_server.TOKEN_VARIABLE, "policy": serving.TOKEN_VARIABLE,
     "monitor": monitor.TOKEN_VARIABLE, "buffer": "TUNIX_BUFFER_TOKEN",
+    "runs": run_service.TOKEN_VARIABLE,
 }  # pyformat: disable
 
 
@@ -393,6 +397,8 @@ def _parsed(service, monkeypatch):
     return serving.parser().parse_args(words)
   if name == "gym":
     return gym_server.parser().parse_args(words)
+  if name == "run-service":
+    return run_service.parser().parse_args(words)
   if name == "buffer":
     return buffer_service().parser().parse_args(words)
   found = []
