@@ -143,12 +143,12 @@ def test_a_machine_without_a_tpu(project, option, more):
     (("--cpu",), "client,serve"),
 ])
 def test_the_cell_that_installs_this_package_is_shown(options, extras, project):
-  *_, said = shown(*options, ROOT)
-  assert f"%pip install -q -e '/workspace/tunix[{extras}]'" in said
+  *_, stderr = shown(*options, ROOT)
+  assert f"%pip install -q -e '/workspace/tunix[{extras}]'" in stderr
   packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   assert {*extras.split(",")} <= set(packages["optional-dependencies"])
-  *_, said = shown(*options, project)  # Another project.
-  assert "pip install" not in said
+  *_, stderr = shown(*options, project)  # Another project.
+  assert "pip install" not in stderr
 
 
 def recorded(tmp_path, project, *arguments, **env):

@@ -50,22 +50,22 @@ def remote(words):
 
 
 def test_a_slice_is_made_used_and_deleted():
-  packed, made, copied, installed, trained, deleted = tpu_vm(
+  pack, create, copy, install, train, delete = tpu_vm(
       *SLICE, "--spot", "--", "config.yaml", "mesh.fsdp=16"
   )
-  assert made == [
+  assert create == [
       "gcloud", "compute", "tpus", "tpu-vm", "create", "first", "--zone",
       "us-west4-a", "--accelerator-type", "v5litepod-16", "--version",
       "tpu-ubuntu2204-base", "--spot",
   ]  # pyformat: disable
-  assert packed[0] == "tar" and copied[4:6] == ["scp", packed[2]]
-  assert copied[6].startswith("first:") and "all" in copied
-  assert remote(installed)[-1] == ".[tpu,client,serve]"
-  assert remote(trained) == [
+  assert pack[0] == "tar" and copy[4:6] == ["scp", pack[2]]
+  assert copy[6].startswith("first:") and "all" in copy
+  assert remote(install)[-1] == ".[tpu,client,serve]"
+  assert remote(train) == [
       VM_PYTHON, *TRAIN, "processes.coordinator=auto", "config.yaml",
       "mesh.fsdp=16",
   ]  # pyformat: disable
-  assert deleted[4:6] == ["delete", "first"] and "--quiet" in deleted
+  assert delete[4:6] == ["delete", "first"] and "--quiet" in delete
 
 
 # A slice of one host, whose home and /tmp are $HOST; create ends with $FAIL.
@@ -80,7 +80,7 @@ case $4 in
     cd "$HOST" && HOME=$HOST exec bash -c "${2//\/tmp\//$HOST/}" ;;
 esac
 """
-# Python 3.11 is there after apt-get install, as on Ubuntu 22.04.
+# apt-get install brings Python 3.11, as on Ubuntu 22.04.
 SUDO = r"""#!/bin/sh
 echo "$@" >> "$HOST/apt"
 case "$*" in
@@ -121,35 +121,35 @@ def _host(tmp_path):
 @pytest.mark.timeout(300)
 def test_a_host_with_an_old_python_gets_one_and_this_checkout(host):
   directory, env = host
-  done = run(
+  result = run(
       "bash", LAUNCH / "tpu_vm.sh", *SLICE, "--", "steps=1", seconds=280, **env
   )
-  assert done.returncode == 0, done.stderr
+  assert result.returncode == 0, result.stderr
   assert (directory / "calls").read_text().split() == [
       "create", "scp", "ssh", "ssh", "delete"
   ]  # pyformat: disable
   release = pathlib.Path("/etc/os-release").read_text()
-  installed = (directory / "apt").read_text().splitlines()[-1]
+  packages = (directory / "apt").read_text().splitlines()[-1]
   ubuntu = 'VERSION_ID="22.04"' in release
-  assert installed.endswith(
+  assert packages.endswith(
       "install python3.11 python3.11-venv" if ubuntu else "install python3-venv"
   )
   # What the command of the run starts, and where it finds the package.
   python, *_ = shlex.split((directory / "train").read_text())
   assert python == VM_PYTHON
-  place = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
-  packages = run(directory / python, "-c", place).stdout.strip()
-  train = pathlib.Path(packages, "tunix/rl/multi_turn/train.py")
+  code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+  place = run(directory / python, "-c", code).stdout.strip()
+  train = pathlib.Path(place, "tunix/rl/multi_turn/train.py")
   assert train.is_relative_to(directory) and train.exists()
   assert not list(directory.glob("tunix-multi-turn-*"))  # The local archive.
 
 
 def test_a_slice_that_was_not_made_is_not_deleted(host):
   directory, env = host
-  done = run(
+  result = run(
       "bash", LAUNCH / "tpu_vm.sh", *SLICE, "--", "x=1", FAIL="3", **env
   )
-  assert done.returncode == 3
+  assert result.returncode == 3
   assert (directory / "calls").read_text().split() == ["create"]
   assert not list(directory.glob("*.tar.gz"))
 
@@ -429,5 +429,5 @@ def test_a_slip_of_a_rollout_buffer_ends_with_one_line(arguments, problem):
     "launch/rollout_buffer.sh", "scripts/gcloud_in_chroot.sh",
 ))  # pyformat: disable
 def test_scripts_pass_shellcheck(name):
-  done = run("shellcheck", "-s", "bash", LAUNCH.parent / name)
-  assert done.returncode == 0, done.stdout
+  result = run("shellcheck", "-s", "bash", LAUNCH.parent / name)
+  assert result.returncode == 0, result.stdout

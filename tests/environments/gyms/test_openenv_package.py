@@ -25,6 +25,7 @@ PYTHON = pathlib.Path(
 )
 PEER = _ROOT / "tests/helpers/openenv_peer.py"
 pytestmark = [
+    pytest.mark.peer("openenv"),
     pytest.mark.skipif(not PYTHON.exists(), reason="no openenv: make openenv"),
     # The package takes 10 s to import on a busy machine.
     pytest.mark.timeout(240),
