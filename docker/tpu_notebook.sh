@@ -150,6 +150,13 @@ fi
     "ssh -N -L $local_port:127.0.0.1:$local_port $ssh_host"
   echo "  in Colab, Connect to a local runtime:" \
     "http://127.0.0.1:$local_port/?token=TOKEN"
+  if grep -qs '^name = "tunix-multi-turn"' "$project/pyproject.toml"; then
+    device=
+    if $tpu; then device=tpu,; fi
+    if $gpu; then device=gpu,; fi
+    echo "  in a notebook of your own, once a container:" \
+      "%pip install -q -e '/workspace/tunix[${device}client,serve]'"
+  fi
   echo '  first cell: %load_ext autoreload, and on the next line %autoreload 2'
 } >&2
 $dry || exec "${command[@]}"

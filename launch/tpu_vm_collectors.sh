@@ -6,9 +6,10 @@
 #       -- /mnt/runs/first
 #
 # What follows -- is the run's directory, which all hosts see, and settings of
-# the collectors. The slice and the run are those of launch/tpu_vm.sh with
-# fleet=join. Collectors join when the learner is there and end with it; --stop
-# ends them before. --dry-run prints one command a line and runs none.
+# the collectors. The slice, its environment and the run are those of
+# launch/tpu_vm.sh with fleet=join. Collectors join when the learner is there and
+# end with it; --stop ends them before. --dry-run prints one command a line and
+# runs none.
 set -euo pipefail
 
 name='' zone='' each=4 dry=false stop=false
@@ -68,4 +69,4 @@ http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-wor
 own=$directory; [ \"\$host\" = 0 ] || own=$directory/processes/\$host; \
 sudo loginctl enable-linger \"\$USER\"; \
 for i in \$(seq $each); do systemd-run --user --unit tunix-collector-\$i --collect \
-python3 -m tunix_multi_turn commands.collect \"\$own\"$arguments; done"
+\"\$HOME/tunix-multi-turn/.venv/bin/python\" -m tunix_multi_turn commands.collect \"\$own\"$arguments; done"

@@ -21,6 +21,8 @@ import certifi
 import pytest
 
 GROWTH_BYTES = 3 << 29
+PEER_TESTS = {"tests/vllm/": "vllm", "tests/clients/test_areal_": "areal"}
+"""Beginning of a test's path -> the peer of all tests below it."""
 
 gc.set_threshold(50_000, 20, 100)
 
@@ -40,6 +42,15 @@ def pytest_configure(config) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [children, *filter(None, paths)]
     )
+
+
+def pytest_itemcollected(item) -> None:
+  """Results of a run name the peer of each test: scripts/peers_table.py."""
+  names = {name for mark in item.iter_markers("peer") for name in mark.args}
+  names |= {
+      name for path, name in PEER_TESTS.items() if item.nodeid.startswith(path)
+  }
+  item.user_properties += [("peer", name) for name in sorted(names)]
 
 
 def _trust_one_authority(config) -> None:

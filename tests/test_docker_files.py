@@ -15,6 +15,7 @@ import tomllib
 
 import pytest
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.agents.run_service import __main__ as run_service
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.environments.gym_server import __main__ as gym_server
 from tunix.rl.multi_turn.monitor import serve as monitor
@@ -135,6 +136,19 @@ def test_a_machine_without_a_tpu(project, option, more):
       "-v", f"{project}:/workspace/tunix", "-v", "/my data:/data",
       "-e", "A=b c", "--name", "colab", "-w", "/workspace", IMAGE,
   ]  # pyformat: disable
+
+
+@pytest.mark.parametrize("options, extras", [
+    ((), "tpu,client,serve"), (("--gpu",), "gpu,client,serve"),
+    (("--cpu",), "client,serve"),
+])
+def test_the_cell_that_installs_this_package_is_shown(options, extras, project):
+  *_, stderr = shown(*options, ROOT)
+  assert f"%pip install -q -e '/workspace/tunix[{extras}]'" in stderr
+  packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+  assert {*extras.split(",")} <= set(packages["optional-dependencies"])
+  *_, stderr = shown(*options, project)  # Another project.
+  assert "pip install" not in stderr
 
 
 def recorded(tmp_path, project, *arguments, **env):
@@ -358,10 +372,13 @@ def test_an_instruction_that_is_not_known_is_refused(text, wrong):
 
 COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
-PORTS = {"gym": 5010, "policy": 8000, "monitor": 8765, "buffer": 8889}
+PORTS = {
+    "gym": 5010, "policy": 8000, "monitor": 8765, "buffer": 8889, "runs": 3000,
+}  # pyformat: disable
 TOKENS = {
     "gym": gym_server.TOKEN_VARIABLE, "policy": serving.TOKEN_VARIABLE,
     "monitor": monitor.TOKEN_VARIABLE, "buffer": "TUNIX_BUFFER_TOKEN",
+    "runs": run_service.TOKEN_VARIABLE,
 }  # pyformat: disable
 
 
@@ -393,6 +410,8 @@ def _parsed(service, monkeypatch):
     return serving.parser().parse_args(words)
   if name == "gym":
     return gym_server.parser().parse_args(words)
+  if name == "run-service":
+    return run_service.parser().parse_args(words)
   if name == "buffer":
     return buffer_service().parser().parse_args(words)
   found = []

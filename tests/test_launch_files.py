@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 
 import pytest
 import small_runs
@@ -21,6 +22,7 @@ import yaml
 
 LAUNCH = pathlib.Path(__file__).resolve().parents[1] / "launch"
 TRAIN = ["-m", "tunix.rl.multi_turn.train"]
+VM_PYTHON = "tunix-multi-turn/.venv/bin/python"
 SLICE = ("--name", "first", "--zone", "us-west4-a", "--type", "v5litepod-16")
 
 
@@ -48,20 +50,108 @@ def remote(words):
 
 
 def test_a_slice_is_made_used_and_deleted():
-  made, installed, trained, deleted = tpu_vm(
+  pack, create, copy, install, train, delete = tpu_vm(
       *SLICE, "--spot", "--", "config.yaml", "mesh.fsdp=16"
   )
-  assert made == [
+  assert create == [
       "gcloud", "compute", "tpus", "tpu-vm", "create", "first", "--zone",
       "us-west4-a", "--accelerator-type", "v5litepod-16", "--version",
       "tpu-ubuntu2204-base", "--spot",
   ]  # pyformat: disable
-  assert remote(installed)[-1] == "tunix-multi-turn[tpu]"
-  assert remote(trained) == [
-      "python3", *TRAIN, "processes.coordinator=auto", "config.yaml",
+  assert pack[0] == "tar" and copy[4:6] == ["scp", pack[2]]
+  assert copy[6].startswith("first:") and "all" in copy
+  assert remote(install)[-1] == ".[tpu,client,serve]"
+  assert remote(train) == [
+      VM_PYTHON, *TRAIN, "processes.coordinator=auto", "config.yaml",
       "mesh.fsdp=16",
   ]  # pyformat: disable
-  assert deleted[4:6] == ["delete", "first"] and "--quiet" in deleted
+  assert delete[4:6] == ["delete", "first"] and "--quiet" in delete
+
+
+# A slice of one host, whose home and /tmp are $HOST; create ends with $FAIL.
+GCLOUD = r"""#!/bin/bash
+echo "$4" >> "$HOST/calls"
+case $4 in
+  create) exit ${FAIL:-0} ;;
+  scp) cp "$5" "$HOST/${6##*/}" ;;
+  ssh)
+    while [ "$1" != --command ]; do shift; done
+    case $2 in *multi_turn.train*) echo "$2" > "$HOST/train"; exit ;; esac
+    cd "$HOST" && HOME=$HOST exec bash -c "${2//\/tmp\//$HOST/}" ;;
+esac
+"""
+# apt-get install brings Python 3.11, as on Ubuntu 22.04.
+SUDO = r"""#!/bin/sh
+echo "$@" >> "$HOST/apt"
+case "$*" in
+  *install*python3*) ln -sf "$PYTHON_REAL" "$HOST/bin/python3.11" ;;
+esac
+"""
+ONLY = ("ln", "cp", "tar", "gzip", "sh", "bash", "mkdir", "rm", "dirname",
+        "sed", "sleep")  # pyformat: disable
+
+
+@pytest.fixture(name="host")
+def _host(tmp_path):
+  """A machine whose python3 is 3.10; (its directory, the environment)."""
+  tools = tmp_path / "bin"
+  tools.mkdir()
+  for name in ONLY:
+    (tools / name).symlink_to(shutil.which(name))
+  for name, text in (
+      ("gcloud", GCLOUD), ("sudo", SUDO),
+      # No module is in it, and it is not new enough.
+      ("python3", "#!/bin/sh\necho Python 3.10.12; exit 1\n"),
+  ):  # pyformat: disable
+    (tools / name).write_text(text)
+    (tools / name).chmod(0o755)
+  base = pathlib.Path(sys.base_prefix, "bin", "python3.11")
+  env = {
+      "PATH": str(tools), "HOST": str(tmp_path), "TMPDIR": str(tmp_path),
+      "PYTHON_REAL": str(base if base.exists() else sys._base_executable),
+      "PYTHON": "", "PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1",
+      "PIP_NO_BUILD_ISOLATION": "0",
+      "PIP_NO_COMPILE": "1",
+      "PYTHONPATH": sysconfig.get_paths()["purelib"],  # For the build tools.
+  }  # pyformat: disable
+  return tmp_path, env
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_host_with_an_old_python_gets_one_and_this_checkout(host):
+  directory, env = host
+  result = run(
+      "bash", LAUNCH / "tpu_vm.sh", *SLICE, "--", "steps=1", seconds=280, **env
+  )
+  assert result.returncode == 0, result.stderr
+  assert (directory / "calls").read_text().split() == [
+      "create", "scp", "ssh", "ssh", "delete"
+  ]  # pyformat: disable
+  release = pathlib.Path("/etc/os-release").read_text()
+  packages = (directory / "apt").read_text().splitlines()[-1]
+  ubuntu = 'VERSION_ID="22.04"' in release
+  assert packages.endswith(
+      "install python3.11 python3.11-venv" if ubuntu else "install python3-venv"
+  )
+  # What the command of the run starts, and where it finds the package.
+  python, *_ = shlex.split((directory / "train").read_text())
+  assert python == VM_PYTHON
+  code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+  place = run(directory / python, "-c", code).stdout.strip()
+  train = pathlib.Path(place, "tunix/rl/multi_turn/train.py")
+  assert train.is_relative_to(directory) and train.exists()
+  assert not list(directory.glob("tunix-multi-turn-*"))  # The local archive.
+
+
+def test_a_slice_that_was_not_made_is_not_deleted(host):
+  directory, env = host
+  result = run(
+      "bash", LAUNCH / "tpu_vm.sh", *SLICE, "--", "x=1", FAIL="3", **env
+  )
+  assert result.returncode == 3
+  assert (directory / "calls").read_text().split() == ["create"]
+  assert not list(directory.glob("*.tar.gz"))
 
 
 @pytest.mark.parametrize("text", ("a b", "it's", '"$HOME"', "x; rm -r /", "*"))
@@ -70,18 +160,12 @@ def test_arguments_reach_train_as_they_are(text):
   assert remote(trained)[-1] == f"run.name={text}"
 
 
-def test_a_wheel_of_a_bucket_is_installed():
-  _, installed, *_ = tpu_vm(*SLICE, "--package", "gs://b/d/t.whl", "--", "x=1")
-  words = remote(installed)
-  assert words[:4] == ["gcloud", "storage", "cp", "gs://b/d/t.whl"]
-  assert words[-1] == "/tmp/t.whl[tpu]"
-
-
 @pytest.mark.parametrize("arguments, problem", (
     (SLICE[:-2] + ("--", "x=1"), "--type is missing"),
     (SLICE, "no arguments of train"),
     (SLICE + ("mesh.fsdp=16",), "mesh.fsdp=16 is no option"),
     (SLICE[:-1], "--type needs a value"),
+    (SLICE + ("--package", "x", "--", "x=1"), "--package is no option"),
 ))  # pyformat: disable
 def test_a_slip_ends_with_one_line(arguments, problem):
   done = run("bash", LAUNCH / "tpu_vm.sh", "--dry-run", *arguments)
@@ -225,14 +309,14 @@ def test_each_host_of_a_slice_collects_for_its_own_process(
   command = words[words.index("--command") + 1]
   done = run(
       "bash", "-c", command, PATH=f"{tmp_path}:{os.environ['PATH']}",
-      OUT=str(out), USER="me",
+      OUT=str(out), USER="me", HOME="/home/me too",
   )  # pyformat: disable
   assert done.returncode == 0, done.stderr
   started = [line.split("\0")[:-1] for line in out.read_text().splitlines()]
   assert len(started) == 2
   for number, words in enumerate(started, 1):
     assert f"tunix-collector-{number}" in words
-    begin = words.index("python3")
+    begin = words.index(f"/home/me too/{VM_PYTHON}")
     assert collected(["python", *words[begin + 1:]]) == directory
     assert words[-1] == "gym.options={a: 1}"
 
@@ -341,8 +425,9 @@ def test_a_slip_of_a_rollout_buffer_ends_with_one_line(arguments, problem):
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="no shellcheck")
 @pytest.mark.parametrize("name", (
-    "tpu_vm.sh", "slurm.sbatch", "tpu_vm_collectors.sh", "rollout_buffer.sh"
+    "launch/tpu_vm.sh", "launch/slurm.sbatch", "launch/tpu_vm_collectors.sh",
+    "launch/rollout_buffer.sh", "scripts/gcloud_in_chroot.sh",
 ))  # pyformat: disable
 def test_scripts_pass_shellcheck(name):
-  done = run("shellcheck", "-s", "bash", LAUNCH / name)
-  assert done.returncode == 0, done.stdout
+  result = run("shellcheck", "-s", "bash", LAUNCH.parent / name)
+  assert result.returncode == 0, result.stdout

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+import shutil
 import sys
+import sysconfig
+import venv
 
 import pytest
 import small_runs
@@ -53,20 +56,77 @@ def test_a_notebook_is_kept_without_output(name):
     assert cell["outputs"] == [] and cell["execution_count"] is None
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_begins_by_installing_what_is_absent(name):
+  first = "".join(cells_of(name)[0]["source"])
+  assert first == "".join(cells_of(NAMES[0])[0]["source"])
+  assert first.count("%pip install") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_first_cell_installs_the_clone_in_a_bare_kernel(
+    tmp_path, monkeypatch
+):
+  """In an environment with all packages but this one, without a restart."""
+  import nbformat  # pylint: disable=g-import-not-at-top
+
+  clone = tmp_path / "clone"
+  (clone / "notebooks").mkdir(parents=True)
+  root = FOLDER.parent
+  for name in ("pyproject.toml", "README.md", "LICENSE"):
+    shutil.copy(root / name, clone)
+  shutil.copytree(root / "tunix_multi_turn", clone / "tunix_multi_turn")
+  core = clone / "tunix/rl/multi_turn/core"
+  core.mkdir(parents=True)
+  for folder in (core, core.parent):
+    (folder / "__init__.py").touch()
+  venv.create(tmp_path / "bare", with_pip=True)
+  first = "".join(cells_of("06_tpu")[0]["source"])
+  book = nbformat.v4.new_notebook(cells=[
+      nbformat.v4.new_code_cell(source) for source in (
+          "import importlib.util\n"
+          "print(importlib.util.find_spec('tunix_multi_turn'))",
+          first,
+          "import tunix_multi_turn\ntunix_multi_turn.light()\n"
+          "from tunix.rl.multi_turn import core\n"
+          "print(tunix_multi_turn.__file__, core.__file__)",
+      )
+  ])  # pyformat: disable
+  packages = tmp_path / "packages"
+  packages.mkdir()
+  for path in pathlib.Path(sysconfig.get_paths()["purelib"]).iterdir():
+    if "tunix_multi_turn" not in path.name:
+      (packages / path.name).symlink_to(path)
+  for key, value in {
+      "PYTHONPATH": str(packages), "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1",
+      "PIP_NO_BUILD_ISOLATION": "0",
+  }.items():  # pyformat: disable
+    monkeypatch.setenv(key, value)
+  monkeypatch.delenv("TPU_NAME", raising=False)
+  python = tmp_path / "bare/bin/python"
+  execute(book, clone / "notebooks", tmp_path, monkeypatch, python)
+  before, _, after = book.cells
+  assert printed([before]).strip() == "None"
+  assert printed([after]).split() == [
+      str(clone / "tunix_multi_turn/__init__.py"),
+      str(core / "__init__.py"),
+  ]  # pyformat: disable
+
+
 def html_of(cell) -> str:
   return "".join(
       o["data"].get("text/html", "") for o in cell.outputs if "data" in o
   )
 
 
-def run(names, directory, monkeypatch) -> dict[str, list]:
-  """Executes notebooks in a real kernel; their code cells, with outputs."""
+def execute(book, folder, directory, monkeypatch, python) -> None:
+  """Executes a notebook in a real kernel of `python`, in `folder`."""
   import nbclient  # pylint: disable=g-import-not-at-top
-  import nbformat  # pylint: disable=g-import-not-at-top
 
   kernel = directory / "jupyter" / "kernels" / "this"
-  kernel.mkdir(parents=True)
-  start = [sys.executable, "-m", "ipykernel_launcher", "-f"]
+  kernel.mkdir(parents=True, exist_ok=True)
+  start = [str(python), "-m", "ipykernel_launcher", "-f"]
   (kernel / "kernel.json").write_text(
       json.dumps({
           "argv": [*start, "{connection_file}"],
@@ -74,21 +134,29 @@ def run(names, directory, monkeypatch) -> dict[str, list]:
           "language": "python",
       })
   )
-  monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))
   monkeypatch.setenv("JUPYTER_PATH", str(directory / "jupyter"))
   monkeypatch.setenv("IPYTHONDIR", str(directory / "ipython"))
+  client = nbclient.NotebookClient(
+      book, timeout=900, kernel_name="this",
+      resources={"metadata": {"path": str(folder)}},
+  )  # pyformat: disable
+  client.execute()  # Raises at the first cell that fails.
+
+
+def run(names, directory, monkeypatch) -> dict[str, list]:
+  """Executes notebooks; their code cells after the first, with outputs."""
+  import nbformat  # pylint: disable=g-import-not-at-top
+
+  monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))
   executed = {}
   for name in names:
     book = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
-    client = nbclient.NotebookClient(
-        book, timeout=900, kernel_name="this",
-        resources={"metadata": {"path": str(directory)}},
-    )  # pyformat: disable
     try:
-      client.execute()  # Raises at the first cell that fails.
+      execute(book, directory, directory, monkeypatch, sys.executable)
     finally:
       nbformat.write(book, directory / f"{name}.ipynb")
-    cells = [c for c in book.cells if c.cell_type == "code"]
+    first, *cells = [c for c in book.cells if c.cell_type == "code"]
+    assert not first.outputs  # Everything is installed.
     for cell in cells:
       assert len(json.dumps(cell.outputs)) < 2_000_000
     executed[name] = cells

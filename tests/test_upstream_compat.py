@@ -18,6 +18,7 @@ from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.queue import data_queue
 from tunix.rl.queue import group_queue
 
+pytestmark = pytest.mark.peer("tunix")
 Status = trajectory_lib.TrajectoryStatus
 
 CALL = (

@@ -51,6 +51,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = types.MappingProxyType({
         "trajectory_collector.buffer_service",
         "keep rollouts between collectors and trainers",
     ),
+    "run-service": (
+        "agents.run_service",
+        "play whole episodes for programs that ask over HTTP",
+    ),
     "publish": (
         "commands.publish",
         "put a policy or episodes on the Hugging Face Hub",
@@ -108,7 +112,7 @@ def usage() -> str:
   return "\n".join([
       "usage: tunix-mt COMMAND [arguments]",
       "",
-      *(f"  {name:9} {text}" for name, (_, text) in COMMANDS.items()),
+      *(f"  {name:11} {text}" for name, (_, text) in COMMANDS.items()),
       "",
       "tunix-mt COMMAND --help explains each; python -m"
       f" {_ROOM}.commands lists more",

@@ -55,8 +55,7 @@ def helps():
 def test_the_names_are_those_that_are_documented():
   assert list(tunix_multi_turn.COMMANDS) == [
       "train", "plan", "evaluate", "serve", "gym", "monitor", "buffer",
-      "publish",
-      "doctor",
+      "run-service", "publish", "doctor",
   ]  # pyformat: disable
   scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   assert scripts["scripts"]["tunix-mt"] == "tunix_multi_turn:main"

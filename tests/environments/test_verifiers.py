@@ -41,10 +41,16 @@ MODULES = _ROOT / "tests/helpers/verifiers_environments"
 CALL = (
     '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
 )
-installed = pytest.mark.skipif(
+needed = pytest.mark.skipif(
     not PYTHON.exists(), reason="no verifiers: make verifiers"
 )
 slow = pytest.mark.slow  # Importing the package takes seconds.
+
+
+def installed(test):
+  return pytest.mark.peer("verifiers")(needed(test))
+
+
 pytestmark = pytest.mark.timeout(400)
 
 

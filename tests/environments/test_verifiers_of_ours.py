@@ -26,6 +26,7 @@ PYTHON = pathlib.Path(
 PLAYER = _ROOT / "tests/helpers/verifiers_player.py"
 SCREEN = (128, 96)
 pytestmark = [
+    pytest.mark.peer("verifiers"),
     pytest.mark.skipif(
         not PYTHON.exists(), reason="no verifiers: make verifiers"
     ),

@@ -95,6 +95,7 @@ def normalised(config, patches):
   return np.asarray((x / 255.0 - mean[:, None]) / std[:, None])
 
 
+@pytest.mark.peer("transformers")
 @pytest.mark.parametrize("name", OWN)
 def test_pixels_and_tokens_are_those_of_transformers(name, tmp_path):
   given = OWN[name]

@@ -13,6 +13,7 @@ from tunix.rl.multi_turn.policy import qwen_text_config
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.peer("transformers")
 # OpenCUA's classes come with its checkpoints.
 VISION_LANGUAGE = tuple(f for f in qwen_config.FAMILIES if f != "opencua")
 FAMILIES = (*VISION_LANGUAGE, *qwen_text_config.FAMILIES)

@@ -21,6 +21,7 @@ from tunix.rl.multi_turn.policy import qwen_config  # noqa: E402
 
 from tests.policy import test_hf_checkpoint as checkpoints  # noqa: E402
 
+pytestmark = pytest.mark.peer("transformers")
 TOL = 1e-5
 # Rounding in float32 reaches 1.1e-5 in the gradients of GLM's vision tower.
 GRADIENT_TOL = {"glm4v": 2e-5}

@@ -87,6 +87,7 @@ def read(raw):
   return (qwen_config if vl else qwen_text_config).from_hf(raw).text
 
 
+@pytest.mark.peer("transformers")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ASKED)
 def test_frequencies_are_transformers(family, name):
@@ -119,6 +120,7 @@ def test_scaling_survives_its_file(family, name):
   assert module.from_hf(again) == config
 
 
+@pytest.mark.peer("transformers")
 @pytest.mark.parametrize(
     "name",
     trials.by_default(["qwen3_vl"], ["qwen3_vl", "qwen2_5_vl", "qwen3"]),

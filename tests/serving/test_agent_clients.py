@@ -126,7 +126,10 @@ PACKAGES = {
 }
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(
+    "package",
+    [pytest.param(name, marks=pytest.mark.peer(name)) for name in PACKAGES],
+)
 def test_two_turns_with_a_tool_and_an_image(url, package):
   session = httpx.post(f"{url}/rl/start_session", json={}).json()
   ran = subprocess.run(

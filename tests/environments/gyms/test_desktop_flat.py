@@ -58,6 +58,7 @@ def test_made_by_the_light_module_and_id():
 # --- the flat spaces ----------------------------------------------------------
 
 
+@pytest.mark.peer("gymnasium")
 @pytest.mark.parametrize("clicks", (False, True))
 def test_passes_gymnasiums_own_checker(clicks):
   with warnings.catch_warnings():
@@ -69,6 +70,7 @@ def test_passes_gymnasiums_own_checker(clicks):
     )
 
 
+@pytest.mark.peer("sb3")
 @pytest.mark.parametrize("family, clicks", [
     ("click-button", True), ("enter-text", False), ("set-slider", False),
 ])  # pyformat: disable
@@ -81,6 +83,7 @@ def test_passes_the_checker_of_stable_baselines3(family, clicks):
     sb3.check_env(make(family, clicks=clicks))
 
 
+@pytest.mark.peer("sb3")
 def test_an_algorithm_of_stable_baselines3_trains_on_it():
   sb3 = pytest.importorskip("stable_baselines3")
   policy = sb3.PPO(

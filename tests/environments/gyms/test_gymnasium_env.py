@@ -21,6 +21,7 @@ def wait():
   return env_lib.encode_action(GuiAction("wait"), 128, 96)
 
 
+@pytest.mark.peer("gymnasium")
 @pytest.mark.parametrize("family", desktop.families())
 def test_passes_gymnasiums_own_checker(family):
   env = make(family, render_mode="rgb_array")
@@ -30,6 +31,7 @@ def test_passes_gymnasiums_own_checker(family):
   env.close()
 
 
+@pytest.mark.peer("gymnasium")
 def test_made_by_module_and_id():
   env = gymnasium.make(
       "tunix.rl.multi_turn.environments.gyms.desktop.env:"

@@ -333,6 +333,7 @@ def test_wrong_settings_are_named(config, message):
     gyms.make("gymnasium", **config)
 
 
+@pytest.mark.peer("gymnasium")
 def test_our_desktop_through_gymnasium():
   made = []
 
@@ -406,6 +407,7 @@ def test_tasks_of_an_environment():
     tasks.task("Acrobot-v1", 0)
 
 
+@pytest.mark.peer("gymnasium")
 @pytest.mark.skipif(
     importlib.util.find_spec("pygame") is None,
     reason="gymnasium's own environments draw with pygame",

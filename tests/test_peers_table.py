@@ -1,0 +1,109 @@
+"""scripts/peers_table.py: what it counts in the results of real test runs."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+import peers_table  # noqa: E402
+
+TESTS = '''
+import pytest
+
+@pytest.mark.peer("openai")
+@pytest.mark.parametrize("n", range(3))
+def test_three(n):
+  assert n != 1
+
+@pytest.mark.peer("gymnasium")
+def test_one():
+  pass
+
+@pytest.mark.peer("verifiers")
+def test_absent():
+  pytest.skip("no verifiers")
+
+@pytest.mark.peer("sb3")
+def test_that_ends_badly(request):
+  request.addfinalizer(lambda: 1 / 0)
+
+def test_of_nobody():
+  pass
+'''
+
+
+@pytest.fixture(scope="module", name="results")
+def _results(tmp_path_factory):
+  """Of a run with the suite's own hooks, in two processes."""
+  folder = tmp_path_factory.mktemp("run")
+  for name in ("tests/conftest.py", "pyproject.toml"):
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text((ROOT / name).read_text())
+  (folder / "tests" / "test_peers.py").write_text(TESTS)
+  done = subprocess.run(
+      [sys.executable, "-m", "pytest", "-q", "-n", "2", "--junitxml=run.xml"],
+      cwd=folder, capture_output=True, text=True, timeout=100, check=False,
+      env={**os.environ, "PYTHONPATH": ""},  # Workers find all packages.
+  )  # pyformat: disable
+  assert done.returncode == 1, done.stdout + done.stderr  # Tests failed.
+  return folder / "run.xml"
+
+
+def rows(text):
+  lines = [line for line in text.splitlines() if line.startswith("| ")]
+  return {
+      cells[0]: cells[1:]
+      for line in lines
+      if (cells := [cell.strip() for cell in line.strip("|").split("|")])
+  }
+
+
+def test_outcomes_are_counted_by_peer(results):
+  outcomes, day = peers_table.counts([results])
+  assert outcomes["openai"] == {"passed": 2, "failed": 1}
+  assert outcomes["gymnasium"] == {"passed": 1}
+  assert outcomes["verifiers"] == {"skipped": 1}
+  assert outcomes["sb3"]["failed"] == 1
+  assert len(day) == 10
+  twice, _ = peers_table.counts([results, results])
+  assert twice["openai"] == {"passed": 4, "failed": 2}
+
+
+def test_each_peer_has_a_row_and_only_what_ran_a_version(results, tmp_path):
+  agent = tmp_path / ".venv-agent-clients/lib/python3.12/site-packages"
+  (agent / "openai-7.8.9.dist-info").mkdir(parents=True)
+  (agent / "openai-7.8.9.dist-info/METADATA").write_text(
+      "Metadata-Version: 2.1\nName: openai\nVersion: 7.8.9\n"
+  )
+  shown = rows(peers_table.table([results], tmp_path))
+  assert len(shown) == len(peers_table.PEERS) + 1  # And the head.
+  assert shown["openai"][0] == "7.8.9" and shown["openai"][-1] == "2 of 3"
+  assert shown["Gymnasium"][-1] == "1 of 1"
+  assert shown["Gymnasium"][0][0].isdigit()  # Of this test's environment.
+  assert shown["verifiers"] == ["–", "–", "not run here"]
+
+
+def test_a_peer_that_has_no_row_is_an_error(results, tmp_path):
+  wrong = tmp_path / "wrong.xml"
+  wrong.write_text(results.read_text().replace('"gymnasium"', '"gym"'))
+  with pytest.raises(ValueError, match="names the peer 'gym'; take one of"):
+    peers_table.counts([wrong])
+
+
+def test_the_page_has_the_table_of_all_peers(results, tmp_path):
+  page = peers_table.PAGE.read_text()
+  _, _, rest = page.partition(peers_table.BEGIN)
+  shown = rows(rest.partition(peers_table.END)[0])
+  assert list(shown)[1:] == [peer.title for peer in peers_table.PEERS.values()]
+  copy = tmp_path / "page.md"
+  copy.write_text(page)
+  text = peers_table.table([results])
+  peers_table.write(text, copy)
+  assert text in copy.read_text()
+  assert copy.read_text().partition(peers_table.BEGIN)[0] == (
+      page.partition(peers_table.BEGIN)[0]
+  )
