@@ -96,14 +96,14 @@ class Weights:
 @pytest.fixture(scope="module", name="world")
 def _world():
   """The servers: run service, gym, and the shipped policy."""
-  found = types.SimpleNamespace(log=[])
+  result = types.SimpleNamespace(log=[])
   with contextlib.ExitStack() as stack:
     serve = lambda app: stack.enter_context(http_server.LoopbackServer(app)).url
     service = run_services.app_lib.App()
-    found.service = serve(
-        run_services.Logged(service.asgi, "service", found.log)
+    result.service = serve(
+        run_services.Logged(service.asgi, "service", result.log)
     )
-    found.gym, found.gym_app = stack.enter_context(
+    result.gym, result.gym_app = stack.enter_context(
         gym_servers.serving(
             gym_servers.desktop(train_tasks=2, eval_tasks=1)
         )
@@ -115,15 +115,15 @@ def _world():
         (policy.model, policy.processor, policy.tokenizer), paths.images,
         renderer=policy.renderer,
     )  # pyformat: disable
-    found.weights = Weights(app.asgi)
-    found.policy = serve(found.weights)
-    found.broken = serve(
+    result.weights = Weights(app.asgi)
+    result.policy = serve(result.weights)
+    result.broken = serve(
         run_services.Scripted(
             every_second_fails(policy.renderer.image_token_id)
         )
     )
-    found.options = {
-        "gbox_mini_agent_base_url": found.service,
+    result.options = {
+        "gbox_mini_agent_base_url": result.service,
         "gbox_mini_agent_agent": "tool",
         "standard_action_space": "pc",
         "max_turns": 2,
@@ -133,7 +133,7 @@ def _world():
             "sampling": True,
         },
     }
-    yield found
+    yield result
 
 
 @pytest.fixture(scope="module", name="played")
@@ -143,7 +143,7 @@ def _played(world):
        "gym_base_url": world.gym, "description": "Do it."}
       for family in gym_servers.FAMILIES
   ]  # pyformat: disable
-  found = play(
+  result = play(
       "tests/helpers/areal_executor.py",
       json.dumps({
           "model": world.policy.removeprefix("http://"),
@@ -153,13 +153,13 @@ def _played(world):
           "kwargs": world.options,
       }),
   )
-  found = json.loads(found.splitlines()[-1])
-  found["runs"] = [
+  result = json.loads(result.splitlines()[-1])
+  result["runs"] = [
       path for _, method, path in world.log
       if method == "POST" and path.endswith("/runs")
   ]  # pyformat: disable
-  found["open"] = world.gym_app.store.open
-  return found
+  result["open"] = world.gym_app.store.open
+  return result
 
 
 def test_it_takes_the_class_its_name_and_an_instance(played):
@@ -169,13 +169,13 @@ def test_it_takes_the_class_its_name_and_an_instance(played):
 
 
 def test_each_row_is_one_call_an_episode(played):
-  """Two steps of two rows, each played twice, then the others."""
-  named, others = played["named"], (played["broken"], played["groups"])
+  """Two steps of two rows, each played twice, then the failing."""
+  named, failing = played["named"], (played["broken"], played["groups"])
   assert (named["accepted"], named["rejected"]) == (4, 0)
   for step in named["steps"]:
     assert [group["shape"][0] for group in step] == [2, 2]
-  others = sum(o["accepted"] + sum(o["rejected"].values()) for o in others)
-  assert len(played["runs"]) == 2 * 2 * 2 + others
+  failing = sum(o["accepted"] + sum(o["rejected"].values()) for o in failing)
+  assert len(played["runs"]) == 2 * 2 * 2 + failing
   assert played["open"] == 0
 
 
@@ -242,7 +242,7 @@ def test_the_example_trains_with_areals_trainer(world, tmp_path):
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
   with monitor_server.sqlite_server(tmp_path / "monitor") as monitor:
-    said = play(
+    output = play(
         "-m", "examples.cua_agent.train", "--config", str(own),
         seconds=500, AREAL_SPMD_MODE="1", RANK="0", WORLD_SIZE="1",
         LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
@@ -254,7 +254,7 @@ def test_the_example_trains_with_areals_trainer(world, tmp_path):
         name: monitor.rows(name)
         for name in ("training", "step", "baseline", "eval", "rollout", "task")
     }
-  assert "4 tasks to train on, 2 held out" in said
+  assert "4 tasks to train on, 2 held out" in output
   (training,) = rows["training"]
   assert training["status"] == "completed", training
   assert len(rows["task"]) == 6

@@ -40,10 +40,10 @@ def as_numpy(batch):
 
 async def play_group(workflow, engine, row, size):
   """The accepted episodes of a row, as AReaL's groups gather them."""
-  found = await asyncio.gather(
+  batches = await asyncio.gather(
       *(workflow.arun_episode(engine, row) for _ in range(size))
   )
-  return [batch for batch in found if batch is not None]
+  return [batch for batch in batches if batch is not None]
 
 
 def policy(texts=(MOVE, END), **without):
@@ -242,7 +242,7 @@ async def test_a_policy_whose_images_are_rows_is_read_as_any_other():
 async def test_it_collates_with_another_sample():
   with World() as world:
     batch = await world.workflow().arun_episode(Engine(world.model), world.row)
-  ours = as_numpy(batch)
+  row = as_numpy(batch)
   other = {  # As AReaL's VisionRLVRWorkflow makes them.
       "input_ids": np.arange(15, dtype=np.int32)[None],
       "attention_mask": np.ones((1, 15), bool),
@@ -252,7 +252,7 @@ async def test_it_collates_with_another_sample():
       "rewards": np.ones(1, np.float32),
       "mm_token_type_ids": np.zeros((1, 15), np.int64),
   }
-  both = tensor_rows.collate([ours, other])
+  both = tensor_rows.collate([row, other])
   assert both["input_ids"].shape == (2, 15)
   assert both["attention_mask"].sum(1).tolist() == [12, 15]
   assert both["loss_mask"][0, 12:].tolist() == [0, 0, 0]
@@ -261,7 +261,7 @@ async def test_it_collates_with_another_sample():
       ["image_grid_thw", "pixel_values"], [],
   ]  # pyformat: disable
   with pytest.raises(ValueError, match="versions"):
-    tensor_rows.collate([ours, {k: v for k, v in other.items()
+    tensor_rows.collate([row, {k: v for k, v in other.items()
                                 if k != "versions"}])
 
 
@@ -532,10 +532,10 @@ async def test_turns_are_counted_from_one_however_the_service_counts(first):
       async def shifted(message):
         body = message.get("body", b"")
         if body and scope["path"].endswith("/events"):
-          found = json.loads(body)
-          for event in found["events"]:
+          reply = json.loads(body)
+          for event in reply["events"]:
             event["step"] += first - 1
-          message = {**message, "body": json.dumps(found).encode()}
+          message = {**message, "body": json.dumps(reply).encode()}
         elif message["type"] == "http.response.start" and scope[
             "path"
         ].endswith("/events"):

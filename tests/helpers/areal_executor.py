@@ -47,7 +47,7 @@ def loader(rows, batch):
 
 
 def brief(trajectories):
-  """What a test looks at, of each trajectory of a batch."""
+  """Returns shapes, types and sums of each trajectory of a batch."""
   return [
       {
           "dtypes": {
@@ -71,14 +71,14 @@ def brief(trajectories):
   ]
 
 
-def batches(asked, workflow, kwargs, *, group_size=1, steps=1, batch=2):
+def batches(request, workflow, kwargs, *, group_size=1, steps=1, batch=2):
   """`steps` batches, each by the next version of the weights."""
-  engine = engine_of(asked["model"], batch)
+  engine = engine_of(request["model"], batch)
   try:
-    data = loader(asked["rows"], batch)
-    found = []
+    data = loader(request["rows"], batch)
+    result = []
     for step in range(steps):
-      found.append(
+      result.append(
           engine.prepare_batch(
               data, workflow=workflow, workflow_kwargs=kwargs,
               group_size=group_size,
@@ -89,7 +89,7 @@ def batches(asked, workflow, kwargs, *, group_size=1, steps=1, batch=2):
       engine.set_version(step + 1)
       engine.resume()
     stats = engine.workflow_executor.staleness_manager.get_stats()
-    return found, {"accepted": stats.accepted, "rejected": stats.rejected}
+    return result, {"accepted": stats.accepted, "rejected": stats.rejected}
   finally:
     engine.destroy()
 
@@ -111,8 +111,8 @@ def vision_row(length):
   }  # pyformat: disable
 
 
-def main(asked):
-  found = {"jax": "jax" in sys.modules}
+def main(request):
+  result = {"jax": "jax" in sys.modules}
   folder = tempfile.mkdtemp()
   transformers.Qwen2VLImageProcessor(
       patch_size=8, min_pixels=256, size={"shortest_edge": 256,
@@ -120,16 +120,16 @@ def main(asked):
   ).save_pretrained(folder)  # pyformat: disable
   kwargs = {
       "gconfig": cli_args.GenerationHyperparameters(max_new_tokens=24),
-      "tokenizer": asked["tokenizer"],
+      "tokenizer": request["tokenizer"],
       "processor": folder,
       # What AReaL's forks add to the arguments.
       "step_id": "step-1", "global_step": 1, "batch": 1, "group_size": 2,
-      **asked["kwargs"],
+      **request["kwargs"],
   }  # pyformat: disable
 
   # 1. Its resolver takes the class, its name and an instance, without a proxy.
   make = cua_workflow.CUAAgentWorkflow
-  engine = engine_of(asked["model"], 1)
+  engine = engine_of(request["model"], 1)
   resolve = engine._engine._resolve_workflow
   instance = make(**kwargs)
   resolved = [
@@ -139,36 +139,36 @@ def main(asked):
       resolve(NAME, kwargs, 3).workflow,
   ]
   engine.destroy()
-  found["resolved"] = [
+  result["resolved"] = [
       type(one) is make and isinstance(one, workflow_api.RolloutWorkflow)
       for one in resolved
   ]
   trainer = PPOTrainer.__new__(PPOTrainer)
-  found["needs_proxy"] = [
+  result["needs_proxy"] = [
       trainer._requires_proxy_workflow(one) for one in (make, NAME, instance)
   ]
 
   # 2. By name: two steps of two rows, each played twice.
-  got, stats = batches(asked, NAME, kwargs, group_size=2, steps=2)
-  found["named"] = {"steps": [brief(one) for one in got], **stats}
-  found["reward"] = stats_tracker.export_all()["rollout/reward"]
+  got, stats = batches(request, NAME, kwargs, group_size=2, steps=2)
+  result["named"] = {"steps": [brief(one) for one in got], **stats}
+  result["reward"] = stats_tracker.export_all()["rollout/reward"]
 
   # 3. The batch, and one row of another workflow.
   rows = [*got[0], vision_row(500)]
   for row in rows:
     workflow_executor.check_trajectory_format(row)
   both = data_lib.concat_padded_tensors(rows)
-  found["both"] = {
+  result["both"] = {
       "shape": list(both["input_ids"].shape),
       "lengths": both["attention_mask"].sum(1).tolist(),
       "pictures": len(both["multi_modal_input"]),
   }
 
   # 4. An instance, and a policy that fails every second episode.
-  broken = {**kwargs, "model_base_url": asked["broken"]}
+  broken = {**kwargs, "model_base_url": request["broken"]}
   instance = make(**broken)
-  got, stats = batches(asked, instance, None)
-  found["broken"] = {
+  got, stats = batches(request, instance, None)
+  result["broken"] = {
       "batch": len(got[0]), "accepted": instance.accepted,
       "rejected": dict(instance.rejected), "running": instance.running,
       "stats": stats,
@@ -176,12 +176,12 @@ def main(asked):
 
   # 5. Groups of it: one episode of each is left.
   instance = make(**broken)
-  got, stats = batches(asked, instance, None, group_size=2)
-  found["groups"] = {
+  got, stats = batches(request, instance, None, group_size=2)
+  result["groups"] = {
       "rows": [len(one["rewards"]) for one in got[0]],
       "accepted": instance.accepted, "rejected": dict(instance.rejected),
   }  # pyformat: disable
-  print(json.dumps(found))
+  print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -502,19 +502,19 @@ class CUAAgentWorkflow(_Base):
     Raises:
       ValueError: neither does.
     """
-    found: Any = self._model_url or self._model.get("baseUrl")
+    address: Any = self._model_url or self._model.get("baseUrl")
     for name in ("proxy_base_url", "proxy_addr", "base_url"):
-      found = found or getattr(engine, name, None)
+      address = address or getattr(engine, name, None)
     addresses = getattr(engine, "addresses", None)
-    if not found and addresses:
+    if not address and addresses:
       choose = getattr(engine, "choose_server", None)
-      found = choose() if choose is not None else addresses[0]
-    if not isinstance(found, str) or not found:
+      address = choose() if choose is not None else addresses[0]
+    if not isinstance(address, str) or not address:
       raise ValueError(
           "model_base_url is empty and the engine names no address of its"
           " server; pass model_base_url, e.g. http://127.0.0.1:8000/v1"
       )
-    url = found if "://" in found else f"http://{found}"
+    url = address if "://" in address else f"http://{address}"
     url = http.address(url, "model_base_url", "http://127.0.0.1:8000/v1")
     return url if url.endswith("/v1") else f"{url}/v1"
 

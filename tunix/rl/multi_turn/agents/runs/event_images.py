@@ -50,11 +50,14 @@ class EventImages:
   async def _one(self, url: str) -> trajectory.ImageRef:
     name = url.partition("?")[0]
     if name not in self._known:
-      found = content_store.read_data_url(url)
-      if found is None and self._loader and not self._runs.owns(url):
+      embedded = content_store.read_data_url(url)
+      if embedded is None and self._loader and not self._runs.owns(url):
         self._known[name] = await self._loader.load(url)
         return self._known[name]
-      content = await self._runs.fetch(url) if found is None else found[0]
+      if embedded is None:
+        content = await self._runs.fetch(url)
+      else:
+        content = embedded[0]
       pixels = await concurrency.acall(
           images_lib.decode, content, what="decoding a screenshot"
       )
@@ -68,13 +71,13 @@ def encode_turn(
     renderer: Any,
 ) -> tuple[Sequence[int], Sequence[int]]:
   """Returns (prompt ids, ids of the text), made by the renderer."""
-  rest = iter(images)
+  references = iter(images)
   messages = []
   for message in turn.messages:
     content = message.get("content")
     if isinstance(content, list):
       content = [
-          {"type": "image", "image": next(rest)}
+          {"type": "image", "image": next(references)}
           if part.get("type") == "image_url"
           else part
           for part in content
