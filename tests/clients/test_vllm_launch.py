@@ -13,7 +13,6 @@ from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import qwen_checkpoint
 
 
-
 def Launch(model="/m", **options):
   return vllm.VllmLaunch(model, **{"dtype": "float32", **options})
 
