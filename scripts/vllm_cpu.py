@@ -14,8 +14,8 @@ Adds two things to the environment of the Python that runs it:
 Does not: install packages (`make vllm` does), or change a file of theirs.
 """
 
-import importlib.abc
 from importlib import metadata
+import importlib.abc
 import pathlib
 import shutil
 import sys

@@ -165,7 +165,7 @@ def test_serving(tmp_path, capsys):
     saved = checkpoint.save_policy(tmp_path / "first", server.model)
     launch = vllm.VllmLaunch(
         str(saved), served_name="cua", max_model_len=small_server.CONTEXT,
-        images=3,
+        images=3, dtype="float32",
     )  # pyformat: disable
     other, _, _ = checkpoint.create_policy("nano", 3, screen=small_server.SIZE)
     with fake_engines.FakeVllm(launch.argv(), launch.environment()) as fake:

@@ -23,34 +23,34 @@ class NoWeights:
   version = -1
 
 
-@pytest.fixture(scope="module", name="ours")
-def _ours():
-  ours = small_server.SmallPolicy()
-  with ours.engine:
-    yield ours
+@pytest.fixture(scope="module", name="small")
+def _small():
+  small = small_server.SmallPolicy()
+  with small.engine:
+    yield small
 
 
 @pytest.fixture(scope="module", name="saved")
-def _saved(ours, tmp_path_factory):
+def _saved(small, tmp_path_factory):
   directory = tmp_path_factory.mktemp("policy")
-  return checkpoint.save_policy(directory / "first", ours.model)
+  return checkpoint.save_policy(directory / "first", small.model)
 
 
-def engine_of(ours, url, *seeds, protocol="vllm", **options):
+def engine_of(small, url, *seeds, protocol="vllm", **options):
   return remote_engine.RemoteEngine(
       lambda: openai_client.OpenAIClient(
           f"{url}/v1",
           "cua",
-          ours.images,
+          small.images,
           protocol=protocol,
-          banned_token_ids=ours.model.config.banned_token_ids,
-          tokenize=ours.renderer.encode,
+          banned_token_ids=small.model.config.banned_token_ids,
+          tokenize=small.renderer.encode,
           retries=0,
       ),
       NoWeights(),
       context_length=small_server.CONTEXT,
-      prompts=lambda: [ours.prompt(), ours.prompt(*seeds)],
-      sampling=ours.sampling(temperature=0.7, top_p=0.9),
+      prompts=lambda: [small.prompt(), small.prompt(*seeds)],
+      sampling=small.sampling(temperature=0.7, top_p=0.9),
       **options,
   )
 
@@ -69,9 +69,9 @@ def served(saved, remove=(), **options):
     yield fake
 
 
-def test_each_kind_is_asked_once_and_with_the_likeliest_token(ours, saved):
+def test_each_kind_is_asked_once_and_with_the_likeliest_token(small, saved):
   with served(saved) as fake:
-    engine_of(ours, fake.url, 1, 2).warm_up()
+    engine_of(small, fake.url, 1, 2).warm_up()
   text, certain, images, certain_images = fake.bodies
   assert text["temperature"] == 0.7 and text["top_p"] == 0.9
   assert text["top_k"] == -1 and certain["top_k"] == 1
@@ -89,13 +89,13 @@ def test_each_kind_is_asked_once_and_with_the_likeliest_token(ours, saved):
         ((), (1, 2, 3), "3 images.*--limit-mm-per-prompt '{\"image\":3}'"),
     ],
 )  # pyformat: disable
-def test_a_missing_flag_is_named(ours, saved, removed, seeds, words):
+def test_a_missing_flag_is_named(small, saved, removed, seeds, words):
   with served(saved, removed) as fake:
     with pytest.raises(ValueError, match=words):
-      engine_of(ours, fake.url, *seeds).warm_up()
+      engine_of(small, fake.url, *seeds).warm_up()
 
 
-def test_a_server_without_log_probs_is_refused(ours):
+def test_a_server_without_log_probs_is_refused(small):
   async def models(request):
     del request
     return responses.JSONResponse({"data": [{"id": "cua"}]})
@@ -114,12 +114,12 @@ def test_a_server_without_log_probs_is_refused(ours):
   )
   with http_server.LoopbackServer(app) as server:
     with pytest.raises(ValueError, match="the answer has no logprobs"):
-      engine_of(ours, server.url).warm_up()
+      engine_of(small, server.url).warm_up()
 
 
-def test_sglang_is_asked_too(ours, saved):
+def test_sglang_is_asked_too(small, saved):
   with fake_engines.FakeSglang(saved) as fake:
-    engine = engine_of(ours, fake.url, 1, protocol="sglang")
+    engine = engine_of(small, fake.url, 1, protocol="sglang")
     with pytest.raises(ValueError, match="'cua' is not served"):
       engine.warm_up()
     fake.model_path = "cua"

@@ -3,7 +3,9 @@ another one."""
 
 import dataclasses
 import json
+import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
@@ -34,6 +36,18 @@ def test_the_command_is_that_of_computer_use():
       "--tensor-parallel-size", "1",
   ]  # pyformat: disable
   assert vllm.check_command(launch.command()) == []
+
+
+def test_the_documented_command_is_the_printed_one():
+  text = (pathlib.Path(__file__).parents[2] / "docs/serving.md").read_text()
+  (shown,) = re.findall(r"^    VLLM_MEDIA(?:.*\\\n)*.*$", text, re.M)
+  launch = Launch(
+      "/models/policy",
+      allowed_media_domains=("shots.example.com", "cdn.example.com"),
+      dtype="bfloat16",
+  )
+  words = shlex.split(shown.replace("\\\n", ""))
+  assert words == shlex.split(launch.command())
 
 
 def test_json_and_blanks_survive_the_shell(tmp_path):
@@ -80,10 +94,10 @@ def test_settings_come_from_the_environment():
   assert words[at + 1 : at + 4] == ["a.example", "b.example", "c.example"]
   assert '{"image":8}' in words
   assert "VLLM_SERVER_DEV_MODE" not in launch.environment()
-  given = vllm.VllmLaunch.from_environment(
+  fewer = vllm.VllmLaunch.from_environment(
       {"TUNIX_VLLM_IMAGES": "8"}, model="/m", images=2
   )
-  assert given.images == 2
+  assert fewer.images == 2
 
 
 @pytest.mark.parametrize(
@@ -195,7 +209,7 @@ POLICY = {
         ({"text_config": {"max_position_embeddings": 32768}}, {},
          "set max_model_len=32768"),
         ({"vision_config": None}, {}, "images=64.*no vision_config"),
-        ({}, {"dtype": "bfloat16"}, "rounds the float32 weights.*dtype=float32"),
+        ({}, {"dtype": "bfloat16"}, "rounds the float32.*dtype=float32"),
         ({"dtype": "bfloat16"}, {"dtype": "float16"}, "rounds the bfloat16"),
         ({"dtype": "bfloat16"}, {"dtype": "float32"}, None),
         ({"text_config": {"head_dim": 40}}, {}, None),

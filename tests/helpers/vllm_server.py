@@ -1,4 +1,4 @@
-"""A real vLLM, started by the command that users are told.
+"""A real vLLM, started by the command that its launcher prints.
 
 It lies in an environment of its own (`make vllm`), without which its tests are
 skipped. Around it a policy of the published architecture with random weights
@@ -25,7 +25,7 @@ from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import qwen_checkpoint
 
 BIN = pathlib.Path(__file__).parents[2] / ".venv-vllm" / "bin"
-START_S = 400
+START_S = 480
 """Of a start on a busy machine whose Python has compiled nothing yet."""
 NAME = "cua"
 CONTEXT = 2048
@@ -39,15 +39,27 @@ class Policy:
   def __init__(self, directory: pathlib.Path):
     config = qwen_checkpoint.small_config("qwen3_vl_tiny")
     text = dataclasses.replace(
-        config.text, head_dim=64, mrope_section=(12, 10, 10)
+        config.text,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        mrope_section=(12, 10, 10),
+    )
+    vision = dataclasses.replace(
+        config.vision,
+        depth=2,
+        hidden_size=64,
+        intermediate_size=128,
+        out_hidden_size=64,
+        deepstack_visual_indexes=(0,),
     )
     self.model = qwen_checkpoint.random_model(
-        dataclasses.replace(config, text=text)
+        dataclasses.replace(config, text=text, vision=vision)
     )
     rollout_references.randomise(self.model, 0)
-    # Else most tokens are certain, and any log-prob would agree.
-    table = self.model.language_model.embed_tokens.weight
-    table[...] = table[...] * 0.4
     self.directory = checkpoint.save_policy(directory, self.model)
     _, self.processor, tokenizer = checkpoint.load_policy(directory)
     self.banned = self.model.config.banned_token_ids
@@ -116,8 +128,8 @@ class VllmServer:
   """Runs the printed command in a shell until the context ends.
 
   Attributes:
-    url: where it listens.
-    log: file of what it writes.
+    url: Its address.
+    log: File of its output.
   """
 
   def __init__(self, launch: vllm.VllmLaunch, log: pathlib.Path):

@@ -3,6 +3,7 @@
 import pathlib
 
 import pytest
+from tunix.rl.multi_turn.clients import disk_weights
 import vllm_server
 
 _HERE = pathlib.Path(__file__).parent
@@ -30,3 +31,16 @@ def _server(policy, tmp_path_factory):
   log = tmp_path_factory.mktemp("vllm") / "log"
   with vllm_server.VllmServer(launch, log) as server:
     yield server
+
+
+@pytest.fixture(name="first_weights_again")
+def _first_weights_again(policy, server, tmp_path):
+  """The next test finds the server as it began."""
+  yield
+  weights = disk_weights.DiskWeights(
+      tmp_path / "first_weights",
+      disk_weights.policy_saver(policy.model, policy.directory, untied=True),
+      [disk_weights.VllmEngine(server.url)],
+  )
+  weights.publish(0, policy.model).result(300)
+  weights.close()

@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import json
+import os
 import re
+import subprocess
 
 import httpx
 import numpy as np
@@ -10,6 +13,7 @@ import openai
 import pytest
 import rollout_references
 from tunix.rl.multi_turn.clients import remote_engine
+from tunix.rl.multi_turn.clients import vllm
 from tunix.rl.multi_turn.core import data_urls
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.engine import config as engine_config
@@ -29,29 +33,27 @@ class Scores:
         policy.model, policy.processor, policy.images, length=128, images=12
     )
 
-  def check(self, asked) -> float:
+  def check(self, answers) -> float:
     """Largest gap of [(prompt, sampling, completion)]; few tokens are ties."""
     logits = self._recompute.logits([
-        (np.concatenate([prompt.tokens, done.tokens]), prompt.images)
-        for prompt, _, done in asked
+        (np.concatenate([prompt.tokens, completion.tokens]), prompt.images)
+        for prompt, _, completion in answers
     ])
     gaps, undecided, total = [], 0, 0
-    for (prompt, sampling, done), rows in zip(asked, logits):
-      before = rows[len(prompt) - 1 : len(prompt) - 1 + len(done.tokens)]
+    for (prompt, sampling, completion), rows in zip(answers, logits):
+      tokens = completion.tokens
+      before = rows[len(prompt) - 1 : len(prompt) - 1 + len(tokens)]
       want = rollout_references.distribution(
           before, sampling, self.policy.banned
       )
-      told = want.logprobs[np.arange(len(done.tokens)), done.tokens]
+      logprobs = want.logprobs[np.arange(len(tokens)), tokens]
       if sampling.temperature == 0:
-        np.testing.assert_array_equal(
-            done.tokens, want.logprobs.argmax(-1)
-        )
+        np.testing.assert_array_equal(tokens, want.logprobs.argmax(-1))
       undecided += int((~want.clear).sum())
-      total += len(done.tokens)
-      assert not done.fallback and done.logprobs.dtype == np.float32
-      gaps += list(np.abs(told - done.logprobs)[want.clear])
+      total += len(tokens)
+      assert not completion.fallback and completion.logprobs.dtype == np.float32
+      gaps += list(np.abs(logprobs - completion.logprobs)[want.clear])
     assert undecided < total / 5
-    # Peaked distributions would agree in any case.
     return max(gaps)
 
 
@@ -69,20 +71,20 @@ async def client_of(policy, server, **options):
     await client.aclose()
 
 
-async def asked_of(client, prompts, sampling):
+async def answers_of(client, prompts, sampling):
   """[(prompt, sampling, completion)], all at a time."""
-  done = await asyncio.gather(*(
+  completion = await asyncio.gather(*(
       client.generate(prompt, sampling, session=str(i))
       for i, prompt in enumerate(prompts)
   ))
-  return [(p, sampling, d) for p, d in zip(prompts, done)]
+  return [(p, sampling, d) for p, d in zip(prompts, completion)]
 
 
 def metric(server, name) -> float:
   text = httpx.get(f"{server.url}/metrics", timeout=30).text
-  found = re.findall(rf"^{name}{{.*}} (\S+)$", text, re.M)
-  assert found, name
-  return sum(map(float, found))
+  values = re.findall(rf"^{name}{{.*}} (\S+)$", text, re.M)
+  assert values, name
+  return sum(map(float, values))
 
 
 async def test_text_and_images_agree_with_our_engine(policy, server, scores):
@@ -96,9 +98,9 @@ async def test_text_and_images_agree_with_our_engine(policy, server, scores):
   ]  # pyformat: disable
   sampling = policy.sampling(temperature=0.0)
   async with client_of(policy, server) as client:
-    asked = await asked_of(client, prompts, sampling)
+    answers = await answers_of(client, prompts, sampling)
     assert not client.counts["prompt_mismatch"]
-  gap = scores.check(asked)
+  gap = scores.check(answers)
   assert gap < GAP, gap
   engine = engine_lib.RolloutEngine(
       policy.model,
@@ -109,11 +111,11 @@ async def test_text_and_images_agree_with_our_engine(policy, server, scores):
       banned_token_ids=policy.banned,
   )
   with engine:
-    for prompt, _, theirs in asked[1::2]:
-      ours = await engine.generate(prompt, sampling, session="s")
+    for prompt, _, answer in answers[1::2]:
+      expected = await engine.generate(prompt, sampling, session="s")
       await engine.release("s")
-      np.testing.assert_array_equal(ours.tokens, theirs.tokens)
-      np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=GAP)
+      np.testing.assert_array_equal(expected.tokens, answer.tokens)
+      np.testing.assert_allclose(expected.logprobs, answer.logprobs, atol=GAP)
 
 
 @pytest.mark.parametrize(
@@ -138,21 +140,21 @@ async def test_log_probs_are_of_the_distribution_sampled_from(
   ]
   sampling = policy.sampling(**options)
   async with client_of(policy, server) as client:
-    asked = await asked_of(client, prompts, sampling)
+    answers = await answers_of(client, prompts, sampling)
     again = await client.generate(prompts[-1], sampling, session="s")
-  gap = scores.check(asked)
+  gap = scores.check(answers)
   assert gap < GAP, gap
-  sampled = np.concatenate([done.logprobs for _, _, done in asked])
+  sampled = np.concatenate([c.logprobs for _, _, c in answers])
   assert sampled.mean() < -0.3  # Else any distribution would agree.
-  np.testing.assert_array_equal(again.tokens, asked[-1][-1].tokens)
+  np.testing.assert_array_equal(again.tokens, answers[-1][-1].tokens)
 
 
 async def test_64_images_are_taken_and_65_are_refused(policy, server):
   async with client_of(policy, server, max_images=99) as client:
-    done = await client.generate(
+    completion = await client.generate(
         policy.prompt(*range(64)), policy.sampling(), session="s"
     )
-    assert len(done.tokens)
+    assert len(completion.tokens)
     with pytest.raises(ValueError, match=r"400.*At most 64 image\(s\)"):
       await client.generate(
           policy.prompt(*range(65)), policy.sampling(), session="s"
@@ -171,10 +173,12 @@ async def test_a_turn_finds_the_last_one_in_the_cache(policy, server, scores):
   first = policy.prompt(*range(30, 48))
   sampling = policy.sampling(temperature=0.0)
   async with client_of(policy, server) as client:
-    done = await client.generate(first, sampling, session="s")
+    completion = await client.generate(first, sampling, session="s")
     hits = metric(server, "vllm:prefix_cache_hits_total")
     second = policy_client.TokenPrompt(
-        np.concatenate([first.tokens, done.tokens, policy.prompt().tokens]),
+        np.concatenate(
+            [first.tokens, completion.tokens, policy.prompt().tokens]
+        ),
         first.images,
     )
     cached = await client.generate(second, sampling, session="s")
@@ -208,15 +212,15 @@ async def test_an_aborted_completion_continues(policy, server, scores):
   prompts = [policy.prompt(1), policy.prompt(), policy.prompt(2, 3)]
   sampling = policy.sampling(max_new_tokens=64, stop_token_ids=())
   async with client_of(policy, server) as client:
-    tasks = asyncio.ensure_future(asked_of(client, prompts, sampling))
+    tasks = asyncio.ensure_future(answers_of(client, prompts, sampling))
     await wait_for(lambda: metric(server, "vllm:num_requests_running") == 3)
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
       (await http.post("/pause?mode=abort")).raise_for_status()
       (await http.post("/resume")).raise_for_status()
-    asked = await tasks
+    answers = await tasks
     assert client.counts["resumed"] >= 1
-  assert {len(done.tokens) for _, _, done in asked} == {64}
-  gap = scores.check(asked)
+  assert {len(completion.tokens) for _, _, completion in answers} == {64}
+  gap = scores.check(answers)
   assert gap < GAP, gap
 
 
@@ -235,8 +239,8 @@ async def test_images_of_odd_sizes_are_sent_as_the_policy_sees_them(
   gaps = []
   for options in ({}, {"resize": None}):
     async with client_of(policy, server, **options) as client:
-      asked = await asked_of(client, [prompt], policy.sampling())
-    gaps.append(scores.check(asked))
+      answers = await answers_of(client, [prompt], policy.sampling())
+    gaps.append(scores.check(answers))
   assert gaps[0] < GAP < gaps[1] < 0.02, gaps
 
 
@@ -311,3 +315,35 @@ def test_a_run_asks_before_it_begins(policy, server, images, context, words):
   else:
     with pytest.raises(ValueError, match=words):
       engine.warm_up()
+
+
+_KERNELS = """
+import json, torch
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+one = torch.tensor([5], dtype=torch.int32)
+rows = torch.tensor([0, 5], dtype=torch.int32)
+values = []
+for width in range(8, 520, 8):
+  isa = "vec16" if width % 32 and width % 16 == 0 else "vec"
+  try:
+    ops.cpu_attn_get_scheduler_metadata(
+        1, 2, 1, width, one, torch.float32, rows, True, -1, isa, True)
+  except RuntimeError:
+    continue
+  values.append(width)
+print(json.dumps(values))
+"""
+
+
+def test_heads_are_as_wide_as_the_cpu_build_has_kernels_for():
+  process = subprocess.run(
+      [vllm_server.BIN / "python", "-c", _KERNELS],
+      env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+      capture_output=True,
+      check=True,
+      timeout=300,
+  )
+  widths = json.loads(process.stdout.splitlines()[-1])
+  assert widths == list(vllm.CPU_HEAD_WIDTHS)

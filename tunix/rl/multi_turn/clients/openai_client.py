@@ -117,7 +117,7 @@ class OpenAIClient:
       recompute: log-probs of tokens that came without; None makes them 0.
       resize: Resizes an image as the policy does, before it is sent. A server
         that resizes by itself (vLLM, by torchvision) rounds otherwise, and
-        leaves an image of that size as it is.
+        does not resize an image of that size.
       version: of the server's present weights.
 
     Raises:

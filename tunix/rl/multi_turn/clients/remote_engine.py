@@ -30,7 +30,10 @@ _CERTAIN = 1e-3
 
 _FLAGS = (
     ("scale-out", "start vLLM with --enable-scale-out"),
-    ("image(s)", "start vLLM with --limit-mm-per-prompt '{{\"image\":{images}}}'"),
+    (
+        "image(s)",
+        "start vLLM with --limit-mm-per-prompt '{{\"image\":{images}}}'",
+    ),
     ("maximum context length", "start vLLM with a longer --max-model-len"),
 )
 """(part of a refusal, what to do about it)."""

@@ -207,7 +207,7 @@ class VllmLaunch:
     ]  # pyformat: disable
     if self.cpu_cache_gib:
       # A seeded request whose prompt is read in two steps kills the CPU build.
-      # So many sequences at a time always fit one step.
+      # Whole prompts of this many sequences fit one step.
       tokens = max(_CPU_BATCH_TOKENS, self.max_model_len)
       arguments += [
           "--enforce-eager",

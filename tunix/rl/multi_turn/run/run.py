@@ -424,8 +424,13 @@ class Run:
     }
 
   def warm_up(self) -> None:
-    """Compiles the engine's programs, and the learner's beside them."""
-    self._ahead = learner_ahead.LearnerAhead.where_it_helps(self)
+    """Compiles the engine's programs, and the learner's beside them.
+
+    A server that the run samples with first answers its first requests.
+    """
+    asks_first = self.config.rollout.via == "external"
+    if not asks_first:
+      self._ahead = learner_ahead.LearnerAhead.where_it_helps(self)
 
     def progress(done: int, total: int, what: str) -> None:
       self.observers.on_event(
@@ -433,6 +438,8 @@ class Run:
       )
 
     self.engine.warm_up(progress)
+    if asks_first:
+      self._ahead = learner_ahead.LearnerAhead.where_it_helps(self)
     if self._hosts:
       # They have no weights but those that are published.
       self.publish(0, nnx.state(self.policy.model))
