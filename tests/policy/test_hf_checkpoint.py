@@ -367,7 +367,7 @@ def test_a_tied_matrix_is_written_twice_for_readers_that_need_it(
   np.testing.assert_array_equal(
       loaded.decoder.embed_tokens.weight[...], table
   )
-  # What is not tied is written as it is.
+  # A policy that is not tied is written unchanged.
   again = hf_checkpoint.save_model(tmp_path / "again", loaded, untied=True)
   assert_same(loaded, hf_checkpoint.load_model(again))
 
