@@ -15,7 +15,7 @@ def pytest_collection_modifyitems(items):
     if _HERE in item.path.parents:
       item.add_marker(pytest.mark.vllm)
       item.add_marker(pytest.mark.slow)
-      item.add_marker(pytest.mark.timeout(vllm_server.START_S + 200))
+      item.add_marker(pytest.mark.timeout(vllm_server.START_S + 400))
       if not (vllm_server.BIN / "vllm").exists():
         item.add_marker(pytest.mark.skip(reason="no vLLM; run make vllm"))
 
