@@ -60,8 +60,8 @@ def gap(score, model, prompt, completion, tokens=slice(None)):
       np.zeros(len(mask)),
       prompt.images,
   )
-  (ours,) = score(model, [sequence])
-  return float(np.abs(ours - completion.logprobs)[tokens].max())
+  (scores,) = score(model, [sequence])
+  return float(np.abs(scores - completion.logprobs)[tokens].max())
 
 
 @pytest.fixture(scope="module", name="probe_score")
@@ -142,8 +142,8 @@ def test_a_tied_policy_is_followed_over_three_versions(
       weights.publish(version, model).result(300)
       assert probe.check(model) < GAP
       engine = engine_of(policy, server, weights)
-      done = asyncio.run(asked(engine, prompts, policy.sampling()))
-      for prompt, completion in zip(prompts, done):
+      answers = asyncio.run(asked(engine, prompts, policy.sampling()))
+      for prompt, completion in zip(prompts, answers):
         assert set(completion.versions.tolist()) == {version}
         gaps.append(gap(score, model, prompt, completion))
   print(f"largest gap over three versions: {max(gaps):.2e}")
@@ -196,17 +196,17 @@ def test_an_adapter_is_followed_over_three_versions(
         noise = rng.normal(size=part.get_value().shape) * 0.1
         part.set_value(noise.astype(np.float32))
       weights.publish(version, model).result(300)
-      done = asyncio.run(
+      answers = asyncio.run(
           asked(
               engine_of(policy, server, weights, ADAPTER),
               prompts,
               policy.sampling(),
           )
       )
-      for prompt, completion in zip(prompts, done):
+      for prompt, completion in zip(prompts, answers):
         assert set(completion.versions.tolist()) == {version}
         gaps.append(gap(score_adapted, model, prompt, completion))
-      assert gap(score, policy.model, prompts[0], done[0]) > 10 * GAP
+      assert gap(score, policy.model, prompts[0], answers[0]) > 10 * GAP
   print(f"largest gap over three adapters: {max(gaps):.2e}")
   assert max(gaps) < GAP
 
@@ -228,8 +228,8 @@ def test_requests_in_flight_are_cut_and_continued(
     waiting = asyncio.ensure_future(asked(engine, prompts, sampling))
     await asyncio.sleep(1.0)
     assert not waiting.done()
-    done = weights.publish(1, models[1])
-    assert await asyncio.wrap_future(done) == 1
+    publication = weights.publish(1, models[1])
+    assert await asyncio.wrap_future(publication) == 1
     return await waiting, engine.stats()
 
   with weights_for(

@@ -56,12 +56,12 @@ async def test_an_address_is_sent_along_as_pixels(policy, server, make, site):
       assert want.status_code == 200, want.text
       (choice,), (expected,) = got.json()["choices"], want.json()["choices"]
       assert choice["finish_reason"] == expected["finish_reason"]
-      logprobs, wanted = (
+      logprobs, expected_logprobs = (
           [entry["logprob"] for entry in c["logprobs"]["content"]]
           for c in (choice, expected)
       )
       assert len(logprobs) > 0
-      assert max(abs(a - b) for a, b in zip(logprobs, wanted)) < 2e-5
+      assert max(abs(a - b) for a, b in zip(logprobs, expected_logprobs)) < 2e-5
       if path.startswith("/inference"):
         assert choice["token_ids"] == expected["token_ids"]
       denied = await through.post(path, json=body(refused))
