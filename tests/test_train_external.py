@@ -83,7 +83,7 @@ def test_a_server_that_loads_nothing_ends_the_run(tmp_path, protocol, capsys):
 
     async def load(path):
       await real(path)
-      server.loads_nothing = True  # All that follow the first.
+      server.loads_nothing = True  # From the second load on.
 
     server.load = load
     status = train.main([
@@ -126,7 +126,6 @@ def test_completions_that_cannot_be_are_model_errors_and_the_run_goes_on(
         f"external.url={server.url}/v1",
     ])  # pyformat: disable
     assert status == 0
-  faults = sum(counts[name] for name in ("banned", "id", "low", "high"))
   assert min(counts[name] for name in ("banned", "id", "low", "high")) >= 1
   directory = tmp_path / "e"
   summary = json.loads((directory / "summary.json").read_text())
@@ -135,7 +134,6 @@ def test_completions_that_cannot_be_are_model_errors_and_the_run_goes_on(
   metrics = [json.loads(line) for line in lines]
   assert len(metrics) == 3
   assert max(m["logprob_gap_max"] for m in metrics) < 1e-3
-  assert faults
 
 
 @pytest.mark.slow

@@ -415,25 +415,25 @@ async def test_a_request_in_flight_is_continued_with_the_new_weights(
       ) as weights:
         weights.version = 0
         engine = remote_of(client, weights)
-        asked = asyncio.ensure_future(
+        request = asyncio.ensure_future(
             engine.generate(prompt, sampling, session="s")
         )
         await asyncio.to_thread(entered.wait, 30)
-        done = weights.publish(1, model)
+        publication = weights.publish(1, model)
         while fake.gate.is_set():
           await asyncio.sleep(0.01)
         fake.engine.generate = real
-        got = await asked
-        await asyncio.wrap_future(done)
+        got = await request
+        await asyncio.wrap_future(publication)
   assert got.versions.tolist() == [0] * 2 + [1] * (len(got.tokens) - 2)
   await asyncio.wrap_future(ours.engine.update_weights(1, model))
-  rest = policy_client.TokenPrompt(
+  continuation = policy_client.TokenPrompt(
       np.concatenate([prompt.tokens, got.tokens[:2]]), prompt.images
   )
   sampling = dataclasses.replace(
       sampling, max_new_tokens=sampling.max_new_tokens - 2
   )
-  want = await ours.engine.generate(rest, sampling, session="w")
+  want = await ours.engine.generate(continuation, sampling, session="w")
   await ours.engine.release("w")
   await asyncio.wrap_future(ours.engine.update_weights(0, ours.model))
   assert got.tokens[2:].tolist() == want.tokens.tolist()
@@ -520,7 +520,7 @@ async def test_a_server_that_loads_nothing_is_found_out_at_once(
 
 @pytest.mark.slow
 async def test_the_probe_sees_an_old_vision_tower(ours, saved, tmp_path):
-  """The prompt with an image is there for it."""
+  """By the prompt with an image."""
   with vllm(launch_of(saved)) as fake:
     probe = probe_of(fake, ours, "vllm")
     assert await asyncio.to_thread(probe.check, ours.model) < 1e-4
@@ -548,8 +548,8 @@ async def test_a_hand_over_that_is_lost_once_is_repeated(
         fake.load = real
 
       fake.load = lost
-      done = weights.publish(1, other_weights(1))
-      assert await asyncio.wrap_future(done) == 1
+      publication = weights.publish(1, other_weights(1))
+      assert await asyncio.wrap_future(publication) == 1
   assert fake.calls.count("reload_weights") == 3
 
 
@@ -604,10 +604,10 @@ async def test_an_engine_that_cannot_load_is_resumed_and_not_sampled_from(
           await asyncio.wrap_future(weights.publish(1, other_weights(1)))
         assert client.version == 0 and weights.version == -1
         engine = remote_of(client, weights)
-        asked = len(fake.bodies)
+        count = len(fake.bodies)
         with pytest.raises(openai_client.RemoteError, match="not sampled from"):
           await engine.generate(ours.prompt(1), ours.sampling(), session="s")
-        assert len(fake.bodies) == asked
+        assert len(fake.bodies) == count
     assert fake.calls[-1] == "resume"
 
 

@@ -341,6 +341,37 @@ def test_a_tied_matrix_may_be_there_twice(tmp_path):
   assert_same(model, hf_checkpoint.load_model(tmp_path))
 
 
+@pytest.mark.parametrize("source", [False, True])
+@pytest.mark.parametrize(
+    "family", trials.by_default(["qwen3_vl", "gemma3"], FAMILIES)
+)
+def test_a_tied_matrix_is_written_twice_for_readers_that_need_it(
+    family, source, tmp_path
+):
+  """Also beside the config.json that the policy was read from."""
+  config = dataclasses.replace(tiny(family), tie_word_embeddings=True)
+  model = policy(config)
+  first = hf_checkpoint.save_model(tmp_path / "first", model)
+  before = (first / "config.json").read_bytes()
+  directory = hf_checkpoint.save_model(
+      tmp_path / "untied",
+      model,
+      source=first if source else None,
+      untied=True,
+  )
+  assert (first / "config.json").read_bytes() == before
+  loaded = hf_checkpoint.load_model(directory)
+  assert not loaded.config.tie_word_embeddings
+  table = np.asarray(model.decoder.embed_tokens.weight[...])
+  np.testing.assert_array_equal(loaded.lm_head.weight[...], table)
+  np.testing.assert_array_equal(
+      loaded.decoder.embed_tokens.weight[...], table
+  )
+  # A policy that is not tied is written unchanged.
+  again = hf_checkpoint.save_model(tmp_path / "again", loaded, untied=True)
+  assert_same(loaded, hf_checkpoint.load_model(again))
+
+
 @pytest.mark.parametrize(
     "family", trials.by_default(["qwen3_vl", "qwen3_vl_moe"], FAMILIES)
 )

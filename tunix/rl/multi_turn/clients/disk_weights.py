@@ -22,9 +22,9 @@ Promises: versions arrive in the order of publication; clients record a version
 only once all engines sample with it, so that a token's recorded version is
 never newer than its weights; an engine that was paused is resumed, also where
 loading failed. Then `failure` is set, for it may hold half of the weights, and
-who samples from it must stop. Every call has a deadline. The newest `keep` versions stay on the disk, also after the run,
-until a later run on the same machine has handed over weights of its own
-(`locked_dir`).
+who samples from it must stop. Every call has a deadline. The newest `keep`
+versions stay on the disk, also after the run, until a later run on the same
+machine has handed over weights of its own (`locked_dir`).
 
 Does not start engines. Needs httpx.
 """

@@ -51,8 +51,8 @@ class _Answer:
   """An engine's completion of a prompt, and its scores here."""
 
   tokens: np.ndarray
-  theirs: np.ndarray
-  ours: np.ndarray
+  engine: np.ndarray
+  policy: np.ndarray
 
 
 class Probe:
@@ -102,12 +102,12 @@ class Probe:
         ],
     )
     answers = [
-        _Answer(completion.tokens, completion.logprobs, ours)
-        for completion, ours in zip(completions, scores)
+        _Answer(completion.tokens, completion.logprobs, logprobs)
+        for completion, logprobs in zip(completions, scores)
     ]
     worst = 0.0
     for prompt, now in zip(self._prompts, answers):
-      difference = float(np.abs(now.theirs - now.ours).mean())
+      difference = float(np.abs(now.engine - now.policy).mean())
       worst = max(worst, difference)
       if not difference <= self._tolerance:
         raise ProbeMismatch(
@@ -124,19 +124,20 @@ class Probe:
         for prompt, before, now in zip(self._prompts, self._before, answers)
         if before is not None and np.array_equal(before.tokens, now.tokens)
     ]
-    moved = [bool(now.tokens.size) for now in answers]  # Of other tokens.
+    moved = [True] * len(answers)  # Other tokens begin a new comparison.
     for prompt, before, now in pairs:
-      ours, theirs = now.ours - before.ours, now.theirs - before.theirs
-      step = float(np.abs(ours).mean())
+      policy_step = now.policy - before.policy
+      engine_step = now.engine - before.engine
+      step = float(np.abs(policy_step).mean())
       at = next(i for i, answer in enumerate(answers) if answer is now)
       moved[at] = step > _MOVED * self._tolerance
       if not moved[at]:
         continue
-      if np.abs(theirs).mean() < np.abs(theirs - ours).mean():
+      if np.abs(engine_step).mean() < np.abs(engine_step - policy_step).mean():
         raise ProbeMismatch(
             f"{self._quoted(prompt, now)}; the new weights move the latter by"
             f" {step:.3g} nats a token, and the engine's by"
-            f" {float(np.abs(theirs).mean()):.3g}"
+            f" {float(np.abs(engine_step).mean()):.3g}"
         )
     self._before = [
         now if is_new or before is None else before
@@ -144,11 +145,12 @@ class Probe:
     ]
 
   def _quoted(self, prompt: policy_client.TokenPrompt, now: _Answer) -> str:
-    at = int(np.argmax(np.abs(now.theirs - now.ours)))
+    at = int(np.argmax(np.abs(now.engine - now.policy)))
     return (
         f"of the probe with {len(prompt.images)} images, token"
-        f" {int(now.tokens[at])} has log-prob {float(now.theirs[at]):.6f} in"
-        f" the engine and {float(now.ours[at]):.6f} with the learner's weights"
+        f" {int(now.tokens[at])} has log-prob {float(now.engine[at]):.6f} in"
+        f" the engine and {float(now.policy[at]):.6f} with the learner's"
+        " weights"
     )
 
   async def _ask(self) -> list[policy_client.Completion]:

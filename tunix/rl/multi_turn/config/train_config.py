@@ -118,6 +118,17 @@ class TrainConfig:
     return self.rollout.via not in ("buffer", "offline")
 
   @property
+  def samples_exactly(self) -> bool:
+    """Whether engine and learner agree where their weights are equal."""
+    sampling = self.sampling
+    truncated = sampling.top_p < 1 or sampling.top_k or sampling.min_p
+    return (
+        self.collects
+        and self.engine.weights == "same"
+        and (not truncated or self.algorithm.keep_sampling_mask)
+    )
+
+  @property
   def evaluates(self) -> bool:
     """eval.on with auto resolved."""
     if self.eval.on == "auto":

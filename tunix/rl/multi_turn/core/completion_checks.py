@@ -15,7 +15,6 @@ import numpy as np
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import token_sequence
 
-
 LEAST_LOGPROB = -50.0
 """Log-prob of a sampled token, in nats, below which it was not sampled: of
 1e15 tokens not one would be as unlikely."""

@@ -146,7 +146,7 @@ def _make_probe(
           image_store,
           row_length=-(-longest // 128) * 128,
           temperature=hand_over_probe.SAMPLING.temperature,
-          # Adapters are written as they are.
+          # Adapters are not rounded.
           stored="float32"
           if external.transfer == "adapter"
           else external.dtype,

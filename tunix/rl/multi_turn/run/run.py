@@ -17,6 +17,7 @@ under its deadline, whatever the stages do.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import pathlib
 import threading
@@ -185,9 +186,10 @@ class Run:
     if config.rollout.via == "offline":
       self.recorded = sources.make_groups(self)
     self.observers = events.Observers()
-    self.watchdog = watchdog_lib.Watchdog(
-        config.watchdog, self.observers.on_event
-    )
+    watched = config.watchdog
+    if not config.samples_exactly:
+      watched = dataclasses.replace(watched, gap_limit=0.0)
+    self.watchdog = watchdog_lib.Watchdog(watched, self.observers.on_event)
     self.counts = reporting.RunCounts(config.collect.parts)
     self.updates = 0
     self.evaluated: tuple[int, dict[str, Any]] | None = None
