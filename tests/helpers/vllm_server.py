@@ -60,6 +60,9 @@ class Policy:
         dataclasses.replace(config, text=text, vision=vision)
     )
     rollout_references.randomise(self.model, 0)
+    # Else most tokens are certain, and any log-prob would agree.
+    table = self.model.language_model.embed_tokens.weight
+    table[...] = table[...] * 0.6
     self.directory = checkpoint.save_policy(directory, self.model)
     _, self.processor, tokenizer = checkpoint.load_policy(directory)
     self.banned = self.model.config.banned_token_ids
