@@ -419,7 +419,8 @@ async def test_a_swap_in_mid_completion_equals_a_replay_by_hand(
       if i == old:
         replay.model = later
       by_hand.append(replay.sample(banned))
-    replay.model = later
+    # The next turn reads nothing of the old weights, its own history's neither.
+    replay = references.Replay(later, processor, store, CONTEXT)
     replay.show(more, seen)
     by_hand += [replay.sample(banned) for _ in range(len(again.tokens))]
     told, logprobs = zip(*by_hand)
