@@ -96,7 +96,7 @@ PEERS: Mapping[str, Peer] = {
         ("stable-baselines3",),
     ),
     "transformers": Peer(
-        "transformers", "logits, log-probs, gradients and inputs are equal",
+        "transformers", "its models, configurations and image processors agree with ours",
         ("transformers",),
     ),
     "tunix": Peer(
