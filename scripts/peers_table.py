@@ -96,7 +96,7 @@ PEERS: Mapping[str, Peer] = {
         ("stable-baselines3",),
     ),
     "transformers": Peer(
-        "transformers", "logits, log-probs, gradients and inputs are equal",
+        "transformers", "its models, configurations and image processors agree with ours",
         ("transformers",),
     ),
     "tunix": Peer(
@@ -181,8 +181,8 @@ def table(
 
 def write(text: str, page: pathlib.Path = PAGE) -> None:
   """Puts the table between its two marks in the page."""
-  before, mark, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-  _, end, after = rest.partition(END)
+  before, mark, old = page.read_text(encoding="utf-8").partition(BEGIN)
+  _, end, after = old.partition(END)
   if not mark or not end:
     raise ValueError(f"{page} lacks {BEGIN} or {END}")
   page.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")

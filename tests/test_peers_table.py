@@ -44,12 +44,12 @@ def _results(tmp_path_factory):
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text((ROOT / name).read_text())
   (folder / "tests" / "test_peers.py").write_text(TESTS)
-  done = subprocess.run(
+  result = subprocess.run(
       [sys.executable, "-m", "pytest", "-q", "-n", "2", "--junitxml=run.xml"],
       cwd=folder, capture_output=True, text=True, timeout=100, check=False,
       env={**os.environ, "PYTHONPATH": ""},  # Workers find all packages.
   )  # pyformat: disable
-  assert done.returncode == 1, done.stdout + done.stderr  # Tests failed.
+  assert result.returncode == 1, result.stdout + result.stderr  # Tests failed.
   return folder / "run.xml"
 
 
@@ -96,8 +96,8 @@ def test_a_peer_that_has_no_row_is_an_error(results, tmp_path):
 
 def test_the_page_has_the_table_of_all_peers(results, tmp_path):
   page = peers_table.PAGE.read_text()
-  _, _, rest = page.partition(peers_table.BEGIN)
-  shown = rows(rest.partition(peers_table.END)[0])
+  begin, end = map(page.index, (peers_table.BEGIN, peers_table.END))
+  shown = rows(page[begin:end])
   assert list(shown)[1:] == [peer.title for peer in peers_table.PEERS.values()]
   copy = tmp_path / "page.md"
   copy.write_text(page)
@@ -105,5 +105,5 @@ def test_the_page_has_the_table_of_all_peers(results, tmp_path):
   peers_table.write(text, copy)
   assert text in copy.read_text()
   assert copy.read_text().partition(peers_table.BEGIN)[0] == (
-      page.partition(peers_table.BEGIN)[0]
+      page[:begin]
   )

@@ -121,8 +121,8 @@ async def test_its_refusals_and_failures_are_typed_errors(lamps):
   with pytest.raises(openenv.OpenEnvCapacityError):
     await full.start(base.Task("t", "lamp"))
   # An action that it does not take is the policy's fault: it reads so.
-  seen = await gyms[0].act(GuiAction("scroll", dx=1.0))
-  assert seen.text.startswith("Error: ") and "dx" in seen.text
+  answer = await gyms[0].act(GuiAction("scroll", dx=1.0))
+  assert answer.text.startswith("Error: ") and "dx" in answer.text
   bad = openenv.OpenEnvGym(lamps, actions=lambda a: {"kind": "explode"})
   await gyms[1].close()
   await bad.start(base.Task("t", "lamp"))
