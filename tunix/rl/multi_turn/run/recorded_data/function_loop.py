@@ -205,9 +205,8 @@ class FunctionLoop:
         pass  # It was put.
       else:
         with self._lock:
-          data = self._queued.pop(ticket.index, None)
-          if data is not None:
-            self._waiting.appendleft(data)
+          if ticket.index in self._queued:
+            self._waiting.appendleft(self._queued.pop(ticket.index))
 
   async def _fill(self) -> None:
     rollout_id = self._next
