@@ -96,7 +96,8 @@ PEERS: Mapping[str, Peer] = {
         ("stable-baselines3",),
     ),
     "transformers": Peer(
-        "transformers", "its models, configurations and image processors agree with ours",
+        "transformers",
+        "its models, configurations and image processors agree with ours",
         ("transformers",),
     ),
     "tunix": Peer(
