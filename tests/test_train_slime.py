@@ -29,6 +29,7 @@ pytestmark = [
 
 GENERATOR = '''
 import json
+import time
 import urllib.request
 
 TASK_TYPE = "letters"
@@ -45,7 +46,11 @@ def post(url, body):
 def run_rollout(data):
   with open(data["input_file"], encoding="utf-8") as file:
     rows = [json.loads(line) for line in file]
-  for row in rows:
+  # The client drops what it reads beyond a rollout: later ones need more.
+  for number in range(int(data["num_epoch"]) * len(rows)):
+    row = rows[number % len(rows)]
+    name = f"{row['instance_id']}.{number}"
+    time.sleep(0.2)
     for n in range(int(data["num_repeat_per_sample"])):
       answer = post(
           data["remote_engine_url"] + "/v1/chat/completions",
@@ -55,8 +60,8 @@ def run_rollout(data):
       choice = answer["choices"][0]
       text = choice["message"]["content"] or ""
       post(data["remote_buffer_url"] + "/buffer/write", {
-          "uid": f"{row['instance_id']}-{n}",
-          "instance_id": row["instance_id"],
+          "uid": f"{name}-{n}",
+          "instance_id": name,
           "messages": [*row["prompt"], {"role": "assistant", "content": text}],
           "reward": sum(c.islower() for c in text) / max(1, len(text)),
           "extra_info": {"timestamp": 1.0,
@@ -95,7 +100,7 @@ def test_its_client_feeds_a_run(tmp_path):
             "--num-rollout", "2", "--rollout-batch-size", "2",
             "--n-samples-per-prompt", "4", "--rollout-max-response-len", "8",
             "--rollout-temperature", "0.8", "--rollout-task-type", "letters",
-            "--num-epoch", "1", "--fetch-trajectory-retry-times", "3",
+            "--num-epoch", "100", "--fetch-trajectory-retry-times", "3",
             "--disable-rewards-normalization",
         ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
