@@ -362,7 +362,7 @@ def test_a_bad_line_is_one_clear_line(text, problem, tmp_path, capsys):
         (("offline.path=x",), "set rollout.via=offline"),
         (("rollout.via=offline", "offline.path=/nowhere"), "/nowhere"),
         (("rollout.via=buffer",), "needs buffer.url"),
-        (("buffer.url=http://b:1",), "set rollout.via=buffer"),
+        (("buffer.url=http://b:1",), "set buffer.input_file"),
         (("rollout.via=buffer", "buffer.url=http://b:1"), "buffer.input_file"),
         (("rollout.via=buffer", "buffer.url=b"), "must be an address"),
     ],

@@ -8,8 +8,8 @@ from tunix.rl.multi_turn.reporting import watchdog
 
 
 def found(metrics, **config):
-  """(step, rule) of each finding."""
-  rules = watchdog.Rules(settings.WatchdogConfig(**config))
+  """(step, rule) of each finding; the cases' log-probs are no sampler's."""
+  rules = watchdog.Rules(settings.WatchdogConfig(gap_limit=0, **config))
   return [
       (number, finding.rule)
       for number, m in enumerate(metrics, 1)

@@ -23,12 +23,17 @@ REPLY = {"role": "assistant", "content": "2"}
 def test_a_shipped_policys_own_system_message_is_kept(messages):
   config = config_lib.load_config(["buffer.loss_mask_type=qwen"])
   path = models.tokenizer_file(config).parent
+  # Without the template, as a run loads it.
+  tokenizer = policy_files.load_tokenizer(str(path))
+  about = types.SimpleNamespace(
+      vocab_size=tokenizer.get_vocab_size(), banned_token_ids=()
+  )
   run = types.SimpleNamespace(
       config=config,
       policy=types.SimpleNamespace(
           renderer=None,
-          # Without the template, as a run loads it.
-          tokenizer=policy_files.load_tokenizer(str(path)),
+          tokenizer=tokenizer,
+          model=types.SimpleNamespace(config=about),
       ),
       images=images_lib.ImageStore(),
       tokenizer_path=str(path),

@@ -200,7 +200,7 @@ class Sampler(fakes.TokenClient):
     self.images.append(prompt.images)
     numbered = policy_client.Completion(
         done.tokens,
-        -np.arange(self.count + 1, self.count + n + 1),
+        -np.arange(self.count + 1, self.count + n + 1) / 1024,
         np.full(n, len(self.completions)),
         done.finish_reason,
     )

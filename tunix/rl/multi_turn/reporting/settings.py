@@ -221,8 +221,9 @@ class WatchdogConfig:
       default=0.01,
       doc="logprob_gap: the KL of learner and sampler is above this in an"
       " update of staleness 0 with one optimizer step. Not watched where the"
-      " two differ by design: recorded episodes, engine.weights=int8, truncated"
-      " sampling without algorithm.keep_sampling_mask. 0 = never watched.",
+      " two differ by design: recorded episodes, int8 weights in the engine,"
+      " truncated sampling without algorithm.keep_sampling_mask. 0 = never"
+      " watched.",
       unit="nats",
       ge=0,
   )
