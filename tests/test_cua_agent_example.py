@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import os
 import pathlib
 import re
 import sys
@@ -58,7 +59,10 @@ def test_settings_are_checked_and_also_read_from_the_environment(monkeypatch):
   monkeypatch.setenv("TUNIX_MONITOR_TOKEN", "secret")
   found = configs.CUAFields()
   assert found.monitor_base_url == "http://m:1"
-  assert found.project_token == "secret" and "secret" not in repr(found)
+  assert "secret" not in repr(found) + str(dataclasses.asdict(found))
+  found = configs.CUAFields(project_token="another")
+  assert os.environ["TUNIX_MONITOR_TOKEN"] == "another"
+  assert "another" not in repr(found) + str(dataclasses.asdict(found))
   assert found.max_concurrent_rollouts == 8
 
   @dataclasses.dataclass

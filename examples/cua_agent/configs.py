@@ -34,8 +34,10 @@ class CUAFields:
     baseline: Whether the held-out tasks are played before the first step.
     processor_path: The policy's processor; "" = AReaL's tokenizer_path.
     standard_action_space, run_options, poll_s: See `CUAAgentWorkflow`.
-    monitor_base_url, project_token: The Training Monitor; "" =
-      $TUNIX_MONITOR_URL and $TUNIX_MONITOR_TOKEN; without, nothing is recorded.
+    monitor_base_url: The Training Monitor; "" = $TUNIX_MONITOR_URL; without,
+      nothing is recorded.
+    project_token: Its token, which is moved to $TUNIX_MONITOR_TOKEN; "" leaves
+      that as it is.
   """
 
   gym_base_url: str = "http://127.0.0.1:5010"
@@ -79,9 +81,10 @@ class CUAFields:
     self.monitor_base_url = self.monitor_base_url or env.get(
         "TUNIX_MONITOR_URL", ""
     )
-    self.project_token = self.project_token or env.get(
-        "TUNIX_MONITOR_TOKEN", ""
-    )
+    # AReaL writes its configuration to disk, and sends it to W&B.
+    if self.project_token:
+      env["TUNIX_MONITOR_TOKEN"] = self.project_token
+      self.project_token = ""
 
   def workflow_arguments(self) -> dict[str, Any]:
     """Returns the keyword arguments of `CUAAgentWorkflow`.

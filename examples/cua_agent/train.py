@@ -51,10 +51,8 @@ def start_monitor(config: Any, rows: Sequence[Any]) -> Any:
   if not config.monitor_base_url or os.environ.get("RANK", "0") != "0":
     return None
   client = ingest_client.IngestClient(
-      config.monitor_base_url, config.project_token
+      config.monitor_base_url, os.environ.get("TUNIX_MONITOR_TOKEN", "")
   )
-  # Rollout workers are processes of their own, and read it there.
-  os.environ["TUNIX_MONITOR_TOKEN"] = config.project_token
   names = (
       getattr(config, "experiment_name", "cua_agent"),
       getattr(config, "trial_name", ""),

@@ -29,6 +29,7 @@ pytestmark = [
     ),
 ]
 TOKENIZER = ROOT / "tunix/rl/multi_turn/policy/data/tiny_vl"
+TOKEN = "s3cret-of-the-monitor"
 END = run_services.call(action="terminate", status="success")
 
 
@@ -247,7 +248,7 @@ def test_the_example_trains_with_areals_trainer(world, tmp_path):
         seconds=500, AREAL_SPMD_MODE="1", RANK="0", WORLD_SIZE="1",
         LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         AREAL_LLM_SERVER_ADDRS=world.policy.removeprefix("http://"),
-        TUNIX_MONITOR_URL=monitor.url, TUNIX_MONITOR_TOKEN="",
+        TUNIX_MONITOR_URL=monitor.url, TUNIX_MONITOR_TOKEN=TOKEN,
         TUNIX_MONITOR_SPOOL=str(tmp_path / "spool"),
     )  # pyformat: disable
     rows = {
@@ -255,6 +256,10 @@ def test_the_example_trains_with_areals_trainer(world, tmp_path):
         for name in ("training", "step", "baseline", "eval", "rollout", "task")
     }
   assert "4 tasks to train on, 2 held out" in output
+  files = [path for path in tmp_path.rglob("*") if path.is_file()]
+  assert any(path.name == "config.yaml" for path in files)
+  for path in files:
+    assert TOKEN.encode() not in path.read_bytes(), path
   (training,) = rows["training"]
   assert training["status"] == "completed", training
   assert len(rows["task"]) == 6

@@ -1,6 +1,7 @@
 """The former trainer's names of settings still work."""
 
 import logging
+import os
 
 import pytest
 from tunix.rl.multi_turn import config as config_lib
@@ -44,8 +45,6 @@ def test_a_former_command_line_is_taken_and_the_log_names_the_settings(caplog):
 
 
 def test_the_token_is_in_the_environment_and_nowhere_else(caplog, capsys):
-  import os
-
   with caplog.at_level(logging.DEBUG):
     config = config_lib.load_config([f"project_token={TOKEN}"])
   assert os.environ["TUNIX_MONITOR_TOKEN"] == TOKEN
@@ -53,6 +52,7 @@ def test_the_token_is_in_the_environment_and_nowhere_else(caplog, capsys):
   problems = [
       [f"--project_token={TOKEN}"], ["--project-token", TOKEN],
       ["project_token=another-one-of-it"],
+      [f"project_token=@{TOKEN}"], [f"project_token=[{TOKEN}"],
       [f"project_token={TOKEN}", "no_such_key=1"],
   ]  # pyformat: disable
   for argv in problems:
@@ -76,11 +76,35 @@ def test_a_file_of_the_former_trainer_is_taken(tmp_path):
   assert config.learner.learning_rate == 2e-4  # The command line's.
 
 
+def test_a_token_is_the_text_that_was_written(tmp_path):
+  config_lib.load_config(["project_token=0123"])
+  assert os.environ.pop("TUNIX_MONITOR_TOKEN") == "0123"
+  file = tmp_path / "old.yaml"
+  file.write_text("project_token: 0123\n")  # YAML reads the number 83.
+  with pytest.raises(config_lib.ConfigError, match="put quotes around") as got:
+    config_lib.load_config([str(file)])
+  assert "83" not in str(got.value)
+  assert "TUNIX_MONITOR_TOKEN" not in os.environ
+  file.write_text("project_token: '0123'\n")
+  config_lib.load_config([str(file)])
+  assert os.environ["TUNIX_MONITOR_TOKEN"] == "0123"
+
+
+@pytest.mark.parametrize("key", [
+    "num_rollout=3", "rollout_function_path=a.b", "prompt_data=t.jsonl",
+])  # pyformat: disable
+def test_an_evaluation_takes_no_names_of_rollouts(key):
+  with pytest.raises(config_lib.ConfigError, match="unknown key"):
+    config_lib.load_evaluation([key])
+
+
 @pytest.mark.parametrize("argv, words", [
     (["learning_rate=1e-3", "learner.learning_rate=1e-4"],
      "are both learner.learning_rate; give one"),
     (["consumer_batch_size=4", "groups_per_batch=8"],
      "are both learner.groups_per_step"),
+    (["--rollout-batch-size", "4", "consumer_batch_size=8"],
+     "--rollout-batch-size=4 and consumer_batch_size=8 are both"),
     (["split_type=eval"], "task_source.eval_names"),
     (["eval_tasks=[a]", "gym_id=x", "task_source.eval_number_range=1-2"],
      "both say what is held out"),

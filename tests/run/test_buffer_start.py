@@ -5,6 +5,7 @@ import types
 import pytest
 import small_runs
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.config.data_sections import OWN_FUNCTION
 from tunix.rl.multi_turn.run.recorded_data import sources
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import requests
 
@@ -14,12 +15,12 @@ COMMON = (
 )  # pyformat: disable
 
 
-def payload_of(*overrides):
+def payload_of(*overrides, image=None):
   run = types.SimpleNamespace(
       config=config_lib.load_config([*COMMON, *overrides]),
       policy_server=("http://127.0.0.1:2/v1", "key"),
       policy=types.SimpleNamespace(
-          renderer=types.SimpleNamespace(image_token_id=None), tokenizer=None
+          renderer=types.SimpleNamespace(image_token_id=image), tokenizer=None
       ),
       tokenizer_path="",
   )
@@ -31,6 +32,29 @@ def test_groups_come_with_the_rewards_that_episodes_got():
   assert request.rules.raw and request.rules.group_size == 4
   request = requests.rollout(payload_of("buffer.normalized=true"))
   assert not request.rules.raw
+
+
+def test_generators_get_the_id_of_images_and_no_secret():
+  payload = payload_of(image=7)
+  assert payload["image_token_id"] == 7
+  assert not {"rollout_buffer_token", "image_token_id"} & payload_of().keys()
+  assert payload["remote_engine_key"] == "key"
+
+
+def test_groups_are_not_replaced_where_a_function_makes_rollouts():
+  more = ("learner.dynamic_sampling=2", "algorithm.advantage=grpo")
+  payload_of(*more)
+  with pytest.raises(config_lib.ConfigError) as error:
+    payload_of(*more, f"buffer.function={OWN_FUNCTION}")
+  assert "set learner.dynamic_sampling=0" in str(error.value)
+
+
+@pytest.mark.parametrize("value", ["", "null"])
+def test_an_empty_value_chooses_nothing(value):
+  config = config_lib.load_config([f"buffer.url={value}"])
+  assert config.rollout.via == "in_process"
+  config = config_lib.load_config([f"buffer.loss_mask_type={value}"])
+  assert config.buffer.missing_logprobs == "refuse"
 
 
 def test_rewards_are_not_normalised_twice():

@@ -553,7 +553,12 @@ def test_more_is_read_where_the_filter_drops_groups(monkeypatch):
       for n in "abcb"
   ]  # pyformat: disable
 
+  kept = []
+
   async def one_at_a_time(api_base_url):
+    kept.append(
+        [group[0]["index"] for group in data_buffer.state_dict()["groups"]]
+    )
     return answers.pop(0)
 
   monkeypatch.setattr(client, "get_rollout_data", one_at_a_time)
@@ -561,7 +566,10 @@ def test_more_is_read_where_the_filter_drops_groups(monkeypatch):
   args = _args(
       "http://b", "t.jsonl", None, "--buffer-filter-path", f"{MODULE}.good_ones"
   )
-  chosen = _generate(args, 0, agent_rollout.DataBuffer(args))
+  data_buffer = agent_rollout.DataBuffer(args)
+  chosen = _generate(args, 0, data_buffer)
+  # A checkpoint during a read has what the filter has chosen before.
+  assert kept == [[], ["a"], ["b"], ["b"]]
   assert {s.index for s in chosen} == {"b"} and len(chosen) == 8
 
 

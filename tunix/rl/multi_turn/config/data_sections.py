@@ -210,7 +210,7 @@ def presets(chosen: Callable[[str], Any]) -> dict[str, Any]:
       key: value
       for choice, values in CHOICES.items()
       for key, value in values.items()
-      if chosen(choice) not in (False, "", "False", "false")
+      if chosen(choice) not in (False, None, "", "None", "False", "false")
   }
 
 
@@ -272,6 +272,13 @@ def contradictions(c: Any) -> Iterator[str]:
         loss_mask.LOSS_MASK_TYPES.get(kind)
       except (ValueError, ImportError) as error:
         yield f"buffer.loss_mask_type={kind}: {error}"
+    if c.buffer.makes_rollouts and c.learner.dynamic_sampling:
+      yield (
+          f"learner.dynamic_sampling={c.learner.dynamic_sampling} asks for more"
+          " groups than the learner.steps rollouts of buffer.function (or"
+          " buffer.filter) have; set learner.dynamic_sampling=0, and filter"
+          " groups in the function"
+      )
   if via == "offline" and not c.offline.path:
     yield "rollout.via=offline needs offline.path, a file of episodes"
   if via not in ("buffer", "offline"):

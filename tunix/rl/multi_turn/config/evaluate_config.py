@@ -89,7 +89,7 @@ ALIASES: Mapping[str, str] = {
     **{
         key: value
         for key, value in train_config.ALIASES.items()
-        if key not in ("steps",)
+        if value != "learner.steps" and not value.startswith("buffer.")
     },
     "run": "evaluate.run",
     "checkpoint": "evaluate.checkpoint",

@@ -38,7 +38,7 @@ SETTINGS: dict[str, str] = {
     "monitor_base_url": "monitor.url",
 }
 """Former name -> the setting that it means."""
-TOKEN = "project_token"
+TOKEN = loader.TOKEN
 SPLIT = "split_type"
 URL_VARIABLE = "TUNIX_MONITOR_URL"
 _TOKEN_VARIABLE = monitor_settings.TOKEN_VARIABLE
@@ -68,7 +68,13 @@ def take(
       )
   if TOKEN in layer:
     value = layer.pop(TOKEN)
-    token = value.text if isinstance(value, loader.Raw) else str(value or "")
+    if not isinstance(value := loader.unwrap(value), str | None):
+      problems.append(
+          f"{TOKEN} is read as a {type(value).__name__}, not as text; put"
+          " quotes around it"
+      )
+      value = ""
+    token = value or ""
     present = os.environ.get(_TOKEN_VARIABLE, "")
     if token and present and token != present:
       problems.append(
@@ -112,10 +118,18 @@ def announce(former: set[str]) -> None:
 def conflicts(
     written: Sequence[tuple[str, loader.Raw]], aliases: Mapping[str, str]
 ) -> Iterator[str]:
-  """Settings that a command line gives by two names, with different values."""
+  """Settings that a command line gives by two names, with different values.
+
+  Args:
+    written: Keys, or options with their dashes, and their values.
+    aliases: Short key -> dotted key.
+  """
   first: dict[str, tuple[str, Any]] = {}
   for name, value in written:
-    path = aliases.get(name, name)
+    key = name
+    if name.startswith("--"):  # An option of the rollout protocol's trainer.
+      key = name[2:].replace("-", "_")
+    path = aliases.get(key, key)
     before, other = first.setdefault(path, (name, value.value))
     equal = _number(other) == _number(value.value)
     if before != name and not equal and {before, name} & set(SETTINGS):

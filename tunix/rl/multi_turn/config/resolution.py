@@ -426,7 +426,10 @@ def _read_arguments(
     elif argument == "--dry-run":
       overrides.append({"run.dry_run": True})
     elif command is _TRAIN and (flag := _rollout_flag(argument)):
-      taken.update(_read_flag(flag, place, argv, overrides, problems))
+      used, value = _read_flag(flag, place, argv, overrides, problems)
+      taken.update(used)
+      if value is not None:
+        written.append((argument.partition("=")[0], value))
     elif argument.startswith("-") and former_names.is_token(argument):
       if "=" not in argument:
         taken.add(place + 1)
@@ -509,11 +512,12 @@ def _read_flag(
     argv: Sequence[str],
     overrides: list[dict[str, Any]],
     problems: list[str],
-) -> set[int]:
+) -> tuple[set[int], loader.Raw | None]:
   """Adds the setting that `argv[place]` means to the overrides.
 
   Returns:
-    Places of arguments that are its value.
+    Places of arguments that are its value, and the value; None where it is
+    missing or cannot be read.
   """
   path = data_sections.ROLLOUT_FLAGS[flag]
   _, equals, text = argv[place].partition("=")
@@ -523,17 +527,17 @@ def _read_flag(
   elif not equals:
     if place + 1 >= len(argv) or argv[place + 1].startswith("--"):
       problems.append(f"{argv[place]} needs a value, for {path}")
-      return used
+      return used, None
     text, used = argv[place + 1], {place + 1}
   try:
     _, value = loader.parse_override(f"{flag}={text}")
   except ConfigError as error:
     problems += error.problems
-    return used
+    return used, None
   overrides.append(
       loader.flatten({flag: value}, TrainConfig, ALIASES, "", problems)
   )
-  return used
+  return used, value
 
 
 def _with_flags(problems: Sequence[str], argv: Sequence[str]) -> list[str]:

@@ -12,8 +12,9 @@ trained on, so that a resumed run goes on where it was taken and loses none. A
 rollout of another number of groups than learner.groups_per_step ends the run.
 
 Does not: decide which groups are valid (the service or the function does), but
-drops one with fewer than collect.min_valid members that can be trained on, and
-ends the run after many such in a row.
+reports and drops one with a sample that the policy cannot have sampled, or with
+fewer than collect.min_valid members that can be trained on. Many such in a row
+end the run.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tunix.rl.queue import group_queue
 
 _PAUSE_S = 0.05
 _MOST_DROPPED = 32
-"""Groups in a row with too little to train on, after which the run ends."""
+"""Groups in a row that cannot be trained on, after which the run ends."""
 
 Group = list[dict[str, Any]]
 """The items of a group."""
@@ -86,6 +87,8 @@ class FunctionLoop:
     self._call: _Call | None = None
     self._stopping = self._paused = False
     self._dropped = self._dropped_in_a_row = 0
+    self.over = ""
+    """Always "": `num_rollout` alone ends the loop."""
     queue.settled = self._settle
 
   # --- state -----------------------------------------------------------------
@@ -93,12 +96,14 @@ class FunctionLoop:
   def state_dict(self) -> dict[str, Any]:
     """JSON: the next rollout, the data buffer, and items not trained on."""
     with self._lock:
-      return {
+      state = {
           "next_rollout": self._next,
           "data_buffer": self._buffer.state_dict(),
           "queued": [[index, group] for index, group in self._queued.items()],
           "waiting": list(self._waiting),
       }
+    # Last: a group that left in between is counted, and made up for.
+    return {**state, "dropped": self._all_dropped()}
 
   def load_state_dict(
       self,
@@ -116,6 +121,7 @@ class FunctionLoop:
     if not state:
       return
     self._next = int(state["next_rollout"])
+    self._dropped = int(state.get("dropped", 0))
     self._buffer.load_state_dict(state["data_buffer"])
     settled = {*consumed, *(index for index, _ in stored)}
     for index, group in state["queued"]:
@@ -171,8 +177,12 @@ class FunctionLoop:
   def _is_due(self) -> bool:
     """Whether the run needs another rollout, groups that were dropped too."""
     size = self._args.rollout_batch_size
-    dropped = self._dropped + int(self._queue.counters()["dropped_stale"])
+    dropped = self._all_dropped()
     return self._next < self._args.num_rollout + -(-dropped // size)
+
+  def _all_dropped(self) -> int:
+    """Returns the number of groups dropped here and by the queue."""
+    return self._dropped + int(self._queue.counters()["dropped_stale"])
 
   async def _put(self) -> None:
     """Queues a group; calls the function first where none waits.
@@ -185,12 +195,20 @@ class FunctionLoop:
       if not self._waiting:
         await self._fill()
       data = self._waiting[0]
-      group = await asyncio.to_thread(
-          self._group, data, ticket.index, ticket.start_version
-      )
+      try:
+        group = await asyncio.to_thread(
+            self._group, data, ticket.index, ticket.start_version
+        )
+      except reader_lib.SettingError:
+        raise
+      except ValueError as error:
+        self._drop(
+            f"the group of instance {data[0]['instance_id']!r} is dropped:"
+            f" {error}"
+        )
+        return
       buffer_loop.announce(self._observers, group)
       if self._is_useless(group):
-        self._waiting.popleft()
         return
       with self._lock:
         # Before the queue may deliver it.
@@ -254,7 +272,7 @@ class FunctionLoop:
     return buffer_loop.named(group, members[0].instance_id, index)
 
   def _is_useless(self, group: trajectory_lib.TrajectoryGroup) -> bool:
-    """Whether a group is dropped, which is reported.
+    """Whether the first waiting group is dropped, which is reported.
 
     Raises:
       ValueError: many in a row are.
@@ -263,21 +281,34 @@ class FunctionLoop:
     if valid >= self._min_valid:
       self._dropped_in_a_row = 0
       return False
-    self._dropped += 1
-    self._dropped_in_a_row += 1
-    what = (
+    self._drop(
         f"the group of instance {buffer_loop.instance_of(group)!r} is dropped:"
         f" {valid} of {len(group)} episodes can be trained on,"
-        f" {self._min_valid} are needed (collect.min_valid)"
+        f" {self._min_valid} are needed (collect.min_valid)",
+        f"; {reader_lib.diagnosis(group)}",
     )
+    return True
+
+  def _drop(self, what: str, more: str = "") -> None:
+    """Drops the first waiting group, counts it and reports it.
+
+    Args:
+      what: Name of the group, and the reason.
+      more: Text for the error of the last in a row.
+
+    Raises:
+      ValueError: many in a row are dropped.
+    """
+    with self._lock:
+      self._waiting.popleft()
+      self._dropped += 1
+    self._dropped_in_a_row += 1
     self._observers.on_event(events.Fault("buffer", "dropped", what))
     if self._dropped_in_a_row >= _MOST_DROPPED:
       raise ValueError(
-          f"{_MOST_DROPPED} groups of the rollout function in a row have too"
-          f" few episodes to train on. The last: {what};"
-          f" {reader_lib.diagnosis(group)}"
+          f"{_MOST_DROPPED} groups of the rollout function in a row cannot be"
+          f" trained on. The last: {what}{more}"
       )
-    return True
 
   def _settle(self, indices: Iterable[int]) -> None:
     """Forgets groups that a checkpoint holds the training of, or dropped ones.

@@ -32,6 +32,9 @@ POLL_S = 3.0
 TOKEN_VARIABLE = "TUNIX_BUFFER_TOKEN"
 """Environment variable of the service's bearer token."""
 _SECRET = ("token", "key", "secret", "password")
+"""Parts of names whose values stay here."""
+_SENT = ("image_token_id",)
+"""Names with such a part that hold no secret."""
 _LIMIT = 1 << 30
 
 
@@ -425,7 +428,8 @@ def start_payload(
   if "remote_engine_key" in values:
     payload["remote_engine_key"] = values["remote_engine_key"]
   for name, value in values.items():
-    if name in payload or any(part in name for part in _SECRET):
+    secret = name not in _SENT and any(part in name for part in _SECRET)
+    if name in payload or secret:
       continue
     try:
       json.dumps(value, allow_nan=False)

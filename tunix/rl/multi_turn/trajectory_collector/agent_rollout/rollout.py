@@ -73,20 +73,18 @@ async def generate_agent_rollout(
     )
     _started.add(data_buffer)
     _LOG.info("rollout %d: %s", rollout_id, answer)
-  chosen: list[list[samples_lib.Sample]] = []
-  size = args.rollout_batch_size
-  needed = size
-  try:
-    while len(chosen) < size:
-      if len(data_buffer) < needed:
-        meta = await _fill(args, url, rollout_id, data_buffer, needed, errors)
-        log_raw_info(args, meta, rollout_id)
-      chosen += data_buffer.get_samples(size - len(chosen), rollout_id)
-      # The filter passes over the groups that are left.
-      needed = len(data_buffer) + size - len(chosen)
-  except BaseException:
+  needed = size = args.rollout_batch_size
+  while True:
+    if len(data_buffer) < needed:
+      meta = await _fill(args, url, rollout_id, data_buffer, needed, errors)
+      log_raw_info(args, meta, rollout_id)
+    chosen = data_buffer.get_samples(size, rollout_id)
+    if len(chosen) >= size:
+      break
+    # The filter passes over the groups that are left. A checkpoint may be taken
+    # during the next read, and holds what is in the data buffer.
+    needed = len(data_buffer) + size
     data_buffer.put_back(chosen)
-    raise
   return [sample for group in chosen for sample in group]
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import json
 import re
 import threading
 from typing import Any, Callable, Iterable, Mapping, Sequence
@@ -298,7 +299,18 @@ def _to_json(sample: Any) -> dict[str, Any]:
   }
   if "status" in values:
     values["status"] = getattr(values["status"], "value", values["status"])
-  return values
+  return _plain(values)
+
+
+def _plain(value: Any) -> Any:
+  """Returns the value with lists and numbers in the place of arrays."""
+  if hasattr(value, "tolist"):
+    return value.tolist()
+  if isinstance(value, Mapping):
+    return {key: _plain(one) for key, one in value.items()}
+  if isinstance(value, (list, tuple)):
+    return [_plain(one) for one in value]
+  return value
 
 
 def _from_json(data: Mapping[str, Any]) -> Sample:
@@ -339,7 +351,8 @@ def items_of(group: Sequence[Any]) -> list[dict[str, Any]]:
     group: Samples of one index, this class's or others with its attributes.
 
   Raises:
-    ValueError: an attribute is missing, or lengths do not agree.
+    ValueError: an attribute is missing, lengths do not agree, or a value is
+      no JSON.
   """
   items: list[dict[str, Any]] = []
   for sample in group:
@@ -348,20 +361,28 @@ def items_of(group: Sequence[Any]) -> list[dict[str, Any]]:
           f"a {type(sample).__name__} has no {', '.join(missing)}; a rollout"
           " function returns samples, see agent_rollout.Sample"
       )
-    sequence = _sequence_of(sample)
+    try:
+      sequence = _sequence_of(sample)
+      reward = float(sample.reward)
+      info = _plain(dict(getattr(sample, "metadata", None) or {}))
+      json.dumps(info)
+    except TypeError as error:
+      raise ValueError(
+          f"sample {sample.prompt!r} of {sample.index!r}: {error}; give numbers,"
+          " and metadata of JSON values"
+      ) from None
     if getattr(sample, "sequence", 0) and items:
       items[-1]["sequences"].append(sequence)
       continue
-    info = dict(getattr(sample, "metadata", None) or {})
     raw = info.pop("raw_reward", None)
     status = getattr(sample, "status", None)
     if getattr(status, "value", status) == Status.TRUNCATED.value:
       info["finish_reason"] = records.LENGTH
     items.append({
-        "uid": sample.prompt,
-        "instance_id": sample.index,
+        "uid": str(sample.prompt),
+        "instance_id": str(sample.index),
         "messages": [],
-        "reward": sample.reward,
+        "reward": reward,
         "extra_info": info,
         "sequences": [sequence],
         **({} if raw is None else {"raw_reward": raw}),
@@ -374,7 +395,7 @@ def _sequence_of(sample: Any) -> dict[str, Any]:
   tokens = [int(token) for token in sample.tokens]
   length = int(sample.response_length)
   # Where nothing is trained, a slice of the last 0 values is everything.
-  mask = list(sample.loss_mask) if length else []
+  mask = [int(flag) for flag in sample.loss_mask] if length else []
   if len(mask) != length or length > len(tokens):
     raise ValueError(
         f"sample {sample.prompt!r} of {sample.index!r}: loss_mask has"
@@ -382,13 +403,19 @@ def _sequence_of(sample: Any) -> dict[str, Any]:
         " tokens; give one value a token of the response"
     )
   before = len(tokens) - length
-  sequence = {"tokens": tokens, "loss_mask": [0] * before + mask}
-  for key, values in (
-      ("logprobs", getattr(sample, "rollout_log_probs", None)),
-      ("versions", getattr(sample, "weight_versions", None)),
-  ):
+  sequence: dict[str, Any] = {
+      "tokens": tokens, "loss_mask": [0] * before + mask
+  }  # pyformat: disable
+  readings: tuple[tuple[str, Any, Callable[[Any], Any]], ...] = (
+      ("logprobs", getattr(sample, "rollout_log_probs", None), float),
+      ("versions", getattr(sample, "weight_versions", None), int),
+  )
+  for key, values, read in readings:
     # A list of another length is of turns, not of tokens.
-    if values and len(values) == length:
-      own = [v if m else None for v, m in zip(values, mask)]
+    if values is not None and length and len(values) == length:
+      own = [
+          None if v is None or not m else read(v)
+          for v, m in zip(values, mask)
+      ]
       sequence[key] = [None] * before + own
   return sequence
