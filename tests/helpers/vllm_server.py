@@ -5,6 +5,7 @@ skipped. Around it a policy of the published architecture with random weights
 and heads 64 wide, as our exporter writes it.
 """
 
+import ctypes
 import dataclasses
 import os
 import pathlib
@@ -127,6 +128,11 @@ def free_port() -> int:
     return listener.getsockname()[1]
 
 
+def _end_with_parent():
+  """Lets the kernel end this process when the test's process is killed."""
+  ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG.
+
+
 class VllmServer:
   """Runs the printed command in a shell until the context ends.
 
@@ -156,6 +162,7 @@ class VllmServer:
           stdout=log,
           stderr=log,
           start_new_session=True,
+          preexec_fn=_end_with_parent,
       )
     try:
       self._wait()

@@ -111,7 +111,7 @@ class Training:
         resuming.RECORDED: resuming.recorded(self._config).to_dict(),
     }
     if self._config.rollout.via == "buffer":
-      # The number of the last rollout, of which each update takes one.
+      # The number of the last update: of a rollout, where none was dropped.
       state["rollout_id"] = self._learner.counters.updates - 1
     return state
 

@@ -368,8 +368,8 @@ def items_of(group: Sequence[Any]) -> list[dict[str, Any]]:
       json.dumps(info)
     except TypeError as error:
       raise ValueError(
-          f"sample {sample.prompt!r} of {sample.index!r}: {error}; give numbers,"
-          " and metadata of JSON values"
+          f"sample {sample.prompt!r} of {sample.index!r}: {error}; give"
+          " numbers, and metadata of JSON values"
       ) from None
     if getattr(sample, "sequence", 0) and items:
       items[-1]["sequences"].append(sequence)
