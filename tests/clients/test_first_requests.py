@@ -22,6 +22,9 @@ class NoWeights:
 
   version = -1
 
+  def wake(self):
+    pass
+
 
 @pytest.fixture(scope="module", name="small")
 def _small():

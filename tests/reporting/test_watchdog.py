@@ -112,20 +112,29 @@ def gap(kl, steps, staleness=0.0):
   }
 
 
-def test_a_gap_on_equal_weights_is_seen_at_once():
+def test_a_gap_on_equal_weights_is_seen_in_three_updates():
   """And never becomes the usual level that later ones are compared with."""
-  assert found([gap(0.02, 1)]) == [(1, "logprob_gap")]
-  assert found([gap(1e-4, 1), gap(float("inf"), 2)]) == [(2, "logprob_gap")]
-  assert not found([gap(0.02, 1)], gap_limit=0.0)
+  far = [gap(0.02, n) for n in range(1, 5)]
+  assert found(far) == [(3, "logprob_gap")]
+  lost = [gap(float("inf"), n) for n in range(1, 4)]
+  assert found(lost) == [(3, "logprob_gap")]
+  assert not found(far, gap_limit=0.0)
+  # One update may have a few tokens of very low probability.
+  assert not found([gap(0.02, 1), gap(0.02, 2), gap(1e-4, 3), gap(0.02, 4)])
+  # Its metric may be absent, which judges nothing.
+  absent = {"optimizer_steps": 3.0, "staleness_max": 0.0}
+  assert found([*far[:2], absent, gap(0.02, 4)]) == [(4, "logprob_gap")]
   # Steps of before are not known after resuming; others are of older weights
   # or of later steps of an update, which may be far.
-  assert not found([gap(0.02, 7)])
-  assert not found([gap(0.02, 1, staleness=1.0), gap(0.02, 3)])
+  assert not found([gap(0.02, 2 * n) for n in range(1, 5)])
+  assert not found([gap(0.02, n, staleness=1.0) for n in range(1, 5)])
+  mixed = [{**step, "mixed_kv_tokens": 5.0} for step in far]
+  assert not found(mixed)
   polluted = [gap(0.3, n) for n in (1, 2, 3)]
   clean = [gap(1e-4, n) for n in (4, 5, 6)]
   drifted = [gap(0.02, n, staleness=1.0) for n in (7, 8, 9)]
   assert found(polluted + clean + drifted, window=3) == [
-      (1, "logprob_gap"), (9, "logprob_gap"),
+      (3, "logprob_gap"), (9, "logprob_gap"),
   ]  # pyformat: disable
 
 

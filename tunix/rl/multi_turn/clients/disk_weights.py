@@ -21,7 +21,7 @@ with the policy's own. A mismatch repeats the hand-over once, then fails it.
 Promises: versions arrive in the order of publication; clients record a version
 only once all engines sample with it, so that a token's recorded version is
 never newer than its weights; an engine that was paused is resumed, also where
-loading failed. Then `failure` is set, for it may hold half of the weights, and
+loading failed (`wake` resumes one that a killed process left paused). Then `failure` is set, for it may hold half of the weights, and
 who samples from it must stop. Every call has a deadline. The newest `keep`
 versions stay on the disk, also after the run, until a later run on the same
 machine has handed over weights of its own (`locked_dir`).
@@ -34,10 +34,12 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
+import math
 import os
 import pathlib
 import shutil
 import threading
+import time
 from typing import Any, Callable, Protocol, Sequence
 
 from flax import nnx
@@ -80,6 +82,14 @@ class Engine(Protocol):
 
     Raises:
       HandOverError: it does not.
+    """
+    ...
+
+  def wake(self) -> None:
+    """Resumes an engine that an earlier run left paused.
+
+    Raises:
+      HandOverError: It cannot be reached, or stays paused.
     """
     ...
 
@@ -190,6 +200,7 @@ class DiskWeights:
     self._times = 0
     self._written: list[pathlib.Path] = []
     self._cleared = False
+    self._closing = False
     self.version = -1
     """Version that all engines sample with; -1 before the first one."""
     self.loading: concurrent.futures.Future[None] | None = None
@@ -229,10 +240,33 @@ class DiskWeights:
       self._published = version
     return done
 
-  def close(self) -> None:
-    """Waits for hand-overs in progress. Idempotent."""
+  def wake(self) -> None:
+    """See `Engine.wake`."""
+    for engine in self._engines:
+      engine.wake()
+
+  def close(self, timeout_s: float | None = None) -> None:
+    """Ends hand-overs: begins no further step of them. Idempotent.
+
+    Args:
+      timeout_s: Longest wait for the step in progress; None: its own deadline.
+    """
+    self._closing = True
+    self._thread.shutdown(wait=timeout_s is None, cancel_futures=True)
+    loading = self.loading
+    if timeout_s is not None and loading is not None:
+      if not concurrent.futures.wait([loading], timeout_s).done:
+        _LOG.warning(
+            "a hand-over to %s goes on after %g s; the process ends when it"
+            " does", ", ".join(e.url for e in self._engines), timeout_s,
+        )
+        return  # Its files are still read.
     self._thread.shutdown(wait=True)
     self._folder.release()
+
+  def _check_open(self) -> None:
+    if self._closing:
+      raise HandOverError("the hand-over was ended by close()")
 
   def _hand_over(self, version: int, params: Any) -> int:
     path = self._write(version, params)
@@ -240,6 +274,7 @@ class DiskWeights:
     loading: concurrent.futures.Future[None] = concurrent.futures.Future()
     self.loading = loading
     try:
+      self._check_open()
       self._load(seen, version, self._engines)
       self._prove(seen, version, params)
       self.failure = None
@@ -266,22 +301,30 @@ class DiskWeights:
     for engine, probe in zip(self._engines, self._probes):
       about = f"{engine.url} (transfer={engine.transfer}, version {version})"
       try:
+        self._check_open()
         try:
           difference = probe.check(params)
         except hand_over_probe.ProbeMismatch as error:
           _LOG.warning("%s is handed over again: %s", about, error)
+          self._check_open()
           self._load(path, version, [engine])
           difference = probe.check(params)
       except hand_over_probe.ProbeMismatch as error:
         raise HandOverError(
             f"{about} does not sample with the weights that it was given, also"
             f" after a second hand-over: {error}. Check that no other run gives"
-            " it weights, that its --dtype is external.dtype and its log-probs"
-            " are processed_logprobs; or use another external.transfer"
+            " it weights, that the server's --dtype and external.dtype are the"
+            " same type and its log-probs are processed_logprobs; or use"
+            " another external.transfer"
         ) from error
-      except (http.CallError, TimeoutError, ValueError) as error:
+      except HandOverError:
+        raise
+      except Exception as error:
         raise HandOverError(
-            f"{about} does not answer the probe of its weights: {error}"
+            f"{about}: its weights could not be compared with the policy's:"
+            f" {type(error).__name__}: {error}. Look into the server's log, and"
+            " start it again by the command that `python -m"
+            " tunix.rl.multi_turn.clients.vllm` prints"
         ) from error
       _LOG.info("%s: log-probs within %.2g nats", about, difference)
 
@@ -362,14 +405,24 @@ class VllmEngine:
     self.transfer = transfer
     self._adapter = adapter
 
+  def wake(self) -> None:
+    # Servers before 0.32, and those that take no weights, do not say.
+    answer = self._http.call("GET", "/is_paused", optional=True)
+    if not isinstance(answer, dict) or answer.get("is_paused") is not True:
+      return
+    said = self._resumed()
+    _LOG.warning("%s was left paused by an earlier run, and %s", self.url, said)
+    if said != _RESUMED:
+      raise HandOverError(f"{self.url} is paused and {said}; restart it")
+
   def load(self, path: str, version: int) -> None:
+    about = "It has the weights of before"
+    end = ""
     try:
+      # Answered or not: it may have paused all the same.
       self._http.post("/pause?mode=abort&clear_cache=true")
-    except HandOverError as error:  # It may have paused all the same.
-      raise HandOverError(
-          f"{error}. It has the weights of before and {self._resumed()}"
-      ) from error
-    try:
+      about = f"{self.url} may hold half of these weights"
+      end = "; restart it before it serves others"
       self._transfer_weights(path)
       # Its answers name it from here on; servers before 0.32 cannot.
       self._http.post(
@@ -382,12 +435,13 @@ class VllmEngine:
         raise HandOverError(
             f"{self.url} kept caches computed with older weights"
         )
-    except HandOverError as error:
-      raise HandOverError(
-          f"{error}. {self.url} may hold half of these weights and"
-          f" {self._resumed()}; restart it before it serves others"
-      ) from error
-    self._http.post("/resume")
+    except BaseException as error:
+      said = self._resumed()
+      if not isinstance(error, Exception):
+        raise
+      raise HandOverError(f"{error}. {about} and {said}{end}") from error
+    if (said := self._resumed()) != _RESUMED:
+      raise HandOverError(f"{self.url} has the new weights and {said}")
 
   def _transfer_weights(self, path: str) -> None:
     if self.transfer == "adapter":
@@ -409,13 +463,15 @@ class VllmEngine:
       )
 
   def _resumed(self) -> str:
-    """Resumes the server after a failure; says whether it could."""
-    try:
-      self._http.post("/resume")
-    except HandOverError as error:
-      _LOG.warning("%s", error)
-      return f"could not be resumed (POST {self.url}/resume)"
-    return "was resumed"
+    """Resumes the server; says whether it could."""
+    for pause_s in _RESUME_AFTER_S:
+      time.sleep(pause_s)
+      try:
+        self._http.post("/resume", timeout_s=_RESUME_S)
+        return _RESUMED
+      except HandOverError as error:
+        _LOG.warning("%s", error)
+    return f"could not be resumed (POST {self.url}/resume)"
 
 
 class SglangEngine:
@@ -426,6 +482,9 @@ class SglangEngine:
   def __init__(self, url: str, *, api_key: str = "", timeout_s: float = 600.0):
     self.url = _root(url)
     self._http = _Http(self.url, api_key, timeout_s)
+
+  def wake(self) -> None:
+    """Does nothing: it is never paused."""
 
   def load(self, path: str, version: int) -> None:
     answer = self._http.post(
@@ -441,6 +500,10 @@ class SglangEngine:
       said = answer.get("message") if isinstance(answer, dict) else answer
       raise HandOverError(f"{self.url} did not load {path}: {said}")
 
+
+_RESUMED = "was resumed"
+_RESUME_AFTER_S = (0.0, 1.0, 5.0)
+_RESUME_S = 30.0
 
 _NEEDED = {
     "/v1/load_lora_adapter": (
@@ -460,17 +523,31 @@ class _Http:
     self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     self._timeout_s = timeout_s
 
-  def post(self, path: str, body: Any = None, optional: bool = False) -> Any:
+  def post(self, path: str, body: Any = None, **options: Any) -> Any:
+    """See `call`."""
+    return self.call("POST", path, body, **options)
+
+  def call(
+      self,
+      method: str,
+      path: str,
+      body: Any = None,
+      optional: bool = False,
+      timeout_s: float = math.inf,
+  ) -> Any:
     """Returns the answer's JSON, None for an answer without.
 
     Args:
+      method: Method of HTTP.
       path: Path of the call, with its query.
       body: JSON of the request.
       optional: A server without this path is fine; returns None.
+      timeout_s: Deadline, where that of all calls is longer.
     """
     url = self._url + path
+    timeout_s = min(timeout_s, self._timeout_s)
     try:
-      return concurrency.drive(self._post(url, body))
+      return concurrency.drive(self._call(method, url, body, timeout_s))
     except http.CallError as error:
       answer = error.answer
       if answer is not None and answer.ok:
@@ -478,7 +555,7 @@ class _Http:
       if optional and error.status == 404:
         return None
       if error.late:
-        text = f"{url} did not answer within timeout_s={self._timeout_s:g} s"
+        text = f"{url} did not answer within timeout_s={timeout_s:g} s"
       elif answer is None:
         text = f"{url} cannot be reached: {error}"
       elif error.status == 404:
@@ -491,10 +568,12 @@ class _Http:
         text = f"{url} answered {answer.quoted()}"
       raise HandOverError(text) from error
 
-  async def _post(self, url: str, body: Any) -> Any:
+  async def _call(
+      self, method: str, url: str, body: Any, timeout_s: float
+  ) -> Any:
     calls = http.Http(headers=self._headers, proxies=True)
     try:
-      return await calls.json("POST", url, self._timeout_s, body=body)
+      return await calls.json(method, url, timeout_s, body=body)
     finally:
       await calls.aclose()
 

@@ -5,9 +5,12 @@ scores the same tokens with the weights that were handed over. Two faults show:
 
 - the log-probs differ by more than a tolerance: the engine computes with other
   weights (an older version, half of a checkpoint, an old output head);
-- the weights of several hand-overs move the log-probs here by more than
-  rounding does, and the engine's answers stand still: nothing was loaded, even
-  where a step of the learner is smaller than the tolerance.
+- the weights of several hand-overs move the log-probs here by more than engine
+  and policy differed at first, and the engine repeats its own: nothing was
+  loaded, even where a step of the learner is smaller than the tolerance.
+
+The prompts are completed one at a time: an engine without new weights repeats
+itself almost to the bit only where its batches are the same too.
 
 Promises: the probe samples on the road that episodes take; every call has the
 client's deadline. Blocks its caller, so it runs on the hand-over's own thread.
@@ -38,8 +41,9 @@ SAMPLING = policy_client.SamplingParams(
 """Sampling of the probe. At temperature 2 log-probs still move where the policy
 has become certain, and a server that reports them before temperature shows."""
 
-_MOVED = 0.1
-"""Part of the tolerance above which a movement is more than rounding."""
+_STILL = 0.1
+"""Part of the policy's movement below which the engine has not moved. Loaded
+weights move it by as much, or by its own rounding."""
 
 
 class ProbeMismatch(RuntimeError):
@@ -80,7 +84,7 @@ class Probe:
     self._prompts = list(prompts)
     self._score = score
     self._tolerance = tolerance
-    # Of the last hand-over that was seen to move the log-probs.
+    # Of the last hand-over that moved the log-probs by more than rounding.
     self._before: list[_Answer | None] = [None] * len(self._prompts)
 
   def check(self, params: Any) -> float:
@@ -118,7 +122,12 @@ class Probe:
     return worst
 
   def _check_moved(self, answers: Sequence[_Answer]) -> None:
-    """Raises ProbeMismatch where only the log-probs here have moved."""
+    """Raises ProbeMismatch where only the log-probs here have moved.
+
+    A movement is compared once it exceeds what engine and policy differed by
+    before it. Their difference now says nothing of rounding: in an engine that
+    stands still it is the movement itself.
+    """
     pairs = [
         (prompt, before, now)
         for prompt, before, now in zip(self._prompts, self._before, answers)
@@ -126,18 +135,14 @@ class Probe:
     ]
     moved = [True] * len(answers)  # Other tokens begin a new comparison.
     for prompt, before, now in pairs:
-      policy_step = now.policy - before.policy
-      engine_step = now.engine - before.engine
-      step = float(np.abs(policy_step).mean())
+      step = float(np.abs(now.policy - before.policy).mean())
+      engine_step = float(np.abs(now.engine - before.engine).mean())
       at = next(i for i, answer in enumerate(answers) if answer is now)
-      moved[at] = step > _MOVED * self._tolerance
-      if not moved[at]:
-        continue
-      if np.abs(engine_step).mean() < np.abs(engine_step - policy_step).mean():
+      moved[at] = step > float(np.abs(before.engine - before.policy).mean())
+      if moved[at] and engine_step < _STILL * step:
         raise ProbeMismatch(
             f"{self._quoted(prompt, now)}; the new weights move the latter by"
-            f" {step:.3g} nats a token, and the engine's by"
-            f" {float(np.abs(engine_step).mean()):.3g}"
+            f" {step:.3g} nats a token, and the engine's by {engine_step:.3g}"
         )
     self._before = [
         now if is_new or before is None else before

@@ -37,6 +37,7 @@ import asyncio
 import collections
 import dataclasses
 import hashlib
+import math
 import secrets
 from typing import Any, Awaitable, Callable, Mapping, Sequence
 
@@ -103,7 +104,8 @@ class OpenAIClient:
       image_store: where prompts' images are found.
       protocol: of the server: "tunix", "vllm" or "sglang".
       api_key: presented as a bearer token.
-      timeout_s: of a completion, all repetitions included.
+      timeout_s: of a completion, all repetitions included, and without what
+        `before_request` waits for.
       retries: of a request whose failure may be temporary. A full server (429)
         is asked until time is up.
       context_length: of a sequence, if known; `check` asks the server.
@@ -202,8 +204,8 @@ class OpenAIClient:
       # A repeated request must be the same, another call another one.
       sampling = dataclasses.replace(sampling, seed=secrets.randbelow(1 << 31))
     try:
-      async with asyncio.timeout(self._timeout_s):
-        return await self._generate(prompt, sampling, session)
+      async with asyncio.timeout(self._timeout_s) as clock:
+        return await self._generate(prompt, sampling, session, clock)
     except TimeoutError as error:
       raise TimeoutError(
           f"no completion from {self._root} within timeout_s="
@@ -276,6 +278,7 @@ class OpenAIClient:
       prompt: policy_client.TokenPrompt,
       sampling: policy_client.SamplingParams,
       session: str,
+      clock: asyncio.Timeout,
   ) -> policy_client.Completion:
     """Asks until the completion is whole."""
     parts: list[policy_client.Completion] = []
@@ -293,7 +296,7 @@ class OpenAIClient:
             f" {self.context_length}; shorten the history"
         )
       if self.before_request is not None:
-        await self.before_request()
+        await _without(clock, self.before_request())
       # Weights may change on the way: the older version is the safe one.
       version = self.version
       answer = await self._ask(at, _rest(sampling, done, len(parts)), session)
@@ -364,7 +367,7 @@ class OpenAIClient:
     if sampling.min_p:
       body["min_p"] = sampling.min_p
     for attempt in range(2):
-      name = await self._session(session)
+      name = await self._session(session, sampling)
       try:
         return remote_protocols.of_openai(
             await self._http.post(f"/sessions/{name}/v1/chat/completions", body)
@@ -376,11 +379,13 @@ class OpenAIClient:
           raise
     raise AssertionError("unreachable")
 
-  async def _session(self, session: str) -> str:
+  async def _session(
+      self, session: str, sampling: policy_client.SamplingParams
+  ) -> str:
     """The server's id of a session, which is started when it is new."""
     found = self._sessions.get(session)
     if found is None:
-      found = asyncio.ensure_future(self._start(session))
+      found = asyncio.ensure_future(self._start(session, sampling))
       self._sessions[session] = found
     try:
       return await asyncio.shield(found)
@@ -390,9 +395,20 @@ class OpenAIClient:
         del self._sessions[session]
       raise
 
-  async def _start(self, session: str) -> str:
+  async def _start(
+      self, session: str, sampling: policy_client.SamplingParams
+  ) -> str:
+    body = {
+        "task_id": session,
+        "sampling": {
+            field: getattr(sampling, field)
+            for field in ("temperature", "top_p", "top_k", "min_p")
+        },
+        # Trained on are the replies' own log-probs, whatever their sampling.
+        "other_sampling": "train",
+    }
     answer = await self._http.request(
-        "post", "/rl/start_session", {"task_id": session}, undo=self._unstart
+        "post", "/rl/start_session", body, undo=self._unstart
     )
     return _id_of(answer)
 
@@ -529,6 +545,17 @@ def _failed(started: asyncio.Future[str]) -> bool:
 def _id_of(answer: Any) -> str:
   """Session id in the answer to a start."""
   return remote_protocols.field(answer, "session_id", str)
+
+
+async def _without(clock: asyncio.Timeout, awaitable: Awaitable[None]) -> None:
+  """Awaits it while the clock stands still."""
+  loop = asyncio.get_running_loop()
+  left = (clock.when() or math.inf) - loop.time()
+  clock.reschedule(None)
+  try:
+    await awaitable
+  finally:
+    clock.reschedule(loop.time() + left)
 
 
 def _rest(

@@ -19,6 +19,7 @@ import asyncio
 import collections
 import concurrent.futures
 import dataclasses
+import math
 from typing import Any, Callable, Sequence
 
 from tunix.rl.multi_turn.clients import disk_weights
@@ -26,7 +27,10 @@ from tunix.rl.multi_turn.clients import openai_client
 from tunix.rl.multi_turn.core import policy_client
 
 _CERTAIN = 1e-3
-"""Most that a log-prob of the only token left by truncation differs from 0."""
+"""Most that a log-prob of the only token left by truncation differs from 0, or
+from that of several tokens that are equally likely."""
+_TIES = 4
+"""Most tokens that are taken to be equally likely."""
 
 _FLAGS = (
     ("scale-out", "start vLLM with --enable-scale-out"),
@@ -92,6 +96,7 @@ class RemoteEngine:
         prompt, sampling, session=session
     )
     self._check_weights()
+    self._check_versions(completion)
     self._counts["decode_tokens"] += len(completion.tokens)
     self._counts["prompt_tokens"] += len(prompt)
     return completion
@@ -110,6 +115,16 @@ class RemoteEngine:
     if (failure := self._weights.failure) is not None:
       raise openai_client.RemoteError(
           f"the engine is not sampled from after a failed hand-over: {failure}"
+      )
+
+  def _check_versions(self, completion: policy_client.Completion) -> None:
+    newest = int(completion.versions.max(initial=-1))
+    own = self._weights.version
+    if 0 <= own < newest and self._weights.loading is None:
+      raise openai_client.RemoteError(
+          f"the server answered with weights of version {newest}, and this run"
+          f" has handed over version {own} last: another run gives it weights;"
+          " give each run a server of its own (external.url)"
       )
 
   # --- what a run asks of an engine ------------------------------------------
@@ -144,6 +159,10 @@ class RemoteEngine:
       client = self._make_client()  # Connections belong to a loop.
       try:
         self._check_context(await client.check())
+        try:
+          await asyncio.to_thread(self._weights.wake)
+        except disk_weights.HandOverError as error:
+          raise openai_client.RemoteError(str(error)) from error
         for prompt in self._prompts():
           await self._ask(client, prompt)
       finally:
@@ -176,7 +195,7 @@ class RemoteEngine:
           await client.generate(prompt, sampling, session="warm-up")
           for sampling in (short, dataclasses.replace(short, top_k=1))
       ]
-    except ValueError as error:
+    except (policy_client.ContextLimitError, ValueError) as error:
       fixes = [fix for sign, fix in _FLAGS if sign in str(error).lower()]
       fix = fixes[0].format(images=images) if fixes else (
           "start the server by the command that `python -m"
@@ -191,7 +210,12 @@ class RemoteEngine:
             " token ids and log-probs (vLLM 0.32, SGLang)"
         )
     least = float(answers[1].logprobs.min(initial=0.0))
-    if client.protocol == "vllm" and least < -_CERTAIN:
+    # Tokens that tie with the likeliest are left beside it.
+    certain = all(
+        any(abs(value + math.log(k)) <= _CERTAIN for k in range(1, _TIES + 1))
+        for value in answers[1].logprobs.tolist()
+    )
+    if client.protocol == "vllm" and not certain:
       raise ValueError(
           f"{first}: with top_k=1 the one token that can be sampled has the"
           f" log-prob {least:.3g}, not 0: log-probs are not those of the"
@@ -210,6 +234,5 @@ class RemoteEngine:
 
   def close(self, timeout_s: float = 30.0) -> None:
     """Ends handing over. Idempotent."""
-    del timeout_s  # Every call of it has a deadline of its own.
     self._closed = True
-    self._weights.close()
+    self._weights.close(timeout_s)

@@ -53,8 +53,11 @@ class ExternalConfig:
       doc="Versions of the weights left on the disk, the newest.",
       ge=1,
   )
-  dtype: Literal["float32", "bfloat16", "float16"] = setting(
-      default="float32", doc="Type of the weights as they are written."
+  dtype: Literal["", "float32", "bfloat16", "float16"] = setting(
+      default="",
+      doc="Type of the weights as they are written; the server's --dtype."
+      ' "" = the type in config.json of policy.name, which the printed command'
+      " starts vLLM with; float32 where it has none.",
   )
   load_timeout_s: float = setting(
       default=600.0,

@@ -45,6 +45,26 @@ _HOST = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*"
                    r"[a-z0-9])?)*")  # pyformat: disable
 
 
+def config_of(directory: str) -> dict[str, Any] | None:
+  """The policy's config.json; None where there is no directory of one."""
+  file = pathlib.Path(directory).expanduser() / "config.json"
+  if not file.is_file():
+    return None
+  try:
+    return json.loads(file.read_text(encoding="utf-8"))
+  except ValueError as error:
+    raise ValueError(f"{file} is not JSON: {error}") from None
+
+
+def stored_dtype(config: Mapping[str, Any]) -> str:
+  """Type of a policy's files by its config.json; "" where it has none."""
+  for part in (config, config.get("text_config") or {}):
+    for key in ("dtype", "torch_dtype"):
+      if part.get(key) in DTYPES:
+        return part[key]
+  return ""
+
+
 @dataclasses.dataclass(frozen=True)
 class VllmLaunch:
   """A vLLM server for computer use.
@@ -305,22 +325,12 @@ class VllmLaunch:
       )
 
   def _config(self) -> dict[str, Any] | None:
-    """The policy's config.json; None where `model` is no directory of one."""
-    file = pathlib.Path(self.model) / "config.json"
-    if not file.is_file():
-      return None
-    try:
-      return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-      raise ValueError(f"{file} is not JSON: {error}") from None
+    return config_of(self.model)
 
   def _stored_dtype(self) -> str:
     """Type of the policy's files, as its config.json says."""
-    config = self._config() or {}
-    for part in (config, config.get("text_config") or {}):
-      for key in ("dtype", "torch_dtype"):
-        if part.get(key) in DTYPES:
-          return part[key]
+    if stored := stored_dtype(self._config() or {}):
+      return stored
     raise ValueError(
         f"dtype='': no config.json in {self.model} says the type of its"
         " weights, and vLLM would round float32; set dtype to one of"

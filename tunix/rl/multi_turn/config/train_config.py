@@ -126,6 +126,7 @@ class TrainConfig:
     return (
         self.collects
         and self.engine.weights == "same"
+        and self.rollout.other_sampling != "train"
         and (not truncated or self.algorithm.keep_sampling_mask)
     )
 

@@ -4,7 +4,8 @@
     logprobs = score(state, sequences)
 
 What the learner computes with, at a shape of its own: `logprobs.batch_scores`
-on packed rows, one program for all calls.
+on packed rows, one program for all calls. Its matrix products have the full
+precision of their type, also on accelerators whose default is less.
 
 Does not: train, keep weights, or serve two callers at a time.
 """
@@ -30,6 +31,8 @@ from tunix.rl.multi_turn.learner import program
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import parts
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import lora
+from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import sharding
 
 _BITS = {"bfloat16": (8, 7), "float16": (5, 10)}
@@ -48,6 +51,7 @@ class Scorer:
       row_length: int,
       temperature: float = 1.0,
       stored: str = "float32",
+      merged: bool = False,
   ):
     """Args:
 
@@ -57,6 +61,8 @@ class Scorer:
       row_length: Tokens of the longest sequence.
       temperature: Temperature that the tokens were sampled at.
       stored: Type to which weights are rounded first.
+      merged: Whether an adapter is added to the weights before that, as
+        `disk_weights.policy_saver` does.
     """
     mesh = getattr(model, "mesh", None)
     split = update.SplitModel(model)  # type: ignore[arg-type]
@@ -82,7 +88,7 @@ class Scorer:
     banned = logprobs.banned_mask(
         about.vocab_size, tuple(about.banned_token_ids)
     )
-    graphdef = nnx.split(model)[0]  # type: ignore[type-var]
+    self._merged = merged
 
     def rounded(value: jax.Array) -> jax.Array:
       bits = _BITS.get(stored)
@@ -90,14 +96,17 @@ class Scorer:
         return value
       return lax.reduce_precision(value, *bits)
 
-    def score(state: nnx.State, batch: batching.Batch) -> jax.Array:
-      scores, _ = logprobs.batch_scores(
-          nnx.merge(graphdef, jax.tree.map(rounded, state)),
-          batch,
-          temperature=temperature,
-          banned_V=banned,
-          chunk=config.logit_chunk,
-      )
+    def score(
+        graphdef: Any, state: nnx.State, batch: batching.Batch
+    ) -> jax.Array:
+      with jax.default_matmul_precision("highest"):
+        scores, _ = logprobs.batch_scores(
+            nnx.merge(graphdef, jax.tree.map(rounded, state)),
+            batch,
+            temperature=temperature,
+            banned_V=banned,
+            chunk=config.logit_chunk,
+        )
       return scores.logprobs
 
     self._score = program.Program(jax.jit(score))
@@ -114,11 +123,15 @@ class Scorer:
     state = nnx.state(params) if isinstance(params, nnx.Module) else params
     model: Any = nnx.clone(self._model)  # type: ignore[type-var]
     nnx.update(model, state)
+    if self._merged and isinstance(model, qwen_text.QwenText):
+      if lora.has_adapter(model):
+        lora.merge(model)
     examples = example_lib.from_sequences(sequences)
     packed = self._minibatches.pack(examples, np.ones(len(examples)))
     scores = [np.zeros(s.num_sampled, np.float32) for s in sequences]
+    graphdef, weights = nnx.split(model)
     for batch in packed.batches:
-      values = sharding.local_rows(self._score(nnx.state(model), batch))
+      values = sharding.local_rows(self._score(graphdef, weights, batch))
       mask = sharding.local_rows(batch.mask)
       number = sharding.local_rows(batch.sequences)
       for i in np.unique(number[mask]):

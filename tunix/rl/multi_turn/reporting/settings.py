@@ -219,10 +219,12 @@ class WatchdogConfig:
   )
   gap_limit: float = _setting(
       default=0.01,
-      doc="logprob_gap: the KL of learner and sampler is above this in an"
-      " update of staleness 0 with one optimizer step. Not watched where the"
-      " two differ by design: recorded episodes, int8 weights in the engine,"
-      " truncated sampling without algorithm.keep_sampling_mask. 0 = never"
+      doc="logprob_gap: the KL of learner and sampler is above this in three"
+      " updates in a row, of those with staleness 0, one optimizer step and no"
+      " mixed_kv_tokens. Not watched where the two differ by design: recorded"
+      " episodes, int8 weights in the engine, weights narrower than float32 in"
+      " an external one, truncated sampling without"
+      " algorithm.keep_sampling_mask, rollout.other_sampling=train. 0 = never"
       " watched.",
       unit="nats",
       ge=0,

@@ -14,6 +14,7 @@ from tunix.rl.multi_turn.clients import disk_weights
 from tunix.rl.multi_turn.clients import hand_over_probe
 from tunix.rl.multi_turn.clients import openai_client
 from tunix.rl.multi_turn.clients import remote_engine
+from tunix.rl.multi_turn.clients import vllm
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.environments import spec as environment_spec
@@ -21,6 +22,19 @@ from tunix.rl.multi_turn.learner import scorer
 
 ADAPTER = "-adapter"
 """Suffix of the served model's name: the adapter that a run trains on it."""
+
+
+def weights_dtype(config: config_lib.TrainConfig) -> str:
+  """Type of the engine's weights: `external.dtype` with "" resolved.
+
+  Raises:
+    ConfigError: The policy's config.json is damaged.
+  """
+  try:
+    stored = vllm.stored_dtype(vllm.config_of(config.policy.name) or {})
+  except ValueError as error:
+    raise config_lib.ConfigError([f"policy.name: {error}"]) from None
+  return config.external.dtype or stored or "float32"
 
 
 def make_engine(
@@ -46,6 +60,7 @@ def make_engine(
   url = external.url.rstrip("/")
   directory = external.weights_dir or str(config.run_dir / "weights")
   timeout_s = external.load_timeout_s
+  dtype = weights_dtype(config)
   # Of the server, as its own command sets it.
   key = os.environ.get("VLLM_API_KEY", "")
 
@@ -81,7 +96,7 @@ def make_engine(
       save = disk_weights.policy_saver(
           policy.model,
           tokenizer,
-          external.dtype,
+          dtype,
           untied=external.protocol == "vllm",
       )
     given: dict[str, Any] = dict(api_key=key, timeout_s=timeout_s)
@@ -93,7 +108,7 @@ def make_engine(
     else:
       engine = disk_weights.SglangEngine(url, **given)
     probe = _make_probe(
-        config, policy, image_store, model, make_adapter_client
+        config, policy, image_store, model, make_adapter_client, dtype
     )
     return remote_engine.RemoteEngine(
         make_client,
@@ -123,16 +138,18 @@ def _make_probe(
     image_store: images_lib.ImageStore,
     model: Any,
     make_client: Any,
+    dtype: str,
 ) -> hand_over_probe.Probe:
   """Makes the comparison of engine and policy after each hand-over."""
   external = config.external
   sampled = hand_over_probe.SAMPLING.max_new_tokens
   prompts = first_prompts(config, policy, image_store)[:2]
   longest = max(len(prompt) for prompt in prompts) + sampled
+  adapted = external.transfer == "adapter"
   wide = all(
-      dtype == "float32"
-      for dtype in (
-          external.dtype,
+      kind == "float32"
+      for kind in (
+          dtype,
           getattr(model.config, "param_dtype", "float32"),
           getattr(model.config, "compute_dtype", "float32"),
       )
@@ -146,10 +163,9 @@ def _make_probe(
           image_store,
           row_length=-(-longest // 128) * 128,
           temperature=hand_over_probe.SAMPLING.temperature,
-          # Adapters are not rounded.
-          stored="float32"
-          if external.transfer == "adapter"
-          else external.dtype,
+          # An adapter on its own is not rounded.
+          stored="float32" if adapted else dtype,
+          merged=not adapted,
       ),
       external.probe_tolerance or (1e-3 if wide else 0.1),
   )

@@ -39,6 +39,7 @@ from tunix.rl.multi_turn.reporting import watchdog as watchdog_lib
 from tunix.rl.multi_turn.run import disk_full
 from tunix.rl.multi_turn.run import dry_run
 from tunix.rl.multi_turn.run import episodes
+from tunix.rl.multi_turn.run import external_engine
 from tunix.rl.multi_turn.run import learner_ahead
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import models
@@ -187,7 +188,10 @@ class Run:
       self.recorded = sources.make_groups(self)
     self.observers = events.Observers()
     watched = config.watchdog
-    if not config.samples_exactly:
+    rounds = config.rollout.via == "external" and (
+        external_engine.weights_dtype(config) != "float32"
+    )
+    if rounds or not config.samples_exactly:
       watched = dataclasses.replace(watched, gap_limit=0.0)
     self.watchdog = watchdog_lib.Watchdog(watched, self.observers.on_event)
     self.counts = reporting.RunCounts(config.collect.parts)
