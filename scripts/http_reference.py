@@ -162,7 +162,8 @@ SERVING_ANSWERS = {
     "completions": SAMPLED.format("OpenAI"),
     "responses": SAMPLED.format("OpenAI"),
     "messages": SAMPLED.format("Anthropic"),
-    "rl/start_session": "`session_id`, `api_key`, `base_url`",
+    "rl/start_session": "`session_id`, `api_key`, `base_url`, `sampling`,"
+    " `other_sampling`",
     "rl/set_reward": "`message`",
     "rl/end_session": "`message`",
     "export_trajectories": "`interactions`, by id",

@@ -4,6 +4,7 @@ The loops, queues and processes are the run's own; the learner only keeps what
 it is given.
 """
 
+import queue
 import threading
 import time
 import types
@@ -11,6 +12,7 @@ import types
 import peer_threads
 import pytest
 import queue_groups
+from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.learner import loop as loop_lib
 from tunix.rl.queue import group_queue
 
@@ -185,6 +187,91 @@ def test_those_whose_queues_are_closed_wait_for_a_late_one():
     return learner.learned
 
   assert peer_threads.run_all(2, work) == [[["a0", "a1"]], [[]]]
+
+
+def test_a_process_that_waits_for_ever_is_starved_though_others_ended():
+  """Its deadline does not begin again with each round of waiting."""
+
+  def work(peers):
+    queue = group_queue.GroupQueue(2)
+    if peers.index:
+      queue.close()
+    loop = loop_lib.LearnerLoop(
+        Learner(), queue, lambda *_: None, wait_timeout_s=0.5,
+        processes=peers, share_timeout_s=0.1,
+    )  # pyformat: disable
+    stop = threading.Event()
+    threading.Timer(10, stop.set).start()
+    with pytest.raises((loop_lib.StarvedError, peers_lib.PeerError)) as error:
+      loop.step(stop)
+    return str(error.value)
+
+  for text in peer_threads.run_all(2, work):
+    assert "no 2 groups came within 0.5 s" in text
+
+
+def test_a_stop_of_a_process_whose_queue_is_closed_ends_the_wait_of_all():
+  def work(peers):
+    stop = threading.Event()
+    queue = group_queue.GroupQueue(2)
+    if peers.index:
+      queue.close()
+      threading.Timer(0.4, stop.set).start()
+    loop = loop_lib.LearnerLoop(
+        Learner(), queue, lambda *_: None, wait_timeout_s=10,
+        processes=peers, share_timeout_s=0.1,
+    )  # pyformat: disable
+    return loop.step(stop)
+
+  assert peer_threads.run_all(2, work) == [None, None]
+
+
+class SlowQueue(group_queue.GroupQueue):
+  """Lets every second wait for the last groups end without one."""
+
+  calls = 0
+
+  def get_batch(self, n=None, timeout=None):
+    if n == 1:
+      self.calls += 1
+      if self.calls % 2 == 0:
+        raise queue.Empty
+    return super().get_batch(n, timeout)
+
+
+def test_a_wait_for_the_last_groups_loses_none():
+  groups = SlowQueue(3)
+  for name in ("a0", "a1"):
+    groups.put(queue_groups.group(name))
+  groups.close()
+  learner = Learner()
+  learner.groups_per_step = 3
+  loop = loop_lib.LearnerLoop(
+      learner, groups, lambda *_: None, wait_timeout_s=10
+  )
+  loop.step()
+  assert learner.learned == [["a0", "a1"]]
+
+
+class ClosingQueue(group_queue.GroupQueue):
+  """Loses its only group as too old, and is closed, once it is asked for."""
+
+  def qsize(self):
+    size = super().qsize()
+    if size:
+      self.set_version(5)
+      self.close()
+    return size
+
+
+def test_what_is_there_may_be_gone_when_it_is_taken():
+  groups = ClosingQueue(2)
+  groups.put(queue_groups.group("a0"))
+  loop = loop_lib.LearnerLoop(
+      Learner(), groups, lambda *_: None, wait_timeout_s=10
+  )
+  loop._take_ready()
+  assert loop._kept == []
 
 
 def test_a_stop_ends_the_wait_of_all():

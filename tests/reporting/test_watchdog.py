@@ -210,10 +210,48 @@ def test_first_episodes_that_are_all_invalid_end_a_run_with_their_cause():
     dog.on_event(events.EpisodeFinished(one, "g", "t", split=split))
   dog.check()
   dog.on_event(events.EpisodeFinished(limit, "g", "t"))
+  assert [fault.kind for fault in faults] == ["invalid"]
   with pytest.raises(watchdog.RunStopped, match="3 of them by context_limit: "
                      "ContextLimit: 837 tokens, 512 fit"):
     dog.check()
   assert [fault.kind for fault in faults] == ["invalid"]
+
+
+def _group(*members):
+  return trajectory.TrajectoryGroup("g", "t", members)
+
+
+def test_first_episodes_end_a_run_once_retries_have_failed_too():
+  """An environment's server that comes up late has time to."""
+  broken = _ended(STATUS.ENV_ERROR, "no server")
+  requeued = events.GroupFinished(_group(broken), "requeued", "none is valid")
+  dropped = events.GroupFinished(_group(broken), "dropped", "none is valid")
+
+  def dog_after(*last):
+    dog = watchdog.Watchdog(
+        settings.WatchdogConfig(invalid_episodes=4), [].append
+    )
+    first = [events.EpisodeFinished(broken, "g", "t")] * 9
+    for event in (*first, requeued, *last):
+      dog.on_event(event)
+    return dog
+
+  dog_after().check()
+  played = events.EpisodeFinished(_ended(STATUS.FAILED, turns=1), "g", "t")
+  dog_after(played, dropped).check()
+  with pytest.raises(watchdog.RunStopped, match="first 9 .*: no server"):
+    dog_after(dropped).check()
+
+
+def test_first_episodes_without_a_token_to_train_on_end_a_run():
+  masked = _ended(STATUS.FAILED, turns=1)
+  masked.metrics["untrained_tokens"] = 7
+  rules = watchdog.Rules(settings.WatchdogConfig(invalid_episodes=2))
+  for split in ("eval", "train", "train"):
+    assert not rules.first_episode(masked, split)
+  (finding,) = rules.given_up()
+  assert "first 2 episodes" in finding.message
+  assert "see rollout.other_sampling" in finding.message
 
 
 @pytest.mark.parametrize("status", ["max_turns", "context_limit"])

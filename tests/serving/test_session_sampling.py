@@ -160,6 +160,26 @@ def test_a_screenshots_turn_is_masked_too_and_counted(running):
   assert running.app._service.tokens["untrained"] - before == sampled
 
 
+def test_an_export_of_which_nothing_is_trainable_is_an_error_in_the_log(
+    running, caplog
+):
+  session, client = opened(running, sampling={"temperature": 0.7})
+  assert session["sampling"]["temperature"] == 0.7
+  assert session["other_sampling"] == "mask"
+  export(running, session)
+  ask(client, GO, temperature=0)
+  logged = lambda: [r for r in caplog.records if r.levelname == "ERROR"]
+  assert not logged()
+  export(running, session)
+  (record,) = logged()
+  assert "none of its sampled tokens is trainable: temperature=0, not" in (
+      record.getMessage()
+  )
+  ask(client, GO)
+  export(running, session)
+  assert len(logged()) == 1
+
+
 def test_what_ends_a_turn_does_not_change_its_distribution(running):
   session, client = opened(running)
   ask(client, GO, stop=["zq"], max_tokens=3, extra_body={"top_k": -1})

@@ -7,11 +7,13 @@ import threading
 
 import collector_fakes as fakes
 import loop_cases as cases
+import numpy as np
 import pytest
 from tunix.rl.multi_turn import trajectory_collector as tc
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
+from tunix.rl.multi_turn.learner import examples
 from tunix.rl.queue import group_queue
 from tunix.rl.queue import group_store
 
@@ -375,6 +377,43 @@ def test_groups_with_enough_valid_members_are_kept():
   group = queue.get(timeout=0)
   assert len(group) == 4 and len(group.valid) == 2
   assert group.attempt == 0
+
+
+def test_a_masked_episode_counts_in_a_group_that_has_another():
+  def group(*members):
+    return trajectory_lib.TrajectoryGroup("g", "t", members)
+
+  def ended(reward, trained):
+    mask = (np.arange(4) > 1) & trained
+    one = trajectory_lib.TokenSequence(
+        np.arange(4), mask, np.zeros(4), np.where(mask, 0, -1), np.zeros(4)
+    )
+    metrics = {} if trained else {"untrained_tokens": 2}
+    return trajectory_lib.Trajectory(
+        reward=reward, status=Status.FAILED,
+        sequences=[one], metrics=metrics,
+    )  # pyformat: disable
+
+  mixed = group(ended(0.0, False), ended(1.0, True))
+  assert mixed.rewards == (0.0, 1.0) and mixed.varies
+  values = {m.trajectory_id: np.ones(1, np.float32) for m in mixed}
+  (rows,), stats = examples.from_advantages([mixed], values)
+  assert [e.trajectory_id for e in rows] == [
+      mixed.trajectories[1].trajectory_id
+  ]
+  assert stats.valid == 2 and stats.reward_mean == 0.5
+  left_out = examples.left_out([mixed], [])
+  assert list(left_out.values()) == [("untrained",), ("",)]
+  masked = group(ended(0.0, False), ended(1.0, False))
+  assert masked.valid == ()
+  loop = tc.CollectLoop(
+      cases.make_collector(), iter([]), group_queue.GroupQueue(1)
+  )
+  assert loop._refusal(mixed) is None
+  assert loop._refusal(masked) == (
+      "0 of 2 episodes are valid, 2 are needed; 4 sampled tokens are not"
+      " trained on; see rollout.other_sampling"
+  )
 
 
 def test_a_world_in_which_nothing_works_is_reported():

@@ -201,6 +201,9 @@ class TestXml:
       ({"$ref": "#/$defs/Loop"}, "4", "4"),
       ({"$ref": "#/nowhere"}, "4", "4"),
       ({"description": "no type"}, "4", "4"),
+      ({"type": "string", "enum": None}, "4", "4"),
+      ({"type": ["integer", {"type": "null"}]}, "4", 4),
+      ({"type": None, "anyOf": None, "enum": [3]}, "4", 4),
     ],
   )
   def test_values_have_the_declared_types(self, schema, text, value):

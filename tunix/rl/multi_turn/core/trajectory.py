@@ -257,6 +257,17 @@ class Trajectory:
     return sum(s.num_sampled for s in self.sequences)
 
   @property
+  def untrained_tokens(self) -> int:
+    """Tokens sampled from another distribution than the run's: not trained on.
+    """
+    return int(self.metrics.get("untrained_tokens", 0))
+
+  @property
+  def has_loss(self) -> bool:
+    """Whether a token is in the loss, or was until it was too old."""
+    return self.num_sampled + self.stale_tokens > 0
+
+  @property
   def reward_magnitude(self) -> float:
     """Sum of the turns' absolute rewards: `reward` is exact relative to it."""
     turns = math.fsum(abs(float(step.reward)) for step in self.steps)
@@ -266,10 +277,11 @@ class Trajectory:
   def is_trainable(self) -> bool:
     """The policy decided the outcome, and sampled at least one token.
 
-    Also where all its tokens are stale: its reward still counts in its group.
+    Also where all its tokens are stale, or of another distribution: its reward
+    still counts in its group.
     """
-    sampled = self.num_sampled + self.stale_tokens
-    return self.status.is_policy_outcome and sampled > 0
+    sampled = self.has_loss or self.untrained_tokens > 0
+    return self.status.is_policy_outcome and sampled
 
   @property
   def versions(self) -> tuple[int, int] | None:
@@ -419,7 +431,9 @@ class TrajectoryGroup:
 
   @property
   def valid(self) -> tuple[Trajectory, ...]:
-    return tuple(t for t in self.trajectories if t.is_trainable)
+    """The members that count; none where no token of theirs has a loss."""
+    members = tuple(t for t in self.trajectories if t.is_trainable)
+    return members if any(t.has_loss for t in members) else ()
 
   @property
   def oldest_version(self) -> int:

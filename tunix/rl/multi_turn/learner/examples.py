@@ -331,7 +331,7 @@ def from_advantages(
       values = per_episode[member.trajectory_id]
       truncated = was_truncated(member)
       for i, sequence in enumerate(member.sequences):
-        if sequence.num_sampled:  # Else its tokens are stale.
+        if sequence.num_sampled:  # Else its tokens are stale or untrained.
           streams: Mapping[str, np.ndarray] = {}
           if tokens is None:
             values_T = values[sequence.turn_ids]
@@ -379,11 +379,12 @@ def from_advantages(
 
 
 INVALID, ZERO_ADVANTAGE, TOO_LONG = "invalid", "zero_advantage", "too_long"
-TRUNCATED, STALE = "truncated", "stale"
+TRUNCATED, STALE, UNTRAINED = "truncated", "stale", "untrained"
 """Reasons to leave sampled tokens out of an update: infrastructure ended their
 episode; no token of their sequence has an advantage; their sequence is longer
 than a row of the batch; a limit ended their episode, and the algorithm filters
-such episodes; the queue took all tokens of the turn out for their age."""
+such episodes; the queue took all tokens of the turn out for their age; the turn
+was sampled from another distribution than the run's."""
 
 
 def left_out(
@@ -405,9 +406,11 @@ def left_out(
       reason = "" if id(member) in valid else INVALID
       turns = len(turn_rewards(member))
       found[member.trajectory_id] = [reason] * turns
-      if member.stale_tokens and not reason:
+      masked = member.stale_tokens or member.untrained_tokens
+      if masked and not reason:
+        why = STALE if member.stale_tokens else UNTRAINED
         found[member.trajectory_id] = [
-            "" if tokens else STALE for tokens in turn_tokens(member, turns)
+            "" if tokens else why for tokens in turn_tokens(member, turns)
         ]
   for example, reason in skipped:
     sequence = example.sequence

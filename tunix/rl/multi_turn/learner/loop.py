@@ -138,8 +138,9 @@ class LearnerLoop:
         arrived, but before the next ones are published. For an engine that
         serves requests sent after `publish` returns with these weights or
         newer ones, as the rollout engine in the process does.
-      wait_timeout_s: longest wait for one step's groups, in seconds, or for
-        those that replace some; None waits until the queue closes or fails.
+      wait_timeout_s: longest wait for a step's next groups, in seconds,
+        however many times other processes are asked meanwhile; None waits
+        until the queue closes or fails.
       publish_timeout_s: longest wait for published weights to arrive.
       processes: that learn together, each from a queue of its own.
       share_timeout_s: longest wait for this process's share of a step's groups
@@ -185,6 +186,7 @@ class LearnerLoop:
     self._kept: list[trajectory.TrajectoryGroup] = []  # Of the step to come.
     self._replaced = 0
     self._closed: admission.QueueClosed | None = None
+    self._deadline: float | None = None  # Of the groups that come next.
     self._before: set[int] = set()
     self._replaceable = (
         learner.config.dynamic_sampling
@@ -383,6 +385,7 @@ class LearnerLoop:
     skip = seconds is not None and self._skips > 0
     self._skips = max(0, self._skips - 1)
     out = False  # Has given what it had, and is dealt nothing more.
+    self._restart_deadline()
     while True:
       wait = 0.0 if skip or out else seconds
       states = self._processes.together(
@@ -418,6 +421,8 @@ class LearnerLoop:
       elif mine in taking:
         more = len(range(taking.index(mine), short, len(taking)))
         self._wanted += more
+        if more:
+          self._restart_deadline()
         assert self._gated is not None
         self._gated.refund(more)
 
@@ -428,8 +433,8 @@ class LearnerLoop:
     while missing > 0 and self._gated.qsize():
       try:
         self._kept += self._gated.get_batch(1, timeout=0.0)
-      except std_queue.Empty:  # In admission order, others are awaited.
-        return
+      except (std_queue.Empty, admission.QueueClosed):
+        return  # In admission order others are awaited; or it ended just now.
       missing -= 1
 
   def _give_up(self, missing: int) -> None:
@@ -459,13 +464,14 @@ class LearnerLoop:
         if stop is not None and stop.is_set():
           return _STOPPED
         self._closed = closed
-        groups = self._take_rest(count)
-        if not groups:
+        groups = self._take_rest(count, stop)
+        if groups == []:
           self._wanted = len(self._kept)
           break
       if groups is None:
         stopped = stop is not None and stop.is_set()
         return _STOPPED if stopped else _LATE
+      self._restart_deadline()
       flat = [g for g in groups if not (g.varies or self._lends_to(g))]
       flat = flat[: self._replaceable - self._replaced]
       replaced = {id(g) for g in flat}
@@ -479,17 +485,42 @@ class LearnerLoop:
                 group, "dropped", "all its episodes got the same reward"
             )
         )
-    return _READY if self._kept or self._closed is None else _CLOSED
+    if self._closed is None:
+      return _READY
+    if stop is not None and stop.is_set():
+      return _STOPPED
+    return _READY if self._kept else _CLOSED
 
-  def _take_rest(self, most: int) -> list[trajectory.TrajectoryGroup]:
-    """Up to `most` groups that the closed queue still holds."""
+  def _take_rest(
+      self, most: int, stop: threading.Event | None
+  ) -> list[trajectory.TrajectoryGroup] | None:
+    """Takes up to `most` groups of the closed queue; None when stopped.
+
+    Waits for a group that is still being written to the queue's store.
+    """
+    while len(self._pending) < most and self._gated is not None:
+      try:
+        self._pending += self._gated.get_batch(1, timeout=_POLL_S)
+      except admission.QueueClosed:
+        break
+      except std_queue.Empty:
+        if stop is not None and stop.is_set():
+          return None
+        self._check_deadline(most)
     groups, self._pending = self._pending, []
-    try:
-      while len(groups) < most and self._gated is not None:
-        groups += self._gated.get_batch(1, timeout=_POLL_S)
-    except admission.QueueClosed:
-      pass
     return groups
+
+  def _restart_deadline(self) -> None:
+    if self._wait_timeout_s is not None:
+      self._deadline = time.monotonic() + self._wait_timeout_s
+
+  def _check_deadline(self, count: int) -> None:
+    if self._deadline is not None and time.monotonic() > self._deadline:
+      raise StarvedError(
+          f"no {count} groups came within"
+          f" {self._wait_timeout_s:g} s (ready: {self._queue.qsize()}); are"
+          " episodes failing? See the counts of faults"
+      )
 
   def _lends_to(self, group: trajectory.TrajectoryGroup) -> bool:
     """Whether a success would make the group vary."""
@@ -501,9 +532,6 @@ class LearnerLoop:
       self, count: int, stop: threading.Event | None, due: float | None
   ) -> list[trajectory.TrajectoryGroup] | None:
     """Exactly `count` groups; None when stopped, or at the time `due`."""
-    deadline = None
-    if self._wait_timeout_s is not None:
-      deadline = time.monotonic() + self._wait_timeout_s
     while True:
       try:
         if self._gated is not None:
@@ -518,14 +546,9 @@ class LearnerLoop:
         pass
       if stop is not None and stop.is_set():
         return None
+      self._check_deadline(count)
       if due is not None and time.monotonic() >= due:
         return None
-      if deadline is not None and time.monotonic() > deadline:
-        raise StarvedError(
-            f"no {count} groups came within"
-            f" {self._wait_timeout_s:g} s (ready: {self._queue.qsize()}); are"
-            " episodes failing? See the counts of faults"
-        )
 
 
 def _nothing() -> None:

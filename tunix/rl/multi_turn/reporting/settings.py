@@ -245,8 +245,10 @@ class WatchdogConfig:
   invalid_episodes: int = _setting(
       default=64,
       doc="invalid: the run ends where this many first episodes, evaluations"
-      " included, were all ended by infrastructure or before a turn, whatever"
-      " `stop` has. 0 = not watched.",
+      " included, were all ended by infrastructure or before a turn, or have"
+      " no token to train on, whatever `stop` has; in training not before the"
+      " retries of a group have failed too (collect.max_requeues). 0 = not"
+      " watched.",
       unit="episodes",
       ge=0,
   )

@@ -5,7 +5,8 @@ thresholds of `WatchdogConfig`. A rule that holds emits one `Fault` of stage
 "watchdog" with a diagnosis, and again only after it stopped holding in between.
 A rule in `stop` also ends the run: `check` raises. So does, always, `invalid`:
 the first episodes of a run, evaluations included, that all had no outcome of
-the policy, or no turn.
+the policy, no turn, or no token to train on; in training, once the retries of a
+group have failed too.
 
 Promises: an observer, so it returns at once and does not raise by itself; a
 metric that is absent is not judged.
@@ -79,6 +80,8 @@ class Rules:
     self._holding: set[str] = set()
     # Of the first episodes, while none is valid: (status, error) of each.
     self._invalid: list[tuple[str, str]] | None = []
+    # Whether one was of an evaluation, or of a group that was given up.
+    self._final = False
 
   def step(self, metrics: Metrics) -> list[Finding]:
     """Judges one learner step."""
@@ -108,19 +111,42 @@ class Rules:
       )
     return self._new(found, frozenset({"environments"}))
 
-  def first_episode(self, episode: trajectory.Trajectory) -> list[Finding]:
+  def first_episode(
+      self, episode: trajectory.Trajectory, split: str = "train"
+  ) -> list[Finding]:
     """Judges the end of one of the first episodes, evaluations included."""
     if self._invalid is None or not self._c.invalid_episodes:
       return []
     if episode.status is trajectory.TrajectoryStatus.CANCELLED:
       return []
-    played = episode.num_turns or episode.num_sampled or episode.stale_tokens
-    if episode.status.is_policy_outcome and played:
-      self._invalid = None
+    error = episode.error or ""
+    if episode.status.is_policy_outcome:
+      untrained = 0 if episode.has_loss else episode.untrained_tokens
+      if untrained and split != "train":
+        return []  # It is measured, and says nothing about training.
+      if not untrained and (episode.num_turns or episode.has_loss):
+        self._invalid = None
+        return []
+      if untrained:
+        error = (
+            "its sampled tokens are not trained on, as its requests asked for"
+            " another distribution than the run's; see rollout.other_sampling"
+        )
+    self._invalid.append((episode.status.value, error))
+    self._final = self._final or split != "train"
+    return self._all_invalid()
+
+  def given_up(self) -> list[Finding]:
+    """Judges the first episodes when a group's last attempt has failed."""
+    self._final = True
+    return self._all_invalid()
+
+  def _all_invalid(self) -> list[Finding]:
+    limit = self._c.invalid_episodes
+    if self._invalid is None or not limit or not self._final:
       return []
-    self._invalid.append((episode.status.value, episode.error or ""))
     number = len(self._invalid)
-    if number < self._c.invalid_episodes:
+    if number < limit:
       return []
     statuses = collections.Counter(status for status, _ in self._invalid)
     status, count = statuses.most_common(1)[0]
@@ -283,7 +309,9 @@ class Rules:
 class Watchdog:
   """Observer around `Rules`; see the module docstring."""
 
-  receives = (events.StepFinished, events.EpisodeFinished)
+  receives = (
+      events.StepFinished, events.EpisodeFinished, events.GroupFinished
+  )  # pyformat: disable
 
   def __init__(
       self,
@@ -319,13 +347,16 @@ class Watchdog:
         findings = self._rules.step(event.metrics)
       elif isinstance(event, events.EpisodeFinished):
         findings = [
-            *self._rules.first_episode(event.trajectory),
+            *self._rules.first_episode(event.trajectory, event.split),
             *(
                 self._rules.episode(event.trajectory.status)
                 if event.split == "train"
                 else ()
             ),
         ]
+      elif isinstance(event, events.GroupFinished):
+        dropped = event.outcome == "dropped"
+        findings = self._rules.given_up() if dropped else []
       else:
         return
     for finding in findings:

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Sequence
 
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
 from tunix.rl.multi_turn.serving import caches
 from tunix.rl.multi_turn.serving import interactions
 from tunix.rl.multi_turn.serving import requests
@@ -27,6 +28,7 @@ class Part:
     prompt: its tokens and images.
     pending: `asked`, where a session keeps the completions.
     sampling: of each completion, but for its seed.
+    parser: reads tool calls out of the completions; None leaves their text.
     untrained: why a session does not train on the completions; "" when it does.
     seed: of the first completion; None for fresh ones.
     first: number of its first choice among the answer's.
@@ -43,6 +45,7 @@ class Part:
   first: int
   ids: Sequence[str]
   names: Sequence[str] = ()
+  parser: parser_base.ToolParser | None = None
   untrained: str = ""
 
   def with_names(self, cache: caches.SessionCache | None) -> Part:

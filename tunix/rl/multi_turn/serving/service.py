@@ -322,6 +322,9 @@ class Service:
     seed = request.sampling.seed
     if seed is None and session is not None:
       seed = _seed_of(self._seed, session.id, turn)
+    parser = None
+    if request.parse_tools:
+      parser = self.policy.parser.for_tools(request.tools)
     first = number * request.n
     own = ids[first : first + request.n]
     return parts_lib.Part(
@@ -333,6 +336,7 @@ class Service:
         seed,
         first,
         own,
+        parser=parser,
         untrained=untrained,
     )
 
@@ -367,10 +371,7 @@ class Service:
       text = self.policy.renderer.decode(completion.tokens)
       stop = watch.string(text) if watch else None
       text = watch.cut(text) if watch else text
-      parser = None
-      if request.parse_tools:
-        parser = self.policy.parser.for_tools(request.tools)
-      choice = answers.make_choice(completion, text, parser, stop)
+      choice = answers.make_choice(completion, text, part.parser, stop)
       found.append(dataclasses.replace(choice, echoed=echoed))
     return found
 

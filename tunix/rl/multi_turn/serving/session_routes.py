@@ -16,6 +16,7 @@ import base64
 import collections
 import concurrent.futures
 import dataclasses
+import logging
 from typing import Annotated, Any, AsyncIterator, Callable, Iterator, Literal
 
 import numpy as np
@@ -33,6 +34,7 @@ Request = starlette_requests.Request
 Response = starlette_responses.Response
 Writer = Callable[[np.ndarray], bytes]
 
+_LOG = logging.getLogger(__name__)
 _LONGEST_NAME = 256  # Characters of a request's name.
 _AT_ONCE = 4096  # Numbers encoded in one call, which holds the GIL.
 _MAX_REWARD = 1e30
@@ -155,6 +157,8 @@ class SessionRoutes:
         "session_id": session.id,
         "api_key": session.key,
         "base_url": f"{base}/sessions/{session.id}/v1",
+        "sampling": session.sampling.fields,
+        "other_sampling": session.sampling.other,
     })
 
   async def grant_capacity(self, request: Request) -> Response:
@@ -187,6 +191,14 @@ class SessionRoutes:
     asked = bodies.parse(ExportBody, await self._read(request))
     self._check_own(request, asked.session_id)
     session = self._service.session(asked.session_id)
+    reasons = {i.untrained for i in session.interactions}
+    if reasons and "" not in reasons:
+      _LOG.error(
+          "session %s of task %r: none of its sampled tokens is trainable: %s;"
+          " leave these fields out of the requests, or name the sampling at the"
+          " session's start",
+          session.id, session.task_id, "; ".join(sorted(reasons)),
+      )  # pyformat: disable
     chosen = asked.arrays or self._arrays
     write = _tensor if chosen == "tensors" else _array
     if asked.drop:

@@ -4,8 +4,8 @@ A chat template without ids reads results by their place: the first result is
 the first call's. Clients send them as the tools end.
 
 Promises: afterwards the n-th result after an answer is that of its n-th call;
-every call before the end of the messages has one result, and every result a
-call. Messages between results stay where they are.
+every call before the end of the messages has one result, and every result after
+calls is that of one. Messages between results stay where they are.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ Message = dict[str, Any]
 def in_order(messages: Sequence[Message], field: str) -> list[Message]:
   """The messages, each answer's results in the order of its calls.
 
-  An answer without calls may have results without ids: its text may hold calls
-  that the client read itself. A lone call's result needs no id.
+  The results of an answer without calls stay as sent, whatever their ids: its
+  text may hold calls that the client read itself. A lone call's result needs no
+  id.
 
   Args:
     messages: In OpenAI's form.
@@ -50,13 +51,13 @@ def _matched(
 ) -> Sequence[Message]:
   """The results of calls with these ids, in their order."""
   ids = [result.get("tool_call_id") for result in results]
-  if not calls and not any(ids):
+  if not calls:
     return results
   if len(calls) == len(results) == 1 and None in (calls[0], ids[0]):
     return results
   if calls and not any(calls) and len(calls) == len(results):
     return results  # Calls without ids: by their place.
-  names = ", ".join(map(repr, calls)) or "none"
+  names = ", ".join(map(repr, calls))
   by_id = dict(zip(ids, results))
   for place, id_ in enumerate(ids):
     if id_ is None:

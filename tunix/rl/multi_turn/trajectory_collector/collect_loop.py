@@ -568,7 +568,14 @@ class CollectLoop:
       return None
     errors = [t.error for t in group if t.error]
     text = f"{valid} of {len(group)} episodes are valid, {wanted} are needed"
-    return f"{text}; e.g. {errors[-1]}" if errors else text
+    text = f"{text}; e.g. {errors[-1]}" if errors else text
+    untrained = sum(t.untrained_tokens for t in group)
+    if untrained:
+      text += (
+          f"; {untrained} sampled tokens are not trained on; see"
+          " rollout.other_sampling"
+      )
+    return text
 
   def _check_hope(self, group, reason: str) -> None:
     self._failed_in_row += 1

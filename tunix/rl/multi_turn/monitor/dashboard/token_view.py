@@ -25,6 +25,7 @@ REASONS = {
     "zero_advantage": "no token of the sequence has an advantage",
     "too_long": "the sequence is longer than learner.row_length",
     "stale": "its weights were older than queue.max_staleness",
+    "untrained": "it was sampled from another distribution than the run's",
     "truncated": "a limit ended the episode, and algorithm.filter_truncated",
     "group_dropped": "its group was dropped",
     "group_requeued": "its group was dropped and its task tried anew",

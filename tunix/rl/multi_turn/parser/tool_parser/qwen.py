@@ -246,8 +246,9 @@ def _kinds(spec: Any, root: Mapping[str, Any], depth: int) -> Iterator[str]:
   if not isinstance(spec, Mapping) or depth > _DEEPEST:
     return
   named = spec.get("type")
-  yield from [named] if isinstance(named, str) else named or ()
-  values = [*spec.get("enum", ())]
+  names = [named] if isinstance(named, str) else named or ()
+  yield from (name for name in names if isinstance(name, str))
+  values = [*(spec.get("enum") or ())]
   values += [spec["const"]] if "const" in spec else []
   for value in values:
     yield _JSON_TYPES.get(type(value), "string")
