@@ -13,6 +13,7 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.run import episodes as episodes_lib
 from tunix.rl.multi_turn.serving import image_proxy
@@ -436,7 +437,7 @@ def test_the_run_s_server_binds_another_address_when_told():
     name = f"http://127.0.0.1:{port}"
     refused = httpx.get(f"{name}/v1/models")
     assert refused.status_code == 401
-    started = paths.run(paths.proxy.connection.start("t"))
+    started = paths.run(paths.proxy.connection.start("t", policy_client.SamplingParams()))
     key = started["api_key"]
     mine = httpx.get(f"{name}/sessions/{key}/v1/models")
     assert mine.status_code == 200

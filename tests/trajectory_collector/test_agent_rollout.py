@@ -124,6 +124,7 @@ def test_the_service_of_this_package_and_its_own_generator_are_read(
         running.url, tasks, tokenizer, "--rollout-num-process", "4"
     )
     args.remote_engine_url = engine
+    args.start_options = {**args.start_options, "model": "adder"}
     buffer = agent_rollout.DataBuffer(args)
     found = _generate(args, 0, buffer)
   assert len(found) == 8
@@ -151,6 +152,7 @@ def test_generation_goes_on_while_the_trainer_trains(
         running.url, tasks, tokenizer, "--rollout-num-process", "4"
     )
     args.remote_engine_url = engine
+    args.start_options = {**args.start_options, "model": "adder"}
     buffer = agent_rollout.DataBuffer(args)
     assert len(_generate(args, 0, buffer)) == 8
     reads = running.stats()["reads"]

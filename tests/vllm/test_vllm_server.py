@@ -224,7 +224,7 @@ async def test_an_aborted_completion_continues(policy, server, scores):
   assert gap < GAP, gap
 
 
-async def wait_for(condition, timeout_s=60):
+async def wait_for(condition, timeout_s=300):
   async with asyncio.timeout(timeout_s):
     while not await asyncio.to_thread(condition):
       await asyncio.sleep(0.02)

@@ -291,6 +291,8 @@ def _prompts_of_file(
     with path.open(encoding="utf-8") as file:
       for number, line in enumerate(itertools.islice(file, _ROWS), 1):
         messages = json.loads(line)["prompt"] if line.strip() else None
+        if isinstance(messages, str):  # A text is one message of the user.
+          messages = [{"role": "user", "content": messages}]
         if messages:
           length = len(policy.renderer.render(messages))
           if length < shortest:
