@@ -21,9 +21,10 @@ with the policy's own. A mismatch repeats the hand-over once, then fails it.
 Promises: versions arrive in the order of publication; clients record a version
 only once all engines sample with it, so that a token's recorded version is
 never newer than its weights; an engine that was paused is resumed, also where
-loading failed (`wake` resumes one that a killed process left paused). Then `failure` is set, for it may hold half of the weights, and
-who samples from it must stop. Every call has a deadline. The newest `keep`
-versions stay on the disk, also after the run, until a later run on the same
+loading failed (`wake` resumes one that a killed process left paused). Then
+`failure` is set, for it may hold half of the weights, and who samples from it
+must stop. Every call has a deadline. The newest `keep` versions stay on the
+disk, also after the run, until a later run on the same
 machine has handed over weights of its own (`locked_dir`).
 
 Does not start engines. Needs httpx.
