@@ -437,7 +437,9 @@ def test_the_run_s_server_binds_another_address_when_told():
     name = f"http://127.0.0.1:{port}"
     refused = httpx.get(f"{name}/v1/models")
     assert refused.status_code == 401
-    started = paths.run(paths.proxy.connection.start("t", policy_client.SamplingParams()))
+    started = paths.run(
+        paths.proxy.connection.start("t", policy_client.SamplingParams())
+    )
     key = started["api_key"]
     mine = httpx.get(f"{name}/sessions/{key}/v1/models")
     assert mine.status_code == 200

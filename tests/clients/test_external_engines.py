@@ -8,9 +8,11 @@ import contextlib
 import dataclasses
 import json
 import threading
+import time
 
 import fake_engines
 from flax import nnx
+import httpx
 import numpy as np
 import pytest
 import small_server
@@ -609,6 +611,161 @@ async def test_an_engine_that_cannot_load_is_resumed_and_not_sampled_from(
           await engine.generate(ours.prompt(1), ours.sampling(), session="s")
         assert len(fake.bodies) == count
     assert fake.calls[-1] == "resume"
+
+
+@pytest.mark.parametrize("refusals", [1, 9])
+def test_a_refused_resume_is_repeated(
+    ours, saved, tmp_path, refusals, monkeypatch
+):
+  monkeypatch.setattr(disk_weights, "_RESUME_AFTER_S", (0.0, 0.01, 0.01))
+  with vllm(launch_of(saved)) as fake:
+    fake.resume_failures = refusals
+    engine = disk_weights.VllmEngine(fake.url)
+    with weights_for(tmp_path, ours, [engine], []) as weights:
+      done = weights.publish(0, ours.model)
+      if refusals == 1:
+        assert done.result(60) == 0
+      else:
+        with pytest.raises(
+            disk_weights.HandOverError, match="new weights and could not be"
+        ):
+          done.result(60)
+      assert fake.gate.is_set() == (refusals == 1)
+
+
+def test_any_failure_resumes_the_engine(ours, saved, tmp_path, monkeypatch):
+  with vllm(launch_of(saved)) as fake:
+    engine = disk_weights.VllmEngine(fake.url)
+
+    def broken(path):
+      raise KeyError(path)
+
+    monkeypatch.setattr(engine, "_transfer_weights", broken)
+    with pytest.raises(disk_weights.HandOverError, match="was resumed"):
+      engine.load("/somewhere", 1)
+    assert fake.gate.is_set()
+
+
+def test_a_server_that_was_left_paused_is_resumed_before_the_first_request(
+    ours, saved, tmp_path, caplog
+):
+  with vllm(launch_of(saved)) as fake:
+    engine = disk_weights.VllmEngine(fake.url)
+    engine.wake()
+    assert not fake.calls
+    with weights_for(tmp_path, ours, [engine], []) as weights:
+      httpx.post(f"{fake.url}/pause?mode=abort").raise_for_status()
+      remote = remote_engine.RemoteEngine(
+          lambda: openai_client.OpenAIClient(
+              f"{fake.url}/v1", "cua", ours.images, protocol="vllm",
+              timeout_s=20.0,
+          ),
+          weights,
+          context_length=small_server.CONTEXT,
+          prompts=lambda: [ours.prompt()],
+          sampling=policy_client.SamplingParams(),
+      )
+      remote.warm_up()
+      assert fake.calls == ["pause abort", "resume"]
+      assert "left paused" in caplog.text
+  with vllm(launch_of(saved, reload_weights=False)) as closed:
+    disk_weights.VllmEngine(closed.url).wake()  # It cannot say, nor be paused.
+
+
+class Unanswering:
+  """A probe that fails otherwise than by a mismatch."""
+
+  def check(self, params):
+    raise RuntimeError("out of memory")
+
+
+def test_a_failed_comparison_names_the_engine_and_the_fix(ours, tmp_path):
+  told = Told()
+  told.transfer = "reload"
+  with weights_for(
+      tmp_path, ours, [told], probes=[Unanswering()], clients=()
+  ) as weights:
+    with pytest.raises(
+        disk_weights.HandOverError,
+        match="http://told .transfer=reload, version 3.*RuntimeError: out of"
+        " memory.*clients.vllm",
+    ):
+      weights.publish(3, ours.model).result(60)
+
+
+def test_closing_begins_no_further_step_and_waits_no_longer(ours, tmp_path):
+  entered, go_on, probed = threading.Event(), threading.Event(), []
+  told = Told()
+  told.transfer = "reload"
+
+  def load(path, version):
+    del path, version
+    entered.set()
+    go_on.wait(60)
+
+  told.load = load
+
+  class Probed:
+
+    def check(self, params):
+      probed.append(params)
+      return 0.0
+
+  weights = disk_weights.DiskWeights(
+      tmp_path, lambda *_: None, [told], probes=[Probed()]
+  )
+  done, queued = weights.publish(1, None), weights.publish(2, None)
+  assert entered.wait(30)
+  started = time.monotonic()
+  weights.close(0.2)
+  assert time.monotonic() - started < 10
+  assert queued.cancelled() and not done.done()
+  go_on.set()
+  with pytest.raises(disk_weights.HandOverError, match="ended by close"):
+    done.result(60)
+  assert not probed
+  weights.close()
+
+
+async def test_waiting_for_weights_takes_no_time_of_a_request(ours, saved):
+  with vllm(launch_of(saved)) as fake:
+    async with client_of(fake, ours, timeout_s=2.0) as client:
+      await client.generate(ours.prompt(), ours.sampling(), session="s")
+
+      async def wait():
+        await asyncio.sleep(2.5)
+
+      client.before_request = wait
+      got = await client.generate(ours.prompt(), ours.sampling(), session="s")
+      assert len(got.tokens)
+
+      async def stuck(*_):
+        await asyncio.sleep(60)
+
+      client.before_request, fake.sample = None, stuck
+      with pytest.raises(TimeoutError, match="timeout_s=2 s"):
+        await client.generate(ours.prompt(), ours.sampling(), session="s")
+
+
+async def test_weights_of_another_run_are_found_out(ours, saved, tmp_path):
+  with vllm(launch_of(saved)) as fake:
+    async with client_of(fake, ours) as client:
+      vllm_engine = disk_weights.VllmEngine(fake.url)
+      with weights_for(tmp_path, ours, [vllm_engine], []) as weights:
+        engine = remote_of(client, weights)
+
+        async def ask():
+          return await engine.generate(
+              ours.prompt(1), ours.sampling(), session="s"
+          )
+
+        await asyncio.wrap_future(weights.publish(1, ours.model))
+        assert set((await ask()).versions.tolist()) == {1}
+        fake.weight_version = "8"
+        with pytest.raises(
+            openai_client.RemoteError, match="version 8.*version 1.*another run"
+        ):
+          await ask()
 
 
 def test_hand_overs_that_cannot_be_say_what_to_do(ours, saved, tmp_path):

@@ -1,6 +1,7 @@
 """Before a run begins, the server answers one request of each kind."""
 
 import contextlib
+import math
 
 import fake_engines
 import pytest
@@ -96,6 +97,36 @@ def test_a_missing_flag_is_named(small, saved, removed, seeds, words):
   with served(saved, removed) as fake:
     with pytest.raises(ValueError, match=words):
       engine_of(small, fake.url, *seeds).warm_up()
+
+
+@pytest.mark.parametrize("shift, good", [
+    (0.0, True), (math.log(2), True), (math.log(4), True), (0.3, False),
+])  # pyformat: disable
+def test_tokens_that_tie_are_the_likeliest_too(small, saved, shift, good):
+  with served(saved) as fake:
+    real = fake.sample
+
+    async def sample(prompt, sampling):
+      tokens, logprobs, reason = await real(prompt, sampling)
+      if sampling.top_k == 1:
+        logprobs = [value - shift for value in logprobs]
+      return tokens, logprobs, reason
+
+    fake.sample = sample
+    if good:
+      engine_of(small, fake.url).warm_up()
+    else:
+      with pytest.raises(ValueError, match="top_k=1.*not 0"):
+        engine_of(small, fake.url).warm_up()
+
+
+def test_a_context_that_is_too_short_names_the_flag(small, saved):
+  with served(saved) as fake:
+    fake.context = 4
+    engine = engine_of(small, fake.url)
+    engine.context_length = 4
+    with pytest.raises(ValueError, match="longer --max-model-len"):
+      engine.warm_up()
 
 
 def test_a_server_without_log_probs_is_refused(small):

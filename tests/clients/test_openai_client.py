@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 
 import httpx
 import numpy as np
@@ -99,6 +100,19 @@ async def test_an_episode_in_tokens_is_that_of_the_engine(served):
   np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
   # What was started is released.
   assert not len(served.app._service.store)
+
+
+async def test_a_session_is_opened_with_its_sampling(served, caplog):
+  """So that no reply is said to be not trained on."""
+  async with client_of(served) as client:
+    sampling = served.sampling(temperature=0.7, top_k=9)
+    await client.generate(served.prompt(), sampling, session="s")
+    (session,) = served.app._service.store._sessions.values()
+    assert session.sampling.fields["temperature"] == 0.7
+    assert session.sampling.fields["top_k"] == 9
+    other = dataclasses.replace(sampling, temperature=0.5)
+    await client.generate(served.prompt(), other, session="s")
+  assert "not trained on" not in caplog.text
 
 
 async def test_versions_of_new_weights_are_told(served):

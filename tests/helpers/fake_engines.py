@@ -190,6 +190,7 @@ class FakeVllm(FakeEngine):
     self.dev = environment.get("VLLM_SERVER_DEV_MODE") == "1"
     self.abort_first = abort_first
     self.resets = True
+    self.resume_failures = 0
     super().__init__(
         self.args.model,
         self.args.max_model_len,
@@ -207,6 +208,7 @@ class FakeVllm(FakeEngine):
       found += [
           ("/pause", self.pause, "POST"),
           ("/resume", self.resume, "POST"),
+          ("/is_paused", self.is_paused, "GET"),
           ("/collective_rpc", self.collective_rpc, "POST"),
           ("/reset_prefix_cache", self.reset_prefix_cache, "POST"),
           ("/update_weight_version", self.update_weight_version, "POST"),
@@ -352,9 +354,16 @@ class FakeVllm(FakeEngine):
       await asyncio.wait(self.running)
     return responses.JSONResponse({"status": "paused"})
 
+  async def is_paused(self, request, body):
+    del request, body
+    return responses.JSONResponse({"is_paused": not self.gate.is_set()})
+
   async def resume(self, request, body):
     del request, body
     self.calls.append("resume")
+    if self.resume_failures:
+      self.resume_failures -= 1
+      raise Refused(500, "not now")
     self.gate.set()
     return responses.JSONResponse({"status": "resumed"})
 

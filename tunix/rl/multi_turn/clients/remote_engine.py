@@ -39,6 +39,7 @@ _FLAGS = (
         "start vLLM with --limit-mm-per-prompt '{{\"image\":{images}}}'",
     ),
     ("maximum context length", "start vLLM with a longer --max-model-len"),
+    ("room in the context", "start vLLM with a longer --max-model-len"),
 )
 """(part of a refusal, what to do about it)."""
 
