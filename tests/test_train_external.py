@@ -9,6 +9,7 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.clients import vllm
 from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.run import external_engine
 
 pytestmark = pytest.mark.timeout(400)
 POLICY = str(checkpoint.resolve("tiny_vl"))
@@ -173,6 +174,29 @@ def test_what_cannot_be_together_is_refused(change, words):
   url = "external.url=http://127.0.0.1:1/v1"
   with pytest.raises(config_lib.ConfigError, match=words):
     config_lib.load_config([*SMALL, url, *change])
+
+
+@pytest.mark.parametrize(
+    "stored, change, want",
+    [
+        ({"dtype": "bfloat16"}, [], "bfloat16"),
+        ({"text_config": {"torch_dtype": "float16"}}, [], "float16"),
+        ({"dtype": "bfloat16"}, ["external.dtype=float32"], "float32"),
+        ({}, [], "float32"),
+    ],
+)
+def test_weights_are_written_in_the_type_that_the_server_is_started_with(
+    tmp_path, stored, change, want
+):
+  (tmp_path / "config.json").write_text(json.dumps(stored))
+  config = config_lib.load_config([
+      "rollout.via=external", f"policy.name={tmp_path}", *change,
+      "external.url=http://127.0.0.1:1/v1",
+  ])  # pyformat: disable
+  assert external_engine.weights_dtype(config) == want
+  if stored and not change:
+    words = vllm.VllmLaunch(str(tmp_path), max_model_len=64).argv()
+    assert words[words.index("--dtype") + 1] == want
 
 
 def test_a_url_that_is_none_is_named(capsys, tmp_path):

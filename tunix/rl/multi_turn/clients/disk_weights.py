@@ -411,10 +411,12 @@ class VllmEngine:
     answer = self._http.call("GET", "/is_paused", optional=True)
     if not isinstance(answer, dict) or answer.get("is_paused") is not True:
       return
-    said = self._resumed()
-    _LOG.warning("%s was left paused by an earlier run, and %s", self.url, said)
-    if said != _RESUMED:
-      raise HandOverError(f"{self.url} is paused and {said}; restart it")
+    outcome = self._resumed()
+    _LOG.warning(
+        "%s was left paused by an earlier run, and %s", self.url, outcome
+    )
+    if outcome != _RESUMED:
+      raise HandOverError(f"{self.url} is paused and {outcome}; restart it")
 
   def load(self, path: str, version: int) -> None:
     about = "It has the weights of before"
@@ -437,12 +439,12 @@ class VllmEngine:
             f"{self.url} kept caches computed with older weights"
         )
     except BaseException as error:
-      said = self._resumed()
+      outcome = self._resumed()
       if not isinstance(error, Exception):
         raise
-      raise HandOverError(f"{error}. {about} and {said}{end}") from error
-    if (said := self._resumed()) != _RESUMED:
-      raise HandOverError(f"{self.url} has the new weights and {said}")
+      raise HandOverError(f"{error}. {about} and {outcome}{end}") from error
+    if (outcome := self._resumed()) != _RESUMED:
+      raise HandOverError(f"{self.url} has the new weights and {outcome}")
 
   def _transfer_weights(self, path: str) -> None:
     if self.transfer == "adapter":

@@ -104,8 +104,8 @@ class OpenAIClient:
       image_store: where prompts' images are found.
       protocol: of the server: "tunix", "vllm" or "sglang".
       api_key: presented as a bearer token.
-      timeout_s: of a completion, all repetitions included, and without what
-        `before_request` waits for.
+      timeout_s: Deadline of a completion, all repetitions included, without
+        what `before_request` waits for.
       retries: of a request whose failure may be temporary. A full server (429)
         is asked until time is up.
       context_length: of a sequence, if known; `check` asks the server.
@@ -550,12 +550,12 @@ def _id_of(answer: Any) -> str:
 async def _without(clock: asyncio.Timeout, awaitable: Awaitable[None]) -> None:
   """Awaits it while the clock stands still."""
   loop = asyncio.get_running_loop()
-  left = (clock.when() or math.inf) - loop.time()
+  seconds = (clock.when() or math.inf) - loop.time()
   clock.reschedule(None)
   try:
     await awaitable
   finally:
-    clock.reschedule(loop.time() + left)
+    clock.reschedule(loop.time() + seconds)
 
 
 def _rest(
