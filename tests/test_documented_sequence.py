@@ -108,6 +108,13 @@ def test_a_run_does_what_the_diagram_shows(tmp_path, log, monkeypatch):
 
     # post_training, then the loop over steps, then completed.
     assert words[0] == "RunStarted" and words[-1] == "RunFinished"
+    # One turn is tried before anything is collected.
+    start = words.index("EpisodeStarted")
+    events = ("events", "WeightsPublished")
+    trial = [w for w in words[1:start] if w not in events]
+    assert trial[:3] == ["create", "run", "model"]
+    assert trial[-2:] == ["evaluate", "terminate"]
+    words = [words[0], *words[start:]]
     ends = [i for i, w in enumerate(words) if w == "StepFinished"]
     assert len(ends) == STEPS
     model_calls, begun = [], []

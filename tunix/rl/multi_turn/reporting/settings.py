@@ -224,8 +224,8 @@ class WatchdogConfig:
       " mixed_kv_tokens. Not watched where the two differ by design: recorded"
       " episodes, int8 weights in the engine, weights narrower than float32 in"
       " an external one, truncated sampling without"
-      " algorithm.keep_sampling_mask, rollout.other_sampling=train. 0 = never"
-      " watched.",
+      " algorithm.keep_sampling_mask, other sampling that is trained on."
+      " 0 = never watched.",
       unit="nats",
       ge=0,
   )
