@@ -9,6 +9,7 @@ import ctypes
 import dataclasses
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -194,3 +195,11 @@ class VllmServer:
         self._process.wait(patience)
       except (ProcessLookupError, subprocess.TimeoutExpired):
         pass
+
+
+def metric(server, name) -> float:
+  """Sum of a metric of the server over its labels."""
+  text = httpx.get(f"{server.url}/metrics", timeout=30).text
+  values = re.findall(rf"^{name}{{.*}} (\S+)$", text, re.M)
+  assert values, name
+  return sum(map(float, values))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 
 from flax import nnx
 import httpx
@@ -211,6 +212,28 @@ def test_an_adapter_is_followed_over_three_versions(
   assert max(gaps) < GAP
 
 
+class Waiting(disk_weights.VllmEngine):
+  """Begins to load once `tokens` more were sampled."""
+
+  def __init__(self, server, tokens):
+    super().__init__(server.url)
+    self._sampled = lambda: vllm_server.metric(
+        server, "vllm:generation_tokens_total"
+    )
+    self._first = self._sampled()
+    self._tokens = tokens
+
+  def wait(self, tokens=1):
+    end = time.monotonic() + 300
+    while self._sampled() < self._first + tokens:
+      assert time.monotonic() < end, "the server samples nothing"
+      time.sleep(0.01)
+
+  def load(self, path, version):
+    self.wait(self._tokens)
+    super().load(path, version)
+
+
 def test_requests_in_flight_are_cut_and_continued(
     policy, server, score, tmp_path
 ):
@@ -220,21 +243,20 @@ def test_requests_in_flight_are_cut_and_continued(
       policy.prompt(), policy.prompt(1), policy.prompt(2, 3),
       policy.prompt(4, text="and this"),
   ]  # pyformat: disable
-  sampling = policy.sampling(max_new_tokens=150, stop_token_ids=())
+  sampling = policy.sampling(max_new_tokens=400, stop_token_ids=())
+
+  late = Waiting(server, 40)
 
   async def run(weights):
     weights.version = 0
     engine = engine_of(policy, server, weights)
     waiting = asyncio.ensure_future(asked(engine, prompts, sampling))
-    await asyncio.sleep(1.0)
-    assert not waiting.done()
+    await asyncio.to_thread(late.wait)
     publication = weights.publish(1, models[1])
     assert await asyncio.wrap_future(publication) == 1
     return await waiting, engine.stats()
 
-  with weights_for(
-      tmp_path, whole(policy), disk_weights.VllmEngine(server.url)
-  ) as weights:
+  with weights_for(tmp_path, whole(policy), late) as weights:
     completions, stats = asyncio.run(run(weights))
   assert stats["resumed"] >= 2
   assert httpx.get(f"{server.url}/health", timeout=10).is_success

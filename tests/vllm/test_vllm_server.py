@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import subprocess
 
 import httpx
@@ -19,6 +18,7 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 import vllm_server
+from vllm_server import metric
 
 GAP = 2e-5
 """Of log-probs in float32, of two implementations in another order."""
@@ -78,13 +78,6 @@ async def answers_of(client, prompts, sampling):
       for i, prompt in enumerate(prompts)
   ))
   return [(p, sampling, d) for p, d in zip(prompts, completion)]
-
-
-def metric(server, name) -> float:
-  text = httpx.get(f"{server.url}/metrics", timeout=30).text
-  values = re.findall(rf"^{name}{{.*}} (\S+)$", text, re.M)
-  assert values, name
-  return sum(map(float, values))
 
 
 async def test_text_and_images_agree_with_our_engine(policy, server, scores):
@@ -291,6 +284,9 @@ class NoWeights:
   """Hands nothing over."""
 
   version = -1
+
+  def wake(self) -> None:
+    pass
 
 
 @pytest.mark.parametrize(
