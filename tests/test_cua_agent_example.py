@@ -57,13 +57,13 @@ def test_settings_are_checked_and_also_read_from_the_environment(monkeypatch):
     configs.CUAFields(split_type="test")
   monkeypatch.setenv("TUNIX_MONITOR_URL", "http://m:1")
   monkeypatch.setenv("TUNIX_MONITOR_TOKEN", "secret")
-  found = configs.CUAFields()
-  assert found.monitor_base_url == "http://m:1"
-  assert "secret" not in repr(found) + str(dataclasses.asdict(found))
-  found = configs.CUAFields(project_token="another")
+  fields = configs.CUAFields()
+  assert fields.monitor_base_url == "http://m:1"
+  assert "secret" not in repr(fields) + str(dataclasses.asdict(fields))
+  fields = configs.CUAFields(project_token="another")
   assert os.environ["TUNIX_MONITOR_TOKEN"] == "another"
-  assert "another" not in repr(found) + str(dataclasses.asdict(found))
-  assert found.max_concurrent_rollouts == 8
+  assert "another" not in repr(fields) + str(dataclasses.asdict(fields))
+  assert fields.max_concurrent_rollouts == 8
 
   @dataclasses.dataclass
   class Served:

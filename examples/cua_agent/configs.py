@@ -37,7 +37,7 @@ class CUAFields:
     monitor_base_url: The Training Monitor; "" = $TUNIX_MONITOR_URL; without,
       nothing is recorded.
     project_token: Its token, which is moved to $TUNIX_MONITOR_TOKEN; "" leaves
-      that as it is.
+      the variable unchanged.
   """
 
   gym_base_url: str = "http://127.0.0.1:5010"

@@ -555,10 +555,10 @@ def test_more_is_read_where_the_filter_drops_groups(monkeypatch):
       for n in "abcb"
   ]  # pyformat: disable
 
-  kept = []
+  stored = []
 
   async def one_at_a_time(api_base_url):
-    kept.append(
+    stored.append(
         [group[0]["index"] for group in data_buffer.state_dict()["groups"]]
     )
     return answers.pop(0)
@@ -571,7 +571,7 @@ def test_more_is_read_where_the_filter_drops_groups(monkeypatch):
   data_buffer = agent_rollout.DataBuffer(args)
   chosen = _generate(args, 0, data_buffer)
   # A checkpoint during a read has what the filter has chosen before.
-  assert kept == [[], ["a"], ["b"], ["b"]]
+  assert stored == [[], ["a"], ["b"], ["b"]]
   assert {s.index for s in chosen} == {"b"} and len(chosen) == 8
 
 

@@ -382,16 +382,16 @@ class OpenAIClient:
   async def _session(
       self, session: str, sampling: policy_client.SamplingParams
   ) -> str:
-    """The server's id of a session, which is started when it is new."""
-    found = self._sessions.get(session)
-    if found is None:
-      found = asyncio.ensure_future(self._start(session, sampling))
-      self._sessions[session] = found
+    """Returns the server's id of a session; starts a new one."""
+    started = self._sessions.get(session)
+    if started is None:
+      started = asyncio.ensure_future(self._start(session, sampling))
+      self._sessions[session] = started
     try:
-      return await asyncio.shield(found)
+      return await asyncio.shield(started)
     except BaseException:
       # A session that was started is released, even if the caller is gone.
-      if _failed(found) and self._sessions.get(session) is found:
+      if _failed(started) and self._sessions.get(session) is started:
         del self._sessions[session]
       raise
 
