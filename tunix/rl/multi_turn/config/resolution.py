@@ -16,8 +16,9 @@ import pathlib
 import re
 import secrets
 import shlex
+import sys
 import time
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence, TypeVar
 
 from tunix.rl.multi_turn.agents import registry as agents
 from tunix.rl.multi_turn.config import checks
@@ -39,6 +40,7 @@ TrainConfig = train_config.TrainConfig
 EvaluationConfig = evaluate_config.EvaluationConfig
 ConfigError = loader.ConfigError
 ALIASES = train_config.ALIASES
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,22 +288,6 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
     raise ConfigError(_with_flags(error.problems, argv)) from None
 
 
-def help_first(argv: Sequence[str], evaluation: bool = False) -> None:
-  """Prints the help and ends the program, if the arguments ask for it.
-
-  A program calls it before it imports what needs JAX.
-
-  Args:
-    argv: of the command.
-    evaluation: of `evaluate`, not of `train`.
-
-  Raises:
-    SystemExit: after `--help` was printed.
-  """
-  if {"-h", "--help"} & set(argv):
-    _read_arguments(argv, [], _EVALUATE if evaluation else _TRAIN, set())
-
-
 def load_evaluation(argv: Sequence[str]) -> EvaluationConfig:
   """As `load_config` for the command `evaluate`; may name a directory first.
 
@@ -332,6 +318,29 @@ def load_evaluation(argv: Sequence[str]) -> EvaluationConfig:
   config = _resolved(layers, overrides, problems, resume, _EVALUATE, former)
   assert isinstance(config, EvaluationConfig)
   return _named(config)
+
+
+def load_first(argv: Sequence[str], load: Callable[[Sequence[str]], T]) -> T:
+  """Loads a program's configuration before it imports what needs JAX.
+
+  A wrong setting is refused, and the help printed, without those seconds.
+
+  Args:
+    argv: Arguments of the command.
+    load: `load_config` or `load_evaluation`.
+
+  Raises:
+    SystemExit: After the help or the problems were printed (status 2), or at an
+      interrupt (130).
+  """
+  try:
+    return load(argv)
+  except ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
+  except KeyboardInterrupt:
+    print("interrupted before the run began", file=sys.stderr)
+    sys.exit(130)
 
 
 def _base(

@@ -267,7 +267,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class TensorBoard:
-  """Event files, by tensorboardX, which comes with google-tunix."""
+  """Event files, by tensorboardX."""
 
   def __init__(self, folder: pathlib.Path, resume_step: int | None):
     """Args:

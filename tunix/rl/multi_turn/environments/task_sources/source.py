@@ -303,8 +303,8 @@ def _dataset(config: TaskSourceConfig) -> Iterable[tuple[str, Any]]:
     import datasets  # pylint: disable=g-import-not-at-top
   except ImportError as error:
     raise ImportError(
-        "source=huggingface needs the datasets package; pip install datasets,"
-        " or use jsonl"
+        "source=huggingface needs the package datasets; pip install"
+        " 'tunix-multi-turn[hub]', or use jsonl"
     ) from error
   path = pathlib.Path(config.path).expanduser()
   if path.is_dir():
