@@ -114,6 +114,7 @@ class Grammars:
       *,
       many: bool = False,
       free: bool = False,
+      otherwise: Mapping[str, Any] | None = None,
   ) -> str:
     """A grammar of calls to these tools.
 
@@ -121,8 +122,9 @@ class Grammars:
       parser: reads the calls.
       tools: OpenAI schemas.
       many: whether more calls may follow the first.
-      free: any text, with calls in it or none; arguments are then held to the
-        schemas of `strict` tools only.
+      free: any text, with calls in it or none.
+      otherwise: JSON schema of a text without calls. With this or with `free`,
+        arguments are held to the schemas of `strict` tools only.
 
     Raises:
       GrammarError: this parser's calls have no grammar, or a schema is nested
@@ -137,7 +139,7 @@ class Grammars:
     for tool in tools:
       function = tool["function"]
       arguments = {"type": "object"}
-      if function.get("strict") or not free:
+      if function.get("strict") or not (free or otherwise):
         arguments |= function.get("parameters") or {}
       ways.append({
           "x-guidance": _JSON,
@@ -151,6 +153,9 @@ class Grammars:
       })
     head = '"<tool_call>\\n"'
     start = 'start: call ("\\n" call)*' if many else "start: call"
+    if otherwise is not None:
+      ways.append({"x-guidance": _JSON, **otherwise})
+      start += f" | c{len(tools)}"
     if free:
       # Lazy, so that a call is recognised at its head and not at its end.
       start = (
@@ -165,7 +170,7 @@ class Grammars:
       return self._lib.LLMatcher.grammar_from_lark(
           f"{start}\n"
           f'call: {head} body "\\n</tool_call>"\n'
-          f"body: {' | '.join(f'c{i}' for i in range(len(ways)))}\n"
+          f"body: {' | '.join(f'c{i}' for i in range(len(tools)))}\n"
           f"{schemas}\n"
       )
 

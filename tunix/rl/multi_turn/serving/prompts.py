@@ -334,8 +334,13 @@ def start_grammar(
     elif guide.kind == "regex":
       source = grammars.regex(guide.value)
     else:
+      shape = guide.otherwise
       source = grammars.calls(
-          policy.parser, guide.value, many=guide.many, free=guide.free
+          policy.parser,
+          guide.value,
+          many=guide.many,
+          free=guide.free,
+          otherwise=shape and (shape.value or {"type": "object"}),
       )
     return grammars.start(source)
   except grammars_lib.GrammarError as error:
