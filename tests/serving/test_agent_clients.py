@@ -36,7 +36,6 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 CALL = '<tool_call>\n{"name": "click", "arguments": {"x": 3}}\n</tool_call>'
-
 ANSWER = CALL.replace("click", "Answer").replace('"x": 3', '"text": "Done."')
 # The first that the request's grammar allows.
 BEFORE = (CALL, '{"x": 3}')
@@ -44,7 +43,7 @@ AFTER = ("Done.", '{"text": "Done."}', ANSWER)
 
 
 def browser_actions(page):
-  """What browser-use is told to do, by its description of a page."""
+  """An answer to browser-use, which describes a page."""
   index = {
       tag: int(i) for i, tag in re.findall(r"\[(\d+)\]<(\w+)", page)[::-1]
   }
@@ -119,10 +118,10 @@ def _served():
 
   def answer(prompt, session):
     del session
-    asked = tokenizer.decode(prompt.tokens)
-    texts = AFTER if "clicked" in asked else BEFORE
-    if "</browser_state>" in asked:
-      texts = (browser_actions(asked[asked.rindex("<browser_state>") :]),)
+    text = tokenizer.decode(prompt.tokens)
+    texts = AFTER if "clicked" in text else BEFORE
+    if "</browser_state>" in text:
+      texts = (browser_actions(text[text.rindex("<browser_state>") :]),)
     ways = [[*renderer.encode(t), renderer.end_of_turn_id] for t in texts]
     return next(tokens for tokens in ways if script.allows(tokens))
 
@@ -179,10 +178,10 @@ def python_of(package):
   ):
     pytest.skip("no Chromium: make browser")
   variable = target.upper().replace("-", "_") + "_PYTHON"
-  found = os.environ.get(variable, _ROOT / f".venv-{target}/bin/python")
-  if not pathlib.Path(found).exists():
+  python = os.environ.get(variable, _ROOT / f".venv-{target}/bin/python")
+  if not pathlib.Path(python).exists():
     pytest.skip(f"no package {package}: make {target}")
-  return found
+  return python
 
 
 @pytest.mark.parametrize(
@@ -217,7 +216,7 @@ def test_two_turns_with_a_tool_and_an_image(served, package):
       np.array(one["tensor_dict"]["loss_mask"]).ravel()
       for one in exported.values()
   ]
-  # All that was sampled is trained on, once.
+  # Every sampled token is trained on once.
   assert sum(mask.sum() for mask in masks) == policy.sampled - before
   if PACKAGES[package]:
     assert len(exported) == len(ways)  # An episode is one sequence.
