@@ -350,7 +350,7 @@ def test_with_tools_and_a_format_an_answer_is_a_call_or_json(
   for seed in range(8):
     answer = client.responses.create(
         model=MODEL, input="go", max_output_tokens=96,
-        extra_body={"seed": seed},
+        parallel_tool_calls=False, extra_body={"seed": seed},
         tools=[{"type": "function", **t["function"]} for t in tools],
         text={"format": {
             "type": "json_schema", "name": "p", "schema": shape}},
