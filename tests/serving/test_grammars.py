@@ -197,6 +197,8 @@ def test_an_answer_is_calls_or_json(policy, seed):
       f"{call}\n{call}", '{"x": 3}', say.replace("say", "move"),
   ):  # pyformat: disable
     assert not policy.says(source, text), text
+  anything = policy.grammars.calls(PARSER, tools, otherwise={})
+  assert policy.says(anything, "[1]") and policy.says(anything, say)
   many = policy.grammars.calls(PARSER, tools, many=True, otherwise=POINT)
   assert policy.says(many, f"{call}\n{say}")
   assert not policy.says(many, f"{json_text}\n{json_text}")

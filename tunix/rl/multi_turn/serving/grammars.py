@@ -140,7 +140,7 @@ class Grammars:
     for tool in tools:
       function = tool["function"]
       arguments = {"type": "object"}
-      if function.get("strict") or not (free or otherwise):
+      if function.get("strict") or not (free or otherwise is not None):
         arguments |= function.get("parameters") or {}
       name = re.escape(json.dumps(function["name"])).replace("/", r"\/")
       heads.append(rf'\{{"name": ?{name}, ?"arguments": ?')
