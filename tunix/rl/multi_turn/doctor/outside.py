@@ -33,7 +33,7 @@ def gym(config: TrainConfig) -> Iterator[Finding]:
     return
   if not environment_spec.get(config.environment.name).gym:
     return
-  found = gyms.get(name)
+  found = gyms.get(name, "operator")
   check = f"gym {name}"
   try:
     lacking = list(found.missing(config.gym.options))
@@ -62,7 +62,7 @@ def addresses(config: TrainConfig) -> dict[str, str]:
     found["run_service.base_url"] = config.run_service.url
   if config.plays and environment_spec.get(config.environment.name).gym:
     try:
-      options = gyms.get(config.gym.name).options
+      options = gyms.get(config.gym.name, "operator").options
     except ImportError:
       options = {}  # `gym` reports it.
     for name, option in options.items():

@@ -132,13 +132,13 @@ for _name, _spec in {
 
 
 def get(name: str) -> EnvironmentSpec:
-  """The spec of a registered name, or of the object at a path.
+  """The spec of a registered name, or of the object at an operator's path.
 
   Raises:
     ValueError: unknown; the message names the nearest one.
     ImportError: nothing at that path.
   """
-  found = ENVIRONMENTS.get(name)
+  found = ENVIRONMENTS.get(name, "operator")
   if isinstance(found, EnvironmentSpec):
     return found
   return EnvironmentSpec(found, getattr(found, "action_grammar", "any"))

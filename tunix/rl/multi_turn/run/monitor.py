@@ -238,7 +238,7 @@ def _box(config: config_lib.TrainConfig) -> str:
     elif config.rollout.agent == "run_service":
       mobile = config.run_service.action_space == "mobile"
       return "android" if mobile else "linux"
-  return gyms.get(name).box
+  return gyms.get(name, "operator").box
 
 
 def _missing(error: ImportError) -> str:

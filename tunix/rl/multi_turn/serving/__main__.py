@@ -251,7 +251,7 @@ def _checked(args: argparse.Namespace) -> _Arguments:
   )
   media_limits = all_of.of(lambda: _media_limits(hosts))
   all_of.of(lambda: _sampling(args.sampling, args.other_sampling))
-  all_of.of(lambda: tool_parser.make_tool_parser(args.tool_parser))
+  all_of.of(lambda: tool_parser.make_tool_parser(args.tool_parser, "operator"))
   all_of.of(lambda: policy_files.resolve(args.policy))
   if args.image_dir is not None:
     all_of.of(lambda: _make_folder(args.image_dir))

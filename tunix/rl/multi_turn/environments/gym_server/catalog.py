@@ -157,7 +157,7 @@ class Catalog:
       ImportError: the gym's package is missing.
     """
     self.spec = spec
-    self._tasks = gyms.get(spec.gym).make_tasks(
+    self._tasks = gyms.get(spec.gym, "operator").make_tasks(
         spec.families, spec.settings
     )
     self.families: tuple[str, ...] = tuple(
@@ -195,7 +195,7 @@ class Catalog:
     Raises:
       ValueError: naming the setting.
     """
-    spec, found = self.spec, gyms.get(self.spec.gym)
+    spec, found = self.spec, gyms.get(self.spec.gym, "operator")
     known = found.options
     unknown = [name for name in spec.client_settings if name not in known]
     if unknown and known:
@@ -203,6 +203,7 @@ class Catalog:
           f"client_settings={unknown[0]!r} is no setting of gym {spec.gym!r};"
           f" known: {', '.join(known)}"
       )
+    found.check_client_settings(spec.client_settings, "client_settings")
     settings = {**found.options_of(self.families[0]), **spec.settings}
     chosen = set(spec.client_settings) - set(settings)
     if any(

@@ -115,7 +115,7 @@ async def _play(args: argparse.Namespace) -> int:
       script = read_script(args.script)
     except OSError as error:
       raise ValueError(f"--script={args.script}: {error.strerror}") from None
-  spec = gyms.get(args.gym)
+  spec = gyms.get(args.gym, "operator")
   if args.by == "oracle":
     spec.load_oracle()  # Refuses a gym that has none.
   task = session_lib.find_tasks(

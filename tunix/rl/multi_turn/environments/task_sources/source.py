@@ -263,7 +263,7 @@ def read(
   `CUATask.from_fields` for an environment without one.
   """
   if config.source == "gym":
-    tasks = list(gyms.get(gym).list_tasks(options))
+    tasks = list(gyms.get(gym, "operator").list_tasks(options))
   elif config.source == "jsonl":
     rows = _jsonl(config.path)
     tasks = [as_task(row, where=where) for where, row in rows]

@@ -76,7 +76,7 @@ def get(name: str) -> AlgorithmPreset:
     ValueError: unknown, the message names the nearest; or no preset.
     ImportError: nothing at that path.
   """
-  found = PRESETS.get(name)
+  found = PRESETS.get(name, "operator")
   if not isinstance(found, AlgorithmPreset):
     raise ValueError(
         f"{name} is a {type(found).__name__}, not an AlgorithmPreset; a part of"

@@ -162,7 +162,7 @@ class Collector(player.GroupPlayer):
           self._connection.aclose(), _CLOSE_S, "closing connections"
       )
       if self._episodes.acts_on_gym:
-        shared = gyms.get(self._config.gym.name).load_close_shared()
+        shared = gyms.get(self._config.gym.name, "operator").load_close_shared()
         if shared is not None:
           await concurrency.with_deadline(
               shared(), _CLOSE_S, "closing what gyms share"
