@@ -19,6 +19,7 @@ import pathlib
 import sys
 from typing import Any, Iterator, Sequence
 
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.trajectory_collector import loss_mask
@@ -56,7 +57,7 @@ def _records(file: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if not line.strip():
       continue
     try:
-      found = json.loads(line)
+      found = json_text.parse(line)
     except ValueError as error:
       raise ValueError(f"{file}, line {number}: no JSON ({error})") from None
     if isinstance(found, list):

@@ -18,7 +18,14 @@ import difflib
 import importlib
 import traceback
 from typing import (
-    Any, Callable, cast, Generic, Iterable, Iterator, Literal, TypeVar,
+  Any,
+  Callable,
+  cast,
+  Generic,
+  Iterable,
+  Iterator,
+  Literal,
+  TypeVar,
 )  # pyformat: disable
 
 T = TypeVar("T")

@@ -40,6 +40,7 @@ import numpy as np
 from tunix.rl.multi_turn.core import credentials
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.reporting import settings as settings_lib
 from tunix.rl.multi_turn.reporting import tracker_media
 
@@ -516,7 +517,7 @@ class _Identity:
     self._known: dict[str, str] = {}
     if resuming:
       try:
-        found = json.loads(self._path.read_text())
+        found = json_text.read(self._path)
         self._known = {str(k): str(v) for k, v in found.items()}
       except FileNotFoundError:
         pass  # Nothing was tracked.

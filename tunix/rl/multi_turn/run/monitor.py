@@ -22,6 +22,7 @@ import uuid
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import spec as environment_spec
@@ -270,7 +271,7 @@ def _identity(run_dir: pathlib.Path) -> tuple[str, int]:
   """(client id of the run, earlier starts), kept in the run directory."""
   path = run_dir / _IDENTITY
   try:
-    found = json.loads(path.read_text())
+    found = json_text.read(path)
     training, session = str(found["training"]), int(found["starts"])
   except FileNotFoundError:
     training, session = uuid.uuid4().hex, 0

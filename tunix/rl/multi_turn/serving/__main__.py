@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import pathlib
 import re
 import socket
@@ -23,6 +22,7 @@ from typing import Any, Callable, Sequence, TypeVar
 
 import pydantic
 import tqdm
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.serving import arguments
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv[1:]):
@@ -70,7 +70,7 @@ def _screens(text: str) -> tuple[tuple[int, int], ...]:
 
 def _template_options(text: str) -> dict[str, Any]:
   try:
-    options = json.loads(text)
+    options = json_text.parse(text)
   except ValueError:
     options = None
   if not isinstance(options, dict):
@@ -177,7 +177,7 @@ _OPTIONS = {
 
 def _images_limit(text: str) -> int:
   try:
-    limit = json.loads(text)["image"]
+    limit = json_text.parse(text)["image"]
   except (ValueError, KeyError, TypeError):
     limit = None
   if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
@@ -280,7 +280,7 @@ def _checked(args: argparse.Namespace) -> _Arguments:
 
 def _sampling(text: str, other: str) -> session_sampling.SessionSampling:
   try:
-    fields = json.loads(text)
+    fields = json_text.parse(text)
     if not isinstance(fields, dict) or set(fields) - set(
         session_sampling.FIELDS
     ):

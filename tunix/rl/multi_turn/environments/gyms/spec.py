@@ -23,7 +23,13 @@ import dataclasses
 import functools
 import types
 from typing import (
-    Any, Callable, Iterable, Iterator, Literal, Mapping, Sequence,
+  Any,
+  Callable,
+  Iterable,
+  Iterator,
+  Literal,
+  Mapping,
+  Sequence,
 )  # pyformat: disable
 
 from tunix.rl.multi_turn.core import arguments

@@ -25,6 +25,7 @@ import random
 import re
 from typing import Any, Callable, Iterable, Iterator, Literal, Mapping, Sequence
 
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import settings as settings_lib
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.environments.task_sources import cua_task
@@ -293,7 +294,7 @@ def _jsonl(path: str) -> Iterable[tuple[str, Any]]:
         continue
       where = f"{path}, line {number}"
       try:
-        yield where, json.loads(line)
+        yield where, json_text.parse(line)
       except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
 

@@ -25,6 +25,7 @@ from typing import Any, Iterable, Iterator, Mapping
 import zipfile
 
 import orjson
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.monitor.maintenance import runs as runs_lib
 
 FORMAT = "tunix-monitor-archive"
@@ -132,7 +133,9 @@ class ArchiveReader:
     try:
       if self._zip.getinfo(_MANIFEST).file_size > _MAX_MANIFEST:
         raise ValueError("its manifest is too long")
-      found = orjson.loads(self._zip.read(_MANIFEST))
+      found = json_text.check_depth(
+          orjson.loads(self._zip.read(_MANIFEST))
+      )
       if found["format"] != FORMAT:
         raise ValueError(f"format is {found['format']!r}")
       for key in ("runs", "tables", "screenshots"):
@@ -165,7 +168,7 @@ class ArchiveReader:
         while line := lines.readline(_MAX_LINE):
           digest.update(line)
           count += 1
-          yield orjson.loads(line)
+          yield json_text.check_depth(orjson.loads(line))
     except (
         KeyError, ValueError, EOFError, OSError, zipfile.BadZipFile,
         zipfile.zlib.error,

@@ -39,6 +39,7 @@ from starlette import responses as starlette_responses
 from starlette import routing
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import request_bodies
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import buffers
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import items
@@ -223,7 +224,7 @@ class App:
     if not raw.strip():
       return {}
     try:
-      found = await _parsed(orjson.loads, raw)
+      found = await _parsed(json_models.parse, raw)
     except ValueError as error:
       raise ApiError(
           400, f"the body is not JSON: {error}", "invalid_json"

@@ -2,8 +2,8 @@
 
 A generator is a Python file with a text constant `TASK_TYPE` and a function
 `run_rollout(data)`; it may define hooks (`rules.HOOKS`), and as `READS` the
-keys of `rights.GUARDED` that it uses, all of them by default. Files are read, not
-run, to find them: only the one that a rollout names is imported, in its own
+keys of `rights.GUARDED` that it uses, all of them by default. Files are read,
+not run, to find them: only the one that a rollout names is imported, in its own
 process (`generator_process`), and here if it has hooks.
 
 Promises: a file that cannot be read hides no other; why it is none is listed.

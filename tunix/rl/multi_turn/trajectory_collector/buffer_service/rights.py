@@ -6,8 +6,8 @@ of the service's user.
 
 Promises: a gym and its settings are those of the command line; a file resolves,
 links and `..` included, to one below a listed folder or of this package; an
-address is of this machine or of a listed host. An error names the key, the value and the option
-that would allow it.
+address is of this machine or of a listed host. An error names the key, the
+value and the option that would allow it.
 
 Does not know the keys of other generators than the package's own: whoever
 writes one checks its own keys.
