@@ -85,12 +85,12 @@ def walk_run_service(recorder, touched):
   with run_service() as (url, body):
     answer = httpx.post(url, json=body)
     assert answer.status_code == 200, answer.text
-    made = list(poisoned_names.bodies(
+    requests = list(poisoned_names.bodies(
         body, run_schemas.CreateBody.model_json_schema()
     ))  # pyformat: disable
     genv = {**body, "env": {**body["env"], "type": "genv"}}
-    made += poisoned_names.bodies(genv)
-    return poisoned_names.walk(recorder, posting(url), made, touched)
+    requests += poisoned_names.bodies(genv)
+    return poisoned_names.walk(recorder, posting(url), requests, touched)
 
 
 def test_a_run_names_no_code(recorder, touched):
@@ -112,6 +112,32 @@ def test_the_walk_reports_a_name_that_is_looked_up_as_the_operators(
     assert not faults
 
 
+@pytest.mark.parametrize("changes, problem", (
+    ({"settings": {"difficulty": 1, "time_decay": 2}},
+     "env.settings.time_decay is not a client's to set; choose from"),
+    ({"settings": {"args": ["x"]}}, "--client-settings to list it"),
+    ({"gym": "miniwob"}, "env.gym='miniwob' is not played here"),
+    ({"gym": "gymnasium", "task": {**TASK.to_json(), "family":
+                                   f"{poisoned_names.MODULE}:Env-v0"}},
+     "is a path to code, which a request may not name"),
+))  # pyformat: disable
+def test_a_run_chooses_among_what_the_operator_lists(touched, changes, problem):
+  pytest.importorskip("gymnasium")
+  with run_services.serving(
+      gyms=("desktop", "gymnasium"), client_settings=("difficulty",)
+  ) as (url, _):
+    body = run_body(url)
+    body["env"] |= changes
+    answer = httpx.post(f"{url}/runs", json=body)
+    assert answer.status_code == 422 and problem in answer.json()["detail"]
+  assert not touched.exists()
+
+
+def test_a_run_service_lets_no_run_choose_an_option_that_names_code():
+  with pytest.raises(ValueError, match="--client-settings='reset' would let"):
+    run_services.app_lib.App(gyms=("osworld",), client_settings=("reset",))
+
+
 # --- gym server ---------------------------------------------------------------
 
 
@@ -131,8 +157,8 @@ def test_a_client_of_a_gym_server_names_no_code(recorder, touched):
   with gym_servers.serving(served, capacity=256) as (url, app):
     document = httpx.get(f"{url}/openapi.json").json()
     for method, path, schema in operations(document):
-      made = httpx.post(f"{url}/api/v1/desktop/tasks/001", timeout=30)
-      execution = made.json()["execution_id"]
+      created = httpx.post(f"{url}/api/v1/desktop/tasks/001", timeout=30)
+      execution = created.json()["execution_id"]
       body = {}
       if path.endswith("/tasks/{identifier}"):
         body = {"options": {"gym": {"difficulty": 1, "name": "desktop"}}}
@@ -206,19 +232,19 @@ def test_a_request_for_an_answer_names_no_code(recorder, touched):
 
 
 def test_a_client_of_the_monitor_names_no_code(recorder, touched, tmp_path):
-  whole = monitor_server.joined(
+  batch = monitor_server.joined(
       monitor_server.base(), monitor_server.episode("r1", status="completed")
   )
   values = {"id": 1, "turn": 1, "obs": 1, "name": "r1", "sha256": "0" * 64}
   tried = []
   with monitor_server.sqlite_server(tmp_path) as server:
-    assert server.post(whole)
+    assert server.post(batch)
     document = httpx.get(f"{server.url}/api/v1/openapi.json").json()
     for method, path, schema in operations(document):
       place = path
       for name, value in values.items():
         place = place.replace(f"{{{name}}}", str(value))
-      base = whole if path.endswith("/batch") else {}
+      base = batch if path.endswith("/batch") else {}
       faults, _ = poisoned_names.walk(
           recorder, posting(server.url + place, method),
           poisoned_names.bodies(base, schema, poisoned_names.NAMES[:1]),
@@ -425,8 +451,8 @@ def test_a_list_of_the_operators_that_cannot_be_ends_the_command(
 ):
   words = ["--dir", str(tmp_path), "--port", "0", *arguments]
   assert buffer_command.main(words) == 2
-  said = capsys.readouterr().err
-  assert problem in said and said.count("\n") == 1
+  message = capsys.readouterr().err
+  assert problem in message and message.count("\n") == 1
 
 
 # --- the kind -----------------------------------------------------------------
@@ -456,7 +482,7 @@ reads it from the command line, or from a list of it."""
 
 
 def test_services_look_up_names_as_the_operators_where_that_is_reviewed():
-  found = set()
+  callers = set()
   for door in DOORS:
     place = ROOM / door
     for file in [place] if place.suffix else sorted(place.rglob("*.py")):
@@ -465,8 +491,8 @@ def test_services_look_up_names_as_the_operators_where_that_is_reviewed():
             isinstance(one, ast.Constant) and one.value == "operator"
             for one in ast.walk(node)
         ):
-          found.add((str(file.relative_to(ROOM)), node.name))
-  assert found == OPERATORS
+          callers.add((str(file.relative_to(ROOM)), node.name))
+  assert callers == OPERATORS
 
 
 def test_a_request_is_the_default_of_every_lookup(touched):
@@ -513,9 +539,9 @@ def test_a_strangers_run_is_shown_without_its_names(touched, tmp_path):
       "print(run.config['gym']['name'], run.status, len(run.episodes))\n"
       "repr(run), run._repr_html_()\n"
   )
-  done = subprocess.run(
+  process = subprocess.run(
       [sys.executable, "-c", script], capture_output=True, text=True,
       timeout=120, check=False,
   )  # pyformat: disable
-  assert done.returncode == 0, done.stderr
-  assert name in done.stdout and not touched.exists()
+  assert process.returncode == 0, process.stderr
+  assert name in process.stdout and not touched.exists()

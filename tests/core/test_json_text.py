@@ -1,4 +1,4 @@
-"""JSON that a stranger wrote: bounded in depth and size, whoever reads it."""
+"""Tests the bounds of depth and size on JSON, and that all readers have them."""
 
 import io
 import json
@@ -87,10 +87,10 @@ def test_a_text_or_file_beyond_its_bound_is_not_read(tmp_path):
   with pytest.raises(ValueError, match="longer than 99 bytes"):
     json_text.parse(file.read_bytes(), 99)
   lines = io.BytesIO(b"ab\n" + b"c" * 50)
-  found = json_text.lines(lines, 10)
-  assert next(found) == b"ab\n"
+  bounded = json_text.lines(lines, 10)
+  assert next(bounded) == b"ab\n"
   with pytest.raises(ValueError, match="longer than 10 bytes"):
-    next(found)
+    next(bounded)
 
 
 @pytest.mark.parametrize("text", (b"", b"{", b"\xff\xfe\xff", "[1,]", "nul"))
@@ -117,9 +117,9 @@ def in_file(read, name="f.jsonl"):
   def run(folder, text):
     file = folder / name
     file.write_text(text + "\n")
-    found = read(file)
-    if found is not None and not isinstance(found, (list, dict)):
-      list(found)
+    value = read(file)
+    if value is not None and not isinstance(value, (list, dict)):
+      list(value)
 
   return run
 
@@ -249,14 +249,14 @@ def test_a_gyms_process_sends_nothing_deeper(levels):
 def test_a_command_ends_with_one_line(tmp_path, command, levels):
   (tmp_path / "config.json").write_text(deep(levels, "model_type"))
   words = command.format(tmp_path).split()
-  done = subprocess.run(
+  process = subprocess.run(
       [sys.executable, "-m", *words], capture_output=True, text=True,
       timeout=120, check=False, cwd=tmp_path,
   )  # pyformat: disable
-  assert done.returncode == 2, done.stderr
-  assert f"{tmp_path}/config.json" in done.stderr
-  assert "nested deeper than 200 levels" in done.stderr
-  assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+  assert process.returncode == 2, process.stderr
+  assert f"{tmp_path}/config.json" in process.stderr
+  assert "nested deeper than 200 levels" in process.stderr
+  assert "Traceback" not in process.stderr and process.stderr.count("\n") == 1
 
 
 # --- the kind -----------------------------------------------------------------
@@ -282,8 +282,8 @@ OWN = {
 
 def test_json_is_parsed_by_the_one_reader():
   room = pathlib.Path(json_text.__file__).parents[1]
-  found = set()
+  parsers = set()
   for file in room.rglob("*.py"):
     if re.search(r"(?<![a-z_])json\.loads\(", file.read_text()):
-      found.add(str(file.relative_to(room)))
-  assert found == OWN
+      parsers.add(str(file.relative_to(room)))
+  assert parsers == OWN

@@ -14,9 +14,8 @@ from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
 )
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import settings
 
-
-# A start may name every file of the tests.
 RIGHTS = rights.Rights(input_roots=("/",))
+"""Of services whose starts may name every file."""
 
 
 class Clock:

@@ -6,6 +6,7 @@
 
 import copy
 import importlib
+import sys
 
 from tunix.rl.multi_turn.core import registry
 
@@ -20,6 +21,7 @@ def plant(folder, monkeypatch):
       f"import pathlib\npathlib.Path({str(touched)!r}).touch()\n"
       "def run(*args, **options):\n  return None\n"
   )
+  sys.modules.pop(MODULE, None)  # Of an earlier test.
   monkeypatch.syspath_prepend(str(folder))
   monkeypatch.setenv("PYTHONPATH", str(folder))
   return touched
@@ -63,7 +65,7 @@ def _is_poisoned(name):
 
 
 def walk(recorder, send, bodies_, touched):
-  """Sends bodies; returns (faults, number of those that were looked up).
+  """Sends bodies; returns the faults and the number of look-ups.
 
   Args:
     recorder: A `Recorder`.
@@ -80,6 +82,7 @@ def walk(recorder, send, bodies_, touched):
     if recorder.imports or touched.exists():
       faults.append((place, "imported", list(recorder.imports)))
       touched.unlink(missing_ok=True)
+      sys.modules.pop(MODULE, None)
     for kind, source in recorder.looks:
       lookups += 1
       if source != "request" or not 400 <= status:
@@ -121,10 +124,9 @@ def _of_schema(schema, root, place=(), depth=0):
   if schema is True:
     schema = {}
   if ref := schema.get("$ref"):
-    found = root
+    schema = root
     for key in ref.removeprefix("#/").split("/"):
-      found = found[key]
-    schema = found
+      schema = schema[key]
   options = [
       one for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key, ())
   ]
@@ -149,11 +151,11 @@ def _put(body, place, value):
   """A copy of the body with the value at a place, made where it is missing."""
   if not place:
     return value
-  key, *rest = place
+  key, *inner = place
   if isinstance(key, int):
     items = list(body) if isinstance(body, list) and body else [None]
-    items[key] = _put(items[key], rest, value)
+    items[key] = _put(items[key], inner, value)
     return items
-  made = copy.copy(body) if isinstance(body, dict) else {}
-  made[key] = _put(made.get(key), rest, value)
-  return made
+  body = copy.copy(body) if isinstance(body, dict) else {}
+  body[key] = _put(body.get(key), inner, value)
+  return body

@@ -148,8 +148,8 @@ def test_a_plain_class_is_a_gym_with_defaults():
   assert spec.make is LampGym and spec.tasks is None
   assert spec.name == f"{HERE}:LampGym"
   assert gyms.get(f"{HERE}:GYM", "operator").doc == GYM.doc
-  made = gyms.from_config({"name": f"{HERE}:GYM", "lamps": 2}, "operator")
-  assert made.lamps == 2
+  gym = gyms.from_config({"name": f"{HERE}:GYM", "lamps": 2}, "operator")
+  assert gym.lamps == 2
   with pytest.raises(TypeError, match="GymSpec"):
     gyms.get(f"{HERE}:HERE", "operator")
   with pytest.raises(ImportError):

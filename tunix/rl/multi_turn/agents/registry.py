@@ -62,8 +62,8 @@ def get(name: str) -> AgentSpec:
     ValueError: unknown; the message names the nearest one.
     ImportError: nothing at that path.
   """
-  found = AGENTS.get(name, "operator")
-  return found if isinstance(found, AgentSpec) else AgentSpec(found)
+  spec = AGENTS.get(name, "operator")
+  return spec if isinstance(spec, AgentSpec) else AgentSpec(spec)
 
 
 _PARAMETERS = {

@@ -258,10 +258,10 @@ def _can_clone(config: TrainConfig) -> bool:
   try:
     if not environment_spec.get(config.environment.name).gym:
       return False
-    known = gyms.get(config.gym.name, "operator").load_oracle().families
+    solved = gyms.get(config.gym.name, "operator").load_oracle().families
   except (ValueError, ImportError, TypeError):
     return False
-  return known is None or all(family in known for family in families)
+  return solved is None or all(family in solved for family in families)
 
 
 def load_config(argv: Sequence[str]) -> TrainConfig:

@@ -43,7 +43,7 @@ def read(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
   """The value of a file.
 
   Raises:
-    ValueError: as `parse`.
+    ValueError: The fault of the text; see `parse`.
     OSError: the file cannot be read.
   """
   with pathlib.Path(path).open("rb") as file:

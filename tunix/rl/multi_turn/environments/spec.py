@@ -138,10 +138,10 @@ def get(name: str) -> EnvironmentSpec:
     ValueError: unknown; the message names the nearest one.
     ImportError: nothing at that path.
   """
-  found = ENVIRONMENTS.get(name, "operator")
-  if isinstance(found, EnvironmentSpec):
-    return found
-  return EnvironmentSpec(found, getattr(found, "action_grammar", "any"))
+  entry = ENVIRONMENTS.get(name, "operator")
+  if isinstance(entry, EnvironmentSpec):
+    return entry
+  return EnvironmentSpec(entry, getattr(entry, "action_grammar", "any"))
 
 
 class Builder:

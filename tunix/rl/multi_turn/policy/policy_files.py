@@ -79,12 +79,12 @@ def model_type(directory: pathlib.Path) -> str:
   """
   file = file_of(directory, "config.json")
   try:
-    found = json_text.read(file)["model_type"]
+    kind = json_text.read(file)["model_type"]
   except ValueError as error:
     raise ValueError(f"{file} is not JSON: {error}") from None
   except (KeyError, TypeError):
     raise ValueError(f"{file} does not name a model_type") from None
-  return str(found)
+  return str(kind)
 
 
 def load_tokenizer(path: str | pathlib.Path) -> tokenizers.Tokenizer:
@@ -167,12 +167,12 @@ def _json_of(file: pathlib.Path) -> dict[str, Any]:
   if not file.is_file():
     return {}
   try:
-    found = json_text.read(file)
+    value = json_text.read(file)
   except ValueError as error:
     raise ValueError(f"{file} is not JSON ({error}); copy it again") from None
-  if not isinstance(found, dict):
+  if not isinstance(value, dict):
     raise ValueError(f"{file} holds no JSON object; copy it again")
-  return found
+  return value
 
 
 def copy_tokenizer(

@@ -216,11 +216,11 @@ def json_bytes(value: Any) -> bytes:
 def read_json(file: pathlib.Path) -> dict[str, Any]:
   """An object in a file; ValueError names the file if it is none."""
   try:
-    found = json_text.read(file)
+    value = json_text.read(file)
   except ValueError as error:
     raise ValueError(
         f"{file} is not valid JSON ({error}); copy or download it again"
     ) from None
-  if not isinstance(found, dict):
+  if not isinstance(value, dict):
     raise ValueError(f"{file} is not a JSON object; copy or download it again")
-  return found
+  return value

@@ -517,8 +517,8 @@ class _Identity:
     self._known: dict[str, str] = {}
     if resuming:
       try:
-        found = json_text.read(self._path)
-        self._known = {str(k): str(v) for k, v in found.items()}
+        ids = json_text.read(self._path)
+        self._known = {str(k): str(v) for k, v in ids.items()}
       except FileNotFoundError:
         pass  # Nothing was tracked.
       except (OSError, ValueError, AttributeError) as error:

@@ -271,8 +271,8 @@ def _identity(run_dir: pathlib.Path) -> tuple[str, int]:
   """(client id of the run, earlier starts), kept in the run directory."""
   path = run_dir / _IDENTITY
   try:
-    found = json_text.read(path)
-    training, session = str(found["training"]), int(found["starts"])
+    identity = json_text.read(path)
+    training, session = str(identity["training"]), int(identity["starts"])
   except FileNotFoundError:
     training, session = uuid.uuid4().hex, 0
   except (OSError, ValueError, KeyError, TypeError) as error:

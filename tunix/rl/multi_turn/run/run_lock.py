@@ -143,9 +143,9 @@ def _holder(file: Any) -> dict[str, Any] | None:
   while True:
     try:
       file.seek(0)
-      found = json_text.parse(file.read())
-      if {"pid", "host", "since"} <= found.keys():
-        return found
+      holder = json_text.parse(file.read())
+      if {"pid", "host", "since"} <= holder.keys():
+        return holder
     except (OSError, ValueError, AttributeError):
       pass
     if time.monotonic() > due:

@@ -94,17 +94,17 @@ def read_json(
       )
   try:
     try:
-      found = orjson.loads(body)
+      value = orjson.loads(body)
     except orjson.JSONDecodeError:
-      found = _read_other(body)
-    json_text.check_depth(found)
+      value = _read_other(body)
+    json_text.check_depth(value)
   except (ValueError, RecursionError) as error:
     raise errors.invalid(
         None, f"the body is not JSON: {error}", "invalid_json"
     ) from None
-  if not isinstance(found, dict):
+  if not isinstance(value, dict):
     raise errors.invalid(None, "the body must be a JSON object", "invalid_json")
-  return found
+  return value
 
 
 def write_json(value: Any) -> bytes:
@@ -123,10 +123,10 @@ def _read_other(body: bytes) -> Any:
   """Parses bodies that only the standard library reads (UTF-16, byte order
   marks), or raises with the reason."""
   text = body.decode(json.detect_encoding(body))
-  found = json.loads(text, parse_constant=_finite, parse_float=_finite)
+  value = json.loads(text, parse_constant=_finite, parse_float=_finite)
   if _ESCAPED_HALF.search(text):
-    _check_characters(found)
-  return found
+    _check_characters(value)
+  return value
 
 
 def _finite(text: str) -> float:

@@ -233,8 +233,8 @@ def make(loss_mask_type: str, tokenizer: Any) -> MultiTurnLossMaskGenerator:
       tokenizer without the type's tokens.
     ImportError: nothing at that path.
   """
-  found: Any = LOSS_MASK_TYPES.get(loss_mask_type, "operator")
-  generator = found(tokenizer, loss_mask_type)
+  make_generator: Any = LOSS_MASK_TYPES.get(loss_mask_type, "operator")
+  generator = make_generator(tokenizer, loss_mask_type)
   if not callable(getattr(generator, "get_loss_mask", None)):
     raise ValueError(
         f"loss mask type {loss_mask_type!r} makes a"

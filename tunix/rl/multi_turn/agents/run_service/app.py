@@ -115,7 +115,7 @@ class App:
     """Args:
 
       gyms: Names of gyms that runs with `env.type=gym` may play.
-      client_settings: Options of these gyms that a run may choose.
+      client_settings: Gym options that a run may choose.
       limits: of runs and screenshots.
       token: that clients must present; "" asks for none.
       base_url: of this server, for addresses of screenshots.

@@ -70,10 +70,10 @@ def get(name: str, source: registry.Source = "request") -> GymSpec:
     ImportError: no such module or attribute.
     TypeError: the path holds no gym.
   """
-  found = spec_lib.as_spec(GYMS.get(name, source), name)
+  spec = spec_lib.as_spec(GYMS.get(name, source), name)
   if name in GYMS:  # Its signatures are read once.
-    GYMS.register(name, found, replace=True)
-  return found
+    GYMS.register(name, spec, replace=True)
+  return spec
 
 
 def make(name: str, **options: Any) -> base.Gym:

@@ -87,14 +87,14 @@ class Header:
   def read(cls, folder: pathlib.Path) -> Header:
     """Raises OSError, or ValueError if it is none."""
     try:
-      found = cls(**json_text.read(folder / HEADER))
-      if len(found.mark) != frames_lib.MARK_BYTES or not isinstance(
-          found.target, str
+      header = cls(**json_text.read(folder / HEADER))
+      if len(header.mark) != frames_lib.MARK_BYTES or not isinstance(
+          header.target, str
       ):
         raise ValueError("no id")
     except (TypeError, ValueError) as error:
       raise ValueError(f"{HEADER} is damaged: {error}") from None
-    return found
+    return header
 
 
 class Lock:

@@ -104,14 +104,14 @@ class Annotations:
   ) -> Response:
     body = await http_io.read_body(request, _MAX_BODY)
     try:
-      given = json_text.parse(body)
+      fields = json_text.parse(body)
     except ValueError:
       raise errors.ApiError(
           400, 'the body is not JSON; give {"turn": 3, "label": "…", "note":'
           ' "…"}'
       ) from None
     rollout = await self._rollout(request, who)
-    await self.add(who.project, rollout, given)
+    await self.add(who.project, rollout, fields)
     return await self._answer(request, who)
 
   async def _delete(

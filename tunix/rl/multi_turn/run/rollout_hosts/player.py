@@ -66,8 +66,8 @@ def addresses(directory: str | pathlib.Path) -> list[dict[str, str]]:
     ValueError, KeyError, OSError: it is not whole yet.
   """
   file = pathlib.Path(directory) / ADDRESS
-  found = json_text.read(file)
-  return found.get(LEARNERS) or [found]
+  address = json_text.read(file)
+  return address.get(LEARNERS) or [address]
 
 
 class Learner:

@@ -86,7 +86,7 @@ def _limits(args: argparse.Namespace) -> settings.BufferLimits:
 
 def _rights(args: argparse.Namespace) -> rights.Rights:
   """Raises ValueError, ImportError or TypeError: a gym that does not exist."""
-  made = rights.Rights(**{
+  listed = rights.Rights(**{
       field.name: tuple(
           name.strip()
           for name in getattr(args, field.name).split(",")
@@ -94,16 +94,16 @@ def _rights(args: argparse.Namespace) -> rights.Rights:
       )
       for field in settings_lib.fields(rights.Rights)
   })
-  for gym in made.gyms:
+  for gym in listed.gyms:
     try:
       spec = gyms.get(gym, "operator")
     except (ImportError, TypeError, ValueError) as error:
       raise ValueError(f"--gyms: {error}") from None
-    spec.check_client_settings(made.client_settings, "--client-settings")
-  for folder in made.input_roots:
+    spec.check_client_settings(listed.client_settings, "--client-settings")
+  for folder in listed.input_roots:
     if not pathlib.Path(folder).is_dir():
       raise ValueError(f"--input-roots={folder} is no folder; name one")
-  return made
+  return listed
 
 
 def main(argv: Sequence[str] | None = None) -> int:

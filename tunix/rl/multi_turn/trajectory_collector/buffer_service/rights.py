@@ -9,8 +9,8 @@ links and `..` included, to one below a listed folder or of this package; an
 address is of this machine or of a listed host. An error names the key, the
 value and the option that would allow it.
 
-Does not know the keys of other generators than the package's own: whoever
-writes one checks its own keys.
+Does not check further keys of an operator's own generator, which checks them
+itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PACKAGE = pathlib.Path(__file__).resolve().parents[2]
 
 @settings_lib.settings
 class Rights:
-  """What the payload of a start may choose."""
+  """Choices that the payload of a start may make."""
 
   gyms: tuple[str, ...] = settings_lib.setting(
       default=("desktop",),

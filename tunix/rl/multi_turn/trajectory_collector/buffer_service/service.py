@@ -72,7 +72,7 @@ class Service:
 
       folder: of the database.
       limits: see `BufferLimits`.
-      rights: What the payload of a start may choose.
+      rights: Choices that the payload of a start may make.
       generators: folders of generators besides the package's own.
       token: of the service, for its generators.
       url: of the service.
