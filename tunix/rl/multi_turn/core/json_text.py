@@ -32,9 +32,11 @@ def parse(text: str | bytes, most_bytes: int = MOST_BYTES) -> Any:
     value = json.loads(text)
   except RecursionError:
     raise ValueError(_TOO_DEEP) from None
-  marks = ("[", "{") if isinstance(text, str) else (b"[", b"{")
-  # Fewer than that many cannot nest as deeply.
-  if sum(text.count(mark) for mark in marks) > MOST_DEEP:  # type: ignore[arg-type]
+  if isinstance(text, str):
+    brackets = text.count("[") + text.count("{")
+  else:
+    brackets = text.count(b"[") + text.count(b"{")
+  if brackets > MOST_DEEP:  # Fewer cannot nest as deeply.
     check_depth(value)
   return value
 
