@@ -23,6 +23,7 @@ import asyncio
 import contextlib
 import datetime
 import hmac
+import json
 import logging
 import math
 import time
@@ -53,7 +54,6 @@ _PUBLIC = ("/health", "/images/{name}")
 
 Request = starlette_requests.Request
 Response = starlette_responses.Response
-Json = starlette_responses.JSONResponse
 _setting = settings_lib.setting
 
 
@@ -79,6 +79,16 @@ class RunLimits:
       unit="s",
       gt=0,
   )
+
+
+class Json(starlette_responses.JSONResponse):
+  """An answer; half a surrogate pair in a text, of a gym's, becomes "?"."""
+
+  def render(self, content: Any) -> bytes:
+    text = json.dumps(
+        content, ensure_ascii=False, allow_nan=False, separators=(",", ":")
+    )
+    return text.encode("utf-8", "replace")
 
 
 class ServiceError(Exception):
