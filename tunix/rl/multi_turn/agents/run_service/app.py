@@ -23,7 +23,6 @@ import asyncio
 import contextlib
 import datetime
 import hmac
-import json
 import logging
 import math
 import time
@@ -40,6 +39,7 @@ from tunix.rl.multi_turn.core import content_store
 from tunix.rl.multi_turn.core import data_urls
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import json_answers
 from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import request_bodies
@@ -52,6 +52,7 @@ _ENVIRONMENTS = "tunix.rl.multi_turn.environments.run_environments"
 _PUBLIC = ("/health", "/images/{name}")
 """Routes without a token: an image's address carries its signature."""
 
+Json = json_answers.Json
 Request = starlette_requests.Request
 Response = starlette_responses.Response
 _setting = settings_lib.setting
@@ -79,16 +80,6 @@ class RunLimits:
       unit="s",
       gt=0,
   )
-
-
-class Json(starlette_responses.JSONResponse):
-  """An answer; half a surrogate pair in a text, of a gym's, becomes "?"."""
-
-  def render(self, content: Any) -> bytes:
-    text = json.dumps(
-        content, ensure_ascii=False, allow_nan=False, separators=(",", ":")
-    )
-    return text.encode("utf-8", "replace")
 
 
 class ServiceError(Exception):
