@@ -165,8 +165,8 @@ class Training:
 
   def __init__(self, arm: str, steps: int, size: str, silent: int = -1):
     """`arm` of ARMS, `size` of SIZES, `silent` as the trainer's."""
-    import nursery  # pylint: disable=g-import-not-at-top
     import monitor_network  # pylint: disable=g-import-not-at-top
+    import nursery  # pylint: disable=g-import-not-at-top
 
     self.arm, self._steps, self._silent = arm, steps, silent
     self.told: list[dict[str, Any]] = []

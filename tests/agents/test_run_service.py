@@ -272,7 +272,7 @@ async def test_a_model_server_that_fails_ends_the_run_with_a_reason(
 
 
 @pytest.mark.parametrize(
-    "value, kept",
+    "value, recorded",
     [
         ("NaN", False),
         ("-1e400", False),
@@ -283,7 +283,7 @@ async def test_a_model_server_that_fails_ends_the_run_with_a_reason(
         (str(2**64), True),
     ],
 )
-async def test_what_a_run_records_can_be_read(value, kept):
+async def test_what_a_run_records_can_be_read(value, recorded):
   """An answer of the model that cannot be written again ends the run."""
   raw = json.dumps(run_services.completion(TERMINATE))
   raw = f'{raw[:-1]}, "mine": {value}}}'.encode()
@@ -299,8 +299,8 @@ async def test_what_a_run_records_can_be_read(value, kept):
     await runs.tokens(run_id)
     await runs.aclose()
   replies = [e["modelOutput"] for e in events if e["type"] == "model_output"]
-  assert status == ("completed" if kept else "failed"), reason
-  if kept:
+  assert status == ("completed" if recorded else "failed"), reason
+  if recorded:
     assert replies == [json.loads(raw)]
   else:
     assert not replies and "cannot be written again" in reason

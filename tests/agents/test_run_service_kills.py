@@ -38,11 +38,11 @@ class Load:
   """Runs that several clients start and follow, one after the other.
 
   Attributes:
-    calls: model calls by the name of the run's model, one name a run.
-    whole: names of runs that were followed to their end.
-    lost: name -> model calls when its client learnt that the run is gone.
-    refused: starts that no service answered.
-    faults: what a client must never see.
+    calls: Model calls by the name of the run's model, one name a run.
+    whole: Names of runs that were followed to their end.
+    lost: Model calls by name, as its client learnt that the run is gone.
+    refused: Starts that no service answered.
+    faults: Errors that no client may see.
   """
 
   def __init__(self, url):
@@ -56,8 +56,10 @@ class Load:
     self.newest = ""  # Id of a run.
 
   async def answer(self, method, path, body):
-    """What the model server says."""
+    """Answers as the model server."""
     del method, path
+    if not body:  # Of a service that was killed as it asked.
+      return 400, {}
     self.calls[httpx.Response(200, content=body).json()["model"]] += 1
     await asyncio.sleep(0.02)
     return 200, run_services.completion(MOVE)
@@ -138,8 +140,8 @@ async def test_kills_lose_runs_as_typed_failures_and_leave_nothing():
         await asyncio.to_thread(service.end)
         await asyncio.to_thread(service.start, "--port", port)
         for path in ("", "/events", "/steps", "/trajectory", "/tokens"):
-          gone = await direct.get(f"{load.url}/runs/{former}{path}")
-          assert (gone.status_code, gone.json()["code"]) == (
+          reply = await direct.get(f"{load.url}/runs/{former}{path}")
+          assert (reply.status_code, reply.json()["code"]) == (
               404, "unknown_run",
           )  # pyformat: disable
       await load.more()

@@ -738,15 +738,15 @@ def test_what_a_gym_says_can_be_answered():
   ):
     ids = {}
     for family in ("odd", "odd-error"):
-      made = http.post(
+      answer = http.post(
           f"/tasks/naughty/{family}/0", json={"options": {"observe": True}}
       )
-      assert made.json()["observation"]["text"] == "half a pair: ?"
-      ids[family] = made.json()["execution_id"]
+      assert answer.json()["observation"]["text"] == "half a pair: ?"
+      ids[family] = answer.json()["execution_id"]
     wait = {"action": {"kind": "wait"}, "step": 1}
     for family, status in (("odd", 200), ("odd-error", 502)):
-      done = http.post(f"/executions/{ids[family]}/step", json=wait)
-      assert done.status_code == status
+      answer = http.post(f"/executions/{ids[family]}/step", json=wait)
+      assert answer.status_code == status
     verdict = http.post(f"/executions/{ids['odd']}/evaluate", json={})
     details = verdict.json()["result"]["details"]
     assert details["half a pair: ?"] == [2**70]

@@ -15,9 +15,16 @@ import gym_servers
 import httpx
 import nursery
 import pytest
+import run_services
 import tenacity
+from tunix.rl.multi_turn import trajectory_collector as tc
+from tunix.rl.multi_turn.agents import tool_agent
 from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import images
+from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.environments import cua_env
 from tunix.rl.multi_turn.environments.gyms import genv
+from tunix.rl.multi_turn.tools import screenshot
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 WAIT = gui_action.GuiAction("wait")
@@ -45,10 +52,10 @@ class Load:
   """Episodes that are played one after the other by several clients.
 
   Attributes:
-    started: ids of executions.
-    steps: that were acknowledged.
-    ends: episodes, by how they ended: "whole", or the class of the error.
-    faults: what a client must never see.
+    started: Ids of executions.
+    steps: Acknowledged steps.
+    ends: Episodes, by their end: "whole", or the class of the error.
+    faults: Errors that no client may see.
   """
 
   def __init__(self, url, gym_id):
@@ -129,10 +136,10 @@ async def test_kills_lose_episodes_as_failures_and_leave_nothing(workers):
         orphans += await asyncio.to_thread(nursery.outliving, children)
         await asyncio.to_thread(server.start, *arguments)
         async with httpx.AsyncClient(verify=False, trust_env=False) as direct:
-          gone = await direct.get(
+          reply = await direct.get(
               f"{load.url}/api/v1/desktop/executions/{former}"
           )
-        assert (gone.status_code, gone.json()["code"]) == (
+        assert (reply.status_code, reply.json()["code"]) == (
             404, "unknown_execution",
         )  # pyformat: disable
       await load.more()
@@ -146,3 +153,30 @@ async def test_kills_lose_episodes_as_failures_and_leave_nothing(workers):
   assert not load.faults
   assert not orphans, "processes outlive their server"
   assert load.ends["whole"] and load.ends["GenvExecutionLostError"]
+
+
+async def test_an_episode_whose_server_is_killed_is_the_environment_s_failure():
+  port = nursery.free_port()
+  store = images.ImageStore()
+  with nursery.Nursery(SERVER) as server:
+
+    def start():
+      server.start("desktop", "--port", port)
+
+    async def model(messages):
+      del messages
+      await asyncio.to_thread(server.end)
+      await asyncio.to_thread(start)
+      return run_services.call(action="mouse_move", coordinate=[5, 5])
+
+    await asyncio.to_thread(start)
+    env = cua_env.CUAEnv(
+        gym_servers.gym(f"http://127.0.0.1:{port}"),
+        screenshot.ScreenshotTool(store),
+        gym_servers.instance("enter-text", 1),
+    )
+    engine = tc.TrajectoryCollectEngine(tool_agent.ToolAgent(), env, model)
+    episode = await engine.collect()
+  assert episode.status is trajectory.TrajectoryStatus.ENV_ERROR
+  assert "GenvExecutionLostError" in episode.error
+  assert "404" in episode.error

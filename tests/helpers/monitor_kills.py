@@ -149,7 +149,8 @@ def kill_postgres(folder, kills, postgres, how, seed=0) -> Outcome:
   """
   folder = pathlib.Path(folder)
   chance = random.Random(seed)
-  database, port = monitor_databases.empty_database(postgres), nursery.free_port()
+  database = monitor_databases.empty_database(postgres)
+  port = nursery.free_port()
   name = database.partition("@/")[2].partition("?")[0]
   with nursery.Nursery(SERVER) as server:
     server.start(database, folder / "files", port)

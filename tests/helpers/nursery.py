@@ -52,11 +52,11 @@ class Nursery:
     """
     self._mother.stdin.write("|".join(map(str, arguments)) + "\n")
     self._mother.stdin.flush()
-    left = []
+    lines = []
     while not (line := self._line()).startswith("pid "):
-      left.append(line)
+      lines.append(line)
     self._pid = int(line.split()[1])
-    return left, self._line()
+    return lines, self._line()
 
   def _line(self) -> str:
     line = self._mother.stdout.readline()
@@ -84,7 +84,7 @@ class Nursery:
       time.sleep(0.002)
 
   def rest(self) -> list[str]:
-    """What the last one, dead now, had still said; ends all of it."""
+    """Ends the program; returns the lines of the last process, dead now."""
     self._mother.stdin.close()
     return self._mother.stdout.read().split("\n")[:-1]
 
@@ -137,8 +137,8 @@ def running(pid):
 
 
 def outliving(pids, seconds=20.0):
-  """Those of the processes that still run after so long."""
+  """Waits for the ends of processes; returns the ones that still run."""
   due = time.monotonic() + seconds
-  while (left := [p for p in pids if running(p)]) and time.monotonic() < due:
+  while (alive := [p for p in pids if running(p)]) and time.monotonic() < due:
     time.sleep(0.05)
-  return left
+  return alive

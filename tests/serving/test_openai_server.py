@@ -579,19 +579,19 @@ def test_a_session_exports_whatever_it_accepted(running):
     if answer.status_code == 200:
       accepted += 1
       for reward in (1e400, -9e29, 5e-324, 2**70):
-        given = running.post(
+        reply = running.post(
             f"{path}/rl/set_reward",
             content=json.dumps({
                 "reward": reward, "interaction_id": answer.json()["id"]
             }).encode(),
         )  # pyformat: disable
-        assert given.status_code == (400 if reward == 1e400 else 200)
+        assert reply.status_code == (400 if reward == 1e400 else 200)
   assert accepted > 2
   for style in ("individual", "concat"):
     for arrays in ("lists", "tensors"):
-      found = export(running, session, style=style, arrays=arrays)
-      assert len(found) == accepted
-      assert all(np.isfinite(one["reward"]) for one in found.values())
+      exported = export(running, session, style=style, arrays=arrays)
+      assert len(exported) == accepted
+      assert all(np.isfinite(one["reward"]) for one in exported.values())
 
 
 def test_a_stream_that_fails_says_so(running, monkeypatch):

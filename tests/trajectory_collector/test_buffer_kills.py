@@ -37,10 +37,10 @@ class Clients:
   """Writers and readers that do not give up, and what they were answered.
 
   Attributes:
-    written: uids whose write was acknowledged.
-    leases: by the id of each acknowledged lease, the uids of its items.
-    late: reads whose lease was over before its acknowledgement arrived.
-    repeats: calls that were made again.
+    written: Uids whose write was acknowledged.
+    leases: Uids of the items of each acknowledged lease, by its id.
+    late: Reads whose lease was over before its acknowledgement arrived.
+    repeats: Calls that were made again.
   """
 
   def __init__(self, url):
@@ -216,17 +216,17 @@ def test_an_acknowledgement_that_a_kill_cut_off_may_be_repeated(tmp_path):
     for n in (1, 0):
       assert clients.call("/buffer/write", sent).json()["new"] == 4 * n
       kill()
-    asked = {"lease_s": 60, "lease": "mine"}
-    first = clients.call("/get_rollout_data", asked).json()["data"]
+    query = {"lease_s": 60, "lease": "mine"}
+    first = clients.call("/get_rollout_data", query).json()["data"]
     kill()
-    again = clients.call("/get_rollout_data", asked).json()["data"]
+    again = clients.call("/get_rollout_data", query).json()["data"]
     assert (again["data"], again["groups"]) == (first["data"], first["groups"])
     kill()
     for count in (4, 0, 0):
       answer = clients.call("/buffer/ack", {"lease": "mine"})
       assert answer.json()["message"] == f"Acknowledged {count} items"
       kill()
-    used = clients.call("/get_rollout_data", asked)
+    used = clients.call("/get_rollout_data", query)
     assert (used.status_code, used.json()["code"]) == (409, "lease_used")
     unknown = clients.call("/buffer/ack", {"lease": "other"})
     assert (unknown.status_code, unknown.json()["code"]) == (
@@ -250,5 +250,5 @@ def test_an_acknowledgement_that_a_kill_cut_off_may_be_repeated(tmp_path):
     final = clients.call("/get_rollout_data", {}).json()["data"]["data"]
     assert [i["uid"] for i in final] == [i["uid"] for i in large]
     kill()
-    rest = clients.call("/get_rollout_data", {})
-    assert not json.loads(rest.content)["success"]
+    last = clients.call("/get_rollout_data", {})
+    assert not json.loads(last.content)["success"]

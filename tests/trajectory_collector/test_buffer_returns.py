@@ -1,5 +1,4 @@
-"""What the rollout buffer accepts comes back, and a failed answer costs nothing.
-"""
+"""Accepted items come back as they were sent; a failed answer costs nothing."""
 
 import asyncio
 import functools
@@ -72,8 +71,8 @@ def test_an_item_of_too_many_levels_is_refused_when_it_is_written(buffer):
 def test_values_that_no_encoder_writes_are_refused(buffer, value, fault):
   bodies = [json.dumps(item(f"u{n}", extra_info={"x": 0})) for n in (0, 1)]
   bodies[1] = bodies[1].replace('"x": 0', f'"x": {value}')
-  for whole in ("\n".join(bodies), f"[{', '.join(bodies)}]"):
-    answer = buffer.post("/buffer/write", whole)
+  for body in ("\n".join(bodies), f"[{', '.join(bodies)}]"):
+    answer = buffer.post("/buffer/write", body)
     assert answer.status_code == 500
     assert fault.removeprefix("item 1: ") in answer.json()["detail"]
   assert buffer.stats()["items"] == 0
@@ -115,19 +114,19 @@ _ITEMS = st.builds(
 )
 
 
-def same(left, right):
+def same(one, other):
   """Equality of values and their types; 0.0 is not -0.0."""
-  if type(left) is not type(right):
+  if type(one) is not type(other):
     return False
-  if isinstance(left, dict):
-    return left.keys() == right.keys() and all(
-        same(left[key], right[key]) for key in left
+  if isinstance(one, dict):
+    return one.keys() == other.keys() and all(
+        same(one[key], other[key]) for key in one
     )
-  if isinstance(left, list):
-    return len(left) == len(right) and all(map(same, left, right))
-  if isinstance(left, float):
-    return left == right and math.copysign(1, left) == math.copysign(1, right)
-  return left == right
+  if isinstance(one, list):
+    return len(one) == len(other) and all(map(same, one, other))
+  if isinstance(one, float):
+    return one == other and math.copysign(1, one) == math.copysign(1, other)
+  return one == other
 
 
 def test_what_is_accepted_is_returned_as_it_was_sent(buffer):
@@ -276,12 +275,12 @@ def test_a_final_read_that_is_not_acknowledged_is_broken_off(buffer):
 
 def test_a_read_may_be_repeated_under_the_id_of_its_lease(buffer):
   buffer.write(*group("a"), *group("b"))
-  asked = dict(batch_size=4, lease_s=60, lease="mine")
-  first = buffer.read(**asked)["data"]
+  query = dict(batch_size=4, lease_s=60, lease="mine")
+  first = buffer.read(**query)["data"]
   rows = "SELECT id, seconds, acknowledged FROM leases"
   assert buffer.service.store.rows(rows) == [("mine", 60.0, 0)]
   buffer.clock.now += 50
-  again = buffer.read(**asked)["data"]
+  again = buffer.read(**query)["data"]
   assert (again["data"], again["lease"], again["groups"]) == (
       first["data"], "mine", first["groups"],
   )  # pyformat: disable
@@ -292,7 +291,7 @@ def test_a_read_may_be_repeated_under_the_id_of_its_lease(buffer):
   assert buffer.post("/buffer/ack", {"lease": "mine"}).status_code == 200
   for path in ("/get_rollout_data", "/b/other/get_rollout_data"):
     buffer.write(*group("c"), path="/b/other/buffer/write")
-    used = buffer.post(path, asked)
+    used = buffer.post(path, query)
     assert used.status_code == 409 and used.json()["code"] == "lease_used"
   assert buffer.read(lease_s=60, lease="next")["data"]["data"][0]["uid"] == (
       "b-0"

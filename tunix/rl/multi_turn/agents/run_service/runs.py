@@ -352,9 +352,9 @@ def _reply_of(answer: bytes) -> dict[str, Any]:
     reply = None
   if not isinstance(reply, dict):
     raise ModelError(
-        "the model server's answer is not JSON's object, or holds what cannot be"
-        " written again: half a surrogate pair, NaN, a number larger than any"
-        " float, more than 200 levels"
+        "the model server's answer is not JSON's object, or holds what cannot"
+        " be written again: half a surrogate pair, NaN, a number larger than"
+        " any float, more than 200 levels"
     )
   return reply
 

@@ -16,8 +16,9 @@ body names it, or of the query. docs/rollout_buffer.md describes the protocol.
 
 Promises: every request is answered, a failure as `{"detail", "code"}`; a write
 is on the disk when it is answered; a full buffer answers 429 with Retry-After;
-bodies are bounded; groups whose answer cannot be sent are given back; without a token
-only requests to a loopback host name are answered, and never a web page's.
+bodies are bounded; groups whose answer cannot be sent are given back; without a
+token only requests to a loopback host name are answered, and never a web
+page's.
 
 Does not decide what is read (`buffers` does).
 """
@@ -509,30 +510,30 @@ async def _parsed(read: Callable[..., Any], raw: bytes, *args: Any) -> Any:
   return await asyncio.to_thread(read, raw, *args)
 
 
-def _read_body(success: bool, message: str, found: buffers.Read) -> bytes:
+def _read_body(success: bool, message: str, result: buffers.Read) -> bytes:
   return orjson.dumps({
       "success": success,
       "message": message,
-      "data": orjson.Fragment(found.data),
+      "data": orjson.Fragment(result.data),
   })
 
 
 class _Delivery(Response):
   """The answer to a read of items.
 
-  The last byte is held back until all others were sent and, of a final read,
-  the groups are acknowledged. If it does not come to that (the client is gone,
-  the disk fails, the service ends), the groups are given back: nobody can have
-  read an answer without its end.
+  The last byte is held back until all other bytes were sent and, of a final
+  read, the groups are acknowledged. If the client hangs up, the disk fails or
+  the service ends before that, the groups are given back: no client can read an
+  answer without its end.
   """
 
-  def __init__(self, buffer: buffers.Buffer, found: buffers.Read):
+  def __init__(self, buffer: buffers.Buffer, result: buffers.Read):
     super().__init__(
-        _read_body(True, f"Successfully read {found.count} items", found),
+        _read_body(True, f"Successfully read {result.count} items", result),
         media_type="application/json",
     )
     self._buffer = buffer
-    self._found = found
+    self._result = result
 
   async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
     sent = False
@@ -548,8 +549,8 @@ class _Delivery(Response):
         await send(_part(part, more=True))
       if await Request(scope, receive).is_disconnected():
         return
-      if self._found.final:
-        await asyncio.to_thread(self._buffer.acknowledge, self._found.lease)
+      if self._result.final:
+        await asyncio.to_thread(self._buffer.acknowledge, self._result.lease)
       sent = True
       await send(_part(self.body[end:], more=False))
     except (buffers.UnknownLease, store.StoreError, TimeoutError) as error:
@@ -560,7 +561,7 @@ class _Delivery(Response):
 
   def _give_back(self) -> None:
     try:
-      self._buffer.release(self._found.lease)
+      self._buffer.release(self._result.lease)
     except buffers.UnknownLease:
       pass  # It was over already.
     except (store.StoreError, TimeoutError) as error:

@@ -2,9 +2,9 @@
 
 Every read takes whole groups and lends them, under a lease that the store holds
 before the answer leaves. A reader that asked for a lease acknowledges it, or
-the groups return after its time. A lease that nobody asked for is `final`: who
-sends the answer acknowledges it with the answer's last byte, as clients of the
-protocol expect.
+the groups return after its time. A read without one is `final`: the sender of
+the answer acknowledges it with the last byte, as clients of the protocol
+expect.
 
 Promises: nothing that was answered is lost or delivered again once it was
 acknowledged, also over a kill; a read commits only what is encoded already; a
@@ -376,7 +376,7 @@ class Buffer:
     return Read(data, len(written), available, lease=lease, final=final)
 
   def _again(self, lease: str) -> Read:
-    """What a reader has under a lease, whose time begins anew."""
+    """Returns the groups of a lease again; its time begins anew."""
     again = self._leases[lease]
     members = [
         tally.Counted(member.seq, group.instance_id, member.reward, member.size)
@@ -604,7 +604,7 @@ def _data(
     numbers: Sequence[int],
     lease: str,
 ) -> bytes:
-  """The `data` of `Read`; items leave as they are encoded."""
+  """Encodes the `data` of a `Read`, around items that are JSON."""
   data: dict[str, Any] = {
       "data": [orjson.Fragment(item) for item in written],
       "meta_info": meta,
