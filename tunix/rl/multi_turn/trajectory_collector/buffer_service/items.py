@@ -117,7 +117,8 @@ def read(raw: bytes, buffer: str | None = None) -> list[Item]:
         raise
       raise ItemError(f"item {number}: {error}") from None
   # The encoder writes null for a number that no float holds (1e400).
-  if sum(item.body.count(b"null") for item in found) > raw.count(b"null"):
+  nulls = sum(item.body.count(b"null") for item in found)
+  if nulls and nulls > raw.count(b"null"):
     if place := json_models.infinite(values):
       raise ItemError(f"{place} is larger than any float; write a smaller one")
   return found
