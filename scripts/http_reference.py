@@ -127,11 +127,11 @@ BUFFER_CALLS: Rows = {
     ),
     ("POST", "/get_rollout_data"): (
         "Reads whole groups; exactly `batch_size` items, or none.",
-        "`batch_size` (all), `lease_s`", _READ,
+        "`batch_size` (all), `lease_s`, `lease` (an id for it)", _READ,
     ),
     ("POST", "/buffer/read"): (
         "The same; waits, and takes fewer.",
-        "`batch_size`, `lease_s`, `timeout` (10 s), `wait`", _READ,
+        "`batch_size`, `lease_s`, `lease`, `timeout` (10 s), `wait`", _READ,
     ),
     ("POST", "/buffer/ack"): (
         "A lease's items were taken over.", "`lease`", "`success`, `message`",

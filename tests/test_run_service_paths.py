@@ -186,6 +186,8 @@ def _misbehaving(kind):
       return 200, {"runId": "r"}
     if path.endswith("/cancel"):
       return 200, {}
+    if kind == "restarted":
+      return 404, {"detail": "there is no such run", "code": "unknown_run"}
     if kind == "hangs":
       return asyncio.sleep(3, (200, {}))
     if kind == "never ends":
@@ -223,6 +225,7 @@ def test_a_service_that_fails_ends_the_episode_in_time(tokens):
       "garbage start": (Status.MODEL_ERROR, "without a runId"),
       "refuses": (Status.MODEL_ERROR, "no such agent"),
       "failed": (Status.MODEL_ERROR, "the box is gone"),
+      "restarted": (Status.MODEL_ERROR, "there is no such run"),
       "another model": (Status.MODEL_ERROR, "no record"),
       "gone": (Status.MODEL_ERROR, "failed: ConnectError"),
   }

@@ -39,6 +39,7 @@ from tunix.rl.multi_turn.core import content_store
 from tunix.rl.multi_turn.core import data_urls
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import json_answers
 from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import request_bodies
@@ -51,9 +52,9 @@ _ENVIRONMENTS = "tunix.rl.multi_turn.environments.run_environments"
 _PUBLIC = ("/health", "/images/{name}")
 """Routes without a token: an image's address carries its signature."""
 
+Json = json_answers.Json
 Request = starlette_requests.Request
 Response = starlette_responses.Response
-Json = starlette_responses.JSONResponse
 _setting = settings_lib.setting
 
 

@@ -30,6 +30,7 @@ from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import content_store
 from tunix.rl.multi_turn.core import data_urls
 from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import seeds
 from tunix.rl.multi_turn.core import trajectory
@@ -175,7 +176,7 @@ class Run:
     before = self._env.image
     self._emit("model_call", modelSpecificInput=shown)
     try:
-      reply = await self._http.ask(
+      answer = await self._http.call(
           "POST",
           f"{self._url}/chat/completions",
           self.body.maxStepTimeSec,
@@ -190,6 +191,7 @@ class Run:
       )
       verdict["message"] = _refusal(error)
       return "completed", "context_limit", verdict
+    reply = _reply_of(answer)
     self._emit("model_output", modelOutput=reply)
     text = _text_of(reply)
     action = agent.update_from_model(text)
@@ -337,6 +339,25 @@ class Run:
         "step": self._step,
         **fields,
     })
+
+
+def _reply_of(answer: bytes) -> dict[str, Any]:
+  """The model server's answer, as the run's record keeps it.
+
+  Raises:
+    ModelError: it is no object of JSON that could be written again.
+  """
+  try:
+    reply = json_models.parse(answer)
+  except ValueError:
+    reply = None
+  if not isinstance(reply, dict):
+    raise ModelError(
+        "the model server's answer is not JSON's object, or holds what cannot"
+        " be written again: half a surrogate pair, NaN, a number larger than"
+        " any float, more than 200 levels"
+    )
+  return reply
 
 
 def _text_of(reply: Mapping[str, Any]) -> str:

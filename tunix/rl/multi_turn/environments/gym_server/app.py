@@ -40,6 +40,7 @@ from starlette import requests as starlette_requests
 from starlette import responses as starlette_responses
 from starlette import routing
 from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.core import json_answers
 from tunix.rl.multi_turn.core import request_bodies
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import wire
@@ -65,7 +66,7 @@ _PUBLIC = (
 
 Request = starlette_requests.Request
 Response = starlette_responses.Response
-Json = starlette_responses.JSONResponse
+Json = json_answers.Json
 Handler = Callable[[Request], Awaitable[Response]]
 MakeGym = Callable[[Mapping[str, Any]], Any]
 """{"name": …, and settings} -> a gym, or an awaitable of one."""

@@ -13,10 +13,13 @@ from typing import Any, Callable
 
 import orjson
 import sqlalchemy as sa
+from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 
 _MAX_TEXT = 4 << 20
+DEEPEST = 200
+"""Levels of lists and objects in a value that is JSON."""
 _MAX_KEY = 500  # An entry of PostgreSQL's indices is at most 2.7 kB.
 _INT64 = 1 << 63
 _UTC = datetime.timezone.utc
@@ -130,6 +133,13 @@ def time(value: Any) -> str:
   return found.replace(tzinfo=None).isoformat(" ", "microseconds")
 
 
+def too_deep(written: str, value: Any) -> bool:
+  """Whether a value, whose JSON is `written`, nests deeper than `DEEPEST`."""
+  # Few brackets need no look.
+  brackets = written.count("[") + written.count("{")
+  return brackets > DEEPEST and json_models.deeper(value, DEEPEST)
+
+
 def json_text(value: Any, array: bool = False) -> str:
   """JSON as text; text that is JSON already stays as it is."""
   if isinstance(value, str):
@@ -149,6 +159,10 @@ def json_text(value: Any, array: bool = False) -> str:
     raise WrongValue(f"give an array, not a {_kind(found)}")
   if len(value) > _MAX_TEXT:
     raise WrongValue(f"has {len(value)} characters; at most {_MAX_TEXT}")
+  if too_deep(value, found):
+    raise WrongValue(
+        f"is nested more than {DEEPEST} levels deep; send a flatter value"
+    )
   return value.replace("\\u0000", "\\u2400") if "\\u0000" in value else value
 
 

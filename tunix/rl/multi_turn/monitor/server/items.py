@@ -22,6 +22,7 @@ import hashlib
 from typing import Any, Callable, Mapping
 
 import orjson
+from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import run_tags as tags_lib
 from tunix.rl.multi_turn.monitor.schema import progress
 from tunix.rl.multi_turn.monitor.schema import tables
@@ -562,10 +563,16 @@ def _delivery(value: Any, faults: _Faults) -> SpoolRange | None:
         and 0 < first <= last < 1 << 63
     ):
       health = value.get("health")
-      return SpoolRange(
-          spool, first, last,
-          None if health is None else orjson.dumps(health).decode(),
+      if not json_models.deeper(health, fields.DEEPEST):
+        return SpoolRange(
+            spool, first, last,
+            None if health is None else orjson.dumps(health).decode(),
+        )  # pyformat: disable
+      faults.add(
+          "delivery.health", "…",
+          f"is nested more than {fields.DEEPEST} levels deep",
       )  # pyformat: disable
+      return None
   faults.add(
       "delivery", value, "give {spool: text, first: number, last: number}"
   )

@@ -31,6 +31,7 @@ DEFAULTS: Mapping[str, Any] = {
 }
 RULES = ("normalized", "raw")
 _MOST_MEMBERS = 65_536
+_MOST_LEASE_ID = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,3 +202,20 @@ def batch_size(data: Mapping[str, Any]) -> int:
   if data.get("batch_size") is None:
     return -1
   return whole_number(data, "batch_size", least=-1)
+
+
+def lease(data: Mapping[str, Any]) -> str:
+  """`lease`, the id of a read's lease.
+
+  Raises:
+    ValueError: absent, or no text of up to 64 characters.
+  """
+  value = data.get("lease")
+  if value is None:
+    raise ValueError("lease is missing; give the lease of a read")
+  if not isinstance(value, str) or not 0 < len(value) <= _MOST_LEASE_ID:
+    raise ValueError(
+        f"lease={json_models.short(value)} must be the id of a lease, a text of"
+        f" 1 to {_MOST_LEASE_ID} characters"
+    )
+  return value

@@ -18,7 +18,6 @@ import time
 from typing import Any, Callable, Mapping, Sequence
 import uuid
 
-import orjson
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import buffers
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
@@ -155,12 +154,11 @@ class Service:
     )
 
   def _save(
-      self, buffer: buffers.Buffer, read: int, found: list[dict[str, Any]]
+      self, buffer: buffers.Buffer, read: int, written: list[bytes]
   ) -> None:
     assert self._save_reads is not None
     path = self._save_reads / f"rollout_data_{buffer.name}_{read:06d}.jsonl"
-    lines = [orjson.dumps(item) + b"\n" for item in found]
-    durable.write_bytes(path, b"".join(lines))
+    durable.write_bytes(path, b"".join(item + b"\n" for item in written))
 
   def _restore(self, name: str, kept: Mapping[str, Any] | None) -> None:
     buffer = self._make(name)
