@@ -124,9 +124,16 @@ def read(raw: bytes, buffer: str | None = None) -> list[Item]:
   return found
 
 
+_LONG_INTEGER = re.compile(rb"(?<![0-9.])[0-9]{19}")
+"""Found wherever an integer may not fit into 64 bits."""
+
+
 def _parse(raw: bytes) -> Any:
   try:
-    return pydantic_core.from_json(raw, allow_inf_nan=False)
+    # orjson is the faster one and makes floats of integers beyond 64 bits.
+    if _LONG_INTEGER.search(raw):
+      return pydantic_core.from_json(raw, allow_inf_nan=False)
+    return orjson.loads(raw)
   except ValueError as error:
     raise ItemError(f"the body is not JSON: {error}") from None
 
