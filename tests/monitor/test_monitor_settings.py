@@ -102,7 +102,7 @@ def test_the_document_has_the_bounds_of_the_models():
   operation = openapi.Operation(
       "GET", "/x", "x", "X.", query=query_lib.RolloutsQuery
   )
-  document = openapi.document([operation])
+  document = openapi.document([operation], {"": 1})
   found = {
       p["name"]: p["schema"] for p in document["paths"]["/x"]["get"][
           "parameters"

@@ -81,6 +81,24 @@ class CallError(RuntimeError):
     self.status = status
 
   @property
+  def summary(self) -> str:
+    """The error's type and status, without a word of the server's.
+
+    For other people than those who chose the server: it may have echoed the
+    key of the request.
+    """
+    kind = type(self).__name__
+    if self.late:
+      return f"{kind}: no answer within the deadline"
+    if self.answer is None:
+      cause = self.__cause__
+      why = f" ({type(cause).__name__})" if cause is not None else ""
+      return f"{kind}: no answer that can be used{why}"
+    if 200 <= self.status < 300:
+      return f"{kind}: the answer, of status {self.status}, cannot be used"
+    return f"{kind}: the answer has status {self.status}"
+
+  @property
   def full(self) -> bool:
     """Whether the server has no room now (429)."""
     return self.status == 429

@@ -5,7 +5,7 @@ that the caller has made and will judge, `gym` a gym in the service's own
 process, which judges itself.
 
 Promises: an `env` that cannot be is a ValueError that names its field; only
-gyms that the operator has allowed are built.
+gyms that the operator has allowed are built, with numbers within their bounds.
 """
 
 from __future__ import annotations
@@ -45,13 +45,11 @@ def make_environment(
     ValueError: naming the field.
     ImportError: a gym's package is missing.
   """
-  kind = env.get("type")
+  kind = env["type"]
   if kind == "genv":
     gym, task = _genv(env, instruction)
-  elif kind == "gym":
-    gym, task = _gym(env, instruction, allowed_gyms)
   else:
-    raise ValueError(f"env.type must be genv or gym, got {kind!r}")
+    gym, task = _gym(env, instruction, allowed_gyms)
   retry = on_parse_error == "retry"
   found = cua_env.CUAEnv(
       gym,
@@ -104,8 +102,6 @@ def _gym(
   if not isinstance(data, Mapping):
     raise ValueError(f"env.task must be a task's object, got {data!r}")
   settings = env.get("settings") or {}
-  if not isinstance(settings, Mapping):
-    raise ValueError(f"env.settings must be an object, got {settings!r}")
   try:
     task = base.Task.from_json(data)
   except TypeError as error:
@@ -113,12 +109,18 @@ def _gym(
   if instruction and not task.instruction:
     task = base.Task.from_json({**task.to_json(), "instruction": instruction})
   size = env.get("width"), env.get("height")
-  if not all(isinstance(n, int) and not isinstance(n, bool) for n in size):
+  if None in size:
     raise ValueError(f"env.width and env.height must be pixels, got {size}")
   spec = gyms.get(name)
-  facts = spec.options_of(
-      task.family, size=(int(size[0] or 0), int(size[1] or 0)), concurrency=1
-  )
+  for option in spec.set_by_run:
+    if option in settings:
+      raise ValueError(
+          f"env.settings.{option}={settings[option]!r} is not an option here;"
+          " env.width, env.height and env.task decide it"
+      )
+  if problems := list(spec.out_of_bounds(settings, "env.settings.")):
+    raise ValueError(problems[0])
+  facts = spec.options_of(task.family, size=size, concurrency=1)
   try:
     return spec.make_gym({**facts, **settings}), task
   except TypeError as error:

@@ -203,6 +203,12 @@ class Catalog:
           f"client_settings={unknown[0]!r} is no setting of gym {spec.gym!r};"
           f" known: {', '.join(known)}"
       )
+    for name in spec.client_settings:
+      if found.unbounded(name):
+        raise ValueError(
+            f"client_settings={name!r} is a number without bounds; declare"
+            f" them in the GymSpec of {spec.gym!r} (bounds), or leave it out"
+        )
     settings = {**found.options_of(self.families[0]), **spec.settings}
     chosen = set(spec.client_settings) - set(settings)
     if any(

@@ -54,7 +54,15 @@ class ExecutionLimits:
   """Bounds of a server's executions."""
 
   capacity: int = settings_lib.setting(
-      default=256, doc="Executions held at a time.", ge=1
+      default=256, doc="Executions held at a time.", ge=1, le=65_536
+  )
+  max_megapixels: int = settings_lib.setting(
+      default=512,
+      doc="Screens of all executions, together; a create beyond it gets 429."
+      " One whose size only its gym knows counts as a megapixel.",
+      unit="megapixels",
+      ge=1,
+      le=65_536,
   )
   creating: int = settings_lib.setting(
       default=32, doc="Gyms that start at a time; further creates wait.", ge=1
@@ -112,6 +120,7 @@ class Execution:
     state: see `TRANSITIONS`.
     reason: for its end, in words; "" while it runs.
     code: of that reason, for programs.
+    pixels: of its screen.
     steps: actions carried out.
     seen: the newest observation.
     started_s: duration of the gym's start.
@@ -124,12 +133,14 @@ class Execution:
       names: Mapping[str, str],
       lease: float,
       limits: ExecutionLimits,
+      pixels: int = 0,
   ):
     self.id = uuid.uuid4().hex
     self.gym_id = gym_id
     self.task = task
     self.names = dict(names)
     self.lease = lease
+    self.pixels = pixels
     self.state = State.CREATING
     self.reason = ""
     self.code = ""

@@ -185,24 +185,9 @@ class App:
 
   def _authorize(self, request: Request, route: str) -> None:
     headers = request.headers
-    if "origin" in headers:
-      raise ApiError(
-          403,
-          "a request of a web page is not answered; call from a program",
-          "cross_site",
-      )
-    if not self._token:
-      host = headers.get("host", "")
-      if not http_server.names_loopback(host):
-        raise ApiError(
-            403,
-            "without a token this service answers at names of its own machine"
-            f" only, not Host: {host[:80]!r}; call 127.0.0.1, or start it with"
-            " a token",
-            "cross_site",
-        )
-      return
-    if route in ("/", "/health"):
+    if problem := http_server.cross_site(headers, bool(self._token)):
+      raise ApiError(403, problem, "cross_site")
+    if not self._token or route in ("/", "/health"):
       return
     kind, _, presented = headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer" or not hmac.compare_digest(
