@@ -39,6 +39,7 @@ from starlette import responses as starlette_responses
 from starlette import routing
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import request_bodies
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import buffers
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import items
@@ -378,8 +379,11 @@ class App:
   async def _known(self, request: Request) -> Response:
     data = await self._object(request)
     uids = data.get("uids")
-    if not isinstance(uids, list):
-      raise ValueError("uids must be a list of texts")
+    if not isinstance(uids, list) or len(uids) > requests.MOST_IDS:
+      raise ValueError(
+          f"uids={json_models.short(uids)} must be a list of up to"
+          f" {requests.MOST_IDS} texts"
+      )
     texts = [items.text_id(uid, "uids") for uid in uids]
     buffer = await asyncio.to_thread(
         self._service.buffer, self._name(request, data)
@@ -481,7 +485,7 @@ async def _parsed(read: Callable[..., Any], raw: bytes, *args: Any) -> Any:
 
 def _lease_id(data: Mapping[str, Any]) -> str:
   lease = data.get("lease")
-  if not isinstance(lease, str) or not lease:
+  if not isinstance(lease, str) or not 0 < len(lease) <= requests.MOST_NAME:
     raise ValueError("lease is missing; give the lease of a read")
   return lease
 
