@@ -32,8 +32,8 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module", params=["", TOKEN], ids=["open", "token"])
 def services(request, tmp_path_factory):
   folder = tmp_path_factory.mktemp("six")
-  with six_services.serving(folder, request.param) as found:
-    yield found, request.param
+  with six_services.serving(folder, request.param) as running:
+    yield running, request.param
 
 
 def _queries(name, app, path):
@@ -42,12 +42,12 @@ def _queries(name, app, path):
     return QUERIES[name]
   plain = re.sub(r":\w+}", "}", path)
   methods = app.document["paths"].get(plain, {})
-  found = [
+  running = [
       one["name"] for operation in methods.values()
       for one in operation.get("parameters", ()) if one["in"] == "query"
   ]  # pyformat: disable
   # Pages of the dashboard are not in the document.
-  return found or ("after", "run", "from", "to", "turn", "page", "step")
+  return running or ("after", "run", "from", "to", "turn", "page", "step")
 
 
 def _filled(path, value):
@@ -65,10 +65,10 @@ def _status(client, url, path, method):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", six_services.NAMES)
 def test_no_number_of_an_address_is_a_failure_of_the_service(services, name):
-  found, token = services
-  url, app = found[name]
+  running, token = services
+  url, app = running[name]
   headers = {"authorization": f"Bearer {token}"} if token else {}
-  asked = 0
+  requests = 0
   with httpx.Client(headers=headers, timeout=30) as client:
     for route in app.asgi.routes:
       path, methods = route.path, getattr(route, "methods", None) or ()
@@ -82,8 +82,8 @@ def test_no_number_of_an_address_is_a_failure_of_the_service(services, name):
         for case in sorted(cases):
           status, text = _status(client, url, case, method)
           assert status < 500 or _as_protocol(text), (method, case[:200], text)
-          asked += 1
-  assert asked >= len(VALUES)
+          requests += 1
+  assert requests >= len(VALUES)
 
 
 def _as_protocol(text):
@@ -107,8 +107,8 @@ def _as_protocol(text):
 def test_a_number_beyond_its_bound_is_refused_by_its_name(
     services, name, path, field, high, value
 ):
-  found, token = services
-  url, app = found[name]
+  running, token = services
+  url, app = running[name]
   headers = {"authorization": f"Bearer {token}"} if token else {}
   run = ""
   with httpx.Client(headers=headers, timeout=30) as client:
@@ -129,8 +129,8 @@ def test_a_number_beyond_its_bound_is_refused_by_its_name(
 
 
 def test_an_id_of_a_path_beyond_64_bits_is_refused_with_its_bound(services):
-  found, token = services
-  url, _ = found["monitor"]
+  running, token = services
+  url, _ = running["monitor"]
   headers = {"authorization": f"Bearer {token}"} if token else {}
   answer = httpx.get(f"{url}/api/v1/trainings/{2**64}", headers=headers)
   assert answer.status_code == 404
@@ -141,18 +141,18 @@ def test_an_id_of_a_path_beyond_64_bits_is_refused_with_its_bound(services):
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/nowhere"])
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://["])
 def test_a_foreign_page_is_answered_nowhere(services, name, path, origin):
-  found, token = services
+  running, token = services
   if (name, path) in NOT_SERVED:
     path = NOT_SERVED[name, path]
   headers = {"authorization": f"Bearer {token}"} if token else {}
   with httpx.Client(headers=headers, timeout=30) as client:
-    url = found[name][0] + path
+    url = running[name][0] + path
     answer = client.get(url, headers={"origin": origin})
     assert answer.status_code == 403, answer.text
     rebound = client.get(url, headers={"host": "evil.example"})
     # With a token, a name of its own may lead to the service.
     assert (rebound.status_code == 403) == (not token), rebound.text
-    assert client.get(found[name][0] + "/health").status_code == 200
+    assert client.get(running[name][0] + "/health").status_code == 200
 
 
 NOT_SERVED = {

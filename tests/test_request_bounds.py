@@ -83,8 +83,8 @@ def _unbounded_kind(kind, schema, defs, path, trail) -> Iterator[str]:
     for name, inner in schema.get("properties", {}).items():
       yield from unbounded(inner, defs, f"{path}.{name}", trail)
     more = schema.get("additionalProperties", "properties" not in schema)
-    whole = {"x-maxValues", "x-boundedBy"} & schema.keys()
-    if more is True and not whole:
+    stated = {"x-maxValues", "x-boundedBy"} & schema.keys()
+    if more is True and not stated:
       yield f"{path}: mapping of any values"
     elif isinstance(more, dict):
       if "maxProperties" not in schema:
@@ -111,17 +111,17 @@ def _of_document(document: Mapping[str, Any]) -> Iterator[str]:
           yield f"{where}: no size of the body"
 
 
-def _keys(schema: Any, defs: Mapping[str, Any], seen: tuple = ()) -> set[str]:
-  """The keywords of a schema and of those that it refers to."""
+def _keys(schema: Any, defs: Mapping[str, Any], trail: tuple = ()) -> set[str]:
+  """Returns the keywords of a schema and of the schemas that it names."""
   if isinstance(schema, list):
-    return set().union(*(_keys(one, defs, seen) for one in schema))
+    return set().union(*(_keys(one, defs, trail) for one in schema))
   if not isinstance(schema, dict):
     return set()
   name = str(schema.get("$ref", "")).rpartition("/")[2]
   inner = set()
-  if name and name not in seen:
-    inner = _keys(defs[name], defs, (*seen, name))
-  return set(schema) | inner | _keys([*schema.values()], defs, seen)
+  if name and name not in trail:
+    inner = _keys(defs[name], defs, (*trail, name))
+  return set(schema) | inner | _keys([*schema.values()], defs, trail)
 
 
 def _of_model(model: type[pydantic.BaseModel]) -> list[str]:
@@ -180,9 +180,9 @@ def test_the_policy_server_bounds_every_field():
 def test_the_rollout_buffer_bounds_every_field(tmp_path):
   schemas = buffer_requests.schemas()
   assert not [
-      found
+      problem
       for path, schema in schemas.items()
-      for found in unbounded(schema, {}, path)
+      for problem in unbounded(schema, {}, path)
   ]
   # No call that takes a body, or a query, is left out.
   service = buffer_service.Service(tmp_path)
@@ -204,8 +204,8 @@ def test_the_monitor_bounds_every_field(tmp_path):
 
 
 def test_the_image_proxy_has_one_route_without_a_schema_of_its_own():
-  """It passes on what its upstream's schema bounds; `max_images` and the size
-  of a body are its own bounds."""
+  """Its upstream's schema bounds what passes; `max_images` and the size of a
+  body are the proxy's own bounds."""
   proxy = image_proxy.ImageProxy("http://127.0.0.1:1", media.MediaLimits())
   assert [r.path for r in proxy.asgi.routes] == ["/{path:path}"]
 

@@ -250,7 +250,7 @@ async def test_the_other_ways_to_read_a_run():
 @pytest.mark.parametrize(
     "answer, reason",
     [
-        (lambda *_: (500, {"error": "no"}), "ModelError: the answer has status 500"),
+        (lambda *_: (500, {"error": "no"}), "the answer has status 500"),
         (lambda *_: (200, b"<html>"), "of status 200, cannot be used"),
         (lambda *_: (200, {"choices": []}), "no answer that can be used"),
         (lambda *_: asyncio.sleep(2, (200, {})), "timeout"),

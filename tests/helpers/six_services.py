@@ -47,18 +47,18 @@ def serving(folder, token):
         "policy": _policy(stack, token),
         "monitor": _monitor(stack, folder, token),
     }
-    found = {}
+    running = {}
     for name, app in apps.items():
       server = stack.enter_context(http_server.LoopbackServer(app.asgi))
-      found[name] = server.url, app
+      running[name] = server.url, app
     stack.callback(apps["monitor"].stop_streams)
     proxy = image_proxy.ImageProxy(
-        found["policy"][0], media.MediaLimits(), token=token,
+        running["policy"][0], media.MediaLimits(), token=token,
         upstream_token=token,
     )  # pyformat: disable
     server = stack.enter_context(http_server.LoopbackServer(proxy.asgi))
-    found["proxy"] = server.url, proxy
-    yield found
+    running["proxy"] = server.url, proxy
+    yield running
 
 
 def _policy(stack, token):

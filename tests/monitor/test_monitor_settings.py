@@ -71,7 +71,8 @@ def test_every_wrong_parameter_is_named_with_its_value_and_the_fix():
   assert found["limit"]["message"] == "give 1 to 500"
   assert found["status"]["value"] == "odd"
   assert "completed" in found["status"]["message"]
-  assert found["step_id"]["message"] == f"give a number in [0, {query_lib.MAX_ID}]"
+  most = query_lib.MAX_ID
+  assert found["step_id"]["message"] == f"give a number in [0, {most}]"
 
 
 @pytest.mark.parametrize(

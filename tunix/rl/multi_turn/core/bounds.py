@@ -57,8 +57,8 @@ Json = Annotated[
         "x-maxValues": MAX_VALUES,
         "x-maxDepth": _DEPTH,
         "description": (
-            f"At most {MAX_VALUES} values, nested {_DEPTH} deep; whole numbers of"
-            " 64 bits."
+            f"At most {MAX_VALUES} values, nested {_DEPTH} deep; whole numbers"
+            " of 64 bits."
         ),
     }),
 ]
@@ -66,7 +66,7 @@ Json = Annotated[
 
 
 def json_problem(value: Any) -> str:
-  """What is too large about a JSON value without a schema; "" for nothing."""
+  """Names the bound that a value without a schema exceeds; "" for none."""
   pending, count = [(value, 1)], 0
   while pending:
     one, depth = pending.pop()

@@ -41,10 +41,10 @@ class Server:
 
 
 def addresses(config: TrainConfig) -> dict[str, str]:
-  """Setting -> the http(s) address that it holds, those that a run calls."""
-  found = dict(_of_values(config.to_dict(), ""))
+  """Returns the http(s) addresses that a run calls, by their setting."""
+  urls = dict(_of_values(config.to_dict(), ""))
   if config.rollout.agent == "run_service":
-    found["run_service.base_url"] = config.run_service.url
+    urls["run_service.base_url"] = config.run_service.url
   if config.plays and environment_spec.get(config.environment.name).gym:
     try:
       options = gyms.get(config.gym.name).options
@@ -52,11 +52,11 @@ def addresses(config: TrainConfig) -> dict[str, str]:
       options = {}  # `gym` reports it.
     for name, option in options.items():
       key = f"gym.options.{name}"
-      if key not in found:
-        found |= _of_values(option.default, key)
+      if key not in urls:
+        urls |= _of_values(option.default, key)
   else:
-    found = {k: v for k, v in found.items() if not k.startswith("gym.")}
-  return {key: url for key, url in found.items() if key not in _OURS}
+    urls = {k: v for k, v in urls.items() if not k.startswith("gym.")}
+  return {key: url for key, url in urls.items() if key not in _OURS}
 
 
 def _of_values(value: Any, key: str) -> Iterator[tuple[str, str]]:

@@ -111,13 +111,13 @@ def _limited(schema: Any, limits: requests.RequestLimits) -> Any:
     return [_limited(one, limits) for one in schema]
   if not isinstance(schema, dict):
     return schema
-  found = {k: _limited(v, limits) for k, v in schema.items()}
-  if bodies.LIMIT in found:
-    most = getattr(limits, found.pop(bodies.LIMIT))
+  stated = {k: _limited(v, limits) for k, v in schema.items()}
+  if bodies.LIMIT in stated:
+    most = getattr(limits, stated.pop(bodies.LIMIT))
     if most is None:
-      return found | bodies.BY_BODY
-    found["maxItems" if found["type"] == "array" else "maximum"] = most
-  return found
+      return stated | bodies.BY_BODY
+    stated["maxItems" if stated["type"] == "array" else "maximum"] = most
+  return stated
 
 
 def _operation(path: str, summary: str) -> dict[str, Any]:

@@ -64,13 +64,16 @@ _CONTENT = bodies.ByShape("must be a string or a list of parts, not empty")
 _LIST = bodies.Items("must be a string or a list of parts, not empty", 1)
 _PART = bodies.ByField("type", "unsupported_content")
 _Texts = Annotated[
-    bodies.AnyText | Annotated[list[Annotated[InputText, _PART]], _LIST], _CONTENT
+    bodies.AnyText | Annotated[list[Annotated[InputText, _PART]], _LIST],
+    _CONTENT,
 ]
 _Outputs = Annotated[
-    bodies.AnyText | Annotated[list[Annotated[OutputText, _PART]], _LIST], _CONTENT
+    bodies.AnyText | Annotated[list[Annotated[OutputText, _PART]], _LIST],
+    _CONTENT,
 ]
 _Parts = Annotated[
-    bodies.AnyText | Annotated[list[Annotated[InputText | InputImage, _PART]], _LIST],
+    bodies.AnyText
+    | Annotated[list[Annotated[InputText | InputImage, _PART]], _LIST],
     _CONTENT,
 ]
 

@@ -37,7 +37,9 @@ from tunix.rl.multi_turn.core import trajectory
 
 _LOG = logging.getLogger(__name__)
 _CLOSE_S = 15.0
-_CONTEXT = re.compile(r"maximum context length is (\d{1,9})\D[^0-9]*(\d{1,9})\b")
+_CONTEXT = re.compile(
+    r"maximum context length is (\d{1,9})\D[^0-9]*(\d{1,9})\b"
+)
 _MAX_REPLY = 64 << 20  # Bytes of a model's answer.
 _NODE_BYTES = 64  # Of a JSON value in memory, without its text.
 _LONG_TEXT = 4096

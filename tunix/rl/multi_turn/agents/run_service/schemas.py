@@ -10,7 +10,7 @@ of a body has a bound, which the JSON schema states.
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal, Mapping
+from typing import Annotated, Literal, Mapping
 
 import pydantic
 from tunix.rl.multi_turn import prompts

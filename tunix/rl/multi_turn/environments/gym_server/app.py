@@ -381,11 +381,11 @@ class App:
     gym = gyms.get(spec.gym)
     if problems := list(gym.out_of_bounds(chosen, "options.gym.")):
       raise errors.invalid(problems[0])
-    found = {**gym.options_of(task.family), **spec.settings, **chosen}
-    width, height = _screen(gym, found)
+    options = {**gym.options_of(task.family), **spec.settings, **chosen}
+    width, height = _screen(gym, options)
     if problem := bounds.screen_problem(width, height, "options.gym."):
       raise errors.invalid(problem)
-    return {"name": spec.gym, **found}
+    return {"name": spec.gym, **options}
 
   def _found(self, request: Request) -> executions_lib.Execution:
     gym_id = self._catalog(request.path_params["gym_id"]).spec.gym_id

@@ -25,6 +25,7 @@ import uuid
 
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import settings as settings_lib
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gym_server import errors
@@ -120,7 +121,7 @@ class Execution:
     state: see `TRANSITIONS`.
     reason: for its end, in words; "" while it runs.
     code: of that reason, for programs.
-    pixels: of its screen.
+    pixels: Size of its screen.
     steps: actions carried out.
     seen: the newest observation.
     started_s: duration of the gym's start.
@@ -361,7 +362,12 @@ class Execution:
       if not isinstance(code, str):
         late = isinstance(error, concurrency.DeadlineExceeded)
         code = "deadline" if late else "gym_error"
-      self.end(State.FAILED, f"{type(error).__name__}: {error}", code)
+      reason = f"{type(error).__name__}: {error}"
+      if isinstance(error, http.CallError):
+        # A remote gym's words are for the log alone.
+        _LOG.warning("execution %s: %s", self.id, reason)
+        reason = error.summary
+      self.end(State.FAILED, reason, code)
       _LOG.warning(
           "execution %s (%s) failed in %s", self.id, self.task.task_id, what,
           exc_info=code == "gym_error" and error or None,

@@ -177,11 +177,11 @@ class ExecutionStore:
           f"options.gym.width and options.gym.height are {pixels} pixels, and"
           f" all executions have max_megapixels={most}"
       )
-    taken = sum(e.pixels for e in self._all.values())
-    if taken + pixels > most * 1_000_000:
+    reserved = sum(e.pixels for e in self._all.values())
+    if reserved + pixels > most * 1_000_000:
       raise errors.ApiError(
           429,
-          f"the screens of running executions have {taken} pixels, and"
+          f"the screens of running executions have {reserved} pixels, and"
           f" {pixels} more exceed max_megapixels={most}; terminate one, or try"
           " again later",
           code="no_capacity",

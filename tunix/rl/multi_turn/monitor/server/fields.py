@@ -60,7 +60,7 @@ def key(value: Any) -> str:
 
 
 def raw_text(value: Any) -> str:
-  """Text as it is, any other value as its JSON."""
+  """Returns text unchanged, and any other value as JSON."""
   return text(value) if isinstance(value, str) else json_text(value)
 
 

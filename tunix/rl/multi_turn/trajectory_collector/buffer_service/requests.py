@@ -252,17 +252,18 @@ def schemas() -> dict[str, dict[str, Any]]:
   """
   name = {"type": "string", "maxLength": MOST_NAME}
   ids = {"type": "array", "items": _ID, "maxItems": MOST_IDS}
-  whole = {
+  integers = {
       key: {"type": "integer", "minimum": low, "maximum": high}
       for key, (low, high) in WHOLE.items()
   }
-  real = {
+  numbers = {
       key: {"type": "number", "minimum": low, "maximum": high}
       for key, (low, high) in REAL.items()
   }
   by_body = {"x-boundedBy": "body"}
   read = {
-      key: {**whole, **real}[key] for key in ("batch_size", "lease_s", "timeout")
+      "batch_size": integers["batch_size"],
+      **{key: numbers[key] for key in ("lease_s", "timeout")},
   }
   item = {
       "uid": _ID,
@@ -278,8 +279,8 @@ def schemas() -> dict[str, dict[str, Any]]:
   lease = {"lease": name}
   bodies: dict[str, dict[str, Any]] = {
       "/start_rollout": {
-          **{k: v for k, v in whole.items() if k != "batch_size"},
-          **{k: v for k, v in real.items() if k not in read},
+          **{k: v for k, v in integers.items() if k != "batch_size"},
+          **{k: v for k, v in numbers.items() if k not in read},
           "task_type": name,
           "skip_instance_ids": ids,
           "sampling_params": {"x-maxValues": bounds.MAX_VALUES, **by_body},
@@ -293,7 +294,7 @@ def schemas() -> dict[str, dict[str, Any]]:
       "/buffer/ack": lease,
       "/buffer/release": lease,
       "/buffer/known": {"uids": ids},
-      "/buffer/peek": {"batch_size": whole["batch_size"]},
+      "/buffer/peek": {"batch_size": integers["batch_size"]},
       "/buffer/stats": {},
   }
   return {
