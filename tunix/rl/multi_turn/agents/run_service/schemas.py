@@ -10,9 +10,10 @@ of a body has a bound, which the JSON schema states.
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal, Mapping
+from typing import Annotated, Any, Literal, Mapping
 
 import pydantic
+from pydantic_core import core_schema
 from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn.agents import tool_agent
 from tunix.rl.multi_turn.core import bounds
@@ -99,6 +100,16 @@ class Env(json_models.Request):
     return self
 
 
+class _OfEnv:
+  """Validates a mapping as an `Env`, whose JSON schema it has."""
+
+  def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+    del source
+    return core_schema.no_info_after_validator_function(
+        Env.model_dump, handler.generate_schema(Env)
+    )
+
+
 class CreateBody(_Body):
   """A body of `POST /runs`.
 
@@ -114,9 +125,7 @@ class CreateBody(_Body):
   maxRunTimeSec: float = pydantic.Field(default=600.0, gt=0, le=86_400)
   maxStepTimeSec: float = pydantic.Field(default=180.0, gt=0, le=86_400)
   model: Model
-  env: Annotated[
-      Env, pydantic.AfterValidator(lambda env: env.model_dump())
-  ]
+  env: Annotated[dict[str, Any], _OfEnv()]
   standardActionSpace: Literal["mobile", "pc"] = "pc"
   images: Literal["base64", "url"] = "url"
 

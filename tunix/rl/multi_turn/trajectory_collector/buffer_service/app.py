@@ -381,8 +381,8 @@ class App:
     uids = data.get("uids")
     if not isinstance(uids, list) or len(uids) > requests.MOST_IDS:
       raise ValueError(
-          f"uids={json_models.short(uids)} must be a list of up to"
-          f" {requests.MOST_IDS} texts"
+          f"uids must be a list of up to {requests.MOST_IDS} texts, got"
+          f" {json_models.short(uids)}"
       )
     texts = [items.text_id(uid, "uids") for uid in uids]
     buffer = await asyncio.to_thread(
