@@ -546,7 +546,7 @@ def _items(batch: Mapping[str, Any]) -> dict[str, Any]:
   found = {}
   for key, schema in batch["properties"].items():
     item = schema.get("items", schema)
-    if item.get("properties"):
+    if item.get("properties") and key != "delivery":
       found[key] = item
   return found
 

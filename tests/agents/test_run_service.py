@@ -250,9 +250,9 @@ async def test_the_other_ways_to_read_a_run():
 @pytest.mark.parametrize(
     "answer, reason",
     [
-        (lambda *_: (500, {"error": "no"}), "ModelError"),
-        (lambda *_: (200, b"<html>"), "not JSON"),
-        (lambda *_: (200, {"choices": []}), "no chat completion"),
+        (lambda *_: (500, {"error": "no"}), "the answer has status 500"),
+        (lambda *_: (200, b"<html>"), "of status 200, cannot be used"),
+        (lambda *_: (200, {"choices": []}), "no answer that can be used"),
         (lambda *_: asyncio.sleep(2, (200, {})), "timeout"),
     ],
     ids=["500", "html", "empty", "hang"],
@@ -334,7 +334,7 @@ async def test_the_last_step_and_text_without_a_call_end_a_run():
         ({"agent": "gpt"}, "agent='gpt'"),
         ({"model": {"name": "m"}}, "model.baseUrl"),
         ({"surprise": 1}, "surprise"),
-        ({"env": {"type": "moon"}}, "env.type must be genv or gym"),
+        ({"env": {"type": "moon"}}, "env.type='moon' must be one of genv, gym"),
         ({"env": {"type": "gym", "gym": "xdesktop"}}, "not played here"),
         ({"env": {"type": "genv"}}, "env.gymBaseUrl"),
         ({"agentConfig": {"parser": "os:system"}}, "agentConfig.parser"),

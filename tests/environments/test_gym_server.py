@@ -757,3 +757,49 @@ def test_what_a_gym_says_can_be_answered():
     for execution in ids.values():
       assert http.get(f"/executions/{execution}").status_code == 200
     assert http.get("/executions").status_code == 200
+
+
+def test_the_screens_of_all_executions_are_bounded_together():
+  spec = gym_servers.desktop(client_settings=("width", "height"))
+  with (
+      gym_servers.serving(spec, max_megapixels=2) as (url, _),
+      httpx.Client(base_url=url + "/api/v1/desktop", timeout=30) as client,
+  ):
+
+    def asked(width, height):
+      gym = {"width": width, "height": height}
+      return client.post(
+          "/tasks/click-button-train-0", json={"options": {"gym": gym}}
+      )
+
+    for size, fault in (
+        ((8192, 8192), "a screen has at most 32000000"),
+        ((2000, 2000), "all executions have max_megapixels=2"),
+        ((10**6, 96), "options.gym.width=1000000 must be in [1, 8192]"),
+    ):
+      refused = asked(*size)
+      assert refused.status_code == 422 and fault in refused.text
+    first = asked(1280, 1000)
+    assert first.status_code == 200
+    full = asked(1280, 1000)
+    assert full.status_code == 429 and full.json()["code"] == "no_capacity"
+    assert full.headers["retry-after"] and "max_megapixels=2" in full.text
+    one = first.json()["execution_id"]
+    client.post(f"/executions/{one}/terminate")
+    assert asked(1280, 1000).status_code == 200
+
+
+def test_a_client_may_choose_no_number_without_bounds(request):
+  def unbounded(stock: int = 1):
+    del stock
+    return Naughty()
+
+  spec = gyms.GymSpec(make=unbounded, tasks=desktop.DesktopTasks)
+  gyms.register("unbounded", spec)
+  request.addfinalizer(lambda: gyms.unregister("unbounded"))
+  with pytest.raises(ValueError, match="client_settings='stock' is a number"):
+    catalog.Catalog(
+        catalog.ServedGym(
+            gym_id="x", gym="unbounded", client_settings=("stock",)
+        )
+    )

@@ -507,7 +507,7 @@ def test_without_a_token_only_names_of_the_loopback_interface_are_answered(
   for path in ("/rl/start_session", "/v1/completions"):
     answer = running.post(path, host=host)
     assert answer.status_code == 403
-    assert answer.json()["error"]["code"] == "wrong_host"
+    assert answer.json()["error"]["code"] == "cross_site"
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ import pathlib
 import socket
 import threading
 import time
-from typing import Any, Awaitable, Callable
+from typing import Any, Awaitable, Callable, Mapping
 from urllib import parse
 
 import pydantic
@@ -123,6 +123,32 @@ def names_loopback(host: str) -> bool:
     return not host or is_loopback(parse.urlsplit(f"//{host}").hostname or "")
   except ValueError:
     return False
+
+
+def cross_site(headers: Mapping[str, str], has_token: bool) -> str:
+  """Why a request may be another site's page at work; "" if it is not.
+
+  A page of another site, open in a browser on this machine, can make the
+  browser send requests here, with its `Origin`. By DNS rebinding it becomes a
+  page of a host name that resolves to this machine, so without a token the
+  `Host` must be a name of the loopback interface.
+
+  Args:
+    headers: Of the request.
+    has_token: Whether the server asks for a token.
+  """
+  if "origin" in headers:
+    return (
+        f"a request of a web page (Origin: {headers['origin'][:80]!r}) is not"
+        " answered; call from a program"
+    )
+  host = headers.get("host", "")
+  if not has_token and not names_loopback(host):
+    return (
+        "without a token this server answers at names of its own machine only,"
+        f" not Host: {host[:80]!r}; call 127.0.0.1, or start it with a token"
+    )
+  return ""
 
 
 def token(file: pathlib.Path | None, host: str, variable: str) -> str:

@@ -6,7 +6,7 @@ process, which judges itself.
 
 Promises: an `env` that cannot be is a ValueError that names its field; only
 gyms that the operator has allowed are built, with the settings that the
-operator lets clients choose.
+operator lets clients choose and numbers within their bounds.
 """
 
 from __future__ import annotations
@@ -48,13 +48,11 @@ def make_environment(
     ValueError: naming the field.
     ImportError: a gym's package is missing.
   """
-  kind = env.get("type")
+  kind = env["type"]
   if kind == "genv":
     gym, task = _genv(env, instruction)
-  elif kind == "gym":
-    gym, task = _gym(env, instruction, allowed_gyms, client_settings)
   else:
-    raise ValueError(f"env.type must be genv or gym, got {kind!r}")
+    gym, task = _gym(env, instruction, allowed_gyms, client_settings)
   retry = on_parse_error == "retry"
   found = cua_env.CUAEnv(
       gym,
@@ -112,17 +110,22 @@ def _gym(
   if not isinstance(data, Mapping):
     raise ValueError(f"env.task must be a task's object, got {data!r}")
   settings = env.get("settings") or {}
-  if not isinstance(settings, Mapping):
-    raise ValueError(f"env.settings must be an object, got {settings!r}")
   spec = gyms.get(name, "operator")
   spec.check_client_settings(client_settings, "--client-settings")
   for setting in settings:
+    if setting in spec.set_by_run:
+      raise ValueError(
+          f"env.settings.{setting}={settings[setting]!r} is not an option here;"
+          " env.width, env.height and env.task decide it"
+      )
     if setting not in client_settings:
       raise ValueError(
           f"env.settings.{setting} is not a client's to set; choose from"
           f" {', '.join(client_settings) or 'none'}, or start the service with"
           " --client-settings to list it"
       )
+  if problems := list(spec.out_of_bounds(settings, "env.settings.")):
+    raise ValueError(problems[0])
   try:
     task = base.Task.from_json(data)
   except TypeError as error:
@@ -130,16 +133,14 @@ def _gym(
   if instruction and not task.instruction:
     task = base.Task.from_json({**task.to_json(), "instruction": instruction})
   size = env.get("width"), env.get("height")
-  if not all(isinstance(n, int) and not isinstance(n, bool) for n in size):
+  if None in size:
     raise ValueError(f"env.width and env.height must be pixels, got {size}")
   if "family" in spec.set_by_run.values() and ":" in task.family:
     raise ValueError(
         f"env.task.family={task.family!r} is a path to code, which a request"
         " may not name; use one that is registered"
     )
-  facts = spec.options_of(
-      task.family, size=(int(size[0] or 0), int(size[1] or 0)), concurrency=1
-  )
+  facts = spec.options_of(task.family, size=size, concurrency=1)
   try:
     return spec.make_gym({**facts, **settings}), task
   except TypeError as error:

@@ -314,6 +314,16 @@ def _path(loc: tuple[str | int, ...]) -> str:
   return path
 
 
+# --- bounds -------------------------------------------------------------------
+
+BY_BODY = {"x-boundedBy": "body"}
+"""Marks, in a JSON schema, a text, a list or any value that only the size of
+the whole body and the number of its values bound. Numbers never are."""
+LIMIT = "x-limit"
+"""In a JSON schema: the `RequestLimits` that is a number's or list's bound."""
+MAX_NAME = 512
+
+
 # --- annotations of fields ----------------------------------------------------
 #
 # Compared by identity: `Annotated` takes equal ones for the same, and 0, 0.0
@@ -372,7 +382,7 @@ class UpTo:
     return core_schema.with_info_plain_validator_function(check)
 
   def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
-    return {"type": "integer", "minimum": 1}
+    return {"type": "integer", "minimum": 1, LIMIT: self.limit}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, init=False)
@@ -412,6 +422,9 @@ class Ignored:
 
   def __init__(self, *silent: Any):
     object.__setattr__(self, "silent", silent)
+
+  def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+    return {**handler(schema), **BY_BODY}
 
   def is_silent(self, value: Any) -> bool:
     return value is None or value in self.silent
@@ -527,26 +540,44 @@ class Items:
       inner["max_length"] = self.most
     return core_schema.no_info_before_validator_function(check, inner)
 
+  def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+    return handler(schema) | (BY_BODY if self.most is None else {})
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenIds:
-  """A list of token ids that fits the context, as a tuple."""
+  """A list of token ids, as a tuple.
+
+  Attributes:
+    most: Ids, at most; None: as many as fit the context.
+  """
+
+  most: int | None = None
 
   def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
     del source, handler
     return core_schema.with_info_plain_validator_function(
-        lambda value, info: token_ids(
-            info.field_name, value, info.context.prompt_tokens
-        )
+        lambda value, info: self._read(info.field_name, value, info.context)
     )
 
+  def _read(self, name: str, value: Any, limits: Any) -> tuple[int, ...]:
+    if self.most is None:
+      return token_ids(name, value, limits.prompt_tokens)
+    if isinstance(value, list) and len(value) > self.most:
+      raise refusal(f"must be a list of at most {self.most} token ids")
+    return token_ids(name, value)
+
   def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
-    return TOKEN_IDS_SCHEMA
+    if self.most is None:
+      return TOKEN_IDS_SCHEMA
+    items = TOKEN_IDS_SCHEMA["items"]
+    return {"type": "array", "items": items, "maxItems": self.most}
 
 
 TOKEN_IDS_SCHEMA: dict[str, Any] = {
     "type": "array",
     "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+    LIMIT: "prompt_tokens",
 }
 
 
@@ -582,11 +613,21 @@ def token_ids(
   return tuple(value)
 
 
+_Bounded = pydantic.Field(json_schema_extra=BY_BODY)
 Text = typing.Annotated[
     str,
     pydantic.StringConstraints(min_length=1),
     Must("must be a string, not empty"),
+    _Bounded,
 ]
-AnyText = typing.Annotated[str, Must("must be a string")]
+AnyText = typing.Annotated[str, Must("must be a string"), _Bounded]
+JsonText = typing.Annotated[str, Must("must be JSON text"), _Bounded]
+Name = typing.Annotated[
+    str,
+    pydantic.StringConstraints(min_length=1, max_length=MAX_NAME),
+    Must(f"must be a string of 1 to {MAX_NAME} characters"),
+]
 Flag = typing.Annotated[bool, Must("must be true or false")]
-Object = typing.Annotated[dict[str, Any], Must("must be an object")]
+Object = typing.Annotated[dict[str, Any], Must("must be an object"), _Bounded]
+Unread = typing.Annotated[Any, _Bounded]
+"""A value that the client alone reads."""

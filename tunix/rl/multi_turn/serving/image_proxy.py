@@ -164,18 +164,9 @@ class ImageProxy:
 
   def _authorize(self, request: Request) -> None:
     headers = request.headers
-    if "origin" in headers:
-      raise errors.ApiError(
-          403, "a request of a web page is not passed on", code="cross_site"
-      )
+    if problem := http_server.cross_site(headers, bool(self._token)):
+      raise errors.ApiError(403, problem, code="cross_site")
     if not self._token:
-      if not http_server.names_loopback(headers.get("host", "")):
-        raise errors.ApiError(
-            403,
-            "without a token this proxy answers on localhost only; start it"
-            " with a token, or ask 127.0.0.1",
-            code="wrong_host",
-        )
       return
     presented = headers.get("authorization", "").removeprefix("Bearer ")
     if not hmac.compare_digest(

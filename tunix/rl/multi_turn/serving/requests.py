@@ -360,7 +360,7 @@ class SamplingBody(bodies.Body):
   A field of type `Any` is read by the client alone: no sample depends on it.
   """
 
-  model: bodies.Text
+  model: bodies.Name
   temperature: Annotated[float, bodies.Range(0.0, 100.0)] = 1.0
   top_p: Annotated[float, bodies.Range(0.0, 1.0, above=True)] = 1.0
   top_k: Annotated[int, bodies.Range(-1, 1 << 30)] = 0
@@ -368,14 +368,18 @@ class SamplingBody(bodies.Body):
   seed: Annotated[int, bodies.Range(0, 2**31 - 1)] | None = None
   stream: bodies.Flag = False
   stream_options: StreamOptions | None = None
-  stop_token_ids: Annotated[tuple[int, ...], bodies.TokenIds()] = ()
+  stop_token_ids: Annotated[tuple[int, ...], bodies.TokenIds(1024)] = ()
   return_token_ids: bodies.Flag = False
   return_prompt_token_ids: bodies.Flag = False  # SGLang's; here with the above.
   return_raw_logprobs: bodies.Flag = False
-  guided_regex: bodies.Text | None = None
-  user: Any = None
-  metadata: Any = None
-  safety_identifier: Any = None
+  guided_regex: Annotated[
+      str,
+      pydantic.StringConstraints(min_length=1, max_length=1 << 16),
+      bodies.Must(f"must be a pattern of 1 to {1 << 16} characters"),
+  ] | None = None
+  user: bodies.Unread = None
+  metadata: bodies.Unread = None
+  safety_identifier: bodies.Unread = None
   prompt_cache_key: Annotated[Any, bodies.Ignored()] = None
   prompt_cache_retention: Annotated[Any, bodies.Ignored()] = None
   chat_template_kwargs: TemplateOptions | None = None
@@ -444,7 +448,8 @@ class ChoicesBody(SamplingBody):
   n: Annotated[int, bodies.UpTo("n")] = 1
   max_tokens: Annotated[int, bodies.UpTo("max_new_tokens")] | None = None
   stop: Annotated[
-      str | Annotated[list[bodies.Text], bodies.Items(_STOP, 0, MAX_STOPS)],
+      bodies.AnyText
+      | Annotated[list[bodies.Text], bodies.Items(_STOP, 0, MAX_STOPS)],
       bodies.Must(_STOP),
   ] = ""
   response_format: ResponseFormat | None = None

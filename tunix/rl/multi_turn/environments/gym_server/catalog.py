@@ -206,6 +206,12 @@ class Catalog:
           f" known: {', '.join(options)}"
       )
     gym_spec.check_client_settings(spec.client_settings, "client_settings")
+    for name in spec.client_settings:
+      if gym_spec.unbounded(name):
+        raise ValueError(
+            f"client_settings={name!r} is a number without bounds; declare"
+            f" them in the GymSpec of {spec.gym!r} (bounds), or leave it out"
+        )
     settings = {**gym_spec.options_of(self.families[0]), **spec.settings}
     chosen = set(spec.client_settings) - set(settings)
     if any(

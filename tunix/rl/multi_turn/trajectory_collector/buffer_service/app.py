@@ -188,24 +188,9 @@ class App:
 
   def _authorize(self, request: Request, route: str) -> None:
     headers = request.headers
-    if "origin" in headers:
-      raise ApiError(
-          403,
-          "a request of a web page is not answered; call from a program",
-          "cross_site",
-      )
-    if not self._token:
-      host = headers.get("host", "")
-      if not http_server.names_loopback(host):
-        raise ApiError(
-            403,
-            "without a token this service answers at names of its own machine"
-            f" only, not Host: {host[:80]!r}; call 127.0.0.1, or start it with"
-            " a token",
-            "cross_site",
-        )
-      return
-    if route in ("/", "/health"):
+    if problem := http_server.cross_site(headers, bool(self._token)):
+      raise ApiError(403, problem, "cross_site")
+    if not self._token or route in ("/", "/health"):
       return
     kind, _, presented = headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer" or not hmac.compare_digest(
@@ -405,8 +390,11 @@ class App:
   async def _known(self, request: Request) -> Response:
     data = await self._object(request)
     uids = data.get("uids")
-    if not isinstance(uids, list):
-      raise ValueError("uids must be a list of texts")
+    if not isinstance(uids, list) or len(uids) > requests.MOST_IDS:
+      raise ValueError(
+          f"uids must be a list of up to {requests.MOST_IDS} texts, got"
+          f" {json_models.short(uids)}"
+      )
     texts = [items.text_id(uid, "uids") for uid in uids]
     buffer = await asyncio.to_thread(
         self._service.buffer, self._name(request, data)

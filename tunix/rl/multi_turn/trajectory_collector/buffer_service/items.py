@@ -36,7 +36,7 @@ except ImportError:
 DEFAULT_BUFFER = "default"
 REQUIRED = ("uid", "instance_id", "messages", "reward", "extra_info")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_MOST_ID = 512  # Characters.
+MOST_ID = 512  # Characters.
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 DEEPEST = 128
 """Levels of lists and objects in an item."""
@@ -215,13 +215,13 @@ def text_id(value: Any, key: str) -> str:
   Raises:
     ItemError: neither, or too long.
   """
-  if isinstance(value, str) and 0 < len(value) <= _MOST_ID:
+  if isinstance(value, str) and 0 < len(value) <= MOST_ID:
     return value
   if isinstance(value, int) and not isinstance(value, bool):
-    if len(digits := str(value)) <= _MOST_ID:
+    if len(digits := str(value)) <= MOST_ID:
       return digits
   raise ItemError(
-      f"{key}={json_models.short(value)} must be a text of 1 to {_MOST_ID}"
+      f"{key}={json_models.short(value)} must be a text of 1 to {MOST_ID}"
       " characters, or a whole number"
   )
 

@@ -11,4 +11,5 @@ GYM = spec.GymSpec(
     set_by_run=spec.SIZE,
     lists_tasks=True,
     size_known_after_start=True,
+    bounds={"combinations": (0, 1000), "suite_seed": (0, 2**32 - 1)},
 )

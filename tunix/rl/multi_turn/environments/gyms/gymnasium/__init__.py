@@ -10,4 +10,5 @@ GYM = spec.GymSpec(
     # A family is an environment.
     set_by_run={"env": "family", "size": "size"},
     family_options=f"{__name__}.gym:default_settings",
+    bounds={"success_return": (-1e9, 1e9)},
 )

@@ -12,4 +12,5 @@ GYM = spec.GymSpec(
     set_by_run=spec.SIZE,
     lists_tasks=True,
     size_known_after_start=True,
+    bounds={"scroll_px": (0, 10_000)},
 )

@@ -31,6 +31,9 @@ GYM = spec.GymSpec(
     describe=f"{__name__}.oracle:describe",
     set_by_run=spec.SIZE,
     check=f"{__name__}.gym:unusable",
+    bounds={
+        "zoom": (0, 8), "disk_mb": (1, 1024), "max_processes": (16, 1024),
+    },
     needs=f"{__name__}.programs:needs",
 )
 
