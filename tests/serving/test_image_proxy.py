@@ -534,6 +534,11 @@ async def test_strangers_are_refused_and_the_upstream_has_its_own_token(make):
     answer = await front.client.post(path, json=chat(), headers=mine)
     assert answer.status_code == 200
     assert seen.requests[-1][3]["authorization"] == "Bearer theirs"
+    assert (await front.client.get("/health")).status_code == 200
+    for path in ("/metrics", "/v1/models", "/healthy", "/x/health"):
+      assert (await front.client.get(path)).status_code == 401
+    assert (await front.client.post("/health")).status_code == 401
+    path = "/v1/chat/completions"
     page = {**mine, "origin": "http://evil.example"}
     answer = await front.client.post(path, json=chat(), headers=page)
     assert answer.status_code == 403

@@ -29,6 +29,7 @@ import asyncio
 import base64
 import collections
 import contextlib
+import functools
 import hmac
 import json
 import logging
@@ -184,6 +185,8 @@ class ImageProxy:
             code="wrong_host",
         )
       return
+    if request.method == "GET" and request.scope["path"] == "/health":
+      return
     presented = headers.get("authorization", "").removeprefix("Bearer ")
     if not hmac.compare_digest(
         presented.strip().encode("latin-1", "replace"), self._token.encode()
@@ -304,8 +307,13 @@ class ImageProxy:
     if task is None:
       task = asyncio.create_task(self._fetch(url))
       self._fetching[url] = task
-      task.add_done_callback(lambda _: self._fetching.pop(url, None))
+      task.add_done_callback(functools.partial(self._fetched, url))
     return await asyncio.shield(task)
+
+  def _fetched(self, url: str, task: asyncio.Task[str]) -> None:
+    del self._fetching[url]
+    if not task.cancelled():
+      task.exception()  # Retrieved, though all who waited may have left.
 
   async def _fetch(self, url: str) -> str:
     content = await self._loader.fetch(url)
