@@ -259,6 +259,9 @@ class Fuzzer(threading.Thread):
         request=request[:2000].decode("latin-1"),
     )  # pyformat: disable
     if not status.isdigit():
+      # A body that is refused unread may cost its sender the answer.
+      if status.startswith("closed") and len(request) > 65536:
+        return
       self._report.finding(status, **details)
     elif status[0] == "5" and status not in ("502", "503", "504"):
       if not (name == "buffer" and b'"invalid_item"' in answer):

@@ -32,7 +32,7 @@ def loads(body: bytes) -> Any:
   try:
     # A name in the place of a number; the readers of fields know it.
     return _clean(json.loads(body.decode(), parse_constant=str))
-  except (ValueError, RecursionError):
+  except (ValueError, RecursionError, OverflowError):
     raise errors.ApiError(400, wrong) from None
 
 
