@@ -332,16 +332,16 @@ def running(
   try:
     assert process.stdout is not None
     for text in process.stdout:
-      if found := re.search(r".*http://127\.0\.0\.1:(\d+)", text):
+      if match := re.search(r".*http://127\.0\.0\.1:(\d+)", text):
         break
     else:
       raise RuntimeError((folder / f"{name}.log").read_text())
     deadline = time.monotonic() + 60
-    while asyncio.run(_ask(int(found[1])))[0] != "200":
+    while asyncio.run(_ask(int(match[1])))[0] != "200":
       if time.monotonic() > deadline:
         raise RuntimeError(f"{name} does not answer")
       time.sleep(0.1)
-    yield int(found[1]), process
+    yield int(match[1]), process
   finally:
     process.terminate()
     try:

@@ -51,7 +51,7 @@ def _pictures() -> list[bytes]:
   from PIL import Image  # pylint: disable=g-import-not-at-top
 
   pixels = np.random.default_rng(0).integers(0, 256, (160, 160, 3), np.uint8)
-  found = []
+  files = []
   for mode in ("RGB", "RGBA", "P", "L", "1", "LA"):
     for kind in ("PNG", "WEBP", "JPEG", "GIF"):
       image = Image.fromarray(pixels if kind == "PNG" else pixels[:9, :7])
@@ -60,8 +60,8 @@ def _pictures() -> list[bytes]:
         image.convert(mode).save(file, kind)
       except OSError:
         continue
-      found.append(file.getvalue())
-  return found
+      files.append(file.getvalue())
+  return files
 
 
 def _picture() -> Target:
@@ -317,16 +317,16 @@ def main() -> int:
         capture_output=True, text=True, errors="replace",
         timeout=args.seconds + 300,
     )  # pyformat: disable
-    said = child.stdout + child.stderr
+    output = child.stdout + child.stderr
     figures = [
-        line.partition("::")[2] for line in said.splitlines()
+        line.partition("::")[2] for line in output.splitlines()
         if line.startswith(("stat::number", "stat::peak"))
     ]  # pyformat: disable
     print(f"{name:10} {'held' if not child.returncode else 'FAILED'}  "
           + ", ".join(figures), flush=True)  # pyformat: disable
     if child.returncode:
       good = False
-      print(said[-3000:])
+      print(output[-3000:])
   print(f"inputs in {folder}")
   return 0 if good else 1
 

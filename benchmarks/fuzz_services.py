@@ -124,8 +124,8 @@ class Report:
   def show(self) -> None:
     print(f"\n{'route':70} requests  answers")
     for label, counts in sorted(self.answers.items()):
-      said = ", ".join(f"{v} {k}" for k, v in sorted(counts.items()))
-      print(f"{label:70} {sum(counts.values()):8d}  {said}")
+      answers = ", ".join(f"{v} {k}" for k, v in sorted(counts.items()))
+      print(f"{label:70} {sum(counts.values()):8d}  {answers}")
     total = sum(sum(c.values()) for c in self.answers.values())
     print(f"{total} requests, {len(self.answers)} routes")
     for kind, count in sorted(self.findings.items()):
@@ -185,32 +185,33 @@ class Service:
       )[8:]:
         self.call("POST", "/api/v1/desktop/executions/"
                   f"{row['execution_id']}/terminate")  # pyformat: disable
-      made = self.call("POST", "/api/v1/desktop/tasks/001") or {}
+      created = self.call("POST", "/api/v1/desktop/tasks/001") or {}
       self.ids |= {
           "gym_id": "desktop", "env_name": "desktop", "identifier": "001",
-          "execution_id": made.get("execution_id", "x"),
+          "execution_id": created.get("execution_id", "x"),
       }  # pyformat: disable
     elif name in ("policy", "proxy"):
       if "session" in self.ids:
         old = self.ids["session"]
         self.call("POST", f"/sessions/{old}/rl/end_session", {})
-      made = self.call("POST", "/rl/start_session", {"task_id": "t"}) or {}
+      created = self.call("POST", "/rl/start_session", {"task_id": "t"}) or {}
       self.ids |= {
-          "session": made.get("session_id", "x"), "model": "tiny_vl",
+          "session": created.get("session_id", "x"), "model": "tiny_vl",
           "response": "resp_1",
       }  # pyformat: disable
     elif name == "runs":
       body = hostile_requests.run_body(
           fleet["policy"].port if "policy" in fleet else 9, self.token
       )
-      made = self.call("POST", "/runs", body) or {}
-      self.ids |= {"run": made.get("runId", "x"), "index": "0", "name": "x.png"}
+      created = self.call("POST", "/runs", body) or {}
+      run = created.get("runId", "x")
+      self.ids |= {"run": run, "index": "0", "name": "x.png"}
     elif name == "buffer":
       rng = random.Random()
       self.call("POST", "/b/b/buffer/write", hostile_requests.item(rng))
       read = {"batch_size": 1, "lease_s": 5, "timeout": 0.1}
-      made = self.call("POST", "/buffer/read", read) or {}
-      lease = (made.get("data") or {}).get("lease") or "x"
+      created = self.call("POST", "/buffer/read", read) or {}
+      lease = (created.get("data") or {}).get("lease") or "x"
       self.ids |= {"buffer": "b", "lease": lease}
     elif name == "monitor":
       batch = hostile_requests.monitor_batch()
@@ -367,12 +368,12 @@ class Fuzzer(threading.Thread):
 
 def tree(pid: int) -> list[int]:
   """Returns a process and all below it."""
-  found = [pid]
-  for one in found:
+  pids = [pid]
+  for one in pids:
     with contextlib.suppress(OSError):
       for task in pathlib.Path(f"/proc/{one}/task").iterdir():
-        found += map(int, (task / "children").read_text().split())
-  return found
+        pids += map(int, (task / "children").read_text().split())
+  return pids
 
 
 def memory_mib(pid: int) -> int:

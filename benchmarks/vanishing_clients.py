@@ -173,7 +173,7 @@ async def first_bytes(client: Client) -> None:
 
 
 async def answered(client: Client) -> None:
-  """What it began stays begun; the next head never ends."""
+  """Vanishes in the next head, with what the request began still open."""
   await client.send(client.main_request())
   await client.reader.readuntil(b"\r\n\r\n")
   await client.send(b"GET /health HT", 0.3)
@@ -191,13 +191,13 @@ async def a_step(client: Client) -> None:
   await client.send(client.main_request())
   head = await client.reader.readuntil(b"\r\n\r\n")
   length = int(head.lower().partition(b"content-length: ")[2].split()[0])
-  made = json.loads(await client.reader.readexactly(length))
+  created = json.loads(await client.reader.readexactly(length))
   if client.service.name == "gym":
-    path = f"/api/v1/desktop/executions/{made['execution_id']}/step"
+    path = f"/api/v1/desktop/executions/{created['execution_id']}/step"
     body = {"action": {"kind": "wait", "seconds": 2.0}}
     await client.send(client.request("POST", path, body), 0.5)
   elif client.service.name == "runs":
-    path = f"/runs/{made['runId']}/events"
+    path = f"/runs/{created['runId']}/events"
     await client.send(client.request("GET", path), 0.5)
 
 

@@ -56,7 +56,7 @@ def test_a_moment_of_it_finds_nothing(tmp_path):
       sys.executable, str(ROOT / "benchmarks" / "fuzz_services.py"),
       "--minutes", "0.3", "--services", "gym", "--folder", str(tmp_path),
   ]  # pyformat: disable
-  done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-  assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-  requests = re.search(r"(\d+) requests, (\d+) routes", done.stdout)
+  result = subprocess.run(command, capture_output=True, text=True, timeout=280)
+  assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+  requests = re.search(r"(\d+) requests, (\d+) routes", result.stdout)
   assert int(requests[1]) >= int(requests[2]) >= 5

@@ -47,7 +47,7 @@ def echo():
 
 
 async def test_addresses_become_data_urls(make, site):
-  with echo() as (upstream, seen):
+  with echo() as (upstream, log):
     front = Front(upstream, make, site.name)
     url = f"{site.url}/i.png"
     anthropic = {"messages": [{"role": "user", "content": [
@@ -61,7 +61,7 @@ async def test_addresses_become_data_urls(make, site):
     ):
       answer = await front.client.post(path, json=body)
       assert answer.json() == {"ok": True}
-      _, got, query, headers, sent = seen.requests[-1]
+      _, got, query, headers, sent = log.requests[-1]
       assert got == path.partition("?")[0]
       assert query == path.partition("?")[2]
       text = sent.decode()
@@ -95,11 +95,11 @@ async def test_each_form_of_vllm_and_sglang_is_rewritten(make, site):
       ("/generate", {"input_ids": [[1], [2]],
                      "image_data": [[url], [{"url": url, "detail": "auto"}]]}),
   ]  # pyformat: disable
-  with echo() as (upstream, seen):
+  with echo() as (upstream, log):
     front = Front(upstream, make, site.name)
     for path, body in forms:
       assert (await front.client.post(path, json=body)).status_code == 200
-      sent = seen.requests[-1][-1].decode()
+      sent = log.requests[-1][-1].decode()
       assert json.loads(sent) == json.loads(
           json.dumps(body).replace(url, DATA)
       )
@@ -113,9 +113,9 @@ async def test_each_form_of_vllm_and_sglang_is_rewritten(make, site):
         ("/inference/v1/generate", {"token_ids": [1], "content_parts": [
             {"type": "video_url", "url": url}]}, "content_parts[0].url"),
     ):  # pyformat: disable
-      count = len(seen.requests)
+      count = len(log.requests)
       answer = await front.client.post(path, json=body)
-      assert answer.status_code == 400 and len(seen.requests) == count
+      assert answer.status_code == 400 and len(log.requests) == count
       assert answer.json()["error"]["param"] == where
 
 
@@ -131,22 +131,22 @@ async def test_tools_and_their_calls_are_left_as_they_are(make):
            "tool_calls": [{"function": {"arguments": elsewhere}}]},
       ],
   }  # pyformat: disable
-  with echo() as (upstream, seen):
+  with echo() as (upstream, log):
     front = Front(upstream, make)
     answer = await front.client.post("/v1/messages", json=body)
     assert answer.status_code == 200, answer.text
-    assert json.loads(seen.requests[-1][-1]) == body
+    assert json.loads(log.requests[-1][-1]) == body
     # The conversation of Responses does not become a tool's input by a type.
     body = {"type": "tool_use", "input": [
         {"role": "user", "content": [{"type": "input_image",
                                       "image_url": url}]}]}
     answer = await front.client.post("/v1/responses", json=body)
-    assert answer.status_code == 400 and len(seen.requests) == 1
+    assert answer.status_code == 400 and len(log.requests) == 1
 
 
 async def test_text_is_passed_on_as_the_value_that_was_read(make):
   """The upstream gets JSON written from the parsed body, and headers."""
-  with echo() as (upstream, seen):
+  with echo() as (upstream, log):
     front = Front(upstream, make)
     for body in (
         b'{"messages": [],   "x": 1e5}',
@@ -169,9 +169,9 @@ async def test_text_is_passed_on_as_the_value_that_was_read(make):
           },
       )
       assert answer.status_code == 200, answer.text
-      sent = seen.requests[-1][-1]
+      sent = log.requests[-1][-1]
       assert json.loads(sent) == json.loads(body) and sent.isascii()
-      headers = seen.requests[-1][3]
+      headers = log.requests[-1][3]
       assert headers["authorization"] == "Bearer mine"
       assert headers["x-request-id"] == "r1" and "x-hop" not in headers
       assert headers["content-type"] == "application/json"
@@ -233,7 +233,7 @@ HIDDEN = '{"messages": [{"role": "user", "content": [{"image_url": "%s"}]}]}'
     ],
 )
 async def test_no_address_is_hidden_from_the_proxy(make, body):
-  with echo() as (upstream, seen):
+  with echo() as (upstream, log):
     front = Front(upstream, make)
     answer = await front.client.post(
         "/v1/chat/completions",
@@ -242,17 +242,17 @@ async def test_no_address_is_hidden_from_the_proxy(make, body):
     )
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["code"]
-    assert not seen.requests
+    assert not log.requests
 
 
 async def test_what_is_read_elsewhere_in_another_form_is_given_as_data(make):
   """Bare base64, which SGLang may take for a file's name."""
   bare = DATA.partition(",")[2]
-  with echo() as (upstream, seen):
+  with echo() as (upstream, log):
     front = Front(upstream, make)
     body = {"text": "a", "image_data": [bare, DATA]}
     assert (await front.client.post("/generate", json=body)).is_success
-    sent = json.loads(seen.requests[-1][-1])
+    sent = json.loads(log.requests[-1][-1])
     assert sent == {"text": "a", "image_data": [DATA, DATA]}
 
 
@@ -269,25 +269,25 @@ async def test_what_is_read_elsewhere_in_another_form_is_given_as_data(make):
     ],
 )
 async def test_only_plain_json_is_passed_on(make, headers):
-  with echo() as (upstream, seen):
+  with echo() as (upstream, log):
     front = Front(upstream, make)
     for method in ("POST", "GET", "DELETE"):
       answer = await front.client.request(
           method, "/v1/chat/completions", content=b"{}", headers=headers
       )
       assert answer.status_code == 415, answer.text
-    assert not seen.requests
+    assert not log.requests
     for kind in ("application/json; charset=utf-7", "application/x.y+json"):
       answer = await front.client.post(
           "/v1/models", content=b"{}", headers={"content-type": kind}
       )
       assert answer.status_code == 200
-      assert seen.requests[-1][3]["content-type"] == "application/json"
+      assert log.requests[-1][3]["content-type"] == "application/json"
 
 
 async def test_routes_without_prompts_take_no_address_at_all(make, site):
   url = f"{site.url}/i.png"
-  with echo() as (upstream, seen):
+  with echo() as (upstream, log):
     front = Front(upstream, make, site.name)
     for body in (
         {"text": url},
@@ -299,27 +299,27 @@ async def test_routes_without_prompts_take_no_address_at_all(make, site):
         answer = await front.client.request(method, "/invocations", json=body)
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["code"] == "address_not_allowed"
-    assert not seen.requests and not site.requests
+    assert not log.requests and not site.requests
     for body in ({"reward": 0.5}, chat(DATA)):
       assert (await front.client.post("/rl/x", json=body)).is_success
-      assert json.loads(seen.requests[-1][-1]) == body
+      assert json.loads(log.requests[-1][-1]) == body
     assert (await front.client.post("/reset_prefix_cache")).is_success
-    assert seen.requests[-1][-1] == b""
+    assert log.requests[-1][-1] == b""
 
 
 async def test_a_body_of_many_values_is_refused_before_it_is_parsed(make):
-  with echo() as (upstream, seen):
+  with echo() as (upstream, log):
     front = Front(upstream, make)
     body = b"[" + b"[]," * image_addresses.MOST_VALUES + b"[],[]]"
     answer = await front.client.post("/generate", content=body)
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "request_too_large"
-    assert not seen.requests
+    assert not log.requests
 
 
 async def test_the_address_and_headers_may_hold_any_byte(make):
   """Over a connection, as a client of the standard library sends nothing so."""
-  with echo() as (upstream, seen):
+  with echo() as (upstream, log):
     proxy = image_proxy.ImageProxy(
         upstream, media.MediaLimits(), loader=make()
     )
@@ -338,7 +338,7 @@ async def test_the_address_and_headers_may_hold_any_byte(make):
         line = await asyncio.wait_for(reader.readline(), 20)
         writer.close()
         assert line.split()[1] == status, (target, line)
-    assert len(seen.requests) == 1
+    assert len(log.requests) == 1
 
 
 PRETTY = ("http://a.test/i", "HTTPS://a.test/i", " file:///etc/x", "//a.test/x",
@@ -381,11 +381,11 @@ def _readable(value, where=()):
 
 @pytest.fixture(scope="module", name="recording")
 def _recording():
-  with echo() as (upstream, seen):
+  with echo() as (upstream, log):
     proxy = image_proxy.ImageProxy(upstream, media.MediaLimits())
     with http_server.LoopbackServer(proxy.asgi) as front:
       with httpx.Client(base_url=front.url) as client:
-        yield client, seen
+        yield client, log
 
 
 @hypothesis.settings(
@@ -402,14 +402,14 @@ def _recording():
 )
 def test_no_forwarded_body_has_an_address(recording, value, route, ascii, code):
   """Addresses hidden anywhere; nothing is fetched, as no host is listed."""
-  client, seen = recording
+  client, log = recording
   body = json.dumps(value, ensure_ascii=ascii).encode(code, "surrogatepass")
-  seen.requests.clear()
+  log.requests.clear()
   answer = client.post(route, content=body)
   if answer.status_code != 200:
-    assert answer.status_code in (400, 413) and not seen.requests
+    assert answer.status_code in (400, 413) and not log.requests
     return
-  ((*_, sent),) = seen.requests
+  ((*_, sent),) = log.requests
   if not sent:
     return
   forwarded = json.loads(sent)
@@ -444,7 +444,7 @@ async def test_what_must_not_be_fetched_is_refused_by_its_place(
   site.answer("/text", b"<html>")
   site.answer("/gone", b"", "404 Not Found")
   site.redirect("/away", "http://127.0.0.1:9/")
-  with echo() as (upstream, seen):
+  with echo() as (upstream, log):
     front = Front(upstream, make, site.name)
     answer = await front.client.post(
         "/v1/chat/completions",
@@ -454,7 +454,7 @@ async def test_what_must_not_be_fetched_is_refused_by_its_place(
     error = answer.json()["error"]
     assert error["code"] == code
     assert error["param"] == "messages[0].content[0].image_url.url"
-    assert not seen.requests
+    assert not log.requests
 
 
 async def test_a_listed_host_at_a_private_address_needs_to_be_named(make, site):
@@ -477,14 +477,14 @@ async def test_a_listed_host_at_a_private_address_needs_to_be_named(make, site):
 
 
 async def test_images_are_bounded_and_the_upstream_s_failure_is_an_answer(make):
-  with echo() as (upstream, seen):
+  with echo() as (upstream, log):
     front = Front(upstream, make, max_images=2)
     answer = await front.client.post(
         "/v1/chat/completions", json=chat(*["https://a.test/i.png"] * 3)
     )
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "too_many_images"
-    assert not seen.requests
+    assert not log.requests
   gone = await front.client.post("/v1/chat/completions", json=chat())
   assert gone.status_code == 502
   assert gone.json()["error"]["code"] == "upstream_failed"
@@ -526,14 +526,14 @@ async def test_streams_are_passed_on_as_they_come(make):
 
 
 async def test_strangers_are_refused_and_the_upstream_has_its_own_token(make):
-  with echo() as (upstream, seen):
+  with echo() as (upstream, log):
     front = Front(upstream, make, token="secret", upstream_token="theirs")
     path = "/v1/chat/completions"
     assert (await front.client.post(path, json=chat())).status_code == 401
     mine = {"authorization": "Bearer secret"}
     answer = await front.client.post(path, json=chat(), headers=mine)
     assert answer.status_code == 200
-    assert seen.requests[-1][3]["authorization"] == "Bearer theirs"
+    assert log.requests[-1][3]["authorization"] == "Bearer theirs"
     assert (await front.client.get("/health")).status_code == 200
     for path in ("/metrics", "/v1/models", "/healthy", "/x/health"):
       assert (await front.client.get(path)).status_code == 401

@@ -3,7 +3,7 @@
 `examine` parses a body as strictly as any server behind could, and lists the
 places of images whose address is to be replaced. Every other address is
 refused, wherever it stands, unless that place holds text for the model or a
-schema: what is not listed here as text is not passed on on trust.
+schema: the fields of text are listed here, and no other is trusted.
 
 Promises: `{"url": "\\u0068ttp://…"}`, a key written twice, `NaN`, half a
 surrogate pair, a BOM or UTF-16 have one meaning, that of the parsed value, or
@@ -149,7 +149,7 @@ def _walk_field(
   Images stand in OpenAI's chat and Responses (`image_url`, a text or an object
   with `url`), Anthropic's messages (`source` of type url), vLLM's
   `/inference/v1/generate` (`content_parts`: `url` beside the type) and SGLang's
-  `/generate` (`image_data`: one of those forms, or lists of them).
+  `/generate` (`image_data`: an address, an object with `url`, or lists).
   """
   if key in _PEERS and item is not None:
     raise errors.invalid(
@@ -206,7 +206,7 @@ def _flat_part(part: Any, where: str, places: list[Place]) -> None:
 def _images(
     holder: Any, key: Any, where: str, places: list[Place]
 ) -> None:
-  """Collects an address, an object with `url`, or lists of those."""
+  """Collects the places of an address, an object with `url`, or lists."""
   value = holder[key]
   if isinstance(value, str):
     if value[:5].lower() == "data:":

@@ -17,7 +17,7 @@ text (see `image_addresses`); the answer is passed on as it comes, streams
 included; an image is fetched once while it is kept, so that later turns of a
 conversation show the same pixels, also after its address has expired; a request
 that cannot be rewritten, or has the address of a video or a sound, is refused
-with its place and reason; tools' schemas and calls are left as they are.
+with its place and reason; tools' schemas and calls are not changed.
 
 Does not retry, cache answers, or look into pictures beyond their first bytes.
 """
