@@ -192,11 +192,11 @@ async def a_step(client: Client) -> None:
   head = await client.reader.readuntil(b"\r\n\r\n")
   length = int(head.lower().partition(b"content-length: ")[2].split()[0])
   created = json.loads(await client.reader.readexactly(length))
-  if client.service.name == "gym":
+  if client.service.name == "gym" and "execution_id" in created:
     path = f"/api/v1/desktop/executions/{created['execution_id']}/step"
     body = {"action": {"kind": "wait", "seconds": 2.0}}
     await client.send(client.request("POST", path, body), 0.5)
-  elif client.service.name == "runs":
+  elif client.service.name == "runs" and "runId" in created:
     path = f"/runs/{created['runId']}/events"
     await client.send(client.request("GET", path), 0.5)
 

@@ -525,6 +525,43 @@ async def test_streams_are_passed_on_as_they_come(make):
   assert b"".join(parts) == b"data: 0\n\ndata: 1\n\n"
 
 
+async def test_a_client_that_vanishes_ends_the_upstream_s_work(make):
+  """Before the answer's head and in the middle of a stream."""
+  left = []
+
+  async def app(scope, receive, send):
+    if scope["type"] != "http":
+      return
+    if scope["path"] == "/v1/stream":
+      await send({"type": "http.response.start", "status": 200, "headers": []})
+      await send({"type": "http.response.body", "body": b"a",
+                  "more_body": True})  # pyformat: disable
+    while (await receive())["type"] != "http.disconnect":
+      pass
+    left.append(scope["path"])
+
+  with http_server.LoopbackServer(app) as server:
+    proxy = image_proxy.ImageProxy(
+        server.url, media.MediaLimits(), loader=make()
+    )
+    with http_server.LoopbackServer(proxy.asgi) as front:
+      port = int(front.url.rpartition(":")[2])
+      for path in ("/v1/wait", "/v1/stream"):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(
+            b"POST %s HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Length: 2\r\n\r\n{}" % path.encode()
+        )
+        await asyncio.sleep(0.3)
+        assert path not in left
+        writer.transport.abort()
+        for _ in range(1000):
+          if path in left:
+            break
+          await asyncio.sleep(0.01)
+        assert path in left
+
+
 async def test_strangers_are_refused_and_the_upstream_has_its_own_token(make):
   with echo() as (upstream, log):
     front = Front(upstream, make, token="secret", upstream_token="theirs")
