@@ -125,8 +125,9 @@ async def test_tools_and_their_calls_are_left_as_they_are(make):
   body = {
       "tools": [{"function": {"parameters": {"default": elsewhere}}}],
       "metadata": elsewhere,
+      "guided_json": {"$schema": "http://json-schema.org/draft-07/schema"},
       "messages": [
-          {"role": "assistant", "content": [
+          {"role": "assistant", "annotations": [elsewhere], "content": [
               {"type": "tool_use", "name": "f", "input": elsewhere}],
            "tool_calls": [{"function": {"arguments": elsewhere}}]},
       ],

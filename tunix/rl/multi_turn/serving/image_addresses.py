@@ -37,9 +37,9 @@ _TEXT = frozenset({
 })  # pyformat: disable
 # Schemas, calls of tools and notes: no server looks for media in these.
 _UNREAD = frozenset({
-    "arguments", "function", "function_call", "functions", "input_schema",
-    "json_schema", "metadata", "parameters", "response_format", "schema",
-    "structured_outputs",
+    "annotations", "arguments", "citations", "function", "function_call",
+    "functions", "guided_json", "input_schema", "json_schema", "metadata",
+    "parameters", "response_format", "schema", "structured_outputs",
 })  # pyformat: disable
 _OTHER_MEDIA = frozenset({
     "audio_data", "audio_url", "file_url", "video_data", "video_url",
