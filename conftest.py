@@ -18,8 +18,8 @@ from xdist.scheduler import loadfile
 
 _HERE = pathlib.Path(__file__).resolve().parent
 
-# Before anything imports JAX, which google-tunix does. An explicit choice of
-# the caller wins.
+# Before anything imports JAX, which plug-ins do. An explicit choice of the
+# caller wins.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "0":

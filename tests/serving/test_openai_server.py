@@ -99,9 +99,9 @@ def test_a_stream_adds_up_to_the_whole_answer(running):
         ({"tool_choice": {"type": "function", "function": {"name": "g"}},
           "tools": [{"type": "function", "function": {"name": "f"}}]},
          "tool_choice", "name of one of the tools"),
-        ({"response_format": {"type": "json_object"}, "tools": [{
+        ({"extra_body": {"guided_regex": "a"}, "tools": [{
             "type": "function", "function": {"name": "f"}}]},
-         "response_format", "no room for tool calls"),
+         "guided_regex", "no room for tool calls"),
         ({"response_format": {"type": "grammar"}}, "response_format.type",
          "json_schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {

@@ -20,6 +20,7 @@ from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
     generators_run,
 )
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import plugins
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import rights
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import settings
 
 BUILT_IN = plugins.discover(()).generators
@@ -42,6 +43,7 @@ def write_rows(path, rows):
 def play(task_type, data):
   """A built-in generator, run here."""
   module = plugins.load(BUILT_IN[task_type].path)
+  data = {rights.ALLOWED: {"gyms": ["desktop"], "client_settings": []}, **data}
   asyncio.run(module._run(data))  # pylint: disable=protected-access
 
 

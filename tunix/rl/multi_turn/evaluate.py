@@ -23,7 +23,7 @@ from typing import Any, Iterator, Sequence
 from tunix.rl.multi_turn import config as config_lib
 
 if __name__ == "__main__":  # Before the seconds that JAX takes.
-  config_lib.help_first(sys.argv[1:], evaluation=True)
+  _CONFIG = config_lib.load_first(sys.argv[1:], config_lib.load_evaluation)
 
 import jax
 from tunix.rl.multi_turn.core import comparison
@@ -43,11 +43,20 @@ INTERRUPTED = 130
 """Exit status."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-  """The command; returns the exit status."""
+def main(
+    argv: Sequence[str] | None = None,
+    config: config_lib.EvaluationConfig | None = None,
+) -> int:
+  """The command; returns the exit status.
+
+  Args:
+    argv: Arguments. None takes the program's.
+    config: The configuration where it is loaded already; then `argv` is not
+      read.
+  """
   argv = sys.argv[1:] if argv is None else list(argv)
   try:
-    evaluation = build(config_lib.load_evaluation(argv))
+    evaluation = build(config or config_lib.load_evaluation(argv))
     config = evaluation.config
     if config.run.dry_run:
       print(evaluation.describe())
@@ -174,5 +183,5 @@ class _CallableModule(types.ModuleType):
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(main(config=_CONFIG))
 sys.modules[__name__].__class__ = _CallableModule

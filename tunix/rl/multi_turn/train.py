@@ -28,8 +28,8 @@ from typing import Any, Sequence
 
 from tunix.rl.multi_turn import config as config_lib
 
-if __name__ == "__main__":
-  config_lib.help_first(sys.argv[1:])  # Before the seconds that JAX takes.
+if __name__ == "__main__":  # Before the seconds that JAX takes.
+  _CONFIG = config_lib.load_first(sys.argv[1:], config_lib.load_config)
 
 import jax
 from tunix.rl.multi_turn.core import credentials
@@ -144,17 +144,22 @@ def build(config: config_lib.TrainConfig) -> Run:
   return Run(processes_lib.agreed(processes, config), processes)
 
 
-def main(argv: Sequence[str] | str | None = None) -> int:
+def main(
+    argv: Sequence[str] | str | None = None,
+    config: config_lib.TrainConfig | None = None,
+) -> int:
   """The command; returns the exit status.
 
   Args:
-    argv: of the command, or one text as in a shell; None: the program's.
+    argv: Arguments, or one text as in a shell. None takes the program's.
+    config: The configuration where it is loaded already; then `argv` is not
+      read.
   """
   if isinstance(argv, str):
     argv = shlex.split(argv)
   argv = sys.argv[1:] if argv is None else list(argv)
   try:
-    run = prepare(argv)
+    run = prepare(argv) if config is None else build(config)
     if run.config.run.dry_run:
       print(
           dry_run.describe(
@@ -253,5 +258,5 @@ class _CallableModule(types.ModuleType):
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(main(config=_CONFIG))
 sys.modules[__name__].__class__ = _CallableModule

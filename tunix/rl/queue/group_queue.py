@@ -28,12 +28,11 @@ import asyncio
 import concurrent.futures
 import logging
 import queue as std_queue
-from typing import Callable, Iterable, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.queue import admission
 from tunix.rl.queue import async_condition
-from tunix.rl.queue import data_queue  # type: ignore[attr-defined]
 from tunix.rl.queue import group_store
 from tunix.rl.queue import ledger
 
@@ -50,7 +49,19 @@ MemoryGroupStore = group_store.MemoryGroupStore
 ORDERS = admission.ORDERS
 
 
-class GroupQueue(data_queue.AbstractDataQueue[TrajectoryGroup]):
+def _queue_base() -> Any:
+  """google-tunix's base class of queues; `object` where it is not installed."""
+  try:
+    from tunix.rl.queue import data_queue  # type: ignore  # pylint: disable=g-import-not-at-top
+  except ImportError:
+    return object
+  return data_queue.AbstractDataQueue
+
+
+_QueueBase: Any = _queue_base()
+
+
+class GroupQueue(_QueueBase):
   """See the module docstring."""
 
   def __init__(

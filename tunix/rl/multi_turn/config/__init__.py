@@ -9,9 +9,9 @@ from tunix.rl.multi_turn.config.loader import ConfigError
 from tunix.rl.multi_turn.config.resolution import changed
 from tunix.rl.multi_turn.config.resolution import from_dict
 from tunix.rl.multi_turn.config.resolution import from_yaml
-from tunix.rl.multi_turn.config.resolution import help_first
 from tunix.rl.multi_turn.config.resolution import load_config
 from tunix.rl.multi_turn.config.resolution import load_evaluation
+from tunix.rl.multi_turn.config.resolution import load_first
 from tunix.rl.multi_turn.config.resolution import parse_yaml
 from tunix.rl.multi_turn.config.resolution import reference
 from tunix.rl.multi_turn.config.sealed import is_sealed

@@ -16,8 +16,9 @@ import pathlib
 import re
 import secrets
 import shlex
+import sys
 import time
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence, TypeVar
 
 from tunix.rl.multi_turn.agents import registry as agents
 from tunix.rl.multi_turn.config import checks
@@ -39,6 +40,7 @@ TrainConfig = train_config.TrainConfig
 EvaluationConfig = evaluate_config.EvaluationConfig
 ConfigError = loader.ConfigError
 ALIASES = train_config.ALIASES
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +154,7 @@ def _resolve(
   merged = {**_presets(given), **given}
   config = loader.build(cls, merged, [])
   if _can_clone(config):
-    merged = {**gyms.get(config.gym.name).cloning_preset, **merged}
+    merged = {**gyms.get(config.gym.name, "operator").cloning_preset, **merged}
   refused: set[str] = set()
   config = loader.build(cls, merged, problems, refused=refused)
   problems += loader.name_problems(config)
@@ -210,7 +212,7 @@ def _presets(given: Mapping[str, Any]) -> dict[str, Any]:
   try:
     environment = environment_spec.get(chosen("environment.name"))
     if environment.gym:
-      gym = gyms.get(chosen("gym.name"))
+      gym = gyms.get(chosen("gym.name"), "operator")
       found |= gym.preset
       if not any(path.startswith(_SHAPES_ROWS) for path in given):
         found |= gym.batch_preset
@@ -242,7 +244,7 @@ def changed(config: TrainConfig) -> dict[str, Any]:
   given = {path: loader.value_of(config, path) for path in found}
   chosen = _presets(given)
   if _can_clone(config):
-    chosen = {**gyms.get(config.gym.name).cloning_preset, **chosen}
+    chosen = {**gyms.get(config.gym.name, "operator").cloning_preset, **chosen}
   for path, value in chosen.items():
     value = loader.plain(loader.unwrap(value))
     if path not in found and value != loader.value_of(config, path):
@@ -258,10 +260,10 @@ def _can_clone(config: TrainConfig) -> bool:
   try:
     if not environment_spec.get(config.environment.name).gym:
       return False
-    known = gyms.get(config.gym.name).load_oracle().families
+    solved = gyms.get(config.gym.name, "operator").load_oracle().families
   except (ValueError, ImportError, TypeError):
     return False
-  return known is None or all(family in known for family in families)
+  return solved is None or all(family in solved for family in families)
 
 
 def load_config(argv: Sequence[str]) -> TrainConfig:
@@ -284,22 +286,6 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
     )
   except ConfigError as error:
     raise ConfigError(_with_flags(error.problems, argv)) from None
-
-
-def help_first(argv: Sequence[str], evaluation: bool = False) -> None:
-  """Prints the help and ends the program, if the arguments ask for it.
-
-  A program calls it before it imports what needs JAX.
-
-  Args:
-    argv: of the command.
-    evaluation: of `evaluate`, not of `train`.
-
-  Raises:
-    SystemExit: after `--help` was printed.
-  """
-  if {"-h", "--help"} & set(argv):
-    _read_arguments(argv, [], _EVALUATE if evaluation else _TRAIN, set())
 
 
 def load_evaluation(argv: Sequence[str]) -> EvaluationConfig:
@@ -332,6 +318,29 @@ def load_evaluation(argv: Sequence[str]) -> EvaluationConfig:
   config = _resolved(layers, overrides, problems, resume, _EVALUATE, former)
   assert isinstance(config, EvaluationConfig)
   return _named(config)
+
+
+def load_first(argv: Sequence[str], load: Callable[[Sequence[str]], T]) -> T:
+  """Loads a program's configuration before it imports what needs JAX.
+
+  A wrong setting is refused, and the help printed, without those seconds.
+
+  Args:
+    argv: Arguments of the command.
+    load: `load_config` or `load_evaluation`.
+
+  Raises:
+    SystemExit: After the help or the problems were printed (status 2), or at an
+      interrupt (130).
+  """
+  try:
+    return load(argv)
+  except ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
+  except KeyboardInterrupt:
+    print("interrupted before the run began", file=sys.stderr)
+    sys.exit(130)
 
 
 def _base(
@@ -635,15 +644,15 @@ def choices() -> dict[str, Mapping[str, Any]]:
   for name in environment_spec.ENVIRONMENTS.names():
     found[f"environment={name}"] = environment_spec.get(name).preset
   for name in gyms.names():
-    found[f"gym={name}"] = gyms.get(name).preset
+    found[f"gym={name}"] = gyms.get(name, "operator").preset
   for name in gyms.names():
     found[
         f"gym={name}, if no setting of "
         + ", ".join(f"`{p}*`" for p in _SHAPES_ROWS) + " is given"
-    ] = gyms.get(name).batch_preset
+    ] = gyms.get(name, "operator").batch_preset
   for name in gyms.names():
     found[f"gym={name}, if its oracle knows every task"] = gyms.get(
-        name
+        name, "operator"
     ).cloning_preset
   for name in agents.AGENTS.names():
     found[f"agent={name}"] = agents.get(name).preset

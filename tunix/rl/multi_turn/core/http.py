@@ -25,6 +25,7 @@ import urllib.parse
 import httpx
 import tenacity
 from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import json_text
 
 T = TypeVar("T")
 MAX_BODY = 256 << 20
@@ -193,18 +194,6 @@ def address(url: Any, name: str, example: str) -> str:
   return text.rstrip("/")
 
 
-def json_of(raw: str | bytes) -> Any:
-  """Parses JSON.
-
-  Raises:
-    ValueError: no JSON, or none that can be read.
-  """
-  try:
-    return json.loads(raw)
-  except RecursionError:
-    raise ValueError("it is nested too deeply") from None
-
-
 def seconds_of(text: str | None) -> float | None:
   """A Retry-After, 60 s at most; None where it is none, or a date."""
   try:
@@ -281,7 +270,7 @@ class Http:
       raw = answer.content
       try:
         return await read(
-            lambda: json_of(raw), len(raw), seconds, "an answer",
+            lambda: json_text.parse(raw), len(raw), seconds, "an answer",
             _INLINE_JSON_BYTES,
         )  # pyformat: disable
       except ValueError as error:

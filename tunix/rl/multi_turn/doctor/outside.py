@@ -33,12 +33,12 @@ def gym(config: TrainConfig) -> Iterator[Finding]:
     return
   if not environment_spec.get(config.environment.name).gym:
     return
-  found = gyms.get(name)
+  spec = gyms.get(name, "operator")
   check = f"gym {name}"
   try:
-    lacking = list(found.missing(config.gym.options))
+    lacking = list(spec.missing(config.gym.options))
     if not lacking:
-      dict(found.options)  # Imports what the gym is made with.
+      dict(spec.options)  # Imports what the gym is made with.
   except ImportError as error:
     lacking = [str(error)]
   for text in lacking:
@@ -48,7 +48,7 @@ def gym(config: TrainConfig) -> Iterator[Finding]:
     yield Finding(check, "fail", what, fix or what)
   if not lacking:
     yield Finding(
-        check, "ok", "has what it needs" if found.needs else "needs nothing"
+        check, "ok", "has what it needs" if spec.needs else "needs nothing"
     )
 
 
@@ -62,7 +62,7 @@ def addresses(config: TrainConfig) -> dict[str, str]:
     found["run_service.base_url"] = config.run_service.url
   if config.plays and environment_spec.get(config.environment.name).gym:
     try:
-      options = gyms.get(config.gym.name).options
+      options = gyms.get(config.gym.name, "operator").options
     except ImportError:
       options = {}  # `gym` reports it.
     for name, option in options.items():

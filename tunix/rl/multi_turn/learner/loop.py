@@ -26,7 +26,7 @@ import functools
 import queue as std_queue
 import threading
 import time
-from typing import Any, Callable, Iterable, Protocol, runtime_checkable
+from typing import Any, Callable, cast, Iterable, Protocol, runtime_checkable
 
 from flax import nnx
 from tunix.rl.multi_turn.core import events
@@ -37,7 +37,6 @@ from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.learner import replay as replay_lib
 from tunix.rl.multi_turn.learner import step_seconds
 from tunix.rl.queue import admission
-from tunix.rl.queue import data_queue  # type: ignore[attr-defined]
 
 Publish = Callable[[int, nnx.State], Any]
 """(version, parameters) -> None, or a future that ends when they have arrived.
@@ -55,9 +54,21 @@ _MOST_SKIPS = 16
 _READY, _LATE, _STOPPED, _CLOSED = "ready", "late", "stopped", "closed"
 
 
+class DataQueue(Protocol):
+  """The methods that the loop calls; google-tunix's queues have them too."""
+
+  def get(
+      self, block: bool = True, timeout: float | None = None
+  ) -> trajectory.TrajectoryGroup:
+    ...
+
+  def qsize(self) -> int:
+    ...
+
+
 @runtime_checkable
 class GatedQueue(Protocol):
-  """The part of a `GroupQueue` that the loop uses beyond upstream's queue."""
+  """The part of a `GroupQueue` that the loop uses beyond a `DataQueue`."""
 
   max_staleness: int
 
@@ -100,7 +111,7 @@ class LearnerLoop:
   def __init__(
       self,
       learner: learner_lib.Learner,
-      queue: data_queue.AbstractDataQueue[trajectory.TrajectoryGroup],
+      queue: DataQueue | GatedQueue,
       publish: Publish,
       *,
       observers: events.Observer | None = None,
@@ -537,7 +548,8 @@ class LearnerLoop:
         if self._gated is not None:
           left = _POLL_S if due is None else due - time.monotonic()
           return self._gated.get_batch(count, min(_POLL_S, max(0.0, left)))
-        self._pending.append(self._queue.get(block=True, timeout=_POLL_S))
+        queue = cast(DataQueue, self._queue)
+        self._pending.append(queue.get(block=True, timeout=_POLL_S))
         if len(self._pending) == count:
           groups, self._pending = self._pending, []
           return groups

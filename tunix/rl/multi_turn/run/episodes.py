@@ -63,7 +63,7 @@ def make_gym(config: TrainConfig, family: str) -> gym_base.Gym:
   Raises:
     ConfigError: an option that the gym does not take.
   """
-  spec = gyms.get(config.gym.name)
+  spec = gyms.get(config.gym.name, "operator")
   facts = spec.options_of(
       family,
       size=(config.gym.width, config.gym.height),
@@ -195,7 +195,7 @@ class EpisodeFactory:
         on_text=mode,
         on_invalid="observe" if mode == "retry" else "end",
     )
-    env.runs_inline = gyms.get(config.gym.name).runs_inline
+    env.runs_inline = gyms.get(config.gym.name, "operator").runs_inline
     return agent, env
 
 
@@ -221,7 +221,7 @@ def try_first_episode(
     raise ConfigError([f"task {task.task_id}: {_of(error)}"]) from error
   if not episodes.acts_on_gym or config.run.dry_run:
     return
-  if gyms.get(config.gym.name).size_known_after_start:
+  if gyms.get(config.gym.name, "operator").size_known_after_start:
     _check_screen(config, task)
 
 

@@ -381,7 +381,8 @@ class Run:
 
     close_shared = None
     if self.config.plays and self.episodes.acts_on_gym:
-      close_shared = gyms.get(self.config.gym.name).load_close_shared()
+      spec = gyms.get(self.config.gym.name, "operator")
+      close_shared = spec.load_close_shared()
     if close_shared is not None:
       try_to(f"what gym.name={self.config.gym.name} shares", close_shared())
     for served in (self.fleet, self._proxy):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import pathlib
 import re
 import socket
@@ -23,6 +22,7 @@ from typing import Any, Callable, Sequence, TypeVar
 
 import pydantic
 import tqdm
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.serving import arguments
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv[1:]):
@@ -70,7 +70,7 @@ def _screens(text: str) -> tuple[tuple[int, int], ...]:
 
 def _template_options(text: str) -> dict[str, Any]:
   try:
-    options = json.loads(text)
+    options = json_text.parse(text)
   except ValueError:
     options = None
   if not isinstance(options, dict):
@@ -177,7 +177,7 @@ _OPTIONS = {
 
 def _images_limit(text: str) -> int:
   try:
-    limit = json.loads(text)["image"]
+    limit = json_text.parse(text)["image"]
   except (ValueError, KeyError, TypeError):
     limit = None
   if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
@@ -251,7 +251,7 @@ def _checked(args: argparse.Namespace) -> _Arguments:
   )
   media_limits = all_of.of(lambda: _media_limits(hosts))
   all_of.of(lambda: _sampling(args.sampling, args.other_sampling))
-  all_of.of(lambda: tool_parser.make_tool_parser(args.tool_parser))
+  all_of.of(lambda: tool_parser.make_tool_parser(args.tool_parser, "operator"))
   all_of.of(lambda: policy_files.resolve(args.policy))
   if args.image_dir is not None:
     all_of.of(lambda: _make_folder(args.image_dir))
@@ -280,7 +280,7 @@ def _checked(args: argparse.Namespace) -> _Arguments:
 
 def _sampling(text: str, other: str) -> session_sampling.SessionSampling:
   try:
-    fields = json.loads(text)
+    fields = json_text.parse(text)
     if not isinstance(fields, dict) or set(fields) - set(
         session_sampling.FIELDS
     ):

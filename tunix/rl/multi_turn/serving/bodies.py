@@ -27,6 +27,7 @@ import orjson
 import pydantic
 from pydantic_core import core_schema
 from pydantic_core import PydanticCustomError
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.serving import errors
 
 B = TypeVar("B", bound="Body")
@@ -42,10 +43,7 @@ def shown(value: Any) -> str:
   """A value for an error message, cut to one line."""
   if isinstance(value, (str, list)):
     value = value[: _SHOWN + 1]  # The rest would be cut off below.
-  try:
-    text = repr(value)
-  except RecursionError:
-    return "a value nested too deep to print"
+  text = repr(value)
   return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
@@ -95,12 +93,18 @@ def read_json(
           code="request_too_large",
       )
   try:
-    found = orjson.loads(body)
-  except orjson.JSONDecodeError:
-    found = _read_other(body)
-  if not isinstance(found, dict):
+    try:
+      value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+      value = _read_other(body)
+    json_text.check_depth(value)
+  except (ValueError, RecursionError) as error:
+    raise errors.invalid(
+        None, f"the body is not JSON: {error}", "invalid_json"
+    ) from None
+  if not isinstance(value, dict):
     raise errors.invalid(None, "the body must be a JSON object", "invalid_json")
-  return found
+  return value
 
 
 def write_json(value: Any) -> bytes:
@@ -117,17 +121,12 @@ def write_json(value: Any) -> bytes:
 
 def _read_other(body: bytes) -> Any:
   """Parses bodies that only the standard library reads (UTF-16, byte order
-  marks, deep nesting), or raises with the reason."""
-  try:
-    text = body.decode(json.detect_encoding(body))
-    found = json.loads(text, parse_constant=_finite, parse_float=_finite)
-    if _ESCAPED_HALF.search(text):
-      _check_characters(found)
-  except (ValueError, RecursionError) as error:
-    raise errors.invalid(
-        None, f"the body is not JSON: {error}", "invalid_json"
-    ) from None
-  return found
+  marks), or raises with the reason."""
+  text = body.decode(json.detect_encoding(body))
+  value = json.loads(text, parse_constant=_finite, parse_float=_finite)
+  if _ESCAPED_HALF.search(text):
+    _check_characters(value)
+  return value
 
 
 def _finite(text: str) -> float:

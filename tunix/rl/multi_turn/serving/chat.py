@@ -256,7 +256,7 @@ def read(
       # session's sequence.
       tools=requests.shown_tools(tools),
       parse_tools=parse_tools,
-      one_call=asked.one_call(parse_tools),
+      one_call=asked.one_call(parse_tools, guide),
       return_token_ids=asked.wants_token_ids,
       min_tokens=asked.min_tokens,
       continues=asked.continue_final_message,

@@ -73,6 +73,7 @@ class Guide:
     field: the request's field that asks for it.
     many: whether more calls may follow the first.
     free: whether the policy may answer without a call.
+    otherwise: JSON guide of an answer without a call; None: `free` decides.
   """
 
   kind: str
@@ -80,6 +81,11 @@ class Guide:
   field: str
   many: bool = False
   free: bool = False
+  otherwise: Guide | None = None
+
+  def reads_calls(self, text: str) -> bool:
+    """Whether a completion of this grammar is read for calls."""
+    return self.otherwise is None or text.startswith("<")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -489,8 +495,10 @@ class ToolsBody(SamplingBody):
       return choice
     return choice.name if choice.function is None else choice.function.name
 
-  def one_call(self, parse_tools: bool) -> bool:
-    """Whether the completion ends after its first call."""
+  def one_call(self, parse_tools: bool, guide: Guide | None) -> bool:
+    """Whether the end of its first call ends the completion."""
+    if guide is not None and guide.otherwise is not None:
+      return False  # The grammar does, and JSON may spell a call's end.
     return parse_tools and not self.parallel_tool_calls
 
   def guide_with_calls(
@@ -500,6 +508,11 @@ class ToolsBody(SamplingBody):
     parse_tools, calls = call_rules(
         self.called, self.parallel_tool_calls, tools
     )
+    if parse_tools and shape is not None:
+      if self.called == "auto":  # Either calls, or JSON.
+        many = self.parallel_tool_calls
+        calls = Guide("calls", tools, shape.field, many, otherwise=shape)
+      shape = None
     guide = self.guide(calls, shape)
     if parse_tools and guide is not None and guide is not calls:
       raise errors.invalid(

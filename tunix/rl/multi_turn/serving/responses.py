@@ -253,7 +253,7 @@ def read(
       guide=guide,
       tools=requests.shown_tools(tools),
       parse_tools=parse_tools,
-      one_call=asked.one_call(parse_tools),
+      one_call=asked.one_call(parse_tools, guide),
       return_token_ids=asked.wants_token_ids,
       min_tokens=asked.min_tokens,
       instructions=asked.instructions,

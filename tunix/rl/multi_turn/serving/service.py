@@ -371,7 +371,10 @@ class Service:
       text = self.policy.renderer.decode(completion.tokens)
       stop = watch.string(text) if watch else None
       text = watch.cut(text) if watch else text
-      choice = answers.make_choice(completion, text, part.parser, stop)
+      parser = part.parser
+      if request.guide is not None and not request.guide.reads_calls(text):
+        parser = None
+      choice = answers.make_choice(completion, text, parser, stop)
       found.append(dataclasses.replace(choice, echoed=echoed))
     return found
 

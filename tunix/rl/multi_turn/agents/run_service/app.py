@@ -107,19 +107,21 @@ class App:
       self,
       *,
       gyms: Collection[str] = ("desktop",),
+      client_settings: Collection[str] = (),
       limits: RunLimits = RunLimits(),
       token: str = "",
       base_url: str = "",
   ):
     """Args:
 
-      gyms: registered names that runs with `env.type=gym` may play.
+      gyms: Names of gyms that runs with `env.type=gym` may play.
+      client_settings: Gym options that a run may choose.
       limits: of runs and screenshots.
       token: that clients must present; "" asks for none.
       base_url: of this server, for addresses of screenshots.
 
     Raises:
-      ValueError: a gym's name that is not registered.
+      ValueError: a gym that does not exist, or an option that is no client's.
     """
     # By name: agents and environments are rooms that do not import each other.
     self._make_environment = registry.import_path(
@@ -130,8 +132,11 @@ class App:
         "tunix.rl.multi_turn.environments.gyms.registry:get"
     )
     for name in gyms:
-      get_gym(name)
+      get_gym(name, "operator").check_client_settings(
+          client_settings, "--client-settings"
+      )
     self._gyms = tuple(gyms)
+    self._client_settings = tuple(client_settings)
     self._token = token
     self.limits = limits
     self._images = images_lib.ImageStore(
@@ -285,6 +290,7 @@ class App:
           on_parse_error=body.agentConfig.onParseError,
           images=self._images,
           allowed_gyms=self._gyms,
+          client_settings=self._client_settings,
       )
       run = runs_lib.Run(
           body, agent, env, self._pictures, self._judges_itself(body.env)

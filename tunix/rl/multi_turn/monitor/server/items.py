@@ -263,14 +263,7 @@ def read(body: bytes) -> IngestBatch:
       faults.add(key, "…", _unknown(key, _BODY))
   if data.get("parts") is not None:
     data = _joined(data, faults)
-  try:
-    return _batch(data, faults, len(body))
-  except (orjson.JSONEncodeError, RecursionError):
-    # Reading goes deeper than writing.
-    raise errors.ApiError(
-        400, "something in the body is nested more than 250 levels deep; send"
-        " it as text"
-    ) from None
+  return _batch(data, faults, len(body))
 
 
 def _joined(data: dict[str, Any], faults: _Faults) -> dict[str, Any]:

@@ -52,8 +52,13 @@ def write(
     described: described_lib.Described,
 ) -> None:
   """See `publishing.save`."""
-  import datasets  # pylint: disable=g-import-not-at-top
-
+  try:
+    import datasets  # pylint: disable=g-import-not-at-top
+  except ImportError as error:
+    raise hub.PublishError(
+        "publishing episodes needs the package datasets; pip install"
+        " 'tunix-multi-turn[hub]'"
+    ) from error
   text = datasets.Value("string")
   features = datasets.Features({
       **{

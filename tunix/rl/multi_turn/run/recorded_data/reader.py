@@ -187,7 +187,7 @@ class EpisodeReader:
           {**message, "content": records.text_of(message)}
       )
       if calls:
-        grammar = tool_parser.make_tool_parser(self._parser)
+        grammar = tool_parser.make_tool_parser(self._parser, "operator")
         text = grammar.format(calls, text or None)
       tokens_S = demonstrations.completion_ids(self._renderer, text)
       builder.prompt(list(said))

@@ -39,6 +39,7 @@ from starlette import responses as starlette_responses
 from starlette import routing
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import request_bodies
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import buffers
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import items
@@ -223,18 +224,18 @@ class App:
     if not raw.strip():
       return {}
     try:
-      found = await _parsed(orjson.loads, raw)
+      value = await _parsed(json_models.parse, raw)
     except ValueError as error:
       raise ApiError(
           400, f"the body is not JSON: {error}", "invalid_json"
       ) from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
       raise ApiError(
           422,
-          f"the body must be an object, got a {type(found).__name__}",
+          f"the body must be an object, got a {type(value).__name__}",
           "invalid_request",
       )
-    return found
+    return value
 
   def _name(self, request: Request, data: Mapping[str, Any]) -> str:
     named = request.path_params.get("buffer")

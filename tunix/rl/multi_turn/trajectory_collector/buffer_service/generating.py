@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-import json
 import pathlib
 import random
 import sys
@@ -29,6 +28,7 @@ import time
 from typing import Any, Awaitable, Callable, Iterator, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import seeds
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import client
 
@@ -94,7 +94,7 @@ def rows_of(path: Any) -> list[dict[str, Any]]:
     if not line.strip():
       continue
     try:
-      row = json.loads(line)
+      row = json_text.parse(line)
     except ValueError as error:
       raise GeneratorError(f"{path}, line {number}: no JSON: {error}") from None
     name = row.get("instance_id") if isinstance(row, dict) else None

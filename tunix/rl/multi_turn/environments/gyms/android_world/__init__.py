@@ -6,6 +6,7 @@ GYM = spec.GymSpec(
     box="android",
     doc="phones of AndroidWorld, see docs/outside_gyms.md",
     make=f"{__name__}.gym:AndroidWorldGym",
+    operator_options=("machines",),
     tasks=f"{__name__}.tasks:server_tasks",
     set_by_run=spec.SIZE,
     lists_tasks=True,

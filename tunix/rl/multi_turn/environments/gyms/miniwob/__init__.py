@@ -29,6 +29,7 @@ def _check(
 GYM = spec.GymSpec(
     doc="web pages in headless Chromium",
     make=f"{__name__}.gym:MiniWobGym",
+    operator_options=("browser",),
     tasks=f"{__name__}.tasks:MiniWobTasks",
     preset={
         "task_source.families": ("click-test-2", "click-dialog", "focus-text"),

@@ -9,6 +9,7 @@ from tunix.rl.multi_turn.environments.gyms import spec
 GYM = spec.GymSpec(
     doc="a real Linux desktop on Xvfb, see docs/xdesktop.md",
     make=f"{__name__}.gym:XDesktopGym",
+    operator_options=("directory", "isolation", "disk_mb", "max_processes"),
     tasks=f"{__name__}.tasks:XDesktopTasks",
     preset={
         "task_source.families": (

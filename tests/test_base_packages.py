@@ -1,0 +1,136 @@
+"""A run needs the packages that pyproject.toml requires, and no others."""
+
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tomllib
+
+from packaging import requirements
+from packaging import utils
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def required():
+  """Canonical names of the packages that an installation without extras has."""
+  names, todo = set(), [(r, "") for r in PROJECT["dependencies"]]
+  while todo:
+    text, extra = todo.pop()
+    wanted = requirements.Requirement(text)
+    if wanted.marker and not wanted.marker.evaluate({"extra": extra}):
+      continue
+    name = utils.canonicalize_name(wanted.name)
+    for extra in ("", *wanted.extras):
+      if (name, extra) not in names:
+        names.add((name, extra))
+        requires = importlib.metadata.distribution(name).requires or ()
+        todo.extend((r, extra) for r in requires)
+  return {name for name, _ in names}
+
+
+def others():
+  """Modules that the development environment has beside those packages."""
+  names = required()
+  return {
+      module
+      for module, owners in importlib.metadata.packages_distributions().items()
+      if module not in ("tunix", "tunix_multi_turn")
+      and not {utils.canonicalize_name(o) for o in owners} & names
+  }
+
+
+class BaseOnly(importlib.abc.MetaPathFinder):
+  """Finds `tunix` in this clone alone, and none of `modules`."""
+
+  def __init__(self, modules):
+    self.modules = frozenset(modules)
+
+  def find_spec(self, name, path=None, target=None):
+    del path, target
+    if name.partition(".")[0] in self.modules:
+      raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    if name not in ("tunix", "tunix.rl", "tunix.rl.queue"):
+      return None
+    spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    spec.submodule_search_locations = [str(ROOT.joinpath(*name.split(".")))]
+    return spec
+
+
+def child(program, *args, cwd):
+  """Runs `program` where nothing but the required packages can be imported."""
+  code = (
+      "import json, sys\n"
+      "import test_base_packages as base\n"
+      "sys.meta_path.insert(0, base.BaseOnly(json.loads(sys.argv.pop(1))))\n"
+  )
+  paths = [str(ROOT / "tests"), str(ROOT / "tests" / "helpers"), str(ROOT)]
+  return subprocess.run(
+      [sys.executable, "-c", code + program, json.dumps(sorted(others())),
+       *args],
+      cwd=cwd, capture_output=True, text=True, timeout=300, check=False,
+      env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+  )  # pyformat: disable
+
+
+def test_what_is_hidden_is_there_to_be_hidden():
+  assert {"pandas", "datasets", "omegaconf", "torch", "uvicorn"} <= others()
+  assert not {"jax", "numpy", "optax", "pydantic", "yaml"} & others()
+
+
+@pytest.mark.slow
+def test_a_run_needs_the_required_packages_alone(tmp_path):
+  done = child(
+      """
+import small_runs
+status = small_runs.run_train(
+    __import__("pathlib").Path("runs"), "steps=1", small_runs.ONE_LAYER,
+    "warm_start.source=none", "tracking.tensorboard=true", "run.name=bare")
+from tunix.rl.queue import group_queue
+assert group_queue.GroupQueue.__bases__ == (object,)
+import tunix
+assert tunix.__file__ is None
+sys.exit(status)
+""",
+      cwd=tmp_path,
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  assert list(tmp_path.rglob("report.html"))
+  assert list(tmp_path.rglob("events.out.tfevents*"))
+
+
+def test_a_wrong_setting_is_refused_before_jax_has_started(tmp_path):
+  done = child(
+      """
+import runpy
+sys.argv[1:] = ["learner.steps=-1", "gym=deskto"]
+try:
+  runpy.run_module("tunix.rl.multi_turn.train", run_name="__main__",
+                   alter_sys=True)
+finally:
+  assert "flax" not in sys.modules and "orbax" not in sys.modules
+""",
+      cwd=tmp_path,
+  )
+  assert done.returncode == 2, done.stderr[-3000:]
+  assert "learner.steps=-1" in done.stderr and "deskto'" in done.stderr
+
+
+def test_publishing_episodes_names_its_extra(tmp_path):
+  done = child(
+      """
+from tunix.rl.multi_turn.reporting.publishing import episode_tables, hub
+try:
+  episode_tables.write(None, None, None)
+except hub.PublishError as error:
+  print(error)
+""",
+      cwd=tmp_path,
+  )
+  assert "pip install 'tunix-multi-turn[hub]'" in done.stdout, done.stderr
