@@ -222,6 +222,37 @@ def guarded(
   return run
 
 
+async def unless_gone(request: Any, work: Awaitable[Any]) -> Any:
+  """Awaits `work`, which is cancelled when the client disconnects.
+
+  Args:
+    request: Starlette's, its body read.
+    work: The answer's making.
+
+  Raises:
+    ClientDisconnect: Starlette's.
+  """
+  from starlette import requests  # pylint: disable=g-import-not-at-top
+
+  task = asyncio.ensure_future(work)
+
+  async def gone() -> None:
+    # After the body, the next message is the end of the connection.
+    while (await request.receive())["type"] != "http.disconnect":
+      pass
+
+  watch = asyncio.ensure_future(gone())
+  try:
+    await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+    if not task.done():
+      raise requests.ClientDisconnect
+    return task.result()
+  finally:
+    for pending in (task, watch):
+      pending.cancel()
+    await asyncio.gather(task, watch, return_exceptions=True)
+
+
 # --- servers ------------------------------------------------------------------
 
 

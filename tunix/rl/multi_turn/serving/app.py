@@ -278,7 +278,7 @@ class OpenAIApp:
       del body
       if asked.stream:
         return await self._stream(request, api, asked, key)
-      answer = await _unless_gone(
+      answer = await http_server.unless_gone(
           request,
           self._service.complete(
               asked,
@@ -320,7 +320,7 @@ class OpenAIApp:
     )
     task.add_done_callback(lambda _: news.put_nowait(None))
     try:
-      first = await _unless_gone(
+      first = await http_server.unless_gone(
           request, asyncio.wait_for(news.get(), streams.KEEP_ALIVE_S)
       )
     except asyncio.TimeoutError:
@@ -418,27 +418,6 @@ class OpenAIApp:
 
 
 # --- pieces -------------------------------------------------------------------
-
-
-async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
-  """`work`, cancelled when the client disconnects."""
-  task = asyncio.ensure_future(work)
-
-  async def gone() -> None:
-    # After the body, the next message is the end of the connection.
-    while (await request.receive())["type"] != "http.disconnect":
-      pass
-
-  watch = asyncio.ensure_future(gone())
-  try:
-    await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-    if not task.done():
-      raise _gone()
-    return task.result()
-  finally:
-    for pending in (task, watch):
-      pending.cancel()
-    await asyncio.gather(task, watch, return_exceptions=True)
 
 
 def _gone() -> errors.ApiError:

@@ -34,7 +34,7 @@ def loads(body: bytes) -> Any:
       # A name in the place of a number; the readers of fields know it.
       value = json.loads(body.decode(), parse_constant=str)
       return _clean(json_text.check_depth(value))
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, OverflowError):
       raise errors.ApiError(400, wrong) from None
   try:
     return json_text.check_depth(value)
