@@ -745,7 +745,7 @@ async def test_closing_ends_a_load_in_progress_and_resumes_the_engine(
     weights = disk_weights.DiskWeights(
         tmp_path, disk_weights.policy_saver(ours.model), [engine]
     )
-    done = weights.publish(1, other_weights(1))
+    published = weights.publish(1, other_weights(1))
     assert await asyncio.to_thread(entered.wait, 30)
     names = {t.name for t in threading.enumerate() if not t.daemon}
     assert not any(name.startswith(("tunix-w", "tunix-l")) for name in names)
@@ -753,7 +753,7 @@ async def test_closing_ends_a_load_in_progress_and_resumes_the_engine(
     await asyncio.to_thread(weights.close, 0.2)
     assert time.monotonic() - started < 5
     with pytest.raises(disk_weights.HandOverError, match="run ended before"):
-      await asyncio.wrap_future(done)
+      await asyncio.wrap_future(published)
     assert fake.gate.is_set() and fake.calls[-1] == "resume"
     # Its files are no longer read, and the folder is free.
     disk_weights.DiskWeights(
@@ -804,27 +804,27 @@ async def test_a_load_takes_no_time_of_the_requests_that_wait_for_it(
 
         async def generate(session):
           with concurrency.clocked() as clock:
-            asked = engine.generate(
+            completion_of = engine.generate(
                 ours.prompt(1), ours.sampling(), session=session
             )
-            completion = await runner.run(asked, seconds=2.0)
+            completion = await runner.run(completion_of, seconds=2.0)
           return completion, clock.stopped_s
 
         await generate("warm")
         fake.gate.clear()  # It is paused when the request arrives.
-        held = asyncio.ensure_future(generate("held"))
+        early = asyncio.ensure_future(generate("early"))
         while not engine._clocks:
           await asyncio.sleep(0.01)
-        done = weights.publish(1, other_weights(1))
+        published = weights.publish(1, other_weights(1))
         assert await asyncio.to_thread(entered.wait, 30)
         late = asyncio.ensure_future(generate("late"))
         await asyncio.sleep(4)
-        assert not held.done() and not late.done()
+        assert not early.done() and not late.done()
         go_on.set()
-        for one in (held, late):
+        for one in (early, late):
           completion, stopped_s = await one
           assert len(completion.tokens) and stopped_s >= 3.9
-        await asyncio.wrap_future(done)
+        await asyncio.wrap_future(published)
         _, stopped_s = await generate("after")
         assert stopped_s < 0.1 and not engine._clocks
 

@@ -53,7 +53,7 @@ class OtherSampling(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class SamplingRule:
-  """The distribution of trainable tokens, and the treatment of others.
+  """The distribution of trainable tokens, and what becomes of another one.
 
   Attributes:
     temperature, top_p, top_k, min_p: as of `SamplingParams`.

@@ -247,10 +247,10 @@ class ImageProxy:
           code="upstream_failed",
           retry_after_s=1.0,
       ) from None
-    kept = {k: v for k, v in answer.headers.items() if k not in _DROPPED}
+    passed = {k: v for k, v in answer.headers.items() if k not in _DROPPED}
     if untrained:
-      kept["x-untrained"] = untrained.encode("ascii", "replace").decode()
-      if kept.get("content-type", "").startswith("application/json"):
+      passed["x-untrained"] = untrained.encode("ascii", "replace").decode()
+      if passed.get("content-type", "").startswith("application/json"):
         try:
           content = await answer.aread()
         except httpx.HTTPError as error:
@@ -263,12 +263,12 @@ class ImageProxy:
         finally:
           await answer.aclose()
         return starlette_responses.Response(
-            _marked(content, untrained), answer.status_code, kept
+            _marked(content, untrained), answer.status_code, passed
         )
     return starlette_responses.StreamingResponse(
         answer.aiter_raw(),
         answer.status_code,
-        kept,
+        passed,
         background=background.BackgroundTask(answer.aclose),
     )
 

@@ -67,7 +67,8 @@ class Record:
     raw_reward: before normalisation; None where it was not recorded.
     sequences: token-exact part; () in an item of text only.
     data: the item.
-    sampling_params: of all turns, or of each; () where not recorded.
+    sampling_params: One object for all turns, or one a turn; () where not
+      recorded.
   """
 
   uid: str

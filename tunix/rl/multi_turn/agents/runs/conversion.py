@@ -297,18 +297,18 @@ def image_urls(messages: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def messages_of(event: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
   """The messages of a `model_call` event, in any of its shapes."""
-  found: Any = _call_of(event)
-  if found is None:
-    found = event.get("messages")
-  if isinstance(found, Mapping):
-    found = found.get("messages")
-  if not isinstance(found, list):
+  messages: Any = _call_of(event)
+  if messages is None:
+    messages = event.get("messages")
+  if isinstance(messages, Mapping):
+    messages = messages.get("messages")
+  if not isinstance(messages, list):
     return ()
-  return [m for m in found if isinstance(m, Mapping)]
+  return [m for m in messages if isinstance(m, Mapping)]
 
 
 def _call_of(event: Mapping[str, Any]) -> Any:
-  """What the service reports of its request: fields, messages or None."""
+  """The request that the service reports: its fields, messages or None."""
   return event.get("modelSpecificInput", event.get("modelInput"))
 
 

@@ -229,6 +229,7 @@ class Service:
     """
     arrived = time.monotonic()
     asked = requests.rollout(payload, self.url)
+    requests.check_step(asked, self.limits.max_items)
     generator = self._generator(asked.task_type)
     hooks = plugins.hooks_of(generator)
     buffer = self.buffer(name)
