@@ -53,7 +53,7 @@ class Descendants:
   """Processes that a run has started.
 
   Attributes:
-    names: Command lines of all that were seen, by process id.
+    names: Command lines of all processes so far, by process id.
   """
 
   def __init__(self, folder: pathlib.Path, way: str):
@@ -63,7 +63,7 @@ class Descendants:
     self.names: dict[int, str] = {}
 
   def alive(self, run: int) -> dict[int, str]:
-    """Command lines of those that live, by id; `run` is left out."""
+    """Command lines of the living ones by id, without `run`."""
     found = {}
     for entry in pathlib.Path("/proc").iterdir():
       if not entry.name.isdigit() or int(entry.name) in (run, os.getpid()):

@@ -308,7 +308,7 @@ class TokenSequence:
     return self._as_context(self.loss_mask & (self.versions < oldest))
 
   def without_turns(self, turn_ids: Iterable[int]) -> TokenSequence:
-    """Returns a copy that has the tokens of these turns as context.
+    """A copy whose loss leaves out the tokens of these turns.
 
     Itself when there are none.
     """
