@@ -93,6 +93,9 @@ def test_mathematics_is_played_checked_and_read(running, tmp_path):
     assert item["extra_info"]["round_number"] == 1
     assert item["extra_info"]["token_exact"] is False
     assert float(item["extra_info"]["timestamp"]) > 1e9
+    assert item["sampling_params"] == {
+        "max_tokens": 32, "temperature": 0.8, "top_p": 1.0
+    }  # pyformat: disable
   assert {i["reward"] for i in items} == {0.0, 1.0}
   seeds = [b["seed"] for b in server.bodies]
   assert len(set(seeds)) == 12
@@ -208,7 +211,7 @@ def test_the_desktop_is_played_by_an_openai_server(running, tmp_path):
     running.start(num_repeat_per_sample=2, group_rules="raw")
     play("desktop", payload(
         running, rows, task_type="desktop", remote_engine_url=url,
-        image_token_id=9,
+        image_token_id=9, sampling_params={"temperature": 0.6},
     ))  # pyformat: disable
   items = running.read()["data"]["data"]
   assert len(items) == 4 and turns[1] >= 1
@@ -223,6 +226,7 @@ def test_the_desktop_is_played_by_an_openai_server(running, tmp_path):
       assert store.get(span.image).shape == (96, 128, 3)
       assert set(sequence.tokens[span.offset : span.end]) == {9}
     assert item["extra_info"]["token_exact"] is True
+    assert item["sampling_params"]["temperature"] == 0.6
     assert 0 <= item["reward"] <= 1
 
 

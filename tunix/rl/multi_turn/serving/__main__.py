@@ -31,6 +31,7 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv[1:]):
 from tunix.rl.multi_turn.core import connections
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images
+from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.engine import cache_memory
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
@@ -250,7 +251,7 @@ def _checked(args: argparse.Namespace) -> _Arguments:
       h.strip() for h in args.allowed_media_domains.split(",") if h.strip()
   )
   media_limits = all_of.of(lambda: _media_limits(hosts))
-  all_of.of(lambda: _sampling(args.sampling, args.other_sampling))
+  all_of.of(lambda: _sampling(args))
   all_of.of(lambda: tool_parser.make_tool_parser(args.tool_parser, "operator"))
   all_of.of(lambda: policy_files.resolve(args.policy))
   if args.image_dir is not None:
@@ -278,22 +279,10 @@ def _checked(args: argparse.Namespace) -> _Arguments:
   )
 
 
-def _sampling(text: str, other: str) -> session_sampling.SessionSampling:
-  try:
-    fields = json_text.parse(text)
-    if not isinstance(fields, dict) or set(fields) - set(
-        session_sampling.FIELDS
-    ):
-      names = ", ".join(session_sampling.FIELDS)
-      raise ValueError(f"give an object of {names}")
-    return session_sampling.SessionSampling(**fields, other=other)
-  except pydantic.ValidationError as error:
-    first = error.errors(include_url=False)[0]
-    raise ValueError(
-        f"--sampling={text}: {first['loc'][0]}={first['input']}: {first['msg']}"
-    ) from None
-  except (TypeError, ValueError) as error:
-    raise ValueError(f"--sampling={text}: {error}") from None
+def _sampling(args: argparse.Namespace) -> session_sampling.SessionSampling:
+  return sampling_rule.of_text(
+      args.sampling, args.other_sampling, session_sampling.SessionSampling
+  )
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -395,7 +384,7 @@ def _make(
       token=found.token,
       renderer=renderer,
       export_arrays=args.export_arrays,
-      sampling=_sampling(args.sampling, args.other_sampling),
+      sampling=_sampling(args),
   )
   return engine, app
 

@@ -19,6 +19,11 @@ conversation show the same pixels, also after its address has expired; a request
 that cannot be rewritten, or has the address of a video or a sound, is refused
 with its place and reason; tools' schemas and calls are not changed.
 
+With a run's sampling (`--sampling`), a request that leaves its fields out is
+sampled so. One of another distribution is refused, or passed on, counted and
+marked: each choice of its answer carries the reason in `untrained`, which a
+run's readers honour, and the header `x-untrained` has it, in streams alone.
+
 Does not retry, cache answers, or look into pictures beyond their first bytes.
 """
 
@@ -48,7 +53,9 @@ from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import http as http_lib
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import request_bodies
+from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.serving import errors
 from tunix.rl.multi_turn.serving import image_addresses
 from tunix.rl.multi_turn.serving import media
@@ -73,12 +80,28 @@ _DROPPED = _HOP_BY_HOP | {
 _JSON = re.compile(r"|application/([\w.-]+\+)?json")
 _TARGET = re.compile(rb"[!-~]+")
 
+# Paths of requests that sample, with the fields that they may leave out, and
+# whether these are in `sampling_params`.
+_ALL_FIELDS = sampling_rule.FIELDS
+_SAMPLING_PATHS = {
+    "/chat/completions": (_ALL_FIELDS, False),
+    "/completions": (_ALL_FIELDS, False),
+    "/responses": (("temperature", "top_p"), False),
+    "/messages": (("temperature", "top_p", "top_k"), False),
+    "/generate": (_ALL_FIELDS, True),
+}
+
 Request = starlette_requests.Request
 Response = starlette_responses.Response
 
 
 class ImageProxy:
-  """The proxy's ASGI application, in the attribute `asgi`."""
+  """The proxy's ASGI application, in the attribute `asgi`.
+
+  Attributes:
+    untrained_requests: Number of requests of another distribution than the
+      rule's.
+  """
 
   def __init__(
       self,
@@ -91,6 +114,7 @@ class ImageProxy:
       keep_bytes: int = 512 << 20,
       timeout_s: float = 600.0,
       loader: media.MediaLoader | None = None,
+      rule: sampling_rule.SamplingRule | None = None,
   ):
     """Args:
 
@@ -102,6 +126,8 @@ class ImageProxy:
       keep_bytes: fetched images that are kept, encoded.
       timeout_s: of the upstream, between two parts of its answer.
       loader: instead of one with `limits`.
+      rule: Distribution of the run that trains on the answers; None passes any
+        on.
 
     Raises:
       ValueError: naming the argument.
@@ -115,6 +141,9 @@ class ImageProxy:
       )
     self._token = token
     self._upstream_token = upstream_token
+    self._rule = rule
+    self.untrained_requests = 0
+    self._reasons: set[str] = set()
     self._max_images = max_images
     self._keep_bytes = keep_bytes
     self._loader = loader or media.MediaLoader(images_lib.ImageStore(), limits)
@@ -148,9 +177,10 @@ class ImageProxy:
       url = self._url(request)
       _check_kind(request)
       body = await request_bodies.read(request, _MAX_BODY)
+      untrained = ""
       if body:
-        body = await self._rewritten(body, request.url.path)
-      return await self._passed_on(request, url, body)
+        body, untrained = await self._rewritten(body, request.url.path)
+      return await self._passed_on(request, url, body, untrained)
     except request_bodies.BodyRefused as refused:
       error = errors.ApiError(
           refused.status,
@@ -200,7 +230,7 @@ class ImageProxy:
     return url.decode("ascii")
 
   async def _passed_on(
-      self, request: Request, url: str, body: bytes
+      self, request: Request, url: str, body: bytes, untrained: str
   ) -> Response:
     own = request.headers.get("connection", "").lower().split(",")
     dropped = _DROPPED.union(name.strip() for name in own)
@@ -238,24 +268,52 @@ class ImageProxy:
           code="upstream_failed",
           retry_after_s=1.0,
       ) from None
+    passed = {
+        k: v for k, v in answer.headers.items() if k not in _HOP_BY_HOP
+    }
+    if untrained:
+      passed["x-untrained"] = untrained.encode("ascii", "replace").decode()
+      if passed.get("content-type", "").startswith("application/json"):
+        try:
+          content = await answer.aread()
+        except httpx.HTTPError as error:
+          raise errors.ApiError(
+              502,
+              f"{self._upstream} broke off: {type(error).__name__}: {error}",
+              code="upstream_failed",
+              retry_after_s=1.0,
+          ) from None
+        finally:
+          await answer.aclose()
+        return starlette_responses.Response(
+            _marked(content, untrained), answer.status_code, passed
+        )
     return starlette_responses.StreamingResponse(
         _parts(answer),
         answer.status_code,
-        {k: v for k, v in answer.headers.items() if k not in _HOP_BY_HOP},
+        passed,
     )
 
-  # --- images -----------------------------------------------------------------
+  # --- requests ---------------------------------------------------------------
 
-  async def _rewritten(self, body: bytes, path: str) -> bytes:
-    """The body as JSON of its parsed value, with data URLs for addresses.
+  async def _rewritten(self, body: bytes, path: str) -> tuple[bytes, str]:
+    """(the body of data URLs and the run's sampling, reason against it).
+
+    It is the JSON of the parsed value.
 
     Raises:
-      ApiError: naming the place.
+      ApiError: naming the image's place, or the field of another distribution.
     """
     value, places = await http_lib.read(
         lambda: image_addresses.examine(body, path),
         len(body), 30.0, "a request",
     )  # pyformat: disable
+    ends = (end for end in _SAMPLING_PATHS if path.endswith(end))
+    # The longest: completions end as those of chats do.
+    end = max(ends, key=len, default="") if self._rule is not None else ""
+    untrained = ""
+    if end and isinstance(value, dict):
+      untrained = self._sample_as_the_run(value, *_SAMPLING_PATHS[end])
     if len(places) > self._max_images:
       raise errors.invalid(
           places[self._max_images].where,
@@ -285,9 +343,47 @@ class ImageProxy:
           group.create_task(fill(place))
     except* errors.ApiError as failed:
       raise failed.exceptions[0] from None
-    return await http_lib.read(
+    written = await http_lib.read(
         lambda: _written(value), len(body), 30.0, "a request"
     )
+    return written, untrained
+
+  def _sample_as_the_run(
+      self, request: dict[str, Any], fields: Sequence[str], nested: bool
+  ) -> str:
+    """Fills in what the request leaves out; returns the reason against it.
+
+    Raises:
+      ApiError: it has another distribution, and the rule refuses it.
+    """
+    assert self._rule is not None
+    holders: Any = [request]
+    if nested:
+      params = request.get("sampling_params")
+      if params is None:
+        params = request["sampling_params"] = {}
+      holders = params if isinstance(params, list) else [params]
+    reason = ""
+    try:
+      for holder in holders:
+        if isinstance(holder, dict):
+          reason = reason or self._rule.reason_against(holder)
+    except sampling_rule.OtherSampling as error:
+      field = str(error).partition("=")[0].partition(" ")[0]
+      raise errors.invalid(
+          field, str(error), "unsupported_parameter"
+      ) from None
+    for holder in holders:
+      if isinstance(holder, dict):
+        for name in fields:
+          if holder.get(name) is None:
+            _fill(holder, name, getattr(self._rule, name))
+    if reason:
+      self.untrained_requests += 1
+      if reason not in self._reasons:
+        self._reasons.add(reason)
+        _LOG.warning("answers are marked as untrained: %s", reason)
+    return reason
 
   async def _data_url(self, url: str) -> str:
     """The image as a data URL, fetched once for all who ask meanwhile."""
@@ -324,6 +420,27 @@ class ImageProxy:
     while self._size > self._keep_bytes:
       self._size -= len(self._kept.popitem(last=False)[1])
     return found
+
+
+def _fill(holder: dict[str, Any], name: str, value: float) -> None:
+  """Sets a field, in the values that vLLM and SGLang share."""
+  if name == "top_k":
+    holder[name] = value or -1  # Theirs for no truncation.
+  elif name != "min_p" or value:
+    holder[name] = value
+
+
+def _marked(content: bytes, untrained: str) -> bytes:
+  """The JSON answer with the reason in each choice, or at its top."""
+  try:
+    answer = json_text.parse(content)
+  except ValueError:
+    return content
+  listed = answer.get("choices") if isinstance(answer, dict) else answer
+  for choice in listed if isinstance(listed, list) else [answer]:
+    if isinstance(choice, dict):
+      choice["untrained"] = untrained
+  return json.dumps(answer).encode()
 
 
 def _check_kind(request: Request) -> None:
@@ -397,6 +514,11 @@ def parser() -> argparse.ArgumentParser:
       help=f"holds the token of clients; or set {TOKEN_VARIABLE}; the"
       f" upstream's own is ${UPSTREAM_VARIABLE}")
   add("--max-images", type=int, default=64, metavar="N", help="of a request")
+  add("--sampling", metavar="JSON",
+      help="the run's temperature, top_p, top_k and min_p, e.g."
+      " '{\"temperature\": 0.7}'; without, any request is passed on")
+  add("--other-sampling", choices=("mask", "refuse", "train"), default="mask",
+      help="for requests of another distribution than --sampling")
   add("--timeout", type=float, default=600.0, metavar="S",
       help="of the upstream")
   http_server.add_options(out)
@@ -415,6 +537,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     connection_limits = http_server.limits_of(args)
     token = http_server.token(args.token_file, args.host, TOKEN_VARIABLE)
+    rule = None
+    if args.sampling:
+      rule = sampling_rule.of_text(args.sampling, args.other_sampling)
     proxy = ImageProxy(
         args.upstream,
         media.MediaLimits(
@@ -426,6 +551,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         upstream_token=os.environ.get(UPSTREAM_VARIABLE, ""),
         max_images=args.max_images,
         timeout_s=args.timeout,
+        rule=rule,
     )
     listening = http_server.listen(args.host, args.port, 1024)
   except (OSError, ValueError, ImportError) as error:

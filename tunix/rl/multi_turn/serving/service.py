@@ -24,6 +24,7 @@ from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.serving import answers
 from tunix.rl.multi_turn.serving import caches
 from tunix.rl.multi_turn.serving import errors
@@ -259,7 +260,7 @@ class Service:
                 _without_details(choice.completion),
                 id=id_,
                 assistant_message=choice.message,
-                sampling=session_sampling.fields_of(part.sampling),
+                sampling=sampling_rule.fields_of(part.sampling),
                 untrained=part.untrained,
             )
             self._count_untrained(session, part, choice)

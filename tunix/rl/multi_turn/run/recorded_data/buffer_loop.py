@@ -551,6 +551,7 @@ class BufferLoop:
       return (
           f"{valid} of {len(group)} episodes can be trained on,"
           f" {self._min_valid} are needed (collect.min_valid)"
+          f"{group.untrained_note}"
       )
     if group.newest_version > self._queue.version:
       return (

@@ -305,7 +305,7 @@ class App:
   async def _get_rollout_data(self, request: Request) -> Response:
     data = await self._object(request)
     buffer = self._found(request, data)
-    size = requests.batch_size(data)
+    size = requests.batch_size(data, self._limits.max_items)
     return await asyncio.to_thread(self._answer, buffer, data, size, True)
 
   def _answer(
@@ -358,7 +358,7 @@ class App:
   async def _read(self, request: Request) -> Response:
     data = await self._object(request)
     buffer = self._found(request, data)
-    size = requests.batch_size(data)
+    size = requests.batch_size(data, self._limits.max_items)
     waits = _DEFAULT_WAIT_S
     if data.get("timeout") is not None:
       waits = requests.number(data, "timeout", most=self._limits.max_wait)

@@ -36,6 +36,7 @@ RULES = ("normalized", "raw")
 _MOST_LEASE_ID = 64
 WHOLE: Mapping[str, tuple[int, int]] = {
     "num_repeat_per_sample": (1, 65_536),
+    "rollout_batch_size": (1, 65_536),
     "num_process": (1, 4096),
     "num_epoch": (1, 65_536),
     "max_tokens": (1, 1 << 20),
@@ -231,15 +232,46 @@ def _share(data: Mapping[str, Any], key: str) -> float:
   return found
 
 
-def batch_size(data: Mapping[str, Any]) -> int:
+def batch_size(data: Mapping[str, Any], max_items: int) -> int:
   """`batch_size` of a read; -1, the default, for all items.
 
+  Args:
+    data: Body or query.
+    max_items: Items that a buffer can hold; a read of more would never end.
+
   Raises:
-    ValueError: no whole number.
+    ValueError: no whole number, or too large a one.
   """
   if data.get("batch_size") is None:
     return -1
-  return whole_number(data, "batch_size", *WHOLE["batch_size"])
+  size = whole_number(data, "batch_size", *WHOLE["batch_size"])
+  if size > max_items:
+    raise ValueError(
+        f"batch_size={size} exceeds --max-items={max_items}, the items that a"
+        f" buffer can hold; start the service with --max-items {size} or more"
+    )
+  return size
+
+
+def check_step(rollout: Rollout, max_items: int) -> None:
+  """Checks that a buffer can hold the groups of a trainer's step.
+
+  Raises:
+    ValueError: naming both numbers.
+  """
+  members = rollout.rules.group_size
+  groups = 1
+  if rollout.payload.get("rollout_batch_size") is not None:
+    groups = whole_number(
+        rollout.payload, "rollout_batch_size", *WHOLE["rollout_batch_size"]
+    )
+  if groups * members > max_items:
+    raise ValueError(
+        f"rollout_batch_size={groups} groups of num_repeat_per_sample={members}"
+        f" are {groups * members} items, and --max-items={max_items} is what a"
+        " buffer can hold; start the service with --max-items"
+        f" {groups * members} or more"
+    )
 
 
 def lease(data: Mapping[str, Any]) -> str:

@@ -235,6 +235,7 @@ class Service:
     """
     arrived = time.monotonic()
     asked = requests.rollout(payload, self.url)
+    requests.check_step(asked, self.limits.max_items)
     generator = self._generator(asked.task_type)
     self._rights.check(asked.payload, generator.reads, self.url)
     hooks = plugins.hooks_of(generator)

@@ -169,6 +169,7 @@ def _item(
           "success": ended["success"],
           "token_exact": exact,
       },
+      "sampling_params": run.body.model.sampling.model_dump(exclude_none=True),
   }
   if exact:
     made, _ = conversion.sequences_of(turns, shown, image_token)

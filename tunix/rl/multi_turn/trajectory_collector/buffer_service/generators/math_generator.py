@@ -86,6 +86,7 @@ async def _run(data: Mapping[str, Any]) -> None:
             "token_exact": bool(exact),
             "label": truth,
         },
+        "sampling_params": sampling,
         **({"sequences": exact} if exact else {}),
     }
 
