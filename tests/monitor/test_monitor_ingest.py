@@ -392,8 +392,13 @@ def test_bodies_that_are_none(lite):
       "/api/v1/screenshots/missing",
       "/api/v1/rollouts/r/annotations",
   ):
-    answer = lite.http.post(path, content=deep)
-    assert answer.status_code in (400, 404), (path, answer.text)
+    for body in (
+        deep,
+        b'{"turn": "\\ud800", "\\ud800": 1, "label": 18446744073709551616}',
+        b'{"add": ["\\ud800"], "remove": 1' + b"0" * 400 + b"}",
+    ):
+      answer = lite.http.post(path, content=body)
+      assert answer.status_code in (400, 404), (path, answer.text)
   assert send(b"x", **{"content-encoding": "gzip"}).status_code == 415
   assert send(b"{}").json() == {}
   assert "is not served here" in lite.http.get("/nowhere").json()["detail"]

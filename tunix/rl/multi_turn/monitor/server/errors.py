@@ -50,11 +50,18 @@ class ApiError(Exception):
 def fault(field: str, value: Any, message: str) -> dict[str, Any]:
   """One wrong field; a long value is cut."""
   try:
-    shown = value if isinstance(value, (int, float, bool)) else str(value)
-  except RecursionError:  # The fast reader goes deeper than `str`.
-    shown = "a value nested too deep to print"
-  if isinstance(shown, str) and len(shown) > 200:
-    shown = shown[:200] + "…"
+    is_number = isinstance(value, float) or (
+        isinstance(value, int) and abs(value) < 1 << 63
+    )
+    shown = value if is_number else str(value)
+  except (RecursionError, ValueError):  # Nested, or a number of many digits.
+    shown = "a value too deep or long to print"
+  if isinstance(shown, str):
+    # Half a surrogate pair cannot be written.
+    shown = shown[:200].encode(errors="backslashreplace").decode() + (
+        "…" if len(shown) > 200 else ""
+    )
+  field = field.encode(errors="backslashreplace").decode()
   return {"field": field, "value": shown, "message": message}
 
 
