@@ -40,6 +40,7 @@ from tunix.rl.multi_turn.run import disk_full
 from tunix.rl.multi_turn.run import dry_run
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import external_engine
+from tunix.rl.multi_turn.run import first_episode
 from tunix.rl.multi_turn.run import learner_ahead
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import models
@@ -158,7 +159,7 @@ class Run:
     self.images = images_lib.ImageStore(self.own_directory / "image_cache")
     self.episodes = episodes.EpisodeFactory(config, self.images)
     if config.plays:
-      episodes.try_first_episode(config, self.episodes, self.task_source)
+      first_episode.try_first_episode(config, self.episodes, self.task_source)
     self.warm_start = warm_start_lib.WarmStart(
         config,
         self.mesh,
