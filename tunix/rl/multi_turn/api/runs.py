@@ -91,6 +91,11 @@ class Run:
     return self.summary.get("error")
 
   @property
+  def notes(self) -> tuple[str, ...]:
+    """What to know of its end: e.g. that nothing was learned."""
+    return tuple(self.summary.get("notes") or ())
+
+  @property
   def config(self) -> dict[str, Any]:
     """config.yaml, every setting under its section; {} without one."""
     path = self.directory / "config.yaml"
@@ -300,7 +305,7 @@ class Run:
   def __repr__(self) -> str:
     total = (self.config.get("learner") or {}).get("steps")
     of = f"/{total}" if total is not None else ""
-    parts = [self.name, self.status, f"step {self.step}{of}"]
+    parts = [self.name, self.status, f"step {self.step}{of}", *self.notes]
     rates = list(Evaluations(self._read()).items())
     if rates:
       name, figures = rates[-1]

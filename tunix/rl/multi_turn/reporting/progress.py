@@ -102,6 +102,8 @@ class ProgressBar:
         self._close_bar()
         error = f": {event.error}" if event.error else ""
         self._print(f"run {event.status}{error}")
+        for note in event.notes:
+          self._print(f"warning: {note}")
 
   def _step(self, event: events.StepFinished) -> None:
     now = event.time

@@ -119,7 +119,12 @@ def _subtitle(run: run_data.RunDirectory) -> str:
     words.append(f"{progress.duration(summary['seconds'])} in all")
   if summary.get("error"):
     words.append(str(summary["error"]))
-  return f"<p class=faint>{html.escape(' · '.join(words))}</p>"
+  lines = [f"<p class=faint>{html.escape(' · '.join(words))}</p>"]
+  lines += [
+      f"<p class=bad>{html.escape(str(note))}</p>"
+      for note in summary.get("notes") or ()
+  ]
+  return "".join(lines)
 
 
 def tiles(run: run_data.RunDirectory) -> str:

@@ -101,6 +101,8 @@ class Run:
     watchdog: judges the metrics.
     counts: of episodes, groups and faults.
     updates: made so far, as far as evaluations are concerned.
+    notes: Sentences about the end that a reader must know, e.g. that nothing
+      was learned.
     evaluated: (updates, results) of the last evaluation, or None.
     store: accepted groups that survive a crash, or None.
     recorded: groups of offline.path; None without.
@@ -197,6 +199,7 @@ class Run:
     self.watchdog = watchdog_lib.Watchdog(watched, self.observers.on_event)
     self.counts = reporting.RunCounts(config.collect.parts)
     self.updates = 0
+    self.notes: list[str] = []
     self.evaluated: tuple[int, dict[str, Any]] | None = None
     self.store: group_store.SqliteGroupStore | None = None
     self._loop: loop_thread.LoopThread | None = None
