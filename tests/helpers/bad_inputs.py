@@ -275,8 +275,8 @@ COMMANDS = [
     ("train", "policy=./no_weights", "policy.name=./no_weights",
      "model.safetensors", "the directory of a checkpoint"),
     # --- evaluate: what is measured -------------------------------------------
-    ("evaluate", "http://127.0.0.1:9/v1 gym=desktop", "is an address",
-     "server=http://127.0.0.1:9/v1"),
+    ("evaluate", "http://127.0.0.1:9/v1 gym=desktop",
+     "evaluate.server=http://127.0.0.1:9/v1", "start the server"),
     ("evaluate", "no_weights enter-text", "tasks=enter-text"),
     ("evaluate", "mydir", "mydir is the directory of no run", "config.yaml"),
     ("train", "policy=./nowhere", "nowhere", "policy directory"),

@@ -137,5 +137,6 @@ class CollectConfig:
     if valid > size:
       yield (
           f"min_valid={valid} exceeds group_size={size}, so every group would"
-          f" be dropped; set min_valid={max(1, size // 2)} or a larger group"
+          f" be dropped; set min_valid={min(size, max(2, size // 2))} or a"
+          " larger group"
       )

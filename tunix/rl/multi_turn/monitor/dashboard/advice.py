@@ -24,6 +24,8 @@ COLLAPSED = 0.2
 WEAKER = 0.15
 """How far below the mean of all a family is named."""
 TRUNCATED, CONTEXT, WANDERING, BROKEN, CLIPPED = 0.05, 0.03, 0.2, 0.05, 0.2
+IDLE = 0.2
+"""Share of the time from which an engine has room for more episodes."""
 BOUND = 0.5
 """Share of a step from which one thing bounds it."""
 
@@ -137,9 +139,7 @@ def _bound(columns: curves_lib.Columns) -> Row | None:
       text += (
           f" Episodes spend {_percent(model)} of their time on the model and"
           f" {_percent(env)} in the environment: "
-          + ("more engine.slots or a faster model helps."
-             if model >= env else
-             "more environments at once (collect.concurrency) help.")
+          + _helps(columns, model >= env)
       )  # pyformat: disable
     return _line("throughput", text, "/health")
   if learn / total >= BOUND:
@@ -158,6 +158,20 @@ def _bound(columns: curves_lib.Columns) -> Row | None:
       f" {_percent(rest)} publishing weights and the rest.",
       "/health",
   )
+
+
+def _helps(columns: curves_lib.Columns, waits_for_model: bool) -> str:
+  """What speeds up a run whose learner waits for episodes."""
+  if not waits_for_model:
+    return "more environments at once (collect.concurrency) help."
+  idle = columns.recent("engine_idle")
+  if idle is not None and idle > IDLE:
+    return (
+        f"the engine is idle {_percent(idle)} of the time, so more engine.slots"
+        " do not help; more episodes at once (collect.concurrency) or a larger"
+        " queue.max_staleness do."
+    )
+  return "more engine.slots or a faster model helps."
 
 
 def _gradients(columns: curves_lib.Columns) -> Row | None:
