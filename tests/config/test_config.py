@@ -633,9 +633,9 @@ def test_the_help_may_be_left_by_its_reader(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_advice_about_a_groups_size_is_accepted_when_followed(size):
-  alone = ["algorithm.advantage=none"] if size == 1 else []
+  alone = ["algorithm.advantage=reward"] if size == 1 else []
   told = refusal(f"collect.group_size={size}", *alone)
-  advised = re.search(r"set (collect\.min_valid=\d+)", told)[1]
+  advised = re.search(r"(?:set|or) (collect\.min_valid=\d+) ", told)[1]
   config = load(f"collect.group_size={size}", advised, *alone)
   assert config.collect.min_valid <= size
 

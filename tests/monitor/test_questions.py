@@ -228,9 +228,9 @@ def test_the_first_sentence_compares_what_updates_began_and_ended_with():
   ]
   columns = curves.Columns(np.arange(0), {})
   for given, said in (
-      (evals, "40 % (warm_start) to 90 % (step 50)."),
-      (evals[:2], "0 % (initial) to 40 % (warm_start), within"),
-      (evals[2:], "80 % (step 25) to 90 % (step 50)."),
+      (evals, "40.0 % (warm_start) to 90.0 % (step 50)."),
+      (evals[:2], "0.0 % (initial) to 40.0 % (warm_start), within"),
+      (evals[2:], "80.0 % (step 25) to 90.0 % (step 50)."),
   ):
     (line,) = advice.lines(columns, given)
     assert line["about"] == "learning"

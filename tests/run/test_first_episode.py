@@ -225,7 +225,7 @@ def test_a_reward(tmp_path, monkeypatch, name, words, gym):
 
 
 @pytest.mark.parametrize("name, words", [
-    ("ResetsToObservation", "reset() must return (observation, info), got dict"),
+    ("ResetsToObservation", "reset() must return (observation, info), got"),
     ("StepsToPair", "step() must return (observation, reward, done, info)"),
 ])  # pyformat: disable
 def test_an_environment(tmp_path, monkeypatch, name, words):

@@ -19,6 +19,7 @@ from typing import Any, Sequence
 
 from tunix.rl.multi_turn.api import episodes as episodes_lib
 from tunix.rl.multi_turn.api import html as html_lib
+from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.core import yaml_text
 from tunix.rl.multi_turn.reporting import evaluation_journal
 from tunix.rl.multi_turn.reporting import files
@@ -49,11 +50,8 @@ class Evaluations(dict[str, dict[str, Any]]):
   def __repr__(self) -> str:
     lines = []
     for name, figures in self.items():
-      low, high = figures["interval"]
-      lines.append(
-          f"{name}: {figures['success_rate']:.3f} [{low:.3f}, {high:.3f}] of"
-          f" {figures.get('episodes', 0)}"
-      )
+      rate = success_rates.text_of(figures)
+      lines.append(f"{name}: {rate} of {figures.get('episodes', 0)}")
     return "\n".join(lines) or "no evaluation yet"
 
 

@@ -15,6 +15,7 @@ from typing import Any, Sequence
 import numpy as np
 from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib
+from tunix.rl.multi_turn.monitor.dashboard import text as text_lib
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
 
 FEW_GROUPS = 0.25
@@ -115,8 +116,8 @@ def _learning(columns: curves_lib.Columns, evals: Sequence[Row]) -> Row | None:
     first = before[-1]
     apart = last["low"] > first["high"] or last["high"] < first["low"]
     text += (
-        f" Evaluations: {_percent(first['rate'])} ({first['name']}) to"
-        f" {_percent(last['rate'])} ({last['name']})"
+        f" Evaluations: {text_lib.percent(first['rate'])} ({first['name']}) to"
+        f" {text_lib.percent(last['rate'])} ({last['name']})"
         + ("." if apart else ", within their 95 % intervals.")
     )
   return _line("learning", text.strip(), "/evals") if text else None
