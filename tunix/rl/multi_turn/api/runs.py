@@ -312,6 +312,10 @@ class Run:
 
   def _repr_html_(self) -> str:
     run = self._read()
+    # A run of this process may not have written its summary yet.
+    run = dataclasses.replace(
+        run, summary={**run.summary, "status": self.status}
+    )
     parts: Sequence[str] = [
         report.heading(run), report.tiles(run), report.training_curve(run)
     ]  # pyformat: disable
