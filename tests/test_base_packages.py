@@ -123,7 +123,7 @@ finally:
 
 
 def test_the_package_is_imported_at_once_and_without_a_word(tmp_path):
-  done = child(
+  ended = child(
       """
 import time
 before = time.process_time()
@@ -134,8 +134,8 @@ print(time.process_time() - before, *dir(mt))
 """,
       cwd=tmp_path,
   )
-  assert done.returncode == 0 and not done.stderr, done.stderr[-3000:]
-  seconds, *names = done.stdout.split()
+  assert ended.returncode == 0 and not ended.stderr, ended.stderr[-3000:]
+  seconds, *names = ended.stdout.split()
   assert float(seconds) < 1.5
   assert names == [
       "BusyError", "ConfigError", "Episode", "EvaluationRun", "Run",

@@ -634,15 +634,15 @@ def test_the_help_may_be_left_by_its_reader(tmp_path):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_advice_about_a_groups_size_is_accepted_when_followed(size):
   alone = ["algorithm.advantage=reward"] if size == 1 else []
-  told = refusal(f"collect.group_size={size}", *alone)
-  advised = re.search(r"(?:set|or) (collect\.min_valid=\d+) ", told)[1]
+  problem = refusal(f"collect.group_size={size}", *alone)
+  advised = re.search(r"(?:set|or) (collect\.min_valid=\d+) ", problem)[1]
   config = load(f"collect.group_size={size}", advised, *alone)
   assert config.collect.min_valid <= size
 
 
 def test_a_mesh_names_its_devices_before_the_rows():
-  told = refusal("mesh.fsdp=8")
-  assert told.index("takes 8 devices") < told.index("learner.rows=4")
+  problem = refusal("mesh.fsdp=8")
+  assert problem.index("takes 8 devices") < problem.index("learner.rows=4")
 
 
 def test_an_address_is_the_server_that_is_evaluated():

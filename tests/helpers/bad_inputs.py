@@ -229,7 +229,7 @@ COMMANDS = [
     ("train", "gym.width=3", "gym.width=3", ">= 16"),
     ("train", "gym.width=1e9 gym.height=1e9", "gym.width=1000000000"),
     ("train", "collect.group_size=1", "collect.group_size=1",
-     "a larger group"),
+     "group_size=4"),
     ("train", "collect.gamma=2", "collect.gamma=2", "<= 1"),
     ("train", "learner.minibatches=5", "learner.minibatches=5", "multiple"),
     ("train", "learner.warmup_steps=999", "learner.warmup_steps=999", "lower"),

@@ -215,8 +215,8 @@ def test_who_flipped_is_who_flipped(told):
   worse = sum(by < 0 for by in change.values())
   assert f"{better} tasks better, {worse} worse" in page
   assert better + worse < gained + lost
-  known = stats.binomtest(better, better + worse, 0.5).pvalue
-  assert chance == pytest.approx(known, rel=0.06)
+  expected = stats.binomtest(better, better + worse, 0.5).pvalue
+  assert chance == pytest.approx(expected, rel=0.06)
 
 
 def test_a_steps_figures_are_of_the_members_that_count(told):

@@ -37,7 +37,7 @@ def test_charts_appear_in_place_and_the_end_is_said(tmp_path, context):
     chromium.wait_for(page, _CHARTS, 4)
     page.wait_for_selector("#latest .card")
     page.wait_for_selector("#groups .card")
-    kept = titles(page)
+    keys = titles(page)
     # In the order and with the sections of a page that is opened now.
     other = chromium.Tab(context, server.url)
     assert other.go("/runs/1") == 200
@@ -45,7 +45,7 @@ def test_charts_appear_in_place_and_the_end_is_said(tmp_path, context):
     outline = """() => [...document.getElementById('charts').children].map(
         (child) => child.dataset.key ?? child.textContent)"""
     assert page.evaluate(outline) == other.page.evaluate(outline)
-    assert len(kept) == len(set(kept)) >= 4
+    assert len(keys) == len(set(keys)) >= 4
     other.page.close()
     recorder.close()
   finally:

@@ -46,11 +46,11 @@ def gap(base, policy):
 def test_peft_gets_the_trained_policy_from_the_base_that_is_named(
     tmp_path, cloned
 ):
-  mine = tmp_path / "mine"
+  original = tmp_path / "original"
   if cloned:
     model, _, _ = checkpoint.create_policy("qwen3_vl_tiny", seed=7)
-    checkpoint.save_policy(mine, model)
-    settings = (f"policy={mine}", "warm_start.steps=1")
+    checkpoint.save_policy(original, model)
+    settings = (f"policy={original}", "warm_start.steps=1")
   else:
     settings = ("policy=qwen3_vl_tiny", "warm_start.steps=0")
   status = small_runs.run_train(
@@ -64,4 +64,4 @@ def test_peft_gets_the_trained_policy_from_the_base_that_is_named(
   assert base == str(inside)
   assert gap(base, policy) < 1e-6
   if cloned:  # Not the checkpoint that the run began with.
-    assert gap(mine, policy) > 1e-3
+    assert gap(original, policy) > 1e-3

@@ -175,7 +175,7 @@ class StepsToPair(Echo):
 
 
 def refusal(tmp_path, monkeypatch, *settings):
-  """The error of a run of these settings, which must come at once."""
+  """The error of a run with these settings, before a policy is loaded."""
 
   def loaded(*args, **kwargs):
     raise AssertionError("accepted: the policy is loaded")
@@ -201,13 +201,13 @@ def refusal(tmp_path, monkeypatch, *settings):
     ("CannotBeMade", ["no attribute 'nothing'"]),
 ])  # pyformat: disable
 def test_a_gym_or_its_tasks(tmp_path, monkeypatch, name, words):
-  found = refusal(
+  problem = refusal(
       tmp_path, monkeypatch, f"gym={HERE}SPEC_{name}", "tasks=[t]"
   )
   if name != "CannotBeMade":
-    assert f"gym.name={HERE}SPEC_{name}" in found
+    assert f"gym.name={HERE}SPEC_{name}" in problem
   for word in words:
-    assert word in found
+    assert word in problem
 
 
 @pytest.mark.parametrize("name, words", [
@@ -219,9 +219,9 @@ def test_a_gym_or_its_tasks(tmp_path, monkeypatch, name, words):
 @pytest.mark.parametrize("gym", ["desktop", "own"])
 def test_a_reward(tmp_path, monkeypatch, name, words, gym):
   own = [f"gym={HERE}GOOD", "tasks=[t]"] if gym == "own" else []
-  found = refusal(tmp_path, monkeypatch, f"reward={HERE}{name}", *own)
+  problem = refusal(tmp_path, monkeypatch, f"reward={HERE}{name}", *own)
   for word in [f"environment.reward={HERE}{name} fails in a trial", *words]:
-    assert word in found
+    assert word in problem
 
 
 @pytest.mark.parametrize("name, words", [
@@ -238,11 +238,11 @@ def test_an_environment(tmp_path, monkeypatch, name, words):
       "agent.parser=qwen", "agent.on_parse_error=answer",
       "policy=qwen3_text_tiny",
   )  # pyformat: disable
-  found = refusal(
+  problem = refusal(
       tmp_path, monkeypatch, f"environment={HERE}{name}", *settings
   )
-  assert f"environment.name={HERE}{name} fails in a trial of task" in found
-  assert words in found
+  assert f"environment.name={HERE}{name} fails in a trial of task" in problem
+  assert words in problem
   with pytest.raises(AssertionError, match="accepted"):
     refusal(tmp_path, monkeypatch, f"environment={HERE}Echo", *settings)
 

@@ -127,11 +127,11 @@ class Episodes(Sequence[Episode]):
 
   def __init__(
       self,
-      found: Sequence[Episode],
+      episodes: Sequence[Episode],
       unread: int = 0,
       played: int | None = None,
   ):
-    self._found = tuple(found)
+    self._found = tuple(episodes)
     self.unread = unread
     self.played = played
 

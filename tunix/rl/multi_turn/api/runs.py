@@ -90,7 +90,7 @@ class Run:
 
   @property
   def notes(self) -> tuple[str, ...]:
-    """What to know of its end: e.g. that nothing was learned."""
+    """Notes about the run's end, e.g. that nothing was learned."""
     return tuple(self.summary.get("notes") or ())
 
   @property

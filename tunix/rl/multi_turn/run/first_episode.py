@@ -253,7 +253,7 @@ def _check_screen(config: TrainConfig, task: gym_base.Task) -> None:
       )
 
   try:
-    seen = concurrency.call(
+    first = concurrency.call(
         lambda: concurrency.with_deadline(
             look(),
             deadlines.reset,
@@ -268,7 +268,7 @@ def _check_screen(config: TrainConfig, task: gym_base.Task) -> None:
         f"gym.name={config.gym.name} does not start task {task.task_id}:"
         f" {type(error).__name__}: {error}"
     ]) from error
-  height, width = seen.screenshot.shape[:2]
+  height, width = first.screenshot.shape[:2]
   if (width, height) != (config.gym.width, config.gym.height):
     raise ConfigError([
         f"gym.width={config.gym.width}, gym.height={config.gym.height}: the"

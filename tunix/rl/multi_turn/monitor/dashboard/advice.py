@@ -162,7 +162,7 @@ def _bound(columns: curves_lib.Columns) -> Row | None:
 
 
 def _helps(columns: curves_lib.Columns, waits_for_model: bool) -> str:
-  """What speeds up a run whose learner waits for episodes."""
+  """Names the setting that speeds up a run whose learner waits."""
   if not waits_for_model:
     return "more environments at once (collect.concurrency) help."
   idle = columns.recent("engine_idle")

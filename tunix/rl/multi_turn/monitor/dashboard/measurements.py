@@ -346,7 +346,7 @@ def paired(first: Sequence[Row], second: Sequence[Row]) -> list[Row]:
 
 
 def _by_task(pairs: Sequence[Row]) -> Row:
-  """Tasks that won more, or fewer, of their pairs, and the sign test of these.
+  """Counts tasks with more wins and with fewer, and tests the split.
 
   Attempts at one task, sampled or greedy, are not independent: a task counts
   once. `chance` is None where no task changed.
