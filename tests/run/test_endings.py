@@ -1,48 +1,10 @@
 """A run that taught its policy nothing, or was cut short, says so."""
 
-import itertools
-
-import numpy as np
+import breaking_gym
 import small_runs
 import tunix.rl.multi_turn as mt
-from tunix.rl.multi_turn import environments
-from tunix.rl.multi_turn.environments.gyms import base
 
-_STARTS = itertools.count()
 ENDS = ("warm_start.source=none", "warm_start.steps=0", "run.name=x")
-
-
-class BreaksSoon:
-  """A gym that starts once, for the trial before the run."""
-
-  def start(self, task):
-    del task
-    if next(_STARTS):
-      raise OSError("the display is gone")
-    return base.Observation(screenshot=np.zeros((96, 128, 3), np.uint8))
-
-  def act(self, action):
-    raise NotImplementedError(action.kind)
-
-  def evaluate(self):
-    return base.Evaluation(score=0.0, success=False)
-
-  def close(self):
-    pass
-
-
-class ThreeTasks:
-
-  def train_task(self, family, index, seed):
-    if index == 3:
-      raise StopIteration
-    return base.Task(f"{family}/{seed}/{index}", family, "Click.")
-
-  def eval_task(self, family, index, seed):
-    return base.Task(f"{family}/{seed}/eval-{index}", family, "Click.")
-
-
-BREAKS = environments.gyms.GymSpec(make=BreaksSoon, tasks=ThreeTasks)
 
 
 def test_equal_rewards_and_a_spent_budget_are_said(tmp_path, capsys):
@@ -65,8 +27,9 @@ def test_equal_rewards_and_a_spent_budget_are_said(tmp_path, capsys):
 
 
 def test_a_run_whose_episodes_were_all_invalid_says_so(tmp_path):
+  breaking_gym.mend()
   status = small_runs.run_train(
-      tmp_path, small_runs.ONE_LAYER, *ENDS, f"gym={__name__}:BREAKS",
+      tmp_path, small_runs.ONE_LAYER, *ENDS, "gym=breaking_gym:GYM",
       "tasks=[t]", "steps=2", "collect.max_requeues=0", "eval.every=0",
       "eval.episodes_per_task=1",
   )  # pyformat: disable
