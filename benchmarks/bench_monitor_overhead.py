@@ -165,8 +165,8 @@ class Training:
 
   def __init__(self, arm: str, steps: int, size: str, silent: int = -1):
     """`arm` of ARMS, `size` of SIZES, `silent` as the trainer's."""
-    import monitor_kills  # pylint: disable=g-import-not-at-top
     import monitor_network  # pylint: disable=g-import-not-at-top
+    import nursery  # pylint: disable=g-import-not-at-top
 
     self.arm, self._steps, self._silent = arm, steps, silent
     self.told: list[dict[str, Any]] = []
@@ -174,7 +174,7 @@ class Training:
     self._folder = tempfile.TemporaryDirectory()
     folder, port = pathlib.Path(self._folder.name), free_port()
     self._serve = (folder / "m.db", folder / "files", port, self.apart)
-    self._nursery = monitor_kills.Nursery(SERVER)
+    self._nursery = nursery.Nursery(SERVER)
     self._serving = False
     self._front = monitor_network.SlowFront(port) if arm == "slow" else None
     self._counter: subprocess.Popen[bytes] | None = None

@@ -62,7 +62,7 @@ run "$python" -m "$room.agent_rollout.assign_instance_id" \
   --input_path "$tasks" --task_type "$type" --output_path "$dir/tasks.jsonl"
 
 buffer=("$python" -m "$room.buffer_service"
-  --dir "$dir/buffer" --port "$port")
+  --dir "$dir/buffer" --port "$port" --input-roots "$dir,$model")
 if $dry; then
   run "${buffer[@]}"
 else

@@ -20,6 +20,7 @@ import argparse
 import collections
 import dataclasses
 from importlib import metadata
+import json
 import pathlib
 import sys
 from typing import Mapping, Sequence
@@ -28,10 +29,7 @@ from xml.etree import ElementTree
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "comparison.md"
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
-ABSENT = (
-    "No test runs browser-use, LangChain, instructor, DSPy, AutoGen or the AI"
-    " SDK, and SGLang is a stand-in server of its protocol."
-)
+ABSENT = "SGLang is a stand-in server of its protocol."
 _OWN = ".venv"
 _AGENTS = ".venv-agent-clients"
 
@@ -45,12 +43,14 @@ class Peer:
     ran: What the tests do with it.
     distributions: Names of its package on PyPI; the first installed one counts.
     environment: Directory of the virtual environment that has it.
+    manifest: Path of an npm package's manifest in it.
   """
 
   title: str
   ran: str
   distributions: tuple[str, ...] = ()
   environment: str = _OWN
+  manifest: str = ""
 
 
 def _agent(title: str, distribution: str) -> Peer:
@@ -76,6 +76,18 @@ PEERS: Mapping[str, Peer] = {
     "agents": _agent("OpenAI Agents SDK", "openai-agents"),
     "smolagents": _agent("smolagents", "smolagents"),
     "pydantic_ai": _agent("Pydantic AI", "pydantic-ai-slim"),
+    "langchain": _agent("LangChain", "langchain"),
+    "instructor": _agent("instructor", "instructor"),
+    "dspy": _agent("DSPy", "dspy"),
+    "autogen": _agent("AutoGen", "autogen-agentchat"),
+    "ai_sdk": dataclasses.replace(
+        _agent("AI SDK", "ai"), distributions=(),
+        manifest="ai-sdk/node_modules/ai/package.json",
+    ),
+    "browser_use": Peer(
+        "browser-use", "fills in a form in Chromium through the server",
+        ("browser-use",), ".venv-browser-use",
+    ),
     "verifiers": Peer(
         "verifiers", "its environments are trained on, and it plays our gyms",
         ("verifiers",), ".venv-verifiers",
@@ -106,6 +118,9 @@ PEERS: Mapping[str, Peer] = {
 
 def version(peer: Peer, root: pathlib.Path = ROOT) -> str:
   """Version of the peer in its environment; "" where it is not installed."""
+  if peer.manifest:
+    path = root / peer.environment / peer.manifest
+    return json.loads(path.read_text())["version"] if path.exists() else ""
   paths = list(sys.path) if peer.environment == _OWN else []
   paths += [
       str(path)

@@ -148,7 +148,10 @@ def test_what_a_run_recorded_is_trained_on(tmp_path):
 @contextlib.contextmanager
 def buffer_service(directory):
   room = "tunix.rl.multi_turn.trajectory_collector.buffer_service"
-  words = [sys.executable, "-m", room, "--dir", str(directory), "--port", "0"]
+  words = [
+      sys.executable, "-m", room, "--dir", str(directory), "--port", "0",
+      "--input-roots", str(FOLDER),
+  ]  # pyformat: disable
   with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
     try:
       yield process.stdout.readline().split(" at ")[1].strip()

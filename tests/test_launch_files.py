@@ -376,6 +376,7 @@ def test_a_rollout_buffer_is_fetched_prepared_served_and_trained_from(tasks):
   ]  # pyformat: disable
   args = buffer_service.parser().parse_args(served[3:])
   assert (str(args.dir), args.port) == ("a b/buffer", 7)
+  assert args.input_roots == "a b,a b/Qwen3-0.6B"
   assert trained[1:3] == TRAIN
   overrides = [w for w in trained[3:] if not w.startswith("policy=")]
   config = config_lib.load_config(overrides)

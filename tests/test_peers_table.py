@@ -19,6 +19,7 @@ import pytest
 def test_three(n):
   assert n != 1
 
+@pytest.mark.peer("ai_sdk")
 @pytest.mark.peer("gymnasium")
 def test_one():
   pass
@@ -79,9 +80,13 @@ def test_each_peer_has_a_row_and_only_what_ran_a_version(results, tmp_path):
   (agent / "openai-7.8.9.dist-info/METADATA").write_text(
       "Metadata-Version: 2.1\nName: openai\nVersion: 7.8.9\n"
   )
+  package = tmp_path / ".venv-agent-clients/ai-sdk/node_modules/ai"
+  package.mkdir(parents=True)
+  (package / "package.json").write_text('{"name": "ai", "version": "5.6.7"}')
   shown = rows(peers_table.table([results], tmp_path))
   assert len(shown) == len(peers_table.PEERS) + 1  # And the head.
   assert shown["openai"][0] == "7.8.9" and shown["openai"][-1] == "2 of 3"
+  assert shown["AI SDK"][0] == "5.6.7"
   assert shown["Gymnasium"][-1] == "1 of 1"
   assert shown["Gymnasium"][0][0].isdigit()  # Of this test's environment.
   assert shown["verifiers"] == ["–", "–", "not run here"]

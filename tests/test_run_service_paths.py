@@ -186,6 +186,8 @@ def _misbehaving(kind):
       return 200, {"runId": "r"}
     if path.endswith("/cancel"):
       return 200, {}
+    if kind == "restarted":
+      return 404, {"detail": "there is no such run", "code": "unknown_run"}
     if kind == "hangs":
       return asyncio.sleep(3, (200, {}))
     if kind == "never ends":
@@ -223,6 +225,7 @@ def test_a_service_that_fails_ends_the_episode_in_time(tokens):
       "garbage start": (Status.MODEL_ERROR, "without a runId"),
       "refuses": (Status.MODEL_ERROR, "no such agent"),
       "failed": (Status.MODEL_ERROR, "the box is gone"),
+      "restarted": (Status.MODEL_ERROR, "there is no such run"),
       "another model": (Status.MODEL_ERROR, "no record"),
       "gone": (Status.MODEL_ERROR, "failed: ConnectError"),
   }
@@ -307,6 +310,102 @@ def test_a_service_that_drops_tokens_is_refused_or_counted():
   assert made.metrics["fallback_turns"] == len(made.steps)
   (sequence,) = made.sequences
   assert sequence.num_sampled and not sequence.logprobs.any()
+
+
+class Sampler:
+  """In front of a run service: it samples by its own parameters.
+
+  Attributes:
+    app: the service's.
+    sampling: replaces that of each run's body.
+    silent: Whether events leave out the parameters of requests.
+  """
+
+  def __init__(self, app, silent=False, **sampling):
+    self.app, self.silent, self.sampling = app, silent, sampling
+
+  async def __call__(self, scope, receive, send):
+    if scope["type"] != "http":
+      await self.app(scope, receive, send)
+    elif scope["path"].endswith("/events") and self.silent:
+      parts = []
+
+      async def keep(message):
+        parts.append(message)
+
+      await self.app(scope, receive, keep)
+      events = json.loads(b"".join(m.get("body", b"") for m in parts))["events"]
+      for event in events:
+        if event["type"] == "model_call":
+          call = event["modelSpecificInput"]
+          event["modelSpecificInput"] = {"messages": call["messages"]}
+      await send({"type": "http.response.start", "status": 200,
+                  "headers": [(b"content-type", b"application/json")]})
+      body = json.dumps({"events": events}).encode()
+      await send({"type": "http.response.body", "body": body})
+    elif (scope["method"], scope["path"]) == ("POST", "/runs"):
+      parts = []
+      while not parts or parts[-1].get("more_body"):
+        parts.append(await receive())
+      body = json.loads(b"".join(m.get("body", b"") for m in parts))
+      body["model"]["sampling"] |= self.sampling
+      content = json.dumps(body).encode()
+      headers = [
+          (k, v) for k, v in scope["headers"] if k != b"content-length"
+      ]
+      headers.append((b"content-length", str(len(content)).encode()))
+
+      async def changed():
+        return {"type": "http.request", "body": content, "more_body": False}
+
+      await self.app({**scope, "headers": headers}, changed, send)
+    else:
+      await self.app(scope, receive, send)
+
+
+@pytest.mark.parametrize(
+    "overrides, silent, outcome",
+    [
+        (("run_service.tokens=events",), False, "masked"),
+        pytest.param(
+            ("run_service.tokens=events",), True, "masked",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param((), False, "masked", marks=pytest.mark.slow),
+        pytest.param(
+            ("run_service.tokens=events", "rollout.other_sampling=refuse"),
+            False, "refused", marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("run_service.tokens=events", "rollout.other_sampling=train",
+             "algorithm.importance=tis"),
+            False, "trained", marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["events", "silent-events", "session", "refuse", "train"],
+)  # pyformat: disable
+def test_a_service_s_own_sampling_is_not_trained_on_unseen(
+    overrides, silent, outcome
+):
+  """Its turns are masked and counted, refused, or trained on."""
+  with run_services.serving() as (_, app):
+    front = Sampler(app.asgi, silent, temperature=0.5)
+    with http_server.LoopbackServer(front) as server:
+      with ByService(server.url, *overrides) as paths:
+        (group,) = paths.run(paths.collect("train", True, 1))
+  (episode, *_) = group.trajectories
+  if outcome == "refused":
+    assert episode.status is Status.MODEL_ERROR
+    assert "temperature=0.5" in episode.error
+    return
+  assert episode.status.is_policy_outcome and episode.steps
+  if outcome == "trained":
+    assert episode.num_sampled and not episode.untrained_tokens
+    return
+  assert episode.untrained_tokens > 0 and not episode.num_sampled
+  assert episode.is_trainable  # Its reward counts in its group.
+  for sequence in episode.sequences:
+    assert not sequence.logprobs.any() and (sequence.versions == -1).all()
 
 
 @pytest.mark.slow

@@ -111,6 +111,26 @@ def test_token_exact_items_are_gated_by_their_versions(tasks, tmp_path):
     assert all(line["ratio_min"] < 0.9 for line in lines)
 
 
+def colder(payload, write, stop):
+  """Of `exact`'s items, those of reward 0 were sampled at temperature 0.5."""
+
+  def write_with_params(item):
+    temperature = payload["sampling_params"]["temperature"]
+    params = {"temperature": temperature if item["reward"] else 0.5}
+    write({**item, "sampling_params": params})
+
+  exact(payload, write_with_params, stop)
+
+
+@pytest.mark.slow
+def test_items_of_another_sampling_are_counted(tasks, tmp_path):
+  with buffer_peer.BufferPeer({"math": colder}) as peer:
+    assert _train(tmp_path, peer, tasks, "steps=1") == 0
+  (line,) = small_runs.metrics_of(tmp_path / "b")
+  assert line["episodes"] == 8
+  assert line["untrained_tokens"] == 2.0  # Half of the episodes, 4 tokens each.
+
+
 @pytest.mark.slow
 def test_a_resumed_run_skips_what_it_was_trained_on(tasks, tmp_path):
   directory = tmp_path / "b"

@@ -28,6 +28,7 @@ def _service(directory, port=0):
           sys.executable, "-m",
           "tunix.rl.multi_turn.trajectory_collector.buffer_service",
           "--dir", str(directory), "--port", str(port),
+          "--input-roots", str(directory.parent),
       ],
       stdout=subprocess.PIPE,
       stderr=subprocess.DEVNULL,

@@ -1,7 +1,13 @@
 """A run whose engine is in another process, and gets its weights as files."""
 
+import asyncio
 import collections
 import json
+import signal
+import subprocess
+import sys
+import threading
+import time
 
 import fake_engines
 import pytest
@@ -73,6 +79,43 @@ def test_each_update_is_sampled_with_by_the_other_process(
   assert set(summary["eval"]) == {"warm_start", "final"}
   kept = sorted(p.name[-9:] for p in (directory / "weights").glob("*/*"))
   assert kept == [f"v{v:08d}" for v in (steps - 1, steps)]
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_run_whose_engine_loads_without_end(tmp_path):
+  """Within seconds; all is saved, and the engine answers again."""
+  with serving("vllm") as server:
+    real, entered = server.load, threading.Event()
+
+    async def load(path):
+      if server.loaded and path[-1] != "0":
+        entered.set()
+        await asyncio.sleep(120)
+      await real(path)
+
+    server.load = load
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tunix.rl.multi_turn.train", *SMALL,
+         f"run.dir={tmp_path}", "name=e", "steps=3", "eval.on=false",
+         f"external.url={server.url}/v1"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # pyformat: disable
+    try:
+      assert entered.wait(200), "no update reached the server"
+      started = time.monotonic()
+      process.send_signal(signal.SIGINT)
+      text, _ = process.communicate(timeout=60)
+      seconds = time.monotonic() - started
+    finally:
+      process.kill()
+      process.wait()
+    assert server.gate.is_set() and server.calls[-1] == "resume"
+  assert process.returncode == 130, text[-2000:]
+  assert seconds < 15, text[-2000:]
+  assert "was ended half-way" in text
+  summary = json.loads((tmp_path / "e" / "summary.json").read_text())
+  assert summary["status"] == "interrupted" and summary["step"] == 1
+  assert (tmp_path / "e" / "policy").is_dir()
 
 
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])

@@ -250,9 +250,9 @@ async def test_the_other_ways_to_read_a_run():
 @pytest.mark.parametrize(
     "answer, reason",
     [
-        (lambda *_: (500, {"error": "no"}), "ModelError"),
-        (lambda *_: (200, b"<html>"), "not JSON"),
-        (lambda *_: (200, {"choices": []}), "no chat completion"),
+        (lambda *_: (500, {"error": "no"}), "the answer has status 500"),
+        (lambda *_: (200, b"<html>"), "of status 200, cannot be used"),
+        (lambda *_: (200, {"choices": []}), "no answer that can be used"),
         (lambda *_: asyncio.sleep(2, (200, {})), "timeout"),
     ],
     ids=["500", "html", "empty", "hang"],
@@ -269,6 +269,41 @@ async def test_a_model_server_that_fails_ends_the_run_with_a_reason(
     assert kinds(events)[-2:] == ["error", "run_end"]
     assert not events[-1]["ok"]
     assert not app.playing
+
+
+@pytest.mark.parametrize(
+    "value, recorded",
+    [
+        ("NaN", False),
+        ("-1e400", False),
+        (r'"\ud800"', False),
+        ("[" * 300 + "]" * 300, False),
+        ("[" * 190 + "]" * 190, True),
+        (r'"\u0000\u2028"', True),
+        (str(2**64), True),
+    ],
+)
+async def test_what_a_run_records_can_be_read(value, recorded):
+  """An answer of the model that cannot be written again ends the run."""
+  raw = json.dumps(run_services.completion(TERMINATE))
+  raw = f'{raw[:-1]}, "mine": {value}}}'.encode()
+  with (
+      run_services.scripted(lambda *_: (200, raw)) as (model, _),
+      run_services.serving() as (url, _),
+  ):
+    runs = client_lib.RunServiceClient(url, poll_s=0.02)
+    run_id = await runs.start(body(model))
+    events = [e async for e in runs.follow(run_id, 30.0)]
+    status, reason = await runs.status(run_id)
+    await runs.trajectory(run_id), await runs.steps(run_id)
+    await runs.tokens(run_id)
+    await runs.aclose()
+  replies = [e["modelOutput"] for e in events if e["type"] == "model_output"]
+  assert status == ("completed" if recorded else "failed"), reason
+  if recorded:
+    assert replies == [json.loads(raw)]
+  else:
+    assert not replies and "cannot be written again" in reason
 
 
 async def test_a_prompt_that_does_not_fit_is_the_policy_s_outcome():
@@ -299,7 +334,7 @@ async def test_the_last_step_and_text_without_a_call_end_a_run():
         ({"agent": "gpt"}, "agent='gpt'"),
         ({"model": {"name": "m"}}, "model.baseUrl"),
         ({"surprise": 1}, "surprise"),
-        ({"env": {"type": "moon"}}, "env.type must be genv or gym"),
+        ({"env": {"type": "moon"}}, "env.type='moon' must be one of genv, gym"),
         ({"env": {"type": "gym", "gym": "xdesktop"}}, "not played here"),
         ({"env": {"type": "genv"}}, "env.gymBaseUrl"),
         ({"agentConfig": {"parser": "os:system"}}, "agentConfig.parser"),

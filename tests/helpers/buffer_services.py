@@ -8,10 +8,14 @@ from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
     app as app_lib,
 )
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import items
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import rights
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
     service as service_lib,
 )
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import settings
+
+RIGHTS = rights.Rights(input_roots=("/",))
+"""Of services whose starts may name every file."""
 
 
 class Clock:
@@ -60,7 +64,7 @@ class Running:
         limits=limits or settings.BufferLimits(),
         token=token,
         clock=self.clock,
-        **options,
+        **{"rights": RIGHTS, **options},
     )
     self.app = app_lib.App(self.service, token=token)
     self.client = httpx.Client(

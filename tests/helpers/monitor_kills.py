@@ -9,15 +9,13 @@ import os
 import pathlib
 import random
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import unittest.mock
 
 import monitor_databases
 import monitor_server
+import nursery
 import observed_run
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.monitor.client import event_log
@@ -100,100 +98,6 @@ def _inspect(db, acknowledged, kills, seen) -> Outcome:
   )
 
 
-# --- processes --------------------------------------------------------------
-
-_MOTHER = """
-import os, signal, sys
-sys.path.insert(0, {helpers!r})
-{program}
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The dead need no wait.
-for line in sys.stdin:
-  if os.fork():
-    continue
-  signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-  os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-  print("pid", os.getpid(), flush=True)
-  run(line[:-1].split("|"))
-  os._exit(0)
-"""
-
-
-class Nursery:
-  """Processes of one program, each a fork of one that has imported it all.
-
-  So a soak kills work and not imports. One lives at a time; each is a process
-  like any other, and dies alone.
-  """
-
-  def __init__(self, program: str):
-    """`program` defines run(arguments), which prints whole lines."""
-    self._mother = subprocess.Popen(
-        [
-            sys.executable, "-c",
-            _MOTHER.format(
-                helpers=str(pathlib.Path(__file__).parent), program=program
-            ),
-        ],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # pyformat: disable
-    self._pid = 0
-
-  def start(self, *arguments) -> tuple[list[str], str]:
-    """Starts one.
-
-    Returns:
-      (What the one before it had still said, the first line of this one.)
-    """
-    self._mother.stdin.write("|".join(map(str, arguments)) + "\n")
-    self._mother.stdin.flush()
-    left = []
-    while not (line := self._line()).startswith("pid "):
-      left.append(line)
-    self._pid = int(line.split()[1])
-    return left, self._line()
-
-  def _line(self) -> str:
-    line = self._mother.stdout.readline()
-    assert line, "the program has failed; its stderr says how"
-    return line.strip()
-
-  @property
-  def pid(self) -> int:
-    return self._pid
-
-  @property
-  def alive(self) -> bool:
-    try:
-      os.kill(self._pid, 0)
-    except ProcessLookupError:
-      return False
-    return True
-
-  def end(self, number=signal.SIGKILL, seconds=60.0) -> None:
-    """Sends the signal and waits for the end."""
-    os.kill(self._pid, number)
-    deadline = time.monotonic() + seconds
-    while self.alive:
-      assert time.monotonic() < deadline, f"it outlives signal {number}"
-      time.sleep(0.002)
-
-  def rest(self) -> list[str]:
-    """What the last one, dead now, had still said; ends all of it."""
-    self._mother.stdin.close()
-    return self._mother.stdout.read().split("\n")[:-1]
-
-  def __enter__(self):
-    return self
-
-  def __exit__(self, *exc_info):
-    if self._pid and self.alive:
-      self.end()
-    self._mother.stdin.close()
-    self._mother.kill()  # It has nothing to put in order.
-    self._mother.wait(60)
-    self._mother.stdout.close()
-
-
 # --- the server -------------------------------------------------------------
 
 SERVER = """
@@ -204,12 +108,6 @@ def run(given):
   serve.main(["serve", "--database", given[0], "--files", given[1], "--port",
               given[2]])
 """
-
-
-def _free_port():
-  with socket.socket() as found:
-    found.bind(("127.0.0.1", 0))
-    return found.getsockname()[1]
 
 
 def kill_server(folder, kills, seed=0, target=None) -> Outcome:
@@ -223,8 +121,8 @@ def kill_server(folder, kills, seed=0, target=None) -> Outcome:
   """
   folder = pathlib.Path(folder)
   chance = random.Random(seed)
-  database, port = target or folder / "m.db", _free_port()
-  with Nursery(SERVER) as server:
+  database, port = target or folder / "m.db", nursery.free_port()
+  with nursery.Nursery(SERVER) as server:
     serve = (database, folder / "files", port)
     server.start(*serve)
     with _load(folder, port) as acknowledged:
@@ -251,9 +149,10 @@ def kill_postgres(folder, kills, postgres, how, seed=0) -> Outcome:
   """
   folder = pathlib.Path(folder)
   chance = random.Random(seed)
-  database, port = monitor_databases.empty_database(postgres), _free_port()
+  database = monitor_databases.empty_database(postgres)
+  port = nursery.free_port()
   name = database.partition("@/")[2].partition("?")[0]
-  with Nursery(SERVER) as server:
+  with nursery.Nursery(SERVER) as server:
     server.start(database, folder / "files", port)
     with _load(folder, port) as acknowledged:
       for _ in range(kills):
@@ -376,7 +275,7 @@ def kill_trainer(folder, kills, seed=0, target=None) -> Outcome:
   acknowledged: list[str] = []
   database = target or folder / "m.db"
   with monitor_server.MonitorServer(database, folder / "files") as server:
-    with Nursery(_TRAINER) as trainer:
+    with nursery.Nursery(_TRAINER) as trainer:
       for number in range(kills):
         left, first = trainer.start(
             server.url, folder / "spool", f"trainer-{number}"
@@ -452,14 +351,16 @@ def kill_run(folder, kills, seed=0, target=None) -> Outcome:
   folder = pathlib.Path(folder)
   chance = random.Random(seed)
   said: list[str] = []
+  uploaders: set[int] = set()
   database = target or folder / "m.db"
   spools = folder / "spool"
   with monitor_server.MonitorServer(database, folder / "files") as server:
-    with Nursery(_RUN) as trainer:
+    with nursery.Nursery(_RUN) as trainer:
       killed = 0
       while killed < kills:
         left, uploader = trainer.start(server.url, spools, len(said))
         said += left
+        uploaders.add(int(uploader))
         time.sleep(chance.uniform(0.1, 1.0))
         whom = chance.choice(("trainer", "uploader", "both"))
         if whom != "trainer":
@@ -472,8 +373,11 @@ def kill_run(folder, kills, seed=0, target=None) -> Outcome:
         killed += 1
         said.append("")  # The next one has another session.
       said += trainer.rest()
-    acknowledged = [line.split()[1] for line in said if " " in line]
+    lines = [line.split() for line in said if " " in line]
+    acknowledged = [name for _, name in lines]
     _deliver(server.url, spools)
+    uploaders |= {int(pid) for pid, _ in lines}
+    assert not nursery.outliving(uploaders), "uploaders outlive their runs"
     shown = {
         row["screenshot_uri"].removeprefix("sha256:")
         for row in server.rows("obs", where="screenshot_uri IS NOT NULL")

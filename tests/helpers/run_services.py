@@ -37,7 +37,9 @@ class Scripted:
       if not message.get("more_body"):
         break
     path = scope["path"]
-    headers = {k.decode(): v.decode() for k, v in scope["headers"]}
+    headers = {
+        k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]
+    }
     query = scope["query_string"].decode()
     self.requests.append((scope["method"], path, query, headers, body))
     found = self.answer(scope["method"], path, body)

@@ -1,10 +1,13 @@
 """What should not happen, and does: to the server, the client and its spool."""
 
+import collections
 import concurrent.futures
 import contextlib
+import html
 import http.client
 import json
 import logging
+import re
 import shutil
 import socket
 import threading
@@ -21,6 +24,7 @@ from tunix.rl.multi_turn.monitor.client import spool as spool_lib
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.server import access
 from tunix.rl.multi_turn.monitor.server import errors
+from tunix.rl.multi_turn.monitor.server import fields
 from tunix.rl.multi_turn.monitor.server import items
 
 Config = settings_lib.MonitorConfig
@@ -58,6 +62,77 @@ def test_json_that_is_nested_too_deeply_is_the_senders_fault(lite, body):
   reply = lite.http.post("/api/ingest/batch", content=body % DEEP)
   assert reply.status_code == 400, reply.text
   assert "nested" in reply.text or "Recursion" in reply.text
+
+
+def everywhere(value):
+  """A batch that has the value in each field that is JSON."""
+  body = joined(base(config_json=value), episode("deep"))
+  for kind, *names in (
+      ("turns", "metrics_json"), ("actions", "tool_args"),
+      ("validations", "details_json"), ("steps", "metrics_json"),
+      ("environments", "config_json"), ("tasks", "tags"),
+  ):  # pyformat: disable
+    for row in body[kind]:
+      row.update(dict.fromkeys(names, value))
+  return body
+
+
+def pages(server):
+  """The answers of all pages that are linked, and of the API's lists."""
+  paths = ["/", *(f"/api/v1/{path}" for path in (
+      "trainings", "trainings/1", "trainings/1/steps", "tasks", "rollouts",
+      "rollouts/deep", "rollouts/deep/turns", "rollouts/deep/turns/1",
+  ))]  # pyformat: disable
+  kinds = collections.Counter()
+  while paths:
+    path = paths.pop()
+    kind = re.sub(r"\d+|=[^&]*", "", path)
+    kinds[kind] += 1
+    if kinds[kind] > 1:
+      continue
+    reply = server.http.get(path)
+    yield path, reply
+    if reply.headers["content-type"].startswith("text/html"):
+      links = re.findall(r'(?:href|src)="(/[^"#]*)', reply.text)
+      paths += [html.unescape(link) for link in links]
+
+
+def test_json_that_is_accepted_is_shown(tmp_path):
+  """On all pages, in all lists and exports: an item ends no other's."""
+  deepest = "[" * fields.DEEPEST + "]" * fields.DEEPEST
+  with monitor_server.sqlite_server(tmp_path) as server:
+    for value in (f"[{deepest}]", [json.loads(deepest)]):
+      wrong = server.post(everywhere(value), 400)["errors"]
+      assert len(wrong) > 6
+      assert "more than 200 levels" in wrong[0]["message"]
+    for value in (json.loads(deepest), deepest):
+      server.post(everywhere(value))
+    answers = dict(pages(server))
+    assert len(answers) > 50
+    assert {"/rollouts/1/export/json", "/rollouts/1/export/atif"} <= set(
+        answers
+    )
+    assert not {p: r for p, r in answers.items() if r.status_code >= 500}
+    turns = server.get("/api/v1/rollouts/deep/turns")["items"]
+    assert turns[0]["metrics_json"] == json.loads(deepest)
+
+
+def test_deep_json_of_another_writer_is_shown_as_text(tmp_path):
+  deep = "[" * 900 + "]" * 900
+  with monitor_server.sqlite_server(tmp_path) as server:
+    server.post(everywhere([]))
+    with server.engine.begin() as connection:
+      for table, column in (
+          ("turn", "metrics_json"), ("action", "tool_args"),
+          ("validation", "details_json"), ("step", "metrics_json"),
+          ("environment", "config_json"), ("training", "config_json"),
+      ):  # pyformat: disable
+        connection.exec_driver_sql(
+            f'UPDATE "{table}" SET {column} = ?', (deep,)
+        )
+    assert not [p for p, r in pages(server) if r.status_code >= 500]
+    turns = server.get("/api/v1/rollouts/deep/turns")["items"]
+    assert turns[0]["metrics_json"] == deep
 
 
 @pytest.mark.parametrize("path", [

@@ -382,6 +382,18 @@ def test_bodies_that_are_none(lite):
   assert send(b"[]").status_code == 400
   assert send(b'{"training": {"learning_rate": nan}}').status_code == 400
   assert send(b"\xff\xfe").status_code == 400
+  # Beyond every number, beside what only Python's reader takes.
+  huge = b'{"x": "\\ud800", "training": {"seed": 1' + b"0" * 400 + b"}}"
+  assert send(huge).status_code == 400
+  deep = b"[" * 1000 + b"]" * 1000
+  for path in (
+      "/api/ingest/batch",
+      "/api/v1/trainings/1/tags",
+      "/api/v1/screenshots/missing",
+      "/api/v1/rollouts/r/annotations",
+  ):
+    answer = lite.http.post(path, content=deep)
+    assert answer.status_code in (400, 404), (path, answer.text)
   assert send(b"x", **{"content-encoding": "gzip"}).status_code == 415
   assert send(b"{}").json() == {}
   assert "is not served here" in lite.http.get("/nowhere").json()["detail"]

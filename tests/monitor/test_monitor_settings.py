@@ -71,7 +71,8 @@ def test_every_wrong_parameter_is_named_with_its_value_and_the_fix():
   assert found["limit"]["message"] == "give 1 to 500"
   assert found["status"]["value"] == "odd"
   assert "completed" in found["status"]["message"]
-  assert found["step_id"]["message"] == "give a number"
+  most = query_lib.MAX_ID
+  assert found["step_id"]["message"] == f"give a number in [0, {most}]"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_the_document_has_the_bounds_of_the_models():
   operation = openapi.Operation(
       "GET", "/x", "x", "X.", query=query_lib.RolloutsQuery
   )
-  document = openapi.document([operation])
+  document = openapi.document([operation], {"": 1})
   found = {
       p["name"]: p["schema"] for p in document["paths"]["/x"]["get"][
           "parameters"
@@ -112,6 +113,6 @@ def test_the_document_has_the_bounds_of_the_models():
       "type": "integer", "minimum": 1, "maximum": 500, "default": 50,
   }  # pyformat: disable
   assert found["success"] == {"type": "integer", "enum": [0, 1]}
-  assert found["after"] == {"type": "string"}
+  assert found["after"] == {"type": "string", "maxLength": 16384}
   assert "completed" in found["status"]["enum"]
   assert found["task_id"]["maximum"] == query_lib.MAX_ID

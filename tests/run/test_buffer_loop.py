@@ -9,8 +9,10 @@ from tunix.rl.multi_turn.config import data_sections
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.run.recorded_data import buffer_loop
 from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
+from tunix.rl.multi_turn.trajectory_collector import records
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import client
 from tunix.rl.queue import admission
 from tunix.rl.queue import group_queue
@@ -61,7 +63,13 @@ def exact(name, count=2):
 
 
 def loop_of(
-    running, payload=None, groups_per_step=2, raw=True, told=None, **settings
+    running,
+    payload=None,
+    groups_per_step=2,
+    raw=True,
+    told=None,
+    rule=None,
+    **settings,
 ):
   queue = buffer_loop.LeasedQueue(
       groups_per_step, admission.QueueConfig(max_staleness=4)
@@ -76,7 +84,7 @@ def loop_of(
   loop = buffer_loop.BufferLoop(
       lambda: client.BufferClient(running.url),
       reader_lib.EpisodeReader(
-          None, None, images_lib.ImageStore(), parser="hermes"
+          None, None, images_lib.ImageStore(), parser="hermes", rule=rule
       ),
       queue,
       settings,
@@ -109,6 +117,52 @@ def test_what_is_left_when_a_generator_is_over_is_read_and_the_queue_closes(
   with pytest.raises(group_queue.QueueClosed):
     queue.get(timeout=5)
   assert "is finished, and nothing is left to read" in loop.over
+
+
+def test_items_of_another_sampling_are_masked_and_counted_or_dropped(running):
+  """By `sampling_params`, of the whole item or of each turn."""
+  own = {"temperature": 0.7, "max_tokens": 8}
+  items = [one for name in "abcde" for one in exact(name)]
+  for item, params in zip(items, (
+      None, own, {**own, "temperature": 1.0}, None,
+      [own, {**own, "top_p": 0.9}], [{**own, "temperature": "0"}, own],
+      [own] * 3, own, {"temperature": 1}, None,
+  )):  # pyformat: disable
+    if params is not None:
+      item["sampling_params"] = params
+  for item in items[4:6]:
+    item |= {"tokens": [1, 2, 3, 4, 5], "loss_mask": [0, 1, 1, 0, 1],
+             "logprobs": [None, -1.0, -2.0, None, -3.0],
+             "versions": [None, 0, 0, None, 0]}  # pyformat: disable
+  items[9]["extra_info"]["sampling_params"] = {"top_k": 4}
+  told = []
+  rule = sampling_rule.SamplingRule(temperature=0.7)
+  loop, queue = loop_of(running, {"items": items}, told=told, rule=rule)
+  run(loop)
+  groups = {g.group_id[0]: g for g in (queue.get(timeout=5) for _ in "abc")}
+  masks = {
+      name: [t.sequences[0].loss_mask.tolist() for t in group]
+      for name, group in groups.items()
+  }
+  assert masks == {
+      "a": [[False, True, True]] * 2,
+      "b": [[False] * 3, [False, True, True]],
+      "c": [[False, True, True, False, False],
+            [False, False, False, False, True]],
+  }  # pyformat: disable
+  untrained = {n: [t.untrained_tokens for t in g] for n, g in groups.items()}
+  assert untrained == {"a": [0, 0], "b": [2, 0], "c": [1, 2]}
+  unusable, masked = [e.message for e in told if isinstance(e, events.Fault)]
+  assert "sampling_params has 3 objects for 1 turns" in unusable
+  assert "0 of 2 episodes can be trained on" in masked
+  assert "4 sampled tokens are not trained on; see rollout.other" in masked
+  refusing = sampling_rule.SamplingRule(temperature=0.7, other="refuse")
+  reader = reader_lib.EpisodeReader(
+      None, None, images_lib.ImageStore(), parser="hermes", rule=refusing
+  )
+  with pytest.raises(ValueError, match="b-0.*temperature=1.*leave the field"):
+    reader.episode(records.read(items[2]))
+  assert reader.episode(records.read(items[1])).num_sampled == 2
 
 
 def test_a_generator_that_failed_fails_the_run(running):

@@ -10,10 +10,14 @@ import pytest
 from tunix.rl.multi_turn.core import completion_checks
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.run.recorded_data import buffer_loop
 from tunix.rl.multi_turn.run.recorded_data import function_loop
 from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
 from tunix.rl.multi_turn.trajectory_collector import agent_rollout
+from tunix.rl.multi_turn.trajectory_collector.agent_rollout import (
+  samples as samples_lib,
+)
 from tunix.rl.queue import admission
 from tunix.rl.queue import group_queue
 
@@ -37,7 +41,7 @@ def rollout(rollout_id, bad=(), useless=(), **more):
   ]  # pyformat: disable
 
 
-def loop_of(function, num_rollout=2, reported=None):
+def loop_of(function, num_rollout=2, reported=None, rule=None):
   queue = buffer_loop.LeasedQueue(SIZE, admission.QueueConfig(max_staleness=4))
   loop = function_loop.FunctionLoop(
       function,
@@ -48,6 +52,7 @@ def loop_of(function, num_rollout=2, reported=None):
       reader_lib.EpisodeReader(
           None, None, images_lib.ImageStore(), parser="hermes",
           vocabulary=completion_checks.Vocabulary(100, frozenset({BANNED})),
+          rule=rule,
       ),
       queue,
       str,
@@ -72,6 +77,30 @@ async def names_of(loop, queue, count):
     loop.stop()
     await asyncio.gather(running, return_exceptions=True)
   return names
+
+
+async def test_a_sample_of_another_sampling_is_masked_and_counted():
+  """Its metadata has the item's parameters, as `make_samples` writes them."""
+
+  def function(args, rollout_id, data_buffer):
+    del args, data_buffer
+    samples = rollout(rollout_id)
+    item = {"uid": "u", "instance_id": samples[0].index, "messages": [],
+            "reward": 0.0, "extra_info": {}, "tokens": [1, 2, 3],
+            "loss_mask": [0, 1, 1], "logprobs": [None, -1.0, -2.0],
+            "sampling_params": {"temperature": 0.4}}  # pyformat: disable
+    (samples[0],) = samples_lib.make_samples(item, None)
+    return samples
+
+  loop, queue = loop_of(
+      function, num_rollout=1, rule=sampling_rule.SamplingRule()
+  )
+  running = asyncio.ensure_future(loop.run())
+  groups = [await asyncio.to_thread(queue.get, 10) for _ in range(SIZE)]
+  loop.stop()
+  await asyncio.gather(running, return_exceptions=True)
+  assert [[t.untrained_tokens for t in g] for g in groups] == [[2, 0], [0, 0]]
+  assert [[t.num_sampled for t in g] for g in groups] == [[0, 2], [2, 2]]
 
 
 def saved(loop):

@@ -162,6 +162,52 @@ def test_a_strict_tool_is_held_to_its_schema_where_it_is_called(policy):
     assert not policy.says(source, text), text
 
 
+def test_a_reference_in_a_tools_schema_begins_at_its_root(policy):
+  shape = {
+      "type": "object", "properties": {"to": {"$ref": "#/$defs/way"}},
+      "required": ["to"], "additionalProperties": False,
+      "$defs": {"way": {"anyOf": [{"enum": ["left"]}, {"$ref": "#"}]}},
+  }  # pyformat: disable
+  for free in (False, True):
+    names = ('go/"on"', r"a\d", "go")  # Escaped in three ways.
+    tools = [tool(name, shape, strict=True) for name in names]
+    source = policy.grammars.calls(PARSER, tools, free=free)
+    for name in names:
+      for arguments in ({"to": "left"}, {"to": {"to": "left"}}):
+        call = tool_parser.base.trajectory.ToolCall(name, arguments)
+        assert policy.says(source, PARSER.format([call]))
+        tight = PARSER.format([call]).replace(": ", ":").replace(", ", ",")
+        assert policy.says(source, tight)
+      call = tool_parser.base.trajectory.ToolCall(name, {"to": "up"})
+      assert not policy.says(source, PARSER.format([call]))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_answer_is_calls_or_json(policy, seed):
+  tools = [tool("move", POINT, strict=True), tool("say")]
+  source = policy.grammars.calls(PARSER, tools, otherwise=POINT)
+  json_text = '{"x": 3, "to": "left"}'
+  call = PARSER.format([
+      tool_parser.base.trajectory.ToolCall("move", json.loads(json_text))
+  ])
+  say = call.replace("move", "say").replace('"x"', '"any"')
+  assert all(policy.says(source, text) for text in (json_text, call, say))
+  for text in (
+      "", "Done.", f"I go.\n{call}", f"{call}\n{json_text}",
+      f"{call}\n{call}", '{"x": 3}', say.replace("say", "move"),
+  ):  # pyformat: disable
+    assert not policy.says(source, text), text
+  anything = policy.grammars.calls(PARSER, tools, otherwise={})
+  assert policy.says(anything, "[1]") and policy.says(anything, say)
+  many = policy.grammars.calls(PARSER, tools, many=True, otherwise=POINT)
+  assert policy.says(many, f"{call}\n{say}")
+  assert not policy.says(many, f"{json_text}\n{json_text}")
+  text, ended = policy.babble(source, seed)
+  assert text.startswith(("<tool_call>", "{")) and (
+      not ended or PARSER.parse_result(text).calls or json.loads(text)
+  )
+
+
 @pytest.mark.parametrize(
     "make, words",
     [

@@ -323,6 +323,50 @@ def test_a_strict_tool_need_not_be_called(running, monkeypatch):
   assert held.choices[0].token_ids
 
 
+def test_with_tools_and_a_format_an_answer_is_a_call_or_json(
+    running, monkeypatch
+):
+  client = running.client()
+  policy = running.app._service.policy
+  monkeypatch.setattr(policy, "parser", qwen.QwenToolParser(compact=True))
+  tools = [{**t, "function": t["function"] | {"strict": True}} for t in TOOLS]
+  ends = {"x": "<tool_call></tool_call>"}  # Is text in JSON.
+  shape = {"enum": [ends]}
+  kinds = set()
+  for seed in range(8):
+    (choice,) = ask(
+        client, USER, tools=tools, response_format=schema(shape), seed=seed,
+        max_tokens=96, parallel_tool_calls=False,
+    ).choices  # pyformat: disable
+    message = choice.message
+    kinds.add(choice.finish_reason)
+    if choice.finish_reason == "tool_calls":
+      assert not message.content and len(message.tool_calls) == 1
+      assert message.tool_calls[0].function.name in ("click", "wait")
+    elif choice.finish_reason == "stop":
+      assert json.loads(message.content) == ends and not message.tool_calls
+  assert kinds >= {"stop", "tool_calls"}
+  kinds = set()
+  for seed in range(8):
+    answer = client.responses.create(
+        model=MODEL, input="go", max_output_tokens=96,
+        parallel_tool_calls=False, extra_body={"seed": seed},
+        tools=[{"type": "function", **t["function"]} for t in tools],
+        text={"format": {
+            "type": "json_schema", "name": "p", "schema": shape}},
+    )  # pyformat: disable
+    if answer.status == "completed":
+      kinds |= {item.type for item in answer.output}
+      assert json.loads(answer.output_text or "null") in (None, ends)
+  assert kinds == {"message", "function_call"}
+  # Where a call must be made, there is no text to have the format.
+  forced = ask(
+      client, USER, tools=tools, response_format=schema(shape),
+      tool_choice="required", max_tokens=96,
+  )  # pyformat: disable
+  assert forced.choices[0].message.tool_calls
+
+
 def test_held_answers_are_trained_on_with_their_log_probs(running):
   started = running.post("/rl/start_session", {"other_sampling": "train"})
   session = started.json()

@@ -3,16 +3,22 @@
 import asyncio
 import base64
 import json
+import os
 
 import httpx
+import hypothesis
+from hypothesis import strategies as st
 import media_sites
 from media_sites import make_fixture  # noqa: F401
 from media_sites import site_fixture  # noqa: F401
 import pytest
 import run_services
 import small_server
+from tunix.rl.multi_turn.agents.runs import conversion
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import sampling_rule
+from tunix.rl.multi_turn.serving import image_addresses
 from tunix.rl.multi_turn.serving import image_proxy
 from tunix.rl.multi_turn.serving import media
 
@@ -43,7 +49,7 @@ def echo():
 
 
 async def test_addresses_become_data_urls(make, site):
-  with echo() as (upstream, seen):
+  with echo() as (upstream, log):
     front = Front(upstream, make, site.name)
     url = f"{site.url}/i.png"
     anthropic = {"messages": [{"role": "user", "content": [
@@ -57,7 +63,7 @@ async def test_addresses_become_data_urls(make, site):
     ):
       answer = await front.client.post(path, json=body)
       assert answer.json() == {"ok": True}
-      _, got, query, headers, sent = seen.requests[-1]
+      _, got, query, headers, sent = log.requests[-1]
       assert got == path.partition("?")[0]
       assert query == path.partition("?")[2]
       text = sent.decode()
@@ -91,11 +97,11 @@ async def test_each_form_of_vllm_and_sglang_is_rewritten(make, site):
       ("/generate", {"input_ids": [[1], [2]],
                      "image_data": [[url], [{"url": url, "detail": "auto"}]]}),
   ]  # pyformat: disable
-  with echo() as (upstream, seen):
+  with echo() as (upstream, log):
     front = Front(upstream, make, site.name)
     for path, body in forms:
       assert (await front.client.post(path, json=body)).status_code == 200
-      sent = seen.requests[-1][-1].decode()
+      sent = log.requests[-1][-1].decode()
       assert json.loads(sent) == json.loads(
           json.dumps(body).replace(url, DATA)
       )
@@ -104,14 +110,14 @@ async def test_each_form_of_vllm_and_sglang_is_rewritten(make, site):
     for path, body, where in (
         ("/v1/chat/completions", user(
             {"type": "video_url", "video_url": {"url": url}}),
-         "messages[0].content[0].video_url"),
-        ("/generate", {"text": "a", "audio_data": [url]}, "audio_data"),
+         "messages[0].content[0].video_url.url"),
+        ("/generate", {"text": "a", "audio_data": [url]}, "audio_data[0]"),
         ("/inference/v1/generate", {"token_ids": [1], "content_parts": [
             {"type": "video_url", "url": url}]}, "content_parts[0].url"),
     ):  # pyformat: disable
-      count = len(seen.requests)
+      count = len(log.requests)
       answer = await front.client.post(path, json=body)
-      assert answer.status_code == 400 and len(seen.requests) == count
+      assert answer.status_code == 400 and len(log.requests) == count
       assert answer.json()["error"]["param"] == where
 
 
@@ -121,39 +127,304 @@ async def test_tools_and_their_calls_are_left_as_they_are(make):
   body = {
       "tools": [{"function": {"parameters": {"default": elsewhere}}}],
       "metadata": elsewhere,
+      "guided_json": {"$schema": "http://json-schema.org/draft-07/schema"},
       "messages": [
-          {"role": "assistant", "content": [
+          {"role": "assistant", "annotations": [elsewhere], "content": [
               {"type": "tool_use", "name": "f", "input": elsewhere}],
            "tool_calls": [{"function": {"arguments": elsewhere}}]},
       ],
   }  # pyformat: disable
-  content = json.dumps(body).encode()
-  with echo() as (upstream, seen):
+  with echo() as (upstream, log):
     front = Front(upstream, make)
-    answer = await front.client.post("/v1/messages", content=content)
+    answer = await front.client.post("/v1/messages", json=body)
     assert answer.status_code == 200, answer.text
-    assert seen.requests[-1][-1] == content
+    assert json.loads(log.requests[-1][-1]) == body
+    # The conversation of Responses does not become a tool's input by a type.
+    body = {"type": "tool_use", "input": [
+        {"role": "user", "content": [{"type": "input_image",
+                                      "image_url": url}]}]}
+    answer = await front.client.post("/v1/responses", json=body)
+    assert answer.status_code == 400 and len(log.requests) == 1
 
 
-async def test_other_requests_are_passed_on_byte_for_byte(make):
-  with echo() as (upstream, seen):
+async def test_text_is_passed_on_as_the_value_that_was_read(make):
+  """The upstream gets JSON written from the parsed body, and headers."""
+  with echo() as (upstream, log):
     front = Front(upstream, make)
     for body in (
         b'{"messages": [],   "x": 1e5}',
         b'{"messages": [{"role": "user", "content": "see http://a.b/c.png"}]}',
+        b'{"messages": [{"role": "user", "content": "http://a.b/c.png"}]}',
+        b'{"prompt": ["//a.b", "x"], "stop": ["http:"], "seed": 1%s}'
+        % (b"0" * 300),
+        b'{"image_url": "http://a.b/c", "image_url": "%s"}' % DATA.encode(),
+        "{\"text\": \"\u00e9\U0001f600\"}".encode(),
         json.dumps(chat(DATA)).encode(),
-        b"http no json",
     ):
       answer = await front.client.post(
           "/v1/chat/completions",
           content=body,
-          headers={"authorization": "Bearer mine", "x-request-id": "r1"},
+          headers={
+              "authorization": "Bearer mine",
+              "x-request-id": "r1",
+              "connection": "keep-alive, x-hop",
+              "x-hop": "1",
+          },
+      )
+      assert answer.status_code == 200, answer.text
+      sent = log.requests[-1][-1]
+      assert json.loads(sent) == json.loads(body) and sent.isascii()
+      headers = log.requests[-1][3]
+      assert headers["authorization"] == "Bearer mine"
+      assert headers["x-request-id"] == "r1" and "x-hop" not in headers
+      assert headers["content-type"] == "application/json"
+
+
+HIDDEN = '{"messages": [{"role": "user", "content": [{"image_url": "%s"}]}]}'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        HIDDEN % r"\u0068ttp://a.test/i.png",
+        HIDDEN % r"\u0068\u0074\u0074\u0070\u003a//a.test/i.png",
+        HIDDEN % " http://a.test/i.png",
+        HIDDEN % r"\u0000http://a.test/i.png",
+        HIDDEN % r"\thttp://a.test/i.png",
+        HIDDEN % "\u200bhttp://a.test/i.png",
+        HIDDEN % "HtTp://a.test/i.png",
+        HIDDEN % "//a.test/i.png",
+        HIDDEN % r"\\\\a.test\\i.png",
+        HIDDEN % "file:///etc/passwd",
+        HIDDEN % "s3://bucket/i.png",
+        HIDDEN % "%68ttp://a.test/i.png",
+        HIDDEN % "/etc/x.png",
+        HIDDEN % "http:a.test/i.png",
+        '{"x": NaN, ' + (HIDDEN % "http://a.test/i.png")[1:],
+        '{"x": 1e999, ' + (HIDDEN % "http://a.test/i.png")[1:],
+        (HIDDEN % "http://a.test/i.png").replace("user", r"\ud800"),
+        "\ufeff" + HIDDEN % "http://a.test/i.png",
+        (HIDDEN % "http://a.test/i.png").encode("utf-16"),
+        (HIDDEN % "http://a.test/i.png").encode("utf-32-le"),
+        (HIDDEN % "http://a.test/i.png").encode() + b"\xff",
+        '{"x": 1' + "0" * 5000 + ", " + (HIDDEN % "http://a.test/i.png")[1:],
+        '{"image_url": "data:image/png;base64,", "image_url":'
+        ' "http://a.test/i.png"}',
+        '{"x": ' + "[" * 5000 + '"http://a.test/"' + "]" * 5000 + "}",
+        '{"x": ' + "[" * 150 + '"http://a.test/"' + "]" * 150 + "}",
+        (HIDDEN % "http://a.test/i.png") + " {}",
+        "see http://a.test/i.png",
+        '"http://a.test/i.png"',
+        # Places that are no image's, or that servers read as another medium.
+        '{"messages": [{"content": [{"file_url": "http://a.test/"}]}]}',
+        '{"messages": [{"content": [{"video_url": "/etc/a.mp4"}]}]}',
+        '{"messages": [{"content": [{"input_audio":'
+        ' {"data": "http://a.test/"}}]}]}',
+        '{"messages": [{"content": [{"image_embeds": "http://a.test/"}]}]}',
+        '{"messages": [{"content": [["http://a.test/"]]}]}',
+        '{"mm_processor_kwargs": {"images": ["http://a.test/"]}}',
+        '{"media_io_kwargs": {"video": {"fallback": "http://a.test/"}}}',
+        '{"chat_template_kwargs": {"icon": "http://a.test/"}}',
+        '{"tools": [{"type": "mcp", "server_url": "http://a.test/"}]}',
+        '{"prompt_embeds": "http://a.test/"}',
+        '{"images": ["http://a.test/"]}',
+        '{"http://a.test/": 1}',
+        '{"kv_transfer_params": {"remote_host": "a.test"}}',
+        '{"image_data": [["a.test/x.png"]]}',
+        '{"content_parts": [{"type": "image_url", "url": "file:///x"}]}',
+        '{"source": {"url": "data:,", "image_url": "http://a.test/"}}',
+    ],
+)
+async def test_no_address_is_hidden_from_the_proxy(make, body):
+  with echo() as (upstream, log):
+    front = Front(upstream, make)
+    answer = await front.client.post(
+        "/v1/chat/completions",
+        content=body if isinstance(body, bytes) else body.encode(),
+        headers={"content-type": "application/json"},
+    )
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["code"]
+    assert not log.requests
+
+
+async def test_what_is_read_elsewhere_in_another_form_is_given_as_data(make):
+  """Bare base64, which SGLang may take for a file's name."""
+  bare = DATA.partition(",")[2]
+  with echo() as (upstream, log):
+    front = Front(upstream, make)
+    body = {"text": "a", "image_data": [bare, DATA]}
+    assert (await front.client.post("/generate", json=body)).is_success
+    sent = json.loads(log.requests[-1][-1])
+    assert sent == {"text": "a", "image_data": [DATA, DATA]}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-type": "multipart/form-data; boundary=x"},
+        {"content-type": "application/x-www-form-urlencoded"},
+        {"content-type": "application/msgpack"},
+        {"content-type": "text/plain"},
+        {"content-type": "application/jsonl"},
+        {"content-encoding": "gzip"},
+        {"content-encoding": "identity, br"},
+    ],
+)
+async def test_only_plain_json_is_passed_on(make, headers):
+  with echo() as (upstream, log):
+    front = Front(upstream, make)
+    for method in ("POST", "GET", "DELETE"):
+      answer = await front.client.request(
+          method, "/v1/chat/completions", content=b"{}", headers=headers
+      )
+      assert answer.status_code == 415, answer.text
+    assert not log.requests
+    for kind in ("application/json; charset=utf-7", "application/x.y+json"):
+      answer = await front.client.post(
+          "/v1/models", content=b"{}", headers={"content-type": kind}
       )
       assert answer.status_code == 200
-      assert seen.requests[-1][-1] == body
-      headers = seen.requests[-1][3]
-      assert headers["authorization"] == "Bearer mine"
-      assert headers["x-request-id"] == "r1"
+      assert log.requests[-1][3]["content-type"] == "application/json"
+
+
+async def test_routes_without_prompts_take_no_address_at_all(make, site):
+  url = f"{site.url}/i.png"
+  with echo() as (upstream, log):
+    front = Front(upstream, make, site.name)
+    for body in (
+        {"text": url},
+        {"metadata": {"a": url}},
+        chat(url),
+        chat("/etc/x.png"),
+    ):
+      for method in ("POST", "DELETE", "GET"):
+        answer = await front.client.request(method, "/invocations", json=body)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["code"] == "address_not_allowed"
+    assert not log.requests and not site.requests
+    for body in ({"reward": 0.5}, chat(DATA)):
+      assert (await front.client.post("/rl/x", json=body)).is_success
+      assert json.loads(log.requests[-1][-1]) == body
+    assert (await front.client.post("/reset_prefix_cache")).is_success
+    assert log.requests[-1][-1] == b""
+
+
+async def test_a_body_of_many_values_is_refused_before_it_is_parsed(make):
+  with echo() as (upstream, log):
+    front = Front(upstream, make)
+    body = b"[" + b"[]," * image_addresses.MOST_VALUES + b"[],[]]"
+    answer = await front.client.post("/generate", content=body)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "request_too_large"
+    assert not log.requests
+
+
+async def test_the_address_and_headers_may_hold_any_byte(make):
+  """Over a connection, as a client of the standard library sends nothing so."""
+  with echo() as (upstream, log):
+    proxy = image_proxy.ImageProxy(
+        upstream, media.MediaLimits(), loader=make()
+    )
+    with http_server.LoopbackServer(proxy.asgi) as front:
+      port = int(front.url.rpartition(":")[2])
+      for target, extra, status in (
+          (b"/\xff", b"", b"400"),
+          (b"/a?\xc3\xa9", b"", b"400"),
+          (b"/a", b"X-Name: \xe9\r\n", b"200"),
+      ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(
+            b"GET %s HTTP/1.1\r\nHost: localhost\r\n%sConnection: close"
+            b"\r\n\r\n" % (target, extra)
+        )
+        line = await asyncio.wait_for(reader.readline(), 20)
+        writer.close()
+        assert line.split()[1] == status, (target, line)
+    assert len(log.requests) == 1
+
+
+PRETTY = ("http://a.test/i", "HTTPS://a.test/i", " file:///etc/x", "//a.test/x",
+          "s3://b/x", "%68ttp://a.test", "\tht\ntp://a.test", "\x00ftp://a.test",
+          "\\\\a.test\\x", "\ufeffhttp://a.test", "http%3A%2F%2Fa.test",
+          "ｈttp://a.test")  # pyformat: disable
+NAMES = st.sampled_from((
+    "messages", "content", "text", "image_url", "url", "source", "input",
+    "image_data", "content_parts", "type", "video_url", "tools", "function",
+    "output", "image_embeds", "documents", "mm_processor_kwargs", "metadata",
+    "uuid", "data",
+)) | st.text(max_size=4)  # pyformat: disable
+LEAVES = (
+    st.sampled_from(PRETTY)
+    | st.sampled_from(("image_url", "tool_use", "url", DATA, "user"))
+    | st.integers() | st.none() | st.floats() | st.text(max_size=5)
+)  # pyformat: disable
+BODIES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(NAMES, inner, max_size=4),
+    max_leaves=12,
+)
+ROUTES = ("/v1/chat/completions", "/generate", "/v1/responses", "/other")
+
+
+def _readable(value, where=()):
+  """Addresses outside the places that no server reads for media."""
+  if isinstance(value, str):
+    if image_addresses.is_address(value):
+      yield where, value
+  elif isinstance(value, list):
+    for item in value:
+      yield from _readable(item, (*where, 0))
+  elif isinstance(value, dict):
+    for key, item in value.items():
+      yield from _readable(key, (*where, "key"))
+      yield from _readable(item, (*where, key))
+
+
+@pytest.fixture(scope="module", name="recording")
+def _recording():
+  with echo() as (upstream, log):
+    proxy = image_proxy.ImageProxy(upstream, media.MediaLimits())
+    with http_server.LoopbackServer(proxy.asgi) as front:
+      with httpx.Client(base_url=front.url) as client:
+        yield client, log
+
+
+@hypothesis.settings(
+    max_examples=int(os.environ.get("PROXY_EXAMPLES", "150")),
+    deadline=None,
+    database=None,
+    derandomize="PROXY_EXAMPLES" not in os.environ,
+)
+@hypothesis.given(
+    BODIES,
+    st.sampled_from(ROUTES),
+    st.booleans(),
+    st.sampled_from(("utf-8", "utf-8-sig", "utf-16", "utf-16-le")),
+)
+def test_no_forwarded_body_has_an_address(recording, value, route, ascii, code):
+  """Addresses hidden anywhere; nothing is fetched, as no host is listed."""
+  client, log = recording
+  body = json.dumps(value, ensure_ascii=ascii).encode(code, "surrogatepass")
+  log.requests.clear()
+  answer = client.post(route, content=body)
+  if answer.status_code != 200:
+    assert answer.status_code in (400, 413) and not log.requests
+    return
+  ((*_, sent),) = log.requests
+  if not sent:
+    return
+  forwarded = json.loads(sent)
+  assert forwarded == json.loads(body)
+  for where, address in _readable(forwarded):
+    assert route != "/other", (where, address)
+    field = where[-2:-1] if where[-1:] == (0,) else where[-1:]
+    is_text = {*field} & {"content", "text", "input", "output"}
+    is_unread = {*where} & {"metadata", "function"} or (
+        "input" in where and b"tool_use" in sent
+    )
+    assert is_text or is_unread, (where, address)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +447,7 @@ async def test_what_must_not_be_fetched_is_refused_by_its_place(
   site.answer("/text", b"<html>")
   site.answer("/gone", b"", "404 Not Found")
   site.redirect("/away", "http://127.0.0.1:9/")
-  with echo() as (upstream, seen):
+  with echo() as (upstream, log):
     front = Front(upstream, make, site.name)
     answer = await front.client.post(
         "/v1/chat/completions",
@@ -186,7 +457,7 @@ async def test_what_must_not_be_fetched_is_refused_by_its_place(
     error = answer.json()["error"]
     assert error["code"] == code
     assert error["param"] == "messages[0].content[0].image_url.url"
-    assert not seen.requests
+    assert not log.requests
 
 
 async def test_a_listed_host_at_a_private_address_needs_to_be_named(make, site):
@@ -209,14 +480,14 @@ async def test_a_listed_host_at_a_private_address_needs_to_be_named(make, site):
 
 
 async def test_images_are_bounded_and_the_upstream_s_failure_is_an_answer(make):
-  with echo() as (upstream, seen):
+  with echo() as (upstream, log):
     front = Front(upstream, make, max_images=2)
     answer = await front.client.post(
         "/v1/chat/completions", json=chat(*["https://a.test/i.png"] * 3)
     )
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "too_many_images"
-    assert not seen.requests
+    assert not log.requests
   gone = await front.client.post("/v1/chat/completions", json=chat())
   assert gone.status_code == 502
   assert gone.json()["error"]["code"] == "upstream_failed"
@@ -257,15 +528,57 @@ async def test_streams_are_passed_on_as_they_come(make):
   assert b"".join(parts) == b"data: 0\n\ndata: 1\n\n"
 
 
+async def test_a_client_that_vanishes_ends_the_upstream_s_work(make):
+  """Before the answer's head and in the middle of a stream."""
+  left = []
+
+  async def app(scope, receive, send):
+    if scope["type"] != "http":
+      return
+    if scope["path"] == "/v1/stream":
+      await send({"type": "http.response.start", "status": 200, "headers": []})
+      await send({"type": "http.response.body", "body": b"a",
+                  "more_body": True})  # pyformat: disable
+    while (await receive())["type"] != "http.disconnect":
+      pass
+    left.append(scope["path"])
+
+  with http_server.LoopbackServer(app) as server:
+    proxy = image_proxy.ImageProxy(
+        server.url, media.MediaLimits(), loader=make()
+    )
+    with http_server.LoopbackServer(proxy.asgi) as front:
+      port = int(front.url.rpartition(":")[2])
+      for path in ("/v1/wait", "/v1/stream"):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(
+            b"POST %s HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Length: 2\r\n\r\n{}" % path.encode()
+        )
+        await asyncio.sleep(0.3)
+        assert path not in left
+        writer.transport.abort()
+        for _ in range(1000):
+          if path in left:
+            break
+          await asyncio.sleep(0.01)
+        assert path in left
+
+
 async def test_strangers_are_refused_and_the_upstream_has_its_own_token(make):
-  with echo() as (upstream, seen):
+  with echo() as (upstream, log):
     front = Front(upstream, make, token="secret", upstream_token="theirs")
     path = "/v1/chat/completions"
     assert (await front.client.post(path, json=chat())).status_code == 401
     mine = {"authorization": "Bearer secret"}
     answer = await front.client.post(path, json=chat(), headers=mine)
     assert answer.status_code == 200
-    assert seen.requests[-1][3]["authorization"] == "Bearer theirs"
+    assert log.requests[-1][3]["authorization"] == "Bearer theirs"
+    assert (await front.client.get("/health")).status_code == 200
+    for path in ("/metrics", "/v1/models", "/healthy", "/x/health"):
+      assert (await front.client.get(path)).status_code == 401
+    assert (await front.client.post("/health")).status_code == 401
+    path = "/v1/chat/completions"
     page = {**mine, "origin": "http://evil.example"}
     answer = await front.client.post(path, json=chat(), headers=page)
     assert answer.status_code == 403
@@ -304,12 +617,80 @@ async def test_our_own_server_samples_what_the_address_shows(
   assert ids[0] and ids[0] == ids[1]
 
 
+async def test_a_run_s_sampling_holds_in_front_of_an_engine(make, running):
+  """Left out, it is filled in; another one is marked, and counted."""
+  rule = sampling_rule.SamplingRule(temperature=0.7, top_k=5)
+  front = Front(running.url, make, rule=rule)
+  path = "/v1/chat/completions"
+  body = {"model": small_server.MODEL, "seed": 3, "max_tokens": 6,
+          "messages": [{"role": "user", "content": "go"}],
+          "return_token_ids": True, "logprobs": True}  # pyformat: disable
+  own = await front.client.post(path, json=body, timeout=60)
+  assert own.status_code == 200, own.text
+  assert "x-untrained" not in own.headers
+  (choice,) = own.json()["choices"]
+  assert "untrained" not in choice
+  direct = httpx.post(
+      running.url + path, json={**body, "temperature": 0.7, "top_k": 5},
+      timeout=60,
+  )  # pyformat: disable
+  (expected,) = direct.json()["choices"]
+  assert choice["token_ids"] == expected["token_ids"]
+  assert choice["logprobs"] == expected["logprobs"]
+  assert not front.proxy.untrained_requests
+  cold = {**body, "temperature": 0.2}
+  answer = await front.client.post(path, json=cold, timeout=60)
+  reason = "temperature=0.2, not the run's 0.7"
+  assert answer.headers["x-untrained"] == reason
+  assert answer.json()["choices"][0]["untrained"] == reason
+  events = [{"type": "model_call", "messages": body["messages"]},
+            {"type": "model_output", "modelOutput": answer.json()}]
+  turns = conversion.turns_of(events)
+  assert conversion.untrained_of(turns, rule, {}) == {0: reason}
+  streamed = await front.client.post(
+      path, json={**cold, "stream": True}, timeout=60
+  )
+  assert streamed.headers["x-untrained"] == reason
+  assert streamed.text.endswith("data: [DONE]\n\n")
+  assert front.proxy.untrained_requests == 2
+
+
+async def test_a_run_s_sampling_in_each_protocol_or_a_refusal(make):
+  rule = sampling_rule.SamplingRule(
+      temperature=0.7, min_p=0.1, other="refuse"
+  )
+  filled = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "min_p": 0.1}
+  with echo() as (upstream, seen):
+    front = Front(upstream, make, rule=rule)
+    for path, body, expected in (
+        ("/v1/completions", {"prompt": "a"}, {"prompt": "a", **filled}),
+        ("/generate", {"text": "a", "sampling_params": {"top_k": 0}},
+         {"text": "a", "sampling_params": {**filled, "top_k": 0}}),
+        ("/inference/v1/generate", {"token_ids": [1]},
+         {"token_ids": [1], "sampling_params": filled}),
+        ("/v1/responses", {"input": "a"},
+         {"input": "a", "temperature": 0.7, "top_p": 1.0}),
+        ("/v1/embeddings", {"input": "a"}, {"input": "a"}),
+    ):  # pyformat: disable
+      assert (await front.client.post(path, json=body)).status_code == 200
+      assert json.loads(seen.requests[-1][-1]) == expected
+    count = len(seen.requests)
+    answer = await front.client.post(
+        "/generate", json={"text": "a", "sampling_params": {"top_p": 0.5}}
+    )
+    assert answer.status_code == 400 and len(seen.requests) == count
+    error = answer.json()["error"]
+    assert error["param"] == "top_p" and "temperature=0.7" in error["message"]
+
+
 @pytest.mark.parametrize(
     "argv, words",
     [
         (["--upstream", "moon"], "upstream='moon'"),
         (["--upstream", "http://a:1", "--allow-host", "*.b"], "allowed_hosts"),
         (["--upstream", "http://a:1", "--host", "0.0.0.0"], "needs a token"),
+        (["--upstream", "http://a:1", "--sampling", '{"heat": 1}'],
+         '--sampling={"heat": 1}'),
     ],
 )
 def test_the_command_refuses_what_cannot_be(argv, words, capsys, monkeypatch):

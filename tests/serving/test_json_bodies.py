@@ -43,19 +43,17 @@ def test_every_object_is_read_and_written_as_it_is(value, ascii_, encoding):
   assert json.loads(bodies.write_json(value)) == value
 
 
+@pytest.mark.parametrize("levels", (250, 900, 2000, 200_000))
+def test_what_is_nested_too_deep_to_be_written_is_refused(levels):
+  for start in (b"", b"\xef\xbb\xbf"):  # Of the standard library's reader.
+    deep = start + b'{"a": ' + b"[" * levels + b"]" * levels + b"}"
+    with pytest.raises(errors.ApiError, match="not JSON: .*(nested|recurs)"):
+      read(deep)
+
+
 def test_what_only_the_standard_library_reads_is_read():
-  deep = b'{"a": ' + b"[" * 2000 + b"]" * 2000 + b"}"
-  if isinstance(_loaded(deep), dict):
-    assert read(deep) == _loaded(deep)
   pair = json.dumps({"a": "\U0001f642"})
   assert "\\ud83d" in pair and read(pair.encode()) == {"a": "\U0001f642"}
-
-
-def _loaded(body):
-  try:
-    return json.loads(body)
-  except RecursionError:
-    return None
 
 
 @pytest.mark.parametrize(

@@ -99,9 +99,9 @@ def test_a_stream_adds_up_to_the_whole_answer(running):
         ({"tool_choice": {"type": "function", "function": {"name": "g"}},
           "tools": [{"type": "function", "function": {"name": "f"}}]},
          "tool_choice", "name of one of the tools"),
-        ({"response_format": {"type": "json_object"}, "tools": [{
+        ({"extra_body": {"guided_regex": "a"}, "tools": [{
             "type": "function", "function": {"name": "f"}}]},
-         "response_format", "no room for tool calls"),
+         "guided_regex", "no room for tool calls"),
         ({"response_format": {"type": "grammar"}}, "response_format.type",
          "json_schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {
@@ -507,7 +507,7 @@ def test_without_a_token_only_names_of_the_loopback_interface_are_answered(
   for path in ("/rl/start_session", "/v1/completions"):
     answer = running.post(path, host=host)
     assert answer.status_code == 403
-    assert answer.json()["error"]["code"] == "wrong_host"
+    assert answer.json()["error"]["code"] == "cross_site"
 
 
 @pytest.mark.parametrize(
@@ -552,6 +552,46 @@ def test_bad_values_are_the_clients_fault(running, path, body):
   answer = running.post(path.format(name), {"session_id": name, **body})
   assert answer.status_code == 400, answer.text
   assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_session_exports_whatever_it_accepted(running):
+  """No message, name or reward that is taken keeps the rest back."""
+  odd = ["\ud800", "\x00\u2028", "\U0010ffff" * 9, "NaN", ""]
+  deep = '{"a": ' * 150 + "1" + "}" * 150
+  messages = [[{"role": "user", "content": text}] for text in odd]
+  messages.append([
+      {"role": "user", "content": "x"},
+      {"role": "assistant", "content": None, "tool_calls": [{
+          "id": "c", "type": "function",
+          "function": {"name": "f", "arguments": deep},
+      }]},
+      {"role": "tool", "tool_call_id": "c", "content": deep},
+  ])  # pyformat: disable
+  session = start(running, task_id="\x00\u2028")
+  path = f"/sessions/{session['session_id']}"
+  accepted = 0
+  for one in messages:
+    body = {"model": MODEL, "messages": one, "max_tokens": 2}
+    answer = running.post(
+        f"{path}/v1/chat/completions", content=json.dumps(body).encode()
+    )
+    assert answer.status_code in (200, 400), answer.text
+    if answer.status_code == 200:
+      accepted += 1
+      for reward in (1e400, -9e29, 5e-324, 2**70):
+        reply = running.post(
+            f"{path}/rl/set_reward",
+            content=json.dumps({
+                "reward": reward, "interaction_id": answer.json()["id"]
+            }).encode(),
+        )  # pyformat: disable
+        assert reply.status_code == (400 if reward == 1e400 else 200)
+  assert accepted > 2
+  for style in ("individual", "concat"):
+    for arrays in ("lists", "tensors"):
+      exported = export(running, session, style=style, arrays=arrays)
+      assert len(exported) == accepted
+      assert all(np.isfinite(one["reward"]) for one in exported.values())
 
 
 def test_a_stream_that_fails_says_so(running, monkeypatch):

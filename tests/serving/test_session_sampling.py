@@ -13,8 +13,8 @@ from rollout_server import ask
 from rollout_server import export
 from rollout_server import screenshot
 from rollout_server import start
+from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.learner import logprobs as learner_logprobs
-from tunix.rl.multi_turn.serving import session_sampling
 
 pytestmark = pytest.mark.timeout(300)
 GO = [{"role": "user", "content": "go"}]
@@ -87,8 +87,8 @@ def test_a_turn_of_another_distribution_is_answered_and_masked(running, name):
   assert turns[1]["untrained"].startswith(field)
   assert not turns[0]["untrained"] and not turns[2]["untrained"]
   fields = {**OTHERS[name], **OTHERS[name].get("extra_body", {})}
-  for key in session_sampling.FIELDS:
-    default = getattr(session_sampling.SessionSampling(), key)
+  for key in sampling_rule.FIELDS:
+    default = getattr(sampling_rule.SamplingRule(), key)
     assert turns[0][key] == turns[2][key] == default
     assert turns[1][key] == fields.get(key, default)
   assert one["untrained_tokens"] == len(other.token_ids)

@@ -319,3 +319,25 @@ def test_statistics_of_a_hook_do_without_what_another_read_has_taken(tmp_path):
     meta = counting.read()["data"]["meta_info"]
     assert meta["seen"] == ["b-0", "b-1"]
     assert counting.stats()["errors"] == []
+
+
+def test_a_step_that_a_buffer_cannot_hold_is_refused_with_both_numbers(
+    tmp_path,
+):
+  """Else its trainer would wait without end."""
+  limits = settings.BufferLimits(group_size=2, max_items=24)
+  with buffer_services.Running(tmp_path / "buffer", limits=limits) as running:
+    payload = {
+        "task_type": "external", "num_repeat_per_sample": 5,
+        "rollout_batch_size": 5,
+    }  # pyformat: disable
+    refused = running.post("/start_rollout", payload)
+    assert refused.status_code == 422
+    assert "rollout_batch_size=5 groups of" in refused.json()["detail"]
+    assert "are 25 items, and --max-items=24" in refused.json()["detail"]
+    for path in ("/get_rollout_data", "/buffer/read"):
+      answer = running.post(path, {"batch_size": 25})
+      assert answer.status_code == 422
+      assert "batch_size=25 exceeds --max-items=24" in answer.json()["detail"]
+    fits = {**payload, "num_repeat_per_sample": 4}
+    assert running.post("/start_rollout", fits).status_code == 200

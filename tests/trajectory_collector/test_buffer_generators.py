@@ -20,6 +20,7 @@ from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
     generators_run,
 )
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import plugins
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import rights
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import settings
 
 BUILT_IN = plugins.discover(()).generators
@@ -42,6 +43,7 @@ def write_rows(path, rows):
 def play(task_type, data):
   """A built-in generator, run here."""
   module = plugins.load(BUILT_IN[task_type].path)
+  data = {rights.ALLOWED: {"gyms": ["desktop"], "client_settings": []}, **data}
   asyncio.run(module._run(data))  # pylint: disable=protected-access
 
 
@@ -91,6 +93,9 @@ def test_mathematics_is_played_checked_and_read(running, tmp_path):
     assert item["extra_info"]["round_number"] == 1
     assert item["extra_info"]["token_exact"] is False
     assert float(item["extra_info"]["timestamp"]) > 1e9
+    assert item["sampling_params"] == {
+        "max_tokens": 32, "temperature": 0.8, "top_p": 1.0
+    }  # pyformat: disable
   assert {i["reward"] for i in items} == {0.0, 1.0}
   seeds = [b["seed"] for b in server.bodies]
   assert len(set(seeds)) == 12
@@ -206,7 +211,7 @@ def test_the_desktop_is_played_by_an_openai_server(running, tmp_path):
     running.start(num_repeat_per_sample=2, group_rules="raw")
     play("desktop", payload(
         running, rows, task_type="desktop", remote_engine_url=url,
-        image_token_id=9,
+        image_token_id=9, sampling_params={"temperature": 0.6},
     ))  # pyformat: disable
   items = running.read()["data"]["data"]
   assert len(items) == 4 and turns[1] >= 1
@@ -221,6 +226,7 @@ def test_the_desktop_is_played_by_an_openai_server(running, tmp_path):
       assert store.get(span.image).shape == (96, 128, 3)
       assert set(sequence.tokens[span.offset : span.end]) == {9}
     assert item["extra_info"]["token_exact"] is True
+    assert item["sampling_params"]["temperature"] == 0.6
     assert 0 <= item["reward"] <= 1
 
 

@@ -94,6 +94,27 @@ async def _raise(*args):
   raise ZeroDivisionError("no")
 
 
+def test_waiting_for_an_engine_s_weights_costs_an_episode_no_time(runner):
+  """Neither its model call nor its turn nor itself."""
+
+  async def model(messages):
+    with concurrency.off_the_clock():
+      await asyncio.sleep(0.6)
+    return await fakes.say_x(messages)
+
+  deadlines = dataclasses.replace(PATIENT, model=0.5, step=0.5, turn=0.55)
+  for timeout in (1.0, 0.0001):
+    result, faults = run(
+        fakes.ListAgent(), fakes.ScriptEnv(), model, runner=runner,
+        deadlines=deadlines, timeout=timeout,
+    )  # pyformat: disable
+    if timeout == 1.0:  # Three turns, which wait for 1.8 s.
+      assert result.status is Status.SUCCEEDED and not faults
+      assert len(result.steps) == 3
+    else:
+      assert result.status is Status.TIMEOUT
+
+
 @pytest.mark.parametrize(
     "model, status, kind",
     [

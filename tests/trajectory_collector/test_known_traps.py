@@ -4,12 +4,15 @@ The ones that concern tool parsers, models and learners stand with those.
 """
 
 import asyncio
+import dataclasses
+import json
 import queue as std_queue
 import threading
 
 import collector_fakes as fakes
 import numpy as np
 import pytest
+from tunix.rl.multi_turn import tools
 from tunix.rl.multi_turn import trajectory_collector as tc
 from tunix.rl.multi_turn.agents import ToolAgent
 from tunix.rl.multi_turn.core import policy_client
@@ -304,3 +307,48 @@ def test_completions_without_a_version_or_log_prob_are_refused():
   )
   assert result.status is Status.MODEL_ERROR
   assert "log-prob" in result.error
+
+
+@pytest.mark.parametrize("keeps", ["the whole call", "half of the call"])
+def test_a_reply_cut_at_its_length_runs_the_calls_that_are_whole(keeps):
+  """docs/decisions.md, "A reply that was cut off"; real tools and grammar."""
+  call = json.dumps({"name": "calculator", "arguments": {"expression": "6*7"}})
+  text = f"<tool_call>\n{call}\n</tool_call>"
+  length = len(text) + 3 if keeps == "the whole call" else len(text) // 2
+  endless = [ord(c) + 10 for c in text + " and on and on"]
+  end = [ord(c) + 10 for c in "42"] + [fakes.EOT]
+
+  class Client(fakes.TokenClient):
+
+    async def generate(self, prompt, sampling, *, session):
+      completion = await super().generate(prompt, sampling, session=session)
+      return dataclasses.replace(
+          completion, logprobs=np.full(len(completion.tokens), -1.0)
+      )
+
+  client = Client(lambda turn, _: end if turn else endless)
+  policy = tc.PolicyModel(
+      client,
+      fakes.CharRenderer(),
+      policy_client.SamplingParams(max_new_tokens=length),
+  )
+  task = {"question": "6*7=?", "ground_truth": "42"}
+  tool_map = {"calculator": tools.CalculatorTool}
+  result = asyncio.run(
+      tc.TrajectoryCollectEngine(
+          ToolAgent(tool_map=tool_map, on_parse_error="retry"),
+          ToolEnvironment(task, tool_map, reward_fn="exact_match"),
+          policy,
+      ).collect()
+  )
+  assert result.status.is_policy_outcome, result.error
+  first = result.steps[0]
+  assert first.info["response_truncated"]
+  (sequence, *_) = result.sequences
+  assert (sequence.loss_mask & (sequence.turn_ids == 0)).sum() == length
+  shown = "".join(chr(t - 10) for t in client.prompts[1] if t > 10)
+  if keeps == "the whole call":
+    assert [c.name for c in first.action.tool_calls] == ["calculator"]
+    assert "returned result: 42" in shown
+  else:
+    assert not first.action.tool_calls and "returned result" not in shown

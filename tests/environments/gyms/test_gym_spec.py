@@ -144,15 +144,16 @@ def test_a_gym_is_registered_under_a_name_once(lamps):
 
 
 def test_a_plain_class_is_a_gym_with_defaults():
-  spec = gyms.get(f"{HERE}:LampGym")
+  spec = gyms.get(f"{HERE}:LampGym", "operator")
   assert spec.make is LampGym and spec.tasks is None
   assert spec.name == f"{HERE}:LampGym"
-  assert gyms.get(f"{HERE}:GYM").doc == GYM.doc
-  assert gyms.from_config({"name": f"{HERE}:GYM", "lamps": 2}).lamps == 2
+  assert gyms.get(f"{HERE}:GYM", "operator").doc == GYM.doc
+  gym = gyms.from_config({"name": f"{HERE}:GYM", "lamps": 2}, "operator")
+  assert gym.lamps == 2
   with pytest.raises(TypeError, match="GymSpec"):
-    gyms.get(f"{HERE}:HERE")
+    gyms.get(f"{HERE}:HERE", "operator")
   with pytest.raises(ImportError):
-    gyms.get(f"{HERE}:NoGym")
+    gyms.get(f"{HERE}:NoGym", "operator")
 
 
 # --- options ------------------------------------------------------------------

@@ -33,6 +33,7 @@ from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.policy import compile_cache
 from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.reporting import report
+from tunix.rl.multi_turn.run import addresses
 from tunix.rl.multi_turn.run import disk_full
 from tunix.rl.multi_turn.run import evaluator
 from tunix.rl.multi_turn.run import interrupts
@@ -59,7 +60,7 @@ def main(
     evaluation = build(config or config_lib.load_evaluation(argv))
     config = evaluation.config
     if config.run.dry_run:
-      print(evaluation.describe())
+      print(evaluation.describe() + addresses.unreachable(config))
       evaluation.subject.close(loop_thread.STOP_TIMEOUT_S)
       return 0
     return run_to_end(evaluation)

@@ -42,6 +42,7 @@ from tunix.rl.multi_turn.policy import compile_cache
 from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.reporting import report
 from tunix.rl.multi_turn.reporting import watchdog
+from tunix.rl.multi_turn.run import addresses
 from tunix.rl.multi_turn.run import disk_full
 from tunix.rl.multi_turn.run import dry_run
 from tunix.rl.multi_turn.run import evaluation
@@ -172,6 +173,7 @@ def main(
               run.engine,
               run.memory,
           )
+          + addresses.unreachable(run.config)
       )
       run.engine.close()
       return 0

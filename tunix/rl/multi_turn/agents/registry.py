@@ -56,14 +56,14 @@ for _name, _preset in presets.PRESETS.items():
 
 
 def get(name: str) -> AgentSpec:
-  """The spec of a registered name, or of the object at a path.
+  """The spec of a registered name, or of the object at an operator's path.
 
   Raises:
     ValueError: unknown; the message names the nearest one.
     ImportError: nothing at that path.
   """
-  found = AGENTS.get(name)
-  return found if isinstance(found, AgentSpec) else AgentSpec(found)
+  spec = AGENTS.get(name, "operator")
+  return spec if isinstance(spec, AgentSpec) else AgentSpec(spec)
 
 
 _PARAMETERS = {
@@ -156,7 +156,7 @@ def screenshot_options(config: settings.AgentConfig) -> dict[str, int]:
   """
   if config.resize == "none":
     return {}
-  parser = tool_parser.get_tool_parser(config.parser)
+  parser = tool_parser.get_tool_parser(config.parser, "operator")
   rule = getattr(parser, "resizing", None)
   if rule is None:
     raise ValueError(

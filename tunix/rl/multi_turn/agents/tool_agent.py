@@ -104,7 +104,7 @@ class ToolAgent(base_agent.BaseAgent):
       raise ValueError("give tool_map or tools_schema, not both")
     self.system_prompt = system_prompt or ""
     self.tool_manager = manager.ToolManager(tool_map)
-    self.tool_parser = tool_parser.make_tool_parser(parser_name)
+    self.tool_parser = tool_parser.make_tool_parser(parser_name, "operator")
     if screen and isinstance(self.tool_parser, tool_parser.GuiActionParser):
       self.tool_parser = copy.copy(self.tool_parser)  # It may be shared.
       self.tool_parser.screen = screen

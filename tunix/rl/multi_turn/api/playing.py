@@ -164,7 +164,7 @@ def _by_session(
         f"environment.name={found.environment.name} acts on no gym; oracles and"
         " scripts play environment=cua"
     ])
-  spec = gyms.get(found.gym.name)
+  spec = gyms.get(found.gym.name, "operator")
   if script is None and spec.oracle is None:
     raise config_lib.ConfigError([
         f"gym.name={found.gym.name} has no oracle; give a policy, or a list of"

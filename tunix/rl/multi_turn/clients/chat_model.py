@@ -27,6 +27,7 @@ import tenacity
 from tunix.rl.multi_turn.core import data_urls
 from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import trajectory
@@ -411,7 +412,7 @@ def _body_of(error: http.CallError) -> Mapping[str, Any]:
   if error.answer is None:
     return {}
   try:
-    data = http.json_of(error.answer.content)
+    data = json_text.parse(error.answer.content)
   except ValueError:
     return {}
   found = data.get("error", data) if isinstance(data, Mapping) else {}

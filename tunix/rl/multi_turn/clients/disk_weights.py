@@ -23,7 +23,8 @@ only once all engines sample with it, so that a token's recorded version is
 never newer than its weights; an engine that was paused is resumed, also where
 loading failed (`wake` resumes one that a killed process left paused). After a
 failure `failure` is set: the engine may hold half of the weights, and nothing
-may be sampled from it. Every call has a deadline. The newest `keep`
+may be sampled from it. Every call has a deadline, and `close` ends the one in
+progress; no thread of a hand-over holds the process's end. The newest `keep`
 versions stay on the disk, also after the run, until a later run on the same
 machine has handed over weights of its own (`locked_dir`).
 
@@ -32,8 +33,10 @@ Does not start engines. Needs httpx.
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -48,6 +51,7 @@ from tunix.rl.multi_turn.clients import hand_over_probe
 from tunix.rl.multi_turn.clients import locked_dir
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.core import worker_pool
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy import lora_files
@@ -92,6 +96,10 @@ class Engine(Protocol):
     Raises:
       HandOverError: It cannot be reached, or stays paused.
     """
+    ...
+
+  def interrupt(self) -> None:
+    """Ends the call in progress; further ones fail, but for a resumption."""
     ...
 
 
@@ -195,7 +203,8 @@ class DiskWeights:
     self._clients = list(clients)
     self._keep = keep
     self._probes = list(probes)
-    self._thread = concurrent.futures.ThreadPoolExecutor(1, "tunix-weights")
+    self._thread = worker_pool.WorkerPool(1, idle=None, name="tunix-weights")
+    self._jobs: list[worker_pool.Job] = []
     self._lock = threading.Lock()
     self._published = -1
     self._times = 0
@@ -206,6 +215,8 @@ class DiskWeights:
     """Version that all engines sample with; -1 before the first one."""
     self.loading: concurrent.futures.Future[None] | None = None
     """Done when the engines have loaded; None while none is loading."""
+    self.on_loading: Callable[[], None] = lambda: None
+    """Called, in another thread, when `loading` has changed."""
     self.failure: BaseException | None = None
     """Why the last load failed: engines may hold half of the weights."""
 
@@ -237,9 +248,10 @@ class DiskWeights:
             " by another DiskWeights"
         )
       # The future first: one that is closed has published nothing.
-      done = self._thread.submit(self._hand_over, version, params)
+      job = self._thread.submit(lambda: self._hand_over(version, params))
+      self._jobs = [j for j in self._jobs if not j.future.done()] + [job]
       self._published = version
-    return done
+    return job.future
 
   def wake(self) -> None:
     """See `Engine.wake`."""
@@ -250,19 +262,26 @@ class DiskWeights:
     """Ends hand-overs: begins no further step of them. Idempotent.
 
     Args:
-      timeout_s: Longest wait for the step in progress; None: its own deadline.
+      timeout_s: Longest wait for the step in progress, whose call is ended
+        then; None: its own deadline.
     """
     self._closing = True
-    self._thread.shutdown(wait=timeout_s is None, cancel_futures=True)
-    loading = self.loading
-    if timeout_s is not None and loading is not None:
-      if not concurrent.futures.wait([loading], timeout_s).done:
-        _LOG.warning(
-            "a hand-over to %s goes on after %g s; the process ends when it"
-            " does", ", ".join(e.url for e in self._engines), timeout_s,
-        )
-        return  # Its files are still read.
-    self._thread.shutdown(wait=True)
+    for job in self._jobs:
+      if not job.running:
+        self._thread.abandon(job)  # Where it has not begun.
+    current = [job.future for job in self._jobs if not job.future.done()]
+    if not concurrent.futures.wait(current, timeout_s).not_done:
+      self._thread.close()
+      self._folder.release()
+      return
+    for engine in self._engines:
+      engine.interrupt()
+    urls = ", ".join(engine.url for engine in self._engines)
+    if concurrent.futures.wait(current, _INTERRUPTED_S).not_done:
+      _LOG.warning("a hand-over to %s does not end; its files stay", urls)
+      return
+    _LOG.warning("the hand-over to %s was ended half-way", urls)
+    self._thread.close()
     self._folder.release()
 
   def _check_open(self) -> None:
@@ -270,10 +289,12 @@ class DiskWeights:
       raise HandOverError("the hand-over was ended by close()")
 
   def _hand_over(self, version: int, params: Any) -> int:
+    self._check_open()
     path = self._write(version, params)
     seen = str(self._seen_at / self._folder.name / path.name)
     loading: concurrent.futures.Future[None] = concurrent.futures.Future()
     self.loading = loading
+    self.on_loading()
     try:
       self._check_open()
       self._load(seen, version, self._engines)
@@ -288,12 +309,18 @@ class DiskWeights:
     finally:
       self.loading = None
       loading.set_result(None)
+      self.on_loading()
     self._forget()
     return version
 
   def _load(self, path: str, version: int, engines: Sequence[Engine]) -> None:
-    with concurrent.futures.ThreadPoolExecutor(len(engines)) as pool:
-      loads = [pool.submit(e.load, path, version) for e in engines]
+    pool = worker_pool.WorkerPool(len(engines), name="tunix-load")
+    loads = [
+        pool.submit(functools.partial(engine.load, path, version)).future
+        for engine in engines
+    ]
+    concurrent.futures.wait(loads)
+    pool.close()
     for load in loads:  # All have ended; raises the first failure.
       load.result()
 
@@ -465,12 +492,22 @@ class VllmEngine:
           },
       )
 
+  def interrupt(self) -> None:
+    self._http.interrupt()
+
   def _resumed(self) -> str:
     """Resumes the server; says whether it could."""
     for pause_s in _RESUME_AFTER_S:
+      ending = self._http.interrupted
+      if ending and pause_s:
+        break
       time.sleep(pause_s)
       try:
-        self._http.post("/resume", timeout_s=_RESUME_S)
+        self._http.post(
+            "/resume",
+            timeout_s=_END_S if ending else _RESUME_S,
+            at_the_end=True,
+        )
         return _RESUMED
       except HandOverError as error:
         _LOG.warning("%s", error)
@@ -488,6 +525,9 @@ class SglangEngine:
 
   def wake(self) -> None:
     """Does nothing: it is never paused."""
+
+  def interrupt(self) -> None:
+    self._http.interrupt()
 
   def load(self, path: str, version: int) -> None:
     answer = self._http.post(
@@ -507,6 +547,9 @@ class SglangEngine:
 _RESUMED = "was resumed"
 _RESUME_AFTER_S = (0.0, 1.0, 5.0)
 _RESUME_S = 30.0
+_END_S = 2.0
+_INTERRUPTED_S = 2 * _END_S
+"""Longest wait for a call that was ended, and the resumption after it."""
 
 _NEEDED = {
     "/v1/load_lora_adapter": (
@@ -525,6 +568,19 @@ class _Http:
     self._url = url
     self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     self._timeout_s = timeout_s
+    self._lock = threading.Lock()
+    self._calls: set[
+        tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]
+    ] = set()
+    self.interrupted = False
+
+  def interrupt(self) -> None:
+    """See `Engine.interrupt`. Thread-safe."""
+    with self._lock:
+      self.interrupted = True
+      for loop, task in self._calls:
+        if task is not None:
+          loop.call_soon_threadsafe(task.cancel)
 
   def post(self, path: str, body: Any = None, **options: Any) -> Any:
     """See `call`."""
@@ -537,6 +593,7 @@ class _Http:
       body: Any = None,
       optional: bool = False,
       timeout_s: float = math.inf,
+      at_the_end: bool = False,
   ) -> Any:
     """Returns the answer's JSON, None for an answer without.
 
@@ -546,11 +603,16 @@ class _Http:
       body: JSON of the request.
       optional: A server without this path is fine; returns None.
       timeout_s: Deadline, where that of all calls is longer.
+      at_the_end: The call is made after `interrupt`, too.
     """
     url = self._url + path
     timeout_s = min(timeout_s, self._timeout_s)
     try:
+      if self.interrupted and not at_the_end:
+        raise asyncio.CancelledError()
       return concurrency.drive(self._call(method, url, body, timeout_s))
+    except asyncio.CancelledError:
+      raise HandOverError(f"{url}: the run ended before its answer") from None
     except http.CallError as error:
       answer = error.answer
       if answer is not None and answer.ok:
@@ -574,10 +636,15 @@ class _Http:
   async def _call(
       self, method: str, url: str, body: Any, timeout_s: float
   ) -> Any:
+    call = asyncio.get_running_loop(), asyncio.current_task()
     calls = http.Http(headers=self._headers, proxies=True)
+    with self._lock:
+      self._calls.add(call)
     try:
       return await calls.json(method, url, timeout_s, body=body)
     finally:
+      with self._lock:
+        self._calls.discard(call)
       await calls.aclose()
 
 

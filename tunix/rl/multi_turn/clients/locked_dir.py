@@ -22,6 +22,8 @@ import shutil
 import socket
 import time
 
+from tunix.rl.multi_turn.core import json_text
+
 try:
   import fcntl
 except ImportError:
@@ -95,7 +97,7 @@ def _delete_if_ended(owner: pathlib.Path, name: str) -> bool:
   except OSError:  # Deleted meanwhile, or of another user.
     return False
   try:
-    who = json.loads(os.pread(held, 4096, 0))
+    who = json_text.parse(os.pread(held, 4096, 0))
     if who["machine"] != socket.gethostname():
       return False
     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -37,7 +37,6 @@ import asyncio
 import collections
 import dataclasses
 import hashlib
-import math
 import secrets
 from typing import Any, Awaitable, Callable, Mapping, Sequence
 
@@ -49,6 +48,7 @@ from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import data_urls
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import sampling_rule
 
 PROTOCOLS = ("tunix", "vllm", "sglang")
 _RELEASE_S = 10.0
@@ -204,8 +204,9 @@ class OpenAIClient:
       # A repeated request must be the same, another call another one.
       sampling = dataclasses.replace(sampling, seed=secrets.randbelow(1 << 31))
     try:
-      async with asyncio.timeout(self._timeout_s) as clock:
-        return await self._generate(prompt, sampling, session, clock)
+      return await concurrency.inline_deadline(
+          self._generate(prompt, sampling, session), self._timeout_s
+      )
     except TimeoutError as error:
       raise TimeoutError(
           f"no completion from {self._root} within timeout_s="
@@ -278,7 +279,6 @@ class OpenAIClient:
       prompt: policy_client.TokenPrompt,
       sampling: policy_client.SamplingParams,
       session: str,
-      clock: asyncio.Timeout,
   ) -> policy_client.Completion:
     """Asks until the completion is whole."""
     parts: list[policy_client.Completion] = []
@@ -296,7 +296,8 @@ class OpenAIClient:
             f" {self.context_length}; shorten the history"
         )
       if self.before_request is not None:
-        await _without(clock, self.before_request())
+        with concurrency.off_the_clock():
+          await self.before_request()
       # Weights may change on the way: the older version is the safe one.
       version = self.version
       answer = await self._ask(at, _rest(sampling, done, len(parts)), session)
@@ -400,10 +401,7 @@ class OpenAIClient:
   ) -> str:
     body = {
         "task_id": session,
-        "sampling": {
-            field: getattr(sampling, field)
-            for field in ("temperature", "top_p", "top_k", "min_p")
-        },
+        "sampling": sampling_rule.fields_of(sampling),
         # Trained on are the replies' own log-probs, whatever their sampling.
         "other_sampling": "train",
     }
@@ -545,17 +543,6 @@ def _failed(started: asyncio.Future[str]) -> bool:
 def _id_of(answer: Any) -> str:
   """Session id in the answer to a start."""
   return remote_protocols.field(answer, "session_id", str)
-
-
-async def _without(clock: asyncio.Timeout, awaitable: Awaitable[None]) -> None:
-  """Awaits it while the clock stands still."""
-  loop = asyncio.get_running_loop()
-  seconds = (clock.when() or math.inf) - loop.time()
-  clock.reschedule(None)
-  try:
-    await awaitable
-  finally:
-    clock.reschedule(loop.time() + seconds)
 
 
 def _rest(

@@ -29,6 +29,7 @@ from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import data_urls
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.trajectory_collector import model_calls
 
@@ -81,7 +82,7 @@ class ProxyConnection:
     self.name = model
     self.openai = openai
     self.urls = data_urls.DataUrls(image_store)
-    self._other_sampling = other_sampling
+    self.other_sampling = other_sampling
     # A client checks each of its idle connections at every request: with a
     # hundred episodes that would be most of a turn's cost here.
     self._clients = [
@@ -128,11 +129,8 @@ class ProxyConnection:
     """
     body = {
         "task_id": name,
-        "sampling": {
-            field: getattr(sampling, field)
-            for field in ("temperature", "top_p", "top_k", "min_p")
-        },
-        "other_sampling": self._other_sampling,
+        "sampling": sampling_rule.fields_of(sampling),
+        "other_sampling": self.other_sampling,
     }
     # Repeated because the answer was lost, the call returns the same session.
     name_of_request = {"Idempotency-Key": uuid.uuid4().hex}
@@ -203,6 +201,7 @@ class ProxySession:
     self._written: list[tuple[Message, Message]] = []
     self._answers = 0
     self._sequences: list[trajectory.TokenSequence] | None = None
+    self._untrained: dict[str, str] = {}  # Reasons by id of the answer.
     self.untrained_tokens = 0
     self.render_seconds = 0.0
 
@@ -290,20 +289,25 @@ class ProxySession:
       )
       exported = answer["interactions"].values()
       self._sequences = [sequence_of(entry) for entry in exported]
-      self.untrained_tokens = sum(
-          entry.get("untrained_tokens", 0) for entry in exported
+      self._untrained = _reasons(exported)
+      self._report_untrained(
+          sum(entry.get("untrained_tokens", 0) for entry in exported),
+          self._untrained.values(),
       )
-      if self.untrained_tokens:
-        _LOG.warning(
-            "episode %r: %d tokens are not trained on, as their requests asked"
-            " for another distribution than the run's: %s; let the agent leave"
-            " these fields out",
-            self._name,
-            self.untrained_tokens,
-            "; ".join(_reasons(exported)),
-        )
     finally:
       await self._connection.drop(session)
+
+  def _report_untrained(self, tokens: int, reasons: Iterable[str]) -> None:
+    self.untrained_tokens = tokens
+    if tokens:
+      _LOG.warning(
+          "episode %r: %d tokens are not trained on, as their requests asked"
+          " for another distribution than the run's: %s; let the agent leave"
+          " these fields out",
+          self._name,
+          tokens,
+          "; ".join(dict.fromkeys(reasons)),
+      )
 
   async def _open(self) -> None:
     started = await self._connection.start(self._name, self._sampling)
@@ -339,12 +343,14 @@ class ProxySession:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _reasons(exported: Iterable[Mapping[str, Any]]) -> list[str]:
-  """Why tokens are not trained on, each reason once."""
-  reasons = (
-      turn["untrained"] for entry in exported for turn in entry["sampling"]
-  )
-  return list(dict.fromkeys(filter(None, reasons)))
+def _reasons(exported: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+  """Why tokens of answers are not trained on, by id of the answer."""
+  return {
+      turn["interaction_id"]: turn["untrained"]
+      for entry in exported
+      for turn in entry["sampling"]
+      if turn["untrained"]
+  }
 
 
 def context_limit(error: Any) -> policy_client.ContextLimitError:

@@ -16,6 +16,7 @@ import json
 import pathlib
 from typing import Any, Callable, Iterable, Iterator, Mapping
 
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import policy_client
 
 
@@ -87,7 +88,7 @@ class RecordedCompletions:
     lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
     for number, text in enumerate(lines, 1):
       try:
-        line = json.loads(text)
+        line = json_text.parse(text)
         made.add(
             line["prompt"],
             policy_client.Completion(

@@ -7,8 +7,9 @@ request of each kind that the run will send: with the model, the context and as
 many images as the run needs, with token ids and the log-probs of the
 distribution that was sampled from. A refusal names the flag. While weights are
 loaded no request is sent, so that each token's recorded version is that of its
-weights; after a load that failed none is answered any more, as the engine may
-hold half of the weights.
+weights, and the deadlines of requests stand still, which the deadlines of the
+hand-over bound; after a load that failed none is answered any more, as the
+engine may hold half of the weights.
 
 Does not start the server (`vllm` prints the command).
 """
@@ -18,12 +19,14 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import math
 from typing import Any, Callable, Sequence
 
 from tunix.rl.multi_turn.clients import disk_weights
 from tunix.rl.multi_turn.clients import openai_client
+from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import policy_client
 
 _CERTAIN = 1e-3
@@ -75,6 +78,10 @@ class RemoteEngine:
     # `warm_up` asks for the base: there is no adapter before a hand-over.
     self._client.model = adapter or self._client.model
     self._weights = weights
+    weights.on_loading = self._loading_changed
+    self._loop: asyncio.AbstractEventLoop | None = None
+    self._clocks: dict[Any, tuple[concurrency.Clock, ...]] = {}  # By task.
+    self._holds_clocks = False
     self._counts: collections.Counter[str] = collections.Counter()
     self._closed = False
     self._prompts, self._sampling = prompts, sampling
@@ -93,9 +100,15 @@ class RemoteEngine:
       session: str,
   ) -> policy_client.Completion:
     """See `OpenAIClient.generate`."""
-    completion = await self._client.generate(
-        prompt, sampling, session=session
-    )
+    try:
+      completion = await self._client.generate(
+          prompt, sampling, session=session
+      )
+    finally:
+      clocks = self._clocks.pop(asyncio.current_task(), ())
+      if self._holds_clocks:
+        for clock in clocks:
+          clock.start()
     self._check_weights()
     self._check_versions(completion)
     self._counts["decode_tokens"] += len(completion.tokens)
@@ -111,6 +124,33 @@ class RemoteEngine:
       await asyncio.wait([asyncio.wrap_future(loading)])
     self._check_weights()
     self._client.version = max(0, self._weights.version)
+    task = asyncio.current_task()
+    if task not in self._clocks:
+      self._loop = asyncio.get_running_loop()
+      # A request that reaches a paused server waits there.
+      clocks = self._clocks[task] = concurrency.clocks_around()
+      if self._holds_clocks:
+        for clock in clocks:
+          clock.stop()
+
+  def _loading_changed(self) -> None:
+    """Called in the thread of the hand-over."""
+    if self._loop is not None:
+      with contextlib.suppress(RuntimeError):  # The loop was closed.
+        self._loop.call_soon_threadsafe(self._hold_clocks)
+
+  def _hold_clocks(self) -> None:
+    """Stops the deadlines of requests while weights are loaded."""
+    loads = self._weights.loading is not None
+    if loads == self._holds_clocks:
+      return
+    self._holds_clocks = loads
+    for clocks in self._clocks.values():
+      for clock in clocks:
+        if loads:
+          clock.stop()
+        else:
+          clock.start()
 
   def _check_weights(self) -> None:
     if (failure := self._weights.failure) is not None:
@@ -234,6 +274,6 @@ class RemoteEngine:
     await self._client.aclose()
 
   def close(self, timeout_s: float = 30.0) -> None:
-    """Ends handing over. Idempotent."""
+    """Ends handing over, a hand-over in progress soon. Idempotent."""
     self._closed = True
-    self._weights.close(timeout_s)
+    self._weights.close(min(timeout_s, concurrency.STOP_S))

@@ -10,6 +10,7 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import policy_client
 
 _SESSION_GONE = ("unknown_session", "session_ended")
@@ -298,7 +299,7 @@ def refusal(url: str, error: http.CallError) -> Exception:
   if answer.ok:  # No JSON.
     return RemoteError(str(error), answer.status)
   try:
-    body = http.json_of(answer.content)
+    body = json_text.parse(answer.content)
   except ValueError:
     body = None
   body = body.get("error", body) if isinstance(body, Mapping) else {}

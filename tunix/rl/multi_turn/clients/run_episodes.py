@@ -30,6 +30,7 @@ from tunix.rl.multi_turn.agents.runs import settings as settings_lib
 from tunix.rl.multi_turn.clients import proxy
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import base_env
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
@@ -376,7 +377,8 @@ class RunSession(proxy.ProxySession):
     if self._unusable:
       raise ValueError(f"the service's events: {self._unusable}")
     found = super().build()
-    if self._answers and not any(one.num_sampled for one in found):
+    sampled = self.untrained_tokens + sum(one.num_sampled for one in found)
+    if self._answers and not sampled:
       raise ValueError(
           "the run's server has no record of the service's"
           f" {self._answers} answers: the service asked another model; let it"
@@ -401,11 +403,22 @@ class RunSession(proxy.ProxySession):
       encode = lambda turn: event_images.encode_turn(
           turn, placed[id(turn)], renderer
       )
-    found, _ = conversion.sequences_of(
+    rule = sampling_rule.SamplingRule(
+        **sampling_rule.fields_of(self._sampling),
+        other=connection.other_sampling,
+    )
+    reasons = conversion.untrained_of(turns, rule, self._untrained)
+    sequences, _ = conversion.sequences_of(
         turns,
         images,
         None if renderer is None else renderer.image_token_id,
         on_missing=connection.service.on_missing,
         encode=encode,
+        untrained=reasons,
     )
-    return found
+    tokens = sum(
+        0 if (ids := turns[index].token_ids) is None else len(ids)
+        for index in reasons
+    )
+    self._report_untrained(tokens, reasons.values())
+    return sequences

@@ -28,6 +28,8 @@ import shlex
 import sys
 from typing import Any, Mapping, Sequence
 
+from tunix.rl.multi_turn.core import json_text
+
 NO_HOST = "none.invalid"
 """A host that cannot exist. Without a list of hosts vLLM fetches from any, and
 the list cannot be empty. data: URLs are not fetched."""
@@ -51,7 +53,7 @@ def config_of(directory: str) -> dict[str, Any] | None:
   if not file.is_file():
     return None
   try:
-    return json.loads(file.read_text(encoding="utf-8"))
+    return json_text.read(file)
   except ValueError as error:
     raise ValueError(f"{file} is not JSON: {error}") from None
 
@@ -442,7 +444,7 @@ def _wrong_limit(values: Sequence[str] | None) -> list[str]:
     ]
   text = " ".join(values)
   try:
-    limit = json.loads(text)["image"]
+    limit = json_text.parse(text)["image"]
   except (ValueError, KeyError, TypeError):
     limit = None
   if type(limit) is not int or limit < 1:

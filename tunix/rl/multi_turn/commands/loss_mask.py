@@ -19,6 +19,7 @@ import pathlib
 import sys
 from typing import Any, Iterator, Sequence
 
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.trajectory_collector import loss_mask
@@ -56,17 +57,17 @@ def _records(file: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if not line.strip():
       continue
     try:
-      found = json.loads(line)
+      record = json_text.parse(line)
     except ValueError as error:
       raise ValueError(f"{file}, line {number}: no JSON ({error})") from None
-    if isinstance(found, list):
-      found = {"messages": found}
-    if not isinstance(found, dict) or "messages" not in found:
+    if isinstance(record, list):
+      record = {"messages": record}
+    if not isinstance(record, dict) or "messages" not in record:
       raise ValueError(
           f"{file}, line {number}: expected an object with messages, got"
           f" {line[:80]!r}"
       )
-    yield number, found
+    yield number, record
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -128,7 +128,7 @@ def _environment(c: TrainConfig) -> environment_spec.EnvironmentSpec | None:
 
 def _gym(c: TrainConfig) -> gyms.GymSpec | None:
   try:
-    return gyms.get(c.gym.name)
+    return gyms.get(c.gym.name, "operator")
   except (ValueError, ImportError, TypeError):
     return None
 
@@ -139,7 +139,7 @@ def _episode(c: TrainConfig) -> Iterator[str]:
   if found is None:
     return
   try:
-    parser = tool_parser.get_tool_parser(c.agent.parser)
+    parser = tool_parser.get_tool_parser(c.agent.parser, "operator")
   except (ValueError, ImportError):
     parser = None
   name = f"environment.name={c.environment.name}"
@@ -186,7 +186,7 @@ def _screenshots(c: TrainConfig) -> Iterator[str]:
   """The sizes that the agent wants against the grammar and the policy."""
   try:
     agents.screenshot_options(c.agent)
-    parser = tool_parser.get_tool_parser(c.agent.parser)
+    parser = tool_parser.get_tool_parser(c.agent.parser, "operator")
   except ImportError:
     return
   except ValueError as error:
@@ -234,7 +234,7 @@ def _tasks(c: TrainConfig) -> Iterator[str]:
   if found.gym:
     if spec is None:
       try:
-        gyms.get(c.gym.name)
+        gyms.get(c.gym.name, "operator")
       except TypeError as error:
         yield f"gym.name={c.gym.name}: {error}"
       except (ValueError, ImportError):

@@ -269,7 +269,7 @@ def contradictions(c: Any) -> Iterator[str]:
           )
     if kind := c.buffer.loss_mask_type:
       try:
-        loss_mask.LOSS_MASK_TYPES.get(kind)
+        loss_mask.LOSS_MASK_TYPES.get(kind, "operator")
       except (ValueError, ImportError) as error:
         yield f"buffer.loss_mask_type={kind}: {error}"
     if c.buffer.makes_rollouts and c.learner.dynamic_sampling:

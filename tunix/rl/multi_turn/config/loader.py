@@ -515,7 +515,7 @@ def name_problems(config: Any) -> list[str]:
       if not name:
         continue
       try:
-        known.get(name)
+        known.get(name, "operator")
       except (ValueError, ImportError, TypeError) as error:
         problems.append(f"{path}={name}: {error}")
   return problems

@@ -155,7 +155,7 @@ def _resolve(
   merged = {**_presets(given), **given}
   config = loader.build(cls, merged, [])
   if _can_clone(config):
-    merged = {**gyms.get(config.gym.name).cloning_preset, **merged}
+    merged = {**gyms.get(config.gym.name, "operator").cloning_preset, **merged}
   refused: set[str] = set()
   config = loader.build(cls, merged, problems, refused=refused)
   problems += loader.name_problems(config)
@@ -213,7 +213,7 @@ def _presets(given: Mapping[str, Any]) -> dict[str, Any]:
   try:
     environment = environment_spec.get(chosen("environment.name"))
     if environment.gym:
-      gym = gyms.get(chosen("gym.name"))
+      gym = gyms.get(chosen("gym.name"), "operator")
       found |= gym.preset
       if not any(path.startswith(_SHAPES_ROWS) for path in given):
         found |= gym.batch_preset
@@ -245,7 +245,7 @@ def changed(config: TrainConfig) -> dict[str, Any]:
   given = {path: loader.value_of(config, path) for path in found}
   chosen = _presets(given)
   if _can_clone(config):
-    chosen = {**gyms.get(config.gym.name).cloning_preset, **chosen}
+    chosen = {**gyms.get(config.gym.name, "operator").cloning_preset, **chosen}
   for path, value in chosen.items():
     value = loader.plain(loader.unwrap(value))
     if path not in found and value != loader.value_of(config, path):
@@ -261,10 +261,10 @@ def _can_clone(config: TrainConfig) -> bool:
   try:
     if not environment_spec.get(config.environment.name).gym:
       return False
-    known = gyms.get(config.gym.name).load_oracle().families
+    solved = gyms.get(config.gym.name, "operator").load_oracle().families
   except (ValueError, ImportError, TypeError):
     return False
-  return known is None or all(family in known for family in families)
+  return solved is None or all(family in solved for family in families)
 
 
 def load_config(argv: Sequence[str]) -> TrainConfig:
@@ -649,15 +649,15 @@ def choices() -> dict[str, Mapping[str, Any]]:
   for name in environment_spec.ENVIRONMENTS.names():
     found[f"environment={name}"] = environment_spec.get(name).preset
   for name in gyms.names():
-    found[f"gym={name}"] = gyms.get(name).preset
+    found[f"gym={name}"] = gyms.get(name, "operator").preset
   for name in gyms.names():
     found[
         f"gym={name}, if no setting of "
         + ", ".join(f"`{p}*`" for p in _SHAPES_ROWS) + " is given"
-    ] = gyms.get(name).batch_preset
+    ] = gyms.get(name, "operator").batch_preset
   for name in gyms.names():
     found[f"gym={name}, if its oracle knows every task"] = gyms.get(
-        name
+        name, "operator"
     ).cloning_preset
   for name in agents.AGENTS.names():
     found[f"agent={name}"] = agents.get(name).preset

@@ -187,14 +187,15 @@ class RolloutConfig:
   )
   other_sampling: Literal["mask", "refuse", "train"] = setting(
       default="mask",
-      doc="With via=proxy: an agent's request whose distribution is not the"
-      " run's (temperature, top_p, top_k, min_p, min_tokens or a grammar of its"
-      " own), with which the learner's log-probs would disagree. mask: it is"
-      " answered, its tokens are not trained on, and counted as"
-      " untrained_tokens. refuse: it is an error of that agent's. train: they"
-      " are trained on with the log-probs of their own distribution, which"
-      " algorithm.importance corrects for; greedy ones are masked. A field that"
-      " a request leaves out is the run's.",
+      doc="With via=proxy, buffer or offline: a turn whose distribution is not"
+      " the run's (temperature, top_p, top_k, min_p, a penalty, min_tokens or a"
+      " grammar of its own), with which the learner's log-probs would disagree:"
+      " an agent's request, a run service's event or the sampling_params of an"
+      " item. mask: its tokens are not trained on, and counted as"
+      " untrained_tokens. refuse: it is an error of that agent, episode or"
+      " item. train: they are trained on with the log-probs of their own"
+      " distribution, which algorithm.importance corrects for; greedy ones are"
+      " masked. A field that is left out is the run's.",
   )
   public_url: str = setting(
       default="",

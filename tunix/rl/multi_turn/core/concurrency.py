@@ -11,7 +11,7 @@ Promises: a call returns or raises an Exception, whatever the called code raises
 plus the runner's grace; a call that cannot be stopped is reported as a
 `StuckCall`, and its `Guarded` object is never called beside it; a lost thread
 is replaced, up to a bound; nothing in here blocks the event loop but `call` and
-`drive`.
+`drive`. Deadlines stand still within `off_the_clock`.
 
 Does not: stop a thread (Python cannot), or interrupt inline synchronous code.
 """
@@ -19,13 +19,16 @@ Does not: stop a thread (Python cannot), or interrupt inline synchronous code.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
+import contextvars
 import functools
 import inspect
 import logging
 import math
 import threading
 import time
-from typing import Any, Awaitable, Callable, TypeVar
+from typing import Any, Awaitable, Callable, Iterator, TypeVar
 
 from tunix.rl.multi_turn.core import containment
 from tunix.rl.multi_turn.core import worker_pool
@@ -40,6 +43,8 @@ DeadlineExceeded = worker_pool.DeadlineExceeded
 PoolExhaustedError = worker_pool.PoolExhaustedError
 StuckCall = worker_pool.StuckCall
 WorkerPool = worker_pool.WorkerPool
+STOP_S = 2.0
+"""Grace of what a user's request to stop ends."""
 _INF = math.inf
 
 
@@ -60,6 +65,91 @@ class CallTimeout(DeadlineExceeded):
 
 class StillRunningError(RuntimeError):
   """The object is held by a call that was given up and still runs."""
+
+
+class Clock:
+  """The time of a call, which stands still within `off_the_clock`.
+
+  Attributes:
+    stopped_s: Seconds that it has stood still.
+    on_change: Called when `due` has changed.
+  """
+
+  def __init__(self, due: float):
+    """Args:
+
+      due: `loop.time()` when the time is up.
+    """
+    self.stopped_s = 0.0
+    self.on_change: Callable[[], None] = lambda: None
+    self._due = due
+    self._holds = 0
+    self._since = 0.0
+    self._loop = asyncio.get_running_loop()
+
+  @property
+  def due(self) -> float:
+    """`loop.time()` when the time is up; infinite while it stands still."""
+    return _INF if self._holds else self._due
+
+  def stop(self) -> None:
+    self._holds += 1
+    if self._holds == 1:
+      self._since = self._loop.time()
+      self.on_change()
+
+  def start(self) -> None:
+    """Ends one `stop`."""
+    self._holds -= 1
+    if not self._holds:
+      seconds = self._loop.time() - self._since
+      self.stopped_s += seconds
+      self._due += seconds
+      self.on_change()
+
+  @property
+  def loop(self) -> asyncio.AbstractEventLoop:
+    return self._loop
+
+
+_CLOCKS: contextvars.ContextVar[tuple[Clock, ...]] = contextvars.ContextVar(
+    "_CLOCKS", default=()
+)
+
+
+@contextlib.contextmanager
+def clocked(due: float = _INF) -> Iterator[Clock]:
+  """Gives the code within, and the tasks that it starts, a clock."""
+  outer = _CLOCKS.get()
+  clock = Clock(due)
+  _CLOCKS.set((*outer, clock))
+  try:
+    yield clock
+  finally:
+    _CLOCKS.set(outer)
+
+
+def clocks_around() -> tuple[Clock, ...]:
+  """The clocks of all calls around the caller, on its event loop."""
+  loop = asyncio.get_running_loop()
+  return tuple(clock for clock in _CLOCKS.get() if clock.loop is loop)
+
+
+@contextlib.contextmanager
+def off_the_clock() -> Iterator[None]:
+  """Stops the deadlines of all calls around the caller, on its event loop.
+
+  For waits that are not the call's own, such as for an engine that loads
+  weights. They need a deadline of their own.
+  """
+  clocks = clocks_around()
+  for clock in clocks:
+    clock.stop()
+  try:
+    yield
+  finally:
+    for clock in clocks:
+      clock.start()
 
 
 async def maybe_await(value: Any) -> Any:
@@ -166,13 +256,16 @@ class CallRunner:
     due = at
     if seconds is not None:
       due = min(at, asyncio.get_running_loop().time() + seconds)
-    if inline or due == _INF:
-      return await _run_inline(awaitable, due, seconds, what)
-    task = asyncio.ensure_future(_contained(awaitable, what))
+    if due == _INF:
+      return await _awaited(awaitable, what)
+    with clocked(due) as clock:
+      if inline:
+        return await _run_inline(awaitable, clock, seconds, what)
+      task = asyncio.ensure_future(_contained(awaitable, what))
     if inspect.iscoroutine(awaitable):  # Cancelled before it has begun.
       task.add_done_callback(lambda _: awaitable.close())
     try:
-      done = await _done_by(task, due)
+      done = await _done_by(task, clock)
     except asyncio.CancelledError:
       await self._stop(task, what, on_stuck)
       raise
@@ -452,6 +545,37 @@ async def with_deadline(
   return await _RUNNER.run(awaitable, seconds=seconds, what=what)
 
 
+def finished(
+    future: concurrent.futures.Future[Any],
+    seconds: float,
+    stop: threading.Event | None = None,
+) -> bool:
+  """Waits for `future`, in a thread; whether it is done.
+
+  Args:
+    future: Of any outcome.
+    seconds: Longest wait.
+    stop: Ends the wait `STOP_S` seconds after it was set.
+  """
+  due, stopping = time.monotonic() + seconds, False
+  while True:
+    now = time.monotonic()
+    if not stopping and stop is not None and stop.is_set():
+      due, stopping = min(due, now + STOP_S), True
+    longest = due - now if stop is None else min(due - now, 0.2)
+    if concurrent.futures.wait([future], max(0.0, longest)).done:
+      return True
+    if time.monotonic() >= due:
+      return False
+
+
+async def inline_deadline(
+    awaitable: Awaitable[T], seconds: float, what: str = "call"
+) -> T:
+  """As `with_deadline`, without a task: for code that honours cancellation."""
+  return await _RUNNER.run(awaitable, seconds=seconds, what=what, inline=True)
+
+
 async def acall(
     fn: Callable[..., Any],
     *args: Any,
@@ -513,24 +637,32 @@ async def _contained(awaitable: Awaitable[T], what: str) -> T:
     return await awaitable
 
 
-async def _run_inline(awaitable, due, seconds, what) -> Any:
+async def _awaited(awaitable, what) -> Any:
   try:
-    if due == _INF:
-      with contained(what):
-        return await awaitable
-    async with asyncio.timeout_at(due) as scope:
-      with contained(what):
-        return await awaitable
+    with contained(what):
+      return await awaitable
   except CallTimeout as e:
     raise DeadlineExceeded(str(e)) from e
+
+
+async def _run_inline(awaitable, clock: Clock, seconds, what) -> Any:
+  try:
+    async with asyncio.timeout_at(clock.due) as scope:
+
+      def reschedule() -> None:
+        if not scope.expired():
+          scope.reschedule(None if clock.due == _INF else clock.due)
+
+      clock.on_change = reschedule
+      return await _awaited(awaitable, what)
   except TimeoutError:
-    if due != _INF and scope.expired():
+    if scope.expired():
       raise CallTimeout(_late(what, seconds)) from None
     raise
 
 
-async def _done_by(task: asyncio.Future[Any], due: float) -> bool:
-  """Waits for `task`, but not past `loop.time() == due`; whether it is done."""
+async def _done_by(task: asyncio.Future[Any], clock: Clock) -> bool:
+  """Waits for `task` until its time is up; whether it is done."""
   loop = asyncio.get_running_loop()
   waiter = loop.create_future()
 
@@ -538,12 +670,23 @@ async def _done_by(task: asyncio.Future[Any], due: float) -> bool:
     if not waiter.done():
       waiter.set_result(None)
 
+  timer: asyncio.TimerHandle | None = None
+
+  def arm() -> None:
+    nonlocal timer
+    if timer is not None:
+      timer.cancel()
+    timer = None if clock.due == _INF else loop.call_at(clock.due, wake)
+
   task.add_done_callback(wake)
-  timer = loop.call_at(due, wake)
+  clock.on_change = arm
+  arm()
   try:
     await waiter
   finally:
-    timer.cancel()
+    clock.on_change = lambda: None
+    if timer is not None:
+      timer.cancel()
   return task.done()
 
 

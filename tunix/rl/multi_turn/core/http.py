@@ -5,7 +5,9 @@ attempts included, however slowly the answer drips; a request is sent once
 unless its `RetryPolicy` repeats it, and never to where a redirect points; an
 answer is not kept beyond `limit` bytes, and is not unpacked (a compressed one
 was not asked for, and may be a bomb); every failure raises the client's kind of
-`CallError`. JSON is sent as ASCII, so that any text a policy types can be sent.
+`CallError`, in which credentials of the request's headers that the server
+echoes are masked. JSON is sent as ASCII, so that any text a policy types can be
+sent.
 
 Does not: decide which calls may be repeated; the caller's policy does.
 """
@@ -18,6 +20,7 @@ import functools
 import json
 import math
 import random
+import re
 import ssl
 from typing import Any, Awaitable, Callable, Mapping, TypeVar
 import urllib.parse
@@ -25,10 +28,13 @@ import urllib.parse
 import httpx
 import tenacity
 from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import json_text
 
 T = TypeVar("T")
 MAX_BODY = 256 << 20
 """Bytes of an answer; the largest are screenshots as lists of numbers."""
+_SECRET_HEADER = re.compile(r"auth|key|token|secret|cookie", re.I)
+_SHORTEST_SECRET = 4  # Shorter ones are words of any text.
 _MAX_FAILURE = 64 << 10  # Of an answer that is only to be quoted.
 # Above these many bytes an answer is read in a thread.
 _INLINE_BYTES = 1 << 15
@@ -42,12 +48,19 @@ class HttpAnswer:
   Attributes:
     status: HTTP's.
     headers: names in any case.
-    content: the body, or the beginning of a failure's.
+    content: the body, or the beginning of a failure's. What the request's
+      headers held as credentials is masked in a failure's.
+    secrets: Those credentials.
   """
 
   status: int
   headers: Mapping[str, str]
   content: bytes
+  secrets: tuple[bytes, ...] = dataclasses.field(default=(), repr=False)
+
+  def excerpt(self, length: int) -> str:
+    """The beginning of the body, credentials of the request masked."""
+    return repr(_masked(self.content, self.secrets)[:length])
 
   @property
   def ok(self) -> bool:
@@ -79,6 +92,24 @@ class CallError(RuntimeError):
   def __init__(self, message: str, status: int = 0):
     super().__init__(message)
     self.status = status
+
+  @property
+  def summary(self) -> str:
+    """The error's type and status, without a word of the server's.
+
+    For other people than those who chose the server: it may have echoed the
+    key of the request.
+    """
+    kind = type(self).__name__
+    if self.late:
+      return f"{kind}: no answer within the deadline"
+    if self.answer is None:
+      cause = self.__cause__
+      why = f" ({type(cause).__name__})" if cause is not None else ""
+      return f"{kind}: no answer that can be used{why}"
+    if 200 <= self.status < 300:
+      return f"{kind}: the answer, of status {self.status}, cannot be used"
+    return f"{kind}: the answer has status {self.status}"
 
   @property
   def full(self) -> bool:
@@ -193,18 +224,6 @@ def address(url: Any, name: str, example: str) -> str:
   return text.rstrip("/")
 
 
-def json_of(raw: str | bytes) -> Any:
-  """Parses JSON.
-
-  Raises:
-    ValueError: no JSON, or none that can be read.
-  """
-  try:
-    return json.loads(raw)
-  except RecursionError:
-    raise ValueError("it is nested too deeply") from None
-
-
 def seconds_of(text: str | None) -> float | None:
   """A Retry-After, 60 s at most; None where it is none, or a date."""
   try:
@@ -281,14 +300,14 @@ class Http:
       raw = answer.content
       try:
         return await read(
-            lambda: json_of(raw), len(raw), seconds, "an answer",
+            lambda: json_text.parse(raw), len(raw), seconds, "an answer",
             _INLINE_JSON_BYTES,
         )  # pyformat: disable
       except ValueError as error:
         kind = answer.headers.get("content-type")
         wrong = CallError(
             f"{method} {url} answered with {kind}, not JSON"
-            f" ({str(error)[:80]}): {raw[:80]!r}",
+            f" ({str(error).partition(':')[0][:80]}): {answer.excerpt(80)}",
             answer.status,
         )
         wrong.answer = answer
@@ -303,8 +322,8 @@ class Http:
     data = await self.json(method, url, seconds, **request)
     if not isinstance(data, dict):
       raise self._error(
-          f"{method} {url} answered with no object of JSON, but"
-          f" {str(data)[:80]!r}"
+          f"{method} {url} answered with no object of JSON, but a"
+          f" {type(data).__name__}"
       )
     return data
 
@@ -372,7 +391,7 @@ class Http:
           method, url, params=params, content=content, data=data,
           files=files, headers=sent,
       ) as reply:  # pyformat: disable
-        answer = await _received(reply, what, limit)
+        answer = await _received(reply, what, limit, _secrets(sent))
     except (httpx.HTTPError, httpx.InvalidURL) as error:
       raise CallError(
           f"{what} failed: {type(error).__name__}: {error}"
@@ -405,7 +424,25 @@ async def _keep(answer: HttpAnswer) -> HttpAnswer:
   return answer
 
 
-async def _received(reply: httpx.Response, what: str, limit: int) -> HttpAnswer:
+def _secrets(headers: Mapping[str, str]) -> tuple[bytes, ...]:
+  """The credentials that a request's headers hold."""
+  secrets = []
+  for name, value in headers.items():
+    if _SECRET_HEADER.search(name):
+      scheme, _, secret = value.partition(" ")
+      secrets.append((secret or scheme).encode("utf-8", "replace"))
+  return tuple(one for one in secrets if len(one) >= _SHORTEST_SECRET)
+
+
+def _masked(content: bytes, secrets: tuple[bytes, ...]) -> bytes:
+  for secret in secrets:
+    content = content.replace(secret, b"***")
+  return content
+
+
+async def _received(
+    reply: httpx.Response, what: str, limit: int, secrets: tuple[bytes, ...]
+) -> HttpAnswer:
   failed = not 200 <= reply.status_code < 300
   kind = reply.headers.get("content-encoding", "identity").strip().lower()
   if kind not in ("", "identity") and not failed:
@@ -421,7 +458,10 @@ async def _received(reply: httpx.Response, what: str, limit: int) -> HttpAnswer:
     if size > limit:
       raise CallError(f"{what} answered with more than {limit} bytes")
     parts.append(part)
-  return HttpAnswer(reply.status_code, reply.headers, b"".join(parts))
+  content = b"".join(parts)
+  if failed:
+    content = _masked(content, secrets)
+  return HttpAnswer(reply.status_code, reply.headers, content, secrets)
 
 
 @functools.lru_cache(maxsize=2)

@@ -23,7 +23,7 @@ import pathlib
 import socket
 import threading
 import time
-from typing import Any, Awaitable, Callable
+from typing import Any, Awaitable, Callable, Mapping
 from urllib import parse
 
 import pydantic
@@ -125,6 +125,32 @@ def names_loopback(host: str) -> bool:
     return False
 
 
+def cross_site(headers: Mapping[str, str], has_token: bool) -> str:
+  """Why a request may be another site's page at work; "" if it is not.
+
+  A page of another site, open in a browser on this machine, can make the
+  browser send requests here, with its `Origin`. By DNS rebinding it becomes a
+  page of a host name that resolves to this machine, so without a token the
+  `Host` must be a name of the loopback interface.
+
+  Args:
+    headers: Of the request.
+    has_token: Whether the server asks for a token.
+  """
+  if "origin" in headers:
+    return (
+        f"a request of a web page (Origin: {headers['origin'][:80]!r}) is not"
+        " answered; call from a program"
+    )
+  host = headers.get("host", "")
+  if not has_token and not names_loopback(host):
+    return (
+        "without a token this server answers at names of its own machine only,"
+        f" not Host: {host[:80]!r}; call 127.0.0.1, or start it with a token"
+    )
+  return ""
+
+
 def token(file: pathlib.Path | None, host: str, variable: str) -> str:
   """The token of `file`, else of the environment variable; "" for none.
 
@@ -194,6 +220,37 @@ def guarded(
     return response
 
   return run
+
+
+async def unless_gone(request: Any, work: Awaitable[Any]) -> Any:
+  """Awaits `work`, which is cancelled when the client disconnects.
+
+  Args:
+    request: Starlette's, its body read.
+    work: The answer's making.
+
+  Raises:
+    ClientDisconnect: Starlette's.
+  """
+  from starlette import requests  # pylint: disable=g-import-not-at-top
+
+  task = asyncio.ensure_future(work)
+
+  async def gone() -> None:
+    # After the body, the next message is the end of the connection.
+    while (await request.receive())["type"] != "http.disconnect":
+      pass
+
+  watch = asyncio.ensure_future(gone())
+  try:
+    await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+    if not task.done():
+      raise requests.ClientDisconnect
+    return task.result()
+  finally:
+    for pending in (task, watch):
+      pending.cancel()
+    await asyncio.gather(task, watch, return_exceptions=True)
 
 
 # --- servers ------------------------------------------------------------------

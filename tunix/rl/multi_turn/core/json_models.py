@@ -6,8 +6,8 @@
     action.x must be <= 1e+06, got 1e+300
     options.gym must be an object, got [1]
 
-Promises: text with half a surrogate pair, `NaN` and `Infinity` are no JSON, so
-parsed text can always be written again.
+Promises: text with half a surrogate pair, `NaN`, `Infinity` and numbers that no
+float holds (`1e400`) are no JSON, so parsed text can always be written again.
 
 Does not know HTTP statuses: callers choose the error to raise.
 """
@@ -15,6 +15,7 @@ Does not know HTTP statuses: callers choose the error to raise.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from typing import Annotated, Any, Mapping, TypeVar
 
@@ -56,9 +57,45 @@ def parse(text: str | bytes) -> Any:
     ValueError: it is not JSON, or nests deeper than 200; quotes the place.
   """
   try:
-    return pydantic_core.from_json(text, allow_inf_nan=False)
+    value = pydantic_core.from_json(text, allow_inf_nan=False)
   except ValueError as error:
     raise ValueError(f"{error}{_near(text, str(error))}") from None
+  if place := infinite(value):
+    raise ValueError(f"{place} is larger than any float")
+  return value
+
+
+def infinite(value: Any) -> str:
+  """The place of a float in JSON values that is not finite; "" for none."""
+  pending: list[tuple[tuple[Any, ...], Any]] = [((), value)]
+  while pending:
+    path, one = pending.pop()
+    if isinstance(one, float) and not math.isfinite(one):
+      return ".".join(map(str, path))[:200] or "the number"
+    if isinstance(one, dict):
+      pending += [((*path, key), part) for key, part in one.items()]
+    elif isinstance(one, list) and not _INEXACT.isdisjoint(map(type, one)):
+      pending += [((*path, place), part) for place, part in enumerate(one)]
+  return ""
+
+
+_INEXACT = {float, list, dict}
+"""Types that may be, or hold, a float that is not finite."""
+
+
+def deeper(value: Any, most: int) -> bool:
+  """Whether lists and objects nest more than `most` levels deep in a value."""
+  level = [value]
+  for _ in range(most + 1):
+    level = [one for one in level if isinstance(one, (dict, list))]
+    if not level:
+      return False
+    level = [
+        part
+        for one in level
+        for part in (one.values() if isinstance(one, dict) else one)
+    ]
+  return True
 
 
 def _near(text: str | bytes, message: str) -> str:

@@ -25,6 +25,8 @@ import subprocess
 import threading
 from typing import Any, Mapping, Sequence
 
+from tunix.rl.multi_turn.core import json_text
+
 CANCEL_S = 5.0  # For the event loop of a worker to answer.
 _END_S = 5.0
 
@@ -175,7 +177,7 @@ class Worker:
     assert self._process.stdout is not None
     for line in self._process.stdout:
       try:
-        message = json.loads(line)
+        message = json_text.parse(line)
         self._take(message)
       except (ValueError, TypeError, KeyError, AttributeError) as error:
         self.end(f"the worker wrote what is no message: {error}")

@@ -1,10 +1,12 @@
 """Registers extensions by name: parsers, tools, rewards, gyms, prompts.
 
 A `Registry` maps a name to an object, or to a path "package.module:Name" that
-is imported on first use, so that naming a gym costs nothing until it is
-wanted. Wherever a name is expected, such a path is one too. Promises: a name
-is taken once, but a module that is loaded again (`%autoreload`) replaces its
-own entries; an unknown name is refused with the nearest known one.
+is imported on first use, so that a registered gym costs nothing until a run
+uses it. `Registry.get` decides whose names may be such a path: an operator's
+may, those of a request never, and a caller that does not say is a request.
+Promises: a name is taken once, but a module that is loaded again
+(`%autoreload`) replaces its own entries; an unknown name is refused with the
+nearest registered one; a request imports nothing but registered entries.
 
 Does not: construct entries, or scan packages.
 """
@@ -15,9 +17,23 @@ import collections.abc
 import difflib
 import importlib
 import traceback
-from typing import Any, Callable, cast, Generic, Iterable, Iterator, TypeVar
+from typing import (
+  Any,
+  Callable,
+  cast,
+  Generic,
+  Iterable,
+  Iterator,
+  Literal,
+  TypeVar,
+)  # pyformat: disable
 
 T = TypeVar("T")
+
+Source = Literal["operator", "request"]
+"""Who chose a name. "operator": the command line, a file that it names, or the
+program itself. "request": anyone else, such as a client of a server or the
+author of a file of tasks."""
 
 
 def unknown_name(kind: str, name: Any, known: Iterable[str]) -> str:
@@ -191,15 +207,27 @@ class Registry(Generic[T]):
     """Removes `name`; False when it was not there."""
     return self._entries.pop(name, None) is not None
 
-  def get(self, name: str) -> T:
-    """Returns the entry, or the object at a path "package.module:Name".
+  def get(self, name: str, source: Source = "request") -> T:
+    """Returns the entry, or the object at an operator's path.
+
+    Args:
+      name: Registered name, or of an operator "package.module:Name".
+      source: Who chose the name.
 
     Raises:
-      ValueError: no such name; the message gives the nearest one.
+      ValueError: no such name, the message gives the nearest one; or a path
+        that a request names.
       ImportError: nothing at that path.
     """
-    if self._paths and isinstance(name, str) and ":" in name:
-      return import_path(name)
+    is_path = self._paths and isinstance(name, str) and ":" in name
+    if is_path and name not in self._entries:
+      if source == "operator":
+        return import_path(name)
+      raise ValueError(
+          f"{self.kind} {name!r} is a path to code, which only the operator's"
+          " command line and files may name; choose a registered name:"
+          f" {', '.join(self.names())}"
+      )
     try:
       value = self._entries[name]
     except (KeyError, TypeError):

@@ -14,7 +14,7 @@ Axis names: T = tokens of one sequence.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Mapping, Sequence
+from typing import Any, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -305,21 +305,31 @@ class TokenSequence:
 
     Itself when there are none.
     """
-    stale = self.loss_mask & (self.versions < oldest)
-    if not stale.any():
+    return self._as_context(self.loss_mask & (self.versions < oldest))
+
+  def without_turns(self, turn_ids: Iterable[int]) -> TokenSequence:
+    """A copy whose loss leaves out the tokens of these turns.
+
+    Itself when there are none.
+    """
+    turns = np.isin(self.turn_ids, list(turn_ids))
+    return self._as_context(self.loss_mask & turns)
+
+  def _as_context(self, tokens_T: np.ndarray) -> TokenSequence:
+    if not tokens_T.any():
       return self
     entropies = self.entropies
     return dataclasses.replace(
         self,
-        loss_mask=self.loss_mask & ~stale,
-        logprobs=np.where(stale, 0, self.logprobs),
-        versions=np.where(stale, -1, self.versions),
+        loss_mask=self.loss_mask & ~tokens_T,
+        logprobs=np.where(tokens_T, 0, self.logprobs),
+        versions=np.where(tokens_T, -1, self.versions),
         entropies=None
         if entropies is None
-        else np.where(stale, 0, entropies),
+        else np.where(tokens_T, 0, entropies),
         support=None
         if self.support is None
-        else np.where(stale[:, None], -1, self.support),
+        else np.where(tokens_T[:, None], -1, self.support),
     )
 
   def to_json(self) -> dict[str, Any]:

@@ -459,6 +459,17 @@ class TrajectoryGroup:
     magnitudes += map(abs, self.peer_rewards)
     return not reward_equality.all_equal(self.rewards, magnitudes)
 
+  @property
+  def untrained_note(self) -> str:
+    """The end of a sentence about the group; "" where all was trained on."""
+    tokens = sum(t.untrained_tokens for t in self.trajectories)
+    if not tokens:
+      return ""
+    return (
+        f"; {tokens} sampled tokens are not trained on; see"
+        " rollout.other_sampling"
+    )
+
   def trimmed(self, oldest: int) -> TrajectoryGroup:
     """A copy without tokens of versions below `oldest` in the loss."""
     members = tuple(t.trimmed(oldest) for t in self.trajectories)

@@ -9,21 +9,19 @@ from __future__ import annotations
 import os
 import socket
 from typing import Any, Iterator, Mapping
-import urllib.parse
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.agents.runs import settings as run_service
-from tunix.rl.multi_turn.core import credentials
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.doctor import finding
 from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.monitor import settings as monitor_settings
 from tunix.rl.multi_turn.reporting import trackers
+from tunix.rl.multi_turn.run import addresses
 
 Finding = finding.Finding
 TrainConfig = config_lib.TrainConfig
-_OURS = ("rollout.public_url",)  # An address of the run itself.
 
 
 def gym(config: TrainConfig) -> Iterator[Finding]:
@@ -33,12 +31,12 @@ def gym(config: TrainConfig) -> Iterator[Finding]:
     return
   if not environment_spec.get(config.environment.name).gym:
     return
-  found = gyms.get(name)
+  spec = gyms.get(name, "operator")
   check = f"gym {name}"
   try:
-    lacking = list(found.missing(config.gym.options))
+    lacking = list(spec.missing(config.gym.options))
     if not lacking:
-      dict(found.options)  # Imports what the gym is made with.
+      dict(spec.options)  # Imports what the gym is made with.
   except ImportError as error:
     lacking = [str(error)]
   for text in lacking:
@@ -48,68 +46,23 @@ def gym(config: TrainConfig) -> Iterator[Finding]:
     yield Finding(check, "fail", what, fix or what)
   if not lacking:
     yield Finding(
-        check, "ok", "has what it needs" if found.needs else "needs nothing"
+        check, "ok", "has what it needs" if spec.needs else "needs nothing"
     )
 
 
 # --- servers that the run calls ----------------------------------------------
 
 
-def addresses(config: TrainConfig) -> dict[str, str]:
-  """Setting -> the http(s) address that it holds, those that a run calls."""
-  found = dict(_of_values(config.to_dict(), ""))
-  if config.rollout.agent == "run_service":
-    found["run_service.base_url"] = config.run_service.url
-  if config.plays and environment_spec.get(config.environment.name).gym:
-    try:
-      options = gyms.get(config.gym.name).options
-    except ImportError:
-      options = {}  # `gym` reports it.
-    for name, option in options.items():
-      key = f"gym.options.{name}"
-      if key not in found:
-        found |= _of_values(option.default, key)
-  else:
-    found = {k: v for k, v in found.items() if not k.startswith("gym.")}
-  return {key: url for key, url in found.items() if key not in _OURS}
-
-
-def _of_values(value: Any, key: str) -> Iterator[tuple[str, str]]:
-  if isinstance(value, Mapping):
-    for name, inner in value.items():
-      yield from _of_values(inner, f"{key}.{name}" if key else str(name))
-  elif isinstance(value, (list, tuple)):
-    for inner in value:
-      yield from _of_values(inner, key)
-  elif isinstance(value, str) and value.startswith(("http://", "https://")):
-    yield key, value
-
-
-def servers(config: TrainConfig, seconds: float = 3.0) -> Iterator[Finding]:
-  """Whether each server takes a connection; nothing is sent to it.
-
-  Args:
-    config: of the run.
-    seconds: deadline of each.
-  """
-  for key, url in addresses(config).items():
-    shown = f"{key}={credentials.masked(url)}"
-    try:
-      parts = urllib.parse.urlsplit(url)
-      port = parts.port or (443 if parts.scheme == "https" else 80)
-      if not parts.hostname:
-        raise ValueError("no host in it")
-    except ValueError as error:
-      yield Finding("server", "fail", f"{shown}: {error}", f"correct {key}")
-      continue
-    try:
-      with socket.create_connection((parts.hostname, port), seconds):
-        yield Finding("server", "ok", f"{shown} takes connections")
-    except OSError as error:
+def servers(config: TrainConfig) -> Iterator[Finding]:
+  """Whether each server takes a connection; nothing is sent to it."""
+  for one in addresses.servers(config):
+    if one.problem:
       yield Finding(
-          "server", "fail", f"{shown}: {error.strerror or error}",
-          f"start it, or correct {key}; a firewall may be between",
+          "server", "fail", f"{one.shown}: {one.problem}",
+          f"start it, or correct {one.key}; a firewall may be between",
       )  # pyformat: disable
+    else:
+      yield Finding("server", "ok", f"{one.shown} takes connections")
 
 
 # --- ports that the run binds -------------------------------------------------

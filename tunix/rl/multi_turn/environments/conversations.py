@@ -12,11 +12,11 @@ Promises: a line that is no such conversation raises with its number.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pathlib
 from typing import Any, Mapping, Sequence
 
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments.gyms import base
 
@@ -52,7 +52,7 @@ def read(path: str | os.PathLike[str]) -> list[Conversation]:
 def _conversation(line: str, number: int) -> Conversation:
   where = f"line {number}"
   try:
-    row = json.loads(line)
+    row = json_text.parse(line)
   except ValueError as error:
     raise ValueError(f"{where} is not JSON: {error}") from None
   messages = row.get("messages") if isinstance(row, dict) else None
@@ -118,7 +118,7 @@ def _call(call: Any) -> trajectory.ToolCall:
   arguments = function.get("arguments") or {}
   if isinstance(arguments, str):  # As servers answer them.
     try:
-      arguments = json.loads(arguments)
+      arguments = json_text.parse(arguments)
     except ValueError as error:
       raise ValueError(f"arguments of {name!r}: {error}") from None
   if not isinstance(arguments, dict):

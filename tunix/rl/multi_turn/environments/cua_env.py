@@ -107,14 +107,14 @@ class CUAEnv(base_env.BaseEnv):
           "max_steps and max_actions_per_step must be >= 1, got"
           f" {max_steps} and {max_actions_per_step}"
       )
-    parser = tool_parser.make_tool_parser(action_parser)
+    parser = tool_parser.make_tool_parser(action_parser, "operator")
     if not isinstance(parser, tool_parser.GuiActionParser):
       raise ValueError(
           f"action_parser {type(parser).__name__} has no GUI actions; use one"
           " such as 'computer_use'"
       )
     if reward not in ("score", "success") and isinstance(reward, str):
-      reward = rewards.get_reward_fn(reward)
+      reward = rewards.get_reward_fn(reward, "operator")
     self.gym = gym
     self.screenshot_tool = screenshot_tool
     self.task = task
@@ -239,6 +239,9 @@ class CUAEnv(base_env.BaseEnv):
   def from_dict(cls, env_args: Mapping[str, Any]) -> CUAEnv:
     """Builds the environment from a config; it is not changed.
 
+    A config may be a row of a task file, so that its names are registered ones:
+    give code of one's own as an object, or register it.
+
     Keys: `gym`, a name, {"name": …, and its settings} or a Gym;
     `task`, a Task or its JSON; `image_store`, an ImageStore or None for one of
     its own; `screenshot`, arguments of ScreenshotTool; `action_parser`, a name,
@@ -256,6 +259,12 @@ class CUAEnv(base_env.BaseEnv):
     if isinstance(gym, (str, Mapping)):
       gym = gyms.from_config(gym)
     parser = args.get("action_parser")
+    if isinstance(parser, str):
+      args["action_parser"] = tool_parser.make_tool_parser(parser)
+    if args.get("reward") not in (None, "score", "success") and isinstance(
+        args["reward"], str
+    ):
+      args["reward"] = rewards.get_reward_fn(args["reward"])
     if isinstance(parser, Mapping):
       parser = dict(parser)
       if "name" not in parser:

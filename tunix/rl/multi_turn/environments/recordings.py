@@ -16,6 +16,7 @@ import pathlib
 from typing import Any, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
@@ -149,9 +150,11 @@ def read(path: str | os.PathLike[str]) -> list[Recording]:
       if not line.strip():
         continue
       try:
-        data = json.loads(line)
-      except ValueError:
+        data = json_text.parse(line)
+      except json.JSONDecodeError:
         continue  # Cut.
+      except ValueError as error:
+        raise ValueError(f"{path}, line {number}: {error}") from None
       found.append(Recording.from_json(data, f"{path}, line {number}"))
   return found
 

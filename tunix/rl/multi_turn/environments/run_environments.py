@@ -5,7 +5,8 @@ that the caller has made and will judge, `gym` a gym in the service's own
 process, which judges itself.
 
 Promises: an `env` that cannot be is a ValueError that names its field; only
-gyms that the operator has allowed are built.
+gyms that the operator has allowed are built, with the settings that the
+operator lets clients choose and numbers within their bounds.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def make_environment(
     on_parse_error: str,
     images: images_lib.ImageStore,
     allowed_gyms: Collection[str],
+    client_settings: Collection[str] = (),
 ) -> cua_env.CUAEnv:
   """The environment of one run.
 
@@ -39,19 +41,18 @@ def make_environment(
     max_steps: turns.
     on_parse_error: the agent's mode, "end", "retry" or "answer".
     images: stores the screenshots.
-    allowed_gyms: names for `type: gym`.
+    allowed_gyms: Names for `type: gym`, the operator's.
+    client_settings: Options of a gym that `env.settings` may hold.
 
   Raises:
     ValueError: naming the field.
     ImportError: a gym's package is missing.
   """
-  kind = env.get("type")
+  kind = env["type"]
   if kind == "genv":
     gym, task = _genv(env, instruction)
-  elif kind == "gym":
-    gym, task = _gym(env, instruction, allowed_gyms)
   else:
-    raise ValueError(f"env.type must be genv or gym, got {kind!r}")
+    gym, task = _gym(env, instruction, allowed_gyms, client_settings)
   retry = on_parse_error == "retry"
   found = cua_env.CUAEnv(
       gym,
@@ -62,7 +63,9 @@ def make_environment(
       on_text="retry" if retry else "end",
       on_invalid="observe" if retry else "end",
   )
-  found.runs_inline = kind == "genv" or gyms.get(env["gym"]).runs_inline
+  found.runs_inline = kind == "genv" or gyms.get(
+      env["gym"], "operator"
+  ).runs_inline
   return found
 
 
@@ -92,7 +95,10 @@ def _genv(
 
 
 def _gym(
-    env: Mapping[str, Any], instruction: str, allowed: Collection[str]
+    env: Mapping[str, Any],
+    instruction: str,
+    allowed: Collection[str],
+    client_settings: Collection[str],
 ) -> tuple[Any, base.Task]:
   name = _text(env, "gym")
   if name not in allowed:
@@ -104,8 +110,22 @@ def _gym(
   if not isinstance(data, Mapping):
     raise ValueError(f"env.task must be a task's object, got {data!r}")
   settings = env.get("settings") or {}
-  if not isinstance(settings, Mapping):
-    raise ValueError(f"env.settings must be an object, got {settings!r}")
+  spec = gyms.get(name, "operator")
+  spec.check_client_settings(client_settings, "--client-settings")
+  for setting in settings:
+    if setting in spec.set_by_run:
+      raise ValueError(
+          f"env.settings.{setting}={settings[setting]!r} is not an option here;"
+          " env.width, env.height and env.task decide it"
+      )
+    if setting not in client_settings:
+      raise ValueError(
+          f"env.settings.{setting} is not a client's to set; choose from"
+          f" {', '.join(client_settings) or 'none'}, or start the service with"
+          " --client-settings to list it"
+      )
+  if problems := list(spec.out_of_bounds(settings, "env.settings.")):
+    raise ValueError(problems[0])
   try:
     task = base.Task.from_json(data)
   except TypeError as error:
@@ -113,12 +133,14 @@ def _gym(
   if instruction and not task.instruction:
     task = base.Task.from_json({**task.to_json(), "instruction": instruction})
   size = env.get("width"), env.get("height")
-  if not all(isinstance(n, int) and not isinstance(n, bool) for n in size):
+  if None in size:
     raise ValueError(f"env.width and env.height must be pixels, got {size}")
-  spec = gyms.get(name)
-  facts = spec.options_of(
-      task.family, size=(int(size[0] or 0), int(size[1] or 0)), concurrency=1
-  )
+  if "family" in spec.set_by_run.values() and ":" in task.family:
+    raise ValueError(
+        f"env.task.family={task.family!r} is a path to code, which a request"
+        " may not name; use one that is registered"
+    )
+  facts = spec.options_of(task.family, size=size, concurrency=1)
   try:
     return spec.make_gym({**facts, **settings}), task
   except TypeError as error:

@@ -132,16 +132,16 @@ for _name, _spec in {
 
 
 def get(name: str) -> EnvironmentSpec:
-  """The spec of a registered name, or of the object at a path.
+  """The spec of a registered name, or of the object at an operator's path.
 
   Raises:
     ValueError: unknown; the message names the nearest one.
     ImportError: nothing at that path.
   """
-  found = ENVIRONMENTS.get(name)
-  if isinstance(found, EnvironmentSpec):
-    return found
-  return EnvironmentSpec(found, getattr(found, "action_grammar", "any"))
+  entry = ENVIRONMENTS.get(name, "operator")
+  if isinstance(entry, EnvironmentSpec):
+    return entry
+  return EnvironmentSpec(entry, getattr(entry, "action_grammar", "any"))
 
 
 class Builder:

@@ -99,7 +99,7 @@ class ToolEnvironment(base_env.BaseEnv):
     if max_steps < 1:
       raise ValueError(f"max_steps must be >= 1, got {max_steps}")
     if isinstance(reward_fn, str):
-      reward_fn = rewards.get_reward_fn(reward_fn)
+      reward_fn = rewards.get_reward_fn(reward_fn, "operator")
     self.task = dict(task)
     for name, seconds in (
         ("tool_timeout", tool_timeout), ("reward_timeout", reward_timeout)

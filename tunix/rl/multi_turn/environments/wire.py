@@ -254,6 +254,7 @@ _Key = Annotated[str, pydantic.Field(max_length=64)]
 _Pixels = Annotated[float, pydantic.Field(ge=-1e6, le=1e6)]
 _Share = Annotated[float, pydantic.Field(ge=0, le=1)]
 _MAX_S = 3_600.0
+_DEEPEST = 100  # Levels of a value that is a gym's own.
 _STRICT = pydantic.ConfigDict(
     strict=True, allow_inf_nan=False, extra="forbid"
 )
@@ -424,19 +425,22 @@ Action = Annotated[
 # --- values -------------------------------------------------------------------
 
 
-def jsonable(value: Any) -> Any:
+def jsonable(value: Any, levels: int = _DEEPEST) -> Any:
   """Converts `value` to JSON values; other objects become their text.
 
-  Numbers that JSON does not have (nan, infinities) become null.
+  Numbers that JSON does not have (nan, infinities) become null, and what nests
+  more than `levels` deep "…".
   """
   if value is None or isinstance(value, (bool, str, int)):
     return value
   if isinstance(value, float):
     return value if math.isfinite(value) else None
-  if isinstance(value, Mapping):
-    return {str(k): jsonable(v) for k, v in value.items()}
-  if isinstance(value, (list, tuple, set, frozenset)):
-    return [jsonable(v) for v in value]
+  if isinstance(value, (Mapping, list, tuple, set, frozenset)):
+    if not levels:
+      return "…"
+    if isinstance(value, Mapping):
+      return {str(k): jsonable(v, levels - 1) for k, v in value.items()}
+    return [jsonable(v, levels - 1) for v in value]
   if isinstance(value, np.generic):
     return jsonable(value.item())
   if isinstance(value, np.ndarray):

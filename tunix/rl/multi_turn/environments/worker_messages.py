@@ -15,6 +15,7 @@ from typing import Any, Callable
 
 import numpy as np
 from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.environments.gyms import base
 
 _LENGTH = struct.Struct(">I")
@@ -70,7 +71,7 @@ def decode(data: bytes) -> tuple[dict[str, Any], Any]:
   try:
     (length,) = _LENGTH.unpack_from(data)
     start = _LENGTH.size + length
-    message = json.loads(data[_LENGTH.size : start].decode("utf-8"))
+    message = json_text.parse(data[_LENGTH.size : start])
     kind, value = message.pop("kind"), message.pop("value")
     if kind == "observation":
       shape = value.pop("shape")

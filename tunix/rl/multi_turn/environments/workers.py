@@ -276,7 +276,7 @@ async def _answer_calls(pipe: Any) -> None:
     try:
       if name == "make":
         with concurrency.contained("making the gym"):
-          gyms[gym] = registry.from_config(argument)
+          gyms[gym] = registry.from_config(argument, "operator")
         value = None
       else:
         target = gyms.pop(gym, None) if name == "close" else gyms[gym]

@@ -29,6 +29,7 @@ import time
 from typing import Any, Callable, cast, Iterable, Protocol, runtime_checkable
 
 from flax import nnx
+from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import trajectory
@@ -207,46 +208,50 @@ class LearnerLoop:
     self._consumed: set[int] = set()  # Trained on and not acknowledged.
     self._unacknowledged = False
 
-  def publish(self) -> None:
-    """Publishes the present weights, and waits until they have arrived.
+  def publish(self, stop: threading.Event | None = None) -> bool:
+    """Publishes the present weights; whether they have arrived.
 
-    Call it once before the first step.
-
-    Raises:
-      TimeoutError: they did not arrive within the deadline.
+    Call it once before the first step. Arguments and errors as of
+    `await_weights`.
     """
-    self._publish_now()
-    self.await_weights()
+    self._publish_now(stop)
+    return self.await_weights(stop)
 
-  def await_weights(self) -> None:
-    """Waits until the weights published last have arrived.
+  def await_weights(self, stop: threading.Event | None = None) -> bool:
+    """Waits until the weights published last have arrived; whether they have.
+
+    Args:
+      stop: Ends the wait seconds after it was set.
 
     Raises:
       TimeoutError: they did not within the deadline.
     """
     if self._arriving is None:
-      return
+      return True
     version, arriving = self._arriving
-    try:
-      with self.seconds("publish"):
-        arriving.result(timeout=self._publish_timeout_s)
-    except concurrent.futures.TimeoutError as error:
-      raise TimeoutError(
-          f"weights of version {version} did not reach the rollout engine"
-          f" within {self._publish_timeout_s:g} s"
-      ) from error
+    with self.seconds("publish"):
+      if not concurrency.finished(arriving, self._publish_timeout_s, stop):
+        if stop is not None and stop.is_set():
+          return False
+        raise TimeoutError(
+            f"weights of version {version} did not reach the rollout engine"
+            f" within {self._publish_timeout_s:g} s"
+        )
+      arriving.result()
     self._arriving = None
+    return True
 
-  def _publish_now(self) -> None:
-    self.await_weights()
+  def _publish_now(self, stop: threading.Event | None) -> None:
+    if not self.await_weights(stop):
+      return
     started = time.perf_counter()
     version = self.learner.version
     with self.seconds("publish"):
       arriving = self._publish(version, self.learner.policy_state())
     if isinstance(arriving, concurrent.futures.Future):
       self._arriving = version, arriving
-    if not self._publish_ahead:
-      self.await_weights()
+    if not self._publish_ahead and not self.await_weights(stop):
+      return
     self._observers.on_event(
         events.WeightsPublished(version, time.perf_counter() - started)
     )
@@ -287,7 +292,7 @@ class LearnerLoop:
     step = self.learner.counters.updates
     published = time.perf_counter()
     if step % self._publish_every == 0:
-      self._publish_now()
+      self._publish_now(stop)
     if self._gated is not None:
       self._gated.set_version(self.learner.version)
     metrics |= {

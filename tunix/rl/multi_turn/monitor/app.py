@@ -121,7 +121,13 @@ class MonitorApp:
         self._annotations,
     )  # pyformat: disable
     table = self._table()
-    self.document = openapi.document([operation for operation, _ in table])
+    self.document = openapi.document(
+        [operation for operation, _ in table],
+        {
+            "batch": limits.batch, "image": limits.screenshot,
+            "images": limits.screenshot, "": limits.other,
+        },
+    )  # pyformat: disable
     self.asgi = applications.Starlette(
         routes=[
             routing.Route(
@@ -207,7 +213,9 @@ class MonitorApp:
       started = time.perf_counter()
       try:
         who = access_lib.Principal(0, frozenset())
-        if operation.scope:
+        if not operation.scope:
+          self._access.check_site(request.headers)
+        else:
           # Reads the database only once in a while; it may be away.
           check = self._access.check
           if self._access.remembers(request.headers):

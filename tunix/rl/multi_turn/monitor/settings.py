@@ -55,8 +55,9 @@ class MonitorConfig:
   )
   close_timeout_s: float = _setting(
       default=15.0,
-      doc="When the run ends, undelivered events are sent for this long; the"
-      " rest waits for the next run in run.dir.",
+      doc="When the run ends, undelivered events are sent for this long, at"
+      " most 5 s where it was killed; the rest waits for the next run in"
+      " run.dir.",
       unit="s",
       ge=0,
   )

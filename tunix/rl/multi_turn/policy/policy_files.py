@@ -8,7 +8,6 @@ tokenizer_config.json.
 from __future__ import annotations
 
 import difflib
-import json
 import pathlib
 import re
 import shutil
@@ -17,6 +16,7 @@ from typing import Any, Mapping
 from flax import nnx
 import jax
 import tokenizers
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.parser.renderer import chat_template as template_lib
 from tunix.rl.multi_turn.policy import tiktoken_files
 
@@ -79,10 +79,12 @@ def model_type(directory: pathlib.Path) -> str:
   """
   file = file_of(directory, "config.json")
   try:
-    found = json.loads(file.read_text(encoding="utf-8"))["model_type"]
-  except (ValueError, KeyError, TypeError):
+    kind = json_text.read(file)["model_type"]
+  except ValueError as error:
+    raise ValueError(f"{file} is not JSON: {error}") from None
+  except (KeyError, TypeError):
     raise ValueError(f"{file} does not name a model_type") from None
-  return str(found)
+  return str(kind)
 
 
 def load_tokenizer(path: str | pathlib.Path) -> tokenizers.Tokenizer:
@@ -165,12 +167,12 @@ def _json_of(file: pathlib.Path) -> dict[str, Any]:
   if not file.is_file():
     return {}
   try:
-    found = json.loads(file.read_text(encoding="utf-8"))
+    value = json_text.read(file)
   except ValueError as error:
     raise ValueError(f"{file} is not JSON ({error}); copy it again") from None
-  if not isinstance(found, dict):
+  if not isinstance(value, dict):
     raise ValueError(f"{file} holds no JSON object; copy it again")
-  return found
+  return value
 
 
 def copy_tokenizer(

@@ -30,7 +30,7 @@ def is_factory(policy_name: str) -> bool:
 class _PolicyNames(registry.Registry[str]):
   """Name -> size; a directory and a factory are names of themselves."""
 
-  def get(self, name: str) -> str:
+  def get(self, name: str, source: registry.Source = "request") -> str:
     if is_directory(name) or is_factory(name):
       return name
     if name not in self and os.path.isdir(name):
@@ -38,7 +38,7 @@ class _PolicyNames(registry.Registry[str]):
           f"{name!r} is a directory here, and names are of registered policies"
           f" ({', '.join(self.names())}); write policy=./{name}"
       )
-    return super().get(name)
+    return super().get(name, source)
 
 
 POLICIES = _PolicyNames("policy", paths=False)

@@ -27,6 +27,7 @@ import numpy as np
 import safetensors
 from safetensors import numpy as safetensors_numpy
 from tunix.rl.multi_turn.core import durable
+from tunix.rl.multi_turn.core import json_text
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -111,7 +112,7 @@ def _header(
   del changed
   with open(path, "rb") as file:
     (size,) = struct.unpack("<Q", file.read(8))
-    return 8 + size, json.loads(file.read(size))
+    return 8 + size, json_text.parse(file.read(size))
 
 
 @contextlib.contextmanager
@@ -215,11 +216,11 @@ def json_bytes(value: Any) -> bytes:
 def read_json(file: pathlib.Path) -> dict[str, Any]:
   """An object in a file; ValueError names the file if it is none."""
   try:
-    found = json.loads(file.read_text(encoding="utf-8"))
+    value = json_text.read(file)
   except ValueError as error:
     raise ValueError(
         f"{file} is not valid JSON ({error}); copy or download it again"
     ) from None
-  if not isinstance(found, dict):
+  if not isinstance(value, dict):
     raise ValueError(f"{file} is not a JSON object; copy or download it again")
-  return found
+  return value

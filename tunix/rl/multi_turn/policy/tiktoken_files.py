@@ -18,7 +18,6 @@ from __future__ import annotations
 import ast
 import base64
 import binascii
-import json
 import pathlib
 from typing import Any
 
@@ -26,6 +25,7 @@ import tokenizers
 from tokenizers import decoders
 from tokenizers import models
 from tokenizers import pre_tokenizers
+from tunix.rl.multi_turn.core import json_text
 
 RANKS = "tiktoken.model"
 _CONFIG = "tokenizer_config.json"
@@ -112,7 +112,7 @@ def _special(file: pathlib.Path, first: int) -> list[str]:
         " tokens; copy or download the whole checkpoint"
     )
   try:
-    raw: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    raw: dict[str, Any] = json_text.read(file)
     named = {
         int(number): str(about["content"])
         for number, about in raw.get("added_tokens_decoder", {}).items()

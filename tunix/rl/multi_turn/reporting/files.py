@@ -11,6 +11,7 @@ from typing import Any, Callable, Iterator, Mapping
 
 import numpy as np
 from tunix.rl.multi_turn.core import durable
+from tunix.rl.multi_turn.core import json_text
 
 _LOG = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ def write_json(
 def read_json(path: pathlib.Path) -> dict[str, Any]:
   """The object in `path`; {} when it is missing or broken."""
   try:
-    data = json.loads(path.read_text(encoding="utf-8"))
+    data = json_text.read(path)
   except (OSError, ValueError):
     return {}
   return data if isinstance(data, dict) else {}
@@ -70,7 +71,7 @@ def read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
   with path.open("r", encoding="utf-8", errors="replace") as file:
     for line in file:
       try:
-        data = json.loads(line)
+        data = json_text.parse(line)
       except ValueError:
         continue
       if isinstance(data, dict):
@@ -100,7 +101,7 @@ def rewrite_lines(
     ):
       for line in old:
         try:
-          data = json.loads(line)
+          data = json_text.parse(line)
         except ValueError:
           data = None
         if not isinstance(data, dict):

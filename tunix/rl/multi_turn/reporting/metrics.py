@@ -230,9 +230,9 @@ METRICS: dict[str, Metric] = {
     ),
     "untrained_tokens": Metric(
         "tokens",
-        "Sampled tokens that are not trained on, as an agent's request asked"
-        " for another distribution than the run's (its temperature, a grammar),"
-        " mean an episode.",
+        "Sampled tokens that are not trained on, as they are of another"
+        " distribution than the run's (an agent's or a generator's temperature,"
+        " a grammar), mean an episode.",
         "Above 0: let the agent leave these fields out; the log names them, see"
         " rollout.other_sampling.",
     ),

@@ -11,13 +11,13 @@ Does not: judge; thresholds and verdicts are the reader's.
 
 from __future__ import annotations
 
-import json
 import pathlib
 import threading
 import time
 from typing import Any, Callable, Mapping
 
 from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.reporting import run_counts
 from tunix.rl.multi_turn.reporting import settings as settings_lib
@@ -168,7 +168,7 @@ def problem(path: pathlib.Path) -> str | None:
   if not path.exists():
     return None
   try:
-    data = json.loads(path.read_text(encoding="utf-8"))
+    data = json_text.read(path)
   except (OSError, ValueError) as error:
     return f"it is not whole JSON ({error})"
   if not isinstance(data, dict):

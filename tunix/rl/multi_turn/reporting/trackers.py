@@ -40,6 +40,7 @@ import numpy as np
 from tunix.rl.multi_turn.core import credentials
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.reporting import settings as settings_lib
 from tunix.rl.multi_turn.reporting import tracker_media
 
@@ -516,8 +517,8 @@ class _Identity:
     self._known: dict[str, str] = {}
     if resuming:
       try:
-        found = json.loads(self._path.read_text())
-        self._known = {str(k): str(v) for k, v in found.items()}
+        ids = json_text.read(self._path)
+        self._known = {str(k): str(v) for k, v in ids.items()}
       except FileNotFoundError:
         pass  # Nothing was tracked.
       except (OSError, ValueError, AttributeError) as error:

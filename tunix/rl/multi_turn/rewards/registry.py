@@ -70,13 +70,21 @@ def unregister(name: str) -> bool:
   return REWARDS.unregister(name)
 
 
-def get_reward_fn(name: str) -> RewardFn:
+def get_reward_fn(
+    name: str, source: registry.Source = "request"
+) -> RewardFn:
   """The function of that name.
 
+  Args:
+    name: Registered, or of an operator "package.module:function".
+    source: Who chose the name.
+
   Raises:
-    ValueError: unknown; the message names the nearest one.
+    ValueError: unknown, the message names the nearest one; or a path that a
+      request names.
+    ImportError: nothing at that path.
   """
-  return REWARDS.get(name)
+  return REWARDS.get(name, source)
 
 
 def reward_names() -> tuple[str, ...]:
@@ -127,7 +135,7 @@ def _prepare(
     fn: RewardFn | str, info: Mapping[str, Any] | None
 ) -> tuple[RewardFn, dict[str, Any], str]:
   if isinstance(fn, str):
-    fn = get_reward_fn(fn)
+    fn = get_reward_fn(fn, "operator")
   kwargs = {}
   try:
     takes_info = _takes_info(fn)
@@ -192,7 +200,10 @@ def combine_rewards(weights: Mapping[str, float]) -> RewardFn:
     ImportError: nothing at a path.
   """
   return combine_parts(
-      {name: (get_reward_fn(name), w) for name, w in weights.items()}
+      {
+          name: (get_reward_fn(name, "operator"), w)
+          for name, w in weights.items()
+      }
   )
 
 

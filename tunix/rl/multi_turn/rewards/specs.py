@@ -269,7 +269,7 @@ def bind(name: str, options: Mapping[str, Any]) -> registry.RewardFn:
     ValueError: an unknown name; an unknown, wrong or missing option.
     ImportError: nothing at a path.
   """
-  fn = registry.get_reward_fn(name)
+  fn = registry.get_reward_fn(name, "operator")
   takes = options_of(fn)
   where = f"environment.reward.{name}."
   wrong = [where + text for _, text in takes.wrong(options, f"reward {name!r}")]
@@ -314,7 +314,7 @@ def _part(name: str, value: Any) -> Part:
         f"{where}.per: " + registry_lib.unknown_name("value", per, _PER)
     )
   try:
-    kind = kind_of(registry.get_reward_fn(name))
+    kind = kind_of(registry.get_reward_fn(name, "operator"))
   except (ValueError, ImportError) as error:
     raise ValueError(f"{where}: {error}") from None
   if per == "turn" and kind != "turn":

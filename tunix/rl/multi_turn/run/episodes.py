@@ -61,7 +61,7 @@ def make_gym(config: TrainConfig, family: str) -> gym_base.Gym:
   Raises:
     ConfigError: an option that the gym does not take.
   """
-  spec = gyms.get(config.gym.name)
+  spec = gyms.get(config.gym.name, "operator")
   facts = spec.options_of(
       family,
       size=(config.gym.width, config.gym.height),
@@ -193,7 +193,7 @@ class EpisodeFactory:
         on_text=mode,
         on_invalid="observe" if mode == "retry" else "end",
     )
-    env.runs_inline = gyms.get(config.gym.name).runs_inline
+    env.runs_inline = gyms.get(config.gym.name, "operator").runs_inline
     return agent, env
 
 

@@ -248,7 +248,7 @@ class Evaluation:
     work: list[tuple[str, Callable[[], Any]]] = []
     if self.episodes.acts_on_gym:
       name = self.config.gym.name
-      shared = gyms.get(name).load_close_shared()
+      shared = gyms.get(name, "operator").load_close_shared()
       if shared is not None:
         work.append((f"what gym.name={name} shares", lambda: wait(shared())))
     if self._proxy is not None:

@@ -68,7 +68,7 @@ def try_first_episode(
     return
   if (
       episodes.acts_on_gym
-      and gyms.get(config.gym.name).size_known_after_start
+      and gyms.get(config.gym.name, "operator").size_known_after_start
   ):
     _check_screen(config, task)
   if config.rollout.agent or config.fleet.away:
@@ -132,7 +132,7 @@ def _world(config: TrainConfig) -> str:
 def _rewards(config: TrainConfig) -> list[Callable[..., Any]]:
   spec = config.environment.reward
   names = [spec] if isinstance(spec, str) else list(spec)
-  return [rewards.get_reward_fn(name) for name in names]
+  return [rewards.get_reward_fn(name, "operator") for name in names]
 
 
 def _is_own(part: Any) -> bool:
@@ -192,7 +192,8 @@ def _play(
     finally:
       close_shared = None
       if episodes.acts_on_gym:
-        close_shared = gyms.get(config.gym.name).load_close_shared()
+        spec = gyms.get(config.gym.name, "operator")
+        close_shared = spec.load_close_shared()
       if close_shared is not None:
         await close_shared()
 
@@ -216,7 +217,7 @@ def _reply(config: TrainConfig, agent: Any) -> str:
   """A click in the middle of the screen, or a word, in the agent's grammar."""
   parser = getattr(agent, "tool_parser", None)
   if parser is None:
-    parser = tool_parser.make_tool_parser(config.agent.parser)
+    parser = tool_parser.make_tool_parser(config.agent.parser, "operator")
   if not isinstance(parser, tool_parser.GuiActionParser):
     return _WORD
   width, height = episodes_lib.screen_size(config)

@@ -180,7 +180,7 @@ def _check_screenshots(
   Raises:
     ConfigError: it does, and the grammar counts its pixels.
   """
-  parser = tool_parser.get_tool_parser(config.agent.parser)
+  parser = tool_parser.get_tool_parser(config.agent.parser, "operator")
   resized = getattr(processor, "image_size", None)
   if (
       not callable(resized)

@@ -22,6 +22,7 @@ import uuid
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import spec as environment_spec
@@ -238,7 +239,7 @@ def _box(config: config_lib.TrainConfig) -> str:
     elif config.rollout.agent == "run_service":
       mobile = config.run_service.action_space == "mobile"
       return "android" if mobile else "linux"
-  return gyms.get(name).box
+  return gyms.get(name, "operator").box
 
 
 def _missing(error: ImportError) -> str:
@@ -270,8 +271,8 @@ def _identity(run_dir: pathlib.Path) -> tuple[str, int]:
   """(client id of the run, earlier starts), kept in the run directory."""
   path = run_dir / _IDENTITY
   try:
-    found = json.loads(path.read_text())
-    training, session = str(found["training"]), int(found["starts"])
+    identity = json_text.read(path)
+    training, session = str(identity["training"]), int(identity["starts"])
   except FileNotFoundError:
     training, session = uuid.uuid4().hex, 0
   except (OSError, ValueError, KeyError, TypeError) as error:

@@ -14,7 +14,6 @@ server that is not asked yet.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import pathlib
@@ -24,6 +23,7 @@ from typing import Any, Iterator
 import jax
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.clients import agent_session
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.learner.algorithms import parts
 from tunix.rl.multi_turn.policy import by_name
@@ -290,7 +290,7 @@ def _prompts_of_file(
   try:
     with path.open(encoding="utf-8") as file:
       for number, line in enumerate(itertools.islice(file, _ROWS), 1):
-        messages = json.loads(line)["prompt"] if line.strip() else None
+        messages = json_text.parse(line)["prompt"] if line.strip() else None
         if isinstance(messages, str):  # A text is one message of the user.
           messages = [{"role": "user", "content": messages}]
         if messages:

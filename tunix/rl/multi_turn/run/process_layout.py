@@ -24,6 +24,7 @@ from typing import Any, Mapping, Sequence
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import durable
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.learner import loop as loop_lib
 from tunix.rl.queue import group_store
@@ -70,7 +71,7 @@ def read(directory: pathlib.Path) -> Layout:
   """
   file = directory / PARTS / _FILE
   try:
-    return Layout(**json.loads(file.read_text(encoding="utf-8")))
+    return Layout(**json_text.read(file))
   except FileNotFoundError:
     found = (directory / PARTS).glob("*")
     numbers = [int(p.name) for p in found if p.name.isdigit()]

@@ -19,6 +19,7 @@ from tunix.rl.multi_turn.clients import proxy
 from tunix.rl.multi_turn.clients import run_episodes
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import models
@@ -93,7 +94,7 @@ class RunProxy:
           token=token,
           renderer=policy.renderer,
           sampling=session_sampling.SessionSampling(
-              **session_sampling.fields_of(config.sampling),
+              **sampling_rule.fields_of(config.sampling),
               other=config.rollout.other_sampling,
           ),
       )

@@ -28,6 +28,7 @@ import jax
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import reporting
 from tunix.rl.multi_turn.clients import proxy as proxy_lib
+from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
@@ -385,7 +386,8 @@ class Run:
 
     close_shared = None
     if self.config.plays and self.episodes.acts_on_gym:
-      close_shared = gyms.get(self.config.gym.name).load_close_shared()
+      spec = gyms.get(self.config.gym.name, "operator")
+      close_shared = spec.load_close_shared()
     if close_shared is not None:
       try_to(f"what gym.name={self.config.gym.name} shares", close_shared())
     for served in (self.fleet, self._proxy):
@@ -475,4 +477,13 @@ class Run:
     """Replaces the present weights by those that GRPO begins with."""
     self.policy = self.warm_start.apply(self)
     state = nnx.state(self.policy.model)
-    self.publish(0, state).result(self.config.external.load_timeout_s)
+    seconds = self.config.external.load_timeout_s
+    arriving = self.publish(0, state)
+    if not concurrency.finished(arriving, seconds, self.stop):
+      if self.stop.is_set():
+        raise loop_thread.Interrupted()
+      raise TimeoutError(
+          "the first weights did not reach the rollout engine within"
+          f" {seconds:g} s (external.load_timeout_s)"
+      )
+    arriving.result()

@@ -21,6 +21,7 @@ from typing import Any
 import weakref
 
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.core import json_text
 
 try:
   import fcntl
@@ -142,9 +143,9 @@ def _holder(file: Any) -> dict[str, Any] | None:
   while True:
     try:
       file.seek(0)
-      found = json.loads(file.read())
-      if {"pid", "host", "since"} <= found.keys():
-        return found
+      holder = json_text.parse(file.read())
+      if {"pid", "host", "since"} <= holder.keys():
+        return holder
     except (OSError, ValueError, AttributeError):
       pass
     if time.monotonic() > due:

@@ -46,7 +46,7 @@ def make_tasks(config: TrainConfig) -> Any:
       where = "task_source"
       return _listed(config, found.gym)
     if found.gym:
-      return gyms.get(config.gym.name).make_tasks(
+      return gyms.get(config.gym.name, "operator").make_tasks(
           families, config.gym.options
       )
     return registry.import_path(found.tasks)(families)

@@ -172,7 +172,7 @@ class Training:
     try:
       if self._beside is not None:
         self._beside.warm_up()
-      self._loop.publish()
+      self._publish_latest(always=True)
       self._evaluate_when_due()
       if self._is_unfinished():
         self._collected = run.loop.submit(self._collecting.run())
@@ -223,7 +223,6 @@ class Training:
       raise
     finally:
       self._end()
-    self._publish_latest()
     run.policy = dataclasses.replace(
         run.policy, model=self._learner.policy()
     )
@@ -231,6 +230,7 @@ class Training:
         "interrupted", run.stop.is_set()
     ):
       raise loop_thread.Interrupted()
+    self._publish_latest()
     if nothing := _nothing_learned(self._learner.counters, uneven):
       run.notes.append(nothing)
 
@@ -284,10 +284,20 @@ class Training:
       _LOG.warning("collecting did not stop within %g s", timeout_s)
     self._collected = None
 
-  def _publish_latest(self) -> None:
-    self._loop.await_weights()
-    if self._run.engine.version != self._learner.version:
-      self._loop.publish()
+  def _publish_latest(self, always: bool = False) -> None:
+    """Gives the engine the present weights, unless it has them.
+
+    Raises:
+      loop_thread.Interrupted: the run was asked to stop before they arrived.
+    """
+    stop = self._run.stop
+    arrived = self._loop.await_weights(stop)
+    if arrived and (
+        always or self._run.engine.version != self._learner.version
+    ):
+      arrived = self._loop.publish(stop)
+    if not arrived:
+      raise loop_thread.Interrupted()
 
   # --- evaluations -----------------------------------------------------------
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import pathlib
 import re
 import socket
@@ -23,6 +22,7 @@ from typing import Any, Callable, Sequence, TypeVar
 
 import pydantic
 import tqdm
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.serving import arguments
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv[1:]):
@@ -31,6 +31,7 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv[1:]):
 from tunix.rl.multi_turn.core import connections
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images
+from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.engine import cache_memory
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
@@ -70,7 +71,7 @@ def _screens(text: str) -> tuple[tuple[int, int], ...]:
 
 def _template_options(text: str) -> dict[str, Any]:
   try:
-    options = json.loads(text)
+    options = json_text.parse(text)
   except ValueError:
     options = None
   if not isinstance(options, dict):
@@ -177,7 +178,7 @@ _OPTIONS = {
 
 def _images_limit(text: str) -> int:
   try:
-    limit = json.loads(text)["image"]
+    limit = json_text.parse(text)["image"]
   except (ValueError, KeyError, TypeError):
     limit = None
   if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
@@ -250,8 +251,8 @@ def _checked(args: argparse.Namespace) -> _Arguments:
       h.strip() for h in args.allowed_media_domains.split(",") if h.strip()
   )
   media_limits = all_of.of(lambda: _media_limits(hosts))
-  all_of.of(lambda: _sampling(args.sampling, args.other_sampling))
-  all_of.of(lambda: tool_parser.make_tool_parser(args.tool_parser))
+  all_of.of(lambda: _sampling(args))
+  all_of.of(lambda: tool_parser.make_tool_parser(args.tool_parser, "operator"))
   all_of.of(lambda: policy_files.resolve(args.policy))
   if args.image_dir is not None:
     all_of.of(lambda: _make_folder(args.image_dir))
@@ -278,22 +279,10 @@ def _checked(args: argparse.Namespace) -> _Arguments:
   )
 
 
-def _sampling(text: str, other: str) -> session_sampling.SessionSampling:
-  try:
-    fields = json.loads(text)
-    if not isinstance(fields, dict) or set(fields) - set(
-        session_sampling.FIELDS
-    ):
-      names = ", ".join(session_sampling.FIELDS)
-      raise ValueError(f"give an object of {names}")
-    return session_sampling.SessionSampling(**fields, other=other)
-  except pydantic.ValidationError as error:
-    first = error.errors(include_url=False)[0]
-    raise ValueError(
-        f"--sampling={text}: {first['loc'][0]}={first['input']}: {first['msg']}"
-    ) from None
-  except (TypeError, ValueError) as error:
-    raise ValueError(f"--sampling={text}: {error}") from None
+def _sampling(args: argparse.Namespace) -> session_sampling.SessionSampling:
+  return sampling_rule.of_text(
+      args.sampling, args.other_sampling, session_sampling.SessionSampling
+  )
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -395,7 +384,7 @@ def _make(
       token=found.token,
       renderer=renderer,
       export_arrays=args.export_arrays,
-      sampling=_sampling(args.sampling, args.other_sampling),
+      sampling=_sampling(args),
   )
   return engine, app
 

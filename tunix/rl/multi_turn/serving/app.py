@@ -16,8 +16,9 @@ Promises: every answer has an `x-request-id`, the client's own if it sent one;
 `x-ignored-fields` lists the fields that were accepted and change no sample;
 every failure is answered in OpenAI's shape; a client that disconnects
 ends its sampling; `/health` is 503 once the engine cannot sample any more;
-without a token, only requests to a loopback host name are answered, so that a
-web page in a browser of this machine cannot send any.
+a web page's request is refused, and without a token every request to another
+host name than the loopback interface's, so that a page in a browser of this
+machine cannot send any.
 
 Does not sample (see `service`), or know the endpoints' bodies (see `chat`,
 `completions` and `responses`).
@@ -200,14 +201,9 @@ class OpenAIApp:
   def _authorize(self, request: Request, route: str) -> None:
     """Finds the session that the request belongs to, if it names one."""
     request.state.session = None
-    host = request.headers.get("host", "")
-    if not self._token and not http_server.names_loopback(host):
-      raise errors.ApiError(
-          403,
-          "without a token this server answers on localhost only, not on"
-          f" {bodies.shown(host)}; start it with a token, or ask 127.0.0.1",
-          code="wrong_host",
-      )
+    problem = http_server.cross_site(request.headers, bool(self._token))
+    if problem:
+      raise errors.ApiError(403, problem, code="cross_site")
     presented = request.headers.get("authorization", "")
     presented = presented.removeprefix("Bearer ").strip()
     presented = presented or request.headers.get("x-api-key", "")
@@ -282,7 +278,7 @@ class OpenAIApp:
       del body
       if asked.stream:
         return await self._stream(request, api, asked, key)
-      answer = await _unless_gone(
+      answer = await http_server.unless_gone(
           request,
           self._service.complete(
               asked,
@@ -324,7 +320,7 @@ class OpenAIApp:
     )
     task.add_done_callback(lambda _: news.put_nowait(None))
     try:
-      first = await _unless_gone(
+      first = await http_server.unless_gone(
           request, asyncio.wait_for(news.get(), streams.KEEP_ALIVE_S)
       )
     except asyncio.TimeoutError:
@@ -383,7 +379,7 @@ class OpenAIApp:
 
   async def _openapi(self, request: Request) -> Response:
     del request
-    return _json(openapi.document(ENDPOINTS))
+    return _json(openapi.document(ENDPOINTS, self._limits))
 
   async def _health(self, request: Request) -> Response:
     del request
@@ -422,27 +418,6 @@ class OpenAIApp:
 
 
 # --- pieces -------------------------------------------------------------------
-
-
-async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
-  """`work`, cancelled when the client disconnects."""
-  task = asyncio.ensure_future(work)
-
-  async def gone() -> None:
-    # After the body, the next message is the end of the connection.
-    while (await request.receive())["type"] != "http.disconnect":
-      pass
-
-  watch = asyncio.ensure_future(gone())
-  try:
-    await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-    if not task.done():
-      raise _gone()
-    return task.result()
-  finally:
-    for pending in (task, watch):
-      pending.cancel()
-    await asyncio.gather(task, watch, return_exceptions=True)
 
 
 def _gone() -> errors.ApiError:

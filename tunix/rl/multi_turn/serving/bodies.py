@@ -27,6 +27,7 @@ import orjson
 import pydantic
 from pydantic_core import core_schema
 from pydantic_core import PydanticCustomError
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.serving import errors
 
 B = TypeVar("B", bound="Body")
@@ -42,10 +43,7 @@ def shown(value: Any) -> str:
   """A value for an error message, cut to one line."""
   if isinstance(value, (str, list)):
     value = value[: _SHOWN + 1]  # The rest would be cut off below.
-  try:
-    text = repr(value)
-  except RecursionError:
-    return "a value nested too deep to print"
+  text = repr(value)
   return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
@@ -95,12 +93,18 @@ def read_json(
           code="request_too_large",
       )
   try:
-    found = orjson.loads(body)
-  except orjson.JSONDecodeError:
-    found = _read_other(body)
-  if not isinstance(found, dict):
+    try:
+      value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+      value = _read_other(body)
+    json_text.check_depth(value)
+  except (ValueError, RecursionError) as error:
+    raise errors.invalid(
+        None, f"the body is not JSON: {error}", "invalid_json"
+    ) from None
+  if not isinstance(value, dict):
     raise errors.invalid(None, "the body must be a JSON object", "invalid_json")
-  return found
+  return value
 
 
 def write_json(value: Any) -> bytes:
@@ -117,17 +121,12 @@ def write_json(value: Any) -> bytes:
 
 def _read_other(body: bytes) -> Any:
   """Parses bodies that only the standard library reads (UTF-16, byte order
-  marks, deep nesting), or raises with the reason."""
-  try:
-    text = body.decode(json.detect_encoding(body))
-    found = json.loads(text, parse_constant=_finite, parse_float=_finite)
-    if _ESCAPED_HALF.search(text):
-      _check_characters(found)
-  except (ValueError, RecursionError) as error:
-    raise errors.invalid(
-        None, f"the body is not JSON: {error}", "invalid_json"
-    ) from None
-  return found
+  marks), or raises with the reason."""
+  text = body.decode(json.detect_encoding(body))
+  value = json.loads(text, parse_constant=_finite, parse_float=_finite)
+  if _ESCAPED_HALF.search(text):
+    _check_characters(value)
+  return value
 
 
 def _finite(text: str) -> float:
@@ -315,6 +314,16 @@ def _path(loc: tuple[str | int, ...]) -> str:
   return path
 
 
+# --- bounds -------------------------------------------------------------------
+
+BY_BODY = {"x-boundedBy": "body"}
+"""Marks, in a JSON schema, a text, a list or any value that only the size of
+the whole body and the number of its values bound. Numbers never are."""
+LIMIT = "x-limit"
+"""In a JSON schema: the `RequestLimits` that is a number's or list's bound."""
+MAX_NAME = 512
+
+
 # --- annotations of fields ----------------------------------------------------
 #
 # Compared by identity: `Annotated` takes equal ones for the same, and 0, 0.0
@@ -373,7 +382,7 @@ class UpTo:
     return core_schema.with_info_plain_validator_function(check)
 
   def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
-    return {"type": "integer", "minimum": 1}
+    return {"type": "integer", "minimum": 1, LIMIT: self.limit}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, init=False)
@@ -413,6 +422,9 @@ class Ignored:
 
   def __init__(self, *silent: Any):
     object.__setattr__(self, "silent", silent)
+
+  def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+    return {**handler(schema), **BY_BODY}
 
   def is_silent(self, value: Any) -> bool:
     return value is None or value in self.silent
@@ -528,26 +540,44 @@ class Items:
       inner["max_length"] = self.most
     return core_schema.no_info_before_validator_function(check, inner)
 
+  def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+    return handler(schema) | (BY_BODY if self.most is None else {})
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenIds:
-  """A list of token ids that fits the context, as a tuple."""
+  """A list of token ids, as a tuple.
+
+  Attributes:
+    most: Ids, at most; None: as many as fit the context.
+  """
+
+  most: int | None = None
 
   def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
     del source, handler
     return core_schema.with_info_plain_validator_function(
-        lambda value, info: token_ids(
-            info.field_name, value, info.context.prompt_tokens
-        )
+        lambda value, info: self._read(info.field_name, value, info.context)
     )
 
+  def _read(self, name: str, value: Any, limits: Any) -> tuple[int, ...]:
+    if self.most is None:
+      return token_ids(name, value, limits.prompt_tokens)
+    if isinstance(value, list) and len(value) > self.most:
+      raise refusal(f"must be a list of at most {self.most} token ids")
+    return token_ids(name, value)
+
   def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
-    return TOKEN_IDS_SCHEMA
+    if self.most is None:
+      return TOKEN_IDS_SCHEMA
+    items = TOKEN_IDS_SCHEMA["items"]
+    return {"type": "array", "items": items, "maxItems": self.most}
 
 
 TOKEN_IDS_SCHEMA: dict[str, Any] = {
     "type": "array",
     "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+    LIMIT: "prompt_tokens",
 }
 
 
@@ -583,11 +613,21 @@ def token_ids(
   return tuple(value)
 
 
+_Bounded = pydantic.Field(json_schema_extra=BY_BODY)
 Text = typing.Annotated[
     str,
     pydantic.StringConstraints(min_length=1),
     Must("must be a string, not empty"),
+    _Bounded,
 ]
-AnyText = typing.Annotated[str, Must("must be a string")]
+AnyText = typing.Annotated[str, Must("must be a string"), _Bounded]
+JsonText = typing.Annotated[str, Must("must be JSON text"), _Bounded]
+Name = typing.Annotated[
+    str,
+    pydantic.StringConstraints(min_length=1, max_length=MAX_NAME),
+    Must(f"must be a string of 1 to {MAX_NAME} characters"),
+]
 Flag = typing.Annotated[bool, Must("must be true or false")]
-Object = typing.Annotated[dict[str, Any], Must("must be an object")]
+Object = typing.Annotated[dict[str, Any], Must("must be an object"), _Bounded]
+Unread = typing.Annotated[Any, _Bounded]
+"""A value that the client alone reads."""

@@ -58,8 +58,8 @@ _AnyPart = Annotated[
     TextPart | ImagePart, bodies.ByField("type", "unsupported_content")
 ]
 _LIST = bodies.Items("must be a list of parts")
-Texts = Annotated[str | Annotated[list[_TextPart], _LIST], _CONTENT]
-Parts = Annotated[str | Annotated[list[_AnyPart], _LIST], _CONTENT]
+Texts = Annotated[bodies.AnyText | Annotated[list[_TextPart], _LIST], _CONTENT]
+Parts = Annotated[bodies.AnyText | Annotated[list[_AnyPart], _LIST], _CONTENT]
 
 
 class _Message(bodies.Body):
@@ -99,7 +99,7 @@ class CalledFunction(bodies.Body):
   """A call's function, with its arguments as JSON text."""
 
   name: bodies.Text
-  arguments: Annotated[str, bodies.Must("must be JSON text")]
+  arguments: bodies.JsonText
   provider_specific_fields: Annotated[Any, bodies.Ignored()] = None
 
 
@@ -111,7 +111,7 @@ class ToolCall(bodies.Body):
       Literal["function"], bodies.Must("", "unsupported_parameter")
   ] = "function"
   function: CalledFunction
-  index: Any = None
+  index: bodies.Unread = None
   provider_specific_fields: Annotated[Any, bodies.Ignored()] = None
 
   def call(self) -> dict[str, Any]:
@@ -256,7 +256,7 @@ def read(
       # session's sequence.
       tools=requests.shown_tools(tools),
       parse_tools=parse_tools,
-      one_call=asked.one_call(parse_tools),
+      one_call=asked.one_call(parse_tools, guide),
       return_token_ids=asked.wants_token_ids,
       min_tokens=asked.min_tokens,
       continues=asked.continue_final_message,

@@ -36,8 +36,12 @@ class _Prompt:
     )
 
   def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
-    one = [{"type": "string", "minLength": 1}, bodies.TOKEN_IDS_SCHEMA]
-    listed = [{"type": "array", "items": i, "minItems": 1} for i in one]
+    text = {"type": "string", "minLength": 1, **bodies.BY_BODY}
+    one = [text, bodies.TOKEN_IDS_SCHEMA]
+    listed = [
+        {"type": "array", "items": i, "minItems": 1, bodies.LIMIT: "n"}
+        for i in one
+    ]
     return {"anyOf": [*one, *listed]}
 
 
@@ -49,7 +53,7 @@ class CompletionBody(requests.ChoicesBody):
   logprobs: (
       Annotated[int, bodies.Range(0, policy_client.MAX_TOP_LOGPROBS)] | None
   ) = None
-  best_of: Any = None
+  best_of: bodies.Unread = None
   echo: bodies.Flag = False
   suffix: Annotated[Any, bodies.Neutral("")] = None
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 import threading
 from typing import Any, Callable, Collection, Iterator, Mapping, Sequence
 
@@ -114,6 +115,7 @@ class Grammars:
       *,
       many: bool = False,
       free: bool = False,
+      otherwise: Mapping[str, Any] | None = None,
   ) -> str:
     """A grammar of calls to these tools.
 
@@ -121,8 +123,9 @@ class Grammars:
       parser: reads the calls.
       tools: OpenAI schemas.
       many: whether more calls may follow the first.
-      free: any text, with calls in it or none; arguments are then held to the
-        schemas of `strict` tools only.
+      free: any text, with calls in it or none.
+      otherwise: JSON schema of a text without calls. With this or with `free`,
+        arguments are held to the schemas of `strict` tools only.
 
     Raises:
       GrammarError: this parser's calls have no grammar, or a schema is nested
@@ -133,40 +136,38 @@ class Grammars:
           f"calls of {type(parser).__name__} have no grammar; use the tool"
           " parser qwen"
       )
-    ways = []
+    heads, shapes = [], []
     for tool in tools:
       function = tool["function"]
       arguments = {"type": "object"}
-      if function.get("strict") or not free:
+      if function.get("strict") or not (free or otherwise is not None):
         arguments |= function.get("parameters") or {}
-      ways.append({
-          "x-guidance": _JSON,
-          "type": "object",
-          "properties": {
-              "name": {"const": function["name"]},
-              "arguments": arguments,
-          },
-          "required": ["name", "arguments"],
-          "additionalProperties": False,
-      })
-    head = '"<tool_call>\\n"'
+      name = re.escape(json.dumps(function["name"])).replace("/", r"\/")
+      heads.append(rf'\{{"name": ?{name}, ?"arguments": ?')
+      # A document of its own: a `$ref` begins at the root.
+      shapes.append({"x-guidance": _JSON, **arguments})
+    opening = '"<tool_call>\\n"'
     start = 'start: call ("\\n" call)*' if many else "start: call"
+    if otherwise is not None:
+      start += f" | c{len(shapes)}"
+      shapes.append({"x-guidance": _JSON, **otherwise})
     if free:
       # Lazy, so that a call is recognised at its head and not at its end.
       start = (
           "start: call* TEXT\nTEXT: /(.|\\n)*/\n"
-          'head[lazy]: TEXT "<tool_call>"'
+          'opening[lazy]: TEXT "<tool_call>"'
       )
-      head = 'head "\\n"'
+      opening = 'opening "\\n"'
+    bodies = " | ".join(f'H{i} c{i} "}}"' for i in range(len(heads)))
     with _refusing():
-      schemas = "\n".join(
-          f"c{i}: %json {json.dumps(way)}" for i, way in enumerate(ways)
-      )
       return self._lib.LLMatcher.grammar_from_lark(
-          f"{start}\n"
-          f'call: {head} body "\\n</tool_call>"\n'
-          f"body: {' | '.join(f'c{i}' for i in range(len(ways)))}\n"
-          f"{schemas}\n"
+          "\n".join([
+              start,
+              f'call: {opening} body "\\n</tool_call>"',
+              f"body: {bodies}",
+              *(f"H{i}: /{head}/" for i, head in enumerate(heads)),
+              *(f"c{i}: %json {json.dumps(s)}" for i, s in enumerate(shapes)),
+          ])
       )
 
   def start(self, source: str) -> Matcher:

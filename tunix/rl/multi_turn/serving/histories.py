@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from typing import Any, Mapping, Sequence
 
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.serving import interactions
 
 InteractionError = interactions.InteractionError
@@ -109,6 +110,6 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def _asked(name: str, arguments: str) -> tuple[str, str, str]:
   try:
-    return name, "json", json.dumps(json.loads(arguments), sort_keys=True)
-  except (RecursionError, ValueError):  # Not JSON; equal only as text.
+    return name, "json", json.dumps(json_text.parse(arguments), sort_keys=True)
+  except ValueError:  # Not JSON; equal only as text.
     return name, "text", arguments

@@ -9,13 +9,20 @@ replaces its address by a data URL, and passes the request on, to this package's
 server, vLLM or SGLang (chat, Responses, Anthropic's messages, `/generate`).
 
 Promises: a host that is not listed is never called, nor one at a private
-address unless it is listed as private (see `media`); a request without such
-addresses is passed on byte for byte; the answer is passed on as it comes,
-streams included; an image is fetched once while it is kept, so that later turns
-of a conversation show the same pixels, also after its address has expired; a
-request that cannot be rewritten, or has the address of a video or a sound,
-which the server would fetch, is refused with its place and reason; tools'
-schemas and calls are left as they are.
+address unless it is listed as private (see `media`); a body is parsed, and what
+is passed on is written from the parsed value, so that the server behind reads
+what was examined here; a body that is no JSON is refused, in any content type
+or encoding, and so is an address in a place that is neither an image's nor
+text (see `image_addresses`); the answer is passed on as it comes, streams
+included; an image is fetched once while it is kept, so that later turns of a
+conversation show the same pixels, also after its address has expired; a request
+that cannot be rewritten, or has the address of a video or a sound, is refused
+with its place and reason; tools' schemas and calls are not changed.
+
+With a run's sampling (`--sampling`), a request that leaves its fields out is
+sampled so. One of another distribution is refused, or passed on, counted and
+marked: each choice of its answer carries the reason in `untrained`, which a
+run's readers honour, and the header `x-untrained` has it, in streams alone.
 
 Does not retry, cache answers, or look into pictures beyond their first bytes.
 """
@@ -27,17 +34,18 @@ import asyncio
 import base64
 import collections
 import contextlib
+import functools
 import hmac
 import json
 import logging
 import os
 import pathlib
+import re
 import sys
-from typing import Any, AsyncIterator, Iterator, Sequence
+from typing import Any, AsyncIterator, Sequence
 
 import httpx
 from starlette import applications
-from starlette import background
 from starlette import requests as starlette_requests
 from starlette import responses as starlette_responses
 from starlette import routing
@@ -45,9 +53,11 @@ from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import http as http_lib
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import json_models
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import request_bodies
+from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.serving import errors
+from tunix.rl.multi_turn.serving import image_addresses
 from tunix.rl.multi_turn.serving import media
 
 _LOG = logging.getLogger(__name__)
@@ -55,30 +65,43 @@ TOKEN_VARIABLE = "TUNIX_IMAGE_PROXY_TOKEN"
 UPSTREAM_VARIABLE = "TUNIX_IMAGE_PROXY_UPSTREAM_TOKEN"
 _MAX_BODY = 256 << 20
 _AT_ONCE = 8  # Fetches of one request.
-# What these hold is not read: schemas and arguments may have such names, too.
-_UNREAD = frozenset({
-    "tools", "tool_calls", "functions", "function_call", "metadata",
-    "response_format", "text", "extra_body", "chat_template_kwargs",
-})  # pyformat: disable
-_OTHER_MEDIA = frozenset({
-    "video_url", "audio_url", "video_data", "audio_data",
-})  # pyformat: disable
 _KINDS = (
     (b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"),
     (b"GIF8", "gif"),
 )  # pyformat: disable
-_DROPPED = frozenset({
-    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization",
-    "te", "trailer", "transfer-encoding", "upgrade", "host", "content-length",
-    "accept-encoding", "x-forwarded-for",
+_HOP_BY_HOP = frozenset({
+    "connection", "content-length", "keep-alive", "proxy-authenticate", "te",
+    "trailer", "transfer-encoding", "upgrade",
 })  # pyformat: disable
+_DROPPED = _HOP_BY_HOP | {
+    "accept-encoding", "content-encoding", "content-type", "expect", "host",
+    "proxy-authorization", "x-forwarded-for",
+}  # pyformat: disable
+_JSON = re.compile(r"|application/([\w.-]+\+)?json")
+_TARGET = re.compile(rb"[!-~]+")
+
+# Paths of requests that sample, with the fields that they may leave out, and
+# whether these are in `sampling_params`.
+_ALL_FIELDS = sampling_rule.FIELDS
+_SAMPLING_PATHS = {
+    "/chat/completions": (_ALL_FIELDS, False),
+    "/completions": (_ALL_FIELDS, False),
+    "/responses": (("temperature", "top_p"), False),
+    "/messages": (("temperature", "top_p", "top_k"), False),
+    "/generate": (_ALL_FIELDS, True),
+}
 
 Request = starlette_requests.Request
 Response = starlette_responses.Response
 
 
 class ImageProxy:
-  """The proxy's ASGI application, in the attribute `asgi`."""
+  """The proxy's ASGI application, in the attribute `asgi`.
+
+  Attributes:
+    untrained_requests: Number of requests of another distribution than the
+      rule's.
+  """
 
   def __init__(
       self,
@@ -91,6 +114,7 @@ class ImageProxy:
       keep_bytes: int = 512 << 20,
       timeout_s: float = 600.0,
       loader: media.MediaLoader | None = None,
+      rule: sampling_rule.SamplingRule | None = None,
   ):
     """Args:
 
@@ -102,6 +126,8 @@ class ImageProxy:
       keep_bytes: fetched images that are kept, encoded.
       timeout_s: of the upstream, between two parts of its answer.
       loader: instead of one with `limits`.
+      rule: Distribution of the run that trains on the answers; None passes any
+        on.
 
     Raises:
       ValueError: naming the argument.
@@ -115,6 +141,9 @@ class ImageProxy:
       )
     self._token = token
     self._upstream_token = upstream_token
+    self._rule = rule
+    self.untrained_requests = 0
+    self._reasons: set[str] = set()
     self._max_images = max_images
     self._keep_bytes = keep_bytes
     self._loader = loader or media.MediaLoader(images_lib.ImageStore(), limits)
@@ -145,16 +174,25 @@ class ImageProxy:
   async def _answer(self, request: Request) -> Response:
     try:
       self._authorize(request)
+      url = self._url(request)
+      _check_kind(request)
       body = await request_bodies.read(request, _MAX_BODY)
-      if request.method == "POST" and body:
-        body = await self._rewritten(body)
-      return await self._passed_on(request, body)
+      untrained = ""
+      if body:
+        body, untrained = await self._rewritten(body, request.url.path)
+      return await self._passed_on(request, url, body, untrained)
     except request_bodies.BodyRefused as refused:
       error = errors.ApiError(
           refused.status,
           refused.message,
           code=refused.code,
           retry_after_s=refused.retry_after_s,
+      )
+    except starlette_requests.ClientDisconnect:
+      error = errors.ApiError(499, "the client went away", code="cancelled")
+    except concurrency.DeadlineExceeded as late:
+      error = errors.ApiError(
+          503, f"{late}; send it again later", code="busy", retry_after_s=1.0
       )
     except errors.ApiError as api_error:
       error = api_error
@@ -164,18 +202,11 @@ class ImageProxy:
 
   def _authorize(self, request: Request) -> None:
     headers = request.headers
-    if "origin" in headers:
-      raise errors.ApiError(
-          403, "a request of a web page is not passed on", code="cross_site"
-      )
+    if problem := http_server.cross_site(headers, bool(self._token)):
+      raise errors.ApiError(403, problem, code="cross_site")
     if not self._token:
-      if not http_server.names_loopback(headers.get("host", "")):
-        raise errors.ApiError(
-            403,
-            "without a token this proxy answers on localhost only; start it"
-            " with a token, or ask 127.0.0.1",
-            code="wrong_host",
-        )
+      return
+    if request.method == "GET" and request.scope["path"] == "/health":
       return
     presented = headers.get("authorization", "").removeprefix("Bearer ")
     if not hmac.compare_digest(
@@ -186,29 +217,50 @@ class ImageProxy:
           code="invalid_api_key",
       )  # pyformat: disable
 
-  async def _passed_on(self, request: Request, body: bytes) -> Response:
-    headers = [
-        (name, value)
-        for name, value in request.headers.items()
-        if name not in _DROPPED
-        and not (name == "authorization" and self._token)
-    ]
-    if self._upstream_token:
-      headers = [h for h in headers if h[0] != "authorization"]
-      headers.append(("authorization", f"Bearer {self._upstream_token}"))
-    headers.append(("accept-encoding", "identity"))
+  def _url(self, request: Request) -> str:
+    """The address at the upstream, its path as the client wrote it."""
     path = request.scope.get("raw_path") or request.url.path.encode()
     query = request.scope.get("query_string", b"")
-    url = self._upstream + path.decode("ascii")
-    if query:
-      url += "?" + query.decode("ascii")
+    url = self._upstream.encode() + path + (b"?" + query if query else b"")
+    if not path.startswith(b"/") or not _TARGET.fullmatch(url):
+      raise errors.ApiError(
+          400, "the address has a character that must be percent-encoded",
+          code="invalid_address",
+      )  # pyformat: disable
+    return url.decode("ascii")
+
+  async def _passed_on(
+      self, request: Request, url: str, body: bytes, untrained: str
+  ) -> Response:
+    own = request.headers.get("connection", "").lower().split(",")
+    dropped = _DROPPED.union(name.strip() for name in own)
+    headers = [
+        (name, value)
+        for name, value in request.headers.raw
+        if name.decode("latin-1") not in dropped
+        and not (name == b"authorization" and self._token)
+    ]
+    if self._upstream_token:
+      headers = [h for h in headers if h[0] != b"authorization"]
+      bearer = f"Bearer {self._upstream_token}".encode()
+      headers.append((b"authorization", bearer))
+    headers.append((b"accept-encoding", b"identity"))
+    if body:
+      headers.append((b"content-type", b"application/json"))
     try:
-      answer = await self._client.send(
-          self._client.build_request(
-              request.method, url, headers=headers, content=body
+      answer = await http_server.unless_gone(
+          request,
+          self._client.send(
+              self._client.build_request(
+                  request.method, url, headers=headers, content=body
+              ),
+              stream=True,
           ),
-          stream=True,
       )
+    except httpx.LocalProtocolError as error:
+      raise errors.invalid(
+          None, f"the request cannot be passed on: {error}", "invalid_request"
+      ) from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
       raise errors.ApiError(
           502,
@@ -216,63 +268,122 @@ class ImageProxy:
           code="upstream_failed",
           retry_after_s=1.0,
       ) from None
+    passed = {
+        k: v for k, v in answer.headers.items() if k not in _HOP_BY_HOP
+    }
+    if untrained:
+      passed["x-untrained"] = untrained.encode("ascii", "replace").decode()
+      if passed.get("content-type", "").startswith("application/json"):
+        try:
+          content = await answer.aread()
+        except httpx.HTTPError as error:
+          raise errors.ApiError(
+              502,
+              f"{self._upstream} broke off: {type(error).__name__}: {error}",
+              code="upstream_failed",
+              retry_after_s=1.0,
+          ) from None
+        finally:
+          await answer.aclose()
+        return starlette_responses.Response(
+            _marked(content, untrained), answer.status_code, passed
+        )
     return starlette_responses.StreamingResponse(
-        answer.aiter_raw(),
+        _parts(answer),
         answer.status_code,
-        {k: v for k, v in answer.headers.items() if k not in _DROPPED},
-        background=background.BackgroundTask(answer.aclose),
+        passed,
     )
 
-  # --- images -----------------------------------------------------------------
+  # --- requests ---------------------------------------------------------------
 
-  async def _rewritten(self, body: bytes) -> bytes:
-    """The body with data URLs; the same bytes if it names no image elsewhere.
+  async def _rewritten(self, body: bytes, path: str) -> tuple[bytes, str]:
+    """(the body of data URLs and the run's sampling, reason against it).
+
+    It is the JSON of the parsed value.
 
     Raises:
-      ApiError: naming the image's place.
+      ApiError: naming the image's place, or the field of another distribution.
     """
-    if b"http" not in body.lower():
-      return body
-    try:
-      value = await http_lib.read(
-          lambda: json_models.parse(body), len(body), 30.0, "a request"
-      )
-    except ValueError:
-      return body  # The upstream words its own refusal.
-    places = list(_places(value, ""))
-    if not places:
-      return body
+    value, places = await http_lib.read(
+        lambda: image_addresses.examine(body, path),
+        len(body), 30.0, "a request",
+    )  # pyformat: disable
+    ends = (end for end in _SAMPLING_PATHS if path.endswith(end))
+    # The longest: completions end as those of chats do.
+    end = max(ends, key=len, default="") if self._rule is not None else ""
+    untrained = ""
+    if end and isinstance(value, dict):
+      untrained = self._sample_as_the_run(value, *_SAMPLING_PATHS[end])
     if len(places) > self._max_images:
       raise errors.invalid(
-          places[self._max_images][2],
+          places[self._max_images].where,
           f"{len(places)} images are to be fetched, at most {self._max_images}"
           " are; send fewer",
           "too_many_images",
       )
     gate = asyncio.Semaphore(_AT_ONCE)
 
-    async def fill(holder: Any, key: Any, where: str) -> None:
+    async def fill(place: image_addresses.Place) -> None:
       async with gate:
         try:
-          holder[key] = await self._data_url(holder[key])
+          url = place.holder[place.key]
+          place.holder[place.key] = await self._data_url(url)
         except media.MediaError as error:
           raise errors.ApiError(
               502 if error.retryable else 400,
-              f"{where}: {error}",
+              f"{place.where}: {error}",
               code=error.code,
-              param=where,
+              param=place.where,
               retry_after_s=1.0 if error.retryable else None,
           ) from None
 
     try:
       async with asyncio.TaskGroup() as group:
         for place in places:
-          group.create_task(fill(*place))
+          group.create_task(fill(place))
     except* errors.ApiError as failed:
       raise failed.exceptions[0] from None
-    return await concurrency.acall(
-        lambda: json.dumps(value).encode(), what="writing a request"
+    written = await http_lib.read(
+        lambda: _written(value), len(body), 30.0, "a request"
     )
+    return written, untrained
+
+  def _sample_as_the_run(
+      self, request: dict[str, Any], fields: Sequence[str], nested: bool
+  ) -> str:
+    """Fills in what the request leaves out; returns the reason against it.
+
+    Raises:
+      ApiError: it has another distribution, and the rule refuses it.
+    """
+    assert self._rule is not None
+    holders: Any = [request]
+    if nested:
+      params = request.get("sampling_params")
+      if params is None:
+        params = request["sampling_params"] = {}
+      holders = params if isinstance(params, list) else [params]
+    reason = ""
+    try:
+      for holder in holders:
+        if isinstance(holder, dict):
+          reason = reason or self._rule.reason_against(holder)
+    except sampling_rule.OtherSampling as error:
+      field = str(error).partition("=")[0].partition(" ")[0]
+      raise errors.invalid(
+          field, str(error), "unsupported_parameter"
+      ) from None
+    for holder in holders:
+      if isinstance(holder, dict):
+        for name in fields:
+          if holder.get(name) is None:
+            _fill(holder, name, getattr(self._rule, name))
+    if reason:
+      self.untrained_requests += 1
+      if reason not in self._reasons:
+        self._reasons.add(reason)
+        _LOG.warning("answers are marked as untrained: %s", reason)
+    return reason
 
   async def _data_url(self, url: str) -> str:
     """The image as a data URL, fetched once for all who ask meanwhile."""
@@ -283,8 +394,13 @@ class ImageProxy:
     if task is None:
       task = asyncio.create_task(self._fetch(url))
       self._fetching[url] = task
-      task.add_done_callback(lambda _: self._fetching.pop(url, None))
+      task.add_done_callback(functools.partial(self._fetched, url))
     return await asyncio.shield(task)
+
+  def _fetched(self, url: str, task: asyncio.Task[str]) -> None:
+    del self._fetching[url]
+    if not task.cancelled():
+      task.exception()  # Retrieved, though all who waited may have left.
 
   async def _fetch(self, url: str) -> str:
     content = await self._loader.fetch(url)
@@ -306,80 +422,73 @@ class ImageProxy:
     return found
 
 
-def _places(value: Any, where: str) -> Iterator[tuple[Any, Any, str]]:
-  """(holder, key, path) of each image's address elsewhere.
+def _fill(holder: dict[str, Any], name: str, value: float) -> None:
+  """Sets a field, in the values that vLLM and SGLang share."""
+  if name == "top_k":
+    holder[name] = value or -1  # Theirs for no truncation.
+  elif name != "min_p" or value:
+    holder[name] = value
 
-  OpenAI's chat and Responses (`image_url`, a text or an object with `url`),
-  Anthropic's messages (`source` of type url), vLLM's `/inference/v1/generate`
-  (`content_parts`: `url` beside the type) and SGLang's `/generate`
-  (`image_data`: one of those forms, or lists of them).
+
+def _marked(content: bytes, untrained: str) -> bytes:
+  """The JSON answer with the reason in each choice, or at its top."""
+  try:
+    answer = json_text.parse(content)
+  except ValueError:
+    return content
+  listed = answer.get("choices") if isinstance(answer, dict) else answer
+  for choice in listed if isinstance(listed, list) else [answer]:
+    if isinstance(choice, dict):
+      choice["untrained"] = untrained
+  return json.dumps(answer).encode()
+
+
+def _check_kind(request: Request) -> None:
+  """Refuses every kind of body but JSON, before any of it is read.
 
   Raises:
-    ApiError: the address of another medium.
+    ApiError: 415.
   """
-  if isinstance(value, list):
-    for index, item in enumerate(value):
-      yield from _places(item, f"{where}[{index}]")
-    return
-  if not isinstance(value, dict):
-    return
-  for key, item in value.items():
-    path = f"{where}.{key}" if where else key
-    if key in _UNREAD or (key == "input" and value.get("type") == "tool_use"):
-      continue
-    if key in _OTHER_MEDIA and any(_addresses({"": item}, "", path)):
-      raise _not_supported(path)
-    if key == "content_parts" and isinstance(item, list):
-      yield from _flat_parts(item, path)
-    if key == "image_data":
-      yield from _addresses(value, key, path)
-    elif key == "image_url" and _is_elsewhere(item):
-      yield value, key, path
-    elif key in ("image_url", "source") and isinstance(item, dict):
-      if _is_elsewhere(item.get("url")):
-        yield item, "url", f"{path}.url"
-    else:
-      yield from _places(item, path)
+  kinds = request.headers.getlist("content-type")
+  names = [kind.partition(";")[0].strip().lower() for kind in kinds]
+  if not all(_JSON.fullmatch(name) for name in names):
+    raise errors.ApiError(
+        415,
+        f"content-type {names[0][:60]!r} is not passed on; send JSON as"
+        " application/json",
+        code="unsupported_content_type",
+    )
+  for encoding in request.headers.getlist("content-encoding"):
+    if encoding.strip().lower() not in ("", "identity"):
+      raise errors.ApiError(
+          415,
+          f"content-encoding {encoding[:60]!r} is not passed on; send the body"
+          " uncompressed",
+          code="unsupported_content_encoding",
+      )
 
 
-def _flat_parts(
-    parts: list[Any], where: str
-) -> Iterator[tuple[Any, Any, str]]:
-  """As `_places`, of vLLM's parts, which have their address beside the type."""
-  for index, part in enumerate(parts):
-    if isinstance(part, dict) and _is_elsewhere(part.get("url")):
-      path = f"{where}[{index}].url"
-      if part.get("type") != "image_url":
-        raise _not_supported(path)
-      yield part, "url", path
+def _written(value: Any) -> bytes:
+  """JSON in ASCII, which every charset reads alike.
+
+  Raises:
+    ApiError: a number has no JSON.
+  """
+  try:
+    return json.dumps(value, allow_nan=False).encode("ascii")
+  except ValueError as error:
+    raise errors.invalid(
+        None, f"the body has a number that JSON cannot hold: {error}",
+        "invalid_json",
+    ) from None  # pyformat: disable
 
 
-def _not_supported(path: str) -> errors.ApiError:
-  return errors.invalid(
-      path,
-      f"{path}: only images are fetched; send this one as a data URL",
-      "media_not_supported",
-  )
-
-
-def _addresses(
-    holder: Any, key: Any, where: str
-) -> Iterator[tuple[Any, Any, str]]:
-  """As `_places`, of an address, an object with `url`, or lists of those."""
-  value = holder[key]
-  if _is_elsewhere(value):
-    yield holder, key, where
-  elif isinstance(value, list):
-    for index in range(len(value)):
-      yield from _addresses(value, index, f"{where}[{index}]")
-  elif isinstance(value, dict) and "url" in value:
-    yield from _addresses(value, "url", f"{where}.url")
-
-
-def _is_elsewhere(url: Any) -> bool:
-  return isinstance(url, str) and url[:8].lower().startswith(
-      ("http://", "https://")
-  )
+async def _parts(answer: httpx.Response) -> AsyncIterator[bytes]:
+  try:
+    async for part in answer.aiter_raw():
+      yield part
+  finally:
+    await answer.aclose()
 
 
 # --- the command --------------------------------------------------------------
@@ -405,6 +514,11 @@ def parser() -> argparse.ArgumentParser:
       help=f"holds the token of clients; or set {TOKEN_VARIABLE}; the"
       f" upstream's own is ${UPSTREAM_VARIABLE}")
   add("--max-images", type=int, default=64, metavar="N", help="of a request")
+  add("--sampling", metavar="JSON",
+      help="the run's temperature, top_p, top_k and min_p, e.g."
+      " '{\"temperature\": 0.7}'; without, any request is passed on")
+  add("--other-sampling", choices=("mask", "refuse", "train"), default="mask",
+      help="for requests of another distribution than --sampling")
   add("--timeout", type=float, default=600.0, metavar="S",
       help="of the upstream")
   http_server.add_options(out)
@@ -423,6 +537,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     connection_limits = http_server.limits_of(args)
     token = http_server.token(args.token_file, args.host, TOKEN_VARIABLE)
+    rule = None
+    if args.sampling:
+      rule = sampling_rule.of_text(args.sampling, args.other_sampling)
     proxy = ImageProxy(
         args.upstream,
         media.MediaLimits(
@@ -434,6 +551,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         upstream_token=os.environ.get(UPSTREAM_VARIABLE, ""),
         max_images=args.max_images,
         timeout_s=args.timeout,
+        rule=rule,
     )
     listening = http_server.listen(args.host, args.port, 1024)
   except (OSError, ValueError, ImportError) as error:

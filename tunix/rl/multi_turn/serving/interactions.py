@@ -112,7 +112,7 @@ class Interaction(PendingPrompt):
   answer: Message  # The assistant message that the client received.
   closed: bool  # `completion` ends with a stop token.
   created: float  # Seconds, by the session's clock.
-  sampling: Mapping[str, float]  # `session_sampling.FIELDS` of its tokens.
+  sampling: Mapping[str, float]  # `sampling_rule.FIELDS` of its tokens.
   untrained: str = ""  # Why its tokens are not trainable; "" when they are.
   reward: float | None = None  # When the session returned this object.
   _node: Any = dataclasses.field(repr=False)  # None without messages.

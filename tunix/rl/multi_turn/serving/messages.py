@@ -106,7 +106,9 @@ class ToolUseBlock(_Block):
 _LIST = bodies.Items("must be a string or a list of blocks")
 _CONTENT = bodies.ByShape("must be a string or a list of blocks")
 _TextBlock = Annotated[TextBlock, bodies.ByField("type", "unsupported_content")]
-_Texts = Annotated[str | Annotated[list[_TextBlock], _LIST], _CONTENT]
+_Texts = Annotated[
+    bodies.AnyText | Annotated[list[_TextBlock], _LIST], _CONTENT
+]
 _Shown = Annotated[
     TextBlock | ImageBlock, bodies.ByField("type", "unsupported_content")
 ]
@@ -120,7 +122,9 @@ class ToolResultBlock(_Block):
 
   type: Literal["tool_result"]
   tool_use_id: bodies.Text
-  content: Annotated[str | Annotated[list[_Shown], _LIST], _CONTENT] = ""
+  content: Annotated[
+      bodies.AnyText | Annotated[list[_Shown], _LIST], _CONTENT
+  ] = ""
   is_error: Annotated[Any, bodies.Ignored(False)] = None
 
 
@@ -146,7 +150,9 @@ class UserMessage(bodies.Body):
   """Text and screenshots of the user, and results of tool calls."""
 
   role: Literal["user"]
-  content: Annotated[str | Annotated[list[_UserBlock], _LIST], _CONTENT]
+  content: Annotated[
+      bodies.AnyText | Annotated[list[_UserBlock], _LIST], _CONTENT
+  ]
 
   def messages(self) -> Iterator[requests.Message]:
     if isinstance(self.content, str):
@@ -173,7 +179,9 @@ class AssistantMessage(bodies.Body):
   """An earlier answer: text, calls, or both."""
 
   role: Literal["assistant"]
-  content: Annotated[str | Annotated[list[_AnswerBlock], _LIST], _CONTENT]
+  content: Annotated[
+      bodies.AnyText | Annotated[list[_AnswerBlock], _LIST], _CONTENT
+  ]
 
   def messages(self) -> Iterator[requests.Message]:
     if isinstance(self.content, str):

@@ -10,7 +10,9 @@ import re
 from typing import Any, Iterable
 
 from pydantic import json_schema
+from tunix.rl.multi_turn.core import bounds
 from tunix.rl.multi_turn.serving import bodies
+from tunix.rl.multi_turn.serving import requests
 from tunix.rl.multi_turn.serving import session_routes
 from tunix.rl.multi_turn.serving import streams
 
@@ -33,8 +35,16 @@ _ERROR = {
 }
 
 
-def document(endpoints: Iterable[streams.Endpoint]) -> dict[str, Any]:
-  """The OpenAPI 3.1 document; `endpoints` are those that sample."""
+def document(
+    endpoints: Iterable[streams.Endpoint],
+    limits: requests.RequestLimits = requests.RequestLimits(),
+) -> dict[str, Any]:
+  """Returns the OpenAPI 3.1 document.
+
+  Args:
+    endpoints: Those that sample.
+    limits: Bounds of one request, which the schemas state.
+  """
   posts: dict[str, tuple[type[bodies.Body] | None, str]] = {}
   for api in endpoints:
     posts[f"/v1/{api.path}"] = api.body, "Samples an answer."
@@ -74,15 +84,40 @@ def document(endpoints: Iterable[streams.Endpoint]) -> dict[str, Any]:
       paths[path]["post"]["requestBody"] = {
           "content": content,
           "required": True,
+          "x-maxBytes": limits.body_bytes,
       }
   for path, summary in gets.items():
     paths[path] = {"get": _operation(path, summary)}
   return {
       "openapi": "3.1.0",
-      "info": {"title": "tunix.rl.multi_turn.serving", "version": "1"},
+      "info": {
+          "title": "tunix.rl.multi_turn.serving",
+          "version": "1",
+          "description": (
+              "`x-boundedBy: body` marks what only the body's `x-maxBytes`"
+              f" bounds. A prompt has at most {limits.images} images."
+          ),
+      },
       "paths": paths,
-      "components": {"schemas": schemas["$defs"] | {"Error": _ERROR}},
+      "components": {
+          "schemas": _limited(schemas["$defs"], limits) | {"Error": _ERROR}
+      },
   }
+
+
+def _limited(schema: Any, limits: requests.RequestLimits) -> Any:
+  """The schema with the values of the limits that its parts name."""
+  if isinstance(schema, list):
+    return [_limited(one, limits) for one in schema]
+  if not isinstance(schema, dict):
+    return schema
+  stated = {k: _limited(v, limits) for k, v in schema.items()}
+  if bodies.LIMIT in stated:
+    most = getattr(limits, stated.pop(bodies.LIMIT))
+    if most is None:
+      return stated | bodies.BY_BODY
+    stated["maxItems" if stated["type"] == "array" else "maximum"] = most
+  return stated
 
 
 def _operation(path: str, summary: str) -> dict[str, Any]:
@@ -108,7 +143,7 @@ def _operation(path: str, summary: str) -> dict[str, Any]:
             "name": name,
             "in": "path",
             "required": True,
-            "schema": {"type": "string"},
+            "schema": {"type": "string", "maxLength": bounds.MAX_PATH},
         }
         for name in names
     ]

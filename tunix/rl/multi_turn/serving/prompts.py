@@ -334,8 +334,15 @@ def start_grammar(
     elif guide.kind == "regex":
       source = grammars.regex(guide.value)
     else:
+      shape = guide.otherwise and guide.otherwise.value
+      if guide.otherwise is not None and shape is None:
+        shape = {"type": "object"}
       source = grammars.calls(
-          policy.parser, guide.value, many=guide.many, free=guide.free
+          policy.parser,
+          guide.value,
+          many=guide.many,
+          free=guide.free,
+          otherwise=shape,
       )
     return grammars.start(source)
   except grammars_lib.GrammarError as error:

@@ -73,6 +73,7 @@ class Guide:
     field: the request's field that asks for it.
     many: whether more calls may follow the first.
     free: whether the policy may answer without a call.
+    otherwise: JSON guide of an answer without a call; None: `free` decides.
   """
 
   kind: str
@@ -80,6 +81,11 @@ class Guide:
   field: str
   many: bool = False
   free: bool = False
+  otherwise: Guide | None = None
+
+  def reads_calls(self, text: str) -> bool:
+    """Whether a completion of this grammar is read for calls."""
+    return self.otherwise is None or text.startswith("<")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,7 +360,7 @@ class SamplingBody(bodies.Body):
   A field of type `Any` is read by the client alone: no sample depends on it.
   """
 
-  model: bodies.Text
+  model: bodies.Name
   temperature: Annotated[float, bodies.Range(0.0, 100.0)] = 1.0
   top_p: Annotated[float, bodies.Range(0.0, 1.0, above=True)] = 1.0
   top_k: Annotated[int, bodies.Range(-1, 1 << 30)] = 0
@@ -362,14 +368,18 @@ class SamplingBody(bodies.Body):
   seed: Annotated[int, bodies.Range(0, 2**31 - 1)] | None = None
   stream: bodies.Flag = False
   stream_options: StreamOptions | None = None
-  stop_token_ids: Annotated[tuple[int, ...], bodies.TokenIds()] = ()
+  stop_token_ids: Annotated[tuple[int, ...], bodies.TokenIds(1024)] = ()
   return_token_ids: bodies.Flag = False
   return_prompt_token_ids: bodies.Flag = False  # SGLang's; here with the above.
   return_raw_logprobs: bodies.Flag = False
-  guided_regex: bodies.Text | None = None
-  user: Any = None
-  metadata: Any = None
-  safety_identifier: Any = None
+  guided_regex: Annotated[
+      str,
+      pydantic.StringConstraints(min_length=1, max_length=1 << 16),
+      bodies.Must(f"must be a pattern of 1 to {1 << 16} characters"),
+  ] | None = None
+  user: bodies.Unread = None
+  metadata: bodies.Unread = None
+  safety_identifier: bodies.Unread = None
   prompt_cache_key: Annotated[Any, bodies.Ignored()] = None
   prompt_cache_retention: Annotated[Any, bodies.Ignored()] = None
   chat_template_kwargs: TemplateOptions | None = None
@@ -438,7 +448,8 @@ class ChoicesBody(SamplingBody):
   n: Annotated[int, bodies.UpTo("n")] = 1
   max_tokens: Annotated[int, bodies.UpTo("max_new_tokens")] | None = None
   stop: Annotated[
-      str | Annotated[list[bodies.Text], bodies.Items(_STOP, 0, MAX_STOPS)],
+      bodies.AnyText
+      | Annotated[list[bodies.Text], bodies.Items(_STOP, 0, MAX_STOPS)],
       bodies.Must(_STOP),
   ] = ""
   response_format: ResponseFormat | None = None
@@ -489,8 +500,10 @@ class ToolsBody(SamplingBody):
       return choice
     return choice.name if choice.function is None else choice.function.name
 
-  def one_call(self, parse_tools: bool) -> bool:
-    """Whether the completion ends after its first call."""
+  def one_call(self, parse_tools: bool, guide: Guide | None) -> bool:
+    """Whether the end of its first call ends the completion."""
+    if guide is not None and guide.otherwise is not None:
+      return False  # The grammar does, and JSON may spell a call's end.
     return parse_tools and not self.parallel_tool_calls
 
   def guide_with_calls(
@@ -500,6 +513,11 @@ class ToolsBody(SamplingBody):
     parse_tools, calls = call_rules(
         self.called, self.parallel_tool_calls, tools
     )
+    if parse_tools and shape is not None:
+      if self.called == "auto":  # Either calls, or JSON.
+        many = self.parallel_tool_calls
+        calls = Guide("calls", tools, shape.field, many, otherwise=shape)
+      shape = None
     guide = self.guide(calls, shape)
     if parse_tools and guide is not None and guide is not calls:
       raise errors.invalid(

@@ -13,6 +13,7 @@ import itertools
 from typing import Annotated, Any, Iterator, Literal, Mapping
 
 import numpy as np
+import pydantic
 from tunix.rl.multi_turn.serving import answers
 from tunix.rl.multi_turn.serving import bodies
 from tunix.rl.multi_turn.serving import chat
@@ -41,8 +42,8 @@ class OutputText(bodies.Body):
 
   type: Literal["output_text"]
   text: bodies.AnyText
-  annotations: Any = None
-  logprobs: Any = None
+  annotations: bodies.Unread = None
+  logprobs: bodies.Unread = None
 
   def part(self) -> dict[str, Any]:
     return {"type": "text", "text": self.text}
@@ -63,13 +64,16 @@ _CONTENT = bodies.ByShape("must be a string or a list of parts, not empty")
 _LIST = bodies.Items("must be a string or a list of parts, not empty", 1)
 _PART = bodies.ByField("type", "unsupported_content")
 _Texts = Annotated[
-    str | Annotated[list[Annotated[InputText, _PART]], _LIST], _CONTENT
+    bodies.AnyText | Annotated[list[Annotated[InputText, _PART]], _LIST],
+    _CONTENT,
 ]
 _Outputs = Annotated[
-    str | Annotated[list[Annotated[OutputText, _PART]], _LIST], _CONTENT
+    bodies.AnyText | Annotated[list[Annotated[OutputText, _PART]], _LIST],
+    _CONTENT,
 ]
 _Parts = Annotated[
-    str | Annotated[list[Annotated[InputText | InputImage, _PART]], _LIST],
+    bodies.AnyText
+    | Annotated[list[Annotated[InputText | InputImage, _PART]], _LIST],
     _CONTENT,
 ]
 
@@ -82,8 +86,8 @@ def _content(given: Any) -> Any:
 class _Item(bodies.Body):
   """The fields of items that no sample depends on."""
 
-  id: Any = None
-  status: Any = None
+  id: bodies.Unread = None
+  status: bodies.Unread = None
 
 
 class _MessageItem(_Item):
@@ -121,7 +125,7 @@ class FunctionCall(_Item):
   type: Literal["function_call"]
   call_id: bodies.Text
   name: bodies.Text
-  arguments: Annotated[str, bodies.Must("must be JSON text")]
+  arguments: bodies.JsonText
 
   def add_to(self, messages: list[requests.Message]) -> None:
     # An answer's text and the calls after it are one message.
@@ -200,12 +204,13 @@ class ResponseBody(requests.ToolsBody):
       list[Annotated[ResponseTool, bodies.ByField("type")]],
       bodies.Items("must be a list of tools"),
   ] = []
-  previous_response_id: bodies.Text | None = None
+  previous_response_id: bodies.Name | None = None
   store: bodies.Flag = True
   include: Annotated[
       list[
           Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
       ],
+      pydantic.Field(max_length=16),
       bodies.Must(
           f"may hold {_LOGPROBS!r} and 'reasoning.encrypted_content'",
           "unsupported_parameter",
@@ -253,7 +258,7 @@ def read(
       guide=guide,
       tools=requests.shown_tools(tools),
       parse_tools=parse_tools,
-      one_call=asked.one_call(parse_tools),
+      one_call=asked.one_call(parse_tools, guide),
       return_token_ids=asked.wants_token_ids,
       min_tokens=asked.min_tokens,
       instructions=asked.instructions,

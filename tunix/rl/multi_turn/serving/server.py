@@ -81,7 +81,7 @@ def make_app(
           name=name,
           client=engine,
           renderer=renderer,
-          parser=tool_parser.make_tool_parser(parser),
+          parser=tool_parser.make_tool_parser(parser, "operator"),
           decoder=decoder,
           grammars=known,
           context_length=engine.context_length,

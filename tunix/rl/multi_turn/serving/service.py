@@ -24,6 +24,7 @@ from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.serving import answers
 from tunix.rl.multi_turn.serving import caches
 from tunix.rl.multi_turn.serving import errors
@@ -259,7 +260,7 @@ class Service:
                 _without_details(choice.completion),
                 id=id_,
                 assistant_message=choice.message,
-                sampling=session_sampling.fields_of(part.sampling),
+                sampling=sampling_rule.fields_of(part.sampling),
                 untrained=part.untrained,
             )
             self._count_untrained(session, part, choice)
@@ -371,7 +372,10 @@ class Service:
       text = self.policy.renderer.decode(completion.tokens)
       stop = watch.string(text) if watch else None
       text = watch.cut(text) if watch else text
-      choice = answers.make_choice(completion, text, part.parser, stop)
+      parser = part.parser
+      if request.guide is not None and not request.guide.reads_calls(text):
+        parser = None
+      choice = answers.make_choice(completion, text, parser, stop)
       found.append(dataclasses.replace(choice, echoed=echoed))
     return found
 

@@ -55,7 +55,11 @@ class SamplingFields(bodies.Body):
 class StartBody(bodies.Body):
   """A body of `/rl/start_session`."""
 
-  task_id: Annotated[str, bodies.Must("must be a string")] = ""
+  task_id: Annotated[
+      str,
+      pydantic.Field(max_length=bodies.MAX_NAME),
+      bodies.Must(f"must be a string of up to {bodies.MAX_NAME} characters"),
+  ] = ""
   sampling: SamplingFields | None = None
   other_sampling: Annotated[
       Literal["mask", "refuse", "train"],
@@ -84,7 +88,7 @@ class RewardBody(bodies.Body):
       pydantic.Field(gt=-_MAX_REWARD, lt=_MAX_REWARD),
       bodies.Must("must be a number"),
   ]
-  interaction_id: bodies.Text | None = None
+  interaction_id: bodies.Name | None = None
 
 
 class ExportBody(bodies.Body):
@@ -92,7 +96,7 @@ class ExportBody(bodies.Body):
 
   KEEPS_NULL = frozenset({"style", "discount", "arrays"})
 
-  session_id: bodies.Text
+  session_id: bodies.Name
   style: Annotated[
       Literal["individual", "concat"],
       bodies.Must("must be one of individual, concat"),

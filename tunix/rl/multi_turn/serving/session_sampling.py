@@ -1,8 +1,6 @@
 """Compares a request's sampling with what its session is trained under.
 
-A learner scores a session's tokens under one distribution: a temperature and a
-truncation. Tokens drawn from another one (a colder request, a grammar, tokens
-held back by `min_tokens`) have log-probs that the learner cannot reproduce.
+`core.sampling_rule` has the rule; here it meets the requests of the API.
 
 Promises: a field that a request leaves out is the session's; a request that
 draws from another distribution is found, and named by its field.
@@ -11,46 +9,19 @@ draws from another distribution is found, and named by its field.
 from __future__ import annotations
 
 import dataclasses
-from typing import Mapping
 
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.serving import errors
 from tunix.rl.multi_turn.serving import requests
 
-FIELDS = ("temperature", "top_p", "top_k", "min_p")
-ACTIONS = ("mask", "refuse", "train")
 
-
-@dataclasses.dataclass(frozen=True)
-class SessionSampling:
+class SessionSampling(sampling_rule.SamplingRule):
   """The distribution of a session's trainable tokens.
 
-  Attributes:
-    temperature, top_p, top_k, min_p: as of `SamplingParams`.
-    other: The treatment of a request with another distribution. "mask": it is
-      answered, and its tokens are not trainable. "refuse": it is an error.
-      "train": its tokens are trainable with the log-probs of their own
-      distribution, for a learner that corrects by importance. Greedy ones are
-      masked: their log-probs are those at temperature 1.
+  A request with another one is answered, refused as an error of the API, or
+  trained on; see `SamplingRule`.
   """
-
-  temperature: float = 1.0
-  top_p: float = 1.0
-  top_k: int = 0
-  min_p: float = 0.0
-  other: str = "mask"
-
-  def __post_init__(self):
-    if self.other not in ACTIONS:
-      raise ValueError(
-          f"other_sampling must be one of {', '.join(ACTIONS)}; got"
-          f" {self.other!r}"
-      )
-    policy_client.SamplingParams(**self.fields)  # Checks their ranges.
-
-  @property
-  def fields(self) -> dict[str, float]:
-    return fields_of(self)
 
   def complete(
       self, request: requests.SamplingRequest
@@ -77,13 +48,9 @@ class SessionSampling:
     Raises:
       ApiError: The session refuses other distributions.
     """
-    requested = fields_of(sampling)
-    for name, value in self.fields.items():
-      if requested[name] != value:
-        if self.other == "train" and requested["temperature"]:
-          continue
-        reason = f"{name}={requested[name]:g}, not the session's {value:g}"
-        return self._refused(name, reason)
+    values = sampling_rule.fields_of(sampling)
+    if reason := self.distribution_difference(values):
+      return self._refused(reason.partition("=")[0], reason)
     if self.other == "train":
       return ""
     if request.min_tokens:
@@ -100,15 +67,8 @@ class SessionSampling:
     raise errors.invalid(
         field,
         f"{reason}: a session's tokens are trained on as drawn with"
-        f" {shown(self.fields)}; leave {field} out, ask outside of a session,"
-        " or open the session with other_sampling=mask",
+        f" {sampling_rule.shown(self.fields)}; leave {field} out, ask outside"
+        " of a session, or open the session with other_sampling=mask",
         "unsupported_parameter",
     )
 
-
-def fields_of(sampling: object) -> dict[str, float]:
-  return {name: getattr(sampling, name) for name in FIELDS}
-
-
-def shown(fields: Mapping[str, float]) -> str:
-  return ", ".join(f"{name}={value:g}" for name, value in fields.items())

@@ -12,6 +12,7 @@ import json
 from typing import Any, Mapping
 
 from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory
 
 ToolCall = trajectory.ToolCall
@@ -136,8 +137,8 @@ def _call_from_dict(item: Any) -> ToolCall:
   arguments = function.get("arguments") or {}
   if isinstance(arguments, str):
     try:
-      arguments = json.loads(arguments)
-    except (ValueError, RecursionError) as error:
+      arguments = json_text.parse(arguments)
+    except ValueError as error:
       raise ValueError(
           f"arguments of {function['name']!r} are not JSON: {error}"
       ) from None

@@ -53,7 +53,7 @@ class ToolSet:
 
   def _add(self, name: str, path: str, options: Mapping[str, Any]) -> None:
     try:
-      make = TOOLS.get(path)
+      make = TOOLS.get(path, "operator")
     except (ImportError, ValueError) as error:
       raise type(error)(f"{_FIELD}: {error}") from None
     made: Mapping[str, Any] = {name: make}

@@ -569,13 +569,7 @@ class CollectLoop:
     errors = [t.error for t in group if t.error]
     text = f"{valid} of {len(group)} episodes are valid, {wanted} are needed"
     text = f"{text}; e.g. {errors[-1]}" if errors else text
-    untrained = sum(t.untrained_tokens for t in group)
-    if untrained:
-      text += (
-          f"; {untrained} sampled tokens are not trained on; see"
-          " rollout.other_sampling"
-      )
-    return text
+    return text + group.untrained_note
 
   def _check_hope(self, group, reason: str) -> None:
     self._failed_in_row += 1

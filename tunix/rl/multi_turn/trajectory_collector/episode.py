@@ -362,14 +362,20 @@ class TrajectoryCollectEngine:
     metrics["prompt_tokens"] = reply.prompt_tokens
     return reply
 
-  def _model_call(self, fn, *args, inline=False):
-    return self._runner.call(
-        fn,
-        *args,
-        seconds=self.deadlines.model,
-        at=self._turn_at,
-        inline=inline,
-    )
+  async def _model_call(self, fn, *args, inline=False):
+    with concurrency.clocked() as clock:
+      try:
+        return await self._runner.call(
+            fn,
+            *args,
+            seconds=self.deadlines.model,
+            at=self._turn_at,
+            inline=inline,
+        )
+      finally:
+        # Waiting for an engine's new weights costs the episode no time.
+        self._turn_at += clock.stopped_s
+        self._episode_at += clock.stopped_s
 
   async def _final_reward(self, ended_by_env: bool) -> None:
     """Adds the reward of the episode as a whole to its steps."""

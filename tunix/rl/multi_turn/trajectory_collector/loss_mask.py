@@ -188,7 +188,7 @@ class MultiTurnLossMaskGenerator:
         and does not write.
     """
     if self._format is None:
-      kind: Any = LOSS_MASK_TYPES.get(self.tokenizer_type)
+      kind: Any = LOSS_MASK_TYPES.get(self.tokenizer_type, "operator")
       if isinstance(self, kind):
         raise ValueError(
             f"{type(self).__name__} has no masks of the loss mask type"
@@ -233,8 +233,8 @@ def make(loss_mask_type: str, tokenizer: Any) -> MultiTurnLossMaskGenerator:
       tokenizer without the type's tokens.
     ImportError: nothing at that path.
   """
-  found: Any = LOSS_MASK_TYPES.get(loss_mask_type)
-  generator = found(tokenizer, loss_mask_type)
+  make_generator: Any = LOSS_MASK_TYPES.get(loss_mask_type, "operator")
+  generator = make_generator(tokenizer, loss_mask_type)
   if not callable(getattr(generator, "get_loss_mask", None)):
     raise ValueError(
         f"loss mask type {loss_mask_type!r} makes a"

@@ -3,12 +3,14 @@
     {"uid", "instance_id", "messages", "reward", "extra_info", "raw_reward"?,
      "sequences"?: [{"tokens", "loss_mask", "logprobs"?, "versions"?,
                      "turn_ids"?, "images"?, "entropies"?, "support"?}],
-     "images"?: {sha256: base64 of a PNG},
+     "images"?: {sha256: base64 of a PNG}, "sampling_params"?,
      "trajectory"?, "group"?}
 
 `instance_id` names the group, `uid` the member. An item of one sequence may
 have the sequence's keys at its own top level. A number that was not recorded
 is null or absent. `trajectory` and `group` are of this package's own items.
+`sampling_params`, also in `extra_info`, are those of the requests: one object,
+or a list of one a turn.
 
 Promises: `read_group(write_group(group))` is that group; an item of elsewhere
 is refused with the field and the value, or read without loss; a log-prob or a
@@ -36,6 +38,7 @@ from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.trajectory_collector import recorded_sequences
 
 REQUIRED = ("uid", "instance_id", "messages", "reward", "extra_info")
+SAMPLING = "sampling_params"
 LENGTH = "length"
 """`extra_info.finish_reason` of an episode that a limit ended."""
 RAW_REWARD = "raw_reward"
@@ -64,6 +67,8 @@ class Record:
     raw_reward: before normalisation; None where it was not recorded.
     sequences: token-exact part; () in an item of text only.
     data: the item.
+    sampling_params: One object for all turns, or one a turn; () where not
+      recorded.
   """
 
   uid: str
@@ -74,6 +79,7 @@ class Record:
   raw_reward: float | None
   sequences: tuple[recorded_sequences.Recorded, ...]
   data: Mapping[str, Any]
+  sampling_params: tuple[Mapping[str, Any], ...] = ()
 
   @property
   def truncated(self) -> bool:
@@ -193,7 +199,22 @@ def read(item: Any, *, required: Sequence[str] = REQUIRED) -> Record:
       raw_reward=None if raw is None else _number(raw, "raw_reward"),
       sequences=recorded_sequences.of_item(item),
       data=item,
+      sampling_params=_sampling_params(
+          item.get(SAMPLING) or (info or {}).get(SAMPLING)
+      ),
   )
+
+
+def _sampling_params(value: Any) -> tuple[Mapping[str, Any], ...]:
+  listed = [value] if isinstance(value, Mapping) else value or []
+  if not isinstance(listed, list) or not all(
+      isinstance(one, Mapping) for one in listed
+  ):
+    raise ValueError(
+        f"{SAMPLING} must be an object, or a list of one a turn, got"
+        f" {_short(value)}"
+    )
+  return tuple(listed)
 
 
 def _short(value: Any) -> str:

@@ -40,12 +40,19 @@ def parser() -> argparse.ArgumentParser:
   add("--token-file", type=pathlib.Path,
       help=f"holds the token of clients; or set {TOKEN_VARIABLE}")
   add("--gyms", default="desktop", metavar="A[,B]",
-      help="gyms that runs may play in this process")
+      help="gyms that runs may play in this process: registered names, or"
+      " paths package.module:attribute")
+  add("--client-settings", default="", metavar="A[,B]",
+      help="settings of these gyms that a run may choose (env.settings)")
   for field in settings_lib.fields(app_lib.RunLimits):
     add(f"--{field.name.replace('_', '-')}", type=field.type,
         default=field.default, metavar="N", help=field.doc)
   http_server.add_options(out)
   return out  # pyformat: disable
+
+
+def _names(text: str) -> tuple[str, ...]:
+  return tuple(n.strip() for n in text.split(",") if n.strip())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     connection_limits = http_server.limits_of(args)
     token = http_server.token(args.token_file, args.host, TOKEN_VARIABLE)
     app = app_lib.App(
-        gyms=tuple(n.strip() for n in args.gyms.split(",") if n.strip()),
+        gyms=_names(args.gyms),
+        client_settings=_names(args.client_settings),
         limits=limits,
         token=token,
         base_url=args.public_url,

@@ -9,9 +9,11 @@
     GET  /health
 
 Promises: every request is answered, failures as `{"detail", "code"}`; at most
-`max_runs` play at a time, others get 429 and a time to retry; ended runs are
-kept for `keep_s`, the oldest go first beyond `max_kept`; without a token only
-requests to a loopback host name are answered, and never a web page's.
+`max_runs` play at a time, on screens of `max_megapixels` together, others get
+429 and a time to retry; ended runs are kept for `keep_s`, the oldest go first
+beyond `max_kept` and `record_memory`; without a token only requests to a
+loopback host name are answered, and never a web page's; screens are drawn and
+encoded in threads.
 
 Does not play runs (`runs` does), or check where a model's URL leads: whoever
 may start runs may let this process call that address.
@@ -34,11 +36,13 @@ from starlette import responses as starlette_responses
 from starlette import routing
 from tunix.rl.multi_turn.agents.run_service import runs as runs_lib
 from tunix.rl.multi_turn.agents.run_service import schemas
+from tunix.rl.multi_turn.core import bounds
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import content_store
 from tunix.rl.multi_turn.core import data_urls
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import json_answers
 from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import request_bodies
@@ -47,13 +51,15 @@ from tunix.rl.multi_turn.core import settings as settings_lib
 _LOG = logging.getLogger(__name__)
 _MAX_BODY = 4 << 20
 _CLOSE_S = 10.0
+_LATEST_MS = 253_402_300_799_000  # The end of the year 9999.
 _ENVIRONMENTS = "tunix.rl.multi_turn.environments.run_environments"
-_PUBLIC = ("/health", "/images/{name}")
+_IMAGES = "/images/{name}"
+_PUBLIC = ("/health", _IMAGES)
 """Routes without a token: an image's address carries its signature."""
 
+Json = json_answers.Json
 Request = starlette_requests.Request
 Response = starlette_responses.Response
-Json = starlette_responses.JSONResponse
 _setting = settings_lib.setting
 
 
@@ -62,10 +68,26 @@ class RunLimits:
   """Bounds of a run service."""
 
   max_runs: int = _setting(
-      default=64, doc="Runs that play at a time; others get 429.", ge=1
+      default=64, doc="Runs that play at a time; others get 429.", ge=1,
+      le=4096,
+  )  # pyformat: disable
+  max_megapixels: int = _setting(
+      default=160,
+      doc="Screens of all runs that play in this process, together; a run"
+      " beyond it gets 429. A megapixel takes some 16 MB while it is drawn.",
+      unit="megapixels",
+      ge=1,
+      le=65_536,
   )
   max_kept: int = _setting(
-      default=512, doc="Ended runs that can still be read.", ge=1
+      default=512, doc="Ended runs that can still be read.", ge=1, le=65_536
+  )
+  record_memory: int = _setting(
+      default=2048,
+      doc="Events and steps of all runs. Beyond it the runs that ended first"
+      " are forgotten, then a run that records more fails.",
+      unit="MiB",
+      ge=1,
   )
   keep_s: float = _setting(
       default=3600.0, doc="How long an ended run is kept.", unit="s", gt=0
@@ -107,19 +129,21 @@ class App:
       self,
       *,
       gyms: Collection[str] = ("desktop",),
+      client_settings: Collection[str] = (),
       limits: RunLimits = RunLimits(),
       token: str = "",
       base_url: str = "",
   ):
     """Args:
 
-      gyms: registered names that runs with `env.type=gym` may play.
+      gyms: Names of gyms that runs with `env.type=gym` may play.
+      client_settings: Gym options that a run may choose.
       limits: of runs and screenshots.
       token: that clients must present; "" asks for none.
       base_url: of this server, for addresses of screenshots.
 
     Raises:
-      ValueError: a gym's name that is not registered.
+      ValueError: a gym that does not exist, or an option that is no client's.
     """
     # By name: agents and environments are rooms that do not import each other.
     self._make_environment = registry.import_path(
@@ -130,8 +154,11 @@ class App:
         "tunix.rl.multi_turn.environments.gyms.registry:get"
     )
     for name in gyms:
-      get_gym(name)
+      get_gym(name, "operator").check_client_settings(
+          client_settings, "--client-settings"
+      )
     self._gyms = tuple(gyms)
+    self._client_settings = tuple(client_settings)
     self._token = token
     self.limits = limits
     self._images = images_lib.ImageStore(
@@ -156,7 +183,7 @@ class App:
         ("/runs/{run}/steps", self._steps, get),
         ("/runs/{run}/steps/{index}", self._one_step, get),
         ("/runs/{run}/cancel", self._cancel, post),
-        ("/images/{name}", self._image, get),
+        (_IMAGES, self._image, get),
         ("/health", self._health, get),
     ]
     self.asgi = applications.Starlette(
@@ -220,24 +247,11 @@ class App:
 
   def _authorize(self, request: Request, route: str) -> None:
     headers = request.headers
-    if "origin" in headers:
-      raise ServiceError(
-          403,
-          "a request of a web page is not answered; call from a program",
-          "cross_site",
-      )
-    if route in _PUBLIC and (self._token or route != "/health"):
-      return
-    if not self._token:
-      host = headers.get("host", "")
-      if not http_server.names_loopback(host):
-        raise ServiceError(
-            403,
-            "without a token this service answers at names of its own machine"
-            f" only, not Host: {host[:80]!r}; call 127.0.0.1, or start it with"
-            " a token",
-            "cross_site",
-        )
+    # The signature of an image's address holds at any name of this service.
+    checks_host = not self._token and route != _IMAGES
+    if problem := http_server.cross_site(headers, not checks_host):
+      raise ServiceError(403, problem, "cross_site")
+    if not self._token or route in _PUBLIC:
       return
     presented = headers.get("authorization", "").removeprefix("Bearer ")
     if not hmac.compare_digest(
@@ -276,6 +290,7 @@ class App:
             f"the body must be an object, got a {type(value).__name__}"
         )
       body = json_models.validate(schemas.CreateBody, value)
+      self._check_pixels(body)
       agent = schemas.make_agent(body)
       env = self._make_environment(
           body.env,
@@ -285,9 +300,15 @@ class App:
           on_parse_error=body.agentConfig.onParseError,
           images=self._images,
           allowed_gyms=self._gyms,
+          client_settings=self._client_settings,
       )
       run = runs_lib.Run(
-          body, agent, env, self._pictures, self._judges_itself(body.env)
+          body,
+          agent,
+          env,
+          self._pictures,
+          self._judges_itself(body.env),
+          self._make_room,
       )
     except (ValueError, ImportError) as error:
       raise ServiceError(422, str(error), "invalid_request") from None
@@ -298,6 +319,54 @@ class App:
     self._tasks[run.id] = task
     task.add_done_callback(lambda _: self._tasks.pop(run.id, None))
     return Json({"runId": run.id})
+
+  def _check_pixels(self, body: schemas.CreateBody) -> None:
+    """Refuses a run whose screen is too large beside those that play.
+
+    Raises:
+      ValueError: It is larger than all screens may be together.
+      ServiceError: 429, until other runs have ended.
+    """
+    pixels = schemas.pixels(body)
+    most = self.limits.max_megapixels
+    if pixels > most * 1_000_000:
+      raise ValueError(
+          f"env.width={body.env['width']} and env.height={body.env['height']}"
+          f" are {pixels} pixels, and all runs have max_megapixels={most}"
+      )
+    playing = sum(
+        schemas.pixels(run.body)
+        for run in self.runs.values()
+        if run.ended is None
+    )
+    if playing + pixels > most * 1_000_000:
+      raise ServiceError(
+          429,
+          f"the screens of runs that play have {playing} pixels, and {pixels}"
+          f" more exceed max_megapixels={most}; ask again, or end one",
+          "full",
+          1.0,
+      )
+
+  def _make_room(self, run: runs_lib.Run, size: int) -> None:
+    """Makes room for `size` more bytes of a run's records.
+
+    Raises:
+      RecordsFull: Even without ended runs there is none.
+    """
+    most = self.limits.record_memory << 20
+    total = size + sum(r.size for r in self.runs.values())
+    for old in [r for r in self.runs.values() if r.ended is not None]:
+      if total <= most:
+        break
+      total -= old.size
+      del self.runs[old.id]
+    if total > most:
+      raise runs_lib.RecordsFull(
+          f"the events of this run take {(run.size + size) >> 20} MiB, and"
+          f" those of all runs record_memory={self.limits.record_memory} MiB;"
+          " set images=url, or play fewer or shorter runs"
+      )
 
   def _forget_old(self) -> None:
     now = time.monotonic()
@@ -368,12 +437,17 @@ class App:
 
   async def _one_step(self, request: Request) -> Response:
     run = self._run(request)
-    index = request.path_params["index"]
-    if not index.isdecimal() or int(index) >= len(run.steps):
+    try:
+      index = bounds.whole(request.path_params["index"], "index")
+    except ValueError as error:
+      raise ServiceError(422, str(error), "invalid_request") from None
+    if index >= len(run.steps):
       raise ServiceError(
-          404, f"the run has {len(run.steps)} steps, from 0", "unknown_step"
+          404,
+          f"index={index}: the run has {len(run.steps)} steps, from 0",
+          "unknown_step",
       )
-    return await _large({"step": run.steps[int(index)]})
+    return await _large({"step": run.steps[index]})
 
   async def _image(self, request: Request) -> Response:
     name = request.path_params["name"]
@@ -400,20 +474,21 @@ def _time(request: Request, name: str, default: float) -> float:
   if not text:
     return default
   try:
-    return float(int(text))
+    return float(bounds.whole(text, name, 0, _LATEST_MS))
   except ValueError:
     pass
   try:
-    at = datetime.datetime.fromisoformat(text.replace(" ", "+"))
-  except ValueError:
+    at = datetime.datetime.fromisoformat(text[:100].replace(" ", "+"))
+    if at.tzinfo is None:
+      at = at.replace(tzinfo=datetime.UTC)
+    return round(at.timestamp() * 1000)
+  except (ValueError, OverflowError):
     raise ServiceError(
         422,
-        f"{name}={text[:40]!r} must be a time in ISO-8601 or milliseconds",
+        f"{name}={text[:40]!r} must be a time in ISO-8601, or milliseconds in"
+        f" [0, {_LATEST_MS}]",
         "invalid_request",
     ) from None
-  if at.tzinfo is None:
-    at = at.replace(tzinfo=datetime.UTC)
-  return round(at.timestamp() * 1000)
 
 
 async def _large(value: Mapping[str, Any]) -> Response:

@@ -9,7 +9,8 @@ else `failed`.
 Promises: a run ends within maxRunTimeSec, whatever its model or environment
 does, and its environment is closed; the recorded reply is equal to the
 server's, field for field; the order of events does not depend on log-probs
-being asked for; times of events only grow.
+being asked for; times of events only grow. A reason holds no word of a server
+that was called: it may have echoed a key. The log has the text, keys masked.
 
 Does not repeat a model call: a sample that was lost would be another one.
 """
@@ -20,8 +21,9 @@ import asyncio
 import dataclasses
 import datetime
 import logging
+import re
 import time
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 import uuid
 
 from tunix.rl.multi_turn.agents import tool_agent
@@ -30,11 +32,18 @@ from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import content_store
 from tunix.rl.multi_turn.core import data_urls
 from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import seeds
 from tunix.rl.multi_turn.core import trajectory
 
 _LOG = logging.getLogger(__name__)
 _CLOSE_S = 15.0
+_CONTEXT = re.compile(
+    r"maximum context length is (\d{1,9})\D[^0-9]*(\d{1,9})\b"
+)
+_MAX_REPLY = 64 << 20  # Bytes of a model's answer.
+_NODE_BYTES = 64  # Of a JSON value in memory, without its text.
+_LONG_TEXT = 4096
 TERMINAL = ("completed", "failed")
 STEP_IMAGE = "__step_message_image__"
 """Call id of the screenshot in a step's messages."""
@@ -42,6 +51,10 @@ STEP_IMAGE = "__step_message_image__"
 
 class ModelError(http.CallError):
   """The model server does not answer as it should."""
+
+
+class RecordsFull(RuntimeError):
+  """The service has no memory left for a run's events."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +87,7 @@ class Run:
     events: so far, oldest first.
     steps: `{thinking, text, messages, actions}` of each.
     ended: `time.monotonic()` of its end; None while it runs.
+    size: Bytes of `events` and `steps`, estimated.
   """
 
   def __init__(
@@ -83,7 +97,17 @@ class Run:
       env: Any,
       pictures: Pictures,
       judges_itself: bool,
+      make_room: Callable[[Run, int], None] = lambda run, size: None,
   ):
+    """Args:
+
+      body: The request.
+      agent, env: Of this run's own.
+      pictures: Gives screenshots their addresses.
+      judges_itself: Whether the environment's evaluation counts.
+      make_room: Called with the bytes of each event before it is recorded;
+        raises RecordsFull where there is no memory for it.
+    """
     self.id = uuid.uuid4().hex
     self.body = body
     self.status = "running"
@@ -91,6 +115,9 @@ class Run:
     self.events: list[dict[str, Any]] = []
     self.steps: list[dict[str, Any]] = []
     self.ended: float | None = None
+    self.size = 0
+    self._make_room = make_room
+    self._texts: set[int] = set()
     self._agent = agent
     self._env = env
     self._pictures = pictures
@@ -118,20 +145,30 @@ class Run:
       )
     except concurrency.DeadlineExceeded as error:
       reason = f"timeout: {error}"
+    except http.CallError as error:
+      reason = error.summary
+      _LOG.warning("run %s: %s", self.id, self._masked(str(error)))
     except asyncio.CancelledError:
       if not concurrency.is_own_cancellation():
         raise
       reason = "an environment or a model call cancelled itself"
     except Exception as error:  # pylint: disable=broad-except
       # Environments are anybody's; a run ends with a reason in any case.
-      reason = f"{type(error).__name__}: {error}"[:2000]
+      reason = self._masked(f"{type(error).__name__}: {error}")[:2000]
     finally:
       await concurrency.to_the_end(self._close())
       if status == "failed":
-        self._emit("error", message=reason)
-      self._emit("run_end", ok=status == "completed", reason=reason, **extra)
+        self._emit("error", False, message=reason)
+      self._emit(
+          "run_end", False, ok=status == "completed", reason=reason, **extra
+      )
       self.reason, self.status = reason, status
       self.ended = time.monotonic()
+
+  def _masked(self, text: str) -> str:
+    """`text` without this run's key."""
+    key = self.body.model.apiKey
+    return text.replace(key, "***") if key else text
 
   async def _close(self) -> None:
     for what, closing in (
@@ -174,11 +211,12 @@ class Run:
     before = self._env.image
     self._emit("model_call", modelSpecificInput=shown)
     try:
-      reply = await self._http.ask(
+      answer = await self._http.call(
           "POST",
           f"{self._url}/chat/completions",
           self.body.maxStepTimeSec,
           body=request,
+          limit=_MAX_REPLY,
       )
     except ModelError as error:
       if not _is_context_limit(error):
@@ -188,7 +226,9 @@ class Run:
           evaluation.reward, bool(evaluation.metadata.get("success"))
       )
       verdict["message"] = _refusal(error)
+      _LOG.info("run %s: %s", self.id, self._masked(str(error)))
       return "completed", "context_limit", verdict
+    reply = _reply_of(answer)
     self._emit("model_output", modelOutput=reply)
     text = _text_of(reply)
     action = agent.update_from_model(text)
@@ -306,7 +346,7 @@ class Run:
           durationMs=ended - started,
       )
     newest = self._agent.current_step
-    self.steps.append({
+    self._record_step({
         "thinking": newest.thought if newest is not None else "",
         "text": text,
         "messages": [
@@ -322,12 +362,24 @@ class Run:
         "actions": actions,
     })  # pyformat: disable
 
+  def _record_step(self, step: dict[str, Any]) -> None:
+    self._count(step)
+    self.steps.append(step)
+
+  def _count(self, record: Any) -> None:
+    """Adds a record to `size`; raises RecordsFull where there is no room."""
+    size = _size_of(record, self._texts)
+    self._make_room(self, size)
+    self.size += size
+
   def _now(self) -> int:
     """Milliseconds since the epoch, never those of an earlier event."""
     self._last_ms = max(self._last_ms + 1, int(time.time() * 1000))
     return self._last_ms
 
-  def _emit(self, kind: str, **fields: Any) -> None:
+  def _emit(self, kind: str, counts: bool = True, **fields: Any) -> None:
+    if counts:
+      self._count(fields)
     at = datetime.datetime.fromtimestamp(self._now() / 1000, datetime.UTC)
     self.events.append({
         "type": kind,
@@ -336,6 +388,25 @@ class Run:
         "step": self._step,
         **fields,
     })
+
+
+def _reply_of(answer: bytes) -> dict[str, Any]:
+  """The model server's answer, as the run's record keeps it.
+
+  Raises:
+    ModelError: it is no object of JSON that could be written again.
+  """
+  try:
+    reply = json_models.parse(answer)
+  except ValueError:
+    reply = None
+  if not isinstance(reply, dict):
+    raise ModelError(
+        "the model server's answer is not JSON's object, or holds what cannot"
+        " be written again: half a surrogate pair, NaN, a number larger than"
+        " any float, more than 200 levels"
+    )
+  return reply
 
 
 def _text_of(reply: Mapping[str, Any]) -> str:
@@ -352,7 +423,8 @@ def _text_of(reply: Mapping[str, Any]) -> str:
       raise TypeError
   except (KeyError, IndexError, TypeError):
     raise ModelError(
-        f"the model server's answer is no chat completion: {str(reply)[:200]!r}"
+        "the model server's answer is no chat completion: it has no text at"
+        " choices[0].message.content"
     ) from None
   return text
 
@@ -365,12 +437,38 @@ def _is_context_limit(error: http.CallError) -> bool:
 
 
 def _refusal(error: http.CallError) -> str:
-  """The server's own words: the call's address may hold a key."""
-  try:
-    body = http.json_of(error.answer.content if error.answer else b"")
-    return str(body["error"]["message"])[:500]
-  except (ValueError, KeyError, TypeError):
-    return "the prompt is too long"
+  """Why a prompt was refused: of the server's words only the numbers."""
+  numbers = _CONTEXT.search(str(error))
+  if numbers is None:
+    return "the prompt is too long for the model's context"
+  return (
+      f"the model's maximum context length is {numbers[1]} tokens, and the"
+      f" prompt has {numbers[2]}"
+  )
+
+
+def _size_of(record: Any, texts: set[int]) -> int:
+  """Bytes that a record takes, estimated.
+
+  Args:
+    record: JSON values.
+    texts: Identities of long texts that were counted already, as events share
+      the data URLs of screenshots; those of this record are added.
+  """
+  size, pending = 0, [record]
+  while pending:
+    one = pending.pop()
+    size += _NODE_BYTES
+    if isinstance(one, str):
+      if len(one) < _LONG_TEXT or id(one) not in texts:
+        size += len(one)
+      if len(one) >= _LONG_TEXT:
+        texts.add(id(one))
+    elif isinstance(one, Mapping):
+      pending.extend(one.values())
+    elif isinstance(one, (list, tuple)):
+      pending.extend(one)
+  return size
 
 
 def _args(done: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,17 +3,20 @@
 Field names are those of the protocol, in camel case.
 
 Promises: a body with a field that the service does not know, or a value that
-cannot be, is refused with the field's name.
+cannot be, is refused with the field's name; every number, text, list and object
+of a body has a bound, which the JSON schema states.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, Mapping
+from typing import Annotated, Any, Literal, Mapping
 
 import pydantic
+from pydantic_core import core_schema
 from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn.agents import tool_agent
+from tunix.rl.multi_turn.core import bounds
 from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.parser import tool_parser
 
@@ -31,12 +34,12 @@ class Sampling(_Body):
     seed: of the run; the request of turn t, from 0, has `derive_seed(seed, t)`.
   """
 
-  temperature: float | None = pydantic.Field(default=None, ge=0)
+  temperature: float | None = pydantic.Field(default=None, ge=0, le=100)
   top_p: float | None = pydantic.Field(default=None, gt=0, le=1)
-  top_k: int | None = pydantic.Field(default=None, ge=0)
+  top_k: int | None = pydantic.Field(default=None, ge=0, le=1 << 31)
   min_p: float | None = pydantic.Field(default=None, ge=0, le=1)
-  max_tokens: int | None = pydantic.Field(default=None, ge=1)
-  seed: int | None = None
+  max_tokens: int | None = pydantic.Field(default=None, ge=1, le=1 << 20)
+  seed: bounds.Whole | None = None
 
 
 class Model(_Body):
@@ -49,12 +52,12 @@ class Model(_Body):
     images: the form in which screenshots are sent to it.
   """
 
-  baseUrl: str
-  name: str = pydantic.Field(min_length=1)
+  baseUrl: bounds.Address
+  name: str = pydantic.Field(min_length=1, max_length=512)
   provider: Literal["openai"] = "openai"
   logprobs: bool = True
   topLogprobs: int | None = pydantic.Field(default=None, ge=0, le=20)
-  apiKey: str = ""
+  apiKey: bounds.Address = ""
   images: Literal["base64", "url"] = "base64"
   sampling: Sampling = Sampling()
 
@@ -62,11 +65,49 @@ class Model(_Body):
 class AgentConfig(_Body):
   """Settings of the agent, instead of its preset's."""
 
-  parser: str | None = None
-  systemPrompt: str | None = None
-  maxImages: int | None = pydantic.Field(default=None, ge=1)
-  imageStride: int = pydantic.Field(default=1, ge=1)
+  parser: bounds.Name | None = None
+  systemPrompt: bounds.Text | None = None
+  maxImages: int | None = pydantic.Field(default=None, ge=1, le=10_000)
+  imageStride: int = pydantic.Field(default=1, ge=1, le=10_000)
   onParseError: Literal["end", "retry", "answer"] = "end"
+
+
+class Env(json_models.Request):
+  """The world of a run; a field that neither kind has is ignored.
+
+  Attributes:
+    type: "genv" for an execution of a gym server, "gym" for a gym here.
+    gymBaseUrl, gymId, executionId: Of an execution.
+    gym, task, settings: Of a gym: its name, task and options.
+    width, height: Pixels of a gym's screen, together at most 32 million.
+  """
+
+  type: Literal["genv", "gym"]
+  gymBaseUrl: bounds.Address | None = None
+  gymId: bounds.Name | None = None
+  executionId: bounds.Name | None = None
+  gym: bounds.Name | None = None
+  task: bounds.Json | None = None
+  settings: bounds.Json = {}
+  width: bounds.Side | None = None
+  height: bounds.Side | None = None
+
+  @pydantic.model_validator(mode="after")
+  def _small_screen(self) -> Env:
+    if self.width is not None and self.height is not None:
+      if problem := bounds.screen_problem(self.width, self.height, "env."):
+        raise ValueError(problem)
+    return self
+
+
+class _OfEnv:
+  """Validates a mapping as an `Env`, whose JSON schema it has."""
+
+  def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+    del source
+    return core_schema.no_info_after_validator_function(
+        Env.model_dump, handler.generate_schema(Env)
+    )
 
 
 class CreateBody(_Body):
@@ -77,16 +118,23 @@ class CreateBody(_Body):
       data URLs.
   """
 
-  task: str = ""
-  agent: str = "tool"
+  task: bounds.Text = ""
+  agent: bounds.Name = "tool"
   agentConfig: AgentConfig = AgentConfig()
   maxSteps: int = pydantic.Field(default=20, ge=1, le=10_000)
   maxRunTimeSec: float = pydantic.Field(default=600.0, gt=0, le=86_400)
   maxStepTimeSec: float = pydantic.Field(default=180.0, gt=0, le=86_400)
   model: Model
-  env: dict[str, Any]
+  env: Annotated[dict[str, Any], _OfEnv()]
   standardActionSpace: Literal["mobile", "pc"] = "pc"
   images: Literal["base64", "url"] = "url"
+
+
+def pixels(body: CreateBody) -> int:
+  """Pixels of the screen that a run draws in this process."""
+  if body.env["type"] != "gym":
+    return 0
+  return (body.env["width"] or 0) * (body.env["height"] or 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,11 +173,6 @@ def make_agent(body: CreateBody) -> tool_agent.ToolAgent:
     )
   chosen = body.agentConfig
   parser = preset.parser if chosen.parser is None else chosen.parser
-  if ":" in parser:
-    raise ValueError(
-        f"agentConfig.parser={parser!r} must be a registered name: a path would"
-        " run code of the client's choice"
-    )
   prompt = chosen.systemPrompt
   if prompt is None:
     prompt = prompts.get_prompt(preset.system_prompt)

@@ -19,6 +19,7 @@ import math
 from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import numpy as np
+from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.core import trajectory
 
 ON_MISSING = ("refuse", "fallback")
@@ -39,6 +40,10 @@ class Turn:
     token_ids: int32[S], sampled; None likewise.
     logprobs: float32[S]; None likewise, or of another length.
     versions: int32[S], of the weights.
+    request: the model call's fields, as the service reports them.
+    reply_id: the model server's id of the reply, "" for none.
+    untrained: why a proxy in front of the model server excludes the reply from
+      training, "" if it does not.
   """
 
   messages: Sequence[Mapping[str, Any]]
@@ -47,6 +52,9 @@ class Turn:
   token_ids: np.ndarray | None
   logprobs: np.ndarray | None
   versions: np.ndarray | None
+  request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  reply_id: str = ""
+  untrained: str = ""
 
   @property
   def is_exact(self) -> bool:
@@ -61,14 +69,41 @@ def turns_of(events: Iterable[Mapping[str, Any]]) -> list[Turn]:
     ValueError: a model_output that is no chat completion.
   """
   turns: list[Turn] = []
-  asked: Sequence[Mapping[str, Any]] = ()
+  call: Mapping[str, Any] = {}
   for event in events:
     kind = event.get("type")
     if kind == "model_call":
-      asked = messages_of(event)
+      call = event
     elif kind == "model_output":
-      turns.append(_turn(event.get("modelOutput"), asked))
+      turns.append(_turn(event.get("modelOutput"), call))
   return turns
+
+
+def untrained_of(
+    turns: Sequence[Turn],
+    rule: sampling_rule.SamplingRule,
+    records: Mapping[str, str],
+) -> dict[int, str]:
+  """Reasons by index of the turns whose tokens are not trained on.
+
+  A field that neither the reported request nor the model server's own record
+  names is taken for the run's.
+
+  Args:
+    turns: Turns of one run.
+    rule: Distribution of the run.
+    records: Reasons by reply id, of the run's own model server.
+
+  Raises:
+    OtherSampling: a turn has another distribution, and the rule refuses it.
+  """
+  reasons = {}
+  for index, turn in enumerate(turns):
+    reason = rule.reason_against(turn.request)
+    reason = reason or turn.untrained or records.get(turn.reply_id, "")
+    if reason:
+      reasons[index] = reason
+  return reasons
 
 
 def samples_of(
@@ -90,6 +125,7 @@ def sequences_of(
     on_missing: str = "refuse",
     encode: Callable[[Turn], tuple[Sequence[int], Sequence[int]]] | None = None,
     version: int = 0,
+    untrained: Iterable[int] = (),
 ) -> tuple[list[trajectory.TokenSequence], int]:
   """(training sequences, turns that were made by `encode`).
 
@@ -102,6 +138,7 @@ def sequences_of(
     on_missing: for a turn without tokens or log-probs, "refuse" or "fallback".
     encode: turn -> (prompt ids, ids of its text), for "fallback".
     version: of the weights, where replies name none.
+    untrained: Indices of turns whose tokens are not trained on.
 
   Raises:
     MissingTokens: naming the turn and the fix.
@@ -125,7 +162,8 @@ def sequences_of(
     if not found or not found[-1].extends(turn):
       found.append(_Growing(image_token_id, image_break_id))
     found[-1].add(turn, index, images[index], version)
-  return [one.build() for one in found], made
+  context = frozenset(untrained)
+  return [one.build().without_turns(context) for one in found], made
 
 
 def _missing(turn: Turn) -> str:
@@ -259,17 +297,22 @@ def image_urls(messages: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def messages_of(event: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
   """The messages of a `model_call` event, in any of its shapes."""
-  found: Any = event.get("modelSpecificInput", event.get("modelInput"))
-  if found is None:
-    found = event.get("messages")
-  if isinstance(found, Mapping):
-    found = found.get("messages")
-  if not isinstance(found, list):
+  messages: Any = _call_of(event)
+  if messages is None:
+    messages = event.get("messages")
+  if isinstance(messages, Mapping):
+    messages = messages.get("messages")
+  if not isinstance(messages, list):
     return ()
-  return [m for m in found if isinstance(m, Mapping)]
+  return [m for m in messages if isinstance(m, Mapping)]
 
 
-def _turn(output: Any, messages: Sequence[Mapping[str, Any]]) -> Turn:
+def _call_of(event: Mapping[str, Any]) -> Any:
+  """The request that the service reports: its fields, messages or None."""
+  return event.get("modelSpecificInput", event.get("modelInput"))
+
+
+def _turn(output: Any, call: Mapping[str, Any]) -> Turn:
   try:
     choice = output["choices"][0]
     text = choice["message"].get("content") or ""
@@ -291,7 +334,18 @@ def _turn(output: Any, messages: Sequence[Mapping[str, Any]]) -> Turn:
   spans = choice.get("policy_versions")
   if ids is not None and isinstance(spans, list):
     versions = _versions(spans, len(ids))
-  return Turn(messages, text, prompt, ids, logprobs, versions)
+  request = _call_of(call)
+  return Turn(
+      messages_of(call),
+      text,
+      prompt,
+      ids,
+      logprobs,
+      versions,
+      request if isinstance(request, Mapping) else call,
+      str(output.get("id") or ""),
+      str(choice.get("untrained") or ""),
+  )
 
 
 def _ids(value: Any) -> np.ndarray | None:

@@ -30,6 +30,7 @@ import contextlib
 import hmac
 import json
 import logging
+import math
 import time
 from typing import Any, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
@@ -39,7 +40,9 @@ from starlette import exceptions as starlette_exceptions
 from starlette import requests as starlette_requests
 from starlette import responses as starlette_responses
 from starlette import routing
+from tunix.rl.multi_turn.core import bounds
 from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.core import json_answers
 from tunix.rl.multi_turn.core import request_bodies
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import wire
@@ -65,7 +68,7 @@ _PUBLIC = (
 
 Request = starlette_requests.Request
 Response = starlette_responses.Response
-Json = starlette_responses.JSONResponse
+Json = json_answers.Json
 Handler = Callable[[Request], Awaitable[Response]]
 MakeGym = Callable[[Mapping[str, Any]], Any]
 """{"name": …, and settings} -> a gym, or an awaitable of one."""
@@ -180,8 +183,7 @@ class App:
     """A handler that authorizes, counts and shapes failures."""
 
     async def run(request: Request) -> Response:
-      if route not in _PUBLIC:
-        self._authorize(request.headers)
+      self._authorize(request.headers, public=route in _PUBLIC)
       return await handler(request)
 
     def failed(error: Exception) -> Response:
@@ -211,28 +213,13 @@ class App:
 
     return http_server.guarded(run, failed, done)
 
-  def _authorize(self, headers: Mapping[str, str]) -> None:
-    if "origin" in headers:
-      # The server has no pages: another site's page makes this browser call
-      # it, as on the machine that shows pages to the policy.
-      raise errors.ApiError(
-          403,
-          f"a request of a web page (Origin: {headers['origin'][:80]}) is not"
-          " answered; call from a program",
-          code="cross_site",
-      )
-    if not self._token:
-      host = headers.get("host", "")
-      if not http_server.names_loopback(host):
-        # DNS rebinding: a browser would take this server for a part of the
-        # site whose name resolves to it.
-        raise errors.ApiError(
-            403,
-            f"without a token this server answers at names of its own machine"
-            f" only, not Host: {host[:80]!r}; call 127.0.0.1, or start it with"
-            " a token",
-            code="cross_site",
-        )
+  def _authorize(
+      self, headers: Mapping[str, str], public: bool = False
+  ) -> None:
+    # Also of the pages that this machine shows to the policy.
+    if problem := http_server.cross_site(headers, bool(self._token)):
+      raise errors.ApiError(403, problem, code="cross_site")
+    if not self._token or public:
       return
     kind, _, presented = headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer" or not hmac.compare_digest(
@@ -367,6 +354,7 @@ class App:
           lease=lease,
           key=key,
           request=(entry.task.task_id, request),
+          pixels=math.prod(_screen(gyms.get(catalog.spec.gym), settings)),
       )
     except errors.ApiError as error:
       if error.code == "no_capacity":
@@ -391,16 +379,14 @@ class App:
           f"options.gym.{refused[0]} is not a client's to set; the server"
           f" allows {allowed}"
       )
-    for name, value in chosen.items():
-      if name in ("width", "height") and not (
-          isinstance(value, int) and 16 <= value <= 4096
-      ):
-        raise errors.invalid(
-            f"options.gym.{name}={value!r} must be a whole number in"
-            " [16, 4096]"
-        )
-    own = gyms.get(spec.gym).options_of(task.family)
-    return {"name": spec.gym, **own, **spec.settings, **chosen}
+    gym = gyms.get(spec.gym, "operator")
+    if problems := list(gym.out_of_bounds(chosen, "options.gym.")):
+      raise errors.invalid(problems[0])
+    options = {**gym.options_of(task.family), **spec.settings, **chosen}
+    width, height = _screen(gym, options)
+    if problem := bounds.screen_problem(width, height, "options.gym."):
+      raise errors.invalid(problem)
+    return {"name": spec.gym, **options}
 
   def _found(self, request: Request) -> executions_lib.Execution:
     gym_id = self._catalog(request.path_params["gym_id"]).spec.gym_id
@@ -532,6 +518,18 @@ class App:
             openapi.document, tuple(self._catalogs), bool(self._token)
         )
     )
+
+
+def _screen(
+    gym: gyms.GymSpec, settings: Mapping[str, Any]
+) -> tuple[int, int]:
+  """(width, height) of a gym's screen; (1024, 1024) where nothing says it."""
+  size = []
+  for name in ("width", "height"):
+    option = gym.options.get(name)
+    side = settings.get(name, option.default if option else None)
+    size.append(side if type(side) is int else 1024)
+  return size[0], size[1]
 
 
 async def _observation(

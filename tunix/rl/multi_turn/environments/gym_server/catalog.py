@@ -157,7 +157,7 @@ class Catalog:
       ImportError: the gym's package is missing.
     """
     self.spec = spec
-    self._tasks = gyms.get(spec.gym).make_tasks(
+    self._tasks = gyms.get(spec.gym, "operator").make_tasks(
         spec.families, spec.settings
     )
     self.families: tuple[str, ...] = tuple(
@@ -195,24 +195,33 @@ class Catalog:
     Raises:
       ValueError: naming the setting.
     """
-    spec, found = self.spec, gyms.get(self.spec.gym)
-    known = found.options
-    unknown = [name for name in spec.client_settings if name not in known]
-    if unknown and known:
+    spec, gym_spec = self.spec, gyms.get(self.spec.gym, "operator")
+    options = gym_spec.options
+    unknown = [
+        name for name in spec.client_settings if name not in options
+    ]
+    if unknown and options:
       raise ValueError(
           f"client_settings={unknown[0]!r} is no setting of gym {spec.gym!r};"
-          f" known: {', '.join(known)}"
+          f" known: {', '.join(options)}"
       )
-    settings = {**found.options_of(self.families[0]), **spec.settings}
+    gym_spec.check_client_settings(spec.client_settings, "client_settings")
+    for name in spec.client_settings:
+      if gym_spec.unbounded(name):
+        raise ValueError(
+            f"client_settings={name!r} is a number without bounds; declare"
+            f" them in the GymSpec of {spec.gym!r} (bounds), or leave it out"
+        )
+    settings = {**gym_spec.options_of(self.families[0]), **spec.settings}
     chosen = set(spec.client_settings) - set(settings)
     if any(
-        known[name].default is inspect.Parameter.empty
-        for name in chosen & known.keys()
+        options[name].default is inspect.Parameter.empty
+        for name in chosen & options.keys()
     ):
       return  # Only a client's choice makes it whole.
-    gym = found.make_gym(settings)
+    gym = gym_spec.make_gym(settings)
     size = (getattr(gym, "width", 0), getattr(gym, "height", 0))
-    if problems := list(found.misfits(settings, *size)):
+    if problems := list(gym_spec.misfits(settings, *size)):
       raise ValueError("; ".join(problems))
 
   def _make(self, family: str, split: str, index: int, seed: int) -> base.Task:

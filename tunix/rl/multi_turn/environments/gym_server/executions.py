@@ -25,6 +25,7 @@ import uuid
 
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import settings as settings_lib
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gym_server import errors
@@ -54,7 +55,15 @@ class ExecutionLimits:
   """Bounds of a server's executions."""
 
   capacity: int = settings_lib.setting(
-      default=256, doc="Executions held at a time.", ge=1
+      default=256, doc="Executions held at a time.", ge=1, le=65_536
+  )
+  max_megapixels: int = settings_lib.setting(
+      default=512,
+      doc="Screens of all executions, together; a create beyond it gets 429."
+      " One whose size only its gym knows counts as a megapixel.",
+      unit="megapixels",
+      ge=1,
+      le=65_536,
   )
   creating: int = settings_lib.setting(
       default=32, doc="Gyms that start at a time; further creates wait.", ge=1
@@ -112,6 +121,7 @@ class Execution:
     state: see `TRANSITIONS`.
     reason: for its end, in words; "" while it runs.
     code: of that reason, for programs.
+    pixels: Size of its screen.
     steps: actions carried out.
     seen: the newest observation.
     started_s: duration of the gym's start.
@@ -124,12 +134,14 @@ class Execution:
       names: Mapping[str, str],
       lease: float,
       limits: ExecutionLimits,
+      pixels: int = 0,
   ):
     self.id = uuid.uuid4().hex
     self.gym_id = gym_id
     self.task = task
     self.names = dict(names)
     self.lease = lease
+    self.pixels = pixels
     self.state = State.CREATING
     self.reason = ""
     self.code = ""
@@ -350,7 +362,12 @@ class Execution:
       if not isinstance(code, str):
         late = isinstance(error, concurrency.DeadlineExceeded)
         code = "deadline" if late else "gym_error"
-      self.end(State.FAILED, f"{type(error).__name__}: {error}", code)
+      reason = f"{type(error).__name__}: {error}"
+      if isinstance(error, http.CallError):
+        # A remote gym's words are for the log alone.
+        _LOG.warning("execution %s: %s", self.id, reason)
+        reason = error.summary
+      self.end(State.FAILED, reason, code)
       _LOG.warning(
           "execution %s (%s) failed in %s", self.id, self.task.task_id, what,
           exc_info=code == "gym_error" and error or None,

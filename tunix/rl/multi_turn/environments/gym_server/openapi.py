@@ -13,6 +13,7 @@ import functools
 from typing import Any, Sequence
 
 import pydantic
+from tunix.rl.multi_turn.core import bounds
 from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.environments.gym_server import schemas
 
@@ -21,6 +22,7 @@ GYMS = "/api/v1/gyms"
 _TASK = "/api/v1/{gym_id}/tasks/{identifier:path}"  # Ids have slashes.
 _BODY = (400, 408, 413, 422)
 _CALL = (404, 409, 410)
+_PATH_TEXT = {"type": "string", "minLength": 1, "maxLength": bounds.MAX_PATH}
 _STATUS = {
     400: "The body is not JSON.",
     401: "The token is missing or wrong.",
@@ -174,8 +176,8 @@ def _describe(
       {"name": name, "in": "path", "required": True, "schema": schema}
       for name, schema in (
           ("gym_id", {"type": "string", "enum": list(gym_ids)}),
-          ("identifier", {"type": "string", "minLength": 1}),
-          ("execution_id", {"type": "string", "minLength": 1}),
+          ("identifier", _PATH_TEXT),
+          ("execution_id", _PATH_TEXT),
       )
       if f"{{{name}" in op.path
   ]

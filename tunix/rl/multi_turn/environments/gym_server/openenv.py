@@ -32,10 +32,10 @@ from typing import Any, Awaitable, Callable, Mapping, TypeVar
 import uuid
 
 from starlette import requests as starlette_requests
-from starlette import responses as starlette_responses
 from starlette import routing
 from starlette import websockets as starlette_websockets
 from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import json_answers
 from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gym_server import catalog as catalog_lib
@@ -51,7 +51,7 @@ from tunix.rl.multi_turn.environments.gym_server import validators
 _LOG = logging.getLogger(__name__)
 Kind = gui_action.GuiActionKind
 Request = starlette_requests.Request
-Json = starlette_responses.JSONResponse
+Json = json_answers.Json
 _PREFIX = "/openenv/{gym_id}"
 Body = TypeVar("Body", bound=schemas.SplitBody)
 _INBOX = 8  # Messages read ahead of the running one.

@@ -16,6 +16,7 @@ import functools
 from typing import Annotated, Any, Literal, NotRequired
 
 import pydantic
+from tunix.rl.multi_turn.core import bounds
 from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.environments import wire
 from typing_extensions import TypedDict
@@ -27,7 +28,6 @@ Flag = json_models.Flag
 Json = dict[str, Any]
 Shape = Literal["summary", "meta", "flat"]
 Split = Literal["train", "eval"]
-_Seconds = Annotated[float, pydantic.Field(gt=0)]
 _Count = Annotated[int, pydantic.Field(ge=0)]
 
 
@@ -66,7 +66,7 @@ class ShapeQuery(Query):
 
 class TasksQuery(ShapeQuery):
   split: Split | None = None
-  family: str = ""
+  family: bounds.Name = ""
   full: Flag = False
   bare: Flag = False
 
@@ -81,12 +81,21 @@ class ScreenshotQuery(Query):
 class CreateOptions(json_models.Request):
   """`options` of a create; a key stands for all of them."""
 
-  model_config = pydantic.ConfigDict(extra="allow")
+  model_config = pydantic.ConfigDict(
+      extra="allow", json_schema_extra={"x-maxValues": bounds.MAX_VALUES}
+  )
 
   observe: Flag = False
   screenshot: Flag = True
-  lease_s: _Seconds | None = None
-  gym: Json = {}
+  lease_s: bounds.Seconds | None = None
+  gym: bounds.Json = {}
+
+  @pydantic.model_validator(mode="before")
+  @classmethod
+  def _bounded(cls, data: Any) -> Any:
+    if problem := bounds.json_problem(data):
+      raise ValueError(problem)
+    return data
 
 
 class Create(json_models.Request):
@@ -98,15 +107,15 @@ class Create(json_models.Request):
 
 class Step(json_models.Request):
   action: wire.Action
-  step: Annotated[int, pydantic.Field(ge=1)] | None = None
+  step: Annotated[int, pydantic.Field(ge=1, le=2**31)] | None = None
   screenshot: Flag = True
 
 
 class Evaluate(json_models.Request):
-  execution_data: Json = {}
+  execution_data: bounds.Json = {}
   answer_text: wire.Text = ""
-  context_text: str = ""
-  facts: Json = {}
+  context_text: bounds.Text = ""
+  facts: bounds.Json = {}
 
   @pydantic.model_validator(mode="before")
   @classmethod
@@ -273,8 +282,8 @@ class Message(json_models.Request):
 
   model_config = pydantic.ConfigDict(extra="forbid")
 
-  type: Any = None
-  data: Json = {}
+  type: bounds.Name | None = None
+  data: bounds.Json = {}
 
 
 class Reset(json_models.Request):
@@ -282,16 +291,16 @@ class Reset(json_models.Request):
 
   model_config = pydantic.ConfigDict(extra="forbid")
 
-  task: str | None = None
+  task: bounds.Name | None = None
   split: Split | None = None
-  index: int | None = None
-  family: str | None = None
+  index: bounds.Whole | None = None
+  family: bounds.Name | None = None
   seed: Annotated[int, pydantic.Field(ge=0, le=MAX_SEED)] | None = None
   episode_id: Annotated[
       str, pydantic.Field(min_length=1, max_length=255)
   ] | None = None
-  gym: Json = {}
-  lease_s: _Seconds | None = None
+  gym: bounds.Json = {}
+  lease_s: bounds.Seconds | None = None
 
   @pydantic.model_validator(mode="after")
   def _one_way(self) -> Reset:
@@ -319,12 +328,12 @@ class SplitBody(json_models.Request):
 
 
 class IndexBody(SplitBody):
-  index: int
+  index: bounds.Whole
 
 
 class RangeBody(SplitBody):
-  start: int | None = None
-  stop: int | None = None
+  start: bounds.Whole | None = None
+  stop: bounds.Whole | None = None
 
 
 class EpisodeMetadata(TypedDict):

@@ -93,6 +93,7 @@ class ExecutionStore:
       lease: float | None = None,
       key: str = "",
       request: Any = None,
+      pixels: int = 0,
   ) -> tuple[Execution, bool]:
     """Starts an execution, or finds the one that `key` stands for.
 
@@ -102,6 +103,7 @@ class ExecutionStore:
       lease: seconds; None: the limits' own.
       key: chosen by the client, "" for none.
       request: the create's content; a key must come with the same one again.
+      pixels: Of the screen.
 
     Returns:
       (the execution, whether it existed before).
@@ -135,8 +137,9 @@ class ExecutionStore:
           code="no_capacity",
           retry_after_s=self.limits.retry_after,
       )
+    self._check_pixels(pixels)
     execution = Execution(
-        gym_id, task, names, lease or self.limits.lease, self.limits
+        gym_id, task, names, lease or self.limits.lease, self.limits, pixels
     )
     self._all[execution.id] = execution
 
@@ -165,6 +168,25 @@ class ExecutionStore:
     # create under the same key.
     await asyncio.shield(started)
     return execution, False
+
+  def _check_pixels(self, pixels: int) -> None:
+    """Refuses a screen that is too large beside those of the executions."""
+    most = self.limits.max_megapixels
+    if pixels > most * 1_000_000:
+      raise errors.invalid(
+          f"options.gym.width and options.gym.height are {pixels} pixels, and"
+          f" all executions have max_megapixels={most}"
+      )
+    reserved = sum(e.pixels for e in self._all.values())
+    if reserved + pixels > most * 1_000_000:
+      raise errors.ApiError(
+          429,
+          f"the screens of running executions have {reserved} pixels, and"
+          f" {pixels} more exceed max_megapixels={most}; terminate one, or try"
+          " again later",
+          code="no_capacity",
+          retry_after_s=self.limits.retry_after,
+      )
 
   def _started(self, task: asyncio.Task[None]) -> None:
     self._starts.discard(task)

@@ -105,7 +105,7 @@ class GymEnv(gymnasium.Env):
     for name, value in (("turns", turns), ("timeout", timeout)):
       if not value > 0:
         raise ValueError(f"{name}={value!r} must be > 0")
-    spec = registry.get(gym)
+    spec = registry.get(gym, "operator")
     width = width or spec.preset.get("gym.width")
     height = height or spec.preset.get("gym.height")
     if not width or not height:

@@ -1,8 +1,8 @@
 """Maps names to gyms: each is declared once, by a `GymSpec`.
 
 `GYMS` maps a name to a spec, or to the "module:GYM" path of one, which is
-imported on first use. Wherever a gym's name is read, a "module:attribute" path
-is valid too: it holds a spec, or a plain class or function that makes a gym.
+imported on first use. An operator's name may be a "module:attribute" path: it
+holds a spec, or a plain class or function that makes a gym.
 
 Promises: naming a gym imports its declaration and nothing else of it.
 """
@@ -57,27 +57,27 @@ def names() -> tuple[str, ...]:
   return GYMS.names()
 
 
-def get(name: str) -> GymSpec:
+def get(name: str, source: registry.Source = "request") -> GymSpec:
   """The declaration of a gym.
 
   Args:
-    name: registered, or a "module:attribute" path.
+    name: Registered, or of an operator a "module:attribute" path.
+    source: Who chose the name.
 
   Raises:
-    ValueError: unknown; the message names the nearest one.
+    ValueError: unknown, the message names the nearest one; or a path that a
+      request names.
     ImportError: no such module or attribute.
     TypeError: the path holds no gym.
   """
-  if name not in GYMS and isinstance(name, str) and ":" in name:
-    return spec_lib.as_spec(registry.import_path(name), name)
-  found = spec_lib.as_spec(GYMS.get(name), name)
-  # Its signatures are read once.
-  GYMS.register(name, found, replace=True)
-  return found
+  spec = spec_lib.as_spec(GYMS.get(name, source), name)
+  if name in GYMS:  # Its signatures are read once.
+    GYMS.register(name, spec, replace=True)
+  return spec
 
 
 def make(name: str, **options: Any) -> base.Gym:
-  """Builds a gym.
+  """Builds a registered gym.
 
   Raises:
     ValueError: an unknown gym, or an unknown, missing or wrong option.
@@ -86,8 +86,14 @@ def make(name: str, **options: Any) -> base.Gym:
   return get(name).make_gym(options)
 
 
-def from_config(config: str | Mapping[str, Any]) -> base.Gym:
+def from_config(
+    config: str | Mapping[str, Any], source: registry.Source = "request"
+) -> base.Gym:
   """Builds a gym from its name, or from {"name": …, and its options}.
+
+  Args:
+    config: Name, or name and options.
+    source: Who chose the name.
 
   Raises:
     ValueError: no name; and as `make`.
@@ -95,4 +101,4 @@ def from_config(config: str | Mapping[str, Any]) -> base.Gym:
   options = {"name": config} if isinstance(config, str) else dict(config)
   if "name" not in options:
     raise ValueError(f"the gym config needs 'name': {options!r}")
-  return get(options.pop("name")).make_gym(options)
+  return get(options.pop("name"), source).make_gym(options)

@@ -22,9 +22,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from typing import Any, Callable, Iterator, Literal, Mapping, Sequence
+import typing
+from typing import (
+  Any,
+  Callable,
+  Iterable,
+  Iterator,
+  Literal,
+  Mapping,
+  Sequence,
+)  # pyformat: disable
 
 from tunix.rl.multi_turn.core import arguments
+from tunix.rl.multi_turn.core import bounds
+from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
 
@@ -45,6 +56,21 @@ SIZE: Mapping[str, RunFact] = types.MappingProxyType(
     {"width": "width", "height": "height"}
 )
 """`set_by_run` of a gym with options `width` and `height`."""
+
+BOUNDS: Mapping[str, tuple[float, float]] = types.MappingProxyType({
+    "width": (1, bounds.MAX_SIDE),
+    "height": (1, bounds.MAX_SIDE),
+    "size": (1, bounds.MAX_SIDE),
+    "difficulty": (0, 2),
+    "seed": (0, bounds.LARGEST),
+    "scale": (0.1, 4),
+    "max_pages": (1, 256),
+    "timeouts": (0, 3600),
+})
+"""Bounds of the numbers that a client of a service may choose, by the option's
+name; those whose name ends in `_s`, seconds, have (0, 3600). `GymSpec.bounds`
+adds a gym's own."""
+_SECONDS = (0, 3600)
 
 _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
@@ -109,8 +135,12 @@ class GymSpec:
     close_shared: coroutine function that closes what the gyms of an event loop
       share (a browser); called on that loop after the last episode.
     box: what its worlds are, a computer ("linux") or a phone ("android").
+    bounds: option -> (lowest, highest) number that a client of a service may
+      choose, beside `BOUNDS`; a number without bounds is the operator's.
     runs_inline: whether its calls are cheap enough (well under a millisecond)
       for the event loop itself, without a task each.
+    operator_options: Options that name code, programs, files, addresses or
+      rights of this machine; a server never lets a client choose them.
   """
 
   make: Callable[..., base.Gym] | str
@@ -135,7 +165,11 @@ class GymSpec:
   starts_by_id: bool = False
   size_known_after_start: bool = False
   close_shared: Callable[[], Any] | str | None = None
+  bounds: Mapping[str, tuple[float, float]] = dataclasses.field(
+      default_factory=dict
+  )
   runs_inline: bool = False
+  operator_options: tuple[str, ...] = ()
   box: Literal["linux", "android"] = "linux"
 
   def __post_init__(self):
@@ -204,6 +238,79 @@ class GymSpec:
     """Problems of options that are right each by itself; see `check`."""
     if self.check is not None:
       yield from _loaded(self.check)(options, width, height)
+
+  def check_client_settings(self, names: Iterable[str], where: str) -> None:
+    """Checks which options a server lets its clients choose.
+
+    Args:
+      names: The options.
+      where: The server's setting that lists them.
+
+    Raises:
+      ValueError: one of them is the operator's alone.
+    """
+    for name in names:
+      if name in self.operator_options:
+        raise ValueError(
+            f"{where}={name!r} would let a client choose code, files or"
+            f" addresses of this machine through gym {self.name!r}; leave it"
+            " out, and set it yourself"
+        )
+
+  def bounds_of(self, name: str) -> tuple[float, float] | None:
+    """(lowest, highest) number of an option that a client may choose."""
+    default = _SECONDS if name.endswith("_s") else BOUNDS.get(name)
+    return self.bounds.get(name, default)
+
+  def unbounded(self, name: str) -> bool:
+    """Whether the option is a number for which no bounds are declared."""
+    option = self.options.get(name)
+    kinds = {option.type, *typing.get_args(option.type)} if option else set()
+    return bool(kinds & {int, float}) and self.bounds_of(name) is None
+
+  def out_of_bounds(
+      self, options: Mapping[str, Any], prefix: str
+  ) -> Iterator[str]:
+    """Problems of option values that a client of a service chose.
+
+    Args:
+      options: The client's; numbers in objects and lists are checked as well.
+      prefix: Put before the fields' names, e.g. "options.gym.".
+    """
+    for name, value in options.items():
+      option = self.options.get(name)
+      if option is not None and not option.accepts(value):
+        yield (
+            f"{prefix}{name}={json_models.short(value)} must be"
+            f" {option.annotation}"
+        )
+      yield from self._numbers_out_of_bounds({name: value}, prefix)
+    size = options.get("width"), options.get("height")
+    if isinstance(size[0], int) and isinstance(size[1], int):
+      if problem := bounds.screen_problem(size[0], size[1], prefix):
+        yield problem
+
+  def _numbers_out_of_bounds(
+      self, options: Mapping[str, Any], prefix: str
+  ) -> Iterator[str]:
+    for name, value in options.items():
+      if isinstance(value, Mapping):
+        yield from self._numbers_out_of_bounds(value, f"{prefix}{name}.")
+        continue
+      for number in value if isinstance(value, list) else (value,):
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+          continue
+        limits = self.bounds_of(name)
+        if limits is None:
+          yield (
+              f"{prefix}{name}={number!r} is a number without bounds, which"
+              " only the operator sets (GymSpec.bounds)"
+          )
+        elif not limits[0] <= number <= limits[1]:
+          yield (
+              f"{prefix}{name}={json_models.short(number)} must be in"
+              f" [{limits[0]}, {limits[1]}]"
+          )
 
   def missing(self, options: Mapping[str, Any] = _NOTHING) -> Iterator[str]:
     """What this machine lacks for the gym, with what to do; see `needs`."""

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import pathlib
 import sys
 from typing import Any, Sequence
 
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import options
@@ -74,7 +74,7 @@ def read_script(path: pathlib.Path) -> list[gui_action.GuiAction]:
     if not line.strip():
       continue
     try:
-      actions.append(wire.action_from_json(json.loads(line), 1, 1))
+      actions.append(wire.action_from_json(json_text.parse(line), 1, 1))
     except ValueError as error:
       raise ValueError(f"{path}, line {number}: {error}") from None
   return actions
@@ -115,7 +115,7 @@ async def _play(args: argparse.Namespace) -> int:
       script = read_script(args.script)
     except OSError as error:
       raise ValueError(f"--script={args.script}: {error.strerror}") from None
-  spec = gyms.get(args.gym)
+  spec = gyms.get(args.gym, "operator")
   if args.by == "oracle":
     spec.load_oracle()  # Refuses a gym that has none.
   task = session_lib.find_tasks(

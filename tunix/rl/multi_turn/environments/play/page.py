@@ -16,6 +16,7 @@ from starlette import applications
 from starlette import requests as starlette_requests
 from starlette import responses
 from starlette import routing
+from tunix.rl.multi_turn.core import json_answers
 from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import request_bodies
 from tunix.rl.multi_turn.environments import wire
@@ -82,7 +83,7 @@ class Page:
           if self._number < 0:
             await self._next({})
           await work(data)
-          return responses.JSONResponse(self._describe())
+          return json_answers.Json(self._describe())
       except request_bodies.BodyRefused as error:
         return _error(error.status, error.message)
       except wire.WireError as error:
@@ -133,5 +134,5 @@ class Page:
     await self._session.finish()
 
 
-def _error(status: int, detail: str) -> responses.JSONResponse:
-  return responses.JSONResponse({"detail": detail}, status)
+def _error(status: int, detail: str) -> json_answers.Json:
+  return json_answers.Json({"detail": detail}, status)

@@ -59,7 +59,7 @@ class Session:
     self._by = by
     self._only_solved = only_solved
     self._seconds = timeout_s
-    spec = gyms.get(gym_name)
+    spec = gyms.get(gym_name, "operator")
     self._oracle = spec.load_oracle() if spec.oracle is not None else None
     self.task: base.Task | None = None
     self.seen: base.Observation | None = None
@@ -146,7 +146,7 @@ class Session:
     Raises:
       ValueError: the gym has no oracle.
     """
-    oracle = self._oracle or gyms.get(self._gym_name).load_oracle()
+    oracle = self._oracle or gyms.get(self._gym_name, "operator").load_oracle()
     return await _value(oracle.act(self._gym), self._seconds)
 
   async def close(self) -> None:
@@ -186,7 +186,7 @@ def find_tasks(
   Raises:
     ValueError: no such gym or family.
   """
-  spec = gyms.get(gym_name)
+  spec = gyms.get(gym_name, "operator")
   try:
     tasks = spec.make_tasks((identifier,), options)
   except ValueError:

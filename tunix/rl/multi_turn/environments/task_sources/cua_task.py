@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import re
 from typing import Any, Iterable, Mapping, Sequence, TypeVar
 
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.environments.gyms import base
 
 DIFFICULTIES = ("easy", "medium", "hard")
@@ -189,7 +189,7 @@ class CUATask:
     params = flat.get("params", config.get("params"))
     if isinstance(params, str):  # Datasets have one type a column.
       try:
-        params = json.loads(params)
+        params = json_text.parse(params)
       except ValueError:
         pass
     if params is None:

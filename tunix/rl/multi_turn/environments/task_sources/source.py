@@ -25,6 +25,7 @@ import random
 import re
 from typing import Any, Callable, Iterable, Iterator, Literal, Mapping, Sequence
 
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import settings as settings_lib
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.environments.task_sources import cua_task
@@ -263,7 +264,7 @@ def read(
   `CUATask.from_fields` for an environment without one.
   """
   if config.source == "gym":
-    tasks = list(gyms.get(gym).list_tasks(options))
+    tasks = list(gyms.get(gym, "operator").list_tasks(options))
   elif config.source == "jsonl":
     rows = _jsonl(config.path)
     tasks = [as_task(row, where=where) for where, row in rows]
@@ -293,7 +294,7 @@ def _jsonl(path: str) -> Iterable[tuple[str, Any]]:
         continue
       where = f"{path}, line {number}"
       try:
-        yield where, json.loads(line)
+        yield where, json_text.parse(line)
       except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
 

@@ -159,4 +159,4 @@ class Algorithm:
 
 
 def _find(known: registry.Registry[T], name: str) -> T:
-  return registry.import_path(name) if ":" in name else known.get(name)
+  return known.get(name, "operator")

@@ -76,13 +76,13 @@ def get(name: str) -> AlgorithmPreset:
     ValueError: unknown, the message names the nearest; or no preset.
     ImportError: nothing at that path.
   """
-  found = PRESETS.get(name)
-  if not isinstance(found, AlgorithmPreset):
+  preset = PRESETS.get(name, "operator")
+  if not isinstance(preset, AlgorithmPreset):
     raise ValueError(
-        f"{name} is a {type(found).__name__}, not an AlgorithmPreset; a part of"
-        " an algorithm is named by its own setting, e.g. algorithm.advantage"
+        f"{name} is a {type(preset).__name__}, not an AlgorithmPreset; a part"
+        " of an algorithm is named by its own setting, e.g. algorithm.advantage"
     )
-  return found
+  return preset
 
 
 _preset(

@@ -35,6 +35,7 @@ import zlib
 
 import numpy as np
 from tunix.rl.multi_turn.core import durable
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.monitor.client import frames as frames_lib
 
 _LOG = logging.getLogger(__name__)
@@ -86,14 +87,14 @@ class Header:
   def read(cls, folder: pathlib.Path) -> Header:
     """Raises OSError, or ValueError if it is none."""
     try:
-      found = cls(**json.loads((folder / HEADER).read_bytes()))
-      if len(found.mark) != frames_lib.MARK_BYTES or not isinstance(
-          found.target, str
+      header = cls(**json_text.read(folder / HEADER))
+      if len(header.mark) != frames_lib.MARK_BYTES or not isinstance(
+          header.target, str
       ):
         raise ValueError("no id")
     except (TypeError, ValueError) as error:
       raise ValueError(f"{HEADER} is damaged: {error}") from None
-    return found
+    return header
 
 
 class Lock:
@@ -388,7 +389,7 @@ def dead(folder: pathlib.Path) -> list[tuple[int, str, str]]:
   found = {}
   for line in lines:
     try:
-      record = json.loads(line)
+      record = json_text.parse(line)
       found[record["seq"]] = record["seq"], record["body"], record["reason"]
     except (ValueError, TypeError, KeyError):
       continue  # Cut off by a kill, and written again.

@@ -13,7 +13,7 @@ first, then {"log": text, "level": number} for each log record, {"lost": [hash]}
 for screenshots that are neither here nor at the server, {"freed": bytes} of the
 spool, and {"answer": number, "done", "closed", "counters"} for each request.
 The input ends when the trainer ends, however that happens: then this delivers
-for `close_timeout_s`, and the spool keeps the rest.
+for `close_timeout_s`, at most 5 s, and the spool keeps the rest.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from tunix.rl.multi_turn.monitor.client import spool as spool_lib
 from tunix.rl.multi_turn.monitor.client import transport as transport_lib
 
 _LOG = logging.getLogger(__name__)
+_ABANDONED_S = 5.0
+"""Longest delivery after the trainer's death."""
 
 
 class _LogForwarder(logging.Handler):
@@ -111,7 +113,7 @@ class _Uploader:
   def abandoned(self) -> None:
     """The trainer has ended without a word."""
     self._ended = True
-    done = self._shipper.drain(None, self._close_s)
+    done = self._shipper.drain(None, min(self._close_s, _ABANDONED_S))
     self._close(done)
 
   def _close(self, done: bool) -> None:

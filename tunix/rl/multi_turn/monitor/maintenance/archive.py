@@ -25,6 +25,7 @@ from typing import Any, Iterable, Iterator, Mapping
 import zipfile
 
 import orjson
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.monitor.maintenance import runs as runs_lib
 
 FORMAT = "tunix-monitor-archive"
@@ -132,22 +133,24 @@ class ArchiveReader:
     try:
       if self._zip.getinfo(_MANIFEST).file_size > _MAX_MANIFEST:
         raise ValueError("its manifest is too long")
-      found = orjson.loads(self._zip.read(_MANIFEST))
-      if found["format"] != FORMAT:
-        raise ValueError(f"format is {found['format']!r}")
+      manifest = json_text.check_depth(
+          orjson.loads(self._zip.read(_MANIFEST))
+      )
+      if manifest["format"] != FORMAT:
+        raise ValueError(f"format is {manifest['format']!r}")
       for key in ("runs", "tables", "screenshots"):
-        found[key]  # pylint: disable=pointless-statement
+        manifest[key]  # pylint: disable=pointless-statement
     except (KeyError, ValueError, TypeError, zipfile.BadZipFile) as error:
       raise MaintenanceError(
           f"{self._path} is not an archive of the monitor ({error}); give a"
           " file that `monitor export` made"
       ) from None
-    if found["version"] != VERSION:
+    if manifest["version"] != VERSION:
       raise MaintenanceError(
-          f"{self._path} has version {found['version']} of the format, and this"
-          f" program reads {VERSION}; use the program that wrote it"
+          f"{self._path} has version {manifest['version']} of the format, and"
+          f" this program reads {VERSION}; use the program that wrote it"
       )
-    return found
+    return manifest
 
   def rows(self, name: str) -> Iterator[Row]:
     """The rows of a table.
@@ -165,7 +168,7 @@ class ArchiveReader:
         while line := lines.readline(_MAX_LINE):
           digest.update(line)
           count += 1
-          yield orjson.loads(line)
+          yield json_text.check_depth(orjson.loads(line))
     except (
         KeyError, ValueError, EOFError, OSError, zipfile.BadZipFile,
         zipfile.zlib.error,

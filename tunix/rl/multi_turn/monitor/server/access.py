@@ -156,11 +156,13 @@ class Access:
     given = headers.get("authorization", "")
     if form:
       check_own_form(headers)
+    else:
+      _check_origin(headers)
     if not given and (form or scope == "read"):
       given = _cookie(headers)
     kind, _, token = given.partition(" ")
     if self._open:
-      _check_browser(headers)
+      _check_host(headers)
       return everything
     if kind.lower() != "bearer" or not token.strip():
       raise errors.ApiError(
@@ -182,6 +184,16 @@ class Access:
           f" one with the scope {scope}",
       )
     return found
+
+  def check_site(self, headers: Mapping[str, str]) -> None:
+    """Refuses another site's request for what everyone may read.
+
+    Raises:
+      ApiError: 403.
+    """
+    _check_origin(headers)
+    if not self.asks_for_tokens:
+      _check_host(headers)
 
   def remembers(self, headers: Mapping[str, str]) -> bool:
     """Whether `check` answers without asking the database."""
@@ -238,7 +250,7 @@ def check_same_site(headers: Mapping[str, str]) -> None:
   host = headers.get("host", "")
   if headers.get("sec-fetch-site", "same-origin") not in (
       "same-origin", "none",
-  ) or (origin and parse.urlsplit(origin).netloc != host):
+  ) or (origin and _netloc(origin) != host):
     raise errors.ApiError(
         403, f"this form was sent by another site ({str(origin)[:100]})"
     )
@@ -262,8 +274,8 @@ def check_own_form(headers: Mapping[str, str]) -> None:
     )
 
 
-def _check_browser(headers: Mapping[str, str]) -> None:
-  """Refuses requests that another site's page makes a local browser send."""
+def _check_host(headers: Mapping[str, str]) -> None:
+  """Refuses the requests of a page at a name that resolves to this machine."""
   host = headers.get("host", "")
   if not host or not http_server.names_loopback(host):
     raise errors.ApiError(
@@ -271,11 +283,24 @@ def _check_browser(headers: Mapping[str, str]) -> None:
         f"Host: {host[:100]} is not this machine; a server without tokens"
         " answers to localhost only",
     )
+
+
+def _check_origin(headers: Mapping[str, str]) -> None:
+  """Refuses requests that another site's page makes a browser send."""
   origin = headers.get("origin")
-  if origin and parse.urlsplit(origin).netloc != host:
+  if origin and _netloc(origin) != headers.get("host", ""):
     raise errors.ApiError(
-        403, f"Origin: {origin[:100]} is another site; make a token for it"
+        403,
+        f"Origin: {origin[:100]} is another site; its pages cannot read from"
+        " this server",
     )
+
+
+def _netloc(origin: str) -> str:
+  try:
+    return parse.urlsplit(origin).netloc
+  except ValueError:  # Half an IPv6 address.
+    return ""
 
 
 def _hash(token: str) -> str:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
-import orjson
 import pydantic
 from starlette import requests as starlette_requests
 from starlette import responses
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.monitor.server import access as access_lib
 from tunix.rl.multi_turn.monitor.server import apply
 from tunix.rl.multi_turn.monitor.server import errors
@@ -104,14 +104,14 @@ class Annotations:
   ) -> Response:
     body = await http_io.read_body(request, _MAX_BODY)
     try:
-      given = orjson.loads(body)
+      fields = json_text.parse(body)
     except ValueError:
       raise errors.ApiError(
           400, 'the body is not JSON; give {"turn": 3, "label": "…", "note":'
           ' "…"}'
       ) from None
     rollout = await self._rollout(request, who)
-    await self.add(who.project, rollout, given)
+    await self.add(who.project, rollout, fields)
     return await self._answer(request, who)
 
   async def _delete(

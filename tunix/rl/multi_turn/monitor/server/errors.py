@@ -49,7 +49,10 @@ class ApiError(Exception):
 
 def fault(field: str, value: Any, message: str) -> dict[str, Any]:
   """One wrong field; a long value is cut."""
-  shown = value if isinstance(value, (int, float, bool)) else str(value)
+  try:
+    shown = value if isinstance(value, (int, float, bool)) else str(value)
+  except RecursionError:  # The fast reader goes deeper than `str`.
+    shown = "a value nested too deep to print"
   if isinstance(shown, str) and len(shown) > 200:
     shown = shown[:200] + "…"
   return {"field": field, "value": shown, "message": message}

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import datetime
 import math
+import sys
 from typing import Any, Callable
 
 import orjson
 import sqlalchemy as sa
+from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 
-_MAX_TEXT = 4 << 20
+MAX_TEXT = 4 << 20
+DEEPEST = 200
+"""Levels of lists and objects in a value that is JSON."""
 _MAX_KEY = 500  # An entry of PostgreSQL's indices is at most 2.7 kB.
+_MAX_TIME = 100
 _INT64 = 1 << 63
 _UTC = datetime.timezone.utc
 _MILLISECONDS_FROM = 1e11
@@ -43,8 +48,8 @@ class Normalised:
 def text(value: Any) -> str:
   if not isinstance(value, str):
     raise WrongValue(f"give text, not a {_kind(value)}")
-  if len(value) > _MAX_TEXT:
-    raise WrongValue(f"has {len(value)} characters; at most {_MAX_TEXT}")
+  if len(value) > MAX_TEXT:
+    raise WrongValue(f"has {len(value)} characters; at most {MAX_TEXT}")
   # PostgreSQL's text cannot hold NUL; its symbol stands for it.
   return value.replace("\0", "\u2400") if "\0" in value else value
 
@@ -55,6 +60,11 @@ def key(value: Any) -> str:
   if not 0 < len(value) <= _MAX_KEY:
     raise WrongValue(f"give text of 1 to {_MAX_KEY} characters")
   return value
+
+
+def raw_text(value: Any) -> str:
+  """Returns text unchanged, and any other value as JSON."""
+  return text(value) if isinstance(value, str) else json_text(value)
 
 
 def integer(value: Any) -> int:
@@ -105,7 +115,7 @@ def time(value: Any) -> str:
   kind = type(value)
   if kind is str:
     try:
-      found = datetime.datetime.fromisoformat(value)
+      found = datetime.datetime.fromisoformat(value[:_MAX_TIME])
     except ValueError:
       raise WrongValue(
           "give a time as ISO 8601 (2026-01-31T12:00:00Z) or seconds since 1970"
@@ -130,6 +140,13 @@ def time(value: Any) -> str:
   return found.replace(tzinfo=None).isoformat(" ", "microseconds")
 
 
+def too_deep(written: str, value: Any) -> bool:
+  """Whether a value, whose JSON is `written`, nests deeper than `DEEPEST`."""
+  # Few brackets need no look.
+  brackets = written.count("[") + written.count("{")
+  return brackets > DEEPEST and json_models.deeper(value, DEEPEST)
+
+
 def json_text(value: Any, array: bool = False) -> str:
   """JSON as text; text that is JSON already stays as it is."""
   if isinstance(value, str):
@@ -147,8 +164,12 @@ def json_text(value: Any, array: bool = False) -> str:
       raise WrongValue(f"cannot be JSON: {error}") from None
   if array and not isinstance(found, list):
     raise WrongValue(f"give an array, not a {_kind(found)}")
-  if len(value) > _MAX_TEXT:
-    raise WrongValue(f"has {len(value)} characters; at most {_MAX_TEXT}")
+  if len(value) > MAX_TEXT:
+    raise WrongValue(f"has {len(value)} characters; at most {MAX_TEXT}")
+  if too_deep(value, found):
+    raise WrongValue(
+        f"is nested more than {DEEPEST} levels deep; send a flatter value"
+    )
   return value.replace("\\u0000", "\\u2400") if "\\u0000" in value else value
 
 
@@ -217,6 +238,42 @@ def reader(table: str, column: sa.Column) -> Callable[[Any], Any]:
   if column.type is tables.INTEGER:
     return integer
   return text
+
+
+_REAL = {
+    "anyOf": [
+        {"type": "number", "minimum": -sys.float_info.max,
+         "maximum": sys.float_info.max},
+        {"enum": [*sorted(NOT_FINITE), None]},
+    ]
+}  # pyformat: disable
+_JSON_SCHEMA = {"x-maxBytes": MAX_TEXT}
+_SCHEMAS: dict[Callable[[Any], Any], dict[str, Any]] = {
+    text: {"type": ["string", "null"], "maxLength": MAX_TEXT},
+    key: {"type": ["string", "null"], "minLength": 1, "maxLength": _MAX_KEY},
+    integer: {
+        "type": ["integer", "null"], "minimum": -_INT64, "maximum": _INT64 - 1,
+    },
+    real: _REAL,
+    flag: {"enum": [True, False, 1, 0, None]},
+    percent: {
+        "anyOf": [{"type": "number", "minimum": 0, "maximum": 100},
+                  _REAL["anyOf"][1]],
+    },
+    time: {
+        "anyOf": [
+            {"type": ["string", "null"], "maxLength": _MAX_TIME},
+            {"type": "number", "minimum": 0, "maximum": 1000 * _LATEST},
+        ]
+    },
+    json_text: _JSON_SCHEMA,
+    json_array: _JSON_SCHEMA,
+}  # pyformat: disable
+
+
+def schema(reader_: Callable[[Any], Any]) -> dict[str, Any]:
+  """The JSON schema of what a reader takes; of `choice`, texts."""
+  return _SCHEMAS.get(reader_, _SCHEMAS[text])
 
 
 def _kind(value: Any) -> str:

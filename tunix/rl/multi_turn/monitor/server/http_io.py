@@ -15,7 +15,7 @@ from tunix.rl.multi_turn.core import request_bodies
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import query as query_lib
 
-_MAX_PATH = 4000
+MAX_PATH = 4000
 
 PRIVATE = {
     "x-content-type-options": "nosniff",
@@ -37,9 +37,9 @@ class ShortPaths:
     self._app = app
 
   async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-    if scope["type"] == "http" and len(scope["path"]) > _MAX_PATH:
+    if scope["type"] == "http" and len(scope["path"]) > MAX_PATH:
       error = errors.ApiError(
-          414, f"the path has more than {_MAX_PATH} characters"
+          414, f"the path has more than {MAX_PATH} characters"
       )
       await refusal(error)(scope, receive, send)
     else:
@@ -92,7 +92,11 @@ def id_of(request: Request, name: str = "id") -> int:
   """
   value = request.path_params[name]
   if value > query_lib.MAX_ID:
-    raise errors.ApiError(404, f"there is no {name} {str(value)[:30]}")
+    raise errors.ApiError(
+        404,
+        f"there is no {name}={str(value)[:30]}; give a number in"
+        f" [0, {query_lib.MAX_ID}]",
+    )
   return value
 
 

@@ -18,10 +18,10 @@ import hashlib
 import re
 from typing import Callable
 
-import orjson
 from starlette import concurrency
 from starlette import requests as starlette_requests
 from starlette import responses
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.monitor.server import access as access_lib
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import http_io
@@ -148,7 +148,7 @@ class Ingest:
     del who
     body = await http_io.read_body(request, self._limits.other)
     try:
-      shas = orjson.loads(body)["sha256"]
+      shas = json_text.parse(body)["sha256"]
       if not isinstance(shas, list) or len(shas) > 1000:
         raise ValueError
     except (ValueError, TypeError, KeyError):

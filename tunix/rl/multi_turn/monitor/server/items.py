@@ -31,7 +31,7 @@ from tunix.rl.multi_turn.monitor.server import python_json
 
 MAX_ITEMS = 20_000
 _MAX_FAULTS = 20
-_MAX_ID = 500
+MAX_ID = 500
 _MAX_NAME = 200
 
 
@@ -263,14 +263,7 @@ def read(body: bytes) -> IngestBatch:
       faults.add(key, "…", _unknown(key, _BODY))
   if data.get("parts") is not None:
     data = _joined(data, faults)
-  try:
-    return _batch(data, faults, len(body))
-  except (orjson.JSONEncodeError, RecursionError):
-    # Reading goes deeper than writing.
-    raise errors.ApiError(
-        400, "something in the body is nested more than 250 levels deep; send"
-        " it as text"
-    ) from None
+  return _batch(data, faults, len(body))
 
 
 def _joined(data: dict[str, Any], faults: _Faults) -> dict[str, Any]:
@@ -390,7 +383,7 @@ def _read(
     elif field == "client_id":
       if not _is_name(value):
         faults.add(
-            f"{path}.{field}", value, f"give text of 1 to {_MAX_ID} characters"
+            f"{path}.{field}", value, f"give text of 1 to {MAX_ID} characters"
         )
       else:
         item.client_id = value
@@ -414,11 +407,10 @@ def _read(
     elif (kind.name, field) == ("rollout", "env_id"):
       item.environment = _reference(f"{path}.{field}", value, faults)
     elif field in kind.kept:
-      item.raw[field] = (
-          fields.text(value)
-          if isinstance(value, str)
-          else orjson.dumps(value).decode()
-      )
+      try:
+        item.raw[field] = fields.raw_text(value)
+      except fields.WrongValue as error:
+        faults.add(f"{path}.{field}", value, str(error))
     else:
       names = [*known, *kind.parents, *kind.kept, "client_id"]
       names += ["tags"] if kind.name == "training" else []
@@ -438,9 +430,7 @@ def _keep_unknown(
     faults.add(path, "…", f"give a name of 1 to {_MAX_NAME} characters")
     return
   try:
-    item.raw[field] = fields.text(
-        value if isinstance(value, str) else orjson.dumps(value).decode()
-    )
+    item.raw[field] = fields.raw_text(value)
   except fields.WrongValue as error:
     faults.add(path, "…", str(error))
     return
@@ -533,7 +523,7 @@ def _name_the_nameless(found: list[Any], items: list[Item]) -> None:
 def _is_name(value: Any) -> bool:
   """Whether it can be a client id."""
   return (
-      isinstance(value, str) and 0 < len(value) <= _MAX_ID and "\0" not in value
+      isinstance(value, str) and 0 < len(value) <= MAX_ID and "\0" not in value
   )
 
 
@@ -569,10 +559,12 @@ def _delivery(value: Any, faults: _Faults) -> SpoolRange | None:
         and 0 < first <= last < 1 << 63
     ):
       health = value.get("health")
-      return SpoolRange(
-          spool, first, last,
-          None if health is None else orjson.dumps(health).decode(),
-      )  # pyformat: disable
+      try:
+        text = None if health is None else fields.json_text(health)
+      except fields.WrongValue as error:
+        faults.add("delivery.health", health, str(error))
+        return None
+      return SpoolRange(spool, first, last, text)
   faults.add(
       "delivery", value, "give {spool: text, first: number, last: number}"
   )

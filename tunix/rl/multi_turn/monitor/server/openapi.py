@@ -5,11 +5,13 @@ and the kinds of items.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Mapping
 
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import vocabulary
+from tunix.rl.multi_turn.monitor.server import fields
+from tunix.rl.multi_turn.monitor.server import http_io
 from tunix.rl.multi_turn.monitor.server import items
 from tunix.rl.multi_turn.monitor.server import queries
 from tunix.rl.multi_turn.monitor.server import query as query_lib
@@ -39,19 +41,35 @@ class Operation:
   body: str = ""
 
 
+_BY_BODY = {"x-boundedBy": "body"}
+_REFERENCE = {
+    "type": ["integer", "string", "null"],
+    "minimum": 0,
+    "maximum": query_lib.MAX_ID,
+    "maxLength": items.MAX_ID,
+}
+_COUNT = {"type": "integer", "minimum": 1, "maximum": query_lib.MAX_ID}
 _REFUSALS = (
     "400", "401", "403", "404", "408", "409", "413", "414", "415", "422",
     "503",
 )  # pyformat: disable
 
 
-def document(operations: list[Operation]) -> dict[str, Any]:
-  """OpenAPI 3.1."""
+def document(
+    operations: list[Operation], body_bytes: Mapping[str, int]
+) -> dict[str, Any]:
+  """OpenAPI 3.1.
+
+  Args:
+    operations: The routes.
+    body_bytes: Bytes of a body by its kind, see `Operation.body`; those of
+      other kinds are under "".
+  """
   paths: dict[str, Any] = {}
   for operation in operations:
     path = operation.path.replace(":int}", "}").replace(":path}", "}")
     paths.setdefault(path, {})[operation.method.lower()] = _operation(
-        operation
+        operation, body_bytes
     )
   return {
       "openapi": "3.1.0",
@@ -60,7 +78,8 @@ def document(operations: list[Operation]) -> dict[str, Any]:
           "version": "1",
           "description": (
               "Times are ISO 8601 in UTC. Lists come in pages: give a page's"
-              " `next` as `after`. Errors are {detail, errors}."
+              " `next` as `after`. Errors are {detail, errors}. `x-boundedBy:"
+              " body` marks what only the body's `x-maxBytes` bounds."
           ),
       },
       "paths": paths,
@@ -71,7 +90,9 @@ def document(operations: list[Operation]) -> dict[str, Any]:
   }
 
 
-def _operation(operation: Operation) -> dict[str, Any]:
+def _operation(
+    operation: Operation, body_bytes: Mapping[str, int]
+) -> dict[str, Any]:
   parameters = []
   for part in operation.path.split("/"):
     if part.startswith("{"):
@@ -106,8 +127,10 @@ def _operation(operation: Operation) -> dict[str, Any]:
     found["security"] = [{"token": [operation.scope]}, {}]
   if operation.body:
     found["requestBody"] = {
-        "required": True, "content": _body(operation.body),
-    }  # pyformat: disable
+        "required": True,
+        "content": _body(operation.body),
+        "x-maxBytes": body_bytes.get(operation.body, body_bytes[""]),
+    }
   return found
 
 
@@ -116,7 +139,7 @@ def _path_parameter(kind: str) -> dict[str, Any]:
     return {"type": "integer", "minimum": 0, "maximum": query_lib.MAX_ID}
   if kind == "sha256":
     return {"type": "string", "pattern": "^[0-9a-f]{64}$"}
-  return {"type": "string"}
+  return {"type": "string", "maxLength": http_io.MAX_PATH}
 
 
 def _answer(kind: str) -> dict[str, Any]:
@@ -149,11 +172,11 @@ def _answer(kind: str) -> dict[str, Any]:
 
 def _body(kind: str) -> dict[str, Any]:
   if kind == "image":
-    binary = {"schema": {"type": "string", "format": "binary"}}
+    binary = {"schema": {"type": "string", "format": "binary", **_BY_BODY}}
     return {t: binary for t in ("image/png", "image/jpeg", "image/webp")}
   if kind == "images":
     return {"application/octet-stream": {
-        "schema": {"type": "string", "format": "binary"},
+        "schema": {"type": "string", "format": "binary", **_BY_BODY},
     }}  # pyformat: disable
   if kind == "hashes":
     schema: Any = {
@@ -225,22 +248,42 @@ def _column(table: str, column: sa.Column) -> dict[str, Any]:
 
 def _batch() -> dict[str, Any]:
   properties: dict[str, Any] = {
-      "training_id": {"type": ["integer", "string", "null"]},
-      "delivery": {"type": ["object", "null"]},
+      "training_id": _REFERENCE,
+      "delivery": {
+          "type": ["object", "null"],
+          "properties": {
+              "spool": {"type": "string", "minLength": 1, "maxLength": 100},
+              "first": _COUNT,
+              "last": _COUNT,
+              "health": {"x-maxBytes": fields.MAX_TEXT},
+          },
+          "required": ["spool", "first", "last"],
+      },
       # Bodies of their own, in order; instead of the rest.
-      "parts": {"type": ["array", "null"], "items": {"type": "object"}},
+      "parts": {
+          "type": ["array", "null"],
+          "items": {"type": "object", **_BY_BODY},
+          **_BY_BODY,
+      },
   }
   for kind in items.KINDS:
     item = {
         "type": "object",
         "properties": {
-            "client_id": {"type": ["string", "null"]},
-            **{
-                parent: {"type": ["integer", "string", "null"]}
-                for parent in kind.parents
+            "client_id": {
+                "type": ["string", "null"],
+                "minLength": 1,
+                "maxLength": items.MAX_ID,
             },
-            **{c: {} for c in kind.readers},
+            **{parent: _REFERENCE for parent in kind.parents},
+            **{
+                field: fields.schema(reader)
+                for field, (_, reader) in kind.readers.items()
+            },
         },
+        # Fields of no known name are kept as they came.
+        "additionalProperties": True,
+        **_BY_BODY,
     }
     if kind.name == "training":
       item["properties"]["tags"] = {
@@ -248,7 +291,11 @@ def _batch() -> dict[str, Any]:
       }  # pyformat: disable
       properties["training"] = item
     else:
-      properties[kind.plural] = {"type": ["array", "null"], "items": item}
+      properties[kind.plural] = {
+          "type": ["array", "null"],
+          "items": item,
+          "maxItems": items.MAX_ITEMS,
+      }
   return {
       "type": "object", "properties": properties, "additionalProperties": False,
   }  # pyformat: disable

@@ -4,7 +4,7 @@
 
 Bare NaN and infinities become their names, which `fields.real` takes as
 unknown; half of a surrogate pair becomes U+FFFD. Whatever is JSON is read by
-the fast reader.
+the fast reader. What nests too deeply to be written again is refused.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 from typing import Any
 
 import orjson
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.monitor.server import errors
 
 _LONE = re.compile("[\ud800-\udfff]")
@@ -23,17 +24,22 @@ def loads(body: bytes) -> Any:
   """The value of a request's body.
 
   Raises:
-    ApiError: 400, it is no JSON.
+    ApiError: 400, it is no JSON, or nested too deeply.
   """
   try:
-    return orjson.loads(body)
+    value = orjson.loads(body)
   except orjson.JSONDecodeError as error:
     wrong = f"the body is not JSON: {error}"
+    try:
+      # A name in the place of a number; the readers of fields know it.
+      value = json.loads(body.decode(), parse_constant=str)
+      return _clean(json_text.check_depth(value))
+    except (ValueError, RecursionError, OverflowError):
+      raise errors.ApiError(400, wrong) from None
   try:
-    # A name in the place of a number; the readers of fields know it.
-    return _clean(json.loads(body.decode(), parse_constant=str))
-  except (ValueError, RecursionError):
-    raise errors.ApiError(400, wrong) from None
+    return json_text.check_depth(value)
+  except ValueError as error:
+    raise errors.ApiError(400, f"the body: {error}; send it as text") from None
 
 
 def _clean(value: Any) -> Any:

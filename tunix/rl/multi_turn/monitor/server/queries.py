@@ -18,6 +18,7 @@ from tunix.rl.multi_turn.monitor.schema import later_views
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 from tunix.rl.multi_turn.monitor.server import errors
+from tunix.rl.multi_turn.monitor.server import fields
 from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 JSON_COLUMNS = frozenset({
@@ -567,9 +568,12 @@ def _json(row: sa.Row) -> Row:
       value = value.isoformat(timespec="microseconds") + "Z"
     elif name in JSON_COLUMNS and isinstance(value, str):
       try:
-        value = orjson.loads(value)
+        parsed = orjson.loads(value)
       except orjson.JSONDecodeError:
         pass  # Written by raw SQL; shown as text.
+      else:
+        # An answer has levels around it, and the encoder has few: text, too.
+        value = value if fields.too_deep(value, parsed) else parsed
     found[str(name)] = value  # SQLAlchemy's names are a kind of str.
   return found
 

@@ -23,23 +23,24 @@ from typing import Annotated, Any, Callable, ClassVar, Literal, Mapping
 
 import pydantic
 from starlette import datastructures
+from tunix.rl.multi_turn.core import bounds
 from tunix.rl.multi_turn.core import run_tags as tags_lib
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 from tunix.rl.multi_turn.monitor.server import errors
 import typing_extensions
 
-MAX_ID = (1 << 63) - 1
+MAX_ID = bounds.LARGEST
 MAX_LIMIT = 500
 _MAX_SEARCH = 200
 
 
 def is_id(text: str) -> bool:
   """Whether a text is the number of a row."""
-  # Python refuses to read numbers of thousands of digits.
-  return (
-      text.isascii() and text.isdigit() and len(text) < 20
-      and int(text) <= MAX_ID
-  )  # pyformat: disable
+  try:
+    bounds.whole(text, "")
+  except ValueError:
+    return False
+  return True
 
 
 # --- types of parameters ------------------------------------------------------
@@ -49,12 +50,12 @@ def is_id(text: str) -> bool:
 def _whole(text: Any) -> int:
   if isinstance(text, str) and is_id(text):
     return int(text)
-  raise ValueError("give a number")
+  raise ValueError(f"give a number in [0, {MAX_ID}]")
 
 
 def _finite(text: Any) -> float:
   try:
-    found = float(text)
+    found = float(text) if text.isascii() else math.nan
   except ValueError:
     found = math.nan
   if not math.isfinite(found):
@@ -94,7 +95,9 @@ def textual(parse: Callable[[Any], Any]) -> Any:
   """Metadata of a parameter that `parse` reads and a client sends as text."""
   return (
       pydantic.BeforeValidator(parse),
-      pydantic.WithJsonSchema({"type": "string"}),
+      pydantic.WithJsonSchema(
+          {"type": "string", "maxLength": bounds.MAX_PATH}
+      ),
   )
 
 
@@ -122,6 +125,7 @@ Tags = Annotated[
     }),  # pyformat: disable
 ]
 Order = Literal["up", "down"]
+_Text = Annotated[str, pydantic.Field(max_length=bounds.MAX_PATH)]
 
 
 def _label(given: Any) -> str:
@@ -307,7 +311,7 @@ class CurvesQuery(Query):
     minus: a training whose values are subtracted.
   """
 
-  names: str = ""
+  names: _Text = ""
   first: Id | None = None
   last: Id | None = None
   points: Annotated[
@@ -324,7 +328,7 @@ class EventsQuery(Query):
 
 
 class VideoQuery(Query):
-  path: str = ""
+  path: _Text = ""
 
 
 class TagChange(pydantic.BaseModel):

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import Any, Callable, Iterable, Sequence
 
-import orjson
 import pydantic
 from starlette import requests as starlette_requests
 from starlette import responses
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import run_tags as tags_lib
 from tunix.rl.multi_turn.monitor.server import access as access_lib
 from tunix.rl.multi_turn.monitor.server import apply
@@ -91,7 +91,7 @@ class TagsAndBaseline:
   ) -> Response:
     body = await http_io.read_body(request, _MAX_BODY)
     try:
-      change = _tag_change(orjson.loads(body))
+      change = _tag_change(json_text.parse(body))
     except ValueError:
       raise errors.ApiError(
           400, 'the body is not JSON; give {"add": [tags], "remove": [tags]}'

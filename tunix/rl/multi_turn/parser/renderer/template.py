@@ -25,6 +25,7 @@ import re
 from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.renderer import base
@@ -354,7 +355,7 @@ class TemplateRenderer(base.TokenRenderer):
       return self._plain_call(call, name, self._guard.cover(arguments))
     if isinstance(arguments, str):
       try:
-        arguments = json.loads(arguments or "{}")
+        arguments = json_text.parse(arguments or "{}")
       except ValueError:
         arguments = None
     if not isinstance(arguments, Mapping):

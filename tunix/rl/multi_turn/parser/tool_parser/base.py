@@ -21,6 +21,7 @@ import json
 from typing import Any, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory
 
 ToolsSchema = str | Sequence[Mapping[str, Any]] | None
@@ -317,7 +318,7 @@ def as_schemas(tools_schema: ToolsSchema) -> list[dict[str, Any]]:
     return []
   if isinstance(tools_schema, str):
     try:
-      tools_schema = json.loads(tools_schema)
+      tools_schema = json_text.parse(tools_schema)
     except ValueError as error:
       raise ValueError(f"tools_schema is not JSON: {error}") from error
   if isinstance(tools_schema, Mapping):

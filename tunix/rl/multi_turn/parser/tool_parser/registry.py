@@ -67,13 +67,21 @@ def unregister_tool_parser(name: str) -> bool:
   return PARSERS.unregister(name)
 
 
-def get_tool_parser(parser_name: str = "qwen") -> type[base.ToolParser]:
+def get_tool_parser(
+    parser_name: str = "qwen", source: registry.Source = "request"
+) -> type[base.ToolParser]:
   """The parser class of that name.
 
+  Args:
+    parser_name: Registered, or of an operator "package.module:Class".
+    source: Who chose the name.
+
   Raises:
-    ValueError: unknown; the message names the nearest one.
+    ValueError: unknown, the message names the nearest one; or a path that a
+      request names.
+    ImportError: nothing at that path.
   """
-  return PARSERS.get(parser_name)
+  return PARSERS.get(parser_name, source)
 
 
 def tool_parser_names() -> tuple[str, ...]:
@@ -82,8 +90,9 @@ def tool_parser_names() -> tuple[str, ...]:
 
 def make_tool_parser(
     parser: str | type[base.ToolParser] | base.ToolParser,
+    source: registry.Source = "request",
 ) -> base.ToolParser:
-  """An instance, from a name, a class or an instance."""
+  """An instance, from a class, an instance, or a name with its source."""
   if isinstance(parser, str):
-    parser = get_tool_parser(parser)
+    parser = get_tool_parser(parser, source)
   return parser() if isinstance(parser, type) else parser

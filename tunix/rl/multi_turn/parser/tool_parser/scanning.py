@@ -22,6 +22,7 @@ import math
 import re
 from typing import Any, Mapping, Sequence
 
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.tool_parser import base
 
@@ -306,6 +307,7 @@ def read_json(text: str, start: int) -> tuple[Any, int]:
   """
   try:
     value, end = _DECODER.raw_decode(text, start)
+    json_text.check_depth(value)
     if "\\u" in text[start:end] or "\\U" in text[start:end]:
       # An escape may make a lone surrogate, which nothing can encode later.
       compact_json(value).encode()

@@ -8,13 +8,13 @@ may lead anywhere. See `public` for what the settings and the card leave out.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import pathlib
 import re
 import shutil
 from typing import Any
 
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import yaml_text
 from tunix.rl.multi_turn.reporting import run_data
 from tunix.rl.multi_turn.reporting.publishing import described as described_lib
@@ -68,7 +68,7 @@ def write(
 
 def _config(path: pathlib.Path) -> dict[str, Any]:
   try:
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = json_text.read(path)
   except ValueError as error:
     raise hub.PublishError(f"{path} is damaged: {error}") from None
   if not isinstance(config, dict):

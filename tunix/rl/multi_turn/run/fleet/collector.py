@@ -27,6 +27,7 @@ from tunix.rl.multi_turn.clients import agent_session
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
@@ -87,7 +88,7 @@ class Collector(player.GroupPlayer):
       await self._learner.aclose()
 
   async def _until_it_moves(self) -> None:
-    settings = json.loads(await self._learner.call("GET", "/run"))
+    settings = json_text.parse(await self._learner.call("GET", "/run"))
     own = settings.pop(SECTION, None)
     if own is None:
       raise config_lib.ConfigError([
@@ -162,7 +163,7 @@ class Collector(player.GroupPlayer):
           self._connection.aclose(), _CLOSE_S, "closing connections"
       )
       if self._episodes.acts_on_gym:
-        shared = gyms.get(self._config.gym.name).load_close_shared()
+        shared = gyms.get(self._config.gym.name, "operator").load_close_shared()
         if shared is not None:
           await concurrency.with_deadline(
               shared(), _CLOSE_S, "closing what gyms share"

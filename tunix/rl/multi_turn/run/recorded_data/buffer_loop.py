@@ -30,6 +30,7 @@ import hashlib
 import logging
 import threading
 from typing import Any, Callable, Container, Iterable, Mapping, NamedTuple
+import uuid
 
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import http
@@ -344,9 +345,10 @@ class BufferLoop:
   async def _read(self, service: client.BufferClient) -> None:
     if self._group_size or self._raw:
       await self._compare(service)
+    lease = uuid.uuid4().hex  # Of all tries: an answer may be lost.
     found = await self._tried(
         lambda: service.read(
-            self._batch_size, lease_s=self._settings.lease_s
+            self._batch_size, lease_s=self._settings.lease_s, lease=lease
         )
     )
     if found is None:
@@ -549,6 +551,7 @@ class BufferLoop:
       return (
           f"{valid} of {len(group)} episodes can be trained on,"
           f" {self._min_valid} are needed (collect.min_valid)"
+          f"{group.untrained_note}"
       )
     if group.newest_version > self._queue.version:
       return (

@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import logging
 import pathlib
 from typing import Any, Iterator, Mapping
 
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.run.recorded_data import reader as reader_lib
 from tunix.rl.multi_turn.trajectory_collector import records
@@ -161,7 +161,7 @@ class RecordedGroups:
       return
     offset = 0
     with path.open("rb") as file:
-      for number, line in enumerate(file, 1):
+      for number, line in enumerate(json_text.lines(file), 1):
         place = Place(path, offset, number)
         offset += len(line)
         if line.strip():
@@ -170,7 +170,7 @@ class RecordedGroups:
   def _items(self, path: pathlib.Path) -> list[Any]:
     if path not in self._json:
       try:
-        data = json.loads(path.read_bytes())
+        data = json_text.read(path)
       except ValueError as error:
         raise ValueError(f"{path}: no JSON: {error}") from None
       while isinstance(data, dict) and "data" in data:
@@ -225,7 +225,7 @@ class RecordedGroups:
 
 def _object(line: bytes, place: Place) -> Mapping[str, Any]:
   try:
-    data = json.loads(line)
+    data = json_text.parse(line)
   except ValueError as error:
     raise ValueError(f"{place.name}: no JSON: {error}") from None
   if not isinstance(data, dict):

@@ -284,7 +284,8 @@ class FunctionLoop:
     self._drop(
         f"the group of instance {buffer_loop.instance_of(group)!r} is dropped:"
         f" {valid} of {len(group)} episodes can be trained on,"
-        f" {self._min_valid} are needed (collect.min_valid)",
+        f" {self._min_valid} are needed (collect.min_valid)"
+        f"{group.untrained_note}",
         f"; {reader_lib.diagnosis(group)}",
     )
     return True

@@ -20,6 +20,7 @@ import base64
 import binascii
 import collections
 import dataclasses
+import logging
 import pathlib
 import re
 from typing import Any, Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ import numpy as np
 from tunix.rl.multi_turn.core import completion_checks
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments import conversations
 from tunix.rl.multi_turn.parser import tool_parser
@@ -38,6 +40,7 @@ from tunix.rl.multi_turn.trajectory_collector import records
 from tunix.rl.multi_turn.trajectory_collector import sequence_builder
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import samples
 
+_LOG = logging.getLogger(__name__)
 TEXT_ONLY = samples.TEXT_ONLY
 RECOMPUTED = "logprobs_recomputed"
 """Name in `Trajectory.metrics`: 1 where `fill_logprobs` has filled them in."""
@@ -62,6 +65,7 @@ class EpisodeReader:
       missing_logprobs: str = "refuse",
       setting: str = "offline",
       vocabulary: completion_checks.Vocabulary | None = None,
+      rule: sampling_rule.SamplingRule | None = None,
   ):
     """Args:
 
@@ -72,6 +76,8 @@ class EpisodeReader:
       missing_logprobs: "refuse" or "recompute".
       setting: section of the settings, for errors.
       vocabulary: Ids that the policy can have sampled; None takes any.
+      rule: Distribution of the run, for items with their `sampling_params`;
+        None trains on all.
 
     Raises:
       ValueError: an unknown loss mask type, or one for another tokenizer.
@@ -82,6 +88,8 @@ class EpisodeReader:
     self._recompute = missing_logprobs == "recompute"
     self._setting = setting
     self._vocabulary = vocabulary
+    self._rule = rule
+    self._reported: set[str] = set()
     self._generator = None
     if loss_mask_type:
       self._generator = loss_mask.make(loss_mask_type, tokenizer)
@@ -123,7 +131,52 @@ class EpisodeReader:
     if text_only:
       episode.metrics[TEXT_ONLY] = 1.0
     self._check(f"item uid={record.uid!r}", episode)
+    self._mask_other_sampling(record, episode)
     return episode
+
+  def _mask_other_sampling(
+      self, record: records.Record, episode: trajectory_lib.Trajectory
+  ) -> None:
+    """Masks and counts turns of another distribution than the run's.
+
+    Raises:
+      ValueError: the rule refuses them, or the item's parameters are unusable.
+    """
+    params = record.sampling_params
+    if self._rule is None or not params:
+      return
+    name = f"item uid={record.uid!r}"
+    turns = sorted({
+        turn
+        for sequence in episode.sequences
+        for turn in sequence.turn_ids[sequence.loss_mask].tolist()
+    })
+    if len(params) == 1:
+      params = params * len(turns)
+    if len(params) != len(turns):
+      raise ValueError(
+          f"{name}: sampling_params has {len(params)} objects for"
+          f" {len(turns)} turns; give one a turn, or one for all"
+      )
+    try:
+      reasons = {
+          turn: reason
+          for turn, fields in zip(turns, params)
+          if (reason := self._rule.reason_against(fields))
+      }
+    except sampling_rule.OtherSampling as error:
+      raise ValueError(f"{name}: {error}") from None
+    if not reasons:
+      return
+    before = episode.num_sampled
+    episode.sequences = [s.without_turns(reasons) for s in episode.sequences]
+    episode.metrics["untrained_tokens"] = float(before - episode.num_sampled)
+    for reason in set(reasons.values()) - self._reported:
+      self._reported.add(reason)
+      _LOG.warning(
+          "%s: its tokens are not trained on, as those of later items with"
+          " equal parameters: %s; see rollout.other_sampling", name, reason,
+      )  # pyformat: disable
 
   def _check(self, name: str, episode: trajectory_lib.Trajectory) -> None:
     """Refuses tokens and log-probs that the policy cannot have sampled."""
@@ -187,7 +240,7 @@ class EpisodeReader:
           {**message, "content": records.text_of(message)}
       )
       if calls:
-        grammar = tool_parser.make_tool_parser(self._parser)
+        grammar = tool_parser.make_tool_parser(self._parser, "operator")
         text = grammar.format(calls, text or None)
       tokens_S = demonstrations.completion_ids(self._renderer, text)
       builder.prompt(list(said))

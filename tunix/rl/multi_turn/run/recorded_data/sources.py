@@ -13,6 +13,7 @@ from tunix.rl.multi_turn.config import data_sections
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.core import completion_checks
 from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.learner import packing
@@ -48,6 +49,10 @@ def make_reader(run: Any, section: str) -> reader_lib.EpisodeReader:
         setting=section,
         vocabulary=completion_checks.Vocabulary(
             about.vocab_size, frozenset(about.banned_token_ids)
+        ),
+        rule=sampling_rule.SamplingRule(
+            **sampling_rule.fields_of(run.config.sampling),
+            other=run.config.rollout.other_sampling,
         ),
     )
   except (ValueError, ImportError) as error:

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import json
 import pathlib
 import tempfile
 from typing import Any, Mapping
 
 from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.policy import tensor_files
@@ -64,7 +64,7 @@ class RolloutHost(player.GroupPlayer):
       LearnerGone: the learner did not come, or come back.
     """
     try:
-      settings = json.loads(await self._learner.call("GET", "/run"))
+      settings = json_text.parse(await self._learner.call("GET", "/run"))
       with tempfile.TemporaryDirectory(prefix="tunix-rollout-") as folder:
         self._build(settings, pathlib.Path(folder))
         try:

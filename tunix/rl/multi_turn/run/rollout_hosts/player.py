@@ -20,7 +20,6 @@ import asyncio
 import collections
 import copy
 import functools
-import json
 import logging
 import pathlib
 import time
@@ -31,6 +30,7 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.run.rollout_hosts import messages
 
@@ -66,8 +66,8 @@ def addresses(directory: str | pathlib.Path) -> list[dict[str, str]]:
     ValueError, KeyError, OSError: it is not whole yet.
   """
   file = pathlib.Path(directory) / ADDRESS
-  found = json.loads(file.read_text(encoding="utf-8"))
-  return found.get(LEARNERS) or [found]
+  address = json_text.read(file)
+  return address.get(LEARNERS) or [address]
 
 
 class Learner:
@@ -168,7 +168,7 @@ class Learner:
     found = await self.call(
         "POST", path, TRANSFER_S, body={"host": self.name, **body}
     )
-    return json.loads(found)
+    return json_text.parse(found)
 
   async def aclose(self) -> None:
     await self._http.aclose()

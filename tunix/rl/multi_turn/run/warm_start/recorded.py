@@ -82,7 +82,7 @@ def for_run(
 def _oracle(config: config_lib.TrainConfig, task_source: Any) -> Source:
   steps = config.warm_start.steps
   try:
-    oracle = gyms.get(config.gym.name).load_oracle()
+    oracle = gyms.get(config.gym.name, "operator").load_oracle()
   except ValueError as error:
     raise ConfigError([
         f"warm_start.steps={steps}: {error}; set warm_start.steps=0, or"
@@ -168,7 +168,7 @@ def _recorded(config: config_lib.TrainConfig) -> Source:
           f" {wanted[1]}x{wanted[0]} (gym.width, gym.height); they must be the"
           " same"
       ])
-  parser = tool_parser.make_tool_parser(config.agent.parser)
+  parser = tool_parser.make_tool_parser(config.agent.parser, "operator")
   named = []
   for i, recording in enumerate(solved):
     try:

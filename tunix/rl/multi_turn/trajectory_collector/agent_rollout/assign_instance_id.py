@@ -19,6 +19,7 @@ import sys
 from typing import Any, Iterable, Iterator, Sequence
 
 from tunix.rl.multi_turn.core import durable
+from tunix.rl.multi_turn.core import json_text
 
 ID = "instance_id"
 
@@ -34,7 +35,7 @@ def rows_of(lines: Iterable[str], where: str) -> Iterator[tuple[int, Any]]:
     if not line.strip():
       continue
     try:
-      row = json.loads(line)
+      row = json_text.parse(line)
     except ValueError as error:
       raise ValueError(f"{where}, line {number}: no JSON: {error}") from None
     if not isinstance(row, dict):

@@ -132,6 +132,7 @@ class BufferClient:
       num: int | None = None,
       seconds: float = 100.0,
       lease_s: float | None = None,
+      lease: str = "",
   ) -> Read | None:
     """One read; None while no group is ready.
 
@@ -141,6 +142,8 @@ class BufferClient:
       seconds: deadline.
       lease_s: seconds within which `ack` must follow, or the groups are
         delivered again; None acknowledges at once.
+      lease: id for the lease; a service that knows such ids returns the same
+        groups to a read that is repeated with it. "" leaves it to the service.
 
     Raises:
       ClientError: the service did not answer, or refused.
@@ -151,6 +154,8 @@ class BufferClient:
       body["batch_size"] = num
     if lease_s is not None:
       body["lease_s"] = lease_s
+      if lease:
+        body["lease"] = lease
     return unpack(await self._post("/get_rollout_data", body, seconds))
 
   async def ack(self, lease: str, seconds: float = 30.0) -> None:

@@ -99,6 +99,8 @@ def make_samples(
   record = item if isinstance(item, records.Record) else records.read(item)
   raw = record.reward if record.raw_reward is None else record.raw_reward
   metadata = {**record.extra_info, "raw_reward": raw}
+  if record.sampling_params:
+    metadata[records.SAMPLING] = list(record.sampling_params)
   found = record.sequences or (masked(record, generator),)
   if not record.sequences:
     metadata[TEXT_ONLY] = True

@@ -24,9 +24,11 @@ import pydantic
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import settings as settings_lib
+from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
     app as app_lib,
 )
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import rights
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import service
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import settings
 
@@ -62,6 +64,9 @@ def parser() -> argparse.ArgumentParser:
         type=str if choices else field.type, choices=choices,
         default=field.default, help=field.doc,
         metavar=None if choices else _METAVARS.get(field.unit, "N"))
+  for field in settings_lib.fields(rights.Rights):
+    add(f"--{field.name.replace('_', '-')}", default=",".join(field.default),
+        help=field.doc, metavar="A[,B]")
   http_server.add_options(out, max_client_connections=4096)
   return out  # pyformat: disable
 
@@ -79,6 +84,28 @@ def _limits(args: argparse.Namespace) -> settings.BufferLimits:
     raise ValueError(f"--{name.replace('_', '-')} {wrong}") from None
 
 
+def _rights(args: argparse.Namespace) -> rights.Rights:
+  """Raises ValueError, ImportError or TypeError: a gym that does not exist."""
+  listed = rights.Rights(**{
+      field.name: tuple(
+          name.strip()
+          for name in getattr(args, field.name).split(",")
+          if name.strip()
+      )
+      for field in settings_lib.fields(rights.Rights)
+  })
+  for gym in listed.gyms:
+    try:
+      spec = gyms.get(gym, "operator")
+    except (ImportError, TypeError, ValueError) as error:
+      raise ValueError(f"--gyms: {error}") from None
+    spec.check_client_settings(listed.client_settings, "--client-settings")
+  for folder in listed.input_roots:
+    if not pathlib.Path(folder).is_dir():
+      raise ValueError(f"--input-roots={folder} is no folder; name one")
+  return listed
+
+
 def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns the exit status."""
   from tunix.rl.multi_turn.core import connections  # pylint: disable=g-import-not-at-top
@@ -91,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   connections.raise_open_files()
   try:
     limits = _limits(args)
+    allowed = _rights(args)
     connection_limits = http_server.limits_of(args)
     token = http_server.token(args.token_file, args.host, TOKEN_VARIABLE)
     listening = http_server.listen(args.host, args.port, _BACKLOG)
@@ -98,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kept = service.Service(
         args.dir,
         limits=limits,
+        rights=allowed,
         generators=args.generators,
         token=token,
         url=args.public_url or url,

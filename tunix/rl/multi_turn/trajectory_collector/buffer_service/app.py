@@ -16,8 +16,9 @@ body names it, or of the query. docs/rollout_buffer.md describes the protocol.
 
 Promises: every request is answered, a failure as `{"detail", "code"}`; a write
 is on the disk when it is answered; a full buffer answers 429 with Retry-After;
-bodies are bounded; without a token only requests to a loopback host name are
-answered, and never a web page's.
+bodies are bounded; groups whose answer cannot be sent are given back; without a
+token only requests to a loopback host name are answered, and never a web
+page's.
 
 Does not decide what is read (`buffers` does).
 """
@@ -39,6 +40,7 @@ from starlette import responses as starlette_responses
 from starlette import routing
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import request_bodies
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import buffers
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import items
@@ -56,6 +58,7 @@ _COMMIT_S = 60.0
 _SWEEP_S = 5.0
 _POLL_S = 0.1
 _DEFAULT_WAIT_S = 10.0
+_CHUNK = 1 << 20
 _WRITTEN = "Data has been successfully written to buffer"
 
 Request = starlette_requests.Request
@@ -185,24 +188,9 @@ class App:
 
   def _authorize(self, request: Request, route: str) -> None:
     headers = request.headers
-    if "origin" in headers:
-      raise ApiError(
-          403,
-          "a request of a web page is not answered; call from a program",
-          "cross_site",
-      )
-    if not self._token:
-      host = headers.get("host", "")
-      if not http_server.names_loopback(host):
-        raise ApiError(
-            403,
-            "without a token this service answers at names of its own machine"
-            f" only, not Host: {host[:80]!r}; call 127.0.0.1, or start it with"
-            " a token",
-            "cross_site",
-        )
-      return
-    if route in ("/", "/health"):
+    if problem := http_server.cross_site(headers, bool(self._token)):
+      raise ApiError(403, problem, "cross_site")
+    if not self._token or route in ("/", "/health"):
       return
     kind, _, presented = headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer" or not hmac.compare_digest(
@@ -223,18 +211,18 @@ class App:
     if not raw.strip():
       return {}
     try:
-      found = await _parsed(orjson.loads, raw)
+      value = await _parsed(json_models.parse, raw)
     except ValueError as error:
       raise ApiError(
           400, f"the body is not JSON: {error}", "invalid_json"
       ) from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
       raise ApiError(
           422,
-          f"the body must be an object, got a {type(found).__name__}",
+          f"the body must be an object, got a {type(value).__name__}",
           "invalid_request",
       )
-    return found
+    return value
 
   def _name(self, request: Request, data: Mapping[str, Any]) -> str:
     named = request.path_params.get("buffer")
@@ -317,7 +305,7 @@ class App:
   async def _get_rollout_data(self, request: Request) -> Response:
     data = await self._object(request)
     buffer = self._found(request, data)
-    size = requests.batch_size(data)
+    size = requests.batch_size(data, self._limits.max_items)
     return await asyncio.to_thread(self._answer, buffer, data, size, True)
 
   def _answer(
@@ -328,16 +316,18 @@ class App:
       of_rollout: bool,
   ) -> Response:
     """The answer to a read; blocks."""
+    lease_s, lease = self._lease(data)
     found = buffer.read(
         size,
-        lease_s=self._lease(data),
+        lease_s=lease_s,
+        lease=lease,
         exact=of_rollout and size > 0,
         clear=of_rollout,
     )
-    count = len(found.items)
-    if count:
-      self._items.labels(buffer.name, "read").inc(count)
-      return _read_response(True, f"Successfully read {count} items", found)
+    if found.count:
+      self._items.labels(buffer.name, "read").inc(found.count)
+      return _Delivery(buffer, found)
+    success = False
     if of_rollout and found.short and size > 0:
       message = (
           f"Not enough data. Requested {size} items but only"
@@ -348,20 +338,27 @@ class App:
     elif data.get("wait", True):
       message = "Timeout waiting, no data available to read"
     else:
-      return _read_response(True, "Successfully read 0 items", found)
-    return _read_response(False, message, found)
+      success, message = True, "Successfully read 0 items"
+    return Response(
+        _read_body(success, message, found), media_type="application/json"
+    )
 
-  def _lease(self, data: Mapping[str, Any]) -> float | None:
+  def _lease(self, data: Mapping[str, Any]) -> tuple[float | None, str]:
+    """(Seconds, id) of the lease that a read asks for."""
+    lease = data.get("lease")
     if data.get("lease_s") is None:
-      return None
-    return requests.number(
+      if lease is not None:
+        raise ValueError("lease needs lease_s, the seconds until its ack")
+      return None, ""
+    seconds = requests.number(
         data, "lease_s", above=0, most=self._limits.max_lease
     )
+    return seconds, "" if lease is None else requests.lease(data)
 
   async def _read(self, request: Request) -> Response:
     data = await self._object(request)
     buffer = self._found(request, data)
-    size = requests.batch_size(data)
+    size = requests.batch_size(data, self._limits.max_items)
     waits = _DEFAULT_WAIT_S
     if data.get("timeout") is not None:
       waits = requests.number(data, "timeout", most=self._limits.max_wait)
@@ -379,22 +376,25 @@ class App:
   async def _ack(self, request: Request) -> Response:
     data = await self._object(request)
     count = await asyncio.to_thread(
-        self._found(request, data).acknowledge, _lease_id(data)
+        self._found(request, data).acknowledge, requests.lease(data)
     )
     return _json({"success": True, "message": f"Acknowledged {count} items"})
 
   async def _release(self, request: Request) -> Response:
     data = await self._object(request)
     count = await asyncio.to_thread(
-        self._found(request, data).release, _lease_id(data)
+        self._found(request, data).release, requests.lease(data)
     )
     return _json({"success": True, "message": f"Released {count} items"})
 
   async def _known(self, request: Request) -> Response:
     data = await self._object(request)
     uids = data.get("uids")
-    if not isinstance(uids, list):
-      raise ValueError("uids must be a list of texts")
+    if not isinstance(uids, list) or len(uids) > requests.MOST_IDS:
+      raise ValueError(
+          f"uids must be a list of up to {requests.MOST_IDS} texts, got"
+          f" {json_models.short(uids)}"
+      )
     texts = [items.text_id(uid, "uids") for uid in uids]
     buffer = await asyncio.to_thread(
         self._service.buffer, self._name(request, data)
@@ -410,7 +410,10 @@ class App:
     return _json({
         "success": True,
         "message": f"Successfully previewed {len(found)} items",
-        "data": {"data": found, "meta_info": {}},
+        "data": {
+            "data": [orjson.Fragment(item) for item in found],
+            "meta_info": {},
+        },
     })
 
   # --- about the service ------------------------------------------------------
@@ -475,6 +478,8 @@ def _as_api(error: Exception) -> ApiError | None:
     return ApiError(429, str(error), "full", 2.0)
   if isinstance(error, (store.StoreError, TimeoutError)):
     return ApiError(503, f"{error}" or "the disk takes too long", "disk", 5.0)
+  if isinstance(error, buffers.LeaseUsed):
+    return ApiError(409, str(error), "lease_used")
   if isinstance(error, buffers.UnknownLease):
     return ApiError(404, error.args[0], "unknown_lease")
   if isinstance(error, service_lib.UnknownTaskType):
@@ -494,21 +499,66 @@ async def _parsed(read: Callable[..., Any], raw: bytes, *args: Any) -> Any:
   return await asyncio.to_thread(read, raw, *args)
 
 
-def _lease_id(data: Mapping[str, Any]) -> str:
-  lease = data.get("lease")
-  if not isinstance(lease, str) or not lease:
-    raise ValueError("lease is missing; give the lease of a read")
-  return lease
+def _read_body(success: bool, message: str, result: buffers.Read) -> bytes:
+  return orjson.dumps({
+      "success": success,
+      "message": message,
+      "data": orjson.Fragment(result.data),
+  })
 
 
-def _read_response(
-    success: bool, message: str, found: buffers.Read
-) -> Response:
-  data: dict[str, Any] = {"data": found.items, "meta_info": found.meta_info}
-  if found.lease:
-    # Beside the items, which leave as they came.
-    data.update(lease=found.lease, groups=found.groups)
-  return _json({"success": success, "message": message, "data": data})
+class _Delivery(Response):
+  """The answer to a read of items.
+
+  The last byte is held back until all other bytes were sent and, of a final
+  read, the groups are acknowledged. If the client hangs up, the disk fails or
+  the service ends before that, the groups are given back: no client can read an
+  answer without its end.
+  """
+
+  def __init__(self, buffer: buffers.Buffer, result: buffers.Read):
+    super().__init__(
+        _read_body(True, f"Successfully read {result.count} items", result),
+        media_type="application/json",
+    )
+    self._buffer = buffer
+    self._result = result
+
+  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    sent = False
+    try:
+      await send({
+          "type": "http.response.start",
+          "status": self.status_code,
+          "headers": self.raw_headers,
+      })
+      end = len(self.body) - 1
+      for start in range(0, end, _CHUNK):
+        part = self.body[start : min(start + _CHUNK, end)]
+        await send(_part(part, more=True))
+      if await Request(scope, receive).is_disconnected():
+        return
+      if self._result.final:
+        await asyncio.to_thread(self._buffer.acknowledge, self._result.lease)
+      sent = True
+      await send(_part(self.body[end:], more=False))
+    except (buffers.UnknownLease, store.StoreError, TimeoutError) as error:
+      _LOG.warning("an answer to a read is broken off: %s", error)
+    finally:
+      if not sent:
+        await asyncio.shield(asyncio.to_thread(self._give_back))
+
+  def _give_back(self) -> None:
+    try:
+      self._buffer.release(self._result.lease)
+    except buffers.UnknownLease:
+      pass  # It was over already.
+    except (store.StoreError, TimeoutError) as error:
+      _LOG.warning("groups return when their lease is over: %s", error)
+
+
+def _part(body: bytes | memoryview, more: bool) -> dict[str, Any]:
+  return {"type": "http.response.body", "body": bytes(body), "more_body": more}
 
 
 def _json(

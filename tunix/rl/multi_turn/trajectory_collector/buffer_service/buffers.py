@@ -1,13 +1,16 @@
 """One named buffer: what it holds, and what a reader gets of it.
 
-Every read takes whole groups. Without a lease it is acknowledged at once, as
-clients of the protocol expect; with one the groups are lent, and return when
-they are not acknowledged in time.
+Every read takes whole groups and lends them, under a lease that the store holds
+before the answer leaves. A reader that asked for a lease acknowledges it, or
+the groups return after its time. A read without one is `final`: the sender of
+the answer acknowledges it with the last byte, as clients of the protocol
+expect.
 
 Promises: nothing that was answered is lost or delivered again once it was
-acknowledged, also over a kill; contents on the disk are those of items that are
-counted against the limits; writers never wait for a reader. Thread-safe;
-methods that read block, call them in a thread.
+acknowledged, also over a kill; a read commits only what is encoded already; a
+read under a lease, and an acknowledgement, may be repeated; contents on the
+disk are those of items that are counted against the limits; writers never wait
+for a reader. Thread-safe; methods that read block, call them in a thread.
 
 Does not know HTTP, run generators, or call hooks (`judging` does).
 """
@@ -17,9 +20,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import threading
 import time
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Iterator, Mapping, Sequence
 import uuid
 
 import orjson
@@ -34,7 +38,9 @@ from tunix.rl.multi_turn.trajectory_collector.buffer_service import tally
 
 _LOG = logging.getLogger(__name__)
 _COMMIT_S = 120.0
-OnRead = Callable[["Buffer", int, list[dict[str, Any]]], None]
+_SENDING_S = 600.0
+"""Longest time that the answer to a final read takes to leave."""
+OnRead = Callable[["Buffer", int, list[bytes]], None]
 
 
 class BufferFull(RuntimeError):
@@ -45,30 +51,37 @@ class UnknownLease(KeyError):
   """No lease has this id any more."""
 
 
+class LeaseUsed(ValueError):
+  """The id of another lease, or of one that was acknowledged."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Read:
-  """What a read found.
+  """The result of a read.
 
   Attributes:
-    items: of whole groups.
-    meta_info: of the protocol.
+    data: JSON of the protocol's `data`; with a lease that the reader has to
+      acknowledge also `lease`, and `groups`, which has for each item the number
+      of its group, as an instance may have several.
+    count: items in it.
     available: items in readable groups, before the filter.
-    short: whether there are fewer than were asked for.
-    lease: its id; "" without one.
-    groups: for each item the number of its group, as an instance may have
-      several.
+    short: whether there are fewer than the reader asked for.
+    lease: id of the lease; "" where there are no items.
+    final: whether the lease ends with the answer.
   """
 
-  items: list[dict[str, Any]]
-  meta_info: dict[str, Any]
-  available: int
+  data: bytes = b'{"data":[],"meta_info":{}}'
+  count: int = 0
+  available: int = 0
   short: bool = False
   lease: str = ""
-  groups: list[int] = dataclasses.field(default_factory=list)
+  final: bool = False
 
 
 @dataclasses.dataclass(slots=True)
 class _Lease:
+  """Groups that a reader has; 0 seconds: of a final read."""
+
   groups: list[groups.Group]
   seconds: float
   due: float
@@ -129,7 +142,8 @@ class Buffer:
   ) -> None:
     """Takes a rollout's rules, and forms the groups anew from the store.
 
-    Ages of groups begin anew; leases run again from their beginning.
+    Ages of groups begin anew; leases run again from their beginning, and those
+    of final reads, whose answers are not complete, are over.
     """
     def load(found: store_work.Contents) -> None:
       with self._lock:
@@ -174,8 +188,9 @@ class Buffer:
         self._tally.drop([record.instance_id])
     for (lease, _), group in lent.items():
       seconds = found.seconds[lease]
+      due = now + seconds if seconds else -math.inf
       self._leases.setdefault(
-          lease, _Lease([], seconds, now + seconds)
+          lease, _Lease([], seconds, due)
       ).groups.append(group)
 
   def reset(self) -> None:
@@ -249,6 +264,7 @@ class Buffer:
       batch_size: int = -1,
       *,
       lease_s: float | None = None,
+      lease: str = "",
       exact: bool = False,
       clear: bool = True,
   ) -> Read:
@@ -256,24 +272,37 @@ class Buffer:
 
     Args:
       batch_size: items; -1 for all.
-      lease_s: time until the read must be acknowledged; None: it is at once.
+      lease_s: time until the read must be acknowledged; None: it is final.
+      lease: id for the lease. A read that is repeated with it, as its answer
+        was lost, returns the same groups, and their time begins anew.
       exact: takes nothing when there are fewer.
       clear: the statistics of `meta_info` begin anew.
 
     Raises:
+      LeaseUsed: the id cannot be this lease's.
       StoreError: the disk's; nothing was taken.
     """
     with self._taking:
       self._expire()
+      if lease:
+        if lease in self._leases:
+          return self._again(lease)
+        if self._store.rows("SELECT 1 FROM leases WHERE id = ?", lease):
+          raise LeaseUsed(
+              f"lease={lease!r} was acknowledged, or is another buffer's; give"
+              " each read an id of its own"
+          )
       usable, dropped = self._judge()
       available = sum(len(group.members) for group in usable)
       if exact and 0 <= batch_size and available < batch_size:
         self._drop(dropped)
-        return Read([], {}, available, short=True)
+        return Read(available=available, short=True)
       if not usable:
         self._drop(dropped)
-        return Read([], {}, 0, short=batch_size > 0)
-      return self._deliver(usable, dropped, batch_size, lease_s, clear)
+        return Read(short=batch_size > 0)
+      return self._deliver(
+          usable, dropped, batch_size, lease_s, lease or uuid.uuid4().hex, clear
+      )
 
   def _deliver(
       self,
@@ -281,6 +310,7 @@ class Buffer:
       dropped: list[groups.Group],
       batch_size: int,
       lease_s: float | None,
+      lease: str,
       clear: bool,
   ) -> Read:
     with self._lock:
@@ -289,7 +319,7 @@ class Buffer:
     meta = self.judge.meta_info(counted)
     available = sum(len(group.members) for group in usable)
     taken: list[groups.Group] = []
-    found: list[dict[str, Any]] = []
+    written: list[bytes] = []
     numbers: list[int] = []
     size = 0
     for group in usable:
@@ -297,29 +327,31 @@ class Buffer:
         break
       with self._lock:
         self._groups.close(group)  # It must not grow from here on.
-      got = self.judge.contents(group)
-      if got is None:
+      contents = self.judge.contents(group)
+      if contents is None:
         dropped.append(group)
         continue
       taken.append(group)
       size += group.size
-      found.extend(got)
-      numbers.extend([group.number] * len(got))
-      if 0 <= batch_size <= len(found):
+      written.extend(contents)
+      numbers.extend([group.number] * len(contents))
+      if 0 <= batch_size <= len(written):
         break
     if not taken:
       self._drop(dropped)
-      return Read([], meta, available)
+      return Read(available=available)
     with self._lock:
       for group in dropped:
         self._groups.close(group)
-    read = self._reads() + 1
-    if self._on_read is not None:
-      self._on_read(self, read, found)
-    lease = uuid.uuid4().hex if lease_s is not None else ""
-    cleared = counted[-1].seq if clear and counted else 0
     kept = self._kept_with(dropped)
     unreported = list(self._tally.dropped)
+    finished = [*unreported, *(g.instance_id for g in (*taken, *dropped))]
+    meta["finished_groups"] = list(dict.fromkeys(finished))
+    final = lease_s is None
+    data = _data(written, meta, numbers, "" if final else lease)
+    if self._on_read is not None:
+      self._on_read(self, self._reads() + 1, written)
+    cleared = counted[-1].seq if clear and counted else 0
     self._wait(
         self._store.call(
             store_work.take(
@@ -327,25 +359,42 @@ class Buffer:
                 [(group.number, group.seqs) for group in taken],
                 [seq for group in dropped for seq in group.seqs],
                 kept.gone,
-                lease=(lease, lease_s or 0.0) if lease else None,
+                lease=(lease, lease_s or 0.0),
                 cleared=cleared,
                 remembered=self._limits.remembered_uids,
             )
         )
     )
-    finished = [*unreported, *(g.instance_id for g in (*taken, *dropped))]
     with self._lock:
       for group in (*taken, *dropped):
         self._groups.take(group)
-      if lease:
-        due = self._clock() + (lease_s or 0.0)
-        self._leases[lease] = _Lease(taken, lease_s or 0.0, due)
-      gone = dropped if lease else [*taken, *dropped]
-      self._uncount(gone)
+      due = self._clock() + (lease_s or _SENDING_S)
+      self._leases[lease] = _Lease(taken, lease_s or 0.0, due)
+      self._uncount(dropped)
       self._tally.keep(kept)
       self._tally.clear(cleared, unreported)
-    meta["finished_groups"] = list(dict.fromkeys(finished))
-    return Read(found, meta, available, lease=lease, groups=numbers)
+    return Read(data, len(written), available, lease=lease, final=final)
+
+  def _again(self, lease: str) -> Read:
+    """Returns the groups of a lease again; its time begins anew."""
+    again = self._leases[lease]
+    members = [
+        tally.Counted(member.seq, group.instance_id, member.reward, member.size)
+        for group in again.groups
+        for member in group.members
+    ]
+    meta = self.judge.meta_info(members)
+    names = (group.instance_id for group in again.groups)
+    meta["finished_groups"] = list(dict.fromkeys(names))
+    written: list[bytes] = []
+    numbers: list[int] = []
+    for group in again.groups:
+      contents = self.judge.contents(group) or []
+      written.extend(contents)
+      numbers.extend([group.number] * len(contents))
+    data = _data(written, meta, numbers, lease)
+    again.due = self._clock() + again.seconds
+    return Read(data, len(written), len(members), lease=lease)
 
   def available(self) -> int:
     """Items in groups that may be read."""
@@ -353,16 +402,12 @@ class Buffer:
       self._expire()
       return sum(len(group.members) for group in self._judge()[0])
 
-  def peek(self, count: int) -> list[dict[str, Any]]:
-    """The first items that a read would begin with, as they were written."""
+  def peek(self, count: int) -> list[bytes]:
+    """The first items that a read would begin with, as JSON."""
     with self._taking:
       usable, _ = self._judge()
       seqs = [seq for group in usable for seq in group.seqs][:count]
-      return [
-          orjson.loads(body)
-          for body in self._store.bodies(seqs)
-          if body is not None
-      ]
+      return [body for body in self._store.bodies(seqs) if body is not None]
 
   def sweep(self) -> None:
     """Ends leases that are over, and drops groups that waited too long."""
@@ -417,7 +462,7 @@ class Buffer:
       if held is None:
         if self._store.rows(
             "SELECT 1 FROM leases WHERE id = ? AND buffer = ? AND"
-            " acknowledged = 1",
+            " acknowledged > 0",
             lease, self.id,
         ):  # pyformat: disable
           return 0
@@ -426,7 +471,9 @@ class Buffer:
         )
       seqs = [seq for group in held.groups for seq in group.seqs]
       self._wait(
-          self._store.call(store_work.acknowledge(self.id, lease, seqs))
+          self._store.call(
+              store_work.acknowledge(self.id, lease, seqs, held.seconds > 0)
+          )
       )
       with self._lock:
         del self._leases[lease]
@@ -549,3 +596,19 @@ class Buffer:
 
   def _wait(self, future: Any) -> Any:
     return future.result(_COMMIT_S)
+
+
+def _data(
+    written: Sequence[bytes],
+    meta: Mapping[str, Any],
+    numbers: Sequence[int],
+    lease: str,
+) -> bytes:
+  """Encodes the `data` of a `Read`, around items that are JSON."""
+  data: dict[str, Any] = {
+      "data": [orjson.Fragment(item) for item in written],
+      "meta_info": meta,
+  }
+  if lease:
+    data.update(lease=lease, groups=numbers)
+  return orjson.dumps(data)

@@ -5,8 +5,9 @@
 
 Promises: a write returns once its item is on the service's disk; it is repeated
 while the service is full, unreachable or failing, until its deadline, and is
-one item all the same (its uid). A read is made once: without a lease, a lost
-answer is lost data.
+one item all the same (its uid). A read with a lease is repeated under the id of
+its lease, and returns the same groups; without one it is made once, and an
+answer whose end is lost is lost data.
 
 Belongs to one event loop. Does not check items: the service does.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import os
 from typing import Any, Mapping, Sequence
+import uuid
 
 import tenacity
 from tunix.rl.multi_turn.core import http
@@ -30,7 +32,7 @@ class BufferError(http.CallError):
 
 
 def _passes(error: BaseException) -> bool:
-  """Whether the same write may succeed later."""
+  """Whether the same call may succeed later."""
   if not isinstance(error, http.CallError) or error.late:
     return False
   if error.answer is None:
@@ -139,16 +141,16 @@ class BufferClient:
       seconds: deadline.
 
     Raises:
-      BufferError: the service failed.
+      BufferError: the service failed, or time was up.
     """
     body: dict[str, Any] = {}
     if batch_size is not None:
       body["batch_size"] = batch_size
     if lease_s is not None:
-      body["lease_s"] = lease_s
+      body.update(lease_s=lease_s, lease=uuid.uuid4().hex)
     answer = await self._http.ask(
         "POST", f"{self.url}/get_rollout_data", seconds, body=body,
-        limit=2 << 30,
+        limit=2 << 30, retry=None if lease_s is None else self._retry,
     )  # pyformat: disable
     data = answer["data"]
     return data["data"], data["meta_info"], data.get("lease", "")

@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-import json
 import pathlib
 import random
 import sys
@@ -29,6 +28,8 @@ import time
 from typing import Any, Awaitable, Callable, Iterator, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import seeds
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import client
 
@@ -94,7 +95,7 @@ def rows_of(path: Any) -> list[dict[str, Any]]:
     if not line.strip():
       continue
     try:
-      row = json.loads(line)
+      row = json_text.parse(line)
     except ValueError as error:
       raise GeneratorError(f"{path}, line {number}: no JSON: {error}") from None
     name = row.get("instance_id") if isinstance(row, dict) else None
@@ -233,6 +234,8 @@ async def _played(job: Job, play: Play, state: _State) -> dict[str, Any] | None:
       _say(f"episode {job.uid} failed (try {attempt + 1}): {reason}")
       state.in_a_row += 1
       if state.in_a_row >= _MOST_FAILURES * _TRIES:
+        if isinstance(error, http.CallError):
+          reason = error.summary  # Clients read it.
         raise GeneratorError(
             f"{state.in_a_row} tries in a row failed, the last with: {reason}"
         ) from error

@@ -152,8 +152,12 @@ class GeneratorRun:
       self.error = f"it was not finished after {self._timeout_s:g} s"
       self.state = "late"
     elif code:
-      said = " | ".join(list(self._lines)[-3:])
-      self.error = f"it ended with status {code}: {said}"[:1000]
+      last = list(self._lines)[-3:]
+      if last and last[-1].startswith("GeneratorError: "):
+        # Whole by itself; those before it quote other servers.
+        last = last[-1:]
+      lines = " | ".join(last)
+      self.error = f"it ended with status {code}: {lines}"[:1000]
       self.state = "failed"
     else:
       self.state = "finished"

@@ -7,8 +7,10 @@ and, of a token-exact one, `tokens, loss_mask, logprobs, versions, images`, or
 numbers and are texts from here on; all other keys are the writer's.
 
 Promises: an item that is returned can be read by a trainer: a finite reward,
-messages with roles, sequences that `recorded_sequences` takes. Its body is
-JSON, the writer's own bytes where nothing had to change.
+messages with roles, sequences that `recorded_sequences` takes. Its body is the
+JSON of `encoded`, and parses to the values that its writer sent: what no
+encoder writes again (nesting, whole numbers of more than 64 bits, numbers that
+no float holds, half a surrogate pair) is refused.
 
 Does not look into `extra_info`, or decode pictures.
 """
@@ -20,6 +22,7 @@ import re
 from typing import Any, Mapping
 
 import orjson
+import pydantic_core
 from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import reward_range
 from tunix.rl.multi_turn.core import trajectory
@@ -33,8 +36,12 @@ except ImportError:
 DEFAULT_BUFFER = "default"
 REQUIRED = ("uid", "instance_id", "messages", "reward", "extra_info")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_MOST_ID = 512  # Characters.
+MOST_ID = 512  # Characters.
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+DEEPEST = 128
+"""Levels of lists and objects in an item."""
+_ENCODER_LEVELS = 254  # Of orjson.
+_WRAPS = _ENCODER_LEVELS - DEEPEST
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +52,7 @@ class Item:
     buffer: that it goes to.
     uid, instance_id: of the episode and of its group.
     reward: finite.
-    body: JSON of all of it.
+    body: JSON of the whole item.
     crc: of the body.
   """
 
@@ -92,36 +99,67 @@ def read(raw: bytes, buffer: str | None = None) -> list[Item]:
   if len(lines) > 1:
     try:
       values = [_parse(line) for line in lines if line.strip()]
-      bodies = [line.strip() for line in lines if line.strip()]
     except ItemError:
       # One object that is written over several lines.
-      values, bodies = [_parse(raw)], [raw]
+      values = [_parse(raw)]
   else:
-    values, bodies = [_parse(raw)], [raw]
+    values = [_parse(raw)]
     if isinstance(values[0], list):
       values = values[0]
-      bodies = [orjson.dumps(value) for value in values]
   if not values:
     raise ItemError("the body holds no item; write at least one")
-  if len(values) == 1:
-    return [_item(values[0], bodies[0], buffer)]
   found = []
-  for number, (value, body) in enumerate(zip(values, bodies)):
+  for number, value in enumerate(values):
     try:
-      found.append(_item(value, body, buffer))
+      found.append(_item(value, buffer))
     except ItemError as error:
+      if len(values) == 1:
+        raise
       raise ItemError(f"item {number}: {error}") from None
+  # The encoder writes null for a number that no float holds (1e400).
+  nulls = sum(item.body.count(b"null") for item in found)
+  if nulls and nulls > raw.count(b"null"):
+    if place := json_models.infinite(values):
+      raise ItemError(f"{place} is larger than any float; write a smaller one")
   return found
+
+
+_LONG_INTEGER = re.compile(rb"(?<![0-9.])[0-9]{19}")
+"""Found wherever an integer may not fit into 64 bits."""
 
 
 def _parse(raw: bytes) -> Any:
   try:
+    # orjson is the faster one and makes floats of integers beyond 64 bits.
+    if _LONG_INTEGER.search(raw):
+      return pydantic_core.from_json(raw, allow_inf_nan=False)
     return orjson.loads(raw)
-  except orjson.JSONDecodeError as error:
+  except ValueError as error:
     raise ItemError(f"the body is not JSON: {error}") from None
 
 
-def _item(value: Any, body: bytes, buffer: str | None) -> Item:
+def encoded(item: Any) -> bytes:
+  """The JSON of an item, or of statistics, at most `DEEPEST` levels deep.
+
+  An answer has levels around its items, and a reader's parser has a limit of
+  its own: both stay below theirs.
+
+  Raises:
+    ItemError: the encoder does not write it.
+  """
+  wrapped = item
+  for _ in range(_WRAPS):
+    wrapped = [wrapped]
+  try:
+    return orjson.dumps(wrapped)[_WRAPS:-_WRAPS]
+  except orjson.JSONEncodeError as error:
+    what = str(error)
+    if "ecursion" in what:
+      what = f"it nests deeper than {DEEPEST} levels"
+    raise ItemError(f"it cannot be written as JSON: {what}") from None
+
+
+def _item(value: Any, buffer: str | None) -> Item:
   if not isinstance(value, dict):
     raise ItemError(
         f"an item must be an object, got {json_models.short(value)}"
@@ -131,16 +169,11 @@ def _item(value: Any, body: bytes, buffer: str | None) -> Item:
     raise ItemError(
         f"{missing[0]} is missing; an item needs {', '.join(REQUIRED)}"
     )
-  changed = False
-  ids = {}
   for key in ("uid", "instance_id"):
-    ids[key] = text_id(value[key], key)
-    if ids[key] is not value[key]:
-      value[key], changed = ids[key], True
-  reward = value["reward"]
-  if isinstance(reward, bool):
-    value["reward"], changed = float(reward), True
-  _check_reward(value["reward"], "reward")
+    value[key] = text_id(value[key], key)
+  if isinstance(value["reward"], bool):
+    value["reward"] = float(value["reward"])
+  check_reward(value["reward"], "reward")
   _check_messages(value["messages"])
   if not isinstance(value["extra_info"], dict):
     raise ItemError(
@@ -148,26 +181,26 @@ def _item(value: Any, body: bytes, buffer: str | None) -> Item:
         " object; {} where there is nothing to say"
     )
   if value.get("raw_reward") is not None:
-    _check_reward(value["raw_reward"], "raw_reward")
+    check_reward(value["raw_reward"], "raw_reward")
   _check_images(value)
   try:
     # As its reader does.
     recorded_sequences.of_item(value)
   except ValueError as error:
     raise ItemError(str(error)) from None
-  if changed:
-    body = orjson.dumps(value)
+  body = encoded(value)
   return Item(
       buffer_name(value.get("buffer")) if buffer is None else buffer,
-      ids["uid"],
-      ids["instance_id"],
+      value["uid"],
+      value["instance_id"],
       float(value["reward"]),
       body,
       crc32(body),
   )
 
 
-def _check_reward(value: Any, key: str) -> None:
+def check_reward(value: Any, key: str) -> None:
+  """Raises ItemError unless a reward is a finite number in its range."""
   if isinstance(value, bool) or not isinstance(value, (int, float)):
     raise ItemError(f"{key}={json_models.short(value)} must be a finite number")
   try:
@@ -182,12 +215,13 @@ def text_id(value: Any, key: str) -> str:
   Raises:
     ItemError: neither, or too long.
   """
-  if isinstance(value, str) and 0 < len(value) <= _MOST_ID:
+  if isinstance(value, str) and 0 < len(value) <= MOST_ID:
     return value
   if isinstance(value, int) and not isinstance(value, bool):
-    return str(value)
+    if len(digits := str(value)) <= MOST_ID:
+      return digits
   raise ItemError(
-      f"{key}={json_models.short(value)} must be a text of 1 to {_MOST_ID}"
+      f"{key}={json_models.short(value)} must be a text of 1 to {MOST_ID}"
       " characters, or a whole number"
   )
 

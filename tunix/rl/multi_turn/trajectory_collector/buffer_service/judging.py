@@ -1,7 +1,7 @@
 """Applies a rollout's rules and its generator's hooks to a buffer's groups.
 
-Promises: a hook or a group that fails is recorded, and costs that group only;
-each call of a hook has a deadline.
+Promises: a hook or a group that fails, or that cannot be written as JSON, is
+recorded, and costs that group only; each call of a hook has a deadline.
 
 Does not: decide what leaves the buffer (`buffers` does), or lock; calls come
 one at a time.
@@ -16,6 +16,7 @@ from typing import Any, Callable, Sequence
 import orjson
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import groups
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import items
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import rules
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import settings
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import store
@@ -86,16 +87,22 @@ class Judge:
       group.judged = (count, *answer)
     return group.judged[1:]
 
-  def contents(self, group: groups.Group) -> list[dict[str, Any]] | None:
-    """What a reader gets of a group; None where it is to be dropped."""
+  def contents(self, group: groups.Group) -> list[bytes] | None:
+    """The items that a reader gets of a group, as JSON; None: drop it."""
     try:
       pair = (group.instance_id, self._parsed(group.seqs))
       if not pair[1]:
         return None
       args = (pair, self.rules, self.hooks, self.task_type)
       if self.hooks == rules.Hooks():
-        return rules.delivered(*args)
-      return self._call(rules.delivered, *args)
+        delivered = rules.delivered(*args)
+      else:
+        delivered = self._call(rules.delivered, *args)
+      if delivered is None:
+        return None
+      for item in delivered:
+        items.check_reward(item.get("reward"), "reward")
+      return [items.encoded(item) for item in delivered]
     except Exception as error:  # pylint: disable=broad-except
       # Another read would fail on it again, and all groups behind it wait.
       self._note(f"group {group.instance_id!r}", error)
@@ -129,7 +136,7 @@ class Judge:
             item = orjson.loads(body)
             by_instance.setdefault(item["instance_id"], []).append(item)
         found = self._call(hook, by_instance)
-        orjson.dumps(found)
+        items.encoded(found)
         return dict(found)
       except Exception as error:  # pylint: disable=broad-except
         self._note("get_group_data_meta_info", error)

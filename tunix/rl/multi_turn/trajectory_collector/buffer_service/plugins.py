@@ -1,8 +1,9 @@
 """Finds generators by file, and loads their hooks.
 
 A generator is a Python file with a text constant `TASK_TYPE` and a function
-`run_rollout(data)`; it may define hooks (`rules.HOOKS`). Files are read, not
-run, to find them: only the one that a rollout names is imported, in its own
+`run_rollout(data)`; it may define hooks (`rules.HOOKS`), and as `READS` the
+keys of `rights.GUARDED` that it uses, all of them by default. Files are read,
+not run, to find them: only the one that a rollout names is imported, in its own
 process (`generator_process`), and here if it has hooks.
 
 Promises: a file that cannot be read hides no other; why it is none is listed.
@@ -20,6 +21,7 @@ import sys
 from typing import Any, Iterator, Sequence
 
 from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import rights
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import rules
 
 BUILT_IN = pathlib.Path(__file__).parent / "generators"
@@ -29,11 +31,19 @@ _LOAD_S = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class Generator:
-  """A generator's file, and the hooks that it defines."""
+  """A generator's file, and what it declares.
+
+  Attributes:
+    task_type: Name in payloads.
+    path: The file.
+    hooks: Names of the hooks that it defines.
+    reads: Keys of `rights.GUARDED` that it uses.
+  """
 
   task_type: str
   path: pathlib.Path
   hooks: tuple[str, ...]
+  reads: tuple[str, ...] = rights.GUARDED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +104,23 @@ def _read(path: pathlib.Path) -> Generator | None:
   ):
     raise ValueError('TASK_TYPE must be a text in quotes, e.g. "math"')
   hooks = tuple(name for name in rules.HOOKS if name in names)
-  return Generator(constant.value, path, hooks)
+  return Generator(constant.value, path, hooks, _reads(names.get("READS")))
+
+
+def _reads(value: Any) -> tuple[str, ...]:
+  """The keys that `READS` lists; all where a file declares none."""
+  if value is None:
+    return rights.GUARDED
+  try:
+    keys = tuple(ast.literal_eval(value))
+  except (TypeError, ValueError):
+    keys = (None,)
+  if strange := [key for key in keys if key not in rights.GUARDED]:
+    raise ValueError(
+        f"READS holds {strange[0]!r}; it must be a list of"
+        f" {', '.join(rights.GUARDED)}"
+    )
+  return keys
 
 
 def _names(tree: ast.Module) -> Iterator[tuple[str, Any]]:

@@ -5,7 +5,8 @@
 sent, with `remote_buffer_url`, `num_epoch`, `num_process`, `sampling_params`
 and `skip_instance_ids` filled in where they are absent.
 
-Promises: an error names the key, the value and the fix.
+Promises: an error names the key, the value and the fix; every number, text,
+list and object has a bound, which `schemas` states.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import dataclasses
 import math
 from typing import Any, Mapping
 
+from tunix.rl.multi_turn.core import bounds
 from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import json_models
+from tunix.rl.multi_turn.core import reward_range
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import items
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import rules
 
@@ -30,7 +33,32 @@ DEFAULTS: Mapping[str, Any] = {
     "keep_items": False,
 }
 RULES = ("normalized", "raw")
-_MOST_MEMBERS = 65_536
+_MOST_LEASE_ID = 64
+WHOLE: Mapping[str, tuple[int, int]] = {
+    "num_repeat_per_sample": (1, 65_536),
+    "rollout_batch_size": (1, 65_536),
+    "num_process": (1, 4096),
+    "num_epoch": (1, 65_536),
+    "max_tokens": (1, 1 << 20),
+    "max_turns": (1, 10_000),
+    "width": (1, bounds.MAX_SIDE),
+    "height": (1, bounds.MAX_SIDE),
+    "batch_size": (-1, 2**31),
+}
+"""Bounds of whole numbers by their key, those of this package's generators
+included."""
+REAL: Mapping[str, tuple[float, float]] = {
+    "min_valid_group_size_ratio": (0, 1),
+    "min_valid_item_size_ratio": (0, 1),
+    "min_timeout_group_size_ratio": (0, 1),
+    "group_timeout_seconds": (0, bounds.MAX_SECONDS),
+    "lease_s": (0, bounds.MAX_SECONDS),
+    "timeout": (0, bounds.MAX_SECONDS),
+}
+"""The same of other numbers; the operator's limits of leases and waits may be
+lower."""
+MOST_IDS = 1_000_000
+MOST_NAME = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,17 +93,24 @@ def rollout(payload: Any, buffer_url: str = "") -> Rollout:
         f"the payload must be an object, got {json_models.short(payload)}"
     )
   task_type = payload.get("task_type")
-  if not isinstance(task_type, str) or not task_type:
+  if not isinstance(task_type, str) or not 0 < len(task_type) <= MOST_NAME:
     raise ValueError(
         f"task_type={json_models.short(task_type)} must name a generator"
     )
   found = {**DEFAULTS, **{k: v for k, v in payload.items() if v is not None}}
+  for key, value in found.items():
+    problem = bounds.json_problem(value)
+    if problem and key != "skip_instance_ids":
+      raise ValueError(f"{key} {problem}")
   whole = {
-      key: whole_number(found, key, most=_MOST_MEMBERS)
-      for key in ("num_repeat_per_sample", "num_process", "num_epoch")
+      key: whole_number(found, key, *WHOLE[key])
+      for key in WHOLE
+      if key in found or key == "num_repeat_per_sample"
   }
-  if "max_tokens" in found:
-    whole_number(found, "max_tokens", most=2**31)
+  if "width" in whole and "height" in whole:
+    problem = bounds.screen_problem(whole["width"], whole["height"])
+    if problem:
+      raise ValueError(problem)
   sampling = found.get("sampling_params", {})
   if not isinstance(sampling, Mapping):
     raise ValueError(
@@ -94,16 +129,19 @@ def rollout(payload: Any, buffer_url: str = "") -> Rollout:
       group_size=whole["num_repeat_per_sample"],
       min_valid_group_size_ratio=_share(found, "min_valid_group_size_ratio"),
       min_valid_item_size_ratio=_share(found, "min_valid_item_size_ratio"),
-      group_timeout_seconds=number(found, "group_timeout_seconds", above=0),
+      group_timeout_seconds=number(
+          found, "group_timeout_seconds", 0, REAL["group_timeout_seconds"][1]
+      ),
       min_timeout_group_size_ratio=_share(
           found, "min_timeout_group_size_ratio"
       ),
       raw=found["group_rules"] == "raw",
   )
   skipped = found.get("skip_instance_ids", [])
-  if not isinstance(skipped, list):
+  if not isinstance(skipped, list) or len(skipped) > MOST_IDS:
     raise ValueError(
-        f"skip_instance_ids={json_models.short(skipped)} must be a list of ids"
+        f"skip_instance_ids={json_models.short(skipped)} must be a list of up"
+        f" to {MOST_IDS} ids"
     )
   skip = [items.text_id(one, "skip_instance_ids") for one in skipped]
   filled = {
@@ -135,7 +173,9 @@ def whole_number(
   try:
     if isinstance(value, bool) or value is None:
       raise ValueError
-    found = int(value) if isinstance(value, (int, str)) else _exact(value)
+    if isinstance(value, str):
+      return bounds.whole(value, key, least, most)
+    found = value if isinstance(value, int) else _exact(value)
   except (TypeError, ValueError, OverflowError):
     found = None
   if found is None or not least <= found <= most:
@@ -167,12 +207,12 @@ def number(
   """
   value = data.get(key)
   try:
-    if isinstance(value, bool):
+    if isinstance(value, bool) or not str(value).isascii():
       raise ValueError
     found = float(value)  # type: ignore[arg-type]
     right = math.isfinite(found) and found <= most
     right = right and (above is None or found > above)
-  except (TypeError, ValueError):
+  except (TypeError, ValueError, OverflowError):
     right, found = False, 0.0
   if not right:
     bound = "" if above is None else f" > {above:g}"
@@ -192,12 +232,131 @@ def _share(data: Mapping[str, Any], key: str) -> float:
   return found
 
 
-def batch_size(data: Mapping[str, Any]) -> int:
+def batch_size(data: Mapping[str, Any], max_items: int) -> int:
   """`batch_size` of a read; -1, the default, for all items.
 
+  Args:
+    data: Body or query.
+    max_items: Items that a buffer can hold; a read of more would never end.
+
   Raises:
-    ValueError: no whole number.
+    ValueError: no whole number, or too large a one.
   """
   if data.get("batch_size") is None:
     return -1
-  return whole_number(data, "batch_size", least=-1)
+  size = whole_number(data, "batch_size", *WHOLE["batch_size"])
+  if size > max_items:
+    raise ValueError(
+        f"batch_size={size} exceeds --max-items={max_items}, the items that a"
+        f" buffer can hold; start the service with --max-items {size} or more"
+    )
+  return size
+
+
+def check_step(rollout: Rollout, max_items: int) -> None:
+  """Checks that a buffer can hold the groups of a trainer's step.
+
+  Raises:
+    ValueError: naming both numbers.
+  """
+  members = rollout.rules.group_size
+  groups = 1
+  if rollout.payload.get("rollout_batch_size") is not None:
+    groups = whole_number(
+        rollout.payload, "rollout_batch_size", *WHOLE["rollout_batch_size"]
+    )
+  if groups * members > max_items:
+    raise ValueError(
+        f"rollout_batch_size={groups} groups of num_repeat_per_sample={members}"
+        f" are {groups * members} items, and --max-items={max_items} is what a"
+        " buffer can hold; start the service with --max-items"
+        f" {groups * members} or more"
+    )
+
+
+def lease(data: Mapping[str, Any]) -> str:
+  """`lease`, the id of a read's lease.
+
+  Raises:
+    ValueError: absent, or no text of up to 64 characters.
+  """
+  value = data.get("lease")
+  if value is None:
+    raise ValueError("lease is missing; give the lease of a read")
+  if not isinstance(value, str) or not 0 < len(value) <= _MOST_LEASE_ID:
+    raise ValueError(
+        f"lease={json_models.short(value)} must be the id of a lease, a text of"
+        f" 1 to {_MOST_LEASE_ID} characters"
+    )
+  return value
+
+
+# --- for documents ------------------------------------------------------------
+
+
+def schemas() -> dict[str, dict[str, Any]]:
+  """JSON schemas of the bodies, by the path of their call.
+
+  Numbers may also be texts of digits. `x-boundedBy: body` marks what only the
+  size of the body bounds.
+  """
+  name = {"type": "string", "maxLength": MOST_NAME}
+  ids = {"type": "array", "items": _ID, "maxItems": MOST_IDS}
+  integers = {
+      key: {"type": "integer", "minimum": low, "maximum": high}
+      for key, (low, high) in WHOLE.items()
+  }
+  numbers = {
+      key: {"type": "number", "minimum": low, "maximum": high}
+      for key, (low, high) in REAL.items()
+  }
+  by_body = {"x-boundedBy": "body"}
+  read = {
+      "batch_size": integers["batch_size"],
+      **{key: numbers[key] for key in ("lease_s", "timeout")},
+  }
+  item = {
+      "uid": _ID,
+      "instance_id": _ID,
+      "reward": {
+          "type": "number",
+          "minimum": -reward_range.MAX_REWARD,
+          "maximum": reward_range.MAX_REWARD,
+      },
+      "messages": {"type": "array", "items": by_body, **by_body},
+      "extra_info": by_body,
+  }
+  lease = {"lease": name}
+  bodies: dict[str, dict[str, Any]] = {
+      "/start_rollout": {
+          **{k: v for k, v in integers.items() if k != "batch_size"},
+          **{k: v for k, v in numbers.items() if k not in read},
+          "task_type": name,
+          "skip_instance_ids": ids,
+          "sampling_params": {"x-maxValues": bounds.MAX_VALUES, **by_body},
+          "group_rules": {"enum": list(RULES)},
+          "keep_items": {"type": "boolean"},
+      },
+      "/stop_rollout": {},
+      "/buffer/write": item,
+      "/get_rollout_data": read,
+      "/buffer/read": {**read, "wait": {"type": "boolean"}},
+      "/buffer/ack": lease,
+      "/buffer/release": lease,
+      "/buffer/known": {"uids": ids},
+      "/buffer/peek": {"batch_size": integers["batch_size"]},
+      "/buffer/stats": {},
+  }
+  return {
+      path: {"type": "object", "properties": {**fields, "buffer": name}}
+      for path, fields in bodies.items()
+  }
+
+
+_ID = {
+    "type": ["string", "integer"],
+    "minLength": 1,
+    "maxLength": items.MOST_ID,
+    "minimum": -bounds.LARGEST - 1,
+    "maximum": bounds.LARGEST,
+}

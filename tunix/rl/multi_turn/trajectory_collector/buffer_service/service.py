@@ -18,7 +18,6 @@ import time
 from typing import Any, Callable, Mapping, Sequence
 import uuid
 
-import orjson
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import buffers
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
@@ -27,6 +26,9 @@ from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import items
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import plugins
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import requests
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
+    rights as rights_lib,
+)
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import rules
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import settings
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import store
@@ -58,6 +60,7 @@ class Service:
       folder: pathlib.Path,
       *,
       limits: settings.BufferLimits = settings.BufferLimits(),
+      rights: rights_lib.Rights = rights_lib.Rights(),
       generators: Sequence[pathlib.Path] = (),
       token: str = "",
       url: str = "",
@@ -68,6 +71,7 @@ class Service:
 
       folder: of the database.
       limits: see `BufferLimits`.
+      rights: Choices that the payload of a start may make.
       generators: folders of generators besides the package's own.
       token: of the service, for its generators.
       url: of the service.
@@ -80,6 +84,7 @@ class Service:
     """
     plugins.discover(generators)
     self.limits = limits
+    self._rights = rights
     self.url = url
     self._generators = tuple(generators)
     self._token = token
@@ -149,12 +154,11 @@ class Service:
     )
 
   def _save(
-      self, buffer: buffers.Buffer, read: int, found: list[dict[str, Any]]
+      self, buffer: buffers.Buffer, read: int, written: list[bytes]
   ) -> None:
     assert self._save_reads is not None
     path = self._save_reads / f"rollout_data_{buffer.name}_{read:06d}.jsonl"
-    lines = [orjson.dumps(item) + b"\n" for item in found]
-    durable.write_bytes(path, b"".join(lines))
+    durable.write_bytes(path, b"".join(item + b"\n" for item in written))
 
   def _restore(self, name: str, kept: Mapping[str, Any] | None) -> None:
     buffer = self._make(name)
@@ -169,6 +173,8 @@ class Service:
     try:
       generator = self._generator(asked.task_type)
       hooks = plugins.hooks_of(generator)
+      if kept["state"] == "running":  # The operator may list less by now.
+        self._rights.check(asked.payload, generator.reads, self.url)
     except ValueError as error:
       # What is stored is readable all the same.
       self._problems[name] = f"the rollout is not resumed: {error}"
@@ -229,7 +235,9 @@ class Service:
     """
     arrived = time.monotonic()
     asked = requests.rollout(payload, self.url)
+    requests.check_step(asked, self.limits.max_items)
     generator = self._generator(asked.task_type)
+    self._rights.check(asked.payload, generator.reads, self.url)
     hooks = plugins.hooks_of(generator)
     buffer = self.buffer(name)
     with self._lock:
@@ -263,7 +271,14 @@ class Service:
 
     self._runs[buffer.name] = generators_run.GeneratorRun(
         generator,
-        {**payload, "buffer": buffer.name},
+        {
+            **payload,
+            "buffer": buffer.name,
+            rights_lib.ALLOWED: {
+                "gyms": self._rights.gyms,
+                "client_settings": self._rights.client_settings,
+            },
+        },
         timeout_s=self.limits.rollout_timeout,
         grace_s=self.limits.stop_grace,
         token=self._token,

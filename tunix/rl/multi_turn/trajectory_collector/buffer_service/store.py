@@ -3,7 +3,8 @@
 Writes that wait together are committed together, so that an answer costs a
 share of one flush. An item waits (`WAITS`), is lent to a reader (`LENT`), was
 dropped by the rules (`DROPPED`), or is done (`DONE`), and then only its uid is
-left.
+left. `leases.acknowledged` is 0 of a running lease, else a number that grows
+with each acknowledgement of the buffer.
 
 Promises: what was answered is on the disk, even through a power loss; an item
 is stored once a uid; a transaction that fails leaves nothing and fails its own

@@ -50,7 +50,7 @@ def take(
     dropped: Sequence[int],
     gone: Sequence[int],
     *,
-    lease: tuple[str, float] | None,
+    lease: tuple[str, float],
     cleared: int,
     remembered: int,
 ) -> Work:
@@ -60,27 +60,24 @@ def take(
     buffer: its id.
     taken: (number, items) of each group.
     dropped, gone: see `drop`.
-    lease: (id, seconds); None: the items are done.
+    lease: (id, seconds); 0 seconds where it ends with the read's answer.
     cleared: statistics begin behind this item; 0 leaves them.
     remembered: uids of done items that are kept.
   """
 
   def work(db: sqlite3.Connection) -> None:
     seqs = [seq for _, members in taken for seq in members]
-    if lease is None:
-      _done(db, seqs)
-    else:
-      db.execute(
-          "INSERT INTO leases (id, buffer, seconds) VALUES (?, ?, ?)",
-          (lease[0], buffer, lease[1]),
-      )
-      for number, members in taken:
-        _each(
-            db,
-            "UPDATE items SET state = ?, lease = ?, grp = ? WHERE seq = ?",
-            members,
-            store.LENT, lease[0], number,
-        )  # pyformat: disable
+    db.execute(
+        "INSERT INTO leases (id, buffer, seconds) VALUES (?, ?, ?)",
+        (lease[0], buffer, lease[1]),
+    )
+    for number, members in taken:
+      _each(
+          db,
+          "UPDATE items SET state = ?, lease = ?, grp = ? WHERE seq = ?",
+          members,
+          store.LENT, lease[0], number,
+      )  # pyformat: disable
     drop(buffer, dropped, gone)(db)
     db.execute(
         "UPDATE buffers SET read = read + ?, reads = reads + 1 WHERE id = ?",
@@ -141,21 +138,34 @@ def drop(buffer: int, seqs: Sequence[int], gone: Sequence[int]) -> Work:
   return work
 
 
-def acknowledge(buffer: int, lease: str, seqs: Sequence[int]) -> Work:
-  """Ends a lease for good."""
+def acknowledge(
+    buffer: int, lease: str, seqs: Sequence[int], repeatable: bool
+) -> Work:
+  """Ends a lease for good.
+
+  Args:
+    buffer: its id.
+    lease: its id.
+    seqs: the lease's items.
+    repeatable: remembers the id, as a client may acknowledge it again; the
+      newest ones are kept.
+  """
 
   def work(db: sqlite3.Connection) -> None:
     _done(db, seqs)
-    db.execute("UPDATE leases SET acknowledged = 1 WHERE id = ?", (lease,))
-    (count,) = db.execute(
-        "SELECT COUNT(*) FROM leases WHERE buffer = ?", (buffer,)
+    if not repeatable:
+      db.execute("DELETE FROM leases WHERE id = ?", (lease,))
+      return
+    (newest,) = db.execute(
+        "SELECT MAX(acknowledged) FROM leases WHERE buffer = ?", (buffer,)
     ).fetchone()
-    if count > _MOST_LEASES:
-      db.execute(
-          "DELETE FROM leases WHERE buffer = ? AND acknowledged = 1 AND id !="
-          " ?",
-          (buffer, lease),
-      )
+    db.execute(
+        "UPDATE leases SET acknowledged = ? WHERE id = ?", (newest + 1, lease)
+    )
+    db.execute(
+        "DELETE FROM leases WHERE buffer = ? AND acknowledged BETWEEN 1 AND ?",
+        (buffer, newest + 1 - _MOST_LEASES),
+    )
 
   return work
 

@@ -22,6 +22,7 @@ import numpy as np
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import http as http_lib
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.environments import options as options_lib
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
@@ -261,7 +262,7 @@ class AndroidWorldGym:
 def _pixels(raw: bytes) -> np.ndarray | str:
   """uint8[H, W, 3] of a screenshot's answer, or a text that names its fault."""
   try:
-    pixels = np.asarray(http_lib.json_of(raw)["pixels"])
+    pixels = np.asarray(json_text.parse(raw)["pixels"])
   except (ValueError, KeyError, TypeError) as error:
     return f"no screenshot: {type(error).__name__}: {error}"
   try:

@@ -6,6 +6,7 @@ from tunix.rl.multi_turn.environments.gyms import spec
 GYM = spec.GymSpec(
     doc="any web pages, see docs/web.md",
     make=f"{__name__}.gym:WebGym",
+    operator_options=("browser", "evaluator", "hosts", "pages", "start_urls"),
     tasks=f"{__name__}.tasks:WebTasks",
     preset={"gym.width": 640, "gym.height": 480},
     lists_tasks=True,

@@ -28,11 +28,14 @@ import fcntl
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import tempfile
 import time
 from typing import Any, Callable, Mapping
+
+from tunix.rl.multi_turn.core import json_text
 
 EXECUTABLE_VARIABLE = "TUNIX_CHROMIUM"
 NO_SANDBOX_VARIABLE = "TUNIX_CHROMIUM_NO_SANDBOX"
@@ -47,6 +50,7 @@ EXECUTABLES = (
     "google-chrome",
 )
 PROFILE_PREFIX = "tunix-chromium-"
+_ID = re.compile(rb'\{"id":([0-9]{1,15})\b')
 
 _FLAGS = (
     "--headless",
@@ -398,7 +402,21 @@ class Chromium:
     *messages, rest = b"".join(self._chunks).split(b"\0")
     self._chunks = [rest] if rest else []
     for message in messages:
-      self._handle(json.loads(message))
+      try:
+        parsed = json_text.parse(message)
+      except ValueError as error:  # A page made the value that it holds.
+        self._refuse(message, error)
+      else:
+        self._handle(parsed)
+
+  def _refuse(self, message: bytes, error: ValueError) -> None:
+    """Fails the command whose answer cannot be parsed; drops an event."""
+    number = _ID.match(message)
+    if number and int(number[1]) in self._pending:
+      method = self._pending[int(number[1])].method
+      self._settle(
+          int(number[1]), error=CommandFailed(f"{method}: the answer: {error}")
+      )
 
   def _handle(self, message: dict[str, Any]) -> None:
     number = message.get("id")

@@ -23,6 +23,7 @@ GYM = spec.GymSpec(
     oracle=f"{__name__}.gym:oracle_action",
     describe=f"{__name__}.gym:DesktopGym.describe",
     set_by_run=spec.SIZE,
+    bounds={"time_decay": (0, 1)},
     runs_inline=True,
 )  # pyformat: disable
 

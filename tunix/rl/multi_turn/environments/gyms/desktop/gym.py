@@ -1,8 +1,9 @@
 """Implements the `desktop` gym and its tasks: an embedded, deterministic GUI.
 
 `DesktopGym` implements the asynchronous gym protocol without threads, as each
-turn takes well under a millisecond; the synchronous methods underneath
-(`start_sync`, `act_sync`, `evaluate_sync`) may be called directly. The same
+turn takes well under a millisecond; only a screen of more than a megapixel is
+drawn in a thread. The synchronous methods underneath (`start_sync`, `act_sync`,
+`evaluate_sync`) may be called directly. The same
 (family, seed, difficulty, size) and the same actions give the same pixels and
 the same outcome, bit for bit. Success is read from the widgets' state, never
 from pixels.
@@ -15,8 +16,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
+from tunix.rl.multi_turn.core import bounds
+from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import seeds
@@ -32,6 +35,7 @@ QUICKSTART_FAMILIES = (
     "click-checkboxes", "open-icon",
 )  # pyformat: disable
 
+_INLINE_PIXELS = 1_000_000
 # Instance seeds: training below, evaluation from here up to twice this.
 EVAL_SEEDS_FROM = 1_000_000_000
 
@@ -139,6 +143,8 @@ class DesktopGym:
           f"{scene_lib.MIN_HEIGHT} pixels for its text to be readable, got"
           f" width={width}, height={height}"
       )
+    if problem := bounds.screen_problem(width, height):
+      raise ValueError(problem)
     self.width, self.height = int(width), int(height)
     self.time_decay = float(time_decay)
     self.episode: family_lib.Episode | None = None
@@ -222,10 +228,18 @@ class DesktopGym:
   # -- the asynchronous protocol ---------------------------------------------
 
   async def start(self, task: base.Task) -> base.Observation:
-    return self.start_sync(task)
+    return await self._drawn(self.start_sync, task)
 
   async def act(self, action: gui_action.GuiAction) -> base.Observation:
-    return self.act_sync(action)
+    return await self._drawn(self.act_sync, action)
+
+  async def _drawn(
+      self, call: Callable[[Any], base.Observation], argument: Any
+  ) -> base.Observation:
+    """`call(argument)`, in a thread where drawing would delay the loop."""
+    if self.width * self.height <= _INLINE_PIXELS:
+      return call(argument)
+    return await concurrency.acall(call, argument, what="drawing a desktop")
 
   async def evaluate(self) -> base.Evaluation:
     return self.evaluate_sync()

@@ -7,6 +7,7 @@ GYM = spec.GymSpec(
     box="android",
     doc="a gym server, see docs/gym_server.md",
     make=f"{__name__}.gym:GenvGym",
+    operator_options=("base_url", "client", "token_file"),
     tasks=f"{__name__}.tasks:server_tasks",
     set_by_run=spec.SIZE,
     lists_tasks=True,

@@ -20,6 +20,7 @@ import uuid
 import tenacity
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.environments import options as options_lib
 from tunix.rl.multi_turn.environments.task_sources import cua_task
 
@@ -368,7 +369,7 @@ def _kind_of(error: http.CallError) -> GenvError:
   if answer.ok:
     return GenvError(f"{error}; is that a gym server?", status)
   try:
-    data = http.json_of(answer.content)
+    data = json_text.parse(answer.content)
   except ValueError:
     data = {}
   data = data if isinstance(data, Mapping) else {}

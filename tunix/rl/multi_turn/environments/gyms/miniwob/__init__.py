@@ -29,6 +29,7 @@ def _check(
 GYM = spec.GymSpec(
     doc="web pages in headless Chromium",
     make=f"{__name__}.gym:MiniWobGym",
+    operator_options=("browser",),
     tasks=f"{__name__}.tasks:MiniWobTasks",
     preset={
         "task_source.families": ("click-test-2", "click-dialog", "focus-text"),
@@ -54,6 +55,7 @@ GYM = spec.GymSpec(
     # Each episode holds a tab of the browser.
     set_by_run={**spec.SIZE, "max_pages": "concurrency"},
     check=_check,
+    bounds={"seconds_per_action": (0, 60)},
     needs=f"{__name__}.tasks:needs",
     close_shared=f"{__name__}.gym:shared_browser.close",
 )

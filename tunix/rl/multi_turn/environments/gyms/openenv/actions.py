@@ -97,12 +97,9 @@ def get(grammar: Any) -> Grammar:
   """
   if callable(grammar):
     return grammar
-  if isinstance(grammar, str) and ":" in grammar:
-    try:
-      return registry.import_path(grammar)
-    except ImportError as error:
-      raise ValueError(f"actions={grammar}: {error}") from None
   try:
-    return GRAMMARS.get(grammar)
+    return GRAMMARS.get(grammar, "operator")
+  except ImportError as error:
+    raise ValueError(f"actions={grammar}: {error}") from None
   except ValueError as error:
     raise ValueError(f"actions: {error}; or package.module:function") from None

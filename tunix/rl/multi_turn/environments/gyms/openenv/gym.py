@@ -28,6 +28,7 @@ import numpy as np
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.environments import options as options_lib
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
@@ -201,7 +202,7 @@ class Session:
         self._drop()
     try:
       reply = await http.read(
-          lambda: http.json_of(raw), len(raw), seconds, "an answer"
+          lambda: json_text.parse(raw), len(raw), seconds, "an answer"
       )
     except ValueError:
       reply = None
@@ -216,7 +217,7 @@ class Session:
     except (TimeoutError, exceptions.ConnectionClosed):
       return  # For a closed one, `ask` raises.
     try:
-      reply = http.json_of(raw)
+      reply = json_text.parse(raw)
     except ValueError:
       reply = None
     if isinstance(reply, dict) and reply.get("type") == "error":

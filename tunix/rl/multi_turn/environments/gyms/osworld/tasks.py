@@ -9,11 +9,11 @@ cannot set up or judge are refused, or left out with `unsupported: skip`.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import pathlib
 from typing import Sequence
 
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms.openenv import tasks as openenv_tasks
@@ -30,7 +30,7 @@ def read_task(path: pathlib.Path) -> base.Task:
     ValueError: no task of OSWorld.
   """
   try:
-    data = json.loads(path.read_text(encoding="utf-8"))
+    data = json_text.read(path)
   except ValueError as error:
     raise ValueError(f"{path}: no JSON: {error}") from None
   for name in ("id", "instruction", "evaluator"):

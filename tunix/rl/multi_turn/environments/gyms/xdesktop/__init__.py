@@ -9,6 +9,7 @@ from tunix.rl.multi_turn.environments.gyms import spec
 GYM = spec.GymSpec(
     doc="a real Linux desktop on Xvfb, see docs/xdesktop.md",
     make=f"{__name__}.gym:XDesktopGym",
+    operator_options=("directory", "isolation", "disk_mb", "max_processes"),
     tasks=f"{__name__}.tasks:XDesktopTasks",
     preset={
         "task_source.families": (
@@ -30,6 +31,9 @@ GYM = spec.GymSpec(
     describe=f"{__name__}.oracle:describe",
     set_by_run=spec.SIZE,
     check=f"{__name__}.gym:unusable",
+    bounds={
+        "zoom": (0, 8), "disk_mb": (1, 1024), "max_processes": (16, 1024),
+    },
     needs=f"{__name__}.programs:needs",
 )
 

@@ -3,9 +3,9 @@
 A row of the input has `instance_id` and a task: `task`, a gym's task as JSON,
 or `family` and `index` (default 0). Keys of the payload besides the protocol's:
 
-    gym            desktop           registered name
+    gym            desktop           one of --gyms
     width, height  128, 96           of the screen, px
-    gym_settings   {}                of the gym
+    gym_settings   {}                those of --client-settings
     max_turns      8                 a task's own limit wins
     agent          tool              of the run service's agents
     agent_config   {}                {parser, systemPrompt, maxImages, …}
@@ -37,6 +37,7 @@ from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.trajectory_collector import recorded_sequences
 from tunix.rl.multi_turn.trajectory_collector import records
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import generating
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import rights
 
 TASK_TYPE = "desktop"
 _IMAGE_TOKENS = ("<|image_pad|>", "<image>", "<|image|>", "<image_soft_token>")
@@ -95,7 +96,12 @@ async def _episode(
     image_token: int | None,
     model: Mapping[str, Any],
 ) -> dict[str, Any]:
+  allowed = data.get(rights.ALLOWED) or {}
   gym = str(data.get("gym") or "desktop")
+  if gym not in allowed.get("gyms", ()):
+    raise generating.GeneratorError(
+        f"gym={gym!r} is not played here; list it with --gyms"
+    )
   task = _task(gym, job)
   body = _valid({
       "task": task["instruction"],
@@ -119,7 +125,8 @@ async def _episode(
     env = run_environments.make_environment(
         body.env, instruction=body.task, parser=agent.tool_parser,
         max_steps=body.maxSteps, on_parse_error=body.agentConfig.onParseError,
-        images=store, allowed_gyms=(gym,),
+        images=store, allowed_gyms=allowed["gyms"],
+        client_settings=allowed["client_settings"],
     )  # pyformat: disable
   except (ValueError, ImportError) as error:
     raise generating.GeneratorError(str(error)) from None
@@ -162,6 +169,7 @@ def _item(
           "success": ended["success"],
           "token_exact": exact,
       },
+      "sampling_params": run.body.model.sampling.model_dump(exclude_none=True),
   }
   if exact:
     made, _ = conversion.sequences_of(turns, shown, image_token)
@@ -196,7 +204,8 @@ def _task(gym: str, job: generating.Job) -> dict[str, Any]:
 
 @functools.cache
 def _tasks(gym: str) -> Any:
-  return gyms.get(gym).make_tasks((), {})
+  """Tasks of a gym that the operator lists."""
+  return gyms.get(gym, "operator").make_tasks((), {})
 
 
 def _valid(body: Mapping[str, Any]) -> schemas.CreateBody:

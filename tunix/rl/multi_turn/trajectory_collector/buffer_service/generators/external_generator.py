@@ -4,6 +4,7 @@ A rollout of this type gives a buffer its rules, and empties it.
 """
 
 TASK_TYPE = "external"
+READS = ()
 
 
 def run_rollout(data):

@@ -24,6 +24,7 @@ from tunix.rl.multi_turn.trajectory_collector import recorded_sequences
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import generating
 
 TASK_TYPE = "math"
+READS = ("input_file", "remote_engine_url", "remote_buffer_url")
 _TRUTHS = ("label", "answer", "ground_truth")
 _MOST_PARTS = 6
 _CALL_S = 1800.0
@@ -85,6 +86,7 @@ async def _run(data: Mapping[str, Any]) -> None:
             "token_exact": bool(exact),
             "label": truth,
         },
+        "sampling_params": sampling,
         **({"sequences": exact} if exact else {}),
     }
 

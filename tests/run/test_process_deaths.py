@@ -1,0 +1,39 @@
+"""A run leaves no process behind, and no port, whatever ends it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import process_deaths
+import pytest
+
+STATUS = {
+    "normal": 0, "reward": 1, "SIGINT": 130, "SIGINT twice": 130,
+    "SIGTERM": 130, "SIGHUP": -1, "SIGKILL": -9, "leader": -9,
+}  # pyformat: disable
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(
+    not shutil.which("chromium-headless-shell"), reason="needs make browser"
+)
+def test_eight_ways_to_die_leave_nothing(tmp_path):
+  """Of a server's port, a browser, a monitor and its uploader."""
+  env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+  env.setdefault("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
+  done = subprocess.run(
+      [sys.executable, process_deaths.__file__, str(tmp_path / "runs")],
+      env=env, capture_output=True, text=True, timeout=850, check=False,
+  )  # pyformat: disable
+  assert done.returncode == 0, done.stderr[-3000:]
+  entries = [json.loads(line) for line in done.stdout.splitlines()]
+  assert [entry["way"] for entry in entries] == list(process_deaths.WAYS)
+  for entry in entries:
+    seen = " ".join(entry["seen"])
+    for name in ("chrom", " serve ", " uploader "):
+      assert name in seen, (entry["way"], name)
+    assert not entry["left"] and entry["port_is_free"], entry
+  assert {e["way"]: e["status"] for e in entries} == STATUS

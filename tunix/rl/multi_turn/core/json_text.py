@@ -1,0 +1,94 @@
+"""Parses JSON that someone else may have written: a file, a peer, a policy.
+
+Promises: text nested deeper than `MOST_DEEP`, or longer than its bound, is a
+ValueError, as is any other fault; so what parses can be walked, shown and
+written again without a RecursionError. The message says what is wrong; its
+reader says where.
+
+Does not check what the value means (`json_models` validates requests).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from typing import Any, BinaryIO, Iterator
+
+MOST_DEEP = 200
+"""Objects and lists inside of one another; orjson writes up to 254."""
+MOST_BYTES = 1 << 30
+
+
+def parse(text: str | bytes, most_bytes: int = MOST_BYTES) -> Any:
+  """The value of JSON text.
+
+  Raises:
+    ValueError: it is no JSON, too long, or nested too deeply.
+  """
+  if len(text) > most_bytes:
+    raise ValueError(_too_long(most_bytes))
+  try:
+    value = json.loads(text)
+  except RecursionError:
+    raise ValueError(_TOO_DEEP) from None
+  if isinstance(text, str):
+    brackets = text.count("[") + text.count("{")
+  else:
+    brackets = text.count(b"[") + text.count(b"{")
+  if brackets > MOST_DEEP:  # Fewer cannot nest as deeply.
+    check_depth(value)
+  return value
+
+
+def read(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
+  """The value of a file.
+
+  Raises:
+    ValueError: The fault of the text; see `parse`.
+    OSError: the file cannot be read.
+  """
+  with pathlib.Path(path).open("rb") as file:
+    return parse(file.read(most_bytes + 1), most_bytes)
+
+
+def lines(
+    file: BinaryIO, most_bytes: int = MOST_BYTES
+) -> Iterator[bytes]:
+  """The lines of a file, without holding one that is too long.
+
+  Raises:
+    ValueError: a line is longer than `most_bytes`.
+  """
+  while line := file.readline(most_bytes + 1):
+    if len(line) > most_bytes:
+      raise ValueError(_too_long(most_bytes))
+    yield line
+
+
+def check_depth(value: Any) -> Any:
+  """Returns a parsed value.
+
+  Raises:
+    ValueError: it is nested deeper than `MOST_DEEP`.
+  """
+  level = [value] if isinstance(value, (dict, list)) else []
+  for _ in range(MOST_DEEP):
+    if not level:
+      return value
+    level = [
+        one
+        for item in level
+        for one in (item.values() if isinstance(item, dict) else item)
+        if isinstance(one, (dict, list))
+    ]
+  if level:
+    raise ValueError(_TOO_DEEP)
+  return value
+
+
+_TOO_DEEP = f"it is nested deeper than {MOST_DEEP} levels"
+
+
+def _too_long(most_bytes: int) -> str:
+  return f"it is longer than {most_bytes:,} bytes"
