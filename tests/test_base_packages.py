@@ -122,6 +122,27 @@ finally:
   assert "learner.steps=-1" in done.stderr and "deskto'" in done.stderr
 
 
+def test_the_package_is_imported_at_once_and_without_a_word(tmp_path):
+  ended = child(
+      """
+import time
+before = time.process_time()
+import tunix.rl.multi_turn as mt
+assert "jax" not in sys.modules
+from tunix.rl.multi_turn.api import runs
+print(time.process_time() - before, *dir(mt))
+""",
+      cwd=tmp_path,
+  )
+  assert ended.returncode == 0 and not ended.stderr, ended.stderr[-3000:]
+  seconds, *names = ended.stdout.split()
+  assert float(seconds) < 1.5
+  assert names == [
+      "BusyError", "ConfigError", "Episode", "EvaluationRun", "Run",
+      "TrainingRun", "evaluate", "load", "play", "train",
+  ]  # pyformat: disable
+
+
 def test_publishing_episodes_names_its_extra(tmp_path):
   done = child(
       """

@@ -40,9 +40,18 @@ SMALL = settings_of(
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
   directory = tmp_path_factory.mktemp("runs")
-  return mt.train(
-      steps=2, name="a", gym="desktop", run={"dir": directory}, **SMALL
-  )
+  run = mt.train(
+      steps=2, name="a", gym="desktop", run={"dir": directory}, wait=False,
+      **SMALL,
+  )  # pyformat: disable
+  run.drawn_at_once = run._repr_html_()
+  return run.wait()
+
+
+def test_a_run_is_drawn_as_what_it_is(run):
+  assert "running" in run.drawn_at_once
+  assert "unfinished" not in run.drawn_at_once
+  assert "completed" in run._repr_html_()
 
 
 def test_a_call_trains_and_returns_the_run(run):

@@ -6,6 +6,8 @@ import importlib
 import pathlib
 import pkgutil
 import re
+import subprocess
+import sys
 import types
 import typing
 
@@ -605,6 +607,47 @@ def test_help_has_a_first_screen_and_every_field_behind_it(capsys):
     assert head + documentation.type_name(field) in text
     assert len(field.doc) > 10
     assert re.sub(r"\s+", " ", field.doc) in joined
+
+
+def test_help_shows_what_the_default_gym_brings(capsys):
+  first = help_of(capsys)
+  assert load().learner.steps == 50
+  assert re.search(r"^  steps=50 ", first, re.M)
+
+
+def test_the_help_may_be_left_by_its_reader(tmp_path):
+  program = (
+      "import tunix_multi_turn; tunix_multi_turn.light()\n"
+      "from tunix.rl.multi_turn.core import shell_hints\n"
+      "import sys; sys.stdin.read(); shell_hints.show('x' * 200_000)\n"
+  )
+  child = subprocess.Popen(
+      [sys.executable, "-c", program], cwd=tmp_path, text=True,
+      stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+  )  # pyformat: disable
+  child.stdout.close()
+  child.stdin.close()
+  assert child.stderr.read() == "" and child.wait(60) == 0
+  child.stderr.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_advice_about_a_groups_size_is_accepted_when_followed(size):
+  alone = ["algorithm.advantage=reward"] if size == 1 else []
+  problem = refusal(f"collect.group_size={size}", *alone)
+  advised = re.search(r"(?:set|or) (collect\.min_valid=\d+) ", problem)[1]
+  config = load(f"collect.group_size={size}", advised, *alone)
+  assert config.collect.min_valid <= size
+
+
+def test_a_mesh_names_its_devices_before_the_rows():
+  problem = refusal("mesh.fsdp=8")
+  assert problem.index("takes 8 devices") < problem.index("learner.rows=4")
+
+
+def test_an_address_is_the_server_that_is_evaluated():
+  config = config_lib.load_evaluation(["http://127.0.0.1:9/v1", "model=m"])
+  assert config.evaluate.server == "http://127.0.0.1:9/v1"
 
 
 def test_help_of_a_section_is_that_section(capsys):

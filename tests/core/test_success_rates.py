@@ -137,8 +137,8 @@ def test_the_table_puts_evaluations_side_by_side():
   lines = success_rates.format_table({"initial": before, "final": after})
   head, click, total = lines.splitlines()
   assert head.split() == ["task", "initial", "final"]
-  assert "0.00 [0.00, 0.49] n=4" in click
-  assert "1.00 [0.51, 1.00] n=4" in total
+  assert "0.000 [0.00, 0.49] n=4" in click
+  assert "1.000 [0.51, 1.00] n=4" in total
   summaries = {"initial": before, "warm_start": before, "final": after}
   wide = success_rates.format_table(summaries, 100)
   assert wide == success_rates.format_table(summaries)

@@ -93,15 +93,15 @@ def test_a_run_lists_its_own_tasks_alone(told):
 def test_a_task_is_learnable_or_not(told):
   found = rows(told, "/runs/1/tasks")
   for task, word, rate, change in (
-      ("stuck", "never", "0 % 0/32", "+0 points"),
-      ("solved", "always", "100 % 32/32", "+0 points"),
-      ("mixed", "sometimes", "50 % 16/32", "+0 points"),
-      ("learned", "always", "50 % 16/32", "+100 points"),
+      ("stuck", "never", "0.0 % 0/32", "+0 points"),
+      ("solved", "always", "100.0 % 32/32", "+0 points"),
+      ("mixed", "sometimes", "50.0 % 16/32", "+0 points"),
+      ("learned", "always", "50.0 % 16/32", "+100 points"),
   ):
     assert f" {word} {rate} {change}" in found[task], found[task]
   assert " 4 of 4 " in found["mixed"] and " 0 of 4 " in found["stuck"]
   # Held-out: sampled attempts of the first and last measurement, not added.
-  assert "held-out sometimes – – – 25 % 1/4 75 % 3/4" in found["exam"]
+  assert "held-out sometimes – – – 25.0 % 1/4 75.0 % 3/4" in found["exam"]
   assert list(found)[0] == "mixed"  # The most to learn comes first.
   assert set(rows(told, "/runs/1/tasks?solved=always")) == {
       "solved", "learned",

@@ -1,5 +1,6 @@
 """Every figure of a page, worked out again from what was sent."""
 
+import collections
 import datetime
 import html
 import importlib
@@ -104,7 +105,7 @@ def told(tmp_path_factory):
 
 
 def percent(value):
-  return f"{100 * value:.0f} %"
+  return f"{100 * value:.1f} %"
 
 
 def seconds(text):
@@ -124,7 +125,7 @@ def test_the_success_table_is_what_was_tried(told, mode):
       family = f"all, {mode or 'sampled'}"
     line = page[page.index(f" {family} ", page.index("step 16")) :]
     family = family.partition(",")[0]
-    cells = re.findall(r"(\d+ %) (\d+)/(\d+)", line)[:4]
+    cells = re.findall(r"([\d.]+ %) (\d+)/(\d+)", line)[:4]
     for place, shown in zip(("B", "E5", "E15", "E16"), cells, strict=True):
       wins, tries = told.counted(
           place, None if family == "all" else family, mode or "sampled"
@@ -146,7 +147,7 @@ def test_a_measurements_interval_counts_what_counts(told):
     assert point["high"] == pytest.approx(known.high, abs=1e-4)
   tile = told.text("/runs/1")
   low, high = percent(known.low), percent(known.high)
-  assert f"evaluation, step 16 0 % {low} … {high} of {tries} sampled" in tile
+  assert f"evaluation, step 16 0.0 % {low} … {high} of {tries} sampled" in tile
 
 
 def test_headlines_are_means_of_the_last_ten_steps(told):
@@ -205,8 +206,17 @@ def test_who_flipped_is_who_flipped(told):
   ):  # pyformat: disable
     assert said in page, said
   chance = float(re.search(r"by chance: p = ([\d.e-]+)", page).group(1))
-  known = stats.binomtest(gained, gained + lost, 0.5).pvalue
-  assert chance == pytest.approx(known, rel=0.06)
+  # Attempts at one task, of either mode, are no independent trials.
+  change = collections.Counter()
+  for (task, _), first in sides[0].items():
+    for pair in zip(first, sides[1].get((task, _), ())):
+      change[task] += int(pair[1]) - int(pair[0])
+  better = sum(by > 0 for by in change.values())
+  worse = sum(by < 0 for by in change.values())
+  assert f"{better} tasks better, {worse} worse" in page
+  assert better + worse < gained + lost
+  expected = stats.binomtest(better, better + worse, 0.5).pvalue
+  assert chance == pytest.approx(expected, rel=0.06)
 
 
 def test_a_steps_figures_are_of_the_members_that_count(told):
@@ -215,7 +225,7 @@ def test_a_steps_figures_are_of_the_members_that_count(told):
   flat = np.array([r for rewards in valid for r in rewards])
   assert sum(b for group in told.groups for b, _ in group) > 0
   head = re.search(
-      r"reward ([\d.]+) success (\d+ %) (\d+)/(\d+) groups with a gradient"
+      r"reward ([\d.]+) success ([\d.]+ %) (\d+)/(\d+) groups with a gradient"
       r" (\d+) of"
       r" (\d+) (\d+) broke", page
   )  # pyformat: disable

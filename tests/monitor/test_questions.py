@@ -228,13 +228,31 @@ def test_the_first_sentence_compares_what_updates_began_and_ended_with():
   ]
   columns = curves.Columns(np.arange(0), {})
   for given, said in (
-      (evals, "40 % (warm_start) to 90 % (step 50)."),
-      (evals[:2], "0 % (initial) to 40 % (warm_start), within"),
-      (evals[2:], "80 % (step 25) to 90 % (step 50)."),
+      (evals, "40.0 % (warm_start) to 90.0 % (step 50)."),
+      (evals[:2], "0.0 % (initial) to 40.0 % (warm_start), within"),
+      (evals[2:], "80.0 % (step 25) to 90.0 % (step 50)."),
   ):
     (line,) = advice.lines(columns, given)
     assert line["about"] == "learning"
     assert f"Evaluations: {said}" in line["text"]
+
+
+@pytest.mark.parametrize("shares, words, absent", [
+    ((0.8, 0.1, 0.63), "idle 37 %", "more engine.slots or"),
+    ((0.8, 0.1, 0.99), "more engine.slots or", "idle"),
+    ((0.8, 0.1, None), "more engine.slots or", "idle"),
+    ((0.2, 0.7, 0.3), "more environments at once", "engine.slots"),
+])  # pyformat: disable
+def test_what_speeds_up_collecting_fits_the_engine(shares, words, absent):
+  names = ("model_share", "env_share", "engine_busy")
+  readings = {"seconds_total": 10.0, "seconds_wait": 7.0, "seconds_learn": 2.0}
+  readings |= {n: v for n, v in zip(names, shares) if v is not None}
+  values = {n: np.full(12, v) for n, v in readings.items()}
+  if "engine_busy" in values:
+    values["engine_idle"] = 1 - values["engine_busy"]
+  lines = advice.lines(curves.Columns(np.arange(12), values), [])
+  (line,) = [line for line in lines if line["about"] == "throughput"]
+  assert words in line["text"] and absent not in line["text"]
 
 
 def test_a_passage_that_is_cut_says_so(server):

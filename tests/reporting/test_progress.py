@@ -64,7 +64,7 @@ def test_stages_and_evaluations_are_told():
   bar.on_event(events.RunFinished("interrupted"))
   written = out.getvalue().splitlines()
   assert written[:2] == ["warm start 0/50 loss 2.1", "warm start 50/50"]
-  assert "evaluation warm_start: success 0.425 [0.340, 0.514]" in written[2]
+  assert "evaluation warm_start: success 0.425 [0.34, 0.51]" in written[2]
   assert "click-button 0.50" in written[2]
   assert "no valid episode; 7 invalid, see faults" in written[3]
   assert written[4] == "run interrupted"

@@ -79,7 +79,7 @@ def test_the_page_stands_alone_and_nothing_a_model_wrote_is_markup(made):
 
 def test_it_shows_the_figures_of_the_run(made):
   text = " ".join(parse(report.render(run_data.load(made))).text)
-  assert "87.5%" in text and "before GRPO (warm_start)" in text
+  assert "0.875" in text and "before GRPO (warm_start)" in text
   assert "0.425 [0.340, 0.514]" in re.sub(r"\s+", " ", text)
   for name in ("initial", "step_12", "entropy", "step/EnvStepError"):
     assert name in text

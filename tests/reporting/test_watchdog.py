@@ -9,7 +9,7 @@ whose engine gets new weights every third update.
 import json
 import pathlib
 
-import gym_servers
+import breaking_gym
 import pytest
 import small_runs
 from tunix.rl.multi_turn.config import loader
@@ -263,11 +263,11 @@ def test_one_valid_episode_is_enough(status):
 
 
 def test_a_run_in_which_nothing_can_be_played_fails(tmp_path, capsys):
-  assert gym_servers.NaughtyGym
+  breaking_gym.mend()
   status = small_runs.run_train(
       tmp_path, "name=w", small_runs.ONE_LAYER, "warm_start.source=none",
-      "steps=2", "gym=naughty", "gym.width=48", "gym.height=32",
-      "tasks=[fail-start]", "watchdog.invalid_episodes=4",
+      "steps=2", "gym=breaking_gym:GYM", "tasks=[t]",
+      "watchdog.invalid_episodes=4",
       "eval.episodes_per_task=6",
   )  # pyformat: disable
   assert status == 1

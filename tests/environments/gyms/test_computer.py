@@ -17,6 +17,7 @@ from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms.computer import gym as computer_lib
 from tunix.rl.multi_turn.run import episodes as episodes_lib
+from tunix.rl.multi_turn.run import first_episode
 from tunix.rl.multi_turn.run import tasks as run_tasks
 
 Action = gui_action.GuiAction
@@ -210,7 +211,7 @@ def test_a_screen_of_another_size_is_refused_before_anything_is_played(
   def try_it(config):
     config, source = run_tasks.resolve(config)
     factory = episodes_lib.EpisodeFactory(config, images_lib.ImageStore())
-    episodes_lib.try_first_episode(config, factory, source)
+    first_episode.try_first_episode(config, factory, source)
 
   with pytest.raises(config_lib.ConfigError, match="40x30; set gym.width=40"):
     try_it(_config(tmp_path))

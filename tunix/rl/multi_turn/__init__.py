@@ -78,4 +78,4 @@ if _found := _notebook_formatters():
 
 
 def __dir__() -> list[str]:
-  return sorted({*globals(), *_API, "evaluate", "train"})
+  return sorted({*_API, "evaluate", "train"})

@@ -117,7 +117,9 @@ def execute(run: Run) -> tuple[str, str | None]:
       status = "interrupted"
       raise
   finally:
-    run.observers.on_event(events.RunFinished(status, error, trace))
+    run.observers.on_event(
+        events.RunFinished(status, error, trace, tuple(run.notes))
+    )
   return status, error
 
 
@@ -240,6 +242,9 @@ def run_to_end(run: Run, *, quiet: bool = False) -> int:
       print(f"report: {page}")
   except OSError as failure:
     print(f"no report: {failure}")
+  if run.config.report.progress == "none" and not quiet:
+    for note in run.notes:
+      print(f"warning: {note}", file=sys.stderr)
   if status != "completed" and not quiet:
     print(f"{status}; {_how_to_resume(run)}")
   return _STATUS[status]

@@ -23,6 +23,10 @@ from tunix.rl.multi_turn.reporting import run_data
 from tunix.rl.multi_turn.reporting import settings as settings_lib
 
 _TABLE = 40  # Episodes that a table shows.
+_COLUMNS = (
+    "index", "split", "family", "task_id", "group_id", "version", "turns",
+    "reward",
+)  # pyformat: disable
 
 
 class Episode:
@@ -117,11 +121,19 @@ class Episodes(Sequence[Episode]):
 
   Attributes:
     unread: lines left out.
+    played: Episodes that the run has played, kept or not; None of a selection,
+      or where no summary counts them.
   """
 
-  def __init__(self, found: Sequence[Episode], unread: int = 0):
-    self._found = tuple(found)
+  def __init__(
+      self,
+      episodes: Sequence[Episode],
+      unread: int = 0,
+      played: int | None = None,
+  ):
+    self._found = tuple(episodes)
     self.unread = unread
+    self.played = played
 
   @classmethod
   def read(cls, run: run_data.RunDirectory) -> Episodes:
@@ -134,7 +146,31 @@ class Episodes(Sequence[Episode]):
       except (KeyError, TypeError, ValueError):
         unread += 1
     found.sort(key=lambda pair: pair[0])
-    return cls([episode for _, episode in found], unread)
+    counts = (run.summary.get("episodes") or {}).values()
+    played = sum(counts) if counts else None
+    return cls([episode for _, episode in found], unread, played)
+
+  def to_pandas(self) -> Any:
+    """A DataFrame with one row an episode.
+
+    Columns: index, split, family, task_id, group_id, version, turns, reward,
+    status, success.
+
+    Raises:
+      ImportError: pandas is not installed.
+    """
+    try:
+      import pandas  # pylint: disable=g-import-not-at-top
+    except ImportError as error:
+      raise ImportError(
+          "to_pandas needs the package pandas; pip install pandas"
+      ) from error
+    rows = [
+        {name: getattr(e, name) for name in _COLUMNS}
+        | {"status": e.status.value, "success": e.success}
+        for e in self._found
+    ]
+    return pandas.DataFrame(rows, columns=[*_COLUMNS, "status", "success"])
 
   def where(
       self,
@@ -192,7 +228,10 @@ class Episodes(Sequence[Episode]):
 
   def __repr__(self) -> str:
     solved = sum(e.success for e in self._found)
-    return f"Episodes({len(self)}, {solved} succeeded)"
+    of = ""
+    if self.played is not None and self.played > len(self):
+      of = f" kept of {self.played:,} played"
+    return f"Episodes({len(self)}{of}, {solved} succeeded)"
 
   def _repr_html_(self) -> str:
     rows = "".join(

@@ -19,6 +19,7 @@ from typing import Any, Sequence
 
 from tunix.rl.multi_turn.api import episodes as episodes_lib
 from tunix.rl.multi_turn.api import html as html_lib
+from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.core import yaml_text
 from tunix.rl.multi_turn.reporting import evaluation_journal
 from tunix.rl.multi_turn.reporting import files
@@ -49,11 +50,8 @@ class Evaluations(dict[str, dict[str, Any]]):
   def __repr__(self) -> str:
     lines = []
     for name, figures in self.items():
-      low, high = figures["interval"]
-      lines.append(
-          f"{name}: {figures['success_rate']:.3f} [{low:.3f}, {high:.3f}] of"
-          f" {figures.get('episodes', 0)}"
-      )
+      rate = success_rates.text_of(figures)
+      lines.append(f"{name}: {rate} of {figures.get('episodes', 0)}")
     return "\n".join(lines) or "no evaluation yet"
 
 
@@ -89,6 +87,11 @@ class Run:
   def error(self) -> str | None:
     """Why it failed."""
     return self.summary.get("error")
+
+  @property
+  def notes(self) -> tuple[str, ...]:
+    """Notes about the run's end, e.g. that nothing was learned."""
+    return tuple(self.summary.get("notes") or ())
 
   @property
   def config(self) -> dict[str, Any]:
@@ -300,7 +303,7 @@ class Run:
   def __repr__(self) -> str:
     total = (self.config.get("learner") or {}).get("steps")
     of = f"/{total}" if total is not None else ""
-    parts = [self.name, self.status, f"step {self.step}{of}"]
+    parts = [self.name, self.status, f"step {self.step}{of}", *self.notes]
     rates = list(Evaluations(self._read()).items())
     if rates:
       name, figures = rates[-1]
@@ -309,6 +312,10 @@ class Run:
 
   def _repr_html_(self) -> str:
     run = self._read()
+    # A run of this process may not have written its summary yet.
+    run = dataclasses.replace(
+        run, summary={**run.summary, "status": self.status}
+    )
     parts: Sequence[str] = [
         report.heading(run), report.tiles(run), report.training_curve(run)
     ]  # pyformat: disable

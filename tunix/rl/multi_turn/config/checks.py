@@ -354,8 +354,10 @@ def _learning(c: TrainConfig) -> Iterator[str]:
   shards = c.mesh.data * c.mesh.fsdp
   if c.learner.rows % shards != 0:
     yield (
-        f"learner.rows={c.learner.rows} cannot be divided among mesh.data *"
-        f" mesh.fsdp = {shards} shards; set learner.rows to a multiple"
+        f"mesh.data * mesh.fsdp = {shards} takes {shards} devices, and"
+        f" learner.rows={c.learner.rows} cannot be divided among {shards}"
+        " shards; with fewer devices lower mesh.*, else set learner.rows to a"
+        " multiple"
     )
   if c.learner.row_length % c.mesh.sequence != 0:
     yield (

@@ -68,8 +68,9 @@ Measures the success of a policy, or of a server's model, on tasks.
 
 usage: python -m tunix.rl.multi_turn.evaluate [DIR] [file.yaml] [key=value ...]
 
-DIR is a run (as run=DIR), a policy's directory (policy=DIR), or an evaluation
-that is continued (resume=DIR). Without one: policy, or server and model.
+DIR is a run (as run=DIR), a policy's directory (policy=DIR), an evaluation that
+is continued (resume=DIR), or a server's address (server=URL, with model).
+Without one: policy, or server and model.
 
   --help             this text; --help all: every key; --help SECTION: one
                      section's keys, e.g. --help evaluate
@@ -141,6 +142,7 @@ def help_text(
     presets: Mapping[str, Mapping[str, Any]],
     topic: str = "",
     page: Page = TRAIN,
+    chosen: Mapping[str, Any] | None = None,
 ) -> str:
   """`--help`: a first screen, or the keys of `topic`.
 
@@ -150,6 +152,7 @@ def help_text(
     presets: defaults that depend on a choice, by "section=name".
     topic: "" for the first screen, "all", or a section.
     page: the first screen.
+    chosen: Values on it that the default choices bring, by dotted key.
 
   Raises:
     ConfigError: no such section.
@@ -169,8 +172,12 @@ def help_text(
   keys = loader.leaves(cls)
   lines = []
   for key in page.keys:
-    field = keys[aliases.get(key, key)]
-    head = f"{key}={default_text(field)}"
+    path = aliases.get(key, key)
+    field = keys[path]
+    if chosen and path in chosen:
+      head = f"{key}={_plain(chosen[path])}"
+    else:
+      head = f"{key}={default_text(field)}"
     lines.append(f"  {head:<32} {_first_sentence(field.doc)}")
   names = [
       f"  {name:<12} {_summary(section)}"

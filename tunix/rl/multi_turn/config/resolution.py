@@ -31,6 +31,7 @@ from tunix.rl.multi_turn.config import sealed
 from tunix.rl.multi_turn.config import train_config
 from tunix.rl.multi_turn.core import credentials
 from tunix.rl.multi_turn.core import registry
+from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.core import yaml_text
 from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
@@ -418,9 +419,14 @@ def _read_arguments(
   for place, argument in enumerate(argv):
     if argument in ("--help", "-h"):
       topic = next(iter(argv[place + 1 : place + 2]), "")
-      print(
+      shell_hints.show(
           documentation.help_text(
-              command.cls, command.aliases, choices(), topic, command.page
+              command.cls,
+              command.aliases,
+              choices(),
+              topic,
+              command.page,
+              _presets({}) if command is _TRAIN else evaluate_config.DEFAULTS,
           )
       )
       raise SystemExit(0)
@@ -469,9 +475,8 @@ def _read_arguments(
     ):  # pyformat: disable
       overrides.append(found)
     elif command is _EVALUATE and argument.startswith(("http://", "https://")):
-      problems.append(
-          f"{argument} is an address; write server={argument} for a server's"
-          " model, with gym=NAME"
+      overrides.append(
+          {"evaluate.server": loader.Raw(argument, argument)}
       )
     elif "=" not in argument and command is _EVALUATE and overrides:
       problems.append(

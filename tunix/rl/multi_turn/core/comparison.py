@@ -127,7 +127,7 @@ def format_table(comparison: Mapping[str, Any], shown: int = 20) -> str:
     )
     for task in one["changed"][:shown]:
       lines.append(
-          f"  {task['their_rate']:.2f} -> {task['rate']:.2f}"
+          f"  {task['their_rate']:.3f} -> {task['rate']:.3f}"
           f"  {task['family']}  {task['task_id']}"
       )
     if len(one["changed"]) > shown:

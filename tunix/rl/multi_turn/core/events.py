@@ -40,6 +40,7 @@ class RunFinished(Event):
   status: str  # "completed", "interrupted" or "failed"
   error: str | None = None
   traceback: str = ""  # Of a failure that is no user's mistake.
+  notes: tuple[str, ...] = ()  # What its reader must know about the end.
 
 
 TASKS_LISTED = 500

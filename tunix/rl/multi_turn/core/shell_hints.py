@@ -1,4 +1,4 @@
-"""Writes the commands that messages tell a person to run.
+"""Writes what a command says to a person: texts, and commands to run next.
 
 Promises: a command works where it is typed: in the working directory of the
 process that printed it, whether or not a virtual environment is activated.
@@ -16,6 +16,15 @@ from typing import Sequence
 PACKAGE = "tunix.rl.multi_turn"
 MAKE_VARIABLE = "TUNIX_MAKE_TARGET"
 """Set by a Makefile's target that runs a command: its name."""
+
+
+def show(text: str) -> None:
+  """Prints a text that a reader may leave early, as `| head` does."""
+  try:
+    print(text, flush=True)
+  except BrokenPipeError:
+    # Python flushes once more at its end.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def python() -> str:

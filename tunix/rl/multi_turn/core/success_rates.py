@@ -246,6 +246,12 @@ def summarise(
   return {**tables[headline], "headline": headline, **tables}
 
 
+def text_of(figures: Mapping[str, Any]) -> str:
+  """A rate with its interval, in the digits that every text has."""
+  low, high = figures["interval"]
+  return f"{figures['success_rate']:.3f} [{low:.2f}, {high:.2f}]"
+
+
 def format_table(
     summaries: Mapping[str, Mapping[str, Any]], columns: int | None = None
 ) -> str:
@@ -298,6 +304,5 @@ def _text_of(rows: Sequence[Sequence[str]]) -> str:
 def _cell(figures: Mapping[str, Any] | None, counts: bool) -> str:
   if not figures or figures["success_rate"] is None:
     return "-"
-  low, high = figures["interval"]
   count = f" n={figures['episodes']}" if counts else ""
-  return f"{figures['success_rate']:.2f} [{low:.2f}, {high:.2f}]{count}"
+  return f"{text_of(figures)}{count}"

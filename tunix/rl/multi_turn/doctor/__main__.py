@@ -19,6 +19,7 @@ import sys
 from typing import Sequence
 
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.doctor import devices
 from tunix.rl.multi_turn.doctor import finding
 from tunix.rl.multi_turn.doctor import machine
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns the exit status."""
   argv = sys.argv[1:] if argv is None else list(argv)
   if {"-h", "--help"} & set(argv):
-    print(__doc__)
+    shell_hints.show(__doc__)
     return 0
   try:
     rest, as_json, seconds = read(argv)

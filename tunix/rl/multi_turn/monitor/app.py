@@ -146,6 +146,13 @@ class MonitorApp:
     """Ends every stream of events, so that the server can stop."""
     self._live.stop()
 
+  def announce_end(self, seconds: float) -> None:
+    """Gives open pages up to `seconds` to load the last figures. Blocks."""
+    self._live.announce_end()
+    deadline = time.monotonic() + seconds
+    while self._live.listeners and time.monotonic() < deadline:
+      time.sleep(0.02)
+
   # --- routes ---------------------------------------------------------------
 
   def _table(self) -> list[tuple[Operation, Handler]]:

@@ -28,6 +28,8 @@ import uvicorn
 
 TOKEN_VARIABLE = settings_lib.TOKEN_VARIABLE
 _DATABASE = "runs/monitor.db"
+_LAST_LOOK_S = 3.0
+"""For pages that are open when a run's own server ends."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -159,7 +161,7 @@ def _serve(args: argparse.Namespace) -> int:
   server = _Server(app, limits, until_eof=args.until_eof)
   if args.until_eof:
     threading.Thread(
-        target=_stop_at_eof, args=(server,), name="monitor-eof", daemon=True
+        target=_stop_at_eof, args=(server, app), name="monitor-eof", daemon=True
     ).start()
   url = http_server.url_of(args.host, listening)
   print(f"Training Monitor: {url}", flush=True)
@@ -218,9 +220,12 @@ class _Server(uvicorn.Server):
     await super().shutdown(sockets)
 
 
-def _stop_at_eof(server: uvicorn.Server) -> None:
+def _stop_at_eof(
+    server: uvicorn.Server, app: app_lib.MonitorApp
+) -> None:
   try:
     while sys.stdin.buffer.read(4096):
       pass
+    app.announce_end(_LAST_LOOK_S)
   finally:
     server.should_exit = True

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Iterable, Literal, Mapping, Sequence
 
+from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.reporting import episode_tally
 from tunix.rl.multi_turn.reporting import time_metrics
@@ -175,8 +176,8 @@ METRICS: dict[str, Metric] = {
         "s",
         "Mean seconds of a turn waiting for the policy: rendering, the"
         " engine's queue and sampling.",
-        "Most of a turn: a larger engine.slots, or fewer"
-        " sampling.max_new_tokens.",
+        "Most of a turn: with engine_busy near 1 a larger engine.slots, or"
+        " fewer sampling.max_new_tokens; else a larger collect.concurrency.",
     ),
     "turn_seconds_env": Metric(
         "s", "Mean seconds of a turn in the environment's step."
@@ -606,4 +607,4 @@ def undocumented(metrics: Mapping[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-  print(reference(), end="")
+  shell_hints.show(reference().removesuffix("\n"))

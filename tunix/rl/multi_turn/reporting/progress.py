@@ -102,6 +102,8 @@ class ProgressBar:
         self._close_bar()
         error = f": {event.error}" if event.error else ""
         self._print(f"run {event.status}{error}")
+        for note in event.notes:
+          self._print(f"warning: {note}")
 
   def _step(self, event: events.StepFinished) -> None:
     now = event.time
@@ -231,12 +233,12 @@ def _evaluation(event: events.EvalFinished) -> str:
     return f"evaluation {event.name}: no valid episode{lost}"
   low, high = event.results.get("interval", (0.0, 1.0))
   tasks = ", ".join(
-      f"{family} {figures['success_rate']:.2f}"
+      f"{family} {figures['success_rate']:.3f}"
       for family, figures in event.results.get("by_task", {}).items()
       if figures.get("success_rate") is not None
   )
   return (
-      f"evaluation {event.name}: success {rate:.3f} [{low:.3f}, {high:.3f}] of"
+      f"evaluation {event.name}: success {rate:.3f} [{low:.2f}, {high:.2f}] of"
       f" {event.results.get('episodes', 0)} episodes"
       + (f" ({tasks})" if tasks else "")
       + lost

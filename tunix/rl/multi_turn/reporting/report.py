@@ -119,7 +119,12 @@ def _subtitle(run: run_data.RunDirectory) -> str:
     words.append(f"{progress.duration(summary['seconds'])} in all")
   if summary.get("error"):
     words.append(str(summary["error"]))
-  return f"<p class=faint>{html.escape(' · '.join(words))}</p>"
+  lines = [f"<p class=faint>{html.escape(' · '.join(words))}</p>"]
+  lines += [
+      f"<p class=bad>{html.escape(str(note))}</p>"
+      for note in summary.get("notes") or ()
+  ]
+  return "".join(lines)
 
 
 def tiles(run: run_data.RunDirectory) -> str:
@@ -130,13 +135,13 @@ def tiles(run: run_data.RunDirectory) -> str:
     last = list(rates)[-1]
     low, high = rates[last]["interval"]
     shown.append((
-        f"{rates[last]['success_rate']:.1%}",
+        f"{rates[last]['success_rate']:.3f}",
         f"success, {last} evaluation [{low:.2f}, {high:.2f}]",
     ))
     before = "warm_start" if "warm_start" in rates else next(iter(rates))
     if before != last:
       shown.append((
-          f"{rates[before]['success_rate']:.1%}",
+          f"{rates[before]['success_rate']:.3f}",
           f"before GRPO ({before})",
       ))
   if run.metrics:
@@ -216,7 +221,7 @@ def _evaluation_marks(run: run_data.RunDirectory) -> list[svg.Interval]:
       continue
     low, high = results["interval"]
     rate = results["success_rate"]
-    label = f"{name}: {rate:.3f} [{low:.3f}, {high:.3f}]"
+    label = f"{name}: {rate:.3f} [{low:.2f}, {high:.2f}]"
     marks.append(svg.Interval(step, rate, low, high, label))
   return marks
 
@@ -323,7 +328,7 @@ def _rate(figures: Any) -> str:
   if cell is None:
     return "–"
   rate, low, high = cell
-  return f"{rate:.3f} <small>[{low:.3f}, {high:.3f}]</small>"
+  return f"{rate:.3f} <small>[{low:.2f}, {high:.2f}]</small>"
 
 
 def _attempts(run: run_data.RunDirectory) -> str:
@@ -336,7 +341,7 @@ def _attempts(run: run_data.RunDirectory) -> str:
         rows.append(
             f"<tr><td>{html.escape(name)}</td>"
             f"<td>{label}{html.escape(k)}</td>"
-            f"<td>{figures['rate']:.3f} <small>[{low:.3f}, {high:.3f}]</small>"
+            f"<td>{figures['rate']:.3f} <small>[{low:.2f}, {high:.2f}]</small>"
             f"</td><td>{int(figures['tasks'])}</td></tr>"
         )
   if not rows:
@@ -370,7 +375,7 @@ def _comparison(run: run_data.RunDirectory) -> str:
     rows = "".join(
         f"<tr><td>{html.escape(str(t['family']))}</td>"
         f"<td>{html.escape(str(t['task_id']))}</td>"
-        f"<td>{t['their_rate']:.2f}</td><td>{t['rate']:.2f}</td></tr>"
+        f"<td>{t['their_rate']:.3f}</td><td>{t['rate']:.3f}</td></tr>"
         for t in one["changed"][:_CHANGED]
     )
     if rows:

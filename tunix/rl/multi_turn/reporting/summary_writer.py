@@ -77,6 +77,7 @@ class SummaryWriter:
         "run_name": old.get("run_name", ""),
         "status": "running",
         "error": None,
+        "notes": [],
         "started": old.get("started"),
         "seconds": self._before,
         "resumed": old.get("resumed", 0) + (resume_step is not None),
@@ -112,7 +113,9 @@ class SummaryWriter:
         write = True
       elif isinstance(event, events.RunFinished):
         self._enter("", event.time)
-        data.update(status=event.status, error=event.error)
+        data.update(
+            status=event.status, error=event.error, notes=list(event.notes)
+        )
         write = durably = True
       if write:
         self._write(durably)

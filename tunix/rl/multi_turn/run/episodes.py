@@ -1,9 +1,8 @@
 """Builds the episodes of a run: agents, environments, and their collector.
 
 An episode is (task, agent, environment), each by name; see
-`environments.spec` and `agents.registry`. Does not play any, except
-`try_first_episode`, which starts a gym whose screen size is unknown until it
-has started.
+`environments.spec` and `agents.registry`. Does not play any; `first_episode`
+tries one.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.agents import registry as agent_registry
 from tunix.rl.multi_turn.agents import run_agent
 from tunix.rl.multi_turn.clients import run_episodes
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.environments import spec as environment_spec
@@ -77,7 +75,7 @@ def make_gym(config: TrainConfig, family: str) -> gym_base.Gym:
     # A user's own, which may raise anything.
     raise ConfigError([
         f"gym.name={config.gym.name} cannot be made with"
-        f" gym.options={config.gym.options}: {_of(error)}"
+        f" gym.options={config.gym.options}: {error_text(error)}"
     ]) from error
 
 
@@ -88,7 +86,7 @@ def evaluated_beside(config: TrainConfig) -> int:
   return config.eval.slots or config.collect.concurrency
 
 
-def _of(error: Exception) -> str:
+def error_text(error: BaseException) -> str:
   """An error for people; with its kind and place if it is of other code."""
   if isinstance(error, (ValueError, TypeError)):
     return str(error)
@@ -197,69 +195,6 @@ class EpisodeFactory:
     )
     env.runs_inline = gyms.get(config.gym.name, "operator").runs_inline
     return agent, env
-
-
-def try_first_episode(
-    config: TrainConfig, episodes: EpisodeFactory, source: Any
-) -> None:
-  """Refuses now what would fail in every episode: settings, and the screen.
-
-  A gym whose screen size is unknown until it has started is started once, with
-  a training task, and closed; not for a dry run.
-
-  Raises:
-    ConfigError: naming the setting, or the size that the screen has.
-  """
-  family = config.task_source.families[0]
-  task = source.train_task(family, 0, config.run.seed)
-  try:
-    episodes(task)
-  except ConfigError:
-    raise
-  except Exception as error:  # pylint: disable=broad-except
-    # A user's agent, environment or gym: it may raise anything.
-    raise ConfigError([f"task {task.task_id}: {_of(error)}"]) from error
-  if not episodes.acts_on_gym or config.run.dry_run:
-    return
-  if gyms.get(config.gym.name, "operator").size_known_after_start:
-    _check_screen(config, task)
-
-
-def _check_screen(config: TrainConfig, task: gym_base.Task) -> None:
-  gym = make_gym(config, task.family)
-  deadlines = config.collect.deadlines
-
-  async def look() -> gym_base.Observation:
-    try:
-      return await gym.start(task)
-    finally:
-      await concurrency.with_deadline(
-          gym.close(), deadlines.close, "closing the gym"
-      )
-
-  try:
-    seen = concurrency.call(
-        lambda: concurrency.with_deadline(
-            look(),
-            deadlines.reset,
-            f"the first start of gym.name={config.gym.name}",
-        ),
-        seconds=deadlines.reset + deadlines.close + 5.0,
-        what="trying the gym",
-    )
-  except Exception as error:  # pylint: disable=broad-except
-    # A user's gym may raise anything; no run can be made of it.
-    raise ConfigError([
-        f"gym.name={config.gym.name} does not start task {task.task_id}:"
-        f" {type(error).__name__}: {error}"
-    ]) from error
-  height, width = seen.screenshot.shape[:2]
-  if (width, height) != (config.gym.width, config.gym.height):
-    raise ConfigError([
-        f"gym.width={config.gym.width}, gym.height={config.gym.height}: the"
-        f" screen of gym.name={config.gym.name} is {width}x{height}; set"
-        f" gym.width={width} gym.height={height}, or the screen's size"
-    ])
 
 
 def sampling_of(

@@ -39,6 +39,7 @@ from tunix.rl.multi_turn.reporting import evaluation_journal
 from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import evaluation
+from tunix.rl.multi_turn.run import first_episode
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import observers as observers_lib
 from tunix.rl.multi_turn.run import preflight
@@ -138,7 +139,7 @@ class Evaluation:
       self._theirs = _outcomes(config.evaluate.compare)
     self.images = images_lib.ImageStore(self.directory / "image_cache")
     self.episodes = episodes.EpisodeFactory(config, self.images)
-    episodes.try_first_episode(config, self.episodes, self._tasks)
+    first_episode.try_first_episode(config, self.episodes, self._tasks)
     self._planned = evaluation.plan(
         config,
         choose(config, self._tasks)

@@ -43,6 +43,8 @@ from tunix.rl.queue import admission
 from tunix.rl.queue import group_store
 
 TrainConfig = config_lib.TrainConfig
+WARM_START = "warm_start"
+"""Subdirectory of a run: the policy after cloning."""
 ConfigError = config_lib.ConfigError
 
 @dataclasses.dataclass
@@ -244,18 +246,38 @@ def save_policy(
 ) -> None:
   """Replaces a policy directory in one step.
 
-  An adapter is merged, and by itself beside the policy.
+  An adapter is merged, and by itself in the subdirectory `adapter`, which
+  names the weights that it was put on; those that no other directory holds are
+  in `base`.
 
   Raises:
     OSError: the disk's; the directory is as it was.
   """
   with durable.new_directory(directory) as fresh:
     if isinstance(model, qwen_text.QwenText) and lora.has_adapter(model):
-      lora_files.save(
-          fresh / "adapter", model, base_model_name=config.policy.name
-      )
+      base = adapted_weights(config)
+      if not base:
+        bare = nnx.clone(model)
+        lora.remove(bare)
+        named_policy(config).save(fresh / "base", bare)
+        base = str((directory / "base").absolute())
+      lora_files.save(fresh / "adapter", model, base_model_name=base)
       lora.merge(model)
     named_policy(config).save(fresh, model)
+
+
+def adapted_weights(config: TrainConfig) -> str:
+  """Directory or name of the weights that an adapter is put on.
+
+  Those that were cloned in the run, else those that it started from; "" where
+  they were random.
+  """
+  cloned = config.run_dir / WARM_START
+  if config.warm_start.steps and cloned.is_dir():
+    return str(cloned.absolute())
+  source = warm_start_source(config)
+  place = pathlib.Path(source).expanduser()
+  return str(place.absolute()) if source and place.is_dir() else source
 
 
 def tokenizer_file(config: TrainConfig) -> pathlib.Path | None:

@@ -37,6 +37,7 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments.verifiers import worker
 from tunix.rl.multi_turn.run import episodes as episodes_lib
+from tunix.rl.multi_turn.run import first_episode
 from tunix.rl.multi_turn.run import tasks as tasks_lib
 from tunix.rl.multi_turn.trajectory_collector import groups
 from tunix.rl.multi_turn.trajectory_collector import model_calls
@@ -121,7 +122,7 @@ class Episodes:
     self._config, self._source = config, source
     self._images = images_lib.ImageStore()
     self._factory = episodes_lib.EpisodeFactory(config, self._images)
-    episodes_lib.try_first_episode(config, self._factory, source)
+    first_episode.try_first_episode(config, self._factory, source)
     self._urls = data_urls.DataUrls(self._images)
     self._names = itertools.count(1)
     self._playing: dict[int, tuple[Outside, asyncio.Task[Any]]] = {}

@@ -41,6 +41,7 @@ from tunix.rl.multi_turn.run import disk_full
 from tunix.rl.multi_turn.run import dry_run
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import external_engine
+from tunix.rl.multi_turn.run import first_episode
 from tunix.rl.multi_turn.run import learner_ahead
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import models
@@ -101,6 +102,8 @@ class Run:
     watchdog: judges the metrics.
     counts: of episodes, groups and faults.
     updates: made so far, as far as evaluations are concerned.
+    notes: Sentences about the end that a reader must know, e.g. that nothing
+      was learned.
     evaluated: (updates, results) of the last evaluation, or None.
     store: accepted groups that survive a crash, or None.
     recorded: groups of offline.path; None without.
@@ -159,7 +162,7 @@ class Run:
     self.images = images_lib.ImageStore(self.own_directory / "image_cache")
     self.episodes = episodes.EpisodeFactory(config, self.images)
     if config.plays:
-      episodes.try_first_episode(config, self.episodes, self.task_source)
+      first_episode.try_first_episode(config, self.episodes, self.task_source)
     self.warm_start = warm_start_lib.WarmStart(
         config,
         self.mesh,
@@ -197,6 +200,7 @@ class Run:
     self.watchdog = watchdog_lib.Watchdog(watched, self.observers.on_event)
     self.counts = reporting.RunCounts(config.collect.parts)
     self.updates = 0
+    self.notes: list[str] = []
     self.evaluated: tuple[int, dict[str, Any]] | None = None
     self.store: group_store.SqliteGroupStore | None = None
     self._loop: loop_thread.LoopThread | None = None

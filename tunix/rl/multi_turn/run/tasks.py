@@ -50,10 +50,8 @@ def make_tasks(config: TrainConfig) -> Any:
           families, config.gym.options
       )
     return registry.import_path(found.tasks)(families)
-  except (
-      ValueError, TypeError, ImportError, OSError, LookupError, RuntimeError
-  ) as error:  # pyformat: disable
-    # RuntimeError: of a gym's own kind, e.g. its server is not there.
+  except Exception as error:  # pylint: disable=broad-except
+    # A user's own gym or environment may raise anything.
     path = config.task_source.path
     if isinstance(error, OSError) and str(error.filename) == path:
       raise ConfigError([

@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import logging
+import math
 import time
 from typing import Any
 
@@ -20,6 +21,7 @@ from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
+from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.learner import loop as loop_lib
 from tunix.rl.multi_turn.learner import replay as replay_lib
 from tunix.rl.multi_turn.reporting import step_metrics
@@ -41,6 +43,39 @@ from tunix.rl.queue import group_queue
 from tunix.rl.queue import group_store
 
 _LOG = logging.getLogger(__name__)
+
+
+def _nothing_learned(
+    counters: learner_lib.LearnerCounters, uneven: bool
+) -> str:
+  """Why training has taught the policy nothing; "" where it may have.
+
+  Args:
+    counters: Of the learner, at the end.
+    uneven: Whether the rewards of a group differed in any update.
+  """
+  if not counters.updates:
+    return (
+        "completed without an update: no group of valid episodes reached the"
+        " learner, and the policy is the one that the run began with; see the"
+        " faults in summary.json"
+    )
+  if counters.optimizer_steps and uneven:
+    return ""
+  what = "completed without an update" if not counters.optimizer_steps else (
+      "nothing was learned from rewards"
+  )
+  if counters.skipped_steps and not counters.optimizer_steps:
+    return (
+        f"{what}: no gradient was finite in {counters.updates} steps of the"
+        " learner; lower learner.learning_rate"
+    )
+  return (
+      f"{what}: the episodes of each group got the same reward in all"
+      f" {counters.updates} steps of the learner; check environment.reward,"
+      " clone demonstrations first (warm_start.steps), or choose tasks that the"
+      " policy solves sometimes"
+  )
 
 
 class Training:
@@ -133,6 +168,7 @@ class Training:
     """
     run, config = self._run, self._config
     budget, started = config.run.time_budget_s, time.monotonic()
+    uneven = run.resuming  # Whether a group's rewards differed.
     try:
       if self._beside is not None:
         self._beside.warm_up()
@@ -143,14 +179,21 @@ class Training:
         run.loop.on_death(self._queue.fail)
       run.watchdog.on_stop(self._queue.fail)
       while self._is_unfinished():
-        stop = run.stop.is_set() or (
-            budget and time.monotonic() - started > budget
-        )
-        if run.processes.any("stop", stop):
+        spent = bool(budget) and time.monotonic() - started > budget
+        if run.processes.any("stop", spent or run.stop.is_set()):
+          if spent:
+            run.notes.append(
+                f"run.time_budget_s={budget:g} ended training after"
+                f" {self._learner.counters.updates} of"
+                f" learner.steps={config.learner.steps} updates"
+            )
           break
         try:
-          if self._loop.step(run.stop) is None:
+          metrics = self._loop.step(run.stop)
+          if metrics is None:
             break
+          even = metrics.get("zero_advantage_groups", 0.0)
+          uneven = uneven or even < metrics.get("groups", math.inf)
         except group_queue.QueueClosed:
           if not self._collecting.over:
             raise
@@ -188,6 +231,8 @@ class Training:
     ):
       raise loop_thread.Interrupted()
     self._publish_latest()
+    if nothing := _nothing_learned(self._learner.counters, uneven):
+      run.notes.append(nothing)
 
   def _watch(self) -> None:
     """Ends the run in every process where a watchdog ended it in one.

@@ -60,7 +60,13 @@ class _Stop(Exception):
 
 
 class TrajectoryCollectEngine:
-  """Collects one episode; see the module docstring."""
+  """Collects one episode; see the module docstring.
+
+  Attributes:
+    failure: The exception that ended the episode; None where none did.
+    failed_stage: The stage that raised it, e.g. "reset", "step" or "reward";
+      "" where none failed.
+  """
 
   def __init__(
       self,
@@ -133,6 +139,8 @@ class TrajectoryCollectEngine:
     self.timeout = timeout
     self.deadlines = deadlines
     self.trajectory: Trajectory | None = None  # None while it runs.
+    self.failure: BaseException | None = None
+    self.failed_stage = ""
     self._task = task
     self._seed = seed
     self._success_reward = success_reward
@@ -182,6 +190,7 @@ class TrajectoryCollectEngine:
         status = await self._episode()
     except _Stop as stop:
       status, error = stop.status, f"{stop.kind}: {stop.text}"
+      self.failure, self.failed_stage = stop.__cause__, stop.stage
       if not status.is_policy_outcome:
         self._fault(stop.stage, stop.kind, stop.text)
     except asyncio.CancelledError as e:
@@ -190,6 +199,7 @@ class TrajectoryCollectEngine:
       # Nothing that an episode does may end training.
       status = Status.ENV_ERROR
       error = f"CollectError: {describe(e)}"
+      self.failure, self.failed_stage = e, "collect"
       self._fault("collect", "CollectError", describe(e))
     try:
       with self._stages("env", "setup", "close"):

@@ -137,5 +137,8 @@ class CollectConfig:
     if valid > size:
       yield (
           f"min_valid={valid} exceeds group_size={size}, so every group would"
-          f" be dropped; set min_valid={max(1, size // 2)} or a larger group"
-      )
+          " be dropped; set "
+          + (f"min_valid={max(2, size // 2)} or a larger group" if size > 1 else
+             "group_size=4, or min_valid=1 for an advantage that compares no"
+             " episodes")
+      )  # pyformat: disable

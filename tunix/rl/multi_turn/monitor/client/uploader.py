@@ -96,6 +96,8 @@ class _Uploader:
       return
     number = message.get("drain") or message["close"]
     self._ended = "close" in message
+    # Who asks has everything on the disk.
+    self._trainers = {**self._trainers, "pending": 0}
     done = self._shipper.drain(message["through"], message["timeout_s"])
     if self._ended:
       self._close(done)

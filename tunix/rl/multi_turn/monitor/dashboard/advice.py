@@ -15,6 +15,7 @@ from typing import Any, Sequence
 import numpy as np
 from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib
+from tunix.rl.multi_turn.monitor.dashboard import text as text_lib
 from tunix.rl.multi_turn.reporting import metrics as metrics_lib
 
 FEW_GROUPS = 0.25
@@ -24,6 +25,8 @@ COLLAPSED = 0.2
 WEAKER = 0.15
 """How far below the mean of all a family is named."""
 TRUNCATED, CONTEXT, WANDERING, BROKEN, CLIPPED = 0.05, 0.03, 0.2, 0.05, 0.2
+IDLE = 0.2
+"""Share of the time from which an engine has room for more episodes."""
 BOUND = 0.5
 """Share of a step from which one thing bounds it."""
 
@@ -113,8 +116,8 @@ def _learning(columns: curves_lib.Columns, evals: Sequence[Row]) -> Row | None:
     first = before[-1]
     apart = last["low"] > first["high"] or last["high"] < first["low"]
     text += (
-        f" Evaluations: {_percent(first['rate'])} ({first['name']}) to"
-        f" {_percent(last['rate'])} ({last['name']})"
+        f" Evaluations: {text_lib.percent(first['rate'])} ({first['name']}) to"
+        f" {text_lib.percent(last['rate'])} ({last['name']})"
         + ("." if apart else ", within their 95 % intervals.")
     )
   return _line("learning", text.strip(), "/evals") if text else None
@@ -137,9 +140,7 @@ def _bound(columns: curves_lib.Columns) -> Row | None:
       text += (
           f" Episodes spend {_percent(model)} of their time on the model and"
           f" {_percent(env)} in the environment: "
-          + ("more engine.slots or a faster model helps."
-             if model >= env else
-             "more environments at once (collect.concurrency) help.")
+          + _helps(columns, model >= env)
       )  # pyformat: disable
     return _line("throughput", text, "/health")
   if learn / total >= BOUND:
@@ -158,6 +159,20 @@ def _bound(columns: curves_lib.Columns) -> Row | None:
       f" {_percent(rest)} publishing weights and the rest.",
       "/health",
   )
+
+
+def _helps(columns: curves_lib.Columns, waits_for_model: bool) -> str:
+  """Names the setting that speeds up a run whose learner waits."""
+  if not waits_for_model:
+    return "more environments at once (collect.concurrency) help."
+  idle = columns.recent("engine_idle")
+  if idle is not None and idle > IDLE:
+    return (
+        f"the engine is idle {_percent(idle)} of the time, so more engine.slots"
+        " do not help; more episodes at once (collect.concurrency) or a larger"
+        " queue.max_staleness do."
+    )
+  return "more engine.slots or a faster model helps."
 
 
 def _gradients(columns: curves_lib.Columns) -> Row | None:

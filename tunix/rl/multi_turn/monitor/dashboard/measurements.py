@@ -7,10 +7,10 @@ others. The terminal and the report name the same figures.
 
 from __future__ import annotations
 
-import math
 from typing import Any, Mapping, Sequence
 
 import sqlalchemy as sa
+from tunix.rl.multi_turn.core import comparison
 from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib
 from tunix.rl.multi_turn.monitor.dashboard import page_request
@@ -290,7 +290,7 @@ class MeasurementPages:
     return page_request.Page("eval_diff.html", {
         "run": run, "tab": "evals", "every": every, "a": known[keys["a"]],
         "b": known[keys["b"]], "pairs": len(pairs), "gained": gained,
-        "lost": lost, "chance": sign_test(len(gained), len(lost)),
+        "lost": lost, **_by_task(pairs),
         "both": sum(p["a"]["won"] and p["b"]["won"] for p in pairs),
         "neither": sum(
             not p["a"]["won"] and not p["b"]["won"] for p in pairs
@@ -345,22 +345,21 @@ def paired(first: Sequence[Row], second: Sequence[Row]) -> list[Row]:
   return found
 
 
+def _by_task(pairs: Sequence[Row]) -> Row:
+  """Counts tasks with more wins and with fewer, and tests the split.
+
+  Attempts at one task, sampled or greedy, are not independent: a task counts
+  once. `chance` is None where no task changed.
+  """
+  change: dict[int, int] = {}
+  for pair in pairs:
+    task, by = pair["a"]["task_id"], pair["b"]["won"] - pair["a"]["won"]
+    change[task] = change.get(task, 0) + by
+  better = sum(by > 0 for by in change.values())
+  worse = sum(by < 0 for by in change.values())
+  chance = comparison.sign_test(better, worse) if better + worse else None
+  return {"better": better, "worse": worse, "chance": chance}
+
+
 def _attempt_key(one: Mapping[str, Any]) -> tuple[int, bool]:
   return one["task_id"], one["temperature"] == 0
-
-
-def sign_test(gained: int, lost: int) -> float | None:
-  """p-value of a split at least this uneven if flips go either way alike.
-
-  The exact two-sided sign test, which is McNemar's for pairs; None without a
-  flip.
-  """
-  n = gained + lost
-  if not n:
-    return None
-  fewer = min(gained, lost)
-  if n > 1000:  # The normal approximation with continuity correction.
-    z = max(0.0, abs(gained - lost) - 1) / math.sqrt(n)
-    return math.erfc(z / math.sqrt(2))
-  tail = sum(math.comb(n, k) for k in range(fewer + 1)) / 2**n
-  return min(1.0, 2 * tail)

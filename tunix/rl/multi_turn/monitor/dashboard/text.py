@@ -103,9 +103,9 @@ def _no_number(value: Any) -> str | None:
 
 
 def percent(value: Any) -> str:
-  """A share in [0, 1]."""
+  """A share in [0, 1], with the digits of `success_rates.text_of`."""
   other = _no_number(value)
-  return f"{100 * value:.0f} %" if other is None else other
+  return f"{100 * value:.1f} %" if other is None else other
 
 
 def size(value: Any) -> str:

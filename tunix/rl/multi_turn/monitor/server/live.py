@@ -2,7 +2,9 @@
 
 An event's id is the change's number in the database, so a browser that
 reconnects (`Last-Event-ID`), even to a restarted server, misses nothing. A
-listener whose last change is too old gets one event `reset`: load again.
+listener whose last change is too old gets one event `reset`: load again. One
+whose server is about to end gets one event `over`, and a moment to load the
+last figures.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class Live:
     self._loop: asyncio.AbstractEventLoop | None = None
     self._news: asyncio.Event | None = None
     self.closing = False
+    self._ending = False
 
   def start(self) -> None:
     """Binds to the running loop; call it on the loop that serves."""
@@ -43,6 +46,16 @@ class Live:
     """Ends every stream."""
     self.closing = True
     self._wake()
+
+  def announce_end(self) -> None:
+    """Sends every listener the event `over`. Thread-safe."""
+    self._ending = True
+    self.notify()
+
+  @property
+  def listeners(self) -> int:
+    """Streams that are open."""
+    return self._listeners
 
   def notify(self) -> None:
     """Something was committed. Thread-safe."""
@@ -92,6 +105,7 @@ class Live:
         last = newest
         yield _event("reset", last, {"reason": "too old"})
       idle = 0.0
+      announced = False
       while not self.closing:
         news = self._news
         rows = await concurrency.run_in_threadpool(
@@ -112,6 +126,9 @@ class Live:
           idle = 0.0
           if len(rows) == _PAGE:
             continue
+        if self._ending and not announced:
+          announced = True
+          yield _event("over", last, {})
         try:
           # Another process may write to the same database.
           await asyncio.wait_for(news.wait(), _FOREIGN_WRITER_S)

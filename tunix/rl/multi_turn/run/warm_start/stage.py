@@ -34,7 +34,7 @@ from tunix.rl.multi_turn.run.warm_start import demonstrations
 from tunix.rl.multi_turn.run.warm_start import recorded
 
 _CHECKPOINTS = "cloning"
-_RESULT = "warm_start"
+_RESULT = models.WARM_START
 
 
 class WarmStart:

@@ -339,6 +339,29 @@ function drawAll() {
   box().dataset.ready = String(Number(box().dataset.ready || 0) + 1);
 }
 
+// Puts the charts that `fresh` has and the page has not into their places;
+// returns whether there were any. None is taken away from its reader.
+function adopt(fresh) {
+  const next = fresh.getElementById("charts");
+  if (!next) return false;
+  const name = (child) => child.dataset.key ?? child.textContent;
+  let last = null;
+  let changed = false;
+  for (const child of [...next.children]) {
+    const same = [...box().children].find((c) => c.tagName === child.tagName && name(c) === name(child));
+    if (same) {
+      last = same;
+      continue;
+    }
+    const adopted = document.adoptNode(child);
+    if (last) last.after(adopted);
+    else box().prepend(adopted);
+    last = adopted;
+    changed = true;
+  }
+  return changed;
+}
+
 async function reload() {
   try {
     if (await load()) drawAll();
@@ -393,6 +416,9 @@ export function start() {
   reload();
   document.addEventListener("data-changed", (event) => {
     if (["step", "eval", "baseline"].some((kind) => event.detail.has(kind))) reload();
+  });
+  document.addEventListener("parts-changed", (event) => {
+    if (adopt(event.detail)) reload();
   });
   document.addEventListener("theme-changed", drawAll);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);

@@ -1,6 +1,7 @@
 // Parts of a page, replaced by those that the server makes now: after a click
 // on a link or form that only changes the view, and when something changed.
-// A part is an element with `data-part` and an id.
+// A part is an element with `data-part` and an id. Charts are none: charts.js
+// adds those that a page gets while it is open.
 
 // Changes of a moment go together; then a page waits this long. A page that is
 // watched, like a running episode's, has its own `data-every`.
@@ -55,7 +56,7 @@ function replace(fresh, quiet) {
     if (same) same.focus({ preventScroll: true });
   }
   document.title = fresh.title;
-  document.dispatchEvent(new CustomEvent("parts-changed"));
+  document.dispatchEvent(new CustomEvent("parts-changed", { detail: fresh }));
 }
 
 // Resolves to whether the parts are those of `url` now. The last one asked
@@ -140,6 +141,12 @@ function gather(notify) {
   };
 }
 
+// Whether the page is of a run that has ended.
+function isOver() {
+  const state = document.getElementById("run-head")?.dataset.state;
+  return ["completed", "failed", "cancelled"].includes(state);
+}
+
 function watch(training) {
   const sign = document.getElementById("live");
   const url = "/api/v1/events" + (training ? `?training_id=${training}` : "");
@@ -148,16 +155,25 @@ function watch(training) {
     refresh();
   });
   let source = null;
-  function say(word, on) {
-    sign.textContent = word;
-    sign.classList.toggle("on", on);
+  function say(word, on = false) {
+    sign.textContent = isOver() ? "run over" : word;
+    sign.classList.toggle("on", on && !isOver());
+  }
+  // The server of a run ends with it, and says so shortly before.
+  async function serverEnds() {
+    document.dispatchEvent(new CustomEvent("data-changed", { detail: new Set(["step", "eval"]) }));
+    await show(location.href, { push: false, quiet: true });
+    close();
+    say("server ended");
+    sign.title = "The run's server has ended with it. Its pages are served again by: python -m tunix.rl.multi_turn.monitor serve";
   }
   function open() {
     if (source) return;
-    say("connecting", false);
+    say("connecting");
     source = new EventSource(url);
     source.addEventListener("open", () => say("live", true));
-    source.addEventListener("error", () => say("no connection", false));
+    source.addEventListener("error", () => say("no connection"));
+    source.addEventListener("over", serverEnds);
     source.addEventListener("change", (event) => changed(JSON.parse(event.data).kind));
     source.addEventListener("reset", () => changed("step"));
   }
@@ -166,6 +182,9 @@ function watch(training) {
     source = null;
   }
   sign.hidden = false;
+  document.addEventListener("parts-changed", () => {
+    if (source) say(source.readyState === EventSource.OPEN ? "live" : "connecting", source.readyState === EventSource.OPEN);
+  });
   // A browser has six connections to a server: pages out of sight need none.
   document.addEventListener("visibilitychange", () => {
     if (document.hidden) close();
