@@ -70,7 +70,10 @@ def make_gym(config: TrainConfig, family: str) -> gym_base.Gym:
   try:
     return spec.make_gym({**facts, **config.gym.options})
   except (TypeError, ValueError) as error:
-    raise ConfigError([f"gym.options={config.gym.options}: {error}"]) from None
+    raise ConfigError([
+        f"gym.width={config.gym.width}, gym.height={config.gym.height},"
+        f" gym.options={config.gym.options}: {error}"
+    ]) from None
   except Exception as error:  # pylint: disable=broad-except
     # A user's own, which may raise anything.
     raise ConfigError([
