@@ -252,7 +252,7 @@ async def test_the_other_ways_to_read_a_run():
     [
         (lambda *_: (500, {"error": "no"}), "the answer has status 500"),
         (lambda *_: (200, b"<html>"), "of status 200, cannot be used"),
-        (lambda *_: (200, {"choices": []}), "no answer that can be used"),
+        (lambda *_: (200, {"choices": []}), "it is no chat completion"),
         (lambda *_: asyncio.sleep(2, (200, {})), "timeout"),
     ],
     ids=["500", "html", "empty", "hang"],

@@ -45,7 +45,7 @@ def hangs():
 async def test_a_number_beyond_its_bound_is_refused_by_its_field(change, words):
   request = body("http://127.0.0.1:1")
   request["env"] |= change
-  with run_services.serving() as (url, _):
+  with run_services.serving(client_settings=("time_decay",)) as (url, _):
     async with httpx.AsyncClient() as http:
       answer = await http.post(f"{url}/runs", json=request)
   assert answer.status_code == 422 and words in answer.text, answer.text

@@ -28,9 +28,15 @@ WAYS = ("normal", "reward", "SIGINT", "SIGINT twice", "SIGTERM", "SIGHUP",
 START_S, END_S, LEFT_S = 240.0, 60.0, 10.0
 
 
+_CALLS = []
+
+
 def reward(*args, **kwargs):
-  """A user's reward that is broken."""
-  raise RuntimeError("the user's reward is broken")
+  """A user's reward that passes a run's trial and breaks in its episodes."""
+  _CALLS.append(None)
+  if len(_CALLS) > 1:
+    raise RuntimeError("the user's reward is broken")
+  return 0.0
 
 
 def arguments(folder: pathlib.Path, way: str, port: int) -> list[str]:

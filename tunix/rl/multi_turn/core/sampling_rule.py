@@ -11,11 +11,11 @@ is named by its field. Does not mask, count or refuse.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from typing import Any, Iterator, Mapping
 
 import pydantic
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import policy_client
 
 FIELDS = ("temperature", "top_p", "top_k", "min_p")
@@ -137,7 +137,7 @@ def of_text(
     ValueError: naming the option and the value.
   """
   try:
-    fields = json.loads(text)
+    fields = json_text.parse(text)
     if not isinstance(fields, dict) or set(fields) - set(FIELDS):
       raise ValueError(f"give an object of {', '.join(FIELDS)}")
     return kind(**fields, other=other)

@@ -53,6 +53,15 @@ class ModelError(http.CallError):
   """The model server does not answer as it should."""
 
 
+class ReplyError(ModelError):
+  """The model server's answer is none that a run can use."""
+
+  @property
+  def summary(self) -> str:
+    """The message itself, which has no word of the server's."""
+    return f"ModelError: {self}"
+
+
 class RecordsFull(RuntimeError):
   """The service has no memory left for a run's events."""
 
@@ -401,10 +410,10 @@ def _reply_of(answer: bytes) -> dict[str, Any]:
   except ValueError:
     reply = None
   if not isinstance(reply, dict):
-    raise ModelError(
-        "the model server's answer is not JSON's object, or holds what cannot"
-        " be written again: half a surrogate pair, NaN, a number larger than"
-        " any float, more than 200 levels"
+    raise ReplyError(
+        "the answer, of status 200, cannot be used: it is no JSON object, or"
+        " holds what cannot be written again: half a surrogate pair, NaN, a"
+        " number larger than any float, more than 200 levels"
     )
   return reply
 
@@ -422,9 +431,9 @@ def _text_of(reply: Mapping[str, Any]) -> str:
     if not isinstance(text, str):
       raise TypeError
   except (KeyError, IndexError, TypeError):
-    raise ModelError(
-        "the model server's answer is no chat completion: it has no text at"
-        " choices[0].message.content"
+    raise ReplyError(
+        "the answer, of status 200, cannot be used: it is no chat completion"
+        " with a text at choices[0].message.content"
     ) from None
   return text
 
