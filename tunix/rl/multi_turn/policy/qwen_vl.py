@@ -24,7 +24,6 @@ from tunix.rl.multi_turn.policy import qwen2_5_vl
 from tunix.rl.multi_turn.policy import qwen2_vl
 from tunix.rl.multi_turn.policy import qwen3_vl
 from tunix.rl.multi_turn.policy import qwen_config
-from tunix.rl.multi_turn.policy import qwen_decoder
 from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import sharding
@@ -42,7 +41,6 @@ _TOWERS = {
 class QwenVL(qwen_text.QwenText):
   """See the module docstring."""
 
-  decoder_class = qwen_decoder.Decoder
   reads_image_patches = True
   vision_modules = ("visual",)
 
