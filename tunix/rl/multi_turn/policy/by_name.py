@@ -88,8 +88,8 @@ def resolve(name: str) -> NamedPolicy:
   """The policy that a name stands for; imports a factory, reads no weights.
 
   Args:
-    name: of `BUILT_IN` or `settings.PRETRAINED`, a directory, a GGUF file, or
-      "package.module:factory".
+    name: A name of `BUILT_IN` or `settings.PRETRAINED`, a directory, a GGUF
+      file, or "package.module:factory".
 
   Raises:
     ValueError: no such factory.

@@ -1,4 +1,4 @@
-"""Makes policy directories of GGUF files, and finds those of installed packages.
+"""Makes policy directories of GGUF files, also of those in installed packages.
 
 A file becomes a directory in the user's cache: config.json and the tokenizer
 from its metadata, its tensors as safetensors. Everything else reads that
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import logging
 import math
 import os
@@ -77,6 +76,8 @@ def directory_of(file: pathlib.Path) -> pathlib.Path:
     ValueError: the file is no whole GGUF file of a policy that loads here.
     OSError: it, or the user's cache directory, cannot be read or written.
   """
+  if not file.is_file():
+    raise FileNotFoundError(f"there is no file {file}")
   file = file.resolve()
   facts = file.stat()
   key = f"{_VERSION} {file} {facts.st_size} {facts.st_mtime_ns}"
@@ -86,16 +87,16 @@ def directory_of(file: pathlib.Path) -> pathlib.Path:
   if target.is_dir():
     return target
   target.parent.mkdir(parents=True, exist_ok=True)
-  made = pathlib.Path(tempfile.mkdtemp(prefix=".", dir=target.parent))
+  partial = pathlib.Path(tempfile.mkdtemp(prefix=".", dir=target.parent))
   try:
-    _write(file, made)
+    _write(file, partial)
     _LOG.info("%s is unpacked to %s", file, target)
-    made.rename(target)
+    partial.rename(target)
   except OSError:
     if not target.is_dir():  # Else another process was first.
       raise
   finally:
-    shutil.rmtree(made, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)
   return target
 
 
@@ -163,8 +164,8 @@ def _open(file: pathlib.Path) -> Any:
     raise ValueError(f"{file}: {error}") from None
   except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
     raise ValueError(
-        f"{file} is not a whole GGUF file that the package gguf reads"
-        f" ({error}); copy or download it again, or another quantization of it"
+        f"{file} cannot be read as GGUF ({error}); copy or download it again,"
+        " or another quantization of it"
     ) from None
 
 
@@ -197,12 +198,12 @@ def _config(
   family = _family(architecture)
 
   def get(name: str, *default: Any) -> Any:
-    found = fields.get(f"{architecture}.{name}", *default)
-    if found is None and not default:
+    value = fields.get(f"{architecture}.{name}", *default)
+    if value is None and not default:
       raise ValueError(
           f"the metadata lack {architecture}.{name}; give another conversion"
       )
-    return found
+    return value
 
   if get("expert_count", 0):
     raise ValueError(
@@ -270,12 +271,17 @@ def _scaling(
     return None
   names = {
       "factor": "rope.scaling.factor",
-      "original_max_position_embeddings": "rope.scaling.original_context_length",
+      "original_max_position_embeddings": (
+          "rope.scaling.original_context_length"
+      ),
       "beta_fast": "rope.scaling.yarn_beta_fast",
       "beta_slow": "rope.scaling.yarn_beta_slow",
   }  # pyformat: disable
-  found = {key: get(name, None) for key, name in names.items()}
-  return {"rope_type": kind} | {k: v for k, v in found.items() if v is not None}
+  values = {key: get(name, None) for key, name in names.items()}
+  return {
+      "rope_type": kind,
+      **{key: value for key, value in values.items() if value is not None},
+  }
 
 
 def _llama3(
@@ -330,9 +336,8 @@ def _sources(
       problems.append(f"tensor {name} is of {got}, its metadata say {shape}")
     sources[key] = tensor, shape
   extra = tensors.keys() - {t.name for t, _ in sources.values()}
-  problems += [
-      f"tensor {name} is unexpected" for name in sorted(extra - {_LLAMA3_FACTORS})
-  ]
+  extra -= {_LLAMA3_FACTORS}
+  problems += [f"tensor {name} is unexpected" for name in sorted(extra)]
   if problems:
     more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
     raise ValueError(f"{'; '.join(problems[:3])}{more}")

@@ -178,10 +178,10 @@ def _merges(
         f"tokenizer.ggml.scores has {len(scores)} entries for"
         f" {len(tokens)} tokens"
     )
-  found = [
+  joins = [
       (-scores[i], vocabulary[token[:at]], vocabulary[token[at:]])
       for i, token in enumerate(tokens)
       for at in range(1, len(token))
       if token[:at] in vocabulary and token[at:] in vocabulary
   ]
-  return [(tokens[a], tokens[b]) for _, a, b in sorted(found)]
+  return [(tokens[a], tokens[b]) for _, a, b in sorted(joins)]

@@ -47,9 +47,7 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
   if directory.is_dir():
     _refuse_two(directory)
     return directory
-  if str(path) in settings.PRETRAINED or (
-      settings.is_gguf(str(path)) and directory.is_file()
-  ):
+  if str(path) in settings.PRETRAINED or settings.is_gguf(str(path)):
     # It builds on this module.
     from tunix.rl.multi_turn.policy import gguf_files
 
@@ -73,9 +71,9 @@ def _refuse_two(directory: pathlib.Path) -> None:
   if file is None:
     return
   both = any(directory.glob("*.safetensors"))
-  beside = f"{file.name} beside safetensors" if both else file.name
+  files = f"{file.name} beside safetensors" if both else file.name
   raise ValueError(
-      f"{directory} holds {beside}; give {file}"
+      f"{directory} holds {files}; give {file}"
       + (", or move one of them elsewhere" if both else "")
   )
 

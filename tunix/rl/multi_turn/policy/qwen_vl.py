@@ -24,6 +24,7 @@ from tunix.rl.multi_turn.policy import qwen2_5_vl
 from tunix.rl.multi_turn.policy import qwen2_vl
 from tunix.rl.multi_turn.policy import qwen3_vl
 from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import qwen_decoder
 from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import sharding

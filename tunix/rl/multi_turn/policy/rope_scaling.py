@@ -84,8 +84,8 @@ class RopeScaling:
           self.original_max_position_embeddings / (2 * math.pi)
       )
       low, high = self.low_freq_factor, self.high_freq_factor
-      kept = np.clip((turns - low) / (high - low), 0, 1).astype(np.float32)
-      return (divided * (1 - kept) + frequencies_H * kept).astype(np.float32)
+      ramp = np.clip((turns - low) / (high - low), 0, 1).astype(np.float32)
+      return (frequencies_H * ramp + divided * (1 - ramp)).astype(np.float32)
     half = len(frequencies_H)
     low, high = (
         self._frequency_of(turns, 2 * half, theta)
