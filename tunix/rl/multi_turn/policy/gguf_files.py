@@ -1,4 +1,4 @@
-"""Makes policy directories of GGUF files, also of those in installed packages.
+"""Makes policy directories of GGUF files, and finds those in packages.
 
 A file becomes a directory in the user's cache: config.json and the tokenizer
 from its metadata, its tensors as safetensors. Everything else reads that
