@@ -74,7 +74,9 @@ def test_turns_and_groups_are_what_the_policy_says(parts):
       window_buckets=(CONTEXT,), **images,
       decode_steps_per_call=3, page_size=PAGE, banned_token_ids=banned,
   )  # pyformat: disable
-  recompute = references.Recompute(*parts, length=CONTEXT, images=6 * bool(images))
+  recompute = references.Recompute(
+      *parts, length=CONTEXT, images=6 if images else 0
+  )
 
   def check(tokens, spans, completion, sampling):
     whole = np.append(tokens, completion.tokens)

@@ -43,7 +43,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def tokenizer_fields():
-  """tiny_vl's tokenizer in the metadata's words, as it is published."""
+  """The metadata of tiny_vl's vocabulary, merges and special tokens."""
   raw = json.loads(
       (policy_files.resolve("tiny_vl") / "tokenizer.json").read_text()
   )
@@ -97,11 +97,11 @@ def config_of(family, **text):
 
 def stored(model):
   """Key -> a parameter as a checkpoint has it."""
-  found = {}
+  values = {}
   for tensor in checkpoint_names.tensors_of(model):
     value = np.asarray(tensor.variable[...])
-    found[tensor.keys[0]] = value.T if tensor.transposed else value
-  return found
+    values[tensor.keys[0]] = value.T if tensor.transposed else value
+  return values
 
 
 def write(
@@ -236,8 +236,8 @@ def test_quantized_tensors_are_the_packages(kind, policy, tmp_path):
       value = gguf.dequantize(gguf.quantize(value, type_), type_)
     np.testing.assert_array_equal(got[key], value, err_msg=key)
   size = (directory / "model.safetensors").stat().st_size
-  whole = 4 * sum(value.size for value in got.values())
-  assert size < whole * 0.6 if kind == "BF16" else size > whole
+  wide = 4 * sum(value.size for value in got.values())
+  assert size < wide * 0.6 if kind == "BF16" else size > wide
 
 
 @pytest.mark.parametrize("kind, block", [("Q4_K", 144), ("Q6_K", 210)])
@@ -283,9 +283,9 @@ def test_scaled_positions_are_the_metadatas(policy, tmp_path):
           "rope.scaling.original_context_length": 1024,
       },
   )  # pyformat: disable
-  found = checkpoint.load_config(file).text.rope_scaling
-  assert (found.kind, found.factor) == ("yarn", 4.0)
-  assert found.original_max_position_embeddings == 1024
+  scaling = checkpoint.load_config(file).text.rope_scaling
+  assert (scaling.kind, scaling.factor) == ("yarn", 4.0)
+  assert scaling.original_max_position_embeddings == 1024
 
 
 def test_it_is_unpacked_once_and_saved_as_safetensors(policy, tmp_path):
@@ -328,8 +328,8 @@ def test_token_ids_are_the_tokenizers_own(policy, tmp_path):
 
 
 def write_tokenizer(tmp_path, **fields):
-  found = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
-  gguf_tokenizer.write(found, tmp_path)
+  metadata = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+  gguf_tokenizer.write(metadata, tmp_path)
   return policy_files.load_tokenizer(tmp_path)
 
 
@@ -361,25 +361,25 @@ def test_scored_pieces_are_sentencepieces(prefix, tmp_path):
       model_type="bpe", byte_fallback=True, add_dummy_prefix=prefix,
       remove_extra_whitespaces=False, normalization_rule_name="identity",
   )  # pyformat: disable
-  theirs = sentencepiece.SentencePieceProcessor(
+  processor = sentencepiece.SentencePieceProcessor(
       model_proto=model.getvalue()
   )
-  ids = range(theirs.vocab_size())
+  ids = range(processor.vocab_size())
   kind = lambda i: (
-      6 if theirs.is_byte(i) else 3 if theirs.is_control(i) else
-      2 if theirs.is_unknown(i) else 1
+      6 if processor.is_byte(i) else 3 if processor.is_control(i) else
+      2 if processor.is_unknown(i) else 1
   )  # pyformat: disable
   encoder = write_tokenizer(
-      tmp_path, model="llama", tokens=[theirs.id_to_piece(i) for i in ids],
-      scores=[theirs.get_score(i) for i in ids],
+      tmp_path, model="llama", tokens=[processor.id_to_piece(i) for i in ids],
+      scores=[processor.get_score(i) for i in ids],
       token_type=list(map(kind, ids)),
-      unknown_token_id=theirs.unk_id(), bos_token_id=theirs.bos_id(),
+      unknown_token_id=processor.unk_id(), bos_token_id=processor.bos_id(),
       add_space_prefix=prefix, add_bos_token=True,
   )  # pyformat: disable
   for text in ("the lazy fox  jumps", "over 121 dogs é", "t", " quick"):
-    want = theirs.encode(text)
-    assert encoder.encode(text).ids == [theirs.bos_id(), *want], text
-    assert encoder.decode(want) == theirs.decode(want) == text
+    want = processor.encode(text)
+    assert encoder.encode(text).ids == [processor.bos_id(), *want], text
+    assert encoder.decode(want) == processor.decode(want) == text
 
 
 # --- wrong files --------------------------------------------------------------
@@ -396,8 +396,8 @@ def refused(file):
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.2, 0.999])
 def test_a_cut_file_is_refused(share, policy, tmp_path):
   file = write(tmp_path / "policy.gguf", policy("llama"))
-  whole = file.read_bytes()
-  file.write_bytes(whole[: int(share * len(whole))])
+  data = file.read_bytes()
+  file.write_bytes(data[: int(share * len(data))])
   assert f"{file} cannot be read as GGUF" in refused(file)
 
 
@@ -481,11 +481,11 @@ def test_the_command_line_says_it_in_one_line(kind, policy, tmp_path):
   file = write(tmp_path / "policy.gguf", policy("llama"), **changes)
   if kind == "cut":
     file.write_bytes(file.read_bytes()[:-1000])
-  done = subprocess.run(
+  result = subprocess.run(
       [sys.executable, "-m", "tunix.rl.multi_turn.train", f"policy={file}",
        "environment=tool", "--dry-run"],
       capture_output=True, text=True, timeout=120, check=False,
   )  # pyformat: disable
-  assert done.returncode == 2
-  (line,) = [x for x in done.stderr.splitlines() if "policy.gguf" in x]
+  assert result.returncode == 2
+  (line,) = [x for x in result.stderr.splitlines() if "policy.gguf" in x]
   assert line.startswith("error: ")

@@ -54,7 +54,7 @@ def test_a_text_policy_on_a_mesh_equals_one_device(family):
       "-m", "tests.policy.text_sharding_script", family, "fsdp4_tensor2",
       "fsdp2_sequence2_tensor2", seconds=600,
   )  # pyformat: disable
-  for mesh, found in report.items():
-    assert found["loss"] < 1e-5, mesh
-    assert found["gradient"] < 1e-5, mesh
-    assert found["weights_share"] < 0.4, mesh
+  for mesh, errors in report.items():
+    assert errors["loss"] < 1e-5, mesh
+    assert errors["gradient"] < 1e-5, mesh
+    assert errors["weights_share"] < 0.4, mesh
