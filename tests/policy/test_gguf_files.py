@@ -13,15 +13,16 @@ import tokenizers
 from tokenizers import pre_tokenizers
 import transformers
 import trials
+from tunix.rl.multi_turn.policy import by_name
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import checkpoint_names
-from tunix.rl.multi_turn.policy import gguf_files
 from tunix.rl.multi_turn.policy import gguf_tokenizer
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import qwen_checkpoint
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_text_config
 from tunix.rl.multi_turn.policy import rope_scaling
+from tunix.rl.multi_turn.policy import settings
 
 gguf = pytest.importorskip("gguf")
 
@@ -464,9 +465,17 @@ def test_a_directory_is_one_checkpoint(policy, tmp_path):
     policy_files.resolve(tmp_path / "absent.gguf")
 
 
+def test_a_run_takes_it_by_its_name():
+  assert settings.POLICIES.get("weights.gguf") == "weights.gguf"
+  for name in ("weights.gguf", "smollm2_135m"):
+    policy = by_name.resolve(settings.POLICIES.get(name))
+    assert policy.brings_weights and policy.weights == name
+  assert "smollm2_135m" not in by_name.BUILT_IN
+
+
 def test_an_absent_package_is_named(monkeypatch):
   monkeypatch.setitem(
-      gguf_files.settings.PRETRAINED, "smollm2_135m", ("llm_absent", "x.gguf")
+      settings.PRETRAINED, "smollm2_135m", ("llm_absent", "x.gguf")
   )
   with pytest.raises(ValueError, match=r"\[pretrained\]'.*no-deps llm-absent"):
     policy_files.resolve("smollm2_135m")
