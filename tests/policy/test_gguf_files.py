@@ -26,7 +26,6 @@ from tunix.rl.multi_turn.policy import settings
 
 gguf = pytest.importorskip("gguf")
 
-pytestmark = pytest.mark.peer("gguf")
 WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 256, 2, 4, 2, 32
 ARCHITECTURES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
