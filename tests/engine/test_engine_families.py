@@ -12,6 +12,7 @@ import trials
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.policy import text_inputs
 
 qwen_reference = pytest.importorskip("qwen_reference")
 
@@ -26,20 +27,26 @@ DRAWN = policy_client.SamplingParams(max_new_tokens=6, temperature=1.0, seed=3)
 @pytest.fixture(
     scope="module",
     params=trials.by_default(
-        ["glm4v_moe groups", "gemma3"],
-        ["glm4v_moe groups", "glm4v", "opencua", "gemma3", "gemma3 wide"],
+        ["glm4v_moe groups", "gemma3", "llama tied", "gemma3_text wide"],
+        ["glm4v_moe groups", "glm4v", "opencua", "gemma3", "gemma3 wide",
+         "llama", "llama tied", "gemma3_text", "gemma3_text wide"],
     ),
 )
 def parts(request, tmp_path_factory):
   """The family's policy, processor and screenshots."""
+  configs = qwen_reference.CONFIGS | qwen_reference.TEXT_CONFIGS
   made = qwen_reference.Reference(
-      qwen_reference.CONFIGS[request.param], tmp_path_factory.mktemp("policy")
+      configs[request.param], tmp_path_factory.mktemp("policy")
   )
-  return made.policy(), made.processor, images_lib.ImageStore()
+  text = request.param in qwen_reference.TEXT_CONFIGS
+  processor = text_inputs.TextProcessor() if text else made.processor
+  return made.policy(), processor, images_lib.ImageStore()
 
 
 def prompt(parts, rng, images):
   _, processor, store = parts
+  if not processor.patch_bytes:
+    return rng.integers(1, qwen_reference.WORDS, 24).astype(np.int32), ()
   words = lambda: rng.integers(1, qwen_reference.WORDS, 7)
   tokens, spans = words(), ()
   for _ in range(images):
@@ -58,13 +65,18 @@ def test_turns_and_groups_are_what_the_policy_says(parts):
   model, processor, store = parts
   rng = np.random.default_rng(0)
   banned = model.config.banned_token_ids
+  images = {"image_buckets": (2,), "patch_buckets": (144,)}
+  if not processor.patch_bytes:
+    images = {}
   engine = micro.engine_of(
       model, processor, store, slots=4, context_length=CONTEXT,
       decode_rows=(4,), prefill_rows=(4,), prefill_buckets=(32,),
-      window_buckets=(CONTEXT,), image_buckets=(2,), patch_buckets=(144,),
+      window_buckets=(CONTEXT,), **images,
       decode_steps_per_call=3, page_size=PAGE, banned_token_ids=banned,
   )  # pyformat: disable
-  recompute = references.Recompute(*parts, length=CONTEXT, images=6)
+  recompute = references.Recompute(
+      *parts, length=CONTEXT, images=6 if images else 0
+  )
 
   def check(tokens, spans, completion, sampling):
     whole = np.append(tokens, completion.tokens)

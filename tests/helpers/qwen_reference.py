@@ -136,6 +136,33 @@ def _config(family: str, **changes) -> qwen_config.QwenVLConfig:
   )
 
 
+_GEMMA_TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rope_theta": 1e6,
+    "mrope_section": (8, 0, 0),
+    "full_attention_layers": (1, 3),
+    "sliding_window": 6,
+    "local_rope_theta": 1e4,
+    "query_pre_attn_scalar": 10.0,
+}
+# The published pattern of layers and scaled positions; windows as long as an
+# image, of which a token is more.
+_GEMMA_WIDE_TEXT = {
+    "num_hidden_layers": 7,
+    "num_attention_heads": 6,
+    "full_attention_layers": (5,),
+    "sliding_window": 4,
+    "query_pre_attn_scalar": 16.0,
+    "rope_scaling": rope_scaling.RopeScaling("linear", 8.0),
+}
+
+
 def _gemma(
     merge: int = 2, tokens: int = 4, text=None, **changes
 ) -> qwen_config.QwenVLConfig:
@@ -152,22 +179,7 @@ def _gemma(
           spatial_merge_size=merge,
           num_position_embeddings=tokens * merge**2,
       ),
-      text=qwen_config.TextConfig(**{
-          "vocab_size": VOCABULARY,
-          "hidden_size": 48,
-          "intermediate_size": 72,
-          "num_hidden_layers": 4,
-          "num_attention_heads": 4,
-          "num_key_value_heads": 2,
-          "head_dim": 16,
-          "rope_theta": 1e6,
-          "mrope_section": (8, 0, 0),
-          "full_attention_layers": (1, 3),
-          "sliding_window": 6,
-          "local_rope_theta": 1e4,
-          "query_pre_attn_scalar": 10.0,
-          **(text or {}),
-      }),
+      text=qwen_config.TextConfig(**{**_GEMMA_TEXT, **(text or {})}),
       **(_IDS | {"video_token_id": IMAGE}),
       **{"tie_word_embeddings": True, **changes},
   )
@@ -203,38 +215,30 @@ CONFIGS = {
     "glm4v_moe": _config("glm4v_moe"),
     "glm4v_moe groups": _grouped(),
     "gemma3": _gemma(),
-    # The published pattern of layers and scaled positions; windows as long as
-    # an image, of which a token is more.
     "gemma3 wide": _gemma(
-        merge=3,
-        text={
-            "num_hidden_layers": 7,
-            "num_attention_heads": 6,
-            "full_attention_layers": (5,),
-            "sliding_window": 4,
-            "query_pre_attn_scalar": 16.0,
-            "rope_scaling": rope_scaling.RopeScaling("linear", 8.0),
-        },
-        tie_word_embeddings=False,
+        merge=3, text=_GEMMA_WIDE_TEXT, tie_word_embeddings=False
     ),
 }
 
 
-def _text_config(family: str, **changes) -> qwen_text_config.QwenTextConfig:
+def _text_config(
+    family: str, text=None, **changes
+) -> qwen_text_config.QwenTextConfig:
   qwen3 = family == "qwen3"
   return qwen_text_config.QwenTextConfig(
       family=family,
-      text=qwen_config.TextConfig(
-          vocab_size=VOCABULARY,
-          hidden_size=48 if qwen3 else 64,
-          intermediate_size=72,
-          num_hidden_layers=2,
-          num_attention_heads=4,
-          num_key_value_heads=2,
-          head_dim=16,
-          mrope_section=qwen_text_config.plain_rotary(16),
-          rope_theta=1e6,
-      ),
+      text=qwen_config.TextConfig(**{
+          "vocab_size": VOCABULARY,
+          "hidden_size": 48 if qwen3 else 64,
+          "intermediate_size": 72,
+          "num_hidden_layers": 2,
+          "num_attention_heads": 4,
+          "num_key_value_heads": 2,
+          "head_dim": 16,
+          "mrope_section": qwen_text_config.plain_rotary(16),
+          "rope_theta": 1e6,
+          **(text or {}),
+      }),
       **changes,
   )
 
@@ -244,6 +248,27 @@ TEXT_CONFIGS = {
     "qwen3 tied": _text_config("qwen3", tie_word_embeddings=True),
     "qwen2": _text_config("qwen2"),
     "qwen2 tied": _text_config("qwen2", tie_word_embeddings=True),
+    # Heads that do not add up to the width.
+    "llama": _text_config("llama", text={"hidden_size": 48}),
+    # An odd number of heads, as SmolLM2 has; positions scaled as Llama 3's, of
+    # which the test's sequences see all three kinds of frequencies.
+    "llama tied": _text_config(
+        "llama",
+        text={
+            "hidden_size": 48,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "rms_norm_eps": 1e-5,
+            "rope_scaling": rope_scaling.RopeScaling("llama3", 8.0, 64),
+        },
+        tie_word_embeddings=True,
+    ),
+    "gemma3_text": _text_config(
+        "gemma3_text", text=_GEMMA_TEXT, tie_word_embeddings=True
+    ),
+    "gemma3_text wide": _text_config(
+        "gemma3_text", text={**_GEMMA_TEXT, **_GEMMA_WIDE_TEXT}
+    ),
 }
 PROCESSOR = qwen_vl_inputs.QwenVLProcessor(
     patch_size=PATCH,
@@ -499,9 +524,9 @@ class Reference:
     for name, value in self.module.named_buffers():
       if name.endswith("correction_bias"):  # Changes many choices.
         value += 0.2 * torch.randn(value.shape, generator=generator)
-    if config.traits.mutual_images:
+    if config.traits.windows:
       # A word that is never learned, were it not that the output matrix is.
-      self.module.model.language_model.embed_tokens.padding_idx = None
+      self.module.get_input_embeddings().padding_idx = None
     self.module.save_pretrained(directory)
     self.module.double()  # So that what differs is our rounding.
     if hasattr(self.module, "set_experts_implementation"):

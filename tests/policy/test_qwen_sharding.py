@@ -46,3 +46,15 @@ def test_weights_are_split_over_the_model_axes(report):
   # The tower is split over `fsdp` alone in some of them.
   for mesh, found in report.items():
     assert found["weights_share"] < 1.8 / found["model_devices"], mesh
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_text_policy_on_a_mesh_equals_one_device(family):
+  report = forced_devices.report(
+      "-m", "tests.policy.text_sharding_script", family, "fsdp4_tensor2",
+      "fsdp2_sequence2_tensor2", seconds=600,
+  )  # pyformat: disable
+  for mesh, errors in report.items():
+    assert errors["loss"] < 1e-5, mesh
+    assert errors["gradient"] < 1e-5, mesh
+    assert errors["weights_share"] < 0.4, mesh

@@ -136,7 +136,7 @@ def inputs_of(processor, ids):
   )
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "gemma3_text"])
 def test_an_adapter_is_merged_into_what_it_computes(name, reference):
   model = hf_checkpoint.load_model(reference(name).directory)
   lora.add(model, rank=2, alpha=4.0)

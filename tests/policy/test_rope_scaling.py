@@ -56,6 +56,15 @@ ASKED = {
         "original_max_position_embeddings": 2048,
     },
     "linear": {"rope_type": "linear", "factor": 2.5},
+    # As published: Llama 3.1 and 3.2.
+    "llama 3.1": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    },
+    "llama 3.2": {
+        "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    },
 }  # pyformat: disable
 
 
@@ -73,9 +82,9 @@ def raw_of(family, asked):
     raw = qwen_text_config.to_hf(qwen_reference.TEXT_CONFIGS[family])
   part = raw["text_config"] if vl else raw
   rope = part["rope_parameters"]
-  if family == "gemma3":  # Those of full attention.
+  if family.startswith("gemma3"):  # Those of full attention.
     rope = rope["full_attention"]
-    del rope["factor"]
+    rope.pop("factor", None)
   rope |= asked
   if "type" in asked:
     del rope["rope_type"]
@@ -97,7 +106,8 @@ def test_frequencies_are_transformers(family, name):
   config = transformers.AutoConfig.for_model(given.pop("model_type"), **given)
   config = config.get_text_config()
   kind = text.rope_scaling.kind
-  layers_ = {"layer_type": "full_attention"} if family == "gemma3" else {}
+  windows = family.startswith("gemma3")
+  layers_ = {"layer_type": "full_attention"} if windows else {}
   want, factor = rope_utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu", **layers_)
   plain = layers.rope_frequencies(text.rotary_dim, text.rope_theta)
   got = text.rope_scaling.scaled(plain, text.rope_theta)

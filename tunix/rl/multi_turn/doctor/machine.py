@@ -17,6 +17,7 @@ from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.core import worker_pool
 from tunix.rl.multi_turn.doctor import finding
 from tunix.rl.multi_turn.policy import memory_limits
+from tunix.rl.multi_turn.policy import settings as policy_settings
 
 Finding = finding.Finding
 human = memory_limits.human
@@ -134,6 +135,9 @@ def extras_of(config: config_lib.TrainConfig) -> tuple[str, ...]:
     found.add("ray")
   if config.tracking.mlflow or config.tracking.wandb != "off":
     found.add("tracking")
+  name = config.policy.name
+  if name in policy_settings.PRETRAINED or policy_settings.is_gguf(name):
+    found.add("pretrained")
   return tuple(sorted(found))
 
 

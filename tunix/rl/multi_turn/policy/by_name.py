@@ -1,4 +1,4 @@
-"""Resolves policy.name: a built-in policy, a directory, or module:factory.
+"""Resolves policy.name: a built-in policy, files, or module:factory.
 
 Only `resolve` distinguishes the three kinds of names. Each kind implements
 `NamedPolicy`: fresh weights, weights of a directory, saving, the tokenizer's
@@ -18,7 +18,11 @@ from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import qwen_checkpoint
 from tunix.rl.multi_turn.policy import settings
 
-BUILT_IN = {name: settings.POLICIES.get(name) for name in settings.POLICIES}
+BUILT_IN = {
+    name: settings.POLICIES.get(name)
+    for name in settings.POLICIES
+    if name not in settings.PRETRAINED
+}
 """policy.name of a policy that needs no directory -> its size."""
 
 SHIPPED = tuple(
@@ -84,7 +88,8 @@ def resolve(name: str) -> NamedPolicy:
   """The policy that a name stands for; imports a factory, reads no weights.
 
   Args:
-    name: of `BUILT_IN`, a directory, or "package.module:factory".
+    name: A name of `BUILT_IN` or `settings.PRETRAINED`, a directory, a GGUF
+      file, or "package.module:factory".
 
   Raises:
     ValueError: no such factory.
@@ -133,7 +138,8 @@ class _BuiltIn(_Files):
 
 
 class _Directory(_Files):
-  """A policy directory: it sets the sizes and the weights."""
+  """A policy directory, or what becomes one (see `policy_files.resolve`): it
+  sets the sizes and the weights."""
 
   brings_weights = True
 

@@ -15,9 +15,6 @@ results of its matrix products, all of it. Fastest, and largest, first."""
 AUTO = "auto"
 
 NOT_HERE: Mapping[str, str] = types.MappingProxyType({
-    "gemma3_text": (
-        "a text model without a tower; Gemma 3 loads with one, as gemma3"
-    ),
     "gemma3n": "Gemma 3n has another decoder and tower than Gemma 3",
 })
 """Known `model_type`s without a policy here that are near one, and why."""

@@ -1,4 +1,4 @@
-"""Implements Gemma 3 with images as a policy.
+"""Implements Gemma 3 as a policy, with images or as text alone.
 
 Its decoder differs from Qwen's in norms around attention and MLP, in layers
 that see a window of earlier tokens with rotary positions of their own base, and
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import qwen_decoder
+from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import qwen_text_config
 from tunix.rl.multi_turn.policy import qwen_vl
 
@@ -81,14 +82,10 @@ class Decoder(qwen_decoder.Decoder):
     return lambda layer: local if text.window(layer) else whole
 
 
-class Gemma3(qwen_vl.QwenVL):
-  """See the module docstring."""
+class Gemma3Text(qwen_text.QwenText):
+  """The decoder alone."""
 
   decoder_class = Decoder
-
-  @property
-  def _see_ahead(self) -> int:
-    return self.config.whole_image_tokens
 
   def _look_up(self, tokens_BT: base.Array) -> jax.Array:
     x = super()._look_up(tokens_BT)
@@ -98,10 +95,22 @@ class Gemma3(qwen_vl.QwenVL):
   def _last_seen(
       self, vision_index_BT: base.Array | None, segments_BT: jax.Array
   ) -> jax.Array | None:
-    b, t = segments_BT.shape
+    place = jnp.arange(segments_BT.shape[1], dtype=jnp.int32)
+    return jnp.broadcast_to(place, segments_BT.shape)
+
+
+class Gemma3(Gemma3Text, qwen_vl.QwenVL):
+  """See the module docstring."""
+
+  @property
+  def _see_ahead(self) -> int:
+    return self.config.whole_image_tokens
+
+  def _last_seen(
+      self, vision_index_BT: base.Array | None, segments_BT: jax.Array
+  ) -> jax.Array | None:
     if vision_index_BT is None:
-      place = jnp.arange(t, dtype=jnp.int32)
-      return jnp.broadcast_to(place, (b, t))
+      return super()._last_seen(vision_index_BT, segments_BT)
     return last_seen(jnp.asarray(vision_index_BT) >= 0, segments_BT)
 
 

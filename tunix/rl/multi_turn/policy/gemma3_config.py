@@ -39,20 +39,31 @@ def read(
   Raises:
     ValueError: a field that asks for more than is computed here.
   """
-  _check(text, vision)
+  _check_vision(vision)
   return {
       "vision": _vision(vision, raw, text["hidden_size"]),
-      "text": _text(text),
+      "text": read_text(text),
   }
 
 
-def _check(text: Mapping[str, Any], vision: Mapping[str, Any]) -> None:
+def _check_vision(vision: Mapping[str, Any]) -> None:
   refuse = config_checks.refuse
-  for kind, section, name in (
-      ("text", text, "hidden_activation"), ("vision", vision, "hidden_act")
-  ):  # pyformat: disable
-    act = section[name]
-    refuse(act != _ACT, f"{kind} {name}={act!r}, only {_ACT} is known")
+  act = vision["hidden_act"]
+  refuse(act != _ACT, f"vision hidden_act={act!r}, only {_ACT} is known")
+  channels = vision.get("num_channels", 3)
+  refuse(channels != 3, f"vision num_channels={channels}, only 3 is known")
+  refuse(
+      bool(vision.get("vision_use_head", False)),
+      "vision_use_head=true, Gemma 3 has no pooling head",
+  )
+
+
+def _check_text(text: Mapping[str, Any]) -> None:
+  refuse = config_checks.refuse
+  act = text["hidden_activation"]
+  refuse(
+      act != _ACT, f"text hidden_activation={act!r}, only {_ACT} is known"
+  )
   for name in ("attn_logit_softcapping", "final_logit_softcapping"):
     refuse(
         text.get(name) is not None,
@@ -64,12 +75,6 @@ def _check(text: Mapping[str, Any], vision: Mapping[str, Any]) -> None:
       ("use_bidirectional_attention", "words see earlier ones only here"),
   ):
     refuse(bool(text.get(name)), f"{name}=true, {why}")
-  channels = vision.get("num_channels", 3)
-  refuse(channels != 3, f"vision num_channels={channels}, only 3 is known")
-  refuse(
-      bool(vision.get("vision_use_head", False)),
-      "vision_use_head=true, Gemma 3 has no pooling head",
-  )
 
 
 def _vision(
@@ -105,7 +110,13 @@ def _vision(
   )
 
 
-def _text(text: Mapping[str, Any]) -> qwen_shapes.TextConfig:
+def read_text(text: Mapping[str, Any]) -> qwen_shapes.TextConfig:
+  """The decoder, of a text_config or a text model's file, with defaults.
+
+  Raises:
+    ValueError: a field that asks for more than is computed here.
+  """
+  _check_text(text)
   layers, head_dim = text["num_hidden_layers"], text["head_dim"]
   kinds = text.get("layer_types")
   if not kinds:
@@ -166,46 +177,15 @@ def _rope(text: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 def to_hf(config: qwen_shapes.QwenVLConfig) -> dict[str, Any]:
   """A `config.json` that `transformers` builds the same model from."""
-  text, vision = config.text, config.vision
+  vision = config.vision
   side = round(vision.num_position_embeddings**0.5)
-  full: dict[str, Any] = {
-      "rope_type": "default", "rope_theta": text.rope_theta
-  }  # pyformat: disable
-  scaled = text.rope_scaling.to_hf() if text.rope_scaling else {}
-  scalar = text.query_pre_attn_scalar or text.head_dim
   return {
       "architectures": [config.traits.architecture],
       "model_type": config.family,
       "tie_word_embeddings": config.tie_word_embeddings,
       "mm_tokens_per_image": config.whole_image_tokens,
       **qwen_defaults.image_tokens_to_hf(config),
-      "text_config": {
-          "model_type": "gemma3_text",
-          "vocab_size": text.vocab_size,
-          "hidden_size": text.hidden_size,
-          "intermediate_size": text.intermediate_size,
-          "num_hidden_layers": text.num_hidden_layers,
-          "num_attention_heads": text.num_attention_heads,
-          "num_key_value_heads": text.num_key_value_heads,
-          "head_dim": text.head_dim,
-          "rms_norm_eps": text.rms_norm_eps,
-          "hidden_activation": _ACT,
-          "max_position_embeddings": qwen_defaults.POSITIONS,
-          "query_pre_attn_scalar": int(scalar) if scalar % 1 == 0 else scalar,
-          "sliding_window": text.sliding_window,
-          "layer_types": [
-              SLIDING if text.window(i) else FULL
-              for i in range(text.num_hidden_layers)
-          ],
-          "rope_parameters": {
-              FULL: full | scaled,
-              SLIDING: {
-                  "rope_type": "default",
-                  "rope_theta": text.local_rope_theta,
-              },
-          },
-          "tie_word_embeddings": config.tie_word_embeddings,
-      },
+      "text_config": text_to_hf(config),
       "vision_config": {
           "model_type": "siglip_vision_model",
           "hidden_size": vision.hidden_size,
@@ -219,4 +199,41 @@ def to_hf(config: qwen_shapes.QwenVLConfig) -> dict[str, Any]:
           "hidden_act": _ACT,
           "vision_use_head": False,
       },
+  }
+
+
+def text_to_hf(config: Any) -> dict[str, Any]:
+  """The decoder's section, or the file of a text model."""
+  text = config.text
+  full: dict[str, Any] = {
+      "rope_type": "default", "rope_theta": text.rope_theta
+  }  # pyformat: disable
+  scaled = text.rope_scaling.to_hf() if text.rope_scaling else {}
+  scalar = text.query_pre_attn_scalar or text.head_dim
+  return {
+      "model_type": "gemma3_text",
+      "vocab_size": text.vocab_size,
+      "hidden_size": text.hidden_size,
+      "intermediate_size": text.intermediate_size,
+      "num_hidden_layers": text.num_hidden_layers,
+      "num_attention_heads": text.num_attention_heads,
+      "num_key_value_heads": text.num_key_value_heads,
+      "head_dim": text.head_dim,
+      "rms_norm_eps": text.rms_norm_eps,
+      "hidden_activation": _ACT,
+      "max_position_embeddings": qwen_defaults.POSITIONS,
+      "query_pre_attn_scalar": int(scalar) if scalar % 1 == 0 else scalar,
+      "sliding_window": text.sliding_window,
+      "layer_types": [
+          SLIDING if text.window(i) else FULL
+          for i in range(text.num_hidden_layers)
+      ],
+      "rope_parameters": {
+          FULL: full | scaled,
+          SLIDING: {
+              "rope_type": "default",
+              "rope_theta": text.local_rope_theta,
+          },
+      },
+      "tie_word_embeddings": config.tie_word_embeddings,
   }

@@ -202,7 +202,7 @@ def _files(directory: pathlib.Path) -> checkpoint_views.Tensors:
 def model_class(config: qwen_text_config.AnyConfig) -> type:
   """The policy class of a config."""
   if isinstance(config, qwen_text_config.QwenTextConfig):
-    return qwen_text.QwenText
+    return gemma3.Gemma3Text if config.traits.windows else qwen_text.QwenText
   return gemma3.Gemma3 if config.traits.windows else qwen_vl.QwenVL
 
 

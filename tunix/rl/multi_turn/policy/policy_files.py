@@ -18,6 +18,7 @@ import jax
 import tokenizers
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.parser.renderer import chat_template as template_lib
+from tunix.rl.multi_turn.policy import settings
 from tunix.rl.multi_turn.policy import tiktoken_files
 
 DATA = pathlib.Path(__file__).parent / "data"
@@ -31,10 +32,28 @@ TOKENIZER_FILES = (
 
 
 def resolve(path: str | pathlib.Path) -> pathlib.Path:
-  """The directory that `path`, a directory or a shipped name, stands for."""
+  """The directory that `path` stands for.
+
+  Args:
+    path: A directory, a shipped name, a GGUF file, or a name whose weights a
+      package holds; for the latter two a directory in the user's cache.
+
+  Raises:
+    FileNotFoundError: There is none.
+    ValueError: A GGUF file that is no policy here, or one beside another
+      checkpoint.
+  """
   directory = pathlib.Path(path).expanduser()
   if directory.is_dir():
+    _refuse_two(directory)
     return directory
+  if str(path) in settings.PRETRAINED or settings.is_gguf(str(path)):
+    # It builds on this module.
+    from tunix.rl.multi_turn.policy import gguf_files
+
+    if str(path) in settings.PRETRAINED:
+      directory = gguf_files.pretrained(str(path))
+    return gguf_files.directory_of(directory)
   if (DATA / str(path)).is_dir():
     return DATA / str(path)
   shipped = sorted(p.name for p in DATA.iterdir() if p.is_dir())
@@ -43,6 +62,19 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
       f"{str(path)!r} is neither a policy directory nor one of the shipped"
       f" policies {shipped}"
       + (f"; did you mean {near[0]!r}?" if near else _download(str(path)))
+  )
+
+
+def _refuse_two(directory: pathlib.Path) -> None:
+  """Raises a ValueError for a directory with a GGUF file: which weights?"""
+  file = next(iter(sorted(directory.glob("*.gguf"))), None)
+  if file is None:
+    return
+  both = any(directory.glob("*.safetensors"))
+  files = f"{file.name} beside safetensors" if both else file.name
+  raise ValueError(
+      f"{directory} holds {files}; give {file}"
+      + (", or move one of them elsewhere" if both else "")
   )
 
 

@@ -161,6 +161,21 @@ _GLM_TEXT = {
     "max_position_embeddings": 32768,
 }
 
+_GEMMA3_TEXT = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+
 TEXT: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl": {
         **_QWEN_TEXT, "head_dim": 128, "max_position_embeddings": 128000
@@ -210,22 +225,17 @@ TEXT: Mapping[str, Mapping[str, Any]] = {
         "topk_group": 1,
         "first_k_dense_replace": 1,
     },
-    "gemma3": {
-        "vocab_size": 262208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "rms_norm_eps": 1e-6,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "max_position_embeddings": 131072,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-    },
+    "gemma3": _GEMMA3_TEXT,
+    "gemma3_text": _GEMMA3_TEXT,
     "qwen3": {**_QWEN_TEXT, "head_dim": 128},
     "qwen2": _QWEN_TEXT,
+    "llama": {
+        **_QWEN_TEXT,
+        "vocab_size": 32000,
+        "intermediate_size": 11008,
+        "num_key_value_heads": None,  # As many as heads.
+        "max_position_embeddings": 2048,
+    },
 }
 """Of `text_config`, or of a text model's config.json, by family."""
 
@@ -244,6 +254,7 @@ ROPE_THETA = {
     "glm4v_moe": 1e4,
     "qwen3": 1e4,
     "qwen2": 1e4,
+    "llama": 1e4,
 }
 MROPE_SECTION = {
     "qwen3_vl": (24, 20, 20),

@@ -179,5 +179,14 @@ VISION_LANGUAGE: Mapping[str, Family] = {
 TEXT: Mapping[str, Family] = {
     "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, own_head_dim=True),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
+    "llama": Family("LlamaForCausalLM", own_head_dim=True),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        qk_norm=True,
+        own_head_dim=True,
+        windows=True,
+        offset_norms=True,
+        tied=True,
+    ),
 }
 """`model_type` -> traits, text only."""

