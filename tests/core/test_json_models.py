@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import pydantic
 import pytest
 from tunix.rl.multi_turn.core import json_models
+from tunix.rl.multi_turn.core import json_text
 
 
 class Inner(json_models.Request):
@@ -107,5 +108,5 @@ def test_every_text_is_a_value_that_can_be_written_or_a_value_error(text):
 
 def test_levels_of_a_value():
   for levels, value in ((0, 7), (1, [1, "a"]), (2, {"a": []}), (3, [[{}], 1])):
-    assert not json_models.deeper(value, levels)
-    assert levels == 0 or json_models.deeper(value, levels - 1)
+    assert not json_text.deeper(value, levels)
+    assert levels == 0 or json_text.deeper(value, levels - 1)

@@ -104,7 +104,7 @@ def test_json_that_is_accepted_is_shown(tmp_path):
     for value in (f"[{deepest}]", [json.loads(deepest)]):
       wrong = server.post(everywhere(value), 400)["errors"]
       assert len(wrong) > 6
-      assert "more than 200 levels" in wrong[0]["message"]
+      assert f"more than {fields.DEEPEST} levels" in wrong[0]["message"]
     for value in (json.loads(deepest), deepest):
       server.post(everywhere(value))
     answers = dict(pages(server))

@@ -83,21 +83,6 @@ _INEXACT = {float, list, dict}
 """Types that may be, or hold, a float that is not finite."""
 
 
-def deeper(value: Any, most: int) -> bool:
-  """Whether lists and objects nest more than `most` levels deep in a value."""
-  level = [value]
-  for _ in range(most + 1):
-    level = [one for one in level if isinstance(one, (dict, list))]
-    if not level:
-      return False
-    level = [
-        part
-        for one in level
-        for part in (one.values() if isinstance(one, dict) else one)
-    ]
-  return True
-
-
 def _near(text: str | bytes, message: str) -> str:
   """The text before the place that the parser's message names."""
   place = re.search(r"line (\d+) column (\d+)", message)

@@ -72,19 +72,24 @@ def check_depth(value: Any) -> Any:
   Raises:
     ValueError: it is nested deeper than `MOST_DEEP`.
   """
-  level = [value] if isinstance(value, (dict, list)) else []
-  for _ in range(MOST_DEEP):
-    if not level:
-      return value
-    level = [
-        one
-        for item in level
-        for one in (item.values() if isinstance(item, dict) else item)
-        if isinstance(one, (dict, list))
-    ]
-  if level:
+  if deeper(value, MOST_DEEP):
     raise ValueError(_TOO_DEEP)
   return value
+
+
+def deeper(value: Any, most: int) -> bool:
+  """Whether lists and objects nest more than `most` levels deep in a value."""
+  level = [value]
+  for _ in range(most + 1):
+    level = [one for one in level if isinstance(one, (dict, list))]
+    if not level:
+      return False
+    level = [
+        part
+        for one in level
+        for part in (one.values() if isinstance(one, dict) else one)
+    ]
+  return True
 
 
 _TOO_DEEP = f"it is nested deeper than {MOST_DEEP} levels"

@@ -14,13 +14,13 @@ from typing import Any, Callable
 
 import orjson
 import sqlalchemy as sa
-from tunix.rl.multi_turn.core import json_models
+from tunix.rl.multi_turn.core import json_text as json_text_lib
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 
 MAX_TEXT = 4 << 20
-DEEPEST = 200
-"""Levels of lists and objects in a value that is JSON."""
+DEEPEST = json_text_lib.MOST_DEEP - 10
+"""Levels of lists and objects in a value that is JSON; a body has some more."""
 _MAX_KEY = 500  # An entry of PostgreSQL's indices is at most 2.7 kB.
 _MAX_TIME = 100
 _INT64 = 1 << 63
@@ -144,7 +144,7 @@ def too_deep(written: str, value: Any) -> bool:
   """Whether a value, whose JSON is `written`, nests deeper than `DEEPEST`."""
   # Few brackets need no look.
   brackets = written.count("[") + written.count("{")
-  return brackets > DEEPEST and json_models.deeper(value, DEEPEST)
+  return brackets > DEEPEST and json_text_lib.deeper(value, DEEPEST)
 
 
 def json_text(value: Any, array: bool = False) -> str:
