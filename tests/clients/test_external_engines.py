@@ -761,6 +761,22 @@ async def test_closing_ends_a_load_in_progress_and_resumes_the_engine(
     ).close()
 
 
+async def test_closing_lets_a_resume_in_progress_end(ours, saved, tmp_path):
+  with vllm(launch_of(saved)) as fake:
+    fake.resume_s = 1.0
+    weights = disk_weights.DiskWeights(
+        tmp_path,
+        disk_weights.policy_saver(ours.model),
+        [disk_weights.VllmEngine(fake.url)],
+    )
+    published = weights.publish(1, other_weights(1))
+    while "resume" not in fake.calls:
+      await asyncio.sleep(0.01)
+    await asyncio.to_thread(weights.close, 0.1)
+    await asyncio.wrap_future(published)
+    assert fake.gate.is_set() and fake.calls.count("resume") == 1
+
+
 async def test_waiting_for_weights_takes_no_time_of_a_request(ours, saved):
   with vllm(launch_of(saved)) as fake:
     async with client_of(fake, ours, timeout_s=2.0) as client:

@@ -45,6 +45,20 @@ class TestOffTheClock:
       await runner.call(call, 0.2, 30, seconds=0.1, inline=inline)
     assert 0.3 <= time.monotonic() - started < 2
 
+  async def test_a_task_may_outlive_the_call_that_began_it(self):
+    tasks = []
+
+    async def waiting():
+      await asyncio.sleep(0.2)
+      with concurrency.off_the_clock():
+        await asyncio.sleep(0)
+
+    async def begins():
+      tasks.append(asyncio.create_task(waiting()))
+
+    await concurrency.inline_deadline(begins(), 0.1)
+    await tasks[0]
+
   async def test_every_deadline_around_it_stands_still(self):
 
     async def innermost():

@@ -191,6 +191,7 @@ class FakeVllm(FakeEngine):
     self.abort_first = abort_first
     self.resets = True
     self.resume_failures = 0
+    self.resume_s = 0.0
     super().__init__(
         self.args.model,
         self.args.max_model_len,
@@ -361,6 +362,7 @@ class FakeVllm(FakeEngine):
   async def resume(self, request, body):
     del request, body
     self.calls.append("resume")
+    await asyncio.sleep(self.resume_s)
     if self.resume_failures:
       self.resume_failures -= 1
       raise Refused(500, "not now")

@@ -608,9 +608,9 @@ class _Http:
     url = self._url + path
     timeout_s = min(timeout_s, self._timeout_s)
     try:
-      if self.interrupted and not at_the_end:
-        raise asyncio.CancelledError()
-      return concurrency.drive(self._call(method, url, body, timeout_s))
+      return concurrency.drive(
+          self._call(method, url, body, timeout_s, at_the_end)
+      )
     except asyncio.CancelledError:
       raise HandOverError(f"{url}: the run ended before its answer") from None
     except http.CallError as error:
@@ -634,12 +634,21 @@ class _Http:
       raise HandOverError(text) from error
 
   async def _call(
-      self, method: str, url: str, body: Any, timeout_s: float
+      self,
+      method: str,
+      url: str,
+      body: Any,
+      timeout_s: float,
+      at_the_end: bool,
   ) -> Any:
     call = asyncio.get_running_loop(), asyncio.current_task()
-    calls = http.Http(headers=self._headers, proxies=True)
+    # Under the lock, so that `interrupt` sees each call that it must end.
     with self._lock:
-      self._calls.add(call)
+      if not at_the_end:
+        if self.interrupted:
+          raise asyncio.CancelledError()
+        self._calls.add(call)
+    calls = http.Http(headers=self._headers, proxies=True)
     try:
       return await calls.json(method, url, timeout_s, body=body)
     finally:

@@ -654,7 +654,10 @@ async def _run_inline(awaitable, clock: Clock, seconds, what) -> Any:
           scope.reschedule(None if clock.due == _INF else clock.due)
 
       clock.on_change = reschedule
-      return await _awaited(awaitable, what)
+      try:
+        return await _awaited(awaitable, what)
+      finally:
+        clock.on_change = lambda: None
   except TimeoutError:
     if scope.expired():
       raise CallTimeout(_late(what, seconds)) from None
