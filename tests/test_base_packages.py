@@ -155,3 +155,17 @@ except hub.PublishError as error:
       cwd=tmp_path,
   )
   assert "pip install 'tunix-multi-turn[hub]'" in done.stdout, done.stderr
+
+
+def test_an_agent_of_google_tunix_names_its_extra(tmp_path):
+  done = child(
+      """
+from tunix.rl.multi_turn.core import registry
+try:
+  registry.import_path("tunix.rl.agentic.agents.tool_agent:ToolAgent")
+except ImportError as error:
+  print(error)
+""",
+      cwd=tmp_path,
+  )
+  assert "pip install 'tunix-multi-turn[google-tunix]'" in done.stdout

@@ -8,6 +8,7 @@ import small_runs
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import environments
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.run import addresses
 from tunix.rl.multi_turn.run import models
 
 HERE = f"{__name__}:"
@@ -75,6 +76,30 @@ class EvaluateRaises(Gym):
     return self.nothing
 
 
+class EvaluatesTheAnswer(Gym):
+
+  def evaluate(self):
+    return base.Evaluation(score=float({}["answer"]), success=False)
+
+
+class FindsNothing(Gym):
+
+  def act(self, action):
+    raise RuntimeError("nothing is in the middle of the screen")
+
+
+class StartsLate(Gym):
+
+  def start(self, task):
+    raise ConnectionError("503 from the pool")
+
+
+class Waits(Gym):
+
+  async def start(self, task):
+    raise AssertionError("played in a trial")
+
+
 class RefusesClicks(Gym):
 
   def act(self, action):
@@ -120,7 +145,8 @@ SPECS = {
     part.__name__: spec(part)
     for part in (
         StartsWithoutTask, StartsWithPixels, ActsWithNothing,
-        EvaluatesToNumber, EvaluateRaises, RefusesClicks,
+        EvaluatesToNumber, EvaluateRaises, EvaluatesTheAnswer, RefusesClicks,
+        FindsNothing, StartsLate, Waits,
     )
 } | {
     part.__name__: spec(tasks=part)
@@ -142,7 +168,12 @@ def returns_text(task, answer, info):
 
 def raises(task, answer, info):
   del answer, info
-  return task["nothing"]
+  return task.nothing
+
+
+def needs_two_turns(task, answer, info):
+  del task, answer
+  return float([info][1])
 
 
 def wrong_turns(task, step):
@@ -213,7 +244,7 @@ def test_a_gym_or_its_tasks(tmp_path, monkeypatch, name, words):
 @pytest.mark.parametrize("name, words", [
     ("one_argument", ["one_argument() takes 1 positional argument but 2"]),
     ("returns_text", ["'returns_text'", "finite number, got 'good'"]),
-    ("raises", ["KeyError: 'nothing'", "test_first_episode.py, line"]),
+    ("raises", ["no attribute 'nothing'", "test_first_episode.py, line"]),
     ("wrong_turns", ["wrong_turns", "finite number"]),
 ])  # pyformat: disable
 @pytest.mark.parametrize("gym", ["desktop", "own"])
@@ -247,9 +278,27 @@ def test_an_environment(tmp_path, monkeypatch, name, words):
     refusal(tmp_path, monkeypatch, f"environment={HERE}Echo", *settings)
 
 
-@pytest.mark.parametrize("name", ["GOOD", "SPEC_RefusesClicks"])
-def test_a_gym_that_works_or_refuses_a_click_is_accepted(
-    tmp_path, monkeypatch, name
+@pytest.mark.parametrize("settings, words", [
+    (["gym=GOOD"], ""),
+    (["gym=SPEC_Waits"], ""),
+    (["gym=SPEC_RefusesClicks"], "keys only"),
+    (["gym=SPEC_FindsNothing"], "nothing is in the middle"),
+    (["gym=SPEC_EvaluatesTheAnswer"], "KeyError: 'answer'"),
+    (["gym=SPEC_StartsLate"], "503 from the pool"),
+    (["gym=GOOD", "reward=needs_two_turns"], "list index out of range"),
+])  # pyformat: disable
+def test_what_may_pass_or_is_due_to_the_trial_is_a_warning(
+    tmp_path, monkeypatch, caplog, settings, words
 ):
+  settings = [text.replace("=", f"={HERE}") for text in settings]
   with pytest.raises(AssertionError, match="accepted"):
-    refusal(tmp_path, monkeypatch, f"gym={HERE}{name}", "tasks=[t]")
+    refusal(tmp_path, monkeypatch, *settings, "tasks=[t]")
+  assert ("fails in a trial" in caplog.text) == bool(words)
+  assert words in caplog.text
+
+
+def test_a_dry_run_takes_a_gym_by_its_path(tmp_path):
+  config = config_lib.load_config([
+      f"run.dir={tmp_path}", f"gym={HERE}GOOD", "tasks=[t]", "run.dry_run=true",
+  ])  # pyformat: disable
+  assert not addresses.addresses(config)

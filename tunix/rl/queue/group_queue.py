@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import importlib
 import logging
 import queue as std_queue
 from typing import Any, Callable, Iterable, Sequence
@@ -37,6 +38,7 @@ from tunix.rl.queue import group_store
 from tunix.rl.queue import ledger
 
 _LOG = logging.getLogger(__name__)
+_UPSTREAM = "tunix.rl.queue.data_queue"
 
 TrajectoryGroup = trajectory.TrajectoryGroup
 GroupStore = group_store.GroupStore
@@ -52,8 +54,10 @@ ORDERS = admission.ORDERS
 def _queue_base() -> Any:
   """google-tunix's base class of queues; `object` where it is not installed."""
   try:
-    from tunix.rl.queue import data_queue  # type: ignore  # pylint: disable=g-import-not-at-top
-  except ImportError:
+    data_queue = importlib.import_module(_UPSTREAM)
+  except ModuleNotFoundError as error:
+    if error.name != _UPSTREAM:
+      raise  # It is installed, and lacks a package of its own.
     return object
   return data_queue.AbstractDataQueue
 

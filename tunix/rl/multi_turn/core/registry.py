@@ -29,6 +29,7 @@ from typing import (
 )  # pyformat: disable
 
 T = TypeVar("T")
+_OURS = ("tunix.rl.multi_turn", "tunix.rl.queue")
 
 Source = Literal["operator", "request"]
 """Who chose a name. "operator": the command line, a file that it names, or the
@@ -70,6 +71,14 @@ def import_module(name: str) -> Any:
     raise ValueError(f"{name!r} is not the name of a module")
   try:
     return importlib.import_module(name)
+  except ModuleNotFoundError as error:
+    missing = error.name or ""
+    if missing.startswith("tunix.") and not missing.startswith(_OURS):
+      raise ImportError(
+          f"{error}; google-tunix has it: pip install"
+          " 'tunix-multi-turn[google-tunix]'"
+      ) from error
+    raise
   except ImportError:
     raise
   except (Exception, SystemExit) as error:  # pylint: disable=broad-except

@@ -47,7 +47,7 @@ def addresses(config: TrainConfig) -> dict[str, str]:
     urls["run_service.base_url"] = config.run_service.url
   if config.plays and environment_spec.get(config.environment.name).gym:
     try:
-      options = gyms.get(config.gym.name).options
+      options = gyms.get(config.gym.name, "operator").options
     except ImportError:
       options = {}  # `gym` reports it.
     for name, option in options.items():

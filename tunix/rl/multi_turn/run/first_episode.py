@@ -2,20 +2,22 @@
 
 A gym, task set, environment, agent or reward of the user's own plays one
 episode of one turn: `reset`, a click in the middle of the screen (or a word
-where actions are text), `evaluate`, the reward. What fails there would fail in
-every episode, and is refused in one line that names the setting, the function's
-error and its place.
+where actions are text), `evaluate`, the reward. What would fail in every
+episode is refused in one line that names the setting, the function's error and
+its place: wrong arguments, a wrong result, a name or attribute that is not
+there, any error of `reset`. Any other error of the user's code may be due to
+the invented turn, or pass, and is a warning.
 
 Promises: nothing is played where all parts come with the package, in a dry run,
-or where another program plays the episodes (`rollout.agent`, collectors on
-other machines). What the policy alone decides, such as an answer that cannot be
-parsed, is never refused; nor is an action that `act` refuses by a ValueError or
-NotImplementedError, as it may carry out others.
+in a run that is resumed, where another program plays the episodes
+(`rollout.agent`, rollout hosts, collectors on other machines), or where a part
+of the user's has coroutines, which may belong to the event loop of the run.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import traceback
 from typing import Any, Callable, Iterable
 
@@ -23,6 +25,8 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import http
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.parser import tool_parser
@@ -34,7 +38,7 @@ ConfigError = config_lib.ConfigError
 _PACKAGE = "tunix.rl.multi_turn."
 _WORD = "0"
 """An answer for an environment whose actions are text."""
-_REFUSES_ACTION = (ValueError, NotImplementedError)
+_LOG = logging.getLogger(__name__)
 
 
 def try_first_episode(
@@ -71,7 +75,12 @@ def try_first_episode(
       and gyms.get(config.gym.name, "operator").size_known_after_start
   ):
     _check_screen(config, task)
-  if config.rollout.agent or config.fleet.away:
+  if (
+      config.run.resume
+      or config.rollout.agent
+      or config.rollout.via == "hosts"
+      or config.fleet.away
+  ):
     return
   own = [
       part
@@ -84,7 +93,7 @@ def try_first_episode(
       )
       if _is_own(part)
   ]
-  if own:
+  if own and not any(_has_coroutines(part) for part in own):
     _play(config, episodes, task, (agent, env), own)
 
 
@@ -140,18 +149,46 @@ def _is_own(part: Any) -> bool:
   return module != "builtins" and not module.startswith(_PACKAGE)
 
 
-def describe(error: BaseException, own: Iterable[Any]) -> str:
-  """An error in one line, with its place in the files of `own` parts."""
-  text = " ".join(concurrency.describe(error).split())
-  if isinstance(error, TypeError) and "Task.__init__()" in text:
-    fields = ", ".join(gym_base.Task.__dataclass_fields__)
-    text += f"; a Task has {fields}, and params takes a mapping of your own"
+def _has_coroutines(part: Any) -> bool:
+  return inspect.iscoroutinefunction(part) or any(
+      inspect.iscoroutinefunction(getattr(part, name, None))
+      for name in dir(part)
+  )
+
+
+def _files(own: Iterable[Any]) -> set[str]:
   files = set()
   for part in own:
     try:
       files.add(inspect.getfile(part))
     except (TypeError, OSError):
       pass  # Made at a prompt.
+  return files
+
+
+def _is_certain(error: BaseException, stage: str, own: Iterable[Any]) -> bool:
+  """Whether an error would end every episode, whatever the policy writes."""
+  if isinstance(error, (OSError, http.CallError)):
+    return False
+  if stage == "reset" or isinstance(error, (NameError, ImportError)):
+    return True
+  if isinstance(error, AttributeError):
+    return error.obj is not None  # None: of something that was not found.
+  files = _files(own)
+  # Outside the user's code: its arguments or its result are wrong.
+  return not any(
+      frame.filename in files
+      for frame in traceback.extract_tb(error.__traceback__)
+  )
+
+
+def describe(error: BaseException, own: Iterable[Any]) -> str:
+  """An error in one line, with its place in the files of `own` parts."""
+  text = " ".join(concurrency.describe(error).split())
+  if isinstance(error, TypeError) and "Task.__init__()" in text:
+    fields = ", ".join(gym_base.Task.__dataclass_fields__)
+    text += f"; a Task has {fields}, and params takes a mapping of your own"
+  files = _files(own)
   frames = traceback.extract_tb(error.__traceback__)
   for frame in reversed(frames):
     if frame.filename in files:
@@ -201,16 +238,17 @@ def _play(
   error, stage = engine.failure, engine.failed_stage
   if trajectory.status.is_policy_outcome:
     return
-  if stage == "step" and isinstance(error, _REFUSES_ACTION) and any(
-      frame.name == "act"
-      for frame in traceback.extract_tb(error.__traceback__)
-  ):
-    return
-  text = describe(error, own) if error is not None else trajectory.error
-  raise ConfigError([
+  late = trajectory.status == trajectory_lib.TrajectoryStatus.TIMEOUT
+  text = trajectory.error
+  if error is not None and not late:  # The former names a late call's deadline.
+    text = describe(error, own)
+  text = (
       f"{_setting(config, stage, error)} fails in a trial of task"
       f" {task.task_id}, before the run: {text}"
-  ]) from error
+  )
+  if error is None or late or _is_certain(error, stage, own):
+    raise ConfigError([text]) from error
+  _LOG.warning("%s", text)
 
 
 def _reply(config: TrainConfig, agent: Any) -> str:
