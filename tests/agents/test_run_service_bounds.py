@@ -51,6 +51,18 @@ async def test_a_number_beyond_its_bound_is_refused_by_its_field(change, words):
   assert answer.status_code == 422 and words in answer.text, answer.text
 
 
+@pytest.mark.parametrize("key", ["a\nSECRET", "SECRET\xe9", "SECRET" * 700, 7])
+async def test_a_key_that_no_header_holds_is_refused_unquoted(key):
+  request = body("http://127.0.0.1:1")
+  request["model"]["apiKey"] = key
+  with run_services.serving() as (url, app):
+    async with httpx.AsyncClient() as http:
+      answer = await http.post(f"{url}/runs", json=request)
+      assert not app.runs
+  assert answer.status_code == 422 and "SECRET" not in answer.text
+  assert "model.apiKey: must be up to 4096 printable ASCII" in answer.text
+
+
 async def test_the_screens_of_all_runs_are_bounded_together():
   limits = app_lib.RunLimits(max_megapixels=2)
   with hangs() as (model, _), run_services.serving(limits=limits) as (url, app):

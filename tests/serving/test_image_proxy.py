@@ -233,6 +233,13 @@ HIDDEN = '{"messages": [{"role": "user", "content": [{"image_url": "%s"}]}]}'
         '{"image_data": [["a.test/x.png"]]}',
         '{"content_parts": [{"type": "image_url", "url": "file:///x"}]}',
         '{"source": {"url": "data:,", "image_url": "http://a.test/"}}',
+        # Names of unread fields, elsewhere than requests have them.
+        '{"mm_processor_kwargs": {"function": "http://a.test/"}}',
+        '{"messages": [{"content": [{"parameters": "http://a.test/"}]}]}',
+        '{"x": {"content": [{"type": "tool_use",'
+        ' "input": {"icon": "http://a.test/"}}]}}',
+        '{"messages": [{"content": [{"input_audio":'
+        ' {"data": "", "format": "wav;http://a.test/"}}]}]}',
     ],
 )
 async def test_no_address_is_hidden_from_the_proxy(make, body):
@@ -311,27 +318,56 @@ async def test_routes_without_prompts_take_no_address_at_all(make, site):
 
 
 async def test_a_body_of_many_values_is_refused_before_it_is_parsed(make):
+  most = image_addresses.MOST_VALUES
+  deep = b"[" * 190 + b"]" * 190  # Lists without a comma.
   with echo() as (upstream, log):
     front = Front(upstream, make)
-    body = b"[" + b"[]," * image_addresses.MOST_VALUES + b"[],[]]"
-    answer = await front.client.post("/generate", content=body)
-    assert answer.status_code == 413
-    assert answer.json()["error"]["code"] == "request_too_large"
+    for body in (
+        b"[" + b"0," * most + b"0,0]",
+        b"[" + b",".join([deep] * (most // 190)) + b"]",
+    ):
+      answer = await front.client.post("/generate", content=body)
+      assert answer.status_code == 413
+      assert answer.json()["error"]["code"] == "request_too_large"
     assert not log.requests
+
+
+@pytest.mark.parametrize("key", ["image", "video", "audio"])
+async def test_a_local_path_of_an_embedding_is_refused_by_its_place(make, key):
+  """As SGLang's inputs of embeddings have it."""
+  with echo() as (upstream, log):
+    front = Front(upstream, make)
+    for value, status in (("/etc/secret.png", 400), (DATA, 200)):
+      answer = await front.client.post(
+          "/v1/embeddings", json={"input": [{"text": "a", key: value}]}
+      )
+      assert answer.status_code == status, answer.text
+      if status == 400:
+        assert answer.json()["error"]["param"] == f"input[0].{key}"
+    assert len(log.requests) == 1
 
 
 async def test_the_address_and_headers_may_hold_any_byte(make):
   """Over a connection, as a client of the standard library sends nothing so."""
   with echo() as (upstream, log):
     proxy = image_proxy.ImageProxy(
-        upstream, media.MediaLimits(), loader=make()
+        f"{upstream}/tenant", media.MediaLimits(), loader=make()
     )
     with http_server.LoopbackServer(proxy.asgi) as front:
       port = int(front.url.rpartition(":")[2])
       for target, extra, status in (
           (b"/\xff", b"", b"400"),
           (b"/a?\xc3\xa9", b"", b"400"),
-          (b"/a", b"X-Name: \xe9\r\n", b"200"),
+          (b"/v1/chat/completions/.", b"", b"400"),
+          (b"/v1/chat/completions/x/..", b"", b"400"),
+          (b"/v1/chat/completions/x/%2E%2e", b"", b"400"),
+          (b"/v1/chat/completions/x/%252e%252e", b"", b"400"),
+          (b"/v1/chat/completions#x", b"", b"400"),
+          (b"/v1//chat/completions", b"", b"400"),
+          (b"/v1/%2fchat/completions", b"", b"400"),
+          (b"/../other/v1/models", b"", b"400"),
+          (b"/..\\other", b"", b"400"),
+          (b"/a/.b/c..", b"X-Name: \xe9\r\n", b"200"),
       ):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(
@@ -341,7 +377,7 @@ async def test_the_address_and_headers_may_hold_any_byte(make):
         line = await asyncio.wait_for(reader.readline(), 20)
         writer.close()
         assert line.split()[1] == status, (target, line)
-    assert len(log.requests) == 1
+    assert [one[1] for one in log.requests] == ["/tenant/a/.b/c.."]
 
 
 PRETTY = ("http://a.test/i", "HTTPS://a.test/i", " file:///etc/x", "//a.test/x",
@@ -421,8 +457,10 @@ def test_no_forwarded_body_has_an_address(recording, value, route, ascii, code):
     assert route != "/other", (where, address)
     field = where[-2:-1] if where[-1:] == (0,) else where[-1:]
     is_text = {*field} & {"content", "text", "input", "output"}
-    is_unread = {*where} & {"metadata", "function"} or (
-        "input" in where and b"tool_use" in sent
+    is_unread = (
+        where[:1] == ("metadata",)
+        or where[:3] == ("tools", 0, "function")
+        or ("input" in where and b"tool_use" in sent)
     )
     assert is_text or is_unread, (where, address)
 
@@ -664,6 +702,10 @@ async def test_a_run_s_sampling_in_each_protocol_or_a_refusal(make):
     front = Front(upstream, make, rule=rule)
     for path, body, expected in (
         ("/v1/completions", {"prompt": "a"}, {"prompt": "a", **filled}),
+        ("/a/b/v1/chat/completions/batch", {"messages": []},
+         {"messages": [], **filled}),
+        ("/v1/chat/completions/", {"messages": []},
+         {"messages": [], **filled}),
         ("/generate", {"text": "a", "sampling_params": {"top_k": 0}},
          {"text": "a", "sampling_params": {**filled, "top_k": 0}}),
         ("/inference/v1/generate", {"token_ids": [1]},
@@ -675,12 +717,22 @@ async def test_a_run_s_sampling_in_each_protocol_or_a_refusal(make):
       assert (await front.client.post(path, json=body)).status_code == 200
       assert json.loads(seen.requests[-1][-1]) == expected
     count = len(seen.requests)
-    answer = await front.client.post(
-        "/generate", json={"text": "a", "sampling_params": {"top_p": 0.5}}
-    )
-    assert answer.status_code == 400 and len(seen.requests) == count
-    error = answer.json()["error"]
-    assert error["param"] == "top_p" and "temperature=0.7" in error["message"]
+    for path, body, param, words in (
+        ("/generate", {"sampling_params": {"top_p": 0.5}}, "top_p",
+         "temperature=0.7"),
+        ("/generate", {"sampling_params": [[{"top_p": 0.5}]]},
+         "sampling_params", "a list of objects"),
+        ("/generate", {"sampling_params": "{}"},
+         "sampling_params", "a list of objects"),
+        ("/v1/chat/completions/batch", {"top_p": 0.5}, "top_p", "0.5"),
+        ("/invocations", {"messages": [], "top_p": 0.5}, None, "/invocations"),
+        ("/api/chat", {"messages": []}, None, "/api/chat"),
+        ("/v1/Chat/Completions", {"top_p": 0.5}, None, "/v1/Chat"),
+    ):  # pyformat: disable
+      answer = await front.client.post(path, json=body)
+      assert answer.status_code == 400 and len(seen.requests) == count
+      error = answer.json()["error"]
+      assert error.get("param") == param and words in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -81,12 +81,15 @@ def test_what_is_wrong_is_said(body, words):
 def test_too_many_values_are_refused_before_they_are_parsed(monkeypatch):
   monkeypatch.setattr(bodies, "_COUNTED", 0)
   ids = b'{"prompt": [%s]}' % b",".join([b"1"] * 1001)
-  assert len(read(ids, max_values=1000)["prompt"]) == 1001  # 1000 commas.
+  # 1000 commas and two brackets.
+  assert len(read(ids, max_values=1002)["prompt"]) == 1001
   more = b'{"prompt": [%s]}' % b",".join([b"1"] * 1002)
+  deep = b'{"prompt": [%s]}' % b",".join([b"[" * 100 + b"]" * 100] * 11)
   monkeypatch.setattr(bodies.orjson, "loads", None)
-  with pytest.raises(errors.ApiError, match="than 1,000 values") as refused:
-    read(more, max_values=1000)
-  assert refused.value.status == 413
+  for body in (more, deep):
+    with pytest.raises(errors.ApiError, match="than 1,002 values") as refused:
+      read(body, max_values=1002)
+    assert refused.value.status == 413
   with pytest.raises(errors.ApiError, match="more than 10 bytes"):
     bodies.read_json(more, 10)
 

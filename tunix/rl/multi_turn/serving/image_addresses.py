@@ -8,7 +8,7 @@ schema: the fields of text are listed here, and no other is trusted.
 Promises: `{"url": "\\u0068ttp://…"}`, a key written twice, `NaN`, half a
 surrogate pair, a BOM or UTF-16 have one meaning, that of the parsed value, or
 are refused; a body becomes few more than `MOST_VALUES` values, counted by its
-commas before it is parsed.
+commas and brackets before it is parsed.
 
 Does not fetch, or look into data URLs.
 """
@@ -22,6 +22,8 @@ import unicodedata
 from urllib import parse as urllib_parse
 
 from tunix.rl.multi_turn.core import json_models
+from tunix.rl.multi_turn.core import json_text
+from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.serving import errors
 
 MOST_VALUES = 2_000_000
@@ -35,14 +37,26 @@ _TEXT = frozenset({
     "output", "prompt", "reasoning", "reasoning_content", "refusal", "regex",
     "stop", "suffix", "system", "text", "thinking", "title",
 })  # pyformat: disable
-# Schemas, calls of tools and notes: no server looks for media in these.
-_UNREAD = frozenset({
-    "annotations", "arguments", "citations", "function", "function_call",
-    "functions", "guided_json", "input_schema", "json_schema", "metadata",
-    "parameters", "response_format", "schema", "structured_outputs",
-})  # pyformat: disable
+# Schemas, calls of tools and notes, where requests have them: no server looks
+# for media in these.
+_MESSAGE = r"(messages|input)\[\d+\](\[\d+\])?"
+_UNREAD = re.compile(
+    r"function_call|functions|metadata|response_format|text\.format\.schema"
+    r"|(sampling_params(\[\d+\])?\.)?"
+    r"(guided_json|json_schema|structured_outputs)"
+    rf"|({_MESSAGE}\.)?tools\[\d+\](\.tools\[\d+\])?\."
+    r"(function|input_schema|parameters)"
+    r"|tool_choice\.function"
+    rf"|{_MESSAGE}\.(annotations|arguments|function_call"
+    r"|tool_calls\[\d+\]\.function"
+    r"|content\[\d+\](\.content\[\d+\])?\.(annotations|citations))"
+)
+# The input of a tool's call in Anthropic's messages.
+_TOOL_INPUT = re.compile(rf"{_MESSAGE}\.content\[\d+\]\.input")
+_IMAGES = frozenset({"image", "image_data", "image_url"})
 _OTHER_MEDIA = frozenset({
-    "audio_data", "audio_url", "file_url", "video_data", "video_url",
+    "audio", "audio_data", "audio_url", "file_url", "video", "video_data",
+    "video_url",
 })  # pyformat: disable
 # These make vLLM and SGLang call a machine that the request names.
 _PEERS = frozenset({
@@ -63,13 +77,38 @@ _INVISIBLE = re.compile(
     r"\u200b-\u200f\u202a-\u202e\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff"
     r"\uffa0\ufff0-\uffff]*"
 )
-_MODEL_ROUTE = re.compile(
-    r"(/sessions/[^/]+|/[^/]+)?(/v1)?/("
-    r"chat/completions(/batch|/render)?|completions(/render)?"
-    r"|responses(/render)?|messages(/count_tokens|/render)?"
-    r"|embeddings|pooling|tokenize)"
-    r"|(/inference/v1)?/generate"
-)
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+  """A route that carries prompts.
+
+  Attributes:
+    fields: Fields of sampling that a request may leave out; none where nothing
+      is sampled.
+    nested: Whether these are in `sampling_params`.
+  """
+
+  fields: tuple[str, ...] = ()
+  nested: bool = False
+
+
+_ROUTES = {
+    "chat/completions": Route(sampling_rule.FIELDS),
+    "chat/completions/batch": Route(sampling_rule.FIELDS),
+    "completions": Route(sampling_rule.FIELDS),
+    "responses": Route(("temperature", "top_p")),
+    "messages": Route(("temperature", "top_p", "top_k")),
+    "generate": Route(sampling_rule.FIELDS, nested=True),
+    **dict.fromkeys((
+        "chat/completions/render", "completions/render", "responses/render",
+        "messages/render", "messages/count_tokens", "embeddings", "pooling",
+        "tokenize",
+    ), Route()),
+}  # pyformat: disable
+# The shortest prefix: completions end as those of chats do.
+_ROUTE = re.compile(rf"(.*?)/({'|'.join(_ROUTES)})/?", re.S)
+_PREFIX = re.compile(r"(/sessions/[^/]+|/[^/]+)?(/v1)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +118,12 @@ class Place:
   holder: Any
   key: Any
   where: str
+
+
+def route_of(path: str) -> Route | None:
+  """The route of a decoded path, whatever stands before it."""
+  match = _ROUTE.fullmatch(path)
+  return None if match is None else _ROUTES[match[2]]
 
 
 def examine(body: bytes, path: str) -> tuple[Any, list[Place]]:
@@ -93,11 +138,11 @@ def examine(body: bytes, path: str) -> tuple[Any, list[Place]]:
     ApiError: The body is no JSON, is too large to parse, or has an address
       that would reach the server behind; names its place.
   """
-  if body.count(b",") > MOST_VALUES:
+  if json_text.parts(body) > MOST_VALUES:
     raise errors.ApiError(
         413,
-        f"the body holds more than {MOST_VALUES:,} values by its commas; send"
-        " fewer",
+        f"the body holds more than {MOST_VALUES:,} values by its commas and"
+        " brackets; send fewer",
         code="request_too_large",
     )
   try:
@@ -110,7 +155,8 @@ def examine(body: bytes, path: str) -> tuple[Any, list[Place]]:
         "invalid_json",
     ) from None
   places: list[Place] = []
-  carries_prompts = _MODEL_ROUTE.fullmatch(path) is not None
+  match = _ROUTE.fullmatch(path)
+  carries_prompts = match is not None and bool(_PREFIX.fullmatch(match[1]))
   if not carries_prompts:
     _refuse_addresses(value, "")
   _walk(value, "", places)
@@ -149,7 +195,8 @@ def _walk_field(
   Images stand in OpenAI's chat and Responses (`image_url`, a text or an object
   with `url`), Anthropic's messages (`source` of type url), vLLM's
   `/inference/v1/generate` (`content_parts`: `url` beside the type) and SGLang's
-  `/generate` (`image_data`: an address, an object with `url`, or lists).
+  `/generate` (`image_data`: an address, an object with `url`, or lists) and
+  embeddings (`image`).
   """
   if key in _PEERS and item is not None:
     raise errors.invalid(
@@ -158,7 +205,10 @@ def _walk_field(
         " omit it",
         "peer_not_allowed",
     )
-  if key in _UNREAD or _is_tool_input(holder, key, path):
+  if _UNREAD.fullmatch(path):
+    return
+  # At the top, `input` is a conversation, whatever `type` says beside it.
+  if holder.get("type") == "tool_use" and _TOOL_INPUT.fullmatch(path):
     return
   if key in _TEXT:
     if isinstance(item, list):
@@ -167,7 +217,7 @@ def _walk_field(
           _walk(part, f"{path}[{index}]", places)
     elif not isinstance(item, str):
       _walk(item, path, places)
-  elif key in ("image_url", "image_data"):
+  elif key in _IMAGES:
     _images(holder, key, path, places)
   elif key == "source" and isinstance(item, dict) and "url" in item:
     _images(item, "url", f"{path}.url", places)
@@ -177,18 +227,18 @@ def _walk_field(
       _flat_part(part, f"{path}[{index}]", places)
   elif key in _OTHER_MEDIA:
     _only_data(item, path, places)
+  elif key == "input_audio" and isinstance(item, dict):
+    name = item.get("format") or ""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9.+-]*", name):
+      raise errors.invalid(
+          f"{path}.format",
+          f"{path}.format={str(name)[:60]!r} must be the name of a format, such"
+          " as wav",
+          "invalid_value",
+      )
+    _walk(item, path, places)
   else:
     _walk(item, path, places)
-
-
-def _is_tool_input(holder: dict[str, Any], key: str, path: str) -> bool:
-  """Whether a field is the input of a tool's call in Anthropic's messages.
-
-  At the top of a body, `input` is the conversation of OpenAI's Responses,
-  whatever `type` says beside it.
-  """
-  in_content = re.search(r"\.content\[\d+\]\.input$", path) is not None
-  return key == "input" and holder.get("type") == "tool_use" and in_content
 
 
 def _flat_part(part: Any, where: str, places: list[Place]) -> None:

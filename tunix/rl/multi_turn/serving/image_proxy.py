@@ -43,6 +43,7 @@ import pathlib
 import re
 import sys
 from typing import Any, AsyncIterator, Sequence
+from urllib import parse
 
 import httpx
 from starlette import applications
@@ -78,18 +79,11 @@ _DROPPED = _HOP_BY_HOP | {
     "proxy-authorization", "x-forwarded-for",
 }  # pyformat: disable
 _JSON = re.compile(r"|application/([\w.-]+\+)?json")
-_TARGET = re.compile(rb"[!-~]+")
-
-# Paths of requests that sample, with the fields that they may leave out, and
-# whether these are in `sampling_params`.
-_ALL_FIELDS = sampling_rule.FIELDS
-_SAMPLING_PATHS = {
-    "/chat/completions": (_ALL_FIELDS, False),
-    "/completions": (_ALL_FIELDS, False),
-    "/responses": (("temperature", "top_p"), False),
-    "/messages": (("temperature", "top_p", "top_k"), False),
-    "/generate": (_ALL_FIELDS, True),
-}
+_TARGET = re.compile(rb"[!-\"$-~]+")  # No `#`: httpx leaves out what follows.
+# What a client or server on the way may resolve to another path.
+_UNSAFE = re.compile(r"//|\\|/\.\.?(/|$)")
+# In names of routes that sample in a form of their own.
+_MAY_SAMPLE = re.compile("batch|chat|complet|generat|infill|invocations", re.I)
 
 Request = starlette_requests.Request
 Response = starlette_responses.Response
@@ -179,7 +173,7 @@ class ImageProxy:
       body = await request_bodies.read(request, _MAX_BODY)
       untrained = ""
       if body:
-        body, untrained = await self._rewritten(body, request.url.path)
+        body, untrained = await self._rewritten(body, request.scope["path"])
       return await self._passed_on(request, url, body, untrained)
     except request_bodies.BodyRefused as refused:
       error = errors.ApiError(
@@ -226,6 +220,12 @@ class ImageProxy:
       raise errors.ApiError(
           400, "the address has a character that must be percent-encoded",
           code="invalid_address",
+      )  # pyformat: disable
+    # Decoded twice: a server behind the upstream may do so, too.
+    if _UNSAFE.search(parse.unquote(request.scope["path"])):
+      raise errors.ApiError(
+          400, "the path has a segment . or .., an empty one or a backslash;"
+          " send the path that these lead to", code="invalid_address",
       )  # pyformat: disable
     return url.decode("ascii")
 
@@ -308,12 +308,19 @@ class ImageProxy:
         lambda: image_addresses.examine(body, path),
         len(body), 30.0, "a request",
     )  # pyformat: disable
-    ends = (end for end in _SAMPLING_PATHS if path.endswith(end))
-    # The longest: completions end as those of chats do.
-    end = max(ends, key=len, default="") if self._rule is not None else ""
     untrained = ""
-    if end and isinstance(value, dict):
-      untrained = self._sample_as_the_run(value, *_SAMPLING_PATHS[end])
+    if self._rule is not None:
+      route = image_addresses.route_of(path)
+      name = path.rstrip("/").rpartition("/")[2]
+      if route is None and _MAY_SAMPLE.search(name):
+        raise errors.invalid(
+            None,
+            f"{path[:80]} may sample in a form that cannot be held to the run's"
+            " sampling; use /v1/chat/completions",
+            "unsupported_route",
+        )
+      if route is not None and route.fields and isinstance(value, dict):
+        untrained = self._sample_as_the_run(value, route)
     if len(places) > self._max_images:
       raise errors.invalid(
           places[self._max_images].where,
@@ -349,35 +356,40 @@ class ImageProxy:
     return written, untrained
 
   def _sample_as_the_run(
-      self, request: dict[str, Any], fields: Sequence[str], nested: bool
+      self, request: dict[str, Any], route: image_addresses.Route
   ) -> str:
     """Fills in what the request leaves out; returns the reason against it.
 
     Raises:
-      ApiError: it has another distribution, and the rule refuses it.
+      ApiError: it has another distribution, and the rule refuses it, or its
+        `sampling_params` are of another form.
     """
     assert self._rule is not None
     holders: Any = [request]
-    if nested:
+    if route.nested:
       params = request.get("sampling_params")
       if params is None:
         params = request["sampling_params"] = {}
       holders = params if isinstance(params, list) else [params]
+      if not holders or not all(isinstance(one, dict) for one in holders):
+        raise errors.invalid(
+            "sampling_params",
+            "sampling_params must be an object or a list of objects",
+            "invalid_value",
+        )
     reason = ""
     try:
       for holder in holders:
-        if isinstance(holder, dict):
-          reason = reason or self._rule.reason_against(holder)
+        reason = reason or self._rule.reason_against(holder)
     except sampling_rule.OtherSampling as error:
       field = str(error).partition("=")[0].partition(" ")[0]
       raise errors.invalid(
           field, str(error), "unsupported_parameter"
       ) from None
     for holder in holders:
-      if isinstance(holder, dict):
-        for name in fields:
-          if holder.get(name) is None:
-            _fill(holder, name, getattr(self._rule, name))
+      for name in route.fields:
+        if holder.get(name) is None:
+          _fill(holder, name, getattr(self._rule, name))
     if reason:
       self.untrained_requests += 1
       if reason not in self._reasons:

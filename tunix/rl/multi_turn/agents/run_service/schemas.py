@@ -10,6 +10,7 @@ of a body has a bound, which the JSON schema states.
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Annotated, Any, Literal, Mapping
 
 import pydantic
@@ -42,13 +43,20 @@ class Sampling(_Body):
   seed: bounds.Whole | None = None
 
 
+def _sendable(key: Any) -> str:
+  """Checks that a header can carry the key; its message does not quote it."""
+  if not isinstance(key, str) or not re.fullmatch("[!-~]{0,4096}", key):
+    raise ValueError("must be up to 4096 printable ASCII characters, no space")
+  return key
+
+
 class Model(_Body):
   """The policy: an OpenAI-compatible server.
 
   Attributes:
     logprobs: ask for log-probs and token ids, which training needs.
     topLogprobs: alternatives a token; None asks for none.
-    apiKey: sent as bearer token.
+    apiKey: sent as bearer token; printable ASCII without spaces.
     images: the form in which screenshots are sent to it.
   """
 
@@ -57,7 +65,7 @@ class Model(_Body):
   provider: Literal["openai"] = "openai"
   logprobs: bool = True
   topLogprobs: int | None = pydantic.Field(default=None, ge=0, le=20)
-  apiKey: bounds.Address = ""
+  apiKey: Annotated[bounds.Address, pydantic.BeforeValidator(_sendable)] = ""
   images: Literal["base64", "url"] = "base64"
   sampling: Sampling = Sampling()
 
