@@ -165,7 +165,7 @@ def test_a_preview_is_bounded_in_size(tmp_path):
 @pytest.mark.parametrize("path", ["/buffer/write", "/buffer/stats"])
 @pytest.mark.parametrize(
     "part, fits, beyond",
-    [("[]", 1_700_000, 1_800_000), ("1", 100_000, None)],
+    [("[]", 1_700_000, 1_800_000), ("1", 2_100_000, None)],
 )
 def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(
     buffer, path, part, fits, beyond

@@ -406,7 +406,7 @@ def test_a_lease_s_id_is_one_buffer_s_also_of_reads_at_once(buffer):
   for name in ("left", "right"):
     buffer.start(buffer=name)
     buffer.write(*group(name), path=f"/b/{name}/buffer/write")
-  kept, free = buffer.service.store, threading.Event()
+  free = threading.Event()
   keep_busy(buffer, free)
   with concurrent.futures.ThreadPoolExecutor() as pool:
     reads = [
@@ -418,7 +418,7 @@ def test_a_lease_s_id_is_one_buffer_s_also_of_reads_at_once(buffer):
         for name in ("left", "right")
     ]
     due = time.monotonic() + 20
-    while kept._queue.qsize() < 2:  # pylint: disable=protected-access
+    while buffer.service.store._queue.qsize() < 2:  # pylint: disable=protected-access
       assert time.monotonic() < due
       time.sleep(0.01)
     free.set()

@@ -514,8 +514,8 @@ class Buffer:
     """
     with self._taking:
       self._expire()
-      held = self._leases.get(lease)
-      if held is None or delivery not in (None, held.delivery):
+      current = self._leases.get(lease)
+      if current is None or delivery not in (None, current.delivery):
         raise UnknownLease(f"lease {lease!r} is over or never was")
       return self._return(lease)
 
@@ -534,7 +534,7 @@ class Buffer:
     waits = self._wait(self._store.call(store_work.give_back(lease, seqs)))
     with self._lock:
       del self._leases[lease]
-      if not waits:  # Acknowledged: that wait ended before the commit did.
+      if not waits:  # It was acknowledged by a commit that came late.
         self._uncount(held.groups)
         return 0
       self._groups.put_back(held.groups)

@@ -232,9 +232,9 @@ async def _missing(
 ) -> AsyncIterator[Job]:
   """Yields the episodes of which the buffer has no item."""
   while batch := list(itertools.islice(every, _BATCH)):
-    known = await buffer.known([job.uid for job in batch])
+    written = await buffer.known([job.uid for job in batch])
     for job in batch:
-      if job.uid not in known:
+      if job.uid not in written:
         yield job
 
 

@@ -227,12 +227,12 @@ class Service:
     return generator
 
   def _check(
-      self, asked: requests.Rollout, generator: plugins.Generator
+      self, rollout: requests.Rollout, generator: plugins.Generator
   ) -> None:
     """Raises ValueError unless the operator allows the rollout."""
-    self._rights.check(asked.payload, generator.reads, self.url)
-    if asked.task_type == "desktop":
-      requests.check_screens(asked, self.limits.max_megapixels)
+    self._rights.check(rollout.payload, generator.reads, self.url)
+    if rollout.task_type == "desktop":
+      requests.check_screens(rollout, self.limits.max_megapixels)
 
   def start(self, name: str, payload: Any) -> None:
     """Starts a rollout in a buffer, in place of the one that runs there.
