@@ -432,6 +432,15 @@ def test_a_service_takes_its_command_and_needs_its_token(
       http_server.token(args.token_file, args.host, TOKENS[service])
 
 
+def test_the_buffer_calls_itself_by_the_name_that_trainers_use(monkeypatch):
+  """Trainers send the address that they reach it at as remote_buffer_url."""
+  args = _parsed("buffer", monkeypatch)
+  allowed = buffer_service().rights.Rights()
+  for host in ("buffer", "127.0.0.1"):
+    payload = {"remote_buffer_url": f"http://{host}:{PORTS['buffer']}"}
+    allowed.check(payload, tuple(payload), args.public_url)
+
+
 @pytest.mark.parametrize("service", PORTS)
 def test_a_service_is_published_to_this_machine_and_watched(service):
   found, port = SERVICES[service], PORTS[service]

@@ -147,6 +147,65 @@ def test_a_read_is_bounded_in_size_and_the_next_goes_on(tmp_path):
     assert sizes == [2, 2, 2]
 
 
+def test_a_preview_is_bounded_in_size(tmp_path):
+  with buffer_services.Running(
+      tmp_path, limits=settings.BufferLimits(group_size=4, read_mib=1)
+  ) as bounded:
+    for one in group("a"):
+      bounded.write({**one, "text": "x" * 400_000})
+    shown = bounded.client.get("/buffer/peek?batch_size=4").json()["data"]
+    assert [one["uid"] for one in shown["data"]] == ["a-0", "a-1"]
+    bounded.start(keep_items=False)
+    for one in group("b"):
+      bounded.write({**one, "text": "x" * 1_100_000})
+    shown = bounded.client.get("/buffer/peek?batch_size=4").json()["data"]
+    assert [one["uid"] for one in shown["data"]] == ["b-0"]
+
+
+@pytest.mark.parametrize("path", ["/buffer/write", "/buffer/stats"])
+@pytest.mark.parametrize(
+    "part, fits, beyond",
+    [("[]", 1_700_000, 1_800_000), ("1", 2_100_000, None)],
+)
+def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(
+    buffer, path, part, fits, beyond
+):
+  method = "GET" if path.endswith("stats") else "POST"
+  ask = lambda n: buffer.client.request(
+      method, path, content="[" + ",".join([part] * n) + "]"
+  )
+  assert ask(fits).json()["code"] in ("invalid_item", "invalid_request")
+  if beyond is not None:
+    refused = ask(beyond)
+    assert refused.status_code == 413
+    assert "more than 2,000,000 lists and objects" in refused.json()["detail"]
+
+
+def test_the_screens_of_a_desktop_are_bounded_together(tmp_path):
+  rows = tmp_path / "in.jsonl"
+  rows.write_text('{"instance_id": "a", "family": "click-button"}\n\n')
+  payload = dict(
+      task_type="desktop", num_repeat_per_sample=1, input_file=str(rows),
+      width=1000, height="1000", num_process=3, num_epoch=2,
+      remote_engine_url="http://127.0.0.1:9",
+  )  # pyformat: disable
+  limits = settings.BufferLimits(max_megapixels=2)
+  with buffer_services.Running(tmp_path / "b", limits=limits) as bounded:
+    refused = bounded.post("/start_rollout", {**payload, "num_epoch": 3})
+    assert refused.status_code == 422
+    for words in (
+        "width=1000 and height=1000 of 3 episodes at a time (num_process=3)",
+        "--max-megapixels=2",
+    ):
+      assert words in refused.json()["detail"]
+    for fits in ({}, {"num_epoch": 3, "num_process": 2}):  # Two screens.
+      assert bounded.post("/start_rollout", {**payload, **fits}).is_success
+    default = {k: v for k, v in payload.items() if k not in ("width", "height")}
+    rows.write_text('{"instance_id": "a"}\n' * 200)
+    many = bounded.post("/start_rollout", {**default, "num_process": 200})
+    assert "width=128 and height=96 of 200" in many.json()["detail"]
+
+
 def test_reads_are_saved_where_that_is_asked_for(tmp_path):
   folder = tmp_path / "reads"
   with buffer_services.Running(

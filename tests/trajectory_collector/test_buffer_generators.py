@@ -493,6 +493,77 @@ def test_episodes_that_keep_failing_end_the_rollout(
   )
 
 
+def test_episodes_are_listed_as_they_are_played(running, tmp_path):
+  """A start may ask for more of them than any memory holds."""
+  rows = write_rows(tmp_path / "in.jsonl", [{"instance_id": "a"}])
+
+  async def refused(job):
+    raise generating.GeneratorError(f"{job.uid} is not played")
+
+  data = payload(
+      running, rows, num_repeat_per_sample=65_536, num_epoch=65_536
+  )
+  began = time.monotonic()
+  with pytest.raises(ExceptionGroup) as caught:
+    asyncio.run(generating.generate(data, refused))
+  assert "r-0-a-0 is not played" in str(caught.value.exceptions[0])
+  assert time.monotonic() - began < 10
+
+
+def test_what_is_written_is_not_played_again_in_any_batch(
+    running, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(generating, "_BATCH", 3)
+  rows = write_rows(tmp_path / "in.jsonl", [{"instance_id": "a"}])
+  played = []
+
+  async def play(job):
+    played.append(job.number)
+    return {"messages": [], "reward": 1.0}
+
+  data = payload(running, rows, num_repeat_per_sample=8)
+  for number in (1, 3, 4, 5):
+    running.write(buffer_services.item(f"r-0-a-{number}", "a"))
+  assert asyncio.run(generating.generate(data, play)) == 4
+  assert sorted(played) == [0, 2, 6, 7]
+
+
+@pytest.mark.parametrize("named", [{}, {"model": "m"}])
+def test_words_of_the_model_s_server_stay_in_the_service_s_log(
+    running, tmp_path, monkeypatch, caplog, capfd, named
+):
+  """Both where it ends the rollout at once, and where an episode fails."""
+  caplog.set_level("INFO")
+  rows = write_rows(
+      tmp_path / "in.jsonl",
+      [{"instance_id": "a", "prompt": "2 + 2?", "label": "4"}],
+  )
+  answer = lambda *_: (404, {"error": "the key sk-hidden is wrong"})
+  with run_services.scripted(answer) as (url, _):
+    if not named:
+      running.start(
+          task_type="math", num_repeat_per_sample=1, input_file=rows,
+          remote_engine_url=url,
+      )  # pyformat: disable
+      until(lambda: running.stats()["generator"]["state"] == "failed")
+      stats = json.dumps(running.stats())
+      assert "the answer has status 404" in running.stats()["errors"][-1]
+      log = caplog.text
+    else:
+      monkeypatch.setattr(generating, "_PAUSE_S", 0.0)
+      play("math", payload(
+          running, rows, num_repeat_per_sample=1, remote_engine_url=url, **named
+      ))  # pyformat: disable
+      log = capfd.readouterr().err
+      stats = "\n".join(
+          line
+          for line in log.splitlines()
+          if not line.startswith(generating.PRIVATE)
+      )
+      assert "(try 3): ModelError: the answer has status 404" in stats
+  assert "sk-hidden" in log and "sk-hidden" not in stats
+
+
 # --- the client ---------------------------------------------------------------
 
 

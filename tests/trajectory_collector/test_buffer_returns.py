@@ -1,17 +1,23 @@
 """Accepted items come back as they were sent; a failed answer costs nothing."""
 
 import asyncio
+import concurrent.futures
 import functools
 import itertools
 import json
 import math
 import socket
+import threading
 import time
 
 import buffer_services
 import hypothesis
 from hypothesis import strategies as st
 import pytest
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
+    app as app_lib,
+)
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import buffers
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import client
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import items
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import settings
@@ -38,7 +44,7 @@ def test_an_item_of_too_many_levels_is_refused_when_it_is_written(buffer):
     answer = buffer.post("/buffer/write", body)
     assert answer.status_code == 500, levels
     assert answer.json()["code"] == "invalid_item"
-  assert "recursion limit exceeded" in answer.json()["detail"]
+  assert "limit exceeded" in answer.json()["detail"]
   near = item("near", "near", extra_info={"x": nested(most + 1)})
   refusal = buffer.post("/buffer/write", near).json()["detail"]
   assert "nests deeper than 128 levels" in refusal
@@ -76,6 +82,14 @@ def test_values_that_no_encoder_writes_are_refused(buffer, value, fault):
     assert answer.status_code == 500
     assert fault.removeprefix("item 1: ") in answer.json()["detail"]
   assert buffer.stats()["items"] == 0
+
+
+def test_a_repeated_key_hides_no_number_that_no_float_holds(buffer):
+  one = json.dumps(item("u", extra_info={"l": 2**62, "x": 0}))
+  twice = one.replace('"x": 0', '"x": null, "x": 1e400')
+  answer = buffer.post("/buffer/write", twice)
+  assert answer.status_code == 500
+  assert "extra_info.x is larger than any float" in answer.json()["detail"]
 
 
 _NUMBERS = st.one_of(
@@ -212,8 +226,15 @@ def test_a_hook_that_returns_no_json_costs_its_group_only(tmp_path):
 # --- an answer that is not sent gives its groups back -------------------------
 
 
-def ask_and_hang_up(buffer, body, received=4096):
-  """Sends a read, and hangs up after some bytes of its answer."""
+def ask_and_hang_up(buffer, body, received=4096, before=lambda: None):
+  """Sends a read, and hangs up after some bytes of its answer.
+
+  Args:
+    buffer: A running service.
+    body: The read's.
+    received: Bytes of the answer.
+    before: Called before it hangs up.
+  """
   raw = json.dumps(body).encode()
   address = buffer.url.removeprefix("http://").split(":")
   line = socket.socket()
@@ -227,6 +248,7 @@ def ask_and_hang_up(buffer, body, received=4096):
     size = 0
     while size < received:
       size += len(line.recv(received - size))
+    before()
 
 
 @pytest.mark.parametrize("body", [{}, {"lease_s": 3600}])
@@ -270,6 +292,88 @@ def test_a_final_read_that_is_not_acknowledged_is_broken_off(buffer):
   assert len(buffer.read()["data"]["data"]) == 4
 
 
+def test_an_answer_that_is_broken_off_leaves_the_lease_to_a_later_one(
+    buffer, monkeypatch
+):
+  text = "x" * 4_000_000
+  buffer.write(*({**one, "text": text} for one in group("a")))
+  query = dict(lease_s=60, lease="mine")
+  ended = threading.Event()
+  give_back = app_lib._Delivery._give_back  # pylint: disable=protected-access
+
+  def observed(delivery):
+    give_back(delivery)
+    ended.set()
+
+  monkeypatch.setattr(app_lib._Delivery, "_give_back", observed)
+  again = []
+  ask_and_hang_up(
+      buffer, query, before=lambda: again.append(buffer.read(**query)["data"])
+  )
+  assert ended.wait(20)
+  assert not buffer.read(lease_s=60, lease="another")["success"]
+  assert [one["uid"] for one in again[0]["data"]] == [
+      one["uid"] for one in group("a")
+  ]
+  assert buffer.post("/buffer/ack", {"lease": "mine"}).status_code == 200
+  # The lease of a read that is made again later under the same id, too.
+  buffer.write(*({**one, "text": text} for one in group("b")))
+  ended.clear()
+
+  def given_back_and_read_again():
+    assert buffer.post("/buffer/release", {"lease": "next"}).is_success
+    again.append(buffer.read(lease_s=60, lease="next"))
+
+  ask_and_hang_up(
+      buffer, {**query, "lease": "next"}, before=given_back_and_read_again
+  )
+  assert ended.wait(20) and buffer.stats()["leases"] == 1
+
+
+def keep_busy(buffer, free):
+  """Lets the disk begin no further work until the event is set."""
+  busy = threading.Event()
+  buffer.service.store.call(lambda db: (busy.set(), free.wait(20)))
+  assert busy.wait(20)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("by_client", [False, True])
+def test_an_acknowledgement_that_waits_too_long_loses_nothing(
+    buffer, monkeypatch, begun, by_client
+):
+  """The disk is busy before the acknowledgement begins, or in it."""
+  buffer.write(*group("a"))
+  lent = buffer.service.buffer("default")
+  lease = lent.read(lease_s=60).lease
+  monkeypatch.setattr(buffers, "_COMMIT_S", 0.1)
+  free = threading.Event()
+  acknowledge = store_work.acknowledge
+  if begun:
+    monkeypatch.setattr(store_work, "acknowledge", lambda *args: lambda db: (
+        free.wait(20), acknowledge(*args)(db)
+    ))  # pyformat: disable
+  else:
+    keep_busy(buffer, free)
+  with pytest.raises(TimeoutError):
+    lent.acknowledge(lease)
+  monkeypatch.undo()
+  free.set()
+  if by_client:
+    assert lent.release(lease) == (0 if begun else 4)
+  else:
+    buffer.clock.now += 61
+  got = buffer.read()["data"]["data"]
+  assert [one["uid"] for one in got] == (
+      [] if begun else [one["uid"] for one in group("a")]
+  )
+  assert (buffer.stats()["items"], buffer.stats()["leases"]) == (0, 0)
+  assert not buffer.stats()["errors"]
+  # The client of an acknowledgement that was committed repeats it.
+  answer = buffer.post("/buffer/ack", {"lease": lease})
+  assert answer.status_code == (200 if begun else 404)
+
+
 # --- a lease's id -------------------------------------------------------------
 
 
@@ -296,6 +400,33 @@ def test_a_read_may_be_repeated_under_the_id_of_its_lease(buffer):
   assert buffer.read(lease_s=60, lease="next")["data"]["data"][0]["uid"] == (
       "b-0"
   )
+
+
+def test_a_lease_s_id_is_one_buffer_s_also_of_reads_at_once(buffer):
+  for name in ("left", "right"):
+    buffer.start(buffer=name)
+    buffer.write(*group(name), path=f"/b/{name}/buffer/write")
+  free = threading.Event()
+  keep_busy(buffer, free)
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    reads = [
+        pool.submit(
+            buffer.post,
+            f"/b/{name}/get_rollout_data",
+            {"lease_s": 60, "lease": "mine"},
+        )
+        for name in ("left", "right")
+    ]
+    due = time.monotonic() + 20
+    while buffer.service.store._queue.qsize() < 2:  # pylint: disable=protected-access
+      assert time.monotonic() < due
+      time.sleep(0.01)
+    free.set()
+    answers = {read.result().status_code: read.result() for read in reads}
+  assert answers.keys() == {200, 409}
+  assert answers[409].json()["code"] == "lease_used"
+  sizes = [buffer.stats(name)["current_size"] for name in ("left", "right")]
+  assert sorted(sizes) == [0, 4]
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,10 @@ _LOG = logging.getLogger(__name__)
 _SMALL = 8 << 20
 _INLINE = 256 << 10
 """Larger bodies are parsed in a thread."""
+_MOST_NODES = 2_000_000
+"""Lists and objects of a body."""
+_NODE = 8
+"""Values that take the memory of a list or an object."""
 _COMMIT_S = 60.0
 _SWEEP_S = 5.0
 _POLL_S = 0.1
@@ -494,9 +498,27 @@ def _as_api(error: Exception) -> ApiError | None:
 
 
 async def _parsed(read: Callable[..., Any], raw: bytes, *args: Any) -> Any:
-  if len(raw) <= _INLINE:
+  """Parses a body.
+
+  Raises:
+    BodyRefused: parsed, it would take too much memory.
+  """
+
+  def bounded() -> Any:
+    nodes = raw.count(b"[") + raw.count(b"{")
+    if raw.count(b",") + _NODE * nodes > _NODE * _MOST_NODES:
+      raise request_bodies.BodyRefused(
+          413,
+          f"the body holds more than {_MOST_NODES:,} lists and objects, or"
+          f" {_NODE * _MOST_NODES:,} values, by its brackets and commas; send"
+          " it in several",
+          "too_large",
+      )
     return read(raw, *args)
-  return await asyncio.to_thread(read, raw, *args)
+
+  if len(raw) <= _INLINE:
+    return bounded()
+  return await asyncio.to_thread(bounded)
 
 
 def _read_body(success: bool, message: str, result: buffers.Read) -> bytes:
@@ -550,9 +572,9 @@ class _Delivery(Response):
 
   def _give_back(self) -> None:
     try:
-      self._buffer.release(self._result.lease)
+      self._buffer.release(self._result.lease, self._result.delivery)
     except buffers.UnknownLease:
-      pass  # It was over already.
+      pass  # It was over already, or a later answer has the groups.
     except (store.StoreError, TimeoutError) as error:
       _LOG.warning("groups return when their lease is over: %s", error)
 

@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
+import sqlite3
 import threading
 import time
 from typing import Any, Callable, Iterator, Mapping, Sequence
@@ -68,6 +70,7 @@ class Read:
     short: whether there are fewer than the reader asked for.
     lease: id of the lease; "" where there are no items.
     final: whether the lease ends with the answer.
+    delivery: number of the answer; a repeated read has a higher one.
   """
 
   data: bytes = b'{"data":[],"meta_info":{}}'
@@ -76,6 +79,7 @@ class Read:
   short: bool = False
   lease: str = ""
   final: bool = False
+  delivery: int = 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -85,6 +89,7 @@ class _Lease:
   groups: list[groups.Group]
   seconds: float
   due: float
+  delivery: int
 
 
 class Buffer:
@@ -124,6 +129,7 @@ class Buffer:
     self._taking = threading.RLock()
     self._groups = groups.Groups(self.judge.rules.group_size)
     self._leases: dict[str, _Lease] = {}
+    self._deliveries = itertools.count(1)
     self._max_bytes = limits.max_gib * (1 << 30)
     self._tally = tally.Tally(
         max(limits.max_items, limits.remembered_uids),
@@ -161,7 +167,7 @@ class Buffer:
   def _load(self, found: store_work.Contents) -> None:
     now = self._clock()
     self._groups = groups.Groups(self.judge.rules.group_size)
-    self._leases = {}
+    before, self._leases = self._leases, {}
     self._tally.reset(found.cleared)
     self._tally.keep(tally.Kept(dict(found.kept), []))
     self._items = self._bytes = 0
@@ -189,8 +195,9 @@ class Buffer:
     for (lease, _), group in lent.items():
       seconds = found.seconds[lease]
       due = now + seconds if seconds else -math.inf
+      delivery = before[lease].delivery if lease in before else 0
       self._leases.setdefault(
-          lease, _Lease([], seconds, due)
+          lease, _Lease([], seconds, due, delivery)
       ).groups.append(group)
 
   def reset(self) -> None:
@@ -288,10 +295,7 @@ class Buffer:
         if lease in self._leases:
           return self._again(lease)
         if self._store.rows("SELECT 1 FROM leases WHERE id = ?", lease):
-          raise LeaseUsed(
-              f"lease={lease!r} was acknowledged, or is another buffer's; give"
-              " each read an id of its own"
-          )
+          raise _used(lease)
       usable, dropped = self._judge()
       available = sum(len(group.members) for group in usable)
       if exact and 0 <= batch_size and available < batch_size:
@@ -352,28 +356,32 @@ class Buffer:
     if self._on_read is not None:
       self._on_read(self, self._reads() + 1, written)
     cleared = counted[-1].seq if clear and counted else 0
-    self._wait(
-        self._store.call(
-            store_work.take(
-                self.id,
-                [(group.number, group.seqs) for group in taken],
-                [seq for group in dropped for seq in group.seqs],
-                kept.gone,
-                lease=(lease, lease_s or 0.0),
-                cleared=cleared,
-                remembered=self._limits.remembered_uids,
-            )
-        )
+    take = store_work.take(
+        self.id,
+        [(group.number, group.seqs) for group in taken],
+        [seq for group in dropped for seq in group.seqs],
+        kept.gone,
+        lease=(lease, lease_s or 0.0),
+        cleared=cleared,
+        remembered=self._limits.remembered_uids,
     )
+    try:
+      self._wait(self._store.call(take))
+    except sqlite3.IntegrityError:  # Another buffer has lent under the id.
+      raise _used(lease) from None
+    delivery = next(self._deliveries)
     with self._lock:
       for group in (*taken, *dropped):
         self._groups.take(group)
       due = self._clock() + (lease_s or _SENDING_S)
-      self._leases[lease] = _Lease(taken, lease_s or 0.0, due)
+      self._leases[lease] = _Lease(taken, lease_s or 0.0, due, delivery)
       self._uncount(dropped)
       self._tally.keep(kept)
       self._tally.clear(cleared, unreported)
-    return Read(data, len(written), available, lease=lease, final=final)
+    return Read(
+        data, len(written), available, lease=lease, final=final,
+        delivery=delivery,
+    )  # pyformat: disable
 
   def _again(self, lease: str) -> Read:
     """Returns the groups of a lease again; its time begins anew."""
@@ -394,7 +402,10 @@ class Buffer:
       numbers.extend([group.number] * len(contents))
     data = _data(written, meta, numbers, lease)
     again.due = self._clock() + again.seconds
-    return Read(data, len(written), len(members), lease=lease)
+    again.delivery = next(self._deliveries)
+    return Read(
+        data, len(written), len(members), lease=lease, delivery=again.delivery
+    )
 
   def available(self) -> int:
     """Items in groups that may be read."""
@@ -403,10 +414,20 @@ class Buffer:
       return sum(len(group.members) for group in self._judge()[0])
 
   def peek(self, count: int) -> list[bytes]:
-    """The first items that a read would begin with, as JSON."""
+    """The first items that a read would begin with, as JSON.
+
+    At most `read_mib` of them, the first in any case.
+    """
     with self._taking:
       usable, _ = self._judge()
-      seqs = [seq for group in usable for seq in group.seqs][:count]
+      members = [m for group in usable for m in group.members][:count]
+      sizes = itertools.accumulate(m.size for m in members)
+      most = self._limits.read_mib << 20
+      seqs = [
+          m.seq
+          for m, size in zip(members, sizes)
+          if size <= most or m is members[0]
+      ]
       return [body for body in self._store.bodies(seqs) if body is not None]
 
   def sweep(self) -> None:
@@ -480,15 +501,21 @@ class Buffer:
         self._uncount(held.groups)
       return len(seqs)
 
-  def release(self, lease: str) -> int:
+  def release(self, lease: str, delivery: int | None = None) -> int:
     """Gives a lease's groups back at once; the number of its items.
+
+    Args:
+      lease: Its id.
+      delivery: Number of an answer that was broken off. The lease stays where
+        a later answer has been made under its id.
 
     Raises:
       UnknownLease: see `acknowledge`.
     """
     with self._taking:
       self._expire()
-      if lease not in self._leases:
+      current = self._leases.get(lease)
+      if current is None or delivery not in (None, current.delivery):
         raise UnknownLease(f"lease {lease!r} is over or never was")
       return self._return(lease)
 
@@ -504,9 +531,12 @@ class Buffer:
   def _return(self, lease: str) -> int:
     held = self._leases[lease]
     seqs = [seq for group in held.groups for seq in group.seqs]
-    self._wait(self._store.call(store_work.give_back(lease, seqs)))
+    waits = self._wait(self._store.call(store_work.give_back(lease, seqs)))
     with self._lock:
       del self._leases[lease]
+      if not waits:  # It was acknowledged by a commit that came late.
+        self._uncount(held.groups)
+        return 0
       self._groups.put_back(held.groups)
     return len(seqs)
 
@@ -595,7 +625,25 @@ class Buffer:
     return row[0]
 
   def _wait(self, future: Any) -> Any:
-    return future.result(_COMMIT_S)
+    """Returns the result of the store's work.
+
+    Raises:
+      TimeoutError: the work was not begun in time, and never is; or takes as
+        long again.
+    """
+    try:
+      return future.result(_COMMIT_S)
+    except TimeoutError:
+      if future.cancel():
+        raise
+      return future.result(_COMMIT_S)
+
+
+def _used(lease: str) -> LeaseUsed:
+  return LeaseUsed(
+      f"lease={lease!r} was acknowledged, or is another buffer's; give each"
+      " read an id of its own"
+  )
 
 
 def _data(

@@ -21,11 +21,20 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import itertools
 import pathlib
 import random
 import sys
 import time
-from typing import Any, Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import (
+    Any,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import http
@@ -37,6 +46,10 @@ _TRIES = 3
 _PAUSE_S = 1.0
 _EPISODE_S = 3600.0
 _MOST_FAILURES = 32
+_BATCH = 10_000
+"""Episodes that are looked up, and kept, at a time."""
+PRIVATE = "private: "
+"""Begins a line for the service's log, which clients do not see."""
 _SAMPLING = {
     "max_tokens": int, "max_completion_tokens": int, "top_k": int,
     "temperature": float, "top_p": float, "min_p": float,
@@ -192,25 +205,37 @@ async def generate(data: Mapping[str, Any], play: Play) -> int:
   async with client.BufferClient(
       str(data["remote_buffer_url"]), buffer=str(data.get("buffer") or "")
   ) as buffer:
-    every = list(jobs(rows, data))
-    known = await buffer.known([job.uid for job in every])
-    todo = collections.deque(job for job in every if job.uid not in known)
-    _say(f"{len(todo)} episodes to play, {len(known)} are written")
+    todo = _missing(jobs(rows, data), buffer)
+    advancing = asyncio.Lock()
     state = _State()
 
     async def worker() -> None:
-      while todo:
-        item = await _played(todo.popleft(), play, state)
+      while True:
+        async with advancing:
+          job = await anext(todo, None)
+        if job is None:
+          return
+        item = await _played(job, play, state)
         if item is not None:
           await buffer.write(item)
           state.written += 1
 
-    count = min(int(data.get("num_process", 100)), max(1, len(todo)))
     async with asyncio.TaskGroup() as group:
-      for _ in range(count):
+      for _ in range(int(data.get("num_process", 100))):
         group.create_task(worker())
-    _say(f"{state.written} episodes written, {state.failed} failed")
+    say(f"{state.written} episodes written, {state.failed} failed")
     return state.written
+
+
+async def _missing(
+    every: Iterator[Job], buffer: client.BufferClient
+) -> AsyncIterator[Job]:
+  """Yields the episodes of which the buffer has no item."""
+  while batch := list(itertools.islice(every, _BATCH)):
+    written = await buffer.known([job.uid for job in batch])
+    for job in batch:
+      if job.uid not in written:
+        yield job
 
 
 @dataclasses.dataclass
@@ -231,11 +256,14 @@ async def _played(job: Job, play: Play, state: _State) -> dict[str, Any] | None:
       raise
     except Exception as error:  # pylint: disable=broad-except
       reason = concurrency.describe(error)
-      _say(f"episode {job.uid} failed (try {attempt + 1}): {reason}")
+      what = f"episode {job.uid} failed (try {attempt + 1})"
+      if quotes_server(error):
+        say(f"{what}: {reason}", private=True)
+      if isinstance(error, http.CallError):
+        reason = error.summary  # Clients read it.
+      say(f"{what}: {reason}")
       state.in_a_row += 1
       if state.in_a_row >= _MOST_FAILURES * _TRIES:
-        if isinstance(error, http.CallError):
-          reason = error.summary  # Clients read it.
         raise GeneratorError(
             f"{state.in_a_row} tries in a row failed, the last with: {reason}"
         ) from error
@@ -263,5 +291,19 @@ def _item(job: Job, got: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
-def _say(text: str) -> None:
-  print(text, file=sys.stderr, flush=True)
+def quotes_server(error: BaseException) -> bool:
+  """Whether an error, or one that it came from, holds a server's words."""
+  inner = [
+      error.__cause__, error.__context__, *getattr(error, "exceptions", ())
+  ]  # pyformat: disable
+  return isinstance(error, http.CallError) or any(
+      quotes_server(one) for one in inner if one is not None
+  )
+
+
+def say(text: str, private: bool = False) -> None:
+  """Writes to the service's log and, unless private, to what clients see."""
+  mark = PRIVATE if private else ""
+  lines = "".join(f"{mark}{line}\n" for line in text.splitlines())
+  sys.stderr.write(lines)
+  sys.stderr.flush()

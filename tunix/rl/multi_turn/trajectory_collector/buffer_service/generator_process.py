@@ -30,6 +30,8 @@ def main() -> int:
   threading.Thread(target=_end_with_parent, daemon=True).start()
   path = pathlib.Path(order["file"])
   sys.path.insert(0, str(path.parent))
+  from tunix.rl.multi_turn.core import http  # pylint: disable=g-import-not-at-top
+  from tunix.rl.multi_turn.trajectory_collector.buffer_service import generating  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn.trajectory_collector.buffer_service import plugins  # pylint: disable=g-import-not-at-top
 
   try:
@@ -42,9 +44,16 @@ def main() -> int:
 
       asyncio.run(run())
   except Exception as error:  # pylint: disable=broad-except
-    if not getattr(error, "is_for_users", False):
-      traceback.print_exc()
-    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    first: Exception = error
+    while isinstance(first, ExceptionGroup):
+      first = first.exceptions[0]
+    if not getattr(first, "is_for_users", False):
+      text = "".join(traceback.format_exception(error))
+      generating.say(text, private=generating.quotes_server(error))
+    if isinstance(first, http.CallError):
+      generating.say(first.summary)
+    else:
+      generating.say(f"{type(first).__name__}: {first}")
     return 1
   return 0
 

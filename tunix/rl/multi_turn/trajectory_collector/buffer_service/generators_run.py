@@ -4,7 +4,8 @@ States: running, then finished, failed (with the end of what it wrote), stopped,
 or late (its deadline was over).
 
 Promises: when `stop` returns, the process and those it started are gone; they
-are, too, when this process is killed. What it writes is logged line by line.
+are, too, when this process is killed. What it writes is logged line by line,
+and shown to clients but for the lines that `generating.say` marks as private.
 
 Does not limit what the generator's code may do.
 """
@@ -25,6 +26,7 @@ import threading
 import time
 from typing import Any, Callable, Mapping
 
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import generating
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import plugins
 
 _LOG = logging.getLogger(__name__)
@@ -132,9 +134,11 @@ class GeneratorRun:
     assert self._process.stdout is not None
     for raw in self._process.stdout:
       line = raw.decode("utf-8", "replace").rstrip()[:2000]
-      if line:
+      shown = line.removeprefix(generating.PRIVATE)
+      if line and shown == line:
         self._lines.append(line)
-        _LOG.info("generator %s: %s", self.generator.task_type, line)
+      if line:
+        _LOG.info("generator %s: %s", self.generator.task_type, shown)
 
   def _watch(self) -> None:
     late = False

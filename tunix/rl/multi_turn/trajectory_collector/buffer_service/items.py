@@ -68,6 +68,10 @@ class ItemError(ValueError):
   """An item that cannot be taken; names the field, the value and the fix."""
 
 
+class _Infinite(ItemError):
+  """A number that no float holds."""
+
+
 def buffer_name(value: Any) -> str:
   """A buffer's name; None is the default buffer's.
 
@@ -99,6 +103,8 @@ def read(raw: bytes, buffer: str | None = None) -> list[Item]:
   if len(lines) > 1:
     try:
       values = [_parse(line) for line in lines if line.strip()]
+    except _Infinite:
+      raise
     except ItemError:
       # One object that is written over several lines.
       values = [_parse(raw)]
@@ -116,11 +122,6 @@ def read(raw: bytes, buffer: str | None = None) -> list[Item]:
       if len(values) == 1:
         raise
       raise ItemError(f"item {number}: {error}") from None
-  # The encoder writes null for a number that no float holds (1e400).
-  nulls = sum(item.body.count(b"null") for item in found)
-  if nulls and nulls > raw.count(b"null"):
-    if place := json_models.infinite(values):
-      raise ItemError(f"{place} is larger than any float; write a smaller one")
   return found
 
 
@@ -130,12 +131,20 @@ _LONG_INTEGER = re.compile(rb"(?<![0-9.])[0-9]{19}")
 
 def _parse(raw: bytes) -> Any:
   try:
-    # orjson is the faster one and makes floats of integers beyond 64 bits.
-    if _LONG_INTEGER.search(raw):
-      return pydantic_core.from_json(raw, allow_inf_nan=False)
-    return orjson.loads(raw)
+    # orjson is the faster one. It makes floats of integers beyond 64 bits, and
+    # does not name the place of a number that no float holds (1e400).
+    if not _LONG_INTEGER.search(raw):
+      return orjson.loads(raw)
+  except ValueError as error:
+    if "infinity" not in str(error):
+      raise ItemError(f"the body is not JSON: {error}") from None
+  try:
+    value = pydantic_core.from_json(raw, allow_inf_nan=False)
   except ValueError as error:
     raise ItemError(f"the body is not JSON: {error}") from None
+  if place := json_models.infinite(value):  # Encoded, it would be null.
+    raise _Infinite(f"{place} is larger than any float; write a smaller one")
+  return value
 
 
 def encoded(item: Any) -> bytes:

@@ -12,6 +12,7 @@ list and object has a bound, which `schemas` states.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any, Mapping
 
@@ -32,6 +33,8 @@ DEFAULTS: Mapping[str, Any] = {
     "group_rules": "normalized",
     "keep_items": False,
 }
+SCREEN = (128, 96)
+"""Width and height of a desktop whose start names none, px."""
 RULES = ("normalized", "raw")
 _MOST_LEASE_ID = 64
 WHOLE: Mapping[str, tuple[int, int]] = {
@@ -272,6 +275,44 @@ def check_step(rollout: Rollout, max_items: int) -> None:
         " buffer can hold; start the service with --max-items"
         f" {groups * members} or more"
     )
+
+
+def check_screens(rollout: Rollout, max_megapixels: int) -> None:
+  """Checks the screens of the episodes that play at a time.
+
+  Raises:
+    ValueError: naming the numbers.
+  """
+  data = {"width": SCREEN[0], "height": SCREEN[1], **rollout.payload}
+  numbers = {
+      key: whole_number(data, key, *WHOLE[key])
+      for key in ("width", "height", "num_process", "num_epoch")
+  }
+  width, height, processes, epochs = numbers.values()
+  screens = processes
+  if width * height * processes > max_megapixels * 1_000_000:
+    episodes = epochs * rollout.rules.group_size
+    screens = min(screens, episodes * _tasks(data, processes))
+  pixels = width * height * screens
+  if pixels > max_megapixels * 1_000_000:
+    raise ValueError(
+        f"width={width} and height={height} of {screens} episodes at a time"
+        f" (num_process={processes}) are {pixels} pixels, and"
+        f" --max-megapixels={max_megapixels}; lower num_process or the screen"
+    )
+
+
+def _tasks(data: Mapping[str, Any], most: int) -> int:
+  """The number of lines of `input_file`, up to `most`."""
+  path = data.get("input_file")
+  try:
+    with open(path or "", "rb") as file:
+      return sum(1 for _ in itertools.islice(filter(bytes.strip, file), most))
+  except OSError as error:
+    raise ValueError(
+        f"input_file={json_models.short(path)} cannot be read by the service:"
+        f" {error}"
+    ) from None
 
 
 def lease(data: Mapping[str, Any]) -> str:

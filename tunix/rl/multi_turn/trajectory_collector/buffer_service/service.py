@@ -174,7 +174,7 @@ class Service:
       generator = self._generator(asked.task_type)
       hooks = plugins.hooks_of(generator)
       if kept["state"] == "running":  # The operator may list less by now.
-        self._rights.check(asked.payload, generator.reads, self.url)
+        self._check(asked, generator)
     except ValueError as error:
       # What is stored is readable all the same.
       self._problems[name] = f"the rollout is not resumed: {error}"
@@ -226,6 +226,14 @@ class Service:
       )
     return generator
 
+  def _check(
+      self, rollout: requests.Rollout, generator: plugins.Generator
+  ) -> None:
+    """Raises ValueError unless the operator allows the rollout."""
+    self._rights.check(rollout.payload, generator.reads, self.url)
+    if rollout.task_type == "desktop":
+      requests.check_screens(rollout, self.limits.max_megapixels)
+
   def start(self, name: str, payload: Any) -> None:
     """Starts a rollout in a buffer, in place of the one that runs there.
 
@@ -237,7 +245,7 @@ class Service:
     asked = requests.rollout(payload, self.url)
     requests.check_step(asked, self.limits.max_items)
     generator = self._generator(asked.task_type)
-    self._rights.check(asked.payload, generator.reads, self.url)
+    self._check(asked, generator)
     hooks = plugins.hooks_of(generator)
     buffer = self.buffer(name)
     with self._lock:

@@ -53,6 +53,14 @@ class BufferLimits:
       unit="items",
       ge=0,
   )
+  max_megapixels: int = setting(
+      default=512,
+      doc="Screens that the generator `desktop` of a start plays on, together;"
+      " a start beyond it is refused.",
+      unit="megapixels",
+      ge=1,
+      le=65_536,
+  )
   group_size: int = setting(
       default=16,
       doc="Members of a group in a buffer without a /start_rollout.",

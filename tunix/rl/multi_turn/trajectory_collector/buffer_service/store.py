@@ -239,6 +239,7 @@ class Store:
 
     Returns:
       The result once it is durable; raises what `work` raised, or `StoreError`.
+      Work whose future is cancelled before it begins is not done.
 
     Raises:
       StoreError: the store is closed.
@@ -287,6 +288,11 @@ class Store:
           self._waiting -= sum(one.size for one in work)
 
   def _commit(self, work: list[Any]) -> None:
+    work = [
+        one
+        for one in work
+        if isinstance(one, _Put) or one.future.set_running_or_notify_cancel()
+    ]
     results: list[Any] = []
     try:
       self._db.execute("BEGIN IMMEDIATE")

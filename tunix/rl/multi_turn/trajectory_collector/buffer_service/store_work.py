@@ -171,16 +171,25 @@ def acknowledge(
 
 
 def give_back(lease: str, seqs: Sequence[int]) -> Work:
-  """Ends a lease whose items are to be read again."""
+  """Ends a lease whose items are to be read again.
 
-  def work(db: sqlite3.Connection) -> None:
+  Returns whether the items wait now; those of an acknowledged lease never do.
+  """
+
+  def work(db: sqlite3.Connection) -> bool:
     _each(
         db,
-        "UPDATE items SET state = ?, lease = NULL, grp = NULL WHERE seq = ?",
+        "UPDATE items SET state = ?, lease = NULL, grp = NULL WHERE state = ?"
+        " AND lease = ? AND seq = ?",
         seqs,
-        store.WAITS,
-    )
-    db.execute("DELETE FROM leases WHERE id = ?", (lease,))
+        store.WAITS, store.LENT, lease,
+    )  # pyformat: disable
+    db.execute("DELETE FROM leases WHERE id = ? AND acknowledged = 0", (lease,))
+    row = db.execute(
+        "SELECT 1 FROM items WHERE seq = ? AND state = ?",
+        (seqs[0], store.WAITS),
+    ).fetchone()
+    return row is not None
 
   return work
 

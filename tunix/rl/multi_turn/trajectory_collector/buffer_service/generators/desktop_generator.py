@@ -37,6 +37,7 @@ from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.trajectory_collector import recorded_sequences
 from tunix.rl.multi_turn.trajectory_collector import records
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import generating
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import requests
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import rights
 
 TASK_TYPE = "desktop"
@@ -113,8 +114,8 @@ async def _episode(
       "model": dict(model),
       "env": {
           "type": "gym", "gym": gym, "task": task,
-          "width": int(data.get("width") or 128),
-          "height": int(data.get("height") or 96),
+          "width": int(data.get("width") or requests.SCREEN[0]),
+          "height": int(data.get("height") or requests.SCREEN[1]),
           "settings": data.get("gym_settings") or {},
       },
       "images": "base64",
