@@ -109,7 +109,7 @@ def test_a_prompt_that_does_not_fit_ends_the_run_before_its_first_episode(
   errors = capsys.readouterr().err
   assert "does not fit engine.context_length=512" in errors
   assert "run_service.agent=compact" in errors
-  assert "maximum context length is 512 tokens, the prompt has 8" in errors
+  assert "maximum context length is 512 tokens, and the prompt has 8" in errors
   assert "/sessions/" not in errors  # A key of a session.
   directory = tmp_path / "b"
   assert not (directory / "traceback.txt").exists()

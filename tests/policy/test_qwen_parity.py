@@ -524,7 +524,7 @@ ROPE = "text_config.rope_parameters"
         (QWEN3, ROPE, "rope_type", "yarn", "'yarn' lacks 'factor'"),
         (QWEN3, ROPE, "rope_type", "linear", "'linear' lacks 'factor'"),
         (QWEN2, ROPE, "rope_type", "dynamic", "the longest sequence of a"),
-        (QWEN2, ROPE, "rope_type", "longrope", "here are linear and yarn"),
+        (QWEN2, ROPE, "rope_type", "longrope", "here are linear, yarn"),
         (QWEN2, ROPE, "partial_rotary_factor", 0.5, "=0.5, heads are"),
         (QWEN3, TEXT, "layer_types", ["sliding"], r"\['sliding'\]"),
         (QWEN3, "", "quantization_config", {"quant_method": "fp8"},

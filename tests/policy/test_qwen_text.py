@@ -67,7 +67,9 @@ def test_logits_and_gradients_are_the_references(name, scan_layers, reference):
   weights = np.where(same, rng.normal(size=same.shape), 0).astype(np.float32)
   want = reference(name).run(batch, weights)
   model = reference(name).policy(scan_layers=scan_layers)
-  assert model.decoder.stacked == scan_layers
+  # Layers of two kinds of attention are never stacked.
+  stacks = scan_layers and not name.startswith("gemma3_text")
+  assert model.decoder.stacked == stacks
   got = qwen_reference.differentiator(model)(batch, weights, want)
   np.testing.assert_allclose(got.logits, want.logits, rtol=0, atol=TOL)
   np.testing.assert_allclose(got.logprobs, want.logprobs, rtol=0, atol=TOL)
