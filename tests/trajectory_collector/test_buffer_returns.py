@@ -44,7 +44,7 @@ def test_an_item_of_too_many_levels_is_refused_when_it_is_written(buffer):
     answer = buffer.post("/buffer/write", body)
     assert answer.status_code == 500, levels
     assert answer.json()["code"] == "invalid_item"
-  assert "limit exceeded" in answer.json()["detail"]
+    assert "nests deeper than 128 levels" in answer.json()["detail"]
   near = item("near", "near", extra_info={"x": nested(most + 1)})
   refusal = buffer.post("/buffer/write", near).json()["detail"]
   assert "nests deeper than 128 levels" in refusal

@@ -265,11 +265,11 @@ class CallRunner:
     if inspect.iscoroutine(awaitable):  # Cancelled before it has begun.
       task.add_done_callback(lambda _: awaitable.close())
     try:
-      done = await _done_by(task, clock)
+      in_time = await _done_by(task, clock)
     except asyncio.CancelledError:
       await self._stop(task, what, on_stuck)
       raise
-    if not done:
+    if not in_time:
       stuck = await self._stop(task, what, on_stuck)
       raise CallTimeout(_late(what, seconds), stuck)
     return _outcome(task)

@@ -308,7 +308,7 @@ class TokenSequence:
     return self._as_context(self.loss_mask & (self.versions < oldest))
 
   def without_turns(self, turn_ids: Iterable[int]) -> TokenSequence:
-    """A copy whose loss leaves out the tokens of these turns.
+    """Returns a copy whose loss mask is 0 for the tokens of the given turns.
 
     Itself when there are none.
     """

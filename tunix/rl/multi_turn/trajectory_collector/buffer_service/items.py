@@ -136,6 +136,10 @@ def _parse(raw: bytes) -> Any:
     if not _LONG_INTEGER.search(raw):
       return orjson.loads(raw)
   except ValueError as error:
+    if "depth limit" in str(error) or "ecursion" in str(error):
+      raise ItemError(
+          f"the body is not JSON: it nests deeper than {DEEPEST} levels"
+      ) from None
     if "infinity" not in str(error):
       raise ItemError(f"the body is not JSON: {error}") from None
   try:

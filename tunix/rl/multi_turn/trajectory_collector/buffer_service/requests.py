@@ -367,7 +367,7 @@ def schemas() -> dict[str, dict[str, Any]]:
       "messages": {"type": "array", "items": by_body, **by_body},
       "extra_info": by_body,
   }
-  lease = {"lease": name}
+  lease = {"lease": {"type": "string", "maxLength": _MOST_LEASE_ID}}
   bodies: dict[str, dict[str, Any]] = {
       "/start_rollout": {
           **{k: v for k, v in integers.items() if k != "batch_size"},
@@ -381,7 +381,7 @@ def schemas() -> dict[str, dict[str, Any]]:
       "/stop_rollout": {},
       "/buffer/write": item,
       "/get_rollout_data": read,
-      "/buffer/read": {**read, "wait": {"type": "boolean"}},
+      "/buffer/read": {**read, **lease, "wait": {"type": "boolean"}},
       "/buffer/ack": lease,
       "/buffer/release": lease,
       "/buffer/known": {"uids": ids},
