@@ -136,7 +136,7 @@ def test_two_evaluations_are_compared_by_task(tmp_path, capsys):
   found = compared["modes"]["sampled"]
   assert found["worse"] == len(lost) > 0 and found["better"] == 0
   assert sorted(one["task_id"] for one in found["changed"]) == lost
-  assert "1.00 -> 0.00" in said and lost[0] in said
+  assert "1.000 -> 0.000" in said and lost[0] in said
   page = (tmp_path / "bad" / "report.html").read_text()
   assert lost[0] in page
 
