@@ -1,6 +1,7 @@
 """Agents of published models: built by name, overridden, and played."""
 
 import asyncio
+import json
 
 from hypothesis import given
 from hypothesis import settings
@@ -51,6 +52,46 @@ def play(renderer, config, family="click-button"):
   )
   task = desktop.DesktopTasks().train_task(family, 0)
   return asyncio.run(demonstrator.episode(task, 0))
+
+
+def _checkpoint(folder, family, width=2048):
+  folder.mkdir()
+  text = {"hidden_size": width}
+  config = {"model_type": family, "text_config": text}
+  (folder / "config.json").write_text(json.dumps(config))
+  return str(folder)
+
+
+@pytest.mark.parametrize("name, family, agent", [
+    ("Qwen2.5-VL-7B-Instruct", "qwen2_5_vl", "qwen2_5_vl_computer_use"),
+    ("Qwen3-VL-2B-Instruct", "qwen3_vl", "qwen3_vl_computer_use"),
+    ("UI-TARS-1.5-7B", "qwen2_5_vl", "ui_tars_1_5"),
+    ("MAI-UI-2B", "qwen3_vl", "mai_ui"),
+    ("GLM-4.5V", "glm4v_moe", "glm_4_5v"),
+])  # pyformat: disable
+def test_a_checkpoint_brings_the_agent_of_its_family(
+    tmp_path, caplog, name, family, agent
+):
+  directory = _checkpoint(tmp_path / name, family)
+  config = load(f"policy={directory}")
+  assert config.agent.name == agent
+  expected = load(f"agent={agent}", f"policy={directory}")
+  assert config == expected
+  assert config.engine.context_length == 16384
+  assert f"agent.name={agent}" in caplog.text
+  again = config_lib.from_yaml(config.to_yaml())
+  assert again == config
+
+
+def test_a_chosen_agent_and_a_toy_keep_theirs(tmp_path):
+  real = _checkpoint(tmp_path / "real", "qwen3_vl")
+  toy = _checkpoint(tmp_path / "toy", "qwen3_vl", width=160)
+  other = _checkpoint(tmp_path / "other", "llama")
+  assert load(f"policy={real}", "agent=tool").agent.name == "tool"
+  parser = load(f"policy={real}", "agent.parser=ui_tars")
+  assert (parser.agent.name, parser.agent.parser) == ("tool", "ui_tars")
+  for policy in (toy, other, str(tmp_path / "missing")):
+    assert load(f"policy={policy}").agent.name == "tool"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -73,7 +73,7 @@ ENTRY %main (p: f32[8], /*index=5*/q: f32[8]) -> f32[8] {
 
 @pytest.mark.parametrize("name, devices, hosts", (
     ("v5e:16x16", 256, 64), ("v5p:2x2x2", 8, 2), ("v6e:2x2", 4, 1),
-    ("v5e:1x1", 1, 1),
+    ("v5e:1x1", 1, 1), ("h100:8", 8, 1),
 ))  # pyformat: disable
 def test_topologies(name, devices, hosts):
   found = chips.Topology.of(name)
@@ -82,8 +82,9 @@ def test_topologies(name, devices, hosts):
 
 @pytest.mark.parametrize("arguments, problem", (
     ((), "topology= is missing"),
-    (("topology=v5e:4x4x4",), "v5e has 2 sides"),
+    (("topology=v5e:4x4x4",), "v5e takes 2 whole numbers"),
     (("topology=a100:8",), "'a100' is not known"),
+    (("topology=h100:16",), "one machine of up to 8 GPUs; write h100:8"),
     (("topology=v5e:2x4", "mesh.fsdp=4"), "has 8 chips"),
     (("topology=v5e:2x4", "learner.rowz=1"), "learner.rowz"),
 ))  # pyformat: disable
@@ -331,10 +332,25 @@ def test_the_advice_makes_it_fit(capsys, monkeypatch):
 @pytest.fixture(scope="module")
 def spare():
   """Arguments of a run that leaves memory, and its plan."""
-  arguments = ["topology=v5e:4x4", "policy=Qwen3-VL-2B", "--analytic", "--json"]
+  arguments = [
+      "topology=v5e:4x4", "policy=Qwen3-VL-2B", "agent=tool", "--analytic",
+      "--json",
+  ]  # pyformat: disable
   with contextlib.redirect_stdout(io.StringIO()) as out:
     plan.main(arguments)
   return arguments, json.loads(out.getvalue())
+
+
+def test_a_gpu_machine_is_planned_with_the_rows_of_the_familys_agent(capsys):
+  plan.main(["topology=h100:8", "policy=Qwen2.5-VL-7B", "--json"])
+  shown = capsys.readouterr()
+  report = json.loads(shown.out)
+  assert report["how"] == "predicted" and report["mesh"]["fsdp"] == 8
+  assert report["chip"]["gpu"] and not shown.err
+  plan.main(["topology=h100:8", "policy=Qwen2.5-VL-7B"])
+  shown = capsys.readouterr().out
+  assert "agent.name=qwen2_5_vl_computer_use" in shown
+  assert "8 rows x 16384 tokens" in shown
 
 
 def test_memory_to_spare_is_offered_for_speed(spare):

@@ -287,3 +287,13 @@ def test_json_is_parsed_by_the_one_reader():
     if re.search(r"(?<![a-z_])json\.loads\(", file.read_text()):
       parsers.add(str(file.relative_to(room)))
   assert parsers == OWN
+
+
+def test_a_message_shows_the_outside_of_any_value():
+  deep = []
+  for _ in range(100_000):
+    deep = [deep]
+  assert json_text.short(deep) == "[" * 9 + "..." + "]" * 9
+  assert json_text.short([1, "a", {"b": None}]) == "[1, 'a', {'b': None}]"
+  assert len(json_text.short("x" * 1000)) == 80
+  assert json_text.short(10**5000).endswith("4,300 digits")

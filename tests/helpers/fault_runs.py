@@ -637,6 +637,7 @@ def main() -> None:
   for name, default in NUMBERS.items():
     parser.add_argument(f"--{name}", type=int, default=default)
   parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--most", type=int, help="of all kinds together")
   given = parser.parse_args()
   # All that a fork needs and that takes time.
   from tunix.rl.multi_turn import train  # pylint: disable=g-import-not-at-top
@@ -682,6 +683,9 @@ def main() -> None:
     found.rng.shuffle(kinds)
     plan += [("damage", stopped, *one) for one in kinds[: given.damages]]
   found.rng.shuffle(plan)  # So that a part of it is a sample of all.
+  one_each = list({step[0]: step for step in plan}.values())
+  others = [step for step in plan if step not in one_each]
+  plan = [*one_each, *others][: given.most]
   for what, *how in plan:
     started = time.monotonic()
     entry = {"what": what, "how": [str(h) for h in how]}

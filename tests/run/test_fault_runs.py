@@ -29,7 +29,8 @@ def test_no_fault_loses_work(tmp_path):
   )
   done = fresh_interpreter.run(
       f"import sys; sys.path.insert(0, {helpers!r})\n{PROGRAM}",
-      tmp_path / "runs", *(f"--{name}={n}" for name, n in few.items()),
+      tmp_path / "runs", "--most=10",
+      *(f"--{name}={n}" for name, n in few.items()),
       timeout=800, env=env, preload=preload,
   )  # pyformat: disable
   assert done.returncode == 0, done.stderr[-3000:]

@@ -45,6 +45,10 @@ def test_an_item_of_too_many_levels_is_refused_when_it_is_written(buffer):
     assert answer.status_code == 500, levels
     assert answer.json()["code"] == "invalid_item"
     assert "nests deeper than 128 levels" in answer.json()["detail"]
+  for levels in (900, 1000, 1020):  # Lists where an item is expected.
+    answer = buffer.post("/buffer/write", "[" * levels + "]" * levels)
+    assert answer.status_code == 500, levels
+    assert "item must be an object" in answer.json()["detail"], answer.text
   near = item("near", "near", extra_info={"x": nested(most + 1)})
   refusal = buffer.post("/buffer/write", near).json()["detail"]
   assert "nests deeper than 128 levels" in refusal

@@ -1,4 +1,4 @@
-"""Plans a run on a TPU slice that is not here: does it fit, how fast may it be.
+"""Plans a run on a TPU slice or GPU machine: does it fit, how fast may it be.
 
     python -m tunix.rl.multi_turn.plan [config.yaml] topology=v5e:16x16 \\
         [key=value ...] [--json] [--analytic]
@@ -10,9 +10,9 @@ it does not fit, settings with which it would; where it does, those that spend
 the rest on speed. `policy.name` may be a published size, whose weights need not
 be there.
 
-Without libtpu, or with --analytic, memory and network are predicted, which
-takes seconds instead of minutes. A roofline is a bound and no measurement: no
-program is faster; a real one is slower.
+Without libtpu, with --analytic, or for GPUs (topology=h100:8, h200:8), memory
+and network are predicted, which takes seconds instead of minutes. A roofline is
+a bound and no measurement: no program is faster; a real one is slower.
 
 Exit status: 0 it fits, 1 it does not, 2 the configuration is wrong.
 """
@@ -451,6 +451,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     name, as_json, analytic, arguments = split(argv)
     topology = chips.Topology.of(name)
+    analytic = analytic or topology.chip.gpu
     compiler = "" if analytic else plan_programs.find_compiler()
     config, policy, chosen = plan_run.load(arguments, topology)
     devices, host = None, None

@@ -3,13 +3,17 @@
 Each is `ToolAgent` with settings that are defaults where its name is chosen
 (`agent=NAME`); any of them may be overridden. Sources of the grammars are in
 their modules under `parser/tool_parser`; those of the histories are here.
+`of_checkpoint` names the agent of a published checkpoint.
 
 Does not: import a parser, or build an agent.
 """
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any, Mapping
+
+from tunix.rl.multi_turn.core import json_text
 
 _CONTEXT = 16384
 """Tokens for the prompts below, five screenshots of 1080p, and the turns."""
@@ -127,3 +131,48 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # agents/ of ServiceNow/BrowserGym: one page and the earlier actions.
     "browsergym": _preset("browsergym", images=1, summary=True),
 }
+
+FAMILIES: Mapping[str, str] = {
+    "qwen2_5_vl": "qwen2_5_vl_computer_use",
+    "qwen3_vl": "qwen3_vl_computer_use",
+    "qwen3_vl_moe": "qwen3_vl_computer_use",
+    "opencua": "opencua",
+    "glm4v": "glm_4_5v",
+    "glm4v_moe": "glm_4_5v",
+}
+"""`model_type` of a checkpoint -> the agent of its family."""
+
+_FINE_TUNES: Mapping[str, str] = {
+    "ui-tars-1.5": "ui_tars_1_5",
+    "ui-tars-2": "ui_tars_2",
+    "ui-tars": "ui_tars_1",
+    "holo1.5": "holo1_5",
+    "holo2": "holo2",
+    "mai-ui": "mai_ui",
+    "opencua": "opencua",
+}
+"""Part of a directory's name -> the agent of that model, which has the
+`model_type` of the model that it was made from."""
+
+_LEAST_WIDTH = 1024
+"""Narrower models are toys, whose context holds no published prompt."""
+
+
+def of_checkpoint(directory: str) -> str:
+  """Returns the agent of a checkpoint, by its directory's name and family.
+
+  Returns "" for a directory without a readable `config.json`, for a family
+  without an agent here, and for a model narrower than `_LEAST_WIDTH`.
+  """
+  path = pathlib.Path(directory).expanduser() / "config.json"
+  try:
+    config = json_text.read(path, most_bytes=1 << 20)
+    text = config.get("text_config") or config
+    width = int(text.get("hidden_size", 0))
+  except (OSError, ValueError, AttributeError, TypeError):
+    return ""  # The policy's loader says what is wrong with it.
+  family = FAMILIES.get(str(config.get("model_type")), "")
+  if not family or width < _LEAST_WIDTH:
+    return ""
+  name = path.parent.resolve().name.lower().replace("_", "-")
+  return next((a for part, a in _FINE_TUNES.items() if part in name), family)

@@ -1,10 +1,11 @@
-"""Lists the TPU generations that a plan knows, and reads topologies.
+"""Lists the TPU generations and GPUs that a plan covers, and reads topologies.
 
-Peak rates are the ones that Google Cloud publishes for each generation
-(cloud.google.com/tpu/docs/v5e, /v5p, /v6e, read in November 2026). The memory
-is what XLA's compiler lets a program use.
+Peak rates are those that the vendors publish (cloud.google.com/tpu/docs/v5e,
+/v5p, /v6e; NVIDIA's data sheets of the H100 SXM and the H200, dense bfloat16;
+read in November 2026). A TPU's memory is what XLA's compiler lets a program
+use; a GPU's is 95 % of it, with `XLA_PYTHON_CLIENT_MEM_FRACTION=.95`.
 
-Does not: know a chip that is not listed; its memory and rates are refused.
+Refuses a chip that is not in the table.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ GIB = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """A TPU chip, one device of JAX.
+  """A TPU chip or a GPU, one device of JAX.
 
   Attributes:
     name: generation, as in a topology's name.
@@ -27,8 +28,10 @@ class Chip:
     hbm: peak bytes a second of its memory.
     ici: peak bytes a second that a chip receives over its links; half of the
       published figure for both directions.
-    host: chips of a host of a multi-host slice.
+    host: chips of a host of a multi-host slice; of a GPU, the most that a
+      plan covers: one machine.
     host_topology: their topology.
+    gpu: Whether it is a GPU, for which libtpu cannot compile.
   """
 
   name: str
@@ -38,6 +41,7 @@ class Chip:
   ici: float
   host: int = 4
   host_topology: str = "2x2"
+  gpu: bool = False
 
 
 CHIPS = {
@@ -46,6 +50,8 @@ CHIPS = {
         Chip("v5e", int(15.75 * GIB), 197e12, 819e9, 200e9),
         Chip("v5p", 95 * GIB, 459e12, 2765e9, 600e9, host_topology="2x2x1"),
         Chip("v6e", int(31.25 * GIB), 918e12, 1640e9, 400e9),
+        Chip("h100", int(75.6 * GIB), 989e12, 3350e9, 450e9, 8, "8", gpu=True),
+        Chip("h200", int(133 * GIB), 989e12, 4800e9, 450e9, 8, "8", gpu=True),
     )
 }
 
@@ -55,7 +61,7 @@ class Topology:
   """A slice.
 
   Attributes:
-    name: e.g. "v5e:16x16".
+    name: e.g. "v5e:16x16" or "h100:8".
     chip: of which it is made.
     devices: chips.
     hosts: machines that they are attached to.
@@ -83,10 +89,15 @@ class Topology:
     sides = chip.host_topology.count("x") + 1
     if not re.fullmatch("x".join([r"[1-9]\d*"] * sides), shape):
       raise ValueError(
-          f"topology={name}: a slice of {generation} has {sides} sides; write"
-          f" for example {generation}:{'x'.join(['4'] * sides)}"
+          f"topology={name}: {generation} takes {sides} whole numbers joined"
+          f" by x; write for example {generation}:{'x'.join(['4'] * sides)}"
       )
     devices = math.prod(map(int, shape.split("x")))
+    if chip.gpu and devices > chip.host:
+      raise ValueError(
+          f"topology={name}: a plan covers one machine of up to {chip.host}"
+          f" GPUs; write {generation}:{chip.host}"
+      )
     # A slice of up to eight v5e or v6e chips may be one machine.
     hosts = max(1, devices // chip.host)
     return cls(name, chip, devices, hosts)

@@ -18,6 +18,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.agents import presets as agent_presets
 from tunix.rl.multi_turn.agents import registry as agent_registry
 from tunix.rl.multi_turn.commands import chips
 from tunix.rl.multi_turn.commands import policy_facts
@@ -51,7 +52,8 @@ def load(
   """The configuration of a run on the slice.
 
   A mesh that is not given is fsdp over all chips, and learner.rows one row a
-  batch shard.
+  batch shard. A published size brings its family's agent, unless an agent or an
+  environment is given.
 
   Returns:
     The configuration, the policy's name (a published size may be given), and
@@ -68,12 +70,16 @@ def load(
       name, arguments[i] = published[value.lower()], f"{key}={_STAND_IN}"
   given = {argument.partition("=")[0] for argument in arguments}
   chosen: list[str] = []
+  own = ("agent", "environment")
+  if name and not any(key.startswith(own) for key in given):
+    agent = agent_presets.FAMILIES.get(qwen_config.SIZES[name].family)
+    chosen += [f"agent.name={agent}"] if agent else []
   if not any(key.startswith("mesh.") for key in given):
     # Of a file, perhaps.
-    config = config_lib.load_config([*arguments, "--dry-run"])
+    config = config_lib.load_config([*arguments, *chosen, "--dry-run"])
     if config.mesh.devices == 1 < topology.devices:
       chosen.append(f"mesh.fsdp={topology.devices}")
-  if chosen and "learner.rows" not in given:
+  if f"mesh.fsdp={topology.devices}" in chosen and "learner.rows" not in given:
     chosen.append(f"learner.rows={topology.devices}")
   config = config_lib.load_config([*arguments, *chosen, "--dry-run"])
   if config.mesh.devices != topology.devices:

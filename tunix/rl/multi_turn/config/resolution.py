@@ -12,6 +12,7 @@ A contradiction with a value that is wrong by itself is not reported beside it.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import pathlib
 import re
 import secrets
@@ -20,6 +21,7 @@ import sys
 import time
 from typing import Any, Callable, Mapping, Sequence, TypeVar
 
+from tunix.rl.multi_turn.agents import presets as agent_presets
 from tunix.rl.multi_turn.agents import registry as agents
 from tunix.rl.multi_turn.config import checks
 from tunix.rl.multi_turn.config import data_sections
@@ -42,6 +44,7 @@ EvaluationConfig = evaluate_config.EvaluationConfig
 ConfigError = loader.ConfigError
 ALIASES = train_config.ALIASES
 T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +154,11 @@ def _resolve(
     for path, value in defaults.items():
       given.setdefault(path, value)
     former_names.announce(former)
+    if agent := checkpoint_agent(given):
+      _LOG.warning(
+          "the checkpoint brings agent.name=%s, its grammar and context; set"
+          " agent.name for another, agent.name=tool for the plain one", agent
+      )
   _import_modules(given, problems)
   merged = {**_presets(given), **given}
   config = loader.build(cls, merged, [])
@@ -220,8 +228,11 @@ def _presets(given: Mapping[str, Any]) -> dict[str, Any]:
     found |= environment.preset
   except (ValueError, ImportError, TypeError):
     pass  # An unknown name is reported with all other names.
+  agent = checkpoint_agent(given)
+  if agent:
+    found["agent.name"] = agent
   try:
-    found |= agents.get(chosen("agent.name")).preset
+    found |= agents.get(agent or chosen("agent.name")).preset
   except (ValueError, ImportError):
     pass  # Likewise.
   if name := chosen("algorithm.name"):
@@ -233,6 +244,24 @@ def _presets(given: Mapping[str, Any]) -> dict[str, Any]:
   if policy not in checks.SHIPPED:
     found["warm_start.source"] = "none"
   return found | data_sections.presets(chosen)
+
+
+def checkpoint_agent(given: Mapping[str, Any]) -> str:
+  """Returns the agent that a published checkpoint brings, or "".
+
+  Settings of an agent, and environments that are not played on a screen, keep
+  their own.
+
+  Args:
+    given: Settings by dotted key, without defaults.
+  """
+  if {"agent.name", "agent.parser"} & set(given):
+    return ""
+  environment = str(loader.unwrap(given.get("environment.name", "cua")))
+  policy = str(loader.unwrap(given.get("policy.name", "")))
+  if environment != "cua" or not policy:
+    return ""
+  return agent_presets.of_checkpoint(policy)
 
 
 def changed(config: TrainConfig) -> dict[str, Any]:

@@ -21,7 +21,9 @@ from typing import Annotated, Any, Mapping, TypeVar
 
 import pydantic
 import pydantic_core
+from tunix.rl.multi_turn.core import json_text
 
+short = json_text.short
 T = TypeVar("T")
 
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
@@ -184,9 +186,3 @@ def problem(
   text = first["msg"] if text is None else text.format(**context)
   got = "" if kind == "missing" else f", got {short(value)}"
   return f"{where} {text}{got}"
-
-
-def short(value: Any) -> str:
-  """`repr`, of 80 characters at most."""
-  text = repr(value)
-  return text if len(text) <= 80 else text[:77] + "..."

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import reprlib
 from typing import Any, BinaryIO, Iterator
 
 MOST_DEEP = 200
@@ -97,6 +98,28 @@ def deeper(value: Any, most: int) -> bool:
   return True
 
 
+def short(value: Any, most: int = 80) -> str:
+  """Returns a value's `repr` for a message, at most `most` characters long.
+
+  Reads the first items and outer levels only, so a value of any depth or size
+  costs little and raises no RecursionError.
+  """
+  try:
+    text = _BRIEF.repr(value)
+  except ValueError:
+    text = "a whole number of more than 4,300 digits"
+  return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _brief() -> reprlib.Repr:
+  brief = reprlib.Repr()
+  brief.maxlevel = 8
+  brief.maxstring = brief.maxother = brief.maxlong = 200
+  brief.maxlist = brief.maxtuple = brief.maxdict = 40
+  return brief
+
+
+_BRIEF = _brief()
 _TOO_DEEP = f"it is nested deeper than {MOST_DEEP} levels"
 
 

@@ -21,6 +21,7 @@ import struct
 from typing import Any, Mapping
 
 import numpy as np
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import token_sequence
 
 TOKEN_EXACT = ("tokens", "loss_mask", "logprobs", "versions")
@@ -116,13 +117,14 @@ def of_item(item: Mapping[str, Any]) -> tuple[Recorded, ...]:
       short["images"] = item["images"]
     listed = [short]
   if not isinstance(listed, list):
-    raise ValueError(f"sequences must be a list, got {_short(listed)}")
+    got = json_text.short(listed, 60)
+    raise ValueError(f"sequences must be a list, got {got}")
   return tuple(_sequence(s, f"sequences[{i}]") for i, s in enumerate(listed))
 
 
 def _listed(value: Any, name: str, length: int | None = None) -> list[Any]:
   if not isinstance(value, list):
-    raise ValueError(f"{name} must be a list, got {_short(value)}")
+    raise ValueError(f"{name} must be a list, got {json_text.short(value, 60)}")
   if length is not None and len(value) != length:
     raise ValueError(f"{name} has {len(value)} entries for {length} tokens")
   return value
@@ -176,7 +178,8 @@ def _sampled(
 
 def _sequence(data: Any, name: str) -> Recorded:
   if not isinstance(data, Mapping):
-    raise ValueError(f"{name} must be an object, got {_short(data)}")
+    got = json_text.short(data, 60)
+    raise ValueError(f"{name} must be an object, got {got}")
   for key in ("tokens", "loss_mask"):
     if data.get(key) is None:
       raise ValueError(f"{name} lacks {key}")
@@ -324,8 +327,3 @@ def write(
         row[row >= 0].tolist() for row in sequence.support[mask]
     ]
   return result
-
-
-def _short(value: Any) -> str:
-  text = repr(value)
-  return text if len(text) <= 60 else text[:57] + "…"

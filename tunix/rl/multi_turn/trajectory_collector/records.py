@@ -33,6 +33,7 @@ import time
 from typing import Any, Iterable, Iterator, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import reward_range
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.trajectory_collector import recorded_sequences
@@ -178,7 +179,7 @@ def read(item: Any, *, required: Sequence[str] = REQUIRED) -> Record:
   ):
     raise ValueError(
         "messages must be a list of objects with a role, got"
-        f" {_short(messages)}"
+        f" {json_text.short(messages, 60)}"
     )
   try:
     decoded = tuple(trajectory_lib.decode(messages))
@@ -212,14 +213,9 @@ def _sampling_params(value: Any) -> tuple[Mapping[str, Any], ...]:
   ):
     raise ValueError(
         f"{SAMPLING} must be an object, or a list of one a turn, got"
-        f" {_short(value)}"
+        f" {json_text.short(value, 60)}"
     )
   return tuple(listed)
-
-
-def _short(value: Any) -> str:
-  text = repr(value)
-  return text if len(text) <= 60 else text[:57] + "…"
 
 
 def _text(value: Any, name: str) -> str:
@@ -236,7 +232,8 @@ def _number(value: Any, name: str) -> float:
       raise TypeError
     return float(reward_range.checked(value))
   except TypeError:
-    raise ValueError(f"{name} must be a number, got {_short(value)}") from None
+    got = json_text.short(value, 60)
+    raise ValueError(f"{name} must be a number, got {got}") from None
   except ValueError as error:
     raise ValueError(f"{name}: {error}") from None
 
@@ -376,7 +373,8 @@ def read_images(
     return
   if not isinstance(given, Mapping):
     raise ValueError(
-        f"images must be an object sha256 -> base64 PNG, got {_short(given)}"
+        "images must be an object sha256 -> base64 PNG, got"
+        f" {json_text.short(given, 60)}"
     )
   for sha256, text in given.items():
     try:
@@ -553,4 +551,3 @@ def by_instance(records: Iterable[Record]) -> Iterator[list[Record]]:
   for record in records:
     found.setdefault(record.instance_id, []).append(record)
   yield from found.values()
-

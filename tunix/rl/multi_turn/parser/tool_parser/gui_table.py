@@ -22,6 +22,7 @@ import re
 from typing import Any, Callable, cast, Iterable, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.tool_parser import base
@@ -557,5 +558,7 @@ def plain(number: float) -> int | float:
 
 
 def short(value: Any) -> str:
-  text = value if isinstance(value, str) else repr(value)
-  return text if len(text) <= 60 else text[:57] + "..."
+  """Returns text as it is, other values as their `repr`; 60 characters."""
+  if not isinstance(value, str):
+    return json_text.short(value, 60)
+  return value if len(value) <= 60 else value[:57] + "..."
