@@ -150,7 +150,7 @@ def test_links_between_pages_lead_somewhere(page):
 
 
 def test_the_annotated_tree_is_the_tree():
-  text = (ROOT / "README.md").read_text(encoding="utf-8")
+  text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
   block = re.search(r"^```text\n(tunix/.*?)^```", text, re.M | re.S).group(1)
   open_folders, named = [], set()
   for line in block.splitlines():
@@ -161,14 +161,14 @@ def test_the_annotated_tree_is_the_tree():
         p if p.endswith("/") else f"{p}" for p in open_folders
     )
     for part in _alternatives(path):
-      assert (ROOT / part).exists(), f"README's tree names {part}"
+      assert (ROOT / part).exists(), f"the tree names {part}"
       named.add(part.rstrip("/"))
   package = ROOT / "tunix" / "rl" / "multi_turn"
   for child in package.iterdir():
     if child.name.startswith("__") or child.suffix == ".part":
       continue
     inside = child.relative_to(ROOT).as_posix()
-    assert inside in named, f"README's tree does not name {inside}"
+    assert inside in named, f"the tree does not name {inside}"
 
 
 def _alternatives(path):

@@ -36,10 +36,10 @@ def test_every_notebook_is_executed_here():
 
 
 def test_every_notebook_is_listed():
-  readme = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+  index = (FOLDER.parent / "docs" / "index.md").read_text(encoding="utf-8")
   page = (FOLDER.parent / "docs" / "notebooks.md").read_text(encoding="utf-8")
   for name in NAMES:
-    assert f"notebooks/{name}.ipynb" in readme
+    assert f"notebooks/{name}.ipynb" in index
     assert f"notebooks/{name}.ipynb" in page
 
 
