@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import functools
 import json
 import pathlib
@@ -29,6 +28,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
+from peers import policies
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.engine import config as engine_config
@@ -36,7 +36,6 @@ from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.engine import sampler
 from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.policy import kernels
-from tunix.rl.multi_turn.policy import qwen_checkpoint
 
 TARGET = 0.6
 
@@ -47,32 +46,11 @@ def parse_args() -> argparse.Namespace:
   parser.add_argument("--prompt", type=int, default=384)
   parser.add_argument("--sampled", type=int, default=96)
   parser.add_argument("--context", type=int, default=1024)
-  parser.add_argument("--size", default="tiny", choices=("tiny", "small"))
+  parser.add_argument("--size", default="tiny", choices=policies.SIZES)
   parser.add_argument("--dtype", default="float32")
   parser.add_argument("--rounds", type=int, default=3)
   parser.add_argument("--json", type=pathlib.Path, default=None)
   return parser.parse_args()
-
-
-def make_policy(args: argparse.Namespace):
-  config = qwen_checkpoint.small_config(
-      "qwen3_vl_tiny", compute_dtype=args.dtype
-  )
-  if args.size == "small":
-    text = dataclasses.replace(
-        config.text,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        mrope_section=(12, 10, 10),
-    )
-    vision = dataclasses.replace(config.vision, out_hidden_size=512)
-    config = dataclasses.replace(config, text=text, vision=vision)
-  processor = qwen_checkpoint.processor_of(config)
-  return qwen_checkpoint.random_model(config), processor
 
 
 def best(call: Callable[[], Any], repeats: int = 7) -> float:
@@ -300,7 +278,7 @@ def parts(args, model, rows: int, steps: int, window: int) -> dict[str, float]:
 def main() -> None:
   args = parse_args()
   host_memory.tune()
-  model, processor = make_policy(args)
+  model, processor = policies.make_policy(args.size, compute_dtype=args.dtype)
   parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model)))
   rates = machine(args.dtype)
   print(

@@ -121,12 +121,12 @@ def _overhead(kind: str, target: float) -> Figure:
 TABLE = (
     Benchmark(
         "learner", "bench_learner.py",
-        ("--beside", "torch", "--size", "qwen_tiny", "--rounds", "5"),
+        ("--beside", "torch", "--size", "tiny", "--rounds", "5"),
         _learner("Qwen3-VL of 2.3M parameters"),
     ),
     Benchmark(
         "learner_small", "bench_learner.py",
-        ("--beside", "torch", "--size", "qwen_small", "--rounds", "3"),
+        ("--beside", "torch", "--size", "small", "--rounds", "3"),
         _learner("Qwen3-VL of 48.6M parameters", 0.6),
     ),
     Benchmark(

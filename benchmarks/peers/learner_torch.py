@@ -1,5 +1,8 @@
 """The torch side of `bench_learner --beside torch`: transformers' model, eager.
 
+On a GPU where torch sees one. bfloat16 is autocast over float32 weights, and
+layers are recomputed in the backward pass where the other side's are.
+
 Trains transformers' Qwen3-VL on the very arrays that the project's packer
 made: the same rows, targets, weights, advantages, and optimizer (AdamW behind
 a clipped gradient norm). Logits are computed at the targets only, as here.
@@ -21,21 +24,37 @@ from tunix.rl.multi_turn.learner import batching
 class Trainer:
   """transformers' module and its optimizer."""
 
-  def __init__(self, directory: pathlib.Path, vision: Any, rate: float):
-    """Args:
+  def __init__(
+      self,
+      directory: pathlib.Path,
+      vision: Any,
+      rate: float,
+      dtype: str = "float32",
+      remat: str = "none",
+  ):
+    """Loads the module.
 
-      directory: a checkpoint of the policy.
-      vision: its `VisionConfig`.
-      rate: of learning.
+    Args:
+      directory: A checkpoint of the policy.
+      vision: Its `VisionConfig`.
+      rate: Learning rate.
+      dtype: Type of activations.
+      remat: "none", or layers are recomputed in the backward pass.
     """
     import torch  # pylint: disable=g-import-not-at-top
     import transformers  # pylint: disable=g-import-not-at-top
 
     torch.set_num_threads(os.cpu_count() or 1)
     self._torch, self._vision = torch, vision
+    self._device = "cuda" if torch.cuda.is_available() else "cpu"
+    self._autocast = lambda: torch.autocast(
+        self._device, torch.bfloat16, enabled=dtype == "bfloat16"
+    )
     self._module = transformers.AutoModelForImageTextToText.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="sdpa"
-    ).train()
+    ).train().to(self._device)
+    if remat != "none":
+      self._module.gradient_checkpointing_enable()
     self._optimizer = torch.optim.AdamW(
         self._module.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0
     )
@@ -46,7 +65,13 @@ class Trainer:
   def logprobs(self, batch: batching.Batch) -> np.ndarray:
     """float32[M] of the batch's real targets, in their order."""
     with self._torch.no_grad():
-      return self._scores(batch).numpy()
+      return self._scores(batch).float().cpu().numpy()
+
+  def device_peak(self) -> int:
+    """Returns the most bytes of the GPU so far; 0 on a CPU."""
+    if self._device == "cpu":
+      return 0
+    return self._torch.cuda.max_memory_allocated()
 
   def update(self, batch: batching.Batch) -> float:
     """One optimizer step; the loss."""
@@ -54,7 +79,7 @@ class Trainer:
     self._optimizer.zero_grad(set_to_none=True)
     logprobs = self._scores(batch)
     real = np.asarray(batch.mask)[0]
-    pick = lambda x: torch.tensor(np.asarray(x)[0][real])
+    pick = lambda x: torch.tensor(np.asarray(x)[0][real], device=self._device)
     ratio = torch.exp(logprobs - logprobs.detach())
     loss = -(ratio * pick(batch.advantages) * pick(batch.weights)).sum()
     loss.backward()
@@ -63,6 +88,10 @@ class Trainer:
     return float(loss.detach())
 
   def _scores(self, batch: batching.Batch) -> Any:
+    with self._torch.device(self._device), self._autocast():
+      return self._scores_here(batch)
+
+  def _scores_here(self, batch: batching.Batch) -> Any:
     torch, inputs = self._torch, batch.inputs
     ids = torch.tensor(np.asarray(inputs.tokens)).long()
     index = np.asarray(inputs.vision_index)

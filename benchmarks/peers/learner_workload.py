@@ -19,51 +19,26 @@ import tempfile
 import time
 from typing import Any, Callable
 
+import jax
 import numpy as np
+from peers import policies
 from tunix.rl.multi_turn.core import images as image_lib
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
-from tunix.rl.multi_turn.policy import qwen_checkpoint
 
-SIZES = ("qwen_tiny", "qwen_small")
 GROUP = 4
 SAMPLED = 24  # Tokens a turn.
-
-
-def make_policy(size: str) -> tuple[Any, Any]:
-  """(model, processor): Qwen3-VL of 2.3 or 48.6 million parameters."""
-  config = qwen_checkpoint.small_config("qwen3_vl_tiny")
-  if size == "qwen_small":
-    text = dataclasses.replace(
-        config.text,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        mrope_section=(12, 10, 10),
-    )
-    vision = dataclasses.replace(
-        config.vision,
-        depth=7,
-        hidden_size=384,
-        intermediate_size=1536,
-        num_heads=6,
-        out_hidden_size=512,
-        deepstack_visual_indexes=(2, 4),
-    )
-    config = dataclasses.replace(config, text=text, vision=vision)
-  processor = qwen_checkpoint.processor_of(config)
-  return qwen_checkpoint.random_model(config), processor
 
 
 class Workload:
   """A learner, and groups of which every update is made."""
 
   def __init__(self, args: argparse.Namespace):
-    self.model, processor = make_policy(args.size)
+    changes = {"compute_dtype": args.dtype}
+    if args.remat:
+      changes["remat"] = args.remat
+    self.model, processor = policies.make_policy(args.size, **changes)
     self.store = image_lib.ImageStore()
     self.learner = learner_lib.Learner(
         self.model,
@@ -77,6 +52,12 @@ class Workload:
         ),
     )
     self.groups = _groups(args, self.model.config, processor, self.store)
+
+  def scores(self, batch: Any) -> np.ndarray:
+    """Returns the log-probs of a batch's targets, padding included."""
+    learner = self.learner
+    params, frozen = learner._params, learner._frozen  # pylint: disable=protected-access
+    return np.asarray(learner._programs.score(params, frozen, batch))  # pylint: disable=protected-access
 
   def batch(self) -> Any:
     """The one packed batch of an update."""
@@ -165,36 +146,52 @@ def _memory() -> dict[str, float]:
   return {"rss": read("VmRSS"), "peak": read("VmHWM")}
 
 
-def _ours(load: Workload) -> tuple[Callable[[], Any], Any, dict[str, Any]]:
+_Side = tuple[Callable[[], Any], Any, dict[str, Any], Callable[[], int]]
+"""An update, log-probs, facts, and the most bytes of the device so far."""
+
+
+def _ours(load: Workload) -> _Side:
   batch = load.batch()
   learner = load.learner
-  params, frozen = learner._params, learner._frozen  # pylint: disable=protected-access
-  scores = np.asarray(learner._programs.score(params, frozen, batch))  # pylint: disable=protected-access
+  scores = load.scores(batch)
   about = {"parameters": sum(x.size for x in learner.parameters().values())}
   return (
       lambda: learner.update(load.groups),
       scores[np.asarray(batch.mask)],
       about,
+      _device_peak,
   )
 
 
-def _torch(load: Workload) -> tuple[Callable[[], Any], Any, dict[str, Any]]:
+def _device_peak() -> int:
+  """Most bytes of the first device so far; 0 where it does not tell."""
+  stats = jax.local_devices()[0].memory_stats() or {}
+  return stats.get("peak_bytes_in_use", 0)
+
+
+def _torch(load: Workload) -> _Side:
   from peers import learner_torch  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn.policy import checkpoint  # pylint: disable=g-import-not-at-top
 
   batch = load.batch()
   with tempfile.TemporaryDirectory() as directory:
     saved = checkpoint.save_policy(pathlib.Path(directory) / "p", load.model)
-    trainer = learner_torch.Trainer(saved, load.model.config.vision, 1e-5)
-  del load.learner
+    del load.learner
+    config = load.model.config
+    trainer = learner_torch.Trainer(
+        saved, config.vision, 1e-5, config.compute_dtype, config.remat
+    )
   scores = trainer.logprobs(batch)
-  return lambda: trainer.update(batch), scores, {"version": trainer.version}
+  about = {"version": trainer.version}
+  return lambda: trainer.update(batch), scores, about, trainer.device_peak
 
 
 def serve(args: argparse.Namespace) -> None:
   """A side: prints its log-probs, then an update's cost for each line read."""
   load = Workload(args)
-  run, scores, about = {"ours": _ours, "torch": _torch}[args.side](load)
+  run, scores, about, device_peak = {"ours": _ours, "torch": _torch}[args.side](
+      load
+  )
   before = _memory()
   started = time.perf_counter()
   run()
@@ -210,10 +207,11 @@ def serve(args: argparse.Namespace) -> None:
     wall, cpu = time.perf_counter(), time.process_time()
     run()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    found = {"wall": wall, "cpu": cpu} | _memory() | {"before": before["rss"]}
+    cost = {"wall": wall, "cpu": cpu} | _memory() | {"before": before["rss"]}
+    cost["device_peak_mb"] = device_peak() / 2**20
     if args.side == "ours":
-      found |= _analysis(load.learner)
-    print(json.dumps(found), flush=True)
+      cost |= _analysis(load.learner)
+    print(json.dumps(cost), flush=True)
 
 
 def _analysis(learner: Any) -> dict[str, float]:
