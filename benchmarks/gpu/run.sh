@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# What is true on a GPU, in eight minutes: correctness, learner, engine, a run.
+#
+#   benchmarks/gpu/run.sh OUT                 on a GPU, Qwen3-VL-2B's shape
+#   benchmarks/gpu/run.sh OUT --tiny          the same program on a CPU
+#
+# Each part has a deadline and writes OUT/PART.json before the next begins; a part
+# whose file is there is not repeated. OUT/PART.log holds its output. At the end
+# `python benchmarks/gpu/page.py OUT` writes OUT/gpu.json and OUT/gpu.md; copy the
+# page to docs/gpu.md. Packages that the machine lacks: benchmarks/gpu/wheels.sh.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+out=${1:?the folder for results}
+size=2b dtype=bfloat16 length=8192 images=8 width=1280 height=704
+patience=1 rounds=3 batches="1 16 64 256" prompt=1024 sampled=64 context=2048 steps=10
+if [ "${2:-}" = --tiny ]; then
+  export JAX_PLATFORMS=cpu
+  patience=6  # Two loaded cores.
+  size=tiny dtype=float32 length=256 images=2 width=96 height=64
+  rounds=1 batches="2" prompt=64 sampled=8 context=128 steps=1
+fi
+mkdir -p "$out"
+export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export XLA_PYTHON_CLIENT_MEM_FRACTION=.9
+python=${PYTHON:-python3}
+
+part() { # part NAME SECONDS COMMAND...
+  local name=$1 limit=$2
+  shift 2
+  [ ! -s "$out/$name.json" ] || return 0
+  local begun=$SECONDS
+  timeout $((limit * patience)) "$@" >"$out/$name.log" 2>&1
+  local status=$?
+  echo "$name: status $status, $((SECONDS - begun)) s"
+  [ "$status" = 0 ] || tail -n 5 "$out/$name.log"
+}
+
+part device 60 "$python" benchmarks/gpu/page.py --device "$out/device.json"
+
+# (a) Correctness.
+if [ ! -s "$out/correctness.json" ]; then
+  JAX_PLATFORMS=cpu timeout $((200 * patience)) "$python" benchmarks/gpu/correctness.py \
+    "$out/cpu.npz" >"$out/cpu.log" 2>&1 &
+  part arrays 120 "$python" benchmarks/gpu/correctness.py "$out/device.npz"
+  wait
+  part correctness 30 "$python" benchmarks/gpu/correctness.py \
+    "$out/device.npz" --beside "$out/cpu.npz" --json "$out/correctness.json"
+fi
+if [ ! -s "$out/quickstart.json" ]; then
+  rm -rf "$out/run"
+  part quickstart 120 "$python" -m tunix.rl.multi_turn.train run.dir="$out/run" \
+    run.name=quickstart steps="$steps" eval.episodes_per_task=10
+  ! [ -s "$out/run/quickstart/summary.json" ] ||
+    cp "$out/run/quickstart/summary.json" "$out/quickstart.json"
+fi
+
+# (b) The learner beside torch, one at a time: a GPU holds one of them.
+for side in ours torch; do
+  part "learner_$side" 150 "$python" benchmarks/bench_learner.py --beside torch \
+    --size "$size" --dtype "$dtype" --rows 4 --row-length "$length" \
+    --images "$images" --width "$width" --height "$height" --rounds "$rounds" \
+    --remat block --only "$side" --json "$out/learner_$side.json"
+done
+
+# (c) The engine beside its bounds.
+for batch in $batches; do
+  part "engine_$batch" 90 "$python" benchmarks/bench_decode_bound.py \
+    --size "$size" --dtype "$dtype" --batch "$batch" --prompt "$prompt" \
+    --sampled "$sampled" --context "$context" --rounds "$rounds" \
+    --json "$out/engine_$batch.json"
+done
+"$python" benchmarks/gpu/page.py "$out"
