@@ -1,15 +1,18 @@
 """The database as raw SQL sees it, on SQLite and PostgreSQL."""
 
+import contextlib
 import itertools
+import pathlib
+import sqlite3
 import threading
 
 from alembic import autogenerate
-from alembic import command
 from alembic.runtime import migration
 import monitor_databases
 import pytest
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.schema import database
+from tunix.rl.multi_turn.monitor.schema import migrations
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import text_index
 from tunix.rl.multi_turn.monitor.schema import vocabulary
@@ -301,18 +304,17 @@ def test_a_message_of_any_length_is_no_entry_of_an_index(rows):
 
 
 @pytest.mark.parametrize(
-    "revision", ["0001", "0002", "0003", "0004", "0006", "0007", "0008", "0009"]
+    "revision", [f"{number:04d}" for number in range(1, 11)]
 )
 def test_a_database_of_an_earlier_schema_is_brought_to_the_present(
     engine, revision
 ):
-  with database.writing(engine) as connection:
-    command.downgrade(database._alembic(connection), revision)
+  monitor_databases.make_older(engine, revision)
   one_of_each(engine)
   sql(engine, "INSERT INTO monitor_project (id, name) VALUES (1, 'p')")
   sql(engine, "INSERT INTO monitor_training_project VALUES (1, 1)")
   database.upgrade(engine)
-  present = database.revisions()[0]
+  present = migrations.REVISIONS[0]
   assert sql(engine, "SELECT version_num FROM alembic_version") == [(present,)]
   assert sql(engine, "SELECT id FROM rollout") == [(1,)]
   with engine.connect() as connection:
@@ -322,6 +324,29 @@ def test_a_database_of_an_earlier_schema_is_brought_to_the_present(
     assert autogenerate.compare_metadata(context, tables.metadata) == []
   insert(engine, "monitor_training_tag", training_id=1, tag="kept")
   insert(engine, "monitor_pinned_baseline", project_id=1, training_id=1)
+
+
+def test_a_database_of_the_first_version_is_brought_to_the_present(tmp_path):
+  """The SQL file is the dump of a database that the first version made."""
+  path = tmp_path / "first.db"
+  with contextlib.closing(sqlite3.connect(path)) as first:
+    first.executescript(
+        pathlib.Path(__file__).with_name("first_schema.sql").read_text()
+    )
+  engine = database.connect(path)
+  one_of_each(engine)
+  database.upgrade(engine)
+  with engine.connect() as connection:
+    context = migration.MigrationContext.configure(
+        connection,
+        opts={"compare_type": True, "include_name": of_the_metadata},
+    )
+    assert autogenerate.compare_metadata(context, tables.metadata) == []
+  assert sql(engine, "SELECT id FROM rollout") == [(1,)]
+  ((count,),) = sql(engine, "SELECT count(*) FROM status_history")
+  sql(engine, "UPDATE training SET status = 'running'")
+  assert sql(engine, "SELECT count(*) FROM status_history") == [(count + 1,)]
+  engine.dispose()
 
 
 def test_tags_and_the_baseline_are_what_their_tables_say(engine):

@@ -3,7 +3,7 @@
 import re
 import time
 
-from alembic import command
+import monitor_databases
 import monitor_server
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.dashboard import search_page
@@ -219,8 +219,8 @@ def test_a_page_goes_on_where_the_one_before_stopped(server, monkeypatch):
 
 
 def test_an_upgrade_indexes_what_is_there(engine, tmp_path):
+  monitor_databases.make_older(engine, "0009")
   with database.writing(engine) as connection:
-    command.downgrade(database._alembic(connection), "0009")
     for statement in (
         "INSERT INTO training (run_name, log_path, model_name) VALUES ('r',"
         " '', '')",

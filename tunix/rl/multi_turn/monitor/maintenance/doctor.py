@@ -22,6 +22,7 @@ from tunix.rl.multi_turn.monitor.maintenance import exporting
 from tunix.rl.multi_turn.monitor.maintenance import pruning
 from tunix.rl.multi_turn.monitor.maintenance import runs as runs_lib
 from tunix.rl.multi_turn.monitor.schema import database
+from tunix.rl.multi_turn.monitor.schema import migrations
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import text_index
 from tunix.rl.multi_turn.monitor.schema import vocabulary
@@ -181,26 +182,26 @@ def _filesystem(path: pathlib.Path) -> str:
 
 
 def _schema(engine: sa.Engine) -> Iterator[Finding]:
-  known = database.revisions()
+  schemas = migrations.REVISIONS
   with runs_lib.reading(engine) as connection:
-    if not sa.inspect(connection).has_table("alembic_version"):
+    revision = migrations.revision_of(connection)
+    if revision is None:
       yield Finding(
           ERROR, "schema", "it has none: it is not a database of the monitor",
           "give another --database",
       )  # pyformat: disable
       return
-    found = exporting.revision(connection)
-    if found == known[0]:
-      yield Finding(OK, "schema", f"{found}, the present one")
-    elif found in known:
+    if revision == schemas[0]:
+      yield Finding(OK, "schema", f"{revision}, the present one")
+    elif revision in schemas:
       yield Finding(
-          ERROR, "schema", f"{found}, an older one; the present one is"
-          f" {known[0]}", "start the server once: it upgrades",
+          ERROR, "schema", f"{revision}, an older one; the present one is"
+          f" {schemas[0]}", "start the server once: it upgrades",
       )  # pyformat: disable
       return
     else:
       yield Finding(
-          ERROR, "schema", f"{found}, which this version does not know",
+          ERROR, "schema", f"{revision}, which this version does not know",
           "use the newer version that wrote it",
       )  # pyformat: disable
       return

@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from tqdm import auto as tqdm_auto
 from tunix.rl.multi_turn.monitor.maintenance import archive
 from tunix.rl.multi_turn.monitor.maintenance import runs as runs_lib
+from tunix.rl.multi_turn.monitor.schema import migrations
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 from tunix.rl.multi_turn.monitor.server import screenshots
@@ -63,7 +64,7 @@ def export(
     ) as bar:  # pyformat: disable
       shas: set[str] = set()
       manifest = {
-          "schema": revision(connection),
+          "schema": migrations.revision_of(connection),
           "runs": [
               {
                   "id": run.id,
@@ -81,13 +82,6 @@ def export(
       )
       writer.finish(manifest)
   return manifest
-
-
-def revision(connection: sa.Connection) -> str:
-  """The schema that the database has."""
-  return connection.exec_driver_sql(
-      "SELECT version_num FROM alembic_version"
-  ).scalar_one()
 
 
 def _count(connection: sa.Connection, chosen: list[runs_lib.StoredRun]) -> int:

@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from tqdm import auto as tqdm_auto
 from tunix.rl.multi_turn.monitor.maintenance import archive
 from tunix.rl.multi_turn.monitor.maintenance import runs as runs_lib
-from tunix.rl.multi_turn.monitor.schema import database
+from tunix.rl.multi_turn.monitor.schema import migrations
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 from tunix.rl.multi_turn.monitor.server import access
@@ -82,12 +82,12 @@ def import_(
   """
   outcome = ImportResult()
   with archive.ArchiveReader(path) as reader:
-    known = database.revisions()
     schema = reader.manifest.get("schema")
-    if schema not in known:
+    if schema not in migrations.REVISIONS:
       raise MaintenanceError(
           f"{path} has schema {schema}, and this program knows"
-          f" {', '.join(sorted(known))}; use the version that wrote it"
+          f" {', '.join(sorted(migrations.REVISIONS))}; use the version that"
+          " wrote it"
       )
     runs = reader.manifest["runs"]
     total = sum(t["rows"] for t in reader.manifest["tables"].values())

@@ -12,25 +12,20 @@ Times are UTC.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import pathlib
 import threading
 from typing import Any, Iterator
 import weakref
 
-from alembic import command
-from alembic import config as alembic_config
-from alembic import script
-from alembic.runtime import migration
 import sqlalchemy as sa
 from tunix.rl.multi_turn.core import credentials
 from tunix.rl.multi_turn.monitor.schema import later_views
+from tunix.rl.multi_turn.monitor.schema import migrations
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import text_index
 from tunix.rl.multi_turn.monitor.schema import triggers
 
-_MIGRATIONS = pathlib.Path(__file__).parent / "migrations"
 _BUSY_S = 30.0
 _POSTGRES_LOCK = 0x74756E6978  # Any number: an upgrade holds it.
 _WRITERS_LOCK = 0x6D6F6E69746F72  # One writer at a time.
@@ -220,39 +215,22 @@ def upgrade(engine: sa.Engine) -> None:
             f"SELECT pg_advisory_xact_lock({_POSTGRES_LOCK})"
         )
       revision = _check_revision(engine, connection)
-      if revision != revisions()[0]:
+      if revision != migrations.REVISIONS[0]:
         if revision is not None:  # Views would hold the columns that they show.
           later_views.drop(connection)
           _forget_triggers(connection)
-        command.upgrade(_alembic(connection), "head")
+        migrations.upgrade(connection)
       text_index.install(connection)
       _install_triggers(connection)
-
-
-def _alembic(connection: sa.Connection | None) -> alembic_config.Config:
-  config = alembic_config.Config()
-  config.set_main_option("script_location", str(_MIGRATIONS))
-  config.set_main_option("path_separator", "os")
-  config.attributes["connection"] = connection
-  return config
-
-
-@functools.cache
-def revisions() -> tuple[str, ...]:
-  """Every schema that this version knows, the present one first."""
-  found = script.ScriptDirectory.from_config(_alembic(None))
-  return tuple(r.revision for r in found.walk_revisions())
 
 
 def _check_revision(
     engine: sa.Engine, connection: sa.Connection
 ) -> str | None:
-  """The schema that the database has; None without one."""
-  known = revisions()
+  """Returns the schema that the database has; None for an empty database."""
   where = engine.url.render_as_string(hide_password=True)
-  found = migration.MigrationContext.configure(connection)
-  revision = found.get_current_revision()
-  if revision is not None and revision not in known:
+  revision = migrations.revision_of(connection)
+  if revision is not None and revision not in migrations.REVISIONS:
     raise DatabaseError(
         f"{where} has schema {revision}, which this version does not know; use"
         " the newer version that wrote it, or another database"
