@@ -15,6 +15,7 @@ import atexit
 import collections
 import copy
 import dataclasses
+import functools
 import logging
 import os
 import pathlib
@@ -129,40 +130,16 @@ class IngestClient:
   def post_task(self, payload, client_id=None) -> Reference | None:
     return self._post("task", payload, client_id or payload.get("task_id"))
 
-  def post_validator(self, payload, client_id=None) -> Reference | None:
-    return self._post("validator", payload, client_id)
-
-  def post_environment(self, payload, client_id=None) -> Reference | None:
-    return self._post("environment", payload, client_id)
-
-  def post_step(self, payload, client_id=None) -> Reference | None:
-    return self._post("step", payload, client_id)
-
-  def post_baseline(self, payload, client_id=None) -> Reference | None:
-    return self._post("baseline", payload, client_id)
-
-  def post_eval(self, payload, client_id=None) -> Reference | None:
-    return self._post("eval", payload, client_id)
-
   def post_rollout(self, payload, client_id=None) -> Reference | None:
     return self._post(
         "rollout", payload, client_id or payload.get("rollout_id")
     )
 
-  def post_turn(self, payload, client_id=None) -> Reference | None:
-    return self._post("turn", payload, client_id)
-
-  def post_action(self, payload, client_id=None) -> Reference | None:
-    return self._post("action", payload, client_id)
-
-  def post_observation(self, payload, client_id=None) -> Reference | None:
-    return self._post("observation", payload, client_id)
-
-  def post_validation(self, payload, client_id=None) -> Reference | None:
-    return self._post("validation", payload, client_id)
-
   def _post(
-      self, kind: str, payload: Mapping[str, Any], client_id: str | None
+      self,
+      kind: str,
+      payload: Mapping[str, Any],
+      client_id: str | None = None,
   ) -> Reference | None:
     """Puts an item into the spool.
 
@@ -180,6 +157,16 @@ class IngestClient:
     item["client_id"] = client_id
     taken = self.sender.put({_PLURALS[kind]: [item]})
     return client_id if taken else None
+
+  post_validator = functools.partialmethod(_post, "validator")
+  post_environment = functools.partialmethod(_post, "environment")
+  post_step = functools.partialmethod(_post, "step")
+  post_baseline = functools.partialmethod(_post, "baseline")
+  post_eval = functools.partialmethod(_post, "eval")
+  post_turn = functools.partialmethod(_post, "turn")
+  post_action = functools.partialmethod(_post, "action")
+  post_observation = functools.partialmethod(_post, "observation")
+  post_validation = functools.partialmethod(_post, "validation")
 
   # --- for recorders that number things themselves ---------------------------
 
@@ -232,38 +219,17 @@ class IngestClient:
       if kind != parent and item.get(field) is not None:
         yield field, parent
 
-  def record_training(self, local_id, payload) -> Reference | None:
-    return self.record("training", local_id, payload)
-
-  def record_task(self, local_id, payload) -> Reference | None:
-    return self.record("task", local_id, payload)
-
-  def record_environment(self, local_id, payload) -> Reference | None:
-    return self.record("environment", local_id, payload)
-
-  def record_step(self, local_id, payload) -> Reference | None:
-    return self.record("step", local_id, payload)
-
-  def record_baseline(self, local_id, payload) -> Reference | None:
-    return self.record("baseline", local_id, payload)
-
-  def record_eval(self, local_id, payload) -> Reference | None:
-    return self.record("eval", local_id, payload)
-
-  def record_rollout(self, local_id, payload) -> Reference | None:
-    return self.record("rollout", local_id, payload)
-
-  def record_turn(self, local_id, payload) -> Reference | None:
-    return self.record("turn", local_id, payload)
-
-  def record_action(self, local_id, payload) -> Reference | None:
-    return self.record("action", local_id, payload)
-
-  def record_observation(self, local_id, payload) -> Reference | None:
-    return self.record("observation", local_id, payload)
-
-  def record_validation(self, local_id, payload) -> Reference | None:
-    return self.record("validation", local_id, payload)
+  record_training = functools.partialmethod(record, "training")
+  record_task = functools.partialmethod(record, "task")
+  record_environment = functools.partialmethod(record, "environment")
+  record_step = functools.partialmethod(record, "step")
+  record_baseline = functools.partialmethod(record, "baseline")
+  record_eval = functools.partialmethod(record, "eval")
+  record_rollout = functools.partialmethod(record, "rollout")
+  record_turn = functools.partialmethod(record, "turn")
+  record_action = functools.partialmethod(record, "action")
+  record_observation = functools.partialmethod(record, "observation")
+  record_validation = functools.partialmethod(record, "validation")
 
   # --- the other end --------------------------------------------------------
 

@@ -22,7 +22,6 @@ from tunix.rl.multi_turn.monitor.dashboard import text
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.server import errors
-from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 _TURNS = 40
@@ -43,15 +42,8 @@ class BesideQuery(query_lib.PageQuery):
   first: query_lib.Id = 1
 
 
-class AttemptPages:
+class AttemptPages(page_request.RunTab):
   """See the module docstring."""
-
-  def __init__(
-      self, engine: sa.Engine, queries: queries_lib.Queries, head: Any
-  ):
-    self._engine = engine
-    self._queries = queries
-    self._head = head
 
   def beside(self, request: page_request.PageRequest) -> page_request.Page:
     asks = request.read(BesideQuery)

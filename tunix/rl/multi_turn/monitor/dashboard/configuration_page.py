@@ -31,17 +31,8 @@ class ConfigurationQuery(query_lib.PageQuery):
   only: Literal["changed"] | None = None
 
 
-class ConfigurationPage:
+class ConfigurationPage(page_request.RunTab):
   """The tab Configuration of a run."""
-
-  def __init__(self, engine: sa.Engine, head: Any):
-    """Args:
-
-      engine: of the database.
-      head: finds a run of a project, see `run_pages.RunPages.head`.
-    """
-    self._engine = engine
-    self._head = head
 
   def page(self, request: page_request.PageRequest) -> page_request.Page:
     asks = request.read(ConfigurationQuery)

@@ -13,7 +13,6 @@ from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.dashboard import text
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
-from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 
 _STEPS = 3
 _SLOW_TURNS = 15
@@ -55,17 +54,11 @@ class Timings:
     return sorted(means, key=lambda m: -m["mean_s"]), slow
 
 
-class HealthPages:
+class HealthPages(page_request.RunTab):
   """See the module docstring."""
 
-  def __init__(
-      self, engine: sa.Engine, queries: queries_lib.Queries,
-      curves: curves_lib.Curves, head: Any, timings: Timings, writer: Any,
-  ):  # pyformat: disable
-    self._engine = engine
-    self._queries = queries
-    self._curves = curves
-    self._head = head
+  def __init__(self, *sources: Any, timings: Timings, writer: Any):
+    super().__init__(*sources)
     self._timings = timings
     self._writer = writer
 

@@ -12,12 +12,10 @@ from typing import Any, Mapping, Sequence
 import sqlalchemy as sa
 from tunix.rl.multi_turn.core import comparison
 from tunix.rl.multi_turn.core import success_rates
-from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib
 from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.server import errors
-from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 _COLUMNS_SHOWN = 8
@@ -181,17 +179,8 @@ def cell(wins: int, tries: int) -> Row | None:
   }  # pyformat: disable
 
 
-class MeasurementPages:
+class MeasurementPages(page_request.RunTab):
   """See the module docstring."""
-
-  def __init__(
-      self, engine: sa.Engine, queries: queries_lib.Queries,
-      curves: curves_lib.Curves, head: Any,
-  ):  # pyformat: disable
-    self._engine = engine
-    self._queries = queries
-    self._curves = curves
-    self._head = head
 
   # --- evaluations ------------------------------------------------------------
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Mapping, TypeVar
+from typing import Any, Callable, Mapping, TypeVar
 from urllib import parse
 
+import sqlalchemy as sa
 from starlette import datastructures
+from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib
 from tunix.rl.multi_turn.monitor.server import errors
+from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 Q = TypeVar("Q", bound=query_lib.PageQuery)
@@ -75,6 +78,27 @@ class Redirect:
   """Another address of this server."""
 
   to: str
+
+
+class RunTab:
+  """Base of the classes that render tabs of a run."""
+
+  def __init__(
+      self, engine: sa.Engine, queries: queries_lib.Queries,
+      curves: curves_lib.Curves, head: Callable[[int, int], dict[str, Any]],
+  ):  # pyformat: disable
+    """Keeps what the tabs read.
+
+    Args:
+      engine: Engine of the upgraded database.
+      queries: Queries on that database.
+      curves: Columns of runs.
+      head: Returns the header of a run, see `run_pages.RunPages.head`.
+    """
+    self._engine = engine
+    self._queries = queries
+    self._curves = curves
+    self._head = head
 
 
 class Link:

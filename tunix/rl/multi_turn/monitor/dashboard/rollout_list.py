@@ -194,15 +194,8 @@ class Selection:
     return [key, (_R.c.id + 0).desc()]
 
 
-class RolloutLists:
+class RolloutLists(page_request.RunTab):
   """See the module docstring."""
-
-  def __init__(
-      self, engine: sa.Engine, queries: queries_lib.Queries, head: Any
-  ):
-    self._engine = engine
-    self._queries = queries
-    self._head = head
 
   def of_run(self, request: page_request.PageRequest) -> page_request.Page:
     """Rollouts of one run."""

@@ -18,7 +18,6 @@ from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 from tunix.rl.multi_turn.monitor.server import errors
-from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 from tunix.rl.multi_turn.monitor.server import query as query_lib
 from tunix.rl.multi_turn.monitor.server import screenshots as screenshots_lib
 
@@ -44,19 +43,16 @@ class RolloutQuery(query_lib.PageQuery):
   size: Literal["fit", "real"] = "fit"
 
 
-class RolloutPages:
+class RolloutPages(page_request.RunTab):
   """See the module docstring."""
 
   def __init__(
-      self, engine: sa.Engine, queries: queries_lib.Queries,
-      files: screenshots_lib.ScreenshotFiles, texts: token_text.TokenTexts,
-      head: Any,
+      self, *sources: Any, files: screenshots_lib.ScreenshotFiles,
+      texts: token_text.TokenTexts,
   ):  # pyformat: disable
-    self._engine = engine
-    self._queries = queries
+    super().__init__(*sources)
     self._files = files
     self._token_view = token_view.TokenView(texts)
-    self._head = head
     self._exporting = threading.BoundedSemaphore(_MOST_EXPORTS)
 
   def rollout(self, request: page_request.PageRequest) -> page_request.Page:

@@ -54,12 +54,8 @@ class SearchQuery(query_lib.PageQuery):
   )
 
 
-class SearchPages:
+class SearchPages(page_request.RunTab):
   """See the module docstring."""
-
-  def __init__(self, engine: sa.Engine, head: Any):
-    self._engine = engine
-    self._head = head
 
   def search(self, request: page_request.PageRequest) -> page_request.Page:
     run = self._head(request.project, request.id())

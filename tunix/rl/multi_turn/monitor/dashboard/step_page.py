@@ -17,7 +17,6 @@ from tunix.rl.multi_turn.monitor.dashboard import text
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.server import errors
-from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 _MOST_ROLLOUTS = 5000
@@ -120,14 +119,8 @@ def members_of(
   return found
 
 
-class StepPages:
+class StepPages(page_request.RunTab):
   """See the module docstring."""
-
-  def __init__(self, engine: sa.Engine, queries: queries_lib.Queries,
-               head: Any):  # pyformat: disable
-    self._engine = engine
-    self._queries = queries
-    self._head = head
 
   def step(self, request: page_request.PageRequest) -> page_request.Page:
     training, number = request.id(), request.id("step")

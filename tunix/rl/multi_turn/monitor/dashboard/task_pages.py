@@ -20,7 +20,6 @@ from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.dashboard import rollout_page
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
-from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 _TASKS = 25
@@ -59,17 +58,8 @@ class TaskQuery(query_lib.PageQuery):
   after: query_lib.Id | None = None
 
 
-class TaskPages:
+class TaskPages(page_request.RunTab):
   """See the module docstring."""
-
-  def __init__(
-      self, engine: sa.Engine, queries: queries_lib.Queries,
-      curves: curves_lib.Curves, head: Any,
-  ):  # pyformat: disable
-    self._engine = engine
-    self._queries = queries
-    self._curves = curves
-    self._head = head
 
   def tasks(self, request: page_request.PageRequest) -> page_request.Page:
     """Families over the steps, and every task with its last attempts."""
