@@ -148,19 +148,19 @@ def one_of_each(engine):
 
 
 def value(engine, table, column, id_=1):
-  ((found,),) = sql(
+  ((content,),) = sql(
       engine, f'SELECT "{column}" FROM "{table}" WHERE id = :id', id=id_
   )
-  return found
+  return content
 
 
 @pytest.fixture(scope="module")
 def filled(shared_target):
   """A database with one row of each table."""
-  found = database.connect(shared_target)
-  one_of_each(found)
-  yield found
-  found.dispose()
+  opened = database.connect(shared_target)
+  one_of_each(opened)
+  yield opened
+  opened.dispose()
 
 
 @pytest.fixture
@@ -199,40 +199,40 @@ def test_an_empty_database_upgraded_is_the_metadata(request, tmp_path):
           opts={"compare_type": True, "include_name": of_the_metadata},
       )
       assert autogenerate.compare_metadata(context, tables.metadata) == []
-      made = sa.inspect(connection)
+      inspector = sa.inspect(connection)
       for table in tables.TABLES:
         expected = {
             c.name
             for c in table.constraints
             if isinstance(c, sa.CheckConstraint)
         }
-        found = {c["name"] for c in made.get_check_constraints(table.name)}
-        assert found == expected, table.name
+        checks = inspector.get_check_constraints(table.name)
+        assert {c["name"] for c in checks} == expected, table.name
     engine.dispose()
 
 
 def test_tables_have_the_documents_columns_and_constraints(engine):
-  found = sa.inspect(engine)
+  inspector = sa.inspect(engine)
   assert set(COLUMNS) == {t.name for t in tables.TABLES}
   assert len(COLUMNS["training"].split()) == 32
   for table, columns in COLUMNS.items():
-    made = {c["name"]: c for c in found.get_columns(table)}
-    assert list(made) == columns.split(), table
-    refused = {n for n, c in made.items() if not c["nullable"]} - {"id"}
+    by_name = {c["name"]: c for c in inspector.get_columns(table)}
+    assert list(by_name) == columns.split(), table
+    refused = {n for n, c in by_name.items() if not c["nullable"]} - {"id"}
     assert refused == NOT_NULL[table], table
     keys = {
         k["constrained_columns"][0]: k["referred_table"]
-        for k in found.get_foreign_keys(table)
+        for k in inspector.get_foreign_keys(table)
     }
     assert keys == REFERS.get(table, {}), table
 
 
 def test_there_are_the_25_indices_and_the_unique_ones_are_unique(engine):
-  found = sa.inspect(engine)
-  made = {
+  inspector = sa.inspect(engine)
+  indices = {
       i["name"]: (table, tuple(i["column_names"]), bool(i["unique"]))
       for table in COLUMNS
-      for i in found.get_indexes(table)
+      for i in inspector.get_indexes(table)
   }
   assert len(tables.INDICES) == 25
   expected = {tables.index_name(t, c): (t, c, u) for t, c, u in tables.INDICES}
@@ -244,7 +244,7 @@ def test_there_are_the_25_indices_and_the_unique_ones_are_unique(engine):
       expected[f"idx_rollout_{source}_{kind}"] = ("rollout", columns, False)
   turns = ("task_id", "num_turns")
   expected["idx_rollout_solved"] = ("rollout", turns, False)
-  assert made == expected
+  assert indices == expected
 
 
 def test_queries_use_the_indices(engine):
@@ -472,11 +472,11 @@ PATTERNS = list(
 def test_a_rollout_has_exactly_the_source_that_it_names(
     rows, kind, step, eval_, baseline
 ):
-  given = {"step": step, "eval": eval_, "baseline": baseline}
-  right = all(given[word] == (word == kind) for word in given)
+  sources = {"step": step, "eval": eval_, "baseline": baseline}
+  right = all(sources[word] == (word == kind) for word in sources)
   values = {
       **ROWS["rollout"], "rollout_id": "y", "source_type": kind,
-      **{f"{word}_id": 1 if there else None for word, there in given.items()},
+      **{f"{word}_id": 1 if there else None for word, there in sources.items()},
   }  # pyformat: disable
   change = (
       "UPDATE rollout SET source_type = :source_type, step_id = :step_id,"

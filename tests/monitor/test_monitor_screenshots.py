@@ -26,14 +26,14 @@ from tunix.rl.multi_turn.monitor.client import sender as sender_lib
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
 from tunix.rl.multi_turn.monitor.maintenance import pruning
 
-DEAD = "http://127.0.0.1:9"  # Nobody listens there.
+DEAD = "http://127.0.0.1:9"  # No server listens there.
 BATCH, IMAGES = "/api/ingest/batch", "/api/v1/screenshots"
 
 
 @pytest.fixture
 def server(tmp_path):
-  with monitor_server.sqlite_server(tmp_path / "server") as found:
-    yield found
+  with monitor_server.sqlite_server(tmp_path / "server") as running:
+    yield running
 
 
 def client_of(url, folder):
@@ -53,7 +53,7 @@ def shown(count, seed=0):
 
 
 class Front:
-  """The server, and what it has not got of what it is told of.
+  """A server that refuses some paths, and records screenshots it lacked.
 
   Attributes:
     refused: paths that begin so are answered with 503.
@@ -106,12 +106,12 @@ def test_a_screenshot_is_there_before_what_shows_it(server, tmp_path):
   front = Front(server)
   with http_server.LoopbackServer(front) as url:
     waited = client_of(DEAD, tmp_path / "spool")
-    for made in shown(350):  # More than are asked for at once.
-      waited.sender.put(made)
+    for item in shown(350):  # More than are asked for at once.
+      waited.sender.put(item)
     assert waited.flush() and not waited.close(0.1)
     with client_of(url.url, tmp_path / "spool") as client:
-      for made in shown(150, seed=1):
-        client.sender.put(made)
+      for item in shown(150, seed=1):
+        client.sender.put(item)
         client.flush()
       assert client.drain(30)
     deadline = time.monotonic() + 60
@@ -127,8 +127,8 @@ def test_words_do_not_wait_for_a_disk_that_takes_no_pictures(server, tmp_path):
   front = Front(server, refused=IMAGES)
   with http_server.LoopbackServer(front) as url:
     with client_of(url.url, tmp_path / "spool") as client:
-      for made in shown(1600):
-        client.sender.put(made)
+      for item in shown(1600):
+        client.sender.put(item)
       assert client.flush(60)
       deadline = time.monotonic() + 30
       while client.sender.counts()["entry"]:
@@ -144,13 +144,13 @@ def test_words_do_not_wait_for_a_disk_that_takes_no_pictures(server, tmp_path):
 
 
 def test_words_do_not_wait_for_pictures_of_others(server, tmp_path):
-  """Those whose words went without them, and those that nothing names."""
+  """Screenshots sent after their entries, and screenshots of no entry."""
   front = Front(server, refused=IMAGES)
   (word,) = shown(1, seed=1)
   with http_server.LoopbackServer(front) as url:
     with client_of(url.url, tmp_path / "spool") as client:
-      for made in shown(800):
-        client.sender.put(made)
+      for item in shown(800):
+        client.sender.put(item)
       assert client.flush(60)
       while client.sender.counts()["entry"]:
         time.sleep(0.01)
@@ -171,8 +171,8 @@ def test_a_picture_is_kept_until_its_words_have_gone(server, tmp_path):
   front = Front(server, refused=BATCH)
   with http_server.LoopbackServer(front) as url:
     with client_of(url.url, tmp_path / "spool") as client:
-      for made in shown(3):
-        client.sender.put(made)
+      for item in shown(3):
+        client.sender.put(item)
       while len(server.rows("monitor_screenshot", order=1)) < 3:
         time.sleep(0.01)
       pruning.prune(
@@ -200,7 +200,7 @@ def test_a_server_that_hangs_is_left_at_once(server, tmp_path, hangs):
     began = time.monotonic()
     assert not client.close(0.2)
     assert time.monotonic() - began < 4
-    # Nobody holds it any more.
+    # The spool's lock is free.
     assert not spool_lib.is_owned(client.sender.spool.path)
     assert client.sender.counts()["entry"] == 1
 
@@ -304,21 +304,21 @@ def test_pixels_that_the_disk_has_lost_are_brought_again(server, tmp_path):
 
 def test_an_orphan_that_cannot_be_read_holds_up_no_other(server, tmp_path):
   folder = tmp_path / "spool"
-  for n, made in enumerate(shown(2)):
-    left = ingest_client.IngestClient(
+  for n, item in enumerate(shown(2)):
+    orphan = ingest_client.IngestClient(
         DEAD, timeout_seconds=10, spool_dir=folder, target="the monitor",
         name=f"{n}",
     )  # pyformat: disable
-    left.sender.put(made)
-    assert left.flush() and not left.close(0.1)
+    orphan.sender.put(item)
+    assert orphan.flush() and not orphan.close(0.1)
   (folder / "0.spool" / spool_lib.HEADER).write_text('{"id": "00"}')
   with client_of(server.url, folder):
     deadline = time.monotonic() + 20
     while not server.rows("task", order="task_id"):
       time.sleep(0.05)
       assert time.monotonic() < deadline
-  left = {path.name for path in folder.iterdir()}
-  assert left == {f"0{spool_lib.SUFFIX}{spool_lib.DAMAGED}"}
+  orphan = {path.name for path in folder.iterdir()}
+  assert orphan == {f"0{spool_lib.SUFFIX}{spool_lib.DAMAGED}"}
 
 
 @settings(max_examples=30, deadline=None)

@@ -209,13 +209,13 @@ def test_a_long_text_is_stored_and_its_beginning_indexed(server):
 def test_a_page_goes_on_where_the_one_before_stopped(server, monkeypatch):
   monkeypatch.setattr(search_page, "_FOUND", 3)
   server.post(joined(base(), thinking("r1", *["same words"] * 8)))
-  seen, path = [], "/runs/1/search?q=same"
+  numbers, path = [], "/runs/1/search?q=same"
   while path:
     page = server.http.get(path).text
-    seen += re.findall(r'turn=(\d+)" data-row', page)
+    numbers += re.findall(r'turn=(\d+)" data-row', page)
     more = re.search(r'href="([^"]+)">Earlier turns', page)
     path = more and more[1].replace("&amp;", "&")
-  assert seen == [str(n) for n in range(8, 0, -1)]
+  assert numbers == [str(n) for n in range(8, 0, -1)]
 
 
 def test_an_upgrade_indexes_what_is_there(engine, tmp_path):

@@ -47,7 +47,7 @@ class Delivery:
   ):
     """Args:
 
-      transport: to the server.
+      transport: Connection to the server.
       counters: sent and dead_letters are counted there.
       abandon: set when nothing more is to be sent.
       hurry: set while a drain waits for the delivery.
@@ -84,14 +84,14 @@ class Delivery:
     older = spool.left(_PAGE)
     well = self._try_to_take(spool, shas)
     self._deliver(spool, entries)
-    gone = [entry for entry in entries if entry.seq <= spool.acked]
+    delivered = [entry for entry in entries if entry.seq <= spool.acked]
     if not well:
       spool.leave(shas)
-      return len(gone)
+      return len(delivered)
     # Until now they kept a prune from deleting them as unreferenced.
-    spool.forget_images([sha for entry in gone for sha in entry.images])
+    spool.forget_images([sha for entry in delivered for sha in entry.images])
     # Screenshots whose entries went without them.
-    return len(gone) + len(shas) + self._bring(spool, older)
+    return len(delivered) + len(shas) + self._bring(spool, older)
 
   def beat(self, training: str | int) -> None:
     """Sends a training's heartbeat; raises TransportError."""
@@ -161,7 +161,7 @@ class Delivery:
   def _try_to_take(
       self, spool: reader_lib.SpoolReader, shas: Sequence[str]
   ) -> bool:
-    """Whether the server now has, or has refused, all of these.
+    """Returns whether the server now has, or has refused, every screenshot.
 
     Raises:
       TransportError: there is no answer.
@@ -242,8 +242,8 @@ def backoff(error: Error, failures: int) -> float:
   if error.status in (401, 403):
     delay = _REFUSED_BACKOFF_S
   if error.retry_after_s is not None:
-    asked = min(error.retry_after_s, _MOST_ASKED_S)
-    delay = max(asked, min(delay, 1.0))
+    requested_s = min(error.retry_after_s, _MOST_ASKED_S)
+    delay = max(requested_s, min(delay, 1.0))
   return delay
 
 
@@ -255,10 +255,10 @@ def _no_monitor() -> Error:
 
 
 def _member(reply: Mapping[str, Any], key: str, kind: type[Any]) -> Any:
-  found = reply.get(key)
-  if not isinstance(found, kind):
+  member = reply.get(key)
+  if not isinstance(member, kind):
     raise _no_monitor()
-  return found
+  return member
 
 
 def _together(entries: Sequence[reader_lib.Entry]) -> int:
@@ -277,15 +277,14 @@ def batch_length(entries: Sequence[reader_lib.Entry]) -> int:
   A batch ends before a second status of the training: the server sees one
   status a batch.
   """
-  seen: dict[str, Any] = {}
+  first_values: dict[str, Any] = {}
   for count, entry in enumerate(entries):
     if _TRAINING not in entry.body:
       continue
     training = (object_of(entry.body) or {}).get("training") or {}
     for key in ("client_id", "status"):
-      if key in training and seen.setdefault(key, training[key]) != training[
-          key
-      ]:
+      value = training.get(key)
+      if key in training and first_values.setdefault(key, value) != value:
         return count
   return len(entries)
 
@@ -293,7 +292,7 @@ def batch_length(entries: Sequence[reader_lib.Entry]) -> int:
 def object_of(body: bytes) -> dict[str, Any] | None:
   """An entry's JSON object; None if it is none."""
   try:
-    found = orjson.loads(body)
+    value = orjson.loads(body)
   except orjson.JSONDecodeError:
     return None
-  return found if isinstance(found, dict) else None
+  return value if isinstance(value, dict) else None

@@ -25,22 +25,22 @@ def turn_times(
   """(start, end, seconds by stage) of each turn; never before the last one.
 
   Args:
-    started: of the episode, seconds since the epoch.
+    started: Start of the episode, seconds since the epoch.
     measured: (end, seconds by stage) of the turns that were reported.
-    episode: as it ended.
-    end: of the episode.
+    episode: The finished episode.
+    end: End of the episode, seconds since the epoch.
   """
-  found = []
+  times = []
   last = started
-  for _, known in itertools.zip_longest(
+  for _, recorded in itertools.zip_longest(
       episode.steps, measured[: len(episode.steps)]
   ):
-    finish, seconds = known or (end, {})
+    finish, seconds = recorded or (end, {})
     finish = max(last, min(finish, end) if end > last else last)
     start = max(last, finish - sum(seconds.values()))
-    found.append((start, finish, seconds))
+    times.append((start, finish, seconds))
     last = finish
-  return found
+  return times
 
 
 def times(
@@ -148,13 +148,13 @@ def errors(
     episode: trajectory_lib.Trajectory, faults: Sequence[dict[str, str]]
 ) -> list[dict[str, Any]]:
   """Every failure, those of parsing and of wrong calls by their turn."""
-  found: list[dict[str, Any]] = list(faults)
-  if episode.error and not found:
-    found.append({"kind": episode.status.value, "message": episode.error})
+  entries: list[dict[str, Any]] = list(faults)
+  if episode.error and not entries:
+    entries.append({"kind": episode.status.value, "message": episode.error})
   for number, step in enumerate(episode.steps, 1):
     for kind in ("parse_errors", "invalid_actions"):
-      found += [
+      entries += [
           {"kind": kind, "turn": number, "message": str(text)}
           for text in step.info.get(kind) or ()
       ]
-  return found
+  return entries

@@ -1,10 +1,10 @@
 """Encodes events as bytes for the uploader process, and decodes them there.
 
-MessagePack has values that JSON lacks (NaN, bytes, keys of any kind), and takes
-an array's memory as it is. An object is a list whose first item is an extension
-that no plain value has, with the number of its type. The types of events come
-back as they were; a value of any other type comes back as the nearest plain
-value, or else as text.
+MessagePack has values that JSON lacks (NaN, bytes, keys of any kind) and copies
+an array's memory without converting it. An object is a list whose first item is
+an extension that no plain value has, with the number of its type. The types of
+events survive the round trip; a value of any other type becomes the nearest
+plain value, or else text.
 
 Promises: `dump` costs about as much as copying; it fails only for values nested
 hundreds deep. `load` runs nothing that the bytes name: it builds the types
@@ -59,7 +59,7 @@ _TYPES: tuple[type[Any], ...] = (
     events.CheckpointSaved,
 )
 _FIELDS = tuple(
-    # Steps first, the one that is not taken as it is.
+    # `steps` first: the only field that needs an encoding of its own.
     tuple(sorted((f.name for f in dataclasses.fields(k)), key="steps".__ne__))
     for k in _TYPES
 )
@@ -87,7 +87,7 @@ class _Mark:
 
 
 def _taking(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-  """Takes the attributes of these names."""
+  """Returns a function that reads the named attributes into a tuple."""
   take = operator.attrgetter(*names)
   return take if len(names) > 1 else lambda value: (take(value),)
 
@@ -126,13 +126,13 @@ def load(data: bytes) -> events.Event:
     ValueError: they are no event.
   """
   try:
-    found = unpack(data)
+    event = unpack(data)
   except Exception as error:  # pylint: disable=broad-except
     # Constructors may fail in any way at values that they were not made for.
     raise ValueError(f"no event: {error!r}") from None
-  if type(found) not in RECORDED:
-    raise ValueError(f"a {type(found).__name__} is not an event")
-  return found
+  if type(event) not in RECORDED:
+    raise ValueError(f"a {type(event).__name__} is not an event")
+  return event
 
 
 # --- there --------------------------------------------------------------------
@@ -152,9 +152,9 @@ def _typed(value: Any) -> Any:
   if kind is token_sequence.ImageRef:
     line = f"{value.sha256} {value.width} {value.height}"
     return msgpack.ExtType(_IMAGE, line.encode())
-  known = _TAKING.get(kind)
-  if known is not None:
-    mark, fields = known
+  encoder = _TAKING.get(kind)
+  if encoder is not None:
+    mark, fields = encoder
     if kind is trajectory_lib.Trajectory:
       values = fields(value)
       return mark, _steps(values[0]), *values[1:]
@@ -189,7 +189,7 @@ def _nearest(value: Any) -> Any:
 
 def _steps(steps: Sequence[trajectory_lib.Step]) -> list[Any]:
   """Messages that a step shares with the one before are sent once."""
-  found = []
+  packed = []
   previous: Sequence[Any] = ()
   for step in steps:
     messages = step.chat_completions
@@ -198,9 +198,9 @@ def _steps(steps: Sequence[trajectory_lib.Step]) -> list[Any]:
       if old is not new:
         break
       shared += 1
-    found.append([shared, list(messages[shared:]), _OF_STEP(step)])
+    packed.append([shared, list(messages[shared:]), _OF_STEP(step)])
     previous = messages
-  return found
+  return packed
 
 
 def _fields_of_sequence(sequence: token_sequence.TokenSequence) -> list[Any]:
@@ -258,13 +258,13 @@ def _extension_back(code: int, data: bytes) -> Any:
   raise ValueError(f"MessagePack extension {code} is none of an event's")
 
 
-def _object_back(found: list[Any]) -> Any:
-  if not found or type(found[0]) is not _Mark:
-    return found
-  kind, values = _TYPES[found[0].number], found[1:]
+def _object_back(items: list[Any]) -> Any:
+  if not items or type(items[0]) is not _Mark:
+    return items
+  kind, values = _TYPES[items[0].number], items[1:]
   if kind is token_sequence.TokenSequence:
     return _sequence_back(*values)
-  named = dict(zip(_FIELDS[found[0].number], values, strict=True))
+  named = dict(zip(_FIELDS[items[0].number], values, strict=True))
   if kind is trajectory_lib.Trajectory:
     named["status"] = trajectory_lib.TrajectoryStatus(named["status"])
     named["steps"] = list(_steps_back(named["steps"]))
@@ -282,10 +282,10 @@ def _steps_back(packed: list[Any]) -> Iterator[trajectory_lib.Step]:
 def _sequence_back(
     length: int, data: bytes, images: list[Any]
 ) -> token_sequence.TokenSequence:
-  found, at = {}, 0
+  arrays, at = {}, 0
   for name, dtype in (*_ARRAYS, ("entropies", "f4")):
     if at < len(data) or name != "entropies":
-      found[name] = np.frombuffer(data, dtype, length, at)
-      at += found[name].nbytes
+      arrays[name] = np.frombuffer(data, dtype, length, at)
+      at += arrays[name].nbytes
   spans = tuple(token_sequence.ImageSpan(*span) for span in images)
-  return token_sequence.TokenSequence(images=spans, **found)
+  return token_sequence.TokenSequence(images=spans, **arrays)

@@ -53,10 +53,10 @@ class RunSpec(run_rows.RunFacts):
   """The run that is recorded, and where it is sent to.
 
   Attributes:
-    url: of the server.
+    url: Address of the server.
     spool_dir: folder of the spools.
-    name: of this trainer's spool, unique in the folder.
-    token: of the project, "" for none.
+    name: Name of this trainer's spool, unique in the folder.
+    token: Token of the project, "" for none.
     target: identifies the server across addresses; "" takes the URL.
   """
 
@@ -161,7 +161,7 @@ class EventLog:
   def on_event(self, event: events.Event) -> None:
     kind = type(event)
     if kind in event_codec.RECORDED:
-      # Somebody may watch the turn; of many at a time, the first of each tick.
+      # A long turn may be watched: the first one of each tick is written early.
       soon = kind is events.TurnFinished and live_turns.is_watched(event)
       self._writer.put(event, soon=soon)
 
@@ -183,9 +183,9 @@ class EventLog:
     self._closing.set()
     allowed = self._config.close_timeout_s + _GRACE_S
     deadline = time.monotonic() + allowed
-    kept = self._writer.close(allowed / 2)
-    done = self._request("close", deadline - time.monotonic())
-    self._delivered = kept and done
+    flushed = self._writer.close(allowed / 2)
+    delivered = self._request("close", deadline - time.monotonic())
+    self._delivered = flushed and delivered
     self._finished.set()
     self._uploader.end(max(1.0, deadline - time.monotonic()))
     self._supervisor.join(_GRACE_S)
@@ -271,7 +271,7 @@ class EventLog:
           self._uploader.tell(request)
 
   def _request(self, what: str, wait_s: float) -> bool:
-    """Has the uploader deliver all that the spool has now."""
+    """Asks the uploader to deliver the present records; returns its answer."""
     wait_s = max(0.0, wait_s)
     with self._changed:
       self._last_request += 1
@@ -304,10 +304,10 @@ class EventLog:
 
   def _report(self, pending: int) -> None:
     """Reports this process's counters to the uploader."""
-    at, known = self._reported
+    at, previous = self._reported
     counters = dict(self._counters)
     now = time.monotonic()
-    if counters == known and now - at < _REPORT_S:
+    if counters == previous and now - at < _REPORT_S:
       return
     self._reported = now, counters
     self._uploader.tell({"counters": {

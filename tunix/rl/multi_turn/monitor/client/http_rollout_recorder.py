@@ -33,7 +33,7 @@ class HttpRolloutRecorder:
 
       ingest_client: None records nothing.
       rollout_uuid: name of the rollout, unique everywhere.
-      training_id: whose it is.
+      training_id: Training that the rollout belongs to.
       source_type: "step", "eval" or "baseline"; the id of that name must be
         there when the rollout starts.
       model_path: the acting policy.
@@ -100,7 +100,7 @@ class HttpRolloutRecorder:
         "env_type": env_type, "status": "creating", "box_type": box_type,
         "creation_time": now,
     }  # pyformat: disable
-    # One part: all of it is there, or nothing.
+    # One part: the server gets all three rows or none.
     self._started = self.ingest_client.sender.put({
         "tasks": [{"client_id": task_id_str, **task}],
         "rollouts": [{"client_id": self.rollout_uuid, **rollout}],

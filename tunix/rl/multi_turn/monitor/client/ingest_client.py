@@ -62,13 +62,13 @@ class IngestClient:
   ):
     """Args:
 
-      base_url: of the server, http(s)://host:port.
-      token: of the project; "" for a server of this machine without tokens.
-      timeout_seconds: of each request to it.
+      base_url: Address of the server, http(s)://host:port.
+      token: Token of the project; "" for a local server without tokens.
+      timeout_seconds: Deadline of each request.
       spool_dir: keeps undelivered items; spools that ended processes left
         there for the same server are delivered, too. None:
         $TUNIX_MONITOR_SPOOL, else a folder of the user's cache.
-      name: of this process's spool; "" makes one up.
+      name: Name of this process's spool; "" makes one up.
       target: identifies the server in its spools; "" takes the URL.
       config: its limits: `max_pending`, `spool_mb` and `heartbeat_s`.
 
@@ -114,8 +114,8 @@ class IngestClient:
       Its client id; None when it was dropped.
     """
     item = copy.copy({**(payload or {}), **fields})
-    known = item.pop("training_id", None)
-    reference = client_id or item.get("client_id") or known
+    training_id = item.pop("training_id", None)
+    reference = client_id or item.get("client_id") or training_id
     if reference is None:
       name = str(item.get("run_name") or uuid.uuid4().hex)
       plain = name.encode("utf-8", "replace").decode().replace("\0", "")
@@ -144,7 +144,7 @@ class IngestClient:
     """Puts an item into the spool.
 
     Args:
-      kind: of the item.
+      kind: Kind of the item.
       payload: its fields; a None leaves its column alone. Its values must not
         change afterwards.
       client_id: its own; None makes one up.
@@ -155,8 +155,8 @@ class IngestClient:
     item = dict(payload)
     client_id = client_id or item.get("client_id") or uuid.uuid4().hex
     item["client_id"] = client_id
-    taken = self.sender.put({_PLURALS[kind]: [item]})
-    return client_id if taken else None
+    accepted = self.sender.put({_PLURALS[kind]: [item]})
+    return client_id if accepted else None
 
   post_validator = functools.partialmethod(_post, "validator")
   post_environment = functools.partialmethod(_post, "environment")
@@ -186,12 +186,12 @@ class IngestClient:
     """
     item = dict(payload)
     for field, parent in self._parents_of(kind, item):
-      known = self._local.get((parent, item[field]))
-      if known is None:
+      parent_id = self._local.get((parent, item[field]))
+      if parent_id is None:
         self.sender.counters["skipped"] += 1
         return None
       self._local.move_to_end((parent, item[field]))
-      item[field] = known
+      item[field] = parent_id
     client_id = self._local.get((kind, local_id)) or item.pop(
         "client_id", None
     )
@@ -240,7 +240,7 @@ class IngestClient:
 
     Args:
       kind: "training", "task", …, "validation".
-      client_id: as `post_…` returned it.
+      client_id: Client id that `post_…` returned.
       timeout_s: how long to wait for it.
     """
     key = (kind, client_id)

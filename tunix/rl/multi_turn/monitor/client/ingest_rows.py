@@ -89,12 +89,12 @@ def ended(
   """Rows of an episode that has ended.
 
   Args:
-    running: what is known of it from before.
-    episode: as it ended.
-    time: when, seconds since the epoch.
-    task: as `task_part` makes it.
-    world: where it was played.
-    max_turns: of a task without a limit of its own.
+    running: Record of the episode from its start; None without one.
+    episode: The finished episode.
+    time: End of the episode, seconds since the epoch.
+    task: Row of the task, from `task_part`.
+    world: World that the episode was played in.
+    max_turns: Limit of turns for a task without its own.
     verdict: how the task's success is decided.
   """
   name = running.rollout_id
@@ -143,17 +143,17 @@ def ended(
   }  # pyformat: disable
   sampled = turn_tokens.by_turn(episode)
   before = _first_image(episode)
-  seen = 0
+  num_messages = 0
   for index, (step, (start, end, seconds)) in enumerate(
       zip(episode.steps, turns)
   ):
-    messages, seen = turn_rows.new_messages(step, seen)
+    messages, num_messages = turn_rows.new_messages(step, num_messages)
     rows = turn_rows.of_turn(
         name, index, step, (start, end, seconds), before,
         sampled.get(index, turn_tokens.NONE), messages,
     )  # pyformat: disable
-    for kind, found in rows.items():
-      part[kind] += found
+    for kind, new_rows in rows.items():
+      part[kind] += new_rows
     after = live_turns.image_of(step.observation)
     before = after if after is not None else before
   failure = _verdict_failure(episode, running)
@@ -215,9 +215,9 @@ def images_of(
     episode: trajectory_lib.Trajectory,
 ) -> dict[str, trajectory_lib.ImageRef]:
   """The screenshots that `ended` refers to, by hash."""
-  found = [_first_image(episode)]
-  found += [live_turns.image_of(step.observation) for step in episode.steps]
-  return {ref.sha256: ref for ref in found if ref is not None}
+  refs = [_first_image(episode)]
+  refs += [live_turns.image_of(step.observation) for step in episode.steps]
+  return {ref.sha256: ref for ref in refs if ref is not None}
 
 
 def _first_image(

@@ -1,6 +1,6 @@
-"""What is shown of a turn while its episode still runs.
+"""Selects what the dashboard shows of a turn while its episode still runs.
 
-Promises: a turn that somebody could watch, of `WATCHED_S` or longer, has its
+Promises: a turn long enough to be watched, of `WATCHED_S` or longer, has its
 screenshots, texts and actions; a shorter one comes with its episode's end, so
 that short episodes cost nothing more. What is sent of a turn does not grow with
 the turns before it.
@@ -82,5 +82,5 @@ def images_of(
   """The screenshots of a turn that is shown, by hash."""
   if step is None:
     return {}
-  found = (first_image(step), image_of(step.observation))
-  return {ref.sha256: ref for ref in found if ref is not None}
+  refs = (first_image(step), image_of(step.observation))
+  return {ref.sha256: ref for ref in refs if ref is not None}

@@ -29,8 +29,8 @@ def step_fields(metrics: Mapping[str, Any]) -> dict[str, Any]:
     if value is None and name == "kl":
       value = metrics.get("kl_loss")
     if value is not None:
-      whole = column in ("num_trajectories", "num_tokens")
-      fields[column] = int(value) if whole else float(value)
+      is_count = column in ("num_trajectories", "num_tokens")
+      fields[column] = int(value) if is_count else float(value)
   fields["metrics_json"] = dict(metrics)
   return fields
 

@@ -30,7 +30,7 @@ def dumps(value: Any) -> bytes:
 
 
 def _is_plain(value: Any) -> bool:
-  """Whether `_plain` would return this as it is."""
+  """Returns whether `_plain` would return the value unchanged."""
   kind = type(value)
   if kind is dict:
     for key in value:

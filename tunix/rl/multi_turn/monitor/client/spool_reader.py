@@ -63,8 +63,8 @@ class SpoolReader:
   ):
     """Args:
 
-      path: of the spool; the caller has its lock.
-      header: of it.
+      path: Folder of the spool; the caller has its lock.
+      header: Header of the spool.
       ended: whether nothing more is appended.
       counters: failed, damaged, images_missing and spool_failures are counted
         there.
@@ -162,11 +162,11 @@ class SpoolReader:
       return Entry(frame.seq, body, shas if self.header.images else [])
     if frame.kind != spool_lib.EVENT or self._rows is None:
       raise ValueError(f"frame kind {frame.kind} is none of this spool's")
-    made = self._rows.rows(event_codec.load(frame.body))
-    if made is None:
+    rows = self._rows.rows(event_codec.load(frame.body))
+    if rows is None:
       return None
-    body = b"" if sent else plain_json.dumps(made.part)
-    return Entry(frame.seq, body, [*made.images] if self.header.images else [])
+    body = b"" if sent else plain_json.dumps(rows.part)
+    return Entry(frame.seq, body, [*rows.images] if self.header.images else [])
 
   def _caught_up(self) -> None:
     """There is nothing more to read now."""
@@ -211,13 +211,13 @@ class SpoolReader:
     """Deletes segments before the oldest one that a reader has to begin at."""
     if self._oldest == self._frames.segment:
       return
-    found = frames_lib.segments(self.path)
+    segments = frames_lib.segments(self.path)
     self._oldest = max(
-        first for first, _ in found
-        if first == found[0][0] or first <= self._frames.segment
+        first for first, _ in segments
+        if first == segments[0][0] or first <= self._frames.segment
         and first - 1 <= self.acked and self._has_state(first)
     )  # pyformat: disable
-    for first, path in found:
+    for first, path in segments:
       if first < self._oldest:
         self._freed += path.stat().st_size
         path.unlink()
@@ -259,8 +259,8 @@ class SpoolReader:
       self._trouble(error)  # The segments before it stay.
 
   def _restore(self) -> None:
-    found = frames_lib.segments(self.path)
-    self._oldest = found[0][0] if found else 0
+    segments = frames_lib.segments(self.path)
+    self._oldest = segments[0][0] if segments else 0
     if self._rows is None or self._oldest <= 1:
       return
     try:
@@ -277,7 +277,7 @@ class SpoolReader:
   # --- screenshots ------------------------------------------------------------
 
   def wanted(self, shas: Collection[str]) -> list[str]:
-    """Those that the server may not have, each once."""
+    """Returns the hashes that the server may lack, each once."""
     return [s for s in dict.fromkeys(shas) if s not in self._delivered]
 
   def left(self, most: int) -> list[str]:
@@ -294,12 +294,12 @@ class SpoolReader:
     Raises:
       OSError: the disk's.
     """
-    found = self._encoded(sha)
-    if found is None:
+    file = self._encoded(sha)
+    if file is None:
       self._absent.add(sha)
       self._counters["images_missing"] += 1
       self._on_images_lost([sha])
-    return found
+    return file
 
   def _encoded(self, sha: str) -> bytes | None:
     try:
@@ -381,15 +381,15 @@ class SpoolReader:
 
   @property
   def empty(self) -> bool:
-    """Whether the server has all that was read, with its screenshots."""
+    """Whether the server has every record read so far, with screenshots."""
     return not (self._pending or self._left or self._found)
 
   def close(self) -> None:
-    """Ends it. A spool in which nothing waits is deleted."""
-    done = self._ended() and self.empty and self._frames.next() is None
+    """Closes the files. Deletes the spool if nothing waits in it."""
+    delivered = self._ended() and self.empty and self._frames.next() is None
     self._frames.close()
     if self._ack_file >= 0:
       os.close(self._ack_file)
       self._ack_file = -1
-      if done:
+      if delivered:
         spool_lib.remove(self.path)

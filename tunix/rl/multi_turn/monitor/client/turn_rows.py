@@ -22,13 +22,13 @@ def of_turn(
   """Rows of the turn number `index`, from 0.
 
   Args:
-    name: of the rollout.
-    index: of the turn.
+    name: Name of the rollout.
+    index: Index of the turn.
     step: the turn.
     time: (start, end, seconds by stage).
     before: the screen that the policy saw.
-    tokens: of the turn.
-    messages: that were new to the model.
+    tokens: Tokens of the turn.
+    messages: Messages that were new to the model.
   """
   start, end, seconds = time
   turn = f"{name}:turn:{index + 1}"
@@ -96,11 +96,11 @@ def _actions(
       if isinstance(step.action, trajectory_lib.Action)
       else []
   )
-  done = gui_actions(step)
+  gestures = gui_actions(step)
   rows: list[dict[str, Any]] = []
-  for index in range(max(len(done), len(calls))):
+  for index in range(max(len(gestures), len(calls))):
     call = calls[index] if index < len(calls) else None
-    gui = done[index] if index < len(done) else None
+    gui = gestures[index] if index < len(gestures) else None
     rows.append({
         "action_type": gui["kind"] if gui else "invalid",
         "tool_name": call.name if call else _tool_name(step, index),
@@ -132,13 +132,13 @@ def _tool_name(step: trajectory_lib.Step, index: int) -> str | None:
 
 
 def new_messages(
-    step: trajectory_lib.Step, seen: int
+    step: trajectory_lib.Step, count: int
 ) -> tuple[list[Any] | None, int]:
   """Messages that this turn's model call had and the one before had not."""
   messages = list(step.chat_completions)
   while messages and messages[-1].get("role") == "assistant":
     messages.pop()  # The reply, which `chat_completions` ends with.
-  new = messages[seen:] if seen <= len(messages) else messages
+  new = messages[count:] if count <= len(messages) else messages
   return (_writable(new) or None), len(step.chat_completions)
 
 

@@ -48,17 +48,17 @@ def by_turn(episode: trajectory_lib.Trajectory) -> dict[int, TurnTokens]:
         prompts.setdefault(turn, []).extend(before.pop(turn, ()))
       else:
         before.setdefault(turn, []).extend(_runs(sequence.tokens[part]))
-  found = {}
+  tokens = {}
   for turn, parts in sampled.items():
     silent = any(s.entropies is None for s, _ in parts)
-    found[turn] = TurnTokens(
+    tokens[turn] = TurnTokens(
         _joined(parts, "tokens").tolist(),
         _joined(parts, "logprobs").tolist(),
         _runs(_joined(parts, "versions")),
         None if silent else _joined(parts, "entropies"),
         prompts[turn],
     )
-  return found
+  return tokens
 
 
 def _joined(parts: Iterable[tuple[Any, slice]], name: str) -> np.ndarray:

@@ -39,29 +39,29 @@ def lines(
   """Sentences, the first about learning, the second about the throughput.
 
   Args:
-    columns: of the run.
-    evals: as `RunPages.eval_points` makes them.
+    columns: Columns of the run.
+    evals: Points from `RunPages.eval_points`.
 
   Returns:
     Rows of {about, text, path}: `about` is "learning", "throughput" or
     "warning"; `path` follows the run's own address, None without a page.
   """
-  found = [_learning(columns, evals), _bound(columns)]
-  found += [rule(columns) for rule in _RULES]
-  return [line for line in found if line is not None]
+  sentences = [_learning(columns, evals), _bound(columns)]
+  sentences += [rule(columns) for rule in _RULES]
+  return [line for line in sentences if line is not None]
 
 
 def chart_about(names: Sequence[str]) -> list[Row]:
-  """{name, meaning, advice} of a chart's metrics, of those documented."""
-  found = []
+  """Returns {name, meaning, advice, unit} of a chart's documented metrics."""
+  documented = []
   for name in names:
-    known = metrics_lib.METRICS.get(curves_lib.DERIVED.get(name, (name,))[0])
-    if known is not None:
-      found.append({
-          "name": name, "meaning": _MEANING.get(name, known.meaning),
-          "advice": known.advice, "unit": known.unit,
+    metric = metrics_lib.METRICS.get(curves_lib.DERIVED.get(name, (name,))[0])
+    if metric is not None:
+      documented.append({
+          "name": name, "meaning": _MEANING.get(name, metric.meaning),
+          "advice": metric.advice, "unit": metric.unit,
       })  # pyformat: disable
-  return found or [
+  return documented or [
       {"name": names[0], "meaning": text, "advice": "", "unit": ""}
       for start, text in _PREFIXES.items() if names[0] == start
   ]  # pyformat: disable
@@ -85,11 +85,11 @@ def _percent(share: float) -> str:
 
 def _begin(columns: curves_lib.Columns, name: str) -> float | None:
   """Mean of the first readings, of a run long enough to have others."""
-  known = columns.values.get(name, np.zeros(0))
-  known = known[np.isfinite(known)]
-  if len(known) < 2 * success_rates.RECENT_STEPS:
+  readings = columns.values.get(name, np.zeros(0))
+  readings = readings[np.isfinite(readings)]
+  if len(readings) < 2 * success_rates.RECENT_STEPS:
     return None
-  return float(known[: success_rates.RECENT_STEPS].mean())
+  return float(readings[: success_rates.RECENT_STEPS].mean())
 
 
 def _learning(columns: curves_lib.Columns, evals: Sequence[Row]) -> Row | None:
@@ -148,12 +148,12 @@ def _bound(columns: curves_lib.Columns) -> Row | None:
         " devices help.",
         "/health",
     )
-  rest = max(0.0, 1 - (wait + learn) / total)
+  remainder = max(0.0, 1 - (wait + learn) / total)
   return _line(
       "throughput",
       f"Nothing alone bounds this run: of a step {_percent(wait / total)} is"
       f" waiting for episodes, {_percent(learn / total)} the update,"
-      f" {_percent(rest)} publishing weights and the rest.",
+      f" {_percent(remainder)} publishing weights and the rest.",
       "/health",
   )
 

@@ -37,12 +37,12 @@ def add(connection: sa.Connection, rows: Sequence[Row], key: str) -> None:
   """Adds `labels` and `notes` (a number) to rows of turns.
 
   Args:
-    connection: to the database.
+    connection: Connection to the database.
     rows: turns.
-    key: of a turn's id in a row.
+    key: Key of a turn's id in a row.
   """
   n = tables.annotation
-  found: dict[int, list[Any]] = {}
+  by_turn: dict[int, list[Any]] = {}
   ids = [row[key] for row in rows]
   for start in range(0, len(ids), 500):
     for row in connection.execute(
@@ -50,8 +50,8 @@ def add(connection: sa.Connection, rows: Sequence[Row], key: str) -> None:
         .where(n.c.turn_id.in_(ids[start : start + 500]))
         .order_by(n.c.id)
     ):
-      found.setdefault(row.turn_id, []).append(row.label)
+      by_turn.setdefault(row.turn_id, []).append(row.label)
   for row in rows:
-    labels = found.get(row[key], [])
+    labels = by_turn.get(row[key], [])
     row["labels"] = [label for label in labels if label is not None]
     row["notes"] = len(labels) - len(row["labels"])

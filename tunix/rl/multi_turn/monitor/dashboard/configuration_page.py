@@ -39,7 +39,7 @@ class ConfigurationPage(page_request.RunTab):
     run = self._head(request.project, request.id())
     config, defaults = run["config_json"], self._defaults(run["id"])
     settings = run_pages.flat(config) if config else {}
-    known = defaults is not None
+    has_defaults = defaults is not None
     changed = whole(config, defaults or {})
     rows = [
         (name, value, name in changed, (defaults or {}).get(name))
@@ -48,9 +48,9 @@ class ConfigurationPage(page_request.RunTab):
     ]
     rows.sort(key=lambda row: (not row[2], row[0]))  # What differs comes first.
     return page_request.Page("config.html", {
-        "run": run, "tab": "config", "rows": rows, "known": known,
+        "run": run, "tab": "config", "rows": rows, "known": has_defaults,
         "changed": len(changed), "only": asks.only,
-        "command": command(changed) if known and settings and (
+        "command": command(changed) if has_defaults and settings and (
             not any(name.startswith("evaluate.") for name in settings)
         ) else "",
     })  # pyformat: disable
@@ -66,15 +66,15 @@ class ConfigurationPage(page_request.RunTab):
           )
       ).scalar()  # pyformat: disable
     try:
-      found = json.loads(value or "null")
+      defaults = json.loads(value or "null")
     except (ValueError, RecursionError):  # Of another client.
       return None
-    return found if isinstance(found, dict) else None
+    return defaults if isinstance(defaults, dict) else None
 
 
 def whole(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
   """Values of the settings in `defaults`, mappings as such."""
-  found: dict[str, Any] = {}
+  complete: dict[str, Any] = {}
   for name in defaults:
     value = config
     for part in name.split("."):
@@ -82,8 +82,8 @@ def whole(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
         break
       value = value[part]
     else:
-      found[name] = value
-  return found
+      complete[name] = value
+  return complete
 
 
 def inner(
@@ -117,13 +117,13 @@ def _text(value: Any) -> str:
       value.lower() not in _WORDS and not value.endswith(":")
   ):
     return value
-  # YAML refuses or folds some characters that JSON takes, and a page names
-  # those that it does not show: escaped they are copied as they are.
+  # YAML refuses or folds some characters that JSON takes, and a page shows
+  # names for invisible ones: escapes can be copied from the page.
   return text_lib.HIDDEN.sub(_escaped, _flow(value))
 
 
-def _escaped(found: re.Match[str]) -> str:
-  code = ord(found[0])
+def _escaped(match: re.Match[str]) -> str:
+  code = ord(match[0])
   return f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}"
 
 

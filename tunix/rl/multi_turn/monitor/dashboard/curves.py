@@ -79,11 +79,11 @@ class Columns:
       return None
     theirs_N = _at(other, name, self.steps_N)
     (both,) = np.nonzero(np.isfinite(self.values[name] - theirs_N))
-    ours = _summary(name, self.values[name][both])
-    theirs = _summary(name, theirs_N[both])
-    if ours is None or theirs is None:
+    own_mean = _summary(name, self.values[name][both])
+    other_mean = _summary(name, theirs_N[both])
+    if own_mean is None or other_mean is None:
       return None
-    return int(self.steps_N[both[-1]]), ours - theirs
+    return int(self.steps_N[both[-1]]), own_mean - other_mean
 
 
 class _Run:
@@ -132,8 +132,8 @@ class Curves:
         step.c.step, step.c.metrics_json,
         *(step.c[c] for c in dict.fromkeys(_COLUMNS.values())),
     ).where(step.c.training_id == training)  # pyformat: disable
-    whole = run.seen < 0 or run.seen < oldest - 1 or run.seen > newest
-    if not whole:
+    reread = run.seen < 0 or run.seen < oldest - 1 or run.seen > newest
+    if not reread:
       if run.seen == newest:
         return
       ids = list(
@@ -147,8 +147,8 @@ class Curves:
               .limit(_MOST_CHANGED)
           )
       )
-      whole = len(ids) == _MOST_CHANGED
-      if not whole:
+      reread = len(ids) == _MOST_CHANGED
+      if not reread:
         if ids:
           query = query.where(step.c.id.in_(set(ids)))
           run.columns = _merged(run.columns, connection.execute(query))
@@ -162,7 +162,7 @@ class Curves:
 
 def _merged(old: Columns, rows: Iterable[Any]) -> Columns:
   """`old` with the readings of some steps put in or replaced."""
-  found = {}
+  new_readings = {}
   for row in rows:
     try:
       metrics = orjson.loads(row.metrics_json) if row.metrics_json else {}
@@ -179,30 +179,31 @@ def _merged(old: Columns, rows: Iterable[Any]) -> Columns:
       value = getattr(row, column)
       if value is not None:
         readings.setdefault(name, float(value))
-    found[row.step] = readings
-  steps = np.union1d(old.steps_N, np.fromiter(found, np.int64, len(found)))
-  kept = np.searchsorted(steps, old.steps_N)
-  changed = np.searchsorted(steps, list(found)) if found else []
+    new_readings[row.step] = readings
+  new_steps = np.fromiter(new_readings, np.int64, len(new_readings))
+  steps = np.union1d(old.steps_N, new_steps)
+  old_places = np.searchsorted(steps, old.steps_N)
+  changed = np.searchsorted(steps, new_steps)
   names = dict.fromkeys(old.values)
-  for readings in found.values():
+  for readings in new_readings.values():
     names.update(dict.fromkeys(readings))
   values = {}
   for name in names:
     column = np.full(len(steps), np.nan)
     if name in old.values:
-      column[kept] = old.values[name]
+      column[old_places] = old.values[name]
     values[name] = column
-  for place, readings in zip(changed, found.values()):
+  for place, readings in zip(changed, new_readings.values()):
     for name in names:
       values[name][place] = readings.get(name, np.nan)
   return Columns(steps, values)
 
 
-def _summary(name: str, known: np.ndarray) -> float | None:
+def _summary(name: str, readings: np.ndarray) -> float | None:
   """See `Columns.recent`; of finite readings."""
-  if not len(known):
+  if not len(readings):
     return None
-  last = known[-success_rates.RECENT_STEPS :]
+  last = readings[-success_rates.RECENT_STEPS :]
   return float(last.max() if name.endswith("_max") else last.mean())
 
 
@@ -217,8 +218,9 @@ def chart(
   """Columns as JSON for charts.
 
   Args:
-    columns: of a run.
-    names: metrics; a name that ends in "/" stands for all that begin so.
+    columns: Columns of a run.
+    names: Metrics; a name that ends in "/" stands for every metric with that
+      prefix.
     first, last: steps, inclusive.
     points: most of a series; more become means of equal runs of steps.
     minus: columns of another run: a series that both have becomes the
@@ -238,20 +240,20 @@ def chart(
       chosen += sorted(n for n in columns.values if n.startswith(name))
     elif DERIVED.get(name, (name,))[0] in columns.values:
       chosen.append(name)
-  found = {}
+  series = {}
   for name in dict.fromkeys(chosen):
     column = _reading(columns, name)
     if minus is not None and name != "time":
       if DERIVED.get(name, (name,))[0] not in minus.values:
         continue
       column = column - _at(minus, name, columns.steps_N)
-    found[name] = _readable(_means(column[low:high], bucket))
+    series[name] = _readable(_means(column[low:high], bucket))
   steps = columns.steps_N[low:high]
   ends = np.minimum(np.arange(bucket - 1, count + bucket - 1, bucket),
                     count - 1) if count else []  # pyformat: disable
   return {
       "step": steps[ends].tolist() if count else [],
-      "series": found, "steps": count, "bucket": bucket,
+      "series": series, "steps": count, "bucket": bucket,
   }  # pyformat: disable
 
 
@@ -282,9 +284,9 @@ def _means(column: np.ndarray, bucket: int) -> np.ndarray:
     return column
   pad = -len(column) % bucket
   padded = np.concatenate([column, np.full(pad, np.nan)]).reshape(-1, bucket)
-  known = np.isfinite(padded)
-  counts = known.sum(1)
-  sums = np.where(known, padded, 0.0).sum(1)
+  finite = np.isfinite(padded)
+  counts = finite.sum(1)
+  sums = np.where(finite, padded, 0.0).sum(1)
   return np.where(counts, sums / np.maximum(counts, 1), np.nan)
 
 

@@ -65,11 +65,11 @@ class StoredImage:
 
 def hashes_of(turn: Mapping[str, Any]) -> list[str]:
   """The hashes of a turn's screenshots, in order."""
-  found = [
+  candidates = [
       (o["screenshot_uri"] or "").removeprefix("sha256:")
       for o in turn["observations"]
   ]
-  return [sha for sha in found if screenshots_lib.SHA.fullmatch(sha)]
+  return [sha for sha in candidates if screenshots_lib.SHA.fullmatch(sha)]
 
 
 def make(
@@ -82,7 +82,7 @@ def make(
 
   Args:
     name: one of FORMATS.
-    rollout: as `Queries.rollout` answers, with `turns` as `Queries.turns`.
+    rollout: Answer of `Queries.rollout`, with the `turns` of `Queries.turns`.
     training: its run.
     images: screenshots by hash; missing ones are left out.
 
@@ -251,8 +251,8 @@ def _part(image: StoredImage) -> dict[str, Any]:
   }
 
 
-def _without_none(found: dict[str, Any]) -> dict[str, Any]:
-  return {k: v for k, v in found.items() if v is not None}
+def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
+  return {k: v for k, v in fields.items() if v is not None}
 
 
 def _version() -> str:

@@ -133,17 +133,17 @@ class HealthPages(page_request.RunTab):
         .order_by(r.c.id.desc())
         .limit(_SLOW_TURNS)
     )
-    found = []
+    environments = []
     for row in broken:
       faults = text.read_json(row.errors)
       first = faults[0] if isinstance(faults, list) and faults else {}
       first = first if isinstance(first, dict) else {}
-      found.append({
+      environments.append({
           "id": row.id, "status": row.status_message, "end": row.end_time,
           "stage": first.get("stage"), "kind": first.get("kind"),
           "message": row.error_message or first.get("message"),
       })  # pyformat: disable
-    return states, found
+    return states, environments
 
   def _slow_turns(
       self, connection: sa.Connection, steps: list[int]
@@ -157,11 +157,11 @@ class HealthPages(page_request.RunTab):
         .order_by(t.c.turn_time.desc())
         .limit(_SLOW_TURNS)
     )
-    found = []
+    turns = []
     for row in rows:
       metrics = text.read_json(row.metrics_json)
       spent = metrics.get("seconds") if isinstance(metrics, dict) else None
-      found.append({
+      turns.append({
           "rollout": row.rollout_id, "turn": row.turn,
           "seconds": row.turn_time,
           "stages": {
@@ -170,4 +170,4 @@ class HealthPages(page_request.RunTab):
               ) if isinstance(v, (int, float))
           },
       })  # pyformat: disable
-    return found
+    return turns

@@ -21,10 +21,10 @@ class PageRequest:
   """A request for a page.
 
   Attributes:
-    project: whose data may be shown.
+    project: Project whose data may be shown.
     where: parameters of the path.
     query: parameters behind the question mark; pages `read` them.
-    path: of the request.
+    path: Path of the request.
     may_edit: whether the client may change tags and the baseline.
   """
 

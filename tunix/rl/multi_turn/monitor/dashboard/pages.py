@@ -65,13 +65,13 @@ class Pages:
   ):
     """Args:
 
-      engine: of the upgraded database.
+      engine: Engine of the upgraded database.
       queries: about it.
-      files: where screenshots are.
+      files: Folder of the screenshots.
       curves: columns of runs, shared with the API.
       texts: tokens as text.
-      timings: of the server.
-      writer: of the server, for its counters.
+      timings: Timings of the server.
+      writer: Writer of the server, for its counters.
     """
     runs = run_pages.RunPages(engine, queries, curves)
     sources = engine, queries, curves, runs.head

@@ -68,8 +68,8 @@ class RolloutPages(page_request.RunTab):
     )
     rollout["advantage"] = members[place]["advantage"] if members else None
     running = rollout["status"] not in vocabulary.FINISHED["rollout"]
-    wanted = asks.turn or (len(turns) if running else 1)
-    number = min(max(1, wanted), max(1, len(turns)))
+    requested_turn = asks.turn or (len(turns) if running else 1)
+    number = min(max(1, requested_turn), max(1, len(turns)))
     turn = self._turn(request.project, rollout, turns, number)
     view: Row = {}
     if turn is not None:
@@ -135,10 +135,10 @@ class RolloutPages(page_request.RunTab):
     )
     if rollout["group"] is not None:
       condition = sa.and_(condition, r.c.group == rollout["group"])
-    found = step_page.members_of(connection, condition, 256)
-    if not any(m["id"] == rollout["id"] for m in found):
-      found = step_page.members_of(connection, r.c.id == rollout["id"], 1)
-    return found
+    members = step_page.members_of(connection, condition, 256)
+    if not any(m["id"] == rollout["id"] for m in members):
+      members = step_page.members_of(connection, r.c.id == rollout["id"], 1)
+    return members
 
   def _source(self, rollout: Row, run: Row) -> Row:
     kind = rollout["source_type"]
@@ -168,14 +168,14 @@ class RolloutPages(page_request.RunTab):
       rows = list(
           connection.execute(sa.select(s).where(s.c.sha256.in_(hashes)))
       )
-    found = {
+    images = {
         row.sha256: exports.StoredImage(
             row.sha256, row.media_type, row.width, row.height,
             self._files.path(row.sha256, row.media_type),
         )
         for row in rows
     }  # pyformat: disable
-    return {sha: i for sha, i in found.items() if i.path.exists()}
+    return {sha: i for sha, i in images.items() if i.path.exists()}
 
 
 def _otherwise(members: Sequence[Row], place: int) -> int | None:
@@ -183,11 +183,11 @@ def _otherwise(members: Sequence[Row], place: int) -> int | None:
   if not members:
     return None
   won = bool(members[place]["task_success"])
-  found = [
+  candidates = [
       (abs(n - place), m["id"]) for n, m in enumerate(members)
       if m["status"] == "completed" and bool(m["task_success"]) != won
   ]  # pyformat: disable
-  return min(found)[1] if found else None
+  return min(candidates)[1] if candidates else None
 
 
 def strip(
@@ -211,12 +211,12 @@ def strip(
           .limit(most)
       )
   }  # pyformat: disable
-  mine: Any = list(turns)
+  own_turns: Any = list(turns)
   if len(turns) > _FEW_TURNS:
-    mine = sa.select(t.c.id).where(t.c.rollout_id == rollout)
+    own_turns = sa.select(t.c.id).where(t.c.rollout_id == rollout)
   for id_, uri in connection.execute(
       sa.select(o.c.turn_id, o.c.screenshot_uri)
-      .where(o.c.turn_id.in_(mine), o.c.screenshot_uri.is_not(None))
+      .where(o.c.turn_id.in_(own_turns), o.c.screenshot_uri.is_not(None))
       .order_by(o.c.id)
   ):
     sha = uri.removeprefix("sha256:")
@@ -225,7 +225,7 @@ def strip(
       turns[id_][key] = sha
   for row in connection.execute(
       sa.select(a.c.turn_id, a.c.action_type, a.c.tool_name, a.c.tool_args)
-      .where(a.c.turn_id.in_(mine))
+      .where(a.c.turn_id.in_(own_turns))
       .order_by(a.c.id)
   ):
     if row.turn_id in turns:
@@ -264,10 +264,10 @@ def described(turn: Row, images: Mapping[str, Any]) -> Row:
   metrics = turn["metrics_json"]
   turn["metrics"] = metrics if isinstance(metrics, dict) else {}
   raw = turn.get("raw") or {}
-  found = turn["metrics"]
-  turn["thought"] = found.get("thought") or raw.get("thinking")
-  turn["response"] = found.get("model_response") or raw.get("model_response")
-  spent = found.get("seconds")
+  recorded = turn["metrics"]
+  turn["thought"] = recorded.get("thought") or raw.get("thinking")
+  turn["response"] = recorded.get("model_response") or raw.get("model_response")
+  spent = recorded.get("seconds")
   turn["seconds"] = {
       str(k): v
       for k, v in (spent.items() if isinstance(spent, dict) else ())
@@ -294,6 +294,6 @@ def described(turn: Row, images: Mapping[str, Any]) -> Row:
   turn["reply"] = [
       o["text_content"] for o in turn["observations"] if o["text_content"]
   ]
-  info = found.get("info")
+  info = recorded.get("info")
   turn["info"] = info if isinstance(info, dict) else {}
   return turn

@@ -40,13 +40,13 @@ def visible(value: Any, most: int = _LONGEST) -> markupsafe.Markup:
   cut = len(text) - most
   text = text[:most]
   parts, last = [], 0
-  for found in HIDDEN.finditer(text):
-    parts.append(markupsafe.escape(text[last : found.start()]))
-    code = f"U+{ord(found.group()):04X}"
+  for match in HIDDEN.finditer(text):
+    parts.append(markupsafe.escape(text[last : match.start()]))
+    code = f"U+{ord(match.group()):04X}"
     parts.append(
         markupsafe.Markup(f'<span class="hidden-char">{code}</span>')
     )
-    last = found.end()
+    last = match.end()
   parts.append(markupsafe.escape(text[last:]))
   if cut > 0 and most < _LONGEST:
     parts.append(markupsafe.Markup("…"))  # A name or a line of a table.
@@ -129,9 +129,9 @@ def seconds(value: Any) -> str:
     return f"{1000 * value:.0f} ms"
   if value < 100:
     return f"{value:.1f} s"
-  minutes, rest = divmod(round(value), 60)
+  minutes, remainder = divmod(round(value), 60)
   if minutes < 100:
-    return f"{minutes} min {rest:02d} s"
+    return f"{minutes} min {remainder:02d} s"
   hours, minutes = divmod(minutes, 60)
   if hours < 72:
     return f"{hours} h {minutes:02d} min"
@@ -154,12 +154,12 @@ def moment(value: str | datetime.datetime | None) -> datetime.datetime | None:
 
 def clock(value: Any) -> markupsafe.Markup:
   """A time as a `<time>` element, in UTC."""
-  found = moment(value)
-  if found is None:
+  instant = moment(value)
+  if instant is None:
     return markupsafe.Markup(NOTHING)
   return markupsafe.Markup('<time datetime="{}">{}</time>').format(
-      found.isoformat(timespec="milliseconds"),
-      found.strftime("%Y-%m-%d %H:%M:%S"),
+      instant.isoformat(timespec="milliseconds"),
+      instant.strftime("%Y-%m-%d %H:%M:%S"),
   )
 
 
@@ -177,9 +177,9 @@ def ago(value: Any) -> markupsafe.Markup:
   since = between(value, None)
   if since is None:
     return markupsafe.Markup(NOTHING)
-  told = "now" if since < 1 else f"{seconds(since)} ago"
+  words = "now" if since < 1 else f"{seconds(since)} ago"
   element = markupsafe.Markup('<time datetime="{0}" title="{0}">{1}</time>')
-  return element.format(moment(value).isoformat(timespec="seconds"), told)
+  return element.format(moment(value).isoformat(timespec="seconds"), words)
 
 
 def read_json(value: Any) -> Any:
@@ -194,5 +194,5 @@ def read_json(value: Any) -> Any:
 
 def read_object(value: Any) -> dict[str, Any]:
   """A JSON column that should hold an object; {} when it does not."""
-  found = read_json(value)
-  return found if isinstance(found, dict) else {}
+  content = read_json(value)
+  return content if isinstance(content, dict) else {}

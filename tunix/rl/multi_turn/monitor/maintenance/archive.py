@@ -74,12 +74,12 @@ class ArchiveWriter:
 
   def finish(self, manifest: Mapping[str, Any]) -> None:
     """Writes the manifest, and lets the file appear."""
-    whole = {
+    complete = {
         "format": FORMAT, "version": VERSION, **manifest,
         "tables": self._members,
     }  # pyformat: disable
     self._zip.writestr(
-        _MANIFEST, orjson.dumps(whole, option=orjson.OPT_INDENT_2)
+        _MANIFEST, orjson.dumps(complete, option=orjson.OPT_INDENT_2)
     )
     self._zip.close()
     with open(self._partial, "rb") as file:

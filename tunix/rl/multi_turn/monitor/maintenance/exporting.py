@@ -38,9 +38,9 @@ def export(
   """Writes an archive.
 
   Args:
-    engine: of the database.
+    engine: Engine of the database.
     files: the server's folder of screenshots.
-    path: of the archive; a file that is there is replaced.
+    path: Path of the archive; an existing file is replaced.
     project: only its runs; "" for all projects.
     names: only these runs, by name or id; none for all.
     with_screenshots: take them along.
@@ -182,13 +182,13 @@ def _write_run(
 
 def references(row: dict[str, Any]) -> set[str]:
   """Hashes of the screenshots that a row of any table refers to."""
-  found: set[str] = set()
+  shas: set[str] = set()
   for name in ("screenshot_uri", "model_input_json"):
     if row.get(name):
-      found.update(SHA_TEXT.findall(row[name]))
+      shas.update(SHA_TEXT.findall(row[name]))
   if row.get("field") in RAW_FIELDS:
-    found.update(SHA_TEXT.findall(row["value"]))
-  return found
+    shas.update(SHA_TEXT.findall(row["value"]))
+  return shas
 
 
 def _write_tasks(
@@ -198,7 +198,7 @@ def _write_tasks(
     bar: Any,
 ) -> None:
   t, v, r = tables.task, tables.validator, tables.rollout
-  wanted = sorted({
+  task_ids = sorted({
       id_
       for run in chosen
       for id_ in connection.scalars(
@@ -209,8 +209,8 @@ def _write_tasks(
   })
 
   def among(table: sa.Table, column: sa.Column) -> Iterator[dict[str, Any]]:
-    for start in range(0, len(wanted), _BATCH):
-      part = wanted[start : start + _BATCH]
+    for start in range(0, len(task_ids), _BATCH):
+      part = task_ids[start : start + _BATCH]
       for row in stream(
           connection,
           sa.select(table).where(column.in_(part)).order_by(table.c.id),
@@ -230,16 +230,16 @@ def _write_screenshots(
     bar: Any,
 ) -> dict[str, Any]:
   s = tables.screenshot
-  wanted = sorted(shas)
-  known: list[dict[str, Any]] = []
-  for start in range(0, len(wanted), _BATCH):
-    known += stream(
+  referenced = sorted(shas)
+  stored: list[dict[str, Any]] = []
+  for start in range(0, len(referenced), _BATCH):
+    stored += stream(
         connection,
-        sa.select(s).where(s.c.sha256.in_(wanted[start : start + _BATCH])),
+        sa.select(s).where(s.c.sha256.in_(referenced[start : start + _BATCH])),
     )
-  bar.total += len(known)
+  bar.total += len(stored)
   written = []
-  for row in known:
+  for row in stored:
     path = folder.path(row["sha256"], row["media_type"])
     try:
       writer.file(archive.screenshot(row["sha256"], path.suffix), path)
@@ -248,5 +248,5 @@ def _write_screenshots(
     written.append({"sha256": row["sha256"], "suffix": path.suffix})
     bar.update()
   here = {w["sha256"] for w in written}
-  missing = [sha for sha in wanted if sha not in here]
+  missing = [sha for sha in referenced if sha not in here]
   return {"screenshots": written, "missing": missing}

@@ -250,16 +250,16 @@ def _install_triggers(connection: sa.Connection) -> None:
   """Installs what is made of code alone: triggers and views."""
   if triggers_are_current(connection):
     return
-  wanted = _made_of_code(connection.dialect.name)
+  statements = _made_of_code(connection.dialect.name)
   triggers.drop(connection)
   later_views.drop(connection)
-  for statement in wanted:
+  for statement in statements:
     if connection.dialect.name == "postgresql":
       statement = statement.replace("%", "%%")  # Its driver's placeholders.
     connection.exec_driver_sql(statement)
   _forget_triggers(connection)
   connection.execute(
-      sa.insert(tables.meta).values(key=_TRIGGERS, value=_digest(wanted))
+      sa.insert(tables.meta).values(key=_TRIGGERS, value=_digest(statements))
   )
 
 
@@ -271,10 +271,10 @@ def _forget_triggers(connection: sa.Connection) -> None:
 def triggers_are_current(connection: sa.Connection) -> bool:
   """Whether the database's triggers and views are those of this version."""
   meta = tables.meta
-  found = connection.execute(
+  digest = connection.execute(
       sa.select(meta.c.value).where(meta.c.key == _TRIGGERS)
   ).scalar()
-  return found == _digest(_made_of_code(connection.dialect.name))
+  return digest == _digest(_made_of_code(connection.dialect.name))
 
 
 def _made_of_code(dialect: str) -> list[str]:
@@ -284,5 +284,5 @@ def _made_of_code(dialect: str) -> list[str]:
   ]  # pyformat: disable
 
 
-def _digest(wanted: list[str]) -> str:
-  return hashlib.sha256("\n".join(wanted).encode()).hexdigest()
+def _digest(statements: list[str]) -> str:
+  return hashlib.sha256("\n".join(statements).encode()).hexdigest()

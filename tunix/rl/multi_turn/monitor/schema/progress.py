@@ -11,11 +11,11 @@ from typing import Any, Mapping
 _ROLLOUT_SHARE = 50.0
 
 
-def ratio(done: float | None, total: float | None) -> float:
-  """`done` of `total`; 0 while either is unknown or there is nothing to do."""
-  if not done or not total or total <= 0:
+def ratio(count: float | None, total: float | None) -> float:
+  """Returns `count` of `total` in percent; 0 while either is unknown."""
+  if not count or not total or total <= 0:
     return 0.0
-  return max(0.0, min(100.0, 100.0 * done / total))
+  return max(0.0, min(100.0, 100.0 * count / total))
 
 
 def training(
@@ -39,7 +39,7 @@ def measuring(
 def rollout(
     status: str | None, current_turn: int | None, max_turns: int | None
 ) -> float:
-  """Turns taken of those allowed; 100 when the episode ended early."""
+  """Returns the share of the allowed turns; 100 for a completed episode."""
   if status == "completed":
     return 100.0
   return ratio(current_turn, max_turns)
@@ -53,7 +53,7 @@ def step(
   """Half for the rollouts, half for the update.
 
   Args:
-    status: of the step. From `training` on the rollouts are done.
+    status: Status of the step. From `training` on the rollouts are done.
     rollout_progress: {completed_groups, total_groups, completed_envs,
       total_envs}; environments count where they are known.
     training_progress: {completed_substeps, total_substeps}.

@@ -104,7 +104,7 @@ def _state(table: str) -> list[sa.Column | sa.CheckConstraint]:
   """`status` and `progress_percent`."""
   first, *_ = vocabulary.STATUSES[table]
   words = ", ".join(f"'{w}'" for w in vocabulary.STATUSES[table])
-  found: list[sa.Column | sa.CheckConstraint] = [
+  columns: list[sa.Column | sa.CheckConstraint] = [
       sa.Column("status", sa.Text, server_default=first),
       # A CHECK that is NULL holds.
       sa.CheckConstraint(
@@ -112,14 +112,14 @@ def _state(table: str) -> list[sa.Column | sa.CheckConstraint]:
       ),
   ]
   if table != "environment":
-    found += [
+    columns += [
         sa.Column("progress_percent", REAL, server_default=sa.text("0.0")),
         sa.CheckConstraint(
             "progress_percent >= 0 AND progress_percent <= 100",
             name="progress_percent",
         ),
     ]
-  return found
+  return columns
 
 
 def _table(name: str, *columns) -> sa.Table:
@@ -409,7 +409,7 @@ LISTED = (
 """Columns of a rollout that lists are narrowed and sorted by."""
 
 # A condition is only seen to be an index's own if its numbers are in the text.
-# No whole number: a sum of these could be beyond what PostgreSQL holds.
+# Not a whole number: a sum of bigints could overflow on PostgreSQL.
 _ZERO = sa.literal_column("0.0")
 NUM_FAULTS: sa.ColumnElement[float] = functools.reduce(
     operator.add, (sa.func.coalesce(rollout.c[c], _ZERO) for c in FAULTS)
@@ -447,20 +447,20 @@ for _name, _columns, _unique in INDICES:
       unique=_unique,
   )
 
-# The monitor's own. All that lists of rollouts are narrowed and sorted by, and
-# that histograms of rewards count, is read from these alone, not from rows of
-# two kilobytes: all rollouts of a kind of source, the ones in which something
-# went wrong, and the ones that did not succeed, by their end.
+# The monitor's own. Lists of rollouts are narrowed and sorted, and histograms
+# of rewards are counted, from these indices alone, not from rows of two
+# kilobytes: all rollouts of a kind of source, the ones in which something went
+# wrong, and the ones that did not succeed, by their end.
 LIST_INDICES = [
     sa.Index(
         f"idx_rollout_{source}_{kind}",
         rollout.c[f"{source}_id"],
         *(rollout.c[c] for c in (*first, *LISTED)),
-        sqlite_where=(_where := rollout.c[f"{source}_id"].is_not(None) & held),
-        postgresql_where=_where,
+        sqlite_where=rollout.c[f"{source}_id"].is_not(None) & condition,
+        postgresql_where=rollout.c[f"{source}_id"].is_not(None) & condition,
     )
     for source in vocabulary.SOURCE_TYPES
-    for kind, first, held in (
+    for kind, first, condition in (
         ("listed", (), sa.true()),
         ("faulty", (), FAULTY),
         ("ended", ("status_message",), ENDED),

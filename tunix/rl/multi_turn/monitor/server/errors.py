@@ -12,7 +12,7 @@ class ApiError(Exception):
     status: HTTP status.
     message: the fault, and the fix.
     faults: every wrong field: {"field", "value", "message"}.
-    retry_after_s: when the same request may succeed; None if never.
+    retry_after_s: Seconds until the same request may succeed; None if never.
     extra: more members of the body.
   """
 
@@ -33,18 +33,18 @@ class ApiError(Exception):
     self.extra = extra or {}
 
   def body(self) -> dict[str, Any]:
-    found: dict[str, Any] = {"detail": self.message, **self.extra}
+    content: dict[str, Any] = {"detail": self.message, **self.extra}
     if self.faults:
-      found["errors"] = self.faults
-    return found
+      content["errors"] = self.faults
+    return content
 
   def headers(self) -> dict[str, str]:
-    found = {}
+    extra_headers = {}
     if self.retry_after_s is not None:
-      found["retry-after"] = f"{self.retry_after_s:g}"
+      extra_headers["retry-after"] = f"{self.retry_after_s:g}"
     if self.status == 401:
-      found["www-authenticate"] = "Bearer"
-    return found
+      extra_headers["www-authenticate"] = "Bearer"
+    return extra_headers
 
 
 def fault(field: str, value: Any, message: str) -> dict[str, Any]:

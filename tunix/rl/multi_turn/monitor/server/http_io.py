@@ -50,7 +50,7 @@ async def read_body(request: Request, limit: int) -> bytes:
   """Reads the request's body.
 
   Args:
-    request: whose.
+    request: The request.
     limit: bytes, at most.
 
   Raises:
@@ -108,6 +108,6 @@ def name_of(request: Request) -> str:
   return name
 
 
-async def in_thread(ask: Callable[..., Any], *given: Any) -> Any:
+async def in_thread(ask: Callable[..., Any], *arguments: Any) -> Any:
   """The result of a question to the database."""
-  return await concurrency.run_in_threadpool(ask, *given)
+  return await concurrency.run_in_threadpool(ask, *arguments)

@@ -112,7 +112,7 @@ class Ingest:
     Raises:
       ApiError: 400, one cannot be read.
     """
-    found: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
     shown = []
     for item in batch.items.get("obs", ()):
       uri = item.values.get("screenshot_uri")
@@ -128,11 +128,11 @@ class Ingest:
             " URL, or sha256:<hash> of a screenshot that was sent",
         )]) from None  # pyformat: disable
       sha = hashlib.sha256(data).hexdigest()
-      found[sha] = data
+      files[sha] = data
       shown.append((item, sha, path))
-    if not found:
+    if not files:
       return
-    _, refused = await self._store(list(found.items()))
+    _, refused = await self._store(list(files.items()))
     wrong = [
         errors.fault(path, "data:…", refused[sha])
         for _, sha, path in shown if sha in refused
@@ -170,20 +170,20 @@ class Ingest:
     if not old:
       return []
     time = writer_lib.now()
-    kept = await writer_lib.durable(
+    refreshed = await writer_lib.durable(
         self._writer.run(lambda t: screenshots.renew(t.sql, old, time))
     )
-    return [sha for sha in old if sha not in kept]
+    return [sha for sha in old if sha not in refreshed]
 
   def _absent(self, shas: list[str]) -> tuple[list[str], list[str]]:
-    """(missing, with or without a row; stored long ago) of these."""
-    known = self._queries.known_screenshots(shas)
+    """Returns the hashes without a file, and those stored long ago."""
+    stored = self._queries.known_screenshots(shas)
     before = datetime.datetime.now(datetime.timezone.utc) - _OLD
     before = before.replace(tzinfo=None)
     absent: list[str] = []
     old: list[str] = []
     for sha in dict.fromkeys(shas):
-      row = known.get(sha)
+      row = stored.get(sha)
       if row is None or not self._files.path(sha, row.media_type).exists():
         absent.append(sha)
       elif row.created_at < before:
@@ -220,9 +220,9 @@ class Ingest:
             self._absent, [sha for sha, _ in images]
         )
         absent += await self._gone(old)
-        given = dict(images)
+        by_sha = dict(images)
         stored, refused = await concurrency.run_in_threadpool(
-            self._files.store_all, [(sha, given[sha]) for sha in absent]
+            self._files.store_all, [(sha, by_sha[sha]) for sha in absent]
         )
     except OSError as error:
       raise errors.ApiError(

@@ -28,7 +28,7 @@ def add_routes(
   """
   get(
       "/api/trainings", "trainings_0", "Trainings, newest first.",
-      lambda p, r, wanted: _listed(q.trainings(p, wanted)),
+      lambda p, r, selection: _listed(q.trainings(p, selection)),
       query=query_lib.TrainingsQuery,
   )  # pyformat: disable
   get(
@@ -93,9 +93,9 @@ def _named(one: dict[str, Any]) -> dict[str, Any]:
   return {**one, "type": kind, "display_name": name}
 
 
-def _item(kind: str, found: dict[str, Any]) -> dict[str, Any]:
-  item = _named({"kind": kind, **found[kind]})
-  return {"item": item, "rollouts": found["rollouts"]}
+def _item(kind: str, timeline: dict[str, Any]) -> dict[str, Any]:
+  item = _named({"kind": kind, **timeline[kind]})
+  return {"item": item, "rollouts": timeline["rollouts"]}
 
 
 def _whole(rollout: dict[str, Any], turns: dict[str, Any]) -> dict[str, Any]:
@@ -113,5 +113,6 @@ def _model_input(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def _validations(rollout: dict[str, Any]) -> dict[str, Any]:
-  found = rollout["validations"]
-  return {"validations": found, "final": found[-1] if found else None}
+  validations = rollout["validations"]
+  final = validations[-1] if validations else None
+  return {"validations": validations, "final": final}

@@ -73,7 +73,7 @@ class Live:
     """The text of a stream.
 
     Args:
-      project: whose changes.
+      project: Project of the changes.
       training: only of this one; None for all.
       after: number of the last change received; None begins now.
 

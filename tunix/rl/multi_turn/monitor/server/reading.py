@@ -25,7 +25,7 @@ def add_routes(q: queries_lib.Queries, get: Callable[..., None]) -> None:
   v1 = "/api/v1"
   get(
       f"{v1}/trainings", "trainings", "Trainings, newest first.",
-      lambda p, r, wanted: q.trainings(p, wanted),
+      lambda p, r, chosen: q.trainings(p, chosen),
       query=query_lib.TrainingsQuery, answer="page:training",
   )  # pyformat: disable
   get(
@@ -38,7 +38,7 @@ def add_routes(q: queries_lib.Queries, get: Callable[..., None]) -> None:
     get(
         f"{v1}/trainings/{{id:int}}/{plural}", f"training_{plural}",
         f"A training's {plural}.",
-        lambda p, r, wanted, kind=kind: q.of_training(p, kind, _id(r), wanted),
+        lambda p, r, chosen, kind=kind: q.of_training(p, kind, _id(r), chosen),
         query=_List, answer=f"page:{kind}",
     )  # pyformat: disable
   for kind, plural in (
@@ -57,16 +57,16 @@ def add_routes(q: queries_lib.Queries, get: Callable[..., None]) -> None:
     get(
         f"{v1}/{kind}s/{{id:int}}/history", f"{kind}_history",
         f"Every status of one {kind}.",
-        lambda p, r, wanted, kind=kind: q.history(p, kind, _id(r), wanted),
+        lambda p, r, chosen, kind=kind: q.history(p, kind, _id(r), chosen),
         query=_List, answer="page:status_history",
     )  # pyformat: disable
   get(
-      f"{v1}/tasks", "tasks", "Tasks.", lambda p, r, wanted: q.tasks(p, wanted),
+      f"{v1}/tasks", "tasks", "Tasks.", lambda p, r, chosen: q.tasks(p, chosen),
       query=_List, answer="page:task",
   )  # pyformat: disable
   get(
       f"{v1}/rollouts", "rollouts", "Rollouts, newest first.",
-      lambda p, r, wanted: q.rollouts(p, wanted),
+      lambda p, r, chosen: q.rollouts(p, chosen),
       query=query_lib.RolloutsQuery, answer="page:rollout",
   )  # pyformat: disable
   for base, suffix in ((v1, ""), ("/api", "_0")):

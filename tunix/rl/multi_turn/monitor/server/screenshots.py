@@ -161,11 +161,11 @@ def unpack(body: bytes) -> list[tuple[str, bytes]]:
     raise errors.ApiError(
         400, f"the images have {size} bytes, and {len(files)} follow"
     )
-  found, at = [], 0
+  images, at = [], 0
   for sha, size in listed:
-    found.append((sha, files[at : at + size]))
+    images.append((sha, files[at : at + size]))
     at += size
-  return found
+  return images
 
 
 def check_sha(sha: str) -> str:
@@ -178,7 +178,7 @@ def check_sha(sha: str) -> str:
 
 
 def problem(sha: str, data: bytes) -> str:
-  """Error text if `sha` is not the hash of these bytes; "" if it is."""
+  """Returns why `sha` is not the hash of the bytes; "" if it is."""
   try:
     _verify(sha, data)
   except errors.ApiError as error:

@@ -29,7 +29,7 @@ def note_raw_status(
 
 
 def keep_raw_values(
-    sql: sql_lib.Sql, kind: str, found: Iterable[tuple[int, items.Item]]
+    sql: sql_lib.Sql, kind: str, items_by_id: Iterable[tuple[int, items.Item]]
 ) -> None:
   """Keeps clients' original values that were normalised or have no column."""
   sql.many(
@@ -38,7 +38,7 @@ def keep_raw_values(
       ),
       [
           (kind, id_, field, value)
-          for id_, item in found
+          for id_, item in items_by_id
           for field, value in item.raw.items()
       ],
   )

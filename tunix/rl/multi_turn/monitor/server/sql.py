@@ -57,7 +57,7 @@ class Sql:
     Args:
       statement: has `{pairs} JOIN`, then `{first}` and `{second}` of a pair.
       pairs: the table's rows.
-      values: of the statement, behind the pairs.
+      values: Values of the statement, behind the pairs.
     """
     if self.sqlite:
       return self.rows(

@@ -30,7 +30,7 @@ class Thumbnails:
     """The file of a thumbnail, WebP. Blocks while it is made.
 
     Args:
-      sha: of the screenshot, checked.
+      sha: Hash of the screenshot, checked.
       source: its file.
 
     Raises:

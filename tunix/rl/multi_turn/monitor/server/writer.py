@@ -58,8 +58,8 @@ class Writer:
   ):
     """Args:
 
-      engine: of the upgraded database.
-      max_waiting_bytes: of batches that wait; more are answered with 503.
+      engine: Engine of the upgraded database.
+      max_waiting_bytes: Size of waiting batches; more are answered with 503.
       on_commit: called by the writing thread after each commit.
     """
     self._engine = engine
@@ -241,7 +241,7 @@ class Writer:
     """(the transaction, each call's answer or error), committed.
 
     Args:
-      calls: to apply.
+      calls: Calls to apply.
       apart: undo one that fails, with a savepoint of each. A savepoint keeps
         every page that changes behind it, which costs a third of the writing.
 
@@ -282,7 +282,7 @@ class Writer:
     except (driver.OperationalError, OSError):
       raise  # No batch is at fault.
     except Exception as error:  # pylint: disable=broad-except
-      # Sent again it would fail again, and all that wait behind it.
+      # Sent again, the batch would fail again and block the ones behind it.
       _LOG.exception("a batch cannot be applied")
       return _impossible(error)
 
