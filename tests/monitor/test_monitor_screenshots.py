@@ -21,9 +21,9 @@ from tunix.rl.multi_turn.monitor import app as app_lib
 from tunix.rl.multi_turn.monitor import settings as settings_lib
 from tunix.rl.multi_turn.monitor.client import event_log
 from tunix.rl.multi_turn.monitor.client import ingest_client
-from tunix.rl.multi_turn.monitor.client import png
 from tunix.rl.multi_turn.monitor.client import sender as sender_lib
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
+from tunix.rl.multi_turn.monitor.client import spool_reader
 from tunix.rl.multi_turn.monitor.maintenance import pruning
 
 DEAD = "http://127.0.0.1:9"  # No server listens there.
@@ -49,7 +49,8 @@ def shown(count, seed=0):
     pixels = rng.integers(0, 256, (8, 9, 3), np.uint8)
     sha = images_lib.hash_pixels(pixels)
     task = {"task_id": f"t{n}", "description": f"sha256:{sha}"}
-    yield sender_lib.Illustrated({"tasks": [task]}, {sha: png.encode(pixels)})
+    file = spool_reader.encode_png(pixels)
+    yield sender_lib.Illustrated({"tasks": [task]}, {sha: file})
 
 
 class Front:
@@ -326,7 +327,7 @@ def test_an_orphan_that_cannot_be_read_holds_up_no_other(server, tmp_path):
 def test_a_png_has_the_pixels(width, height, seed):
   rng = np.random.default_rng(seed)
   pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
-  with Image.open(io.BytesIO(png.encode(pixels))) as image:
+  with Image.open(io.BytesIO(spool_reader.encode_png(pixels))) as image:
     assert np.array_equal(np.asarray(image.convert("RGB")), pixels)
 
 
@@ -335,9 +336,10 @@ def test_screenshots_are_sent_once_each(server, tmp_path):
   sha = images_lib.hash_pixels(pixels)
   with client_of(server.url, tmp_path / "spool") as client:
     for _ in range(3):
-      client.sender.put(sender_lib.Illustrated({}, {sha: png.encode(pixels)}))
+      file = spool_reader.encode_png(pixels)
+      client.sender.put(sender_lib.Illustrated({}, {sha: file}))
       assert client.drain(20)
-    wrong = {"0" * 64: png.encode(pixels)}
+    wrong = {"0" * 64: spool_reader.encode_png(pixels)}
     client.sender.put(sender_lib.Illustrated({}, wrong))
     assert client.drain(20)
     assert client.sender.counters["dead_letters"] == 1
@@ -351,7 +353,7 @@ def test_many_screenshots_are_few_requests(server, tmp_path):
   for n in range(30):  # Noise, 120 kB each: some nine to a request.
     pixels = rng.integers(0, 256, (200, 200, 3), np.uint8)
     sha = images_lib.hash_pixels(pixels)
-    images[sha] = png.encode(pixels) if n != 4 else png.encode(pixels[1:])
+    images[sha] = spool_reader.encode_png(pixels if n != 4 else pixels[1:])
   with client_of(server.url, tmp_path / "spool") as client:
     client.sender.put(sender_lib.Illustrated({}, images))
     assert client.drain(20)
@@ -369,7 +371,7 @@ def test_a_screenshot_larger_than_the_server_takes_holds_up_none(tmp_path):
   images = {}
   for size in (8, 100, 9):
     pixels = rng.integers(0, 256, (size, size, 3), np.uint8)
-    images[images_lib.hash_pixels(pixels)] = png.encode(pixels)
+    images[images_lib.hash_pixels(pixels)] = spool_reader.encode_png(pixels)
   limits = app_lib.IngestLimits(screenshot=20_000)
   with monitor_server.sqlite_server(tmp_path / "s", limits=limits) as server:
     with client_of(server.url, tmp_path / "spool") as client:

@@ -40,12 +40,11 @@ from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import http_io
 from tunix.rl.multi_turn.monitor.server import image_files
 from tunix.rl.multi_turn.monitor.server import ingest
-from tunix.rl.multi_turn.monitor.server import legacy_routes
 from tunix.rl.multi_turn.monitor.server import live as live_lib
 from tunix.rl.multi_turn.monitor.server import openapi
 from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 from tunix.rl.multi_turn.monitor.server import query as query_lib
-from tunix.rl.multi_turn.monitor.server import reading
+from tunix.rl.multi_turn.monitor.server import routes as routes_lib
 from tunix.rl.multi_turn.monitor.server import screenshots
 from tunix.rl.multi_turn.monitor.server import tags_and_baseline
 from tunix.rl.multi_turn.monitor.server import thumbnails as thumbnails_lib
@@ -175,8 +174,8 @@ class MonitorApp:
         "Metrics over a training's steps; a name that ends in / is a prefix.",
         self._curve_points, query=query_lib.CurvesQuery,
     )  # pyformat: disable
-    reading.add_routes(q, get)
-    legacy_routes.add_routes(
+    routes_lib.add_routes(q, get)
+    routes_lib.add_legacy_routes(
         q, get, add, self._images.observed, self._images.video
     )
     add(

@@ -21,8 +21,10 @@ import collections
 import itertools
 import os
 import pathlib
+import struct
 import time
 from typing import Callable, Collection, NamedTuple, Sequence
+import zlib
 
 import msgpack
 import numpy as np
@@ -32,7 +34,6 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.monitor.client import event_codec
 from tunix.rl.multi_turn.monitor.client import frames as frames_lib
 from tunix.rl.multi_turn.monitor.client import plain_json
-from tunix.rl.multi_turn.monitor.client import png
 from tunix.rl.multi_turn.monitor.client import run_rows
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
 
@@ -324,7 +325,7 @@ class SpoolReader:
       self._complain("image", f"a screenshot is damaged: {error!r}")
       self._delete_image(sha)
       return None
-    return png.encode(pixels)
+    return encode_png(pixels)
 
   def forget_images(self, shas: Collection[str]) -> None:
     """The server has these, or never will, and entries that show them."""
@@ -393,3 +394,36 @@ class SpoolReader:
       self._ack_file = -1
       if delivered:
         spool_lib.remove(self.path)
+
+
+def encode_png(pixels: np.ndarray) -> bytes:
+  """Returns the PNG of uint8[H, W, 3] pixels.
+
+  Lossless, so the hash of the pixels holds. zlib lets other threads run while
+  it works; filtering is numpy's.
+
+  Raises:
+    ValueError: they are of another shape or type.
+  """
+  if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8:
+    raise ValueError(
+        f"need uint8[H, W, 3], got {pixels.dtype}{list(pixels.shape)}"
+    )
+  height, width, _ = pixels.shape
+  rows = np.empty((height, 1 + 3 * width), np.uint8)
+  rows[:, 0] = 2  # Filter "up": each row as its difference to the one above.
+  flat = pixels.reshape(height, 3 * width)
+  rows[:1, 1:] = flat[:1]
+  np.subtract(flat[1:], flat[:-1], out=rows[1:, 1:])
+  header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+  return b"".join((
+      b"\x89PNG\r\n\x1a\n",
+      _chunk(b"IHDR", header),
+      _chunk(b"IDAT", zlib.compress(rows, 3)),
+      _chunk(b"IEND", b""),
+  ))
+
+
+def _chunk(name: bytes, data: bytes) -> bytes:
+  check = zlib.crc32(data, zlib.crc32(name))
+  return struct.pack(">I", len(data)) + name + data + struct.pack(">I", check)

@@ -320,10 +320,10 @@ def _runs(engine: sa.Engine) -> Iterator[Finding]:
       run
       for run in runs
       if run.status in runs_lib.ACTIVE
-      and (_now() - run.last_sign).total_seconds() > _SILENT_S
+      and (database.now() - run.last_sign).total_seconds() > _SILENT_S
   ]
   for run in silent[:_SHOWN]:
-    hours = (_now() - run.last_sign).total_seconds() / 3600
+    hours = (database.now() - run.last_sign).total_seconds() / 3600
     yield Finding(
         WARNING, "runs",
         f"{run.name} is {run.status} and silent for {hours:.1f} h",
@@ -351,8 +351,9 @@ def _clock(engine: sa.Engine) -> Iterator[Finding]:
       server_time = connection.exec_driver_sql(
           "SELECT clock_timestamp() AT TIME ZONE 'UTC'"
       ).scalar()
-  ahead_s = (newest - _now()).total_seconds() if newest else 0.0
-  apart = abs((server_time - _now()).total_seconds()) if server_time else 0.0
+  now = database.now()
+  ahead_s = (newest - now).total_seconds() if newest else 0.0
+  apart = abs((server_time - now).total_seconds()) if server_time else 0.0
   if ahead_s > _AHEAD_S:
     yield Finding(
         WARNING, "clock",
@@ -368,10 +369,6 @@ def _clock(engine: sa.Engine) -> Iterator[Finding]:
     )  # pyformat: disable
   if ahead_s <= _AHEAD_S and apart <= 5:
     yield Finding(OK, "clock", "nothing is in the future")
-
-
-def _now() -> datetime.datetime:
-  return datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None)
 
 
 # --- screenshots --------------------------------------------------------------
@@ -406,7 +403,7 @@ def _screenshots(
       problem = screenshots.problem(sha, path.read_bytes())
       if problem:
         wrong.append(sha)
-  now = _now().replace(tzinfo=datetime.timezone.utc).timestamp()
+  now = database.now().replace(tzinfo=datetime.timezone.utc).timestamp()
   stray = [
       path
       for path in directory.glob("??/*")
@@ -465,7 +462,7 @@ def _clients(engine: sa.Engine) -> Iterator[Finding]:
   """Counters of the clients that sent lately."""
   d = tables.delivery
   with runs_lib.reading(engine) as connection:
-    lately = _now() - datetime.timedelta(days=_LATELY_DAYS)
+    lately = database.now() - datetime.timedelta(days=_LATELY_DAYS)
     rows = connection.execute(
         sa.select(d.c.spool, d.c.health_json).where(d.c.updated_at > lately)
     ).fetchall()

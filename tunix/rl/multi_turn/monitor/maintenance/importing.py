@@ -20,6 +20,7 @@ import sqlalchemy as sa
 from tqdm import auto as tqdm_auto
 from tunix.rl.multi_turn.monitor.maintenance import archive
 from tunix.rl.multi_turn.monitor.maintenance import runs as runs_lib
+from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import migrations
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import vocabulary
@@ -205,7 +206,7 @@ class _RunImport:
               training_id=self._mapped("training", training["id"]),
               kind="training",
               entity_id=self._mapped("training", training["id"]),
-              changed_at=_now(),
+              changed_at=database.now(),
           )
       )
       self._advance_sequences()
@@ -506,7 +507,8 @@ class _RunImport:
     ).first() is None:  # pyformat: disable
       self._connection.execute(
           sa.insert(pin).values(
-              project_id=self._project, training_id=training, pinned_at=_now()
+              project_id=self._project, training_id=training,
+              pinned_at=database.now(),
           )
       )
 
@@ -588,7 +590,3 @@ def _typed(rows: Iterator[Row], table: sa.Table, name: str) -> Iterator[Row]:
       if typed[column] is not None:
         typed[column] = datetime.datetime.fromisoformat(typed[column])
     yield typed
-
-
-def _now() -> datetime.datetime:
-  return datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None)

@@ -18,6 +18,7 @@ from typing import Iterable
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.maintenance import exporting
 from tunix.rl.multi_turn.monitor.maintenance import runs as runs_lib
+from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import text_index
 from tunix.rl.multi_turn.monitor.server import screenshots
@@ -104,9 +105,7 @@ def choose(
   Raises:
     MaintenanceError: there is no such project or run.
   """
-  now = now or datetime.datetime.now(datetime.timezone.utc).replace(
-      tzinfo=None
-  )
+  now = now or database.now()
   with runs_lib.reading(engine) as connection:
     candidates = runs_lib.find(connection, criteria.project, criteria.names)
   if criteria.keep_best is not None:
@@ -217,9 +216,7 @@ def _prune_screenshots(
   folder = screenshots.ScreenshotFiles(directory)
   s = tables.screenshot
   _empty_trash(engine, directory, dry_run)
-  before = datetime.datetime.now(datetime.timezone.utc).replace(
-      tzinfo=None
-  ) - datetime.timedelta(seconds=grace_s)
+  before = database.now() - datetime.timedelta(seconds=grace_s)
   with runs_lib.reading(engine) as connection:
     rows = {
         row.sha256: row

@@ -12,6 +12,7 @@ Times are UTC.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
 import pathlib
 import threading
@@ -47,6 +48,11 @@ DriverError = sa.exc.DBAPIError
 
 class DatabaseError(Exception):
   """The database cannot be used; the text has the reason and the fix."""
+
+
+def now() -> datetime.datetime:
+  """Returns the time as the database has it: UTC without a zone."""
+  return datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None)
 
 
 def reason(error: sa.exc.DBAPIError) -> str:

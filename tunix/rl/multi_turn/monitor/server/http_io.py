@@ -5,17 +5,21 @@ Promises: a malformed value is refused with the fix; the database is not asked.
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any, Callable
 
 import orjson
 from starlette import concurrency
 from starlette import requests as starlette_requests
 from starlette import responses
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import request_bodies
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 MAX_PATH = 4000
+_LONE = re.compile("[\ud800-\udfff]")
 
 PRIVATE = {
     "x-content-type-options": "nosniff",
@@ -67,6 +71,43 @@ async def read_body(request: Request, limit: int) -> bytes:
     raise errors.ApiError(
         error.status, error.message, retry_after_s=error.retry_after_s
     ) from None
+
+
+def parse(body: bytes) -> Any:
+  """Returns the value of a body of JSON, as Python's own writer has it.
+
+  Bare NaN and infinities become their names, which `fields.real` takes as
+  unknown; half of a surrogate pair becomes U+FFFD. Deep nesting is refused.
+
+  Raises:
+    ApiError: 400, it is no JSON, or nested too deeply.
+  """
+  try:
+    value = orjson.loads(body)
+  except orjson.JSONDecodeError as error:
+    wrong = f"the body is not JSON: {error}"
+    try:
+      # A name in the place of a number; the readers of fields know it.
+      value = json.loads(body.decode(), parse_constant=str)
+      return _clean(json_text.check_depth(value))
+    except (ValueError, RecursionError, OverflowError):
+      raise errors.ApiError(400, wrong) from None
+  try:
+    return json_text.check_depth(value)
+  except ValueError as error:
+    raise errors.ApiError(400, f"the body: {error}; send it as text") from None
+
+
+def _clean(value: Any) -> Any:
+  if isinstance(value, str):
+    return _LONE.sub("\ufffd", value)
+  if isinstance(value, list):
+    return [_clean(one) for one in value]
+  if isinstance(value, dict):
+    return {_clean(key): _clean(one) for key, one in value.items()}
+  if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+    return float(value)  # As the fast reader has it.
+  return value
 
 
 def json_answer(data: Any) -> Response:

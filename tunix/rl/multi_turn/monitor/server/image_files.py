@@ -28,7 +28,7 @@ Response = responses.Response
 
 
 class Images:
-  """Handlers; `legacy_routes` adds `observed` and `video`."""
+  """Handlers; `routes` adds `observed` and `video`."""
 
   def __init__(
       self,

@@ -22,6 +22,7 @@ from starlette import concurrency
 from starlette import requests as starlette_requests
 from starlette import responses
 from tunix.rl.multi_turn.core import json_text
+from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.server import access as access_lib
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import http_io
@@ -178,8 +179,7 @@ class Ingest:
   def _absent(self, shas: list[str]) -> tuple[list[str], list[str]]:
     """Returns the hashes without a file, and those stored long ago."""
     stored = self._queries.known_screenshots(shas)
-    before = datetime.datetime.now(datetime.timezone.utc) - _OLD
-    before = before.replace(tzinfo=None)
+    before = database.now() - _OLD
     absent: list[str] = []
     old: list[str] = []
     for sha in dict.fromkeys(shas):

@@ -27,7 +27,7 @@ from tunix.rl.multi_turn.monitor.schema import progress
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import fields
-from tunix.rl.multi_turn.monitor.server import python_json
+from tunix.rl.multi_turn.monitor.server import http_io
 
 MAX_ITEMS = 20_000
 _MAX_FAULTS = 20
@@ -259,7 +259,7 @@ def read(body: bytes) -> IngestBatch:
   Raises:
     ApiError: 400, naming every wrong field.
   """
-  data = python_json.loads(body)
+  data = http_io.parse(body)
   if not isinstance(data, dict):
     raise errors.ApiError(
         400, "the body must be an object with training, tasks, rollouts, …"
