@@ -254,7 +254,7 @@ class MonitorApp:
   def _asking(
       self, ask: Callable[..., Any], model: type[query_lib.Query] | None
   ) -> Handler:
-    """A handler that calls `ask(project, request[, query])` in a thread."""
+    """Returns a handler that calls `ask` in a thread."""
 
     async def run(request: Request, who: access_lib.Principal) -> Response:
       arguments: list[Any] = [who.project, request]

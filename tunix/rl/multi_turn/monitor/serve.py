@@ -33,7 +33,7 @@ _LAST_LOOK_S = 3.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """The command; returns the exit status."""
+  """Runs the command; returns the exit status."""
   parser = argparse.ArgumentParser(
       prog="python -m tunix.rl.multi_turn.monitor",
       description="The Training Monitor's server and its upkeep.",
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def files_of(target: str, files: str) -> pathlib.Path:
-  """The folder beside a database.
+  """Returns the folder beside a database.
 
   Raises:
     ValueError: it has none, and none is given.

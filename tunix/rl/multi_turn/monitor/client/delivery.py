@@ -67,7 +67,7 @@ class Delivery:
     self._images_due = 0.0
 
   def some(self, spool: reader_lib.SpoolReader) -> int:
-    """One round.
+    """Sends one round of a spool.
 
     Returns:
       How many entries and screenshots the server has taken.
@@ -237,7 +237,7 @@ class Delivery:
 
 
 def backoff(error: Error, failures: int) -> float:
-  """Seconds until the next attempt, after `failures` in a row."""
+  """Returns seconds until the next attempt, after `failures` in a row."""
   delay = min(_MOST_BACKOFF_S, 0.2 * 2 ** min(failures, 10))
   if error.status in (401, 403):
     delay = _REFUSED_BACKOFF_S
@@ -248,7 +248,7 @@ def backoff(error: Error, failures: int) -> float:
 
 
 def _no_monitor() -> Error:
-  """A server that answers 200 to everything must not swallow a run."""
+  """Returns the error for a 200 that no Training Monitor gave."""
   return Error(
       "the server there is no Training Monitor, or an answer was truncated"
   )
@@ -262,7 +262,7 @@ def _member(reply: Mapping[str, Any], key: str, kind: type[Any]) -> Any:
 
 
 def _together(entries: Sequence[reader_lib.Entry]) -> int:
-  """Number of leading entries, at least one, whose screenshots fit a page."""
+  """Returns how many leading entries, at least 1, fit a page of images."""
   count = 0
   for number, entry in enumerate(entries):
     count += len(entry.images)
@@ -272,7 +272,7 @@ def _together(entries: Sequence[reader_lib.Entry]) -> int:
 
 
 def batch_length(entries: Sequence[reader_lib.Entry]) -> int:
-  """Number of leading entries that fit in one batch.
+  """Returns the number of leading entries that fit in one batch.
 
   A batch ends before a second status of the training: the server sees one
   status a batch.
@@ -290,7 +290,7 @@ def batch_length(entries: Sequence[reader_lib.Entry]) -> int:
 
 
 def object_of(body: bytes) -> dict[str, Any] | None:
-  """An entry's JSON object; None if it is none."""
+  """Returns an entry's JSON object; None if the body is no object."""
   try:
     value = orjson.loads(body)
   except orjson.JSONDecodeError:

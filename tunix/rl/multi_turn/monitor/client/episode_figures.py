@@ -22,7 +22,7 @@ def turn_times(
     started: float, measured: Sequence[tuple[float, Mapping[str, float]]],
     episode: trajectory_lib.Trajectory, end: float,
 ) -> list[tuple[float, float, Mapping[str, float]]]:  # pyformat: disable
-  """(start, end, seconds by stage) of each turn; never before the last one.
+  """Returns (start, end, seconds by stage) of each turn, in order of time.
 
   Args:
     started: Start of the episode, seconds since the epoch.
@@ -47,7 +47,7 @@ def times(
     started: float, episode: trajectory_lib.Trajectory, turns: Sequence[Any],
     end: float,
 ) -> dict[str, Any]:  # pyformat: disable
-  """When each stage had ended, as far as it was measured.
+  """Returns the times at which the measured stages ended.
 
   The verdict of a gym is part of the last turn, which then ends the task when
   it begins; another one comes after that turn.
@@ -77,7 +77,7 @@ def times(
 
 
 def last_info(episode: trajectory_lib.Trajectory) -> Mapping[str, Any]:
-  """The info of the last turn, which has the gym's verdict."""
+  """Returns the info of the last turn, which has the gym's verdict."""
   """The info of the last turn, which has the gym's verdict."""
   return episode.steps[-1].info if episode.steps else {}
 
@@ -85,7 +85,7 @@ def last_info(episode: trajectory_lib.Trajectory) -> Mapping[str, Any]:
 def outcome(
     episode: trajectory_lib.Trajectory, info: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Columns of success, claims and reward."""
+  """Returns the columns of success, claims and reward."""
   success = episode.status is Status.SUCCEEDED
   claims = [
       a for step in episode.steps for a in turn_rows.gui_actions(step)
@@ -120,7 +120,7 @@ def outcome(
 def counts(
     episode: trajectory_lib.Trajectory, faults: Sequence[dict[str, str]]
 ) -> dict[str, int]:
-  """Columns that count actions and faults; `faults`: contained failures."""
+  """Returns the columns that count actions, errors and contained `faults`."""
   actions = [a for step in episode.steps for a in turn_rows.gui_actions(step)]
   unparsed = named = argued = 0
   for step in episode.steps:
@@ -147,7 +147,7 @@ def counts(
 def errors(
     episode: trajectory_lib.Trajectory, faults: Sequence[dict[str, str]]
 ) -> list[dict[str, Any]]:
-  """Every failure, those of parsing and of wrong calls by their turn."""
+  """Returns every failure; parsing and call errors name their turn."""
   entries: list[dict[str, Any]] = list(faults)
   if episode.error and not entries:
     entries.append({"kind": episode.status.value, "message": episode.error})

@@ -101,7 +101,7 @@ _OF_STEP = _taking(_STEP)
 
 
 def dump(event: events.Event) -> bytes:
-  """An event of a kind in `RECORDED`, as bytes.
+  """Returns an event of a kind in `RECORDED`, as bytes.
 
   Episodes of a group become their ids and statuses: each was recorded when it
   ended. A turn keeps what is shown of it while its episode runs.
@@ -139,7 +139,7 @@ def load(data: bytes) -> events.Event:
 
 
 def pack(value: Any) -> bytes:
-  """A value of plain ones and of the types above, as bytes."""
+  """Returns the bytes of a value made of plain values and the types above."""
   # Lax about types: a tuple is a list, an enum its text or number.
   return msgpack.Packer(
       default=_typed, unicode_errors="surrogatepass", buf_size=1 << 14
@@ -204,7 +204,7 @@ def _steps(steps: Sequence[trajectory_lib.Step]) -> list[Any]:
 
 
 def _fields_of_sequence(sequence: token_sequence.TokenSequence) -> list[Any]:
-  """Length, concatenated arrays and image spans of a sequence."""
+  """Returns length, concatenated arrays and image spans of a sequence."""
   arrays = [getattr(sequence, name) for name, _ in _ARRAYS]
   if sequence.entropies is not None:
     arrays.append(sequence.entropies)
@@ -234,7 +234,7 @@ def _names(group: trajectory_lib.TrajectoryGroup) -> Any:
 
 
 def unpack(data: bytes) -> Any:
-  """The value that `pack` encoded. Raises any error for other bytes."""
+  """Returns the value that `pack` encoded. Raises any error for other bytes."""
   return msgpack.unpackb(
       data, ext_hook=_extension_back, list_hook=_object_back,
       strict_map_key=False, unicode_errors="surrogatepass",

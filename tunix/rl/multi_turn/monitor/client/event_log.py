@@ -67,7 +67,7 @@ class RunSpec(run_rows.RunFacts):
   target: str = ""
 
   def facts(self) -> dict[str, Any]:
-    """The part that the spool keeps: no token, and no address."""
+    """Returns the part that the spool keeps: no token, and no address."""
     return {
         f.name: getattr(self, f.name)
         for f in dataclasses.fields(run_rows.RunFacts)
@@ -155,7 +155,7 @@ class EventLog:
     return self._counters + collections.Counter(self._uploaders)
 
   def readings(self) -> dict[str, int]:
-    """Events that wait for the spool, and those dropped."""
+    """Returns the numbers of waiting and of dropped events."""
     return {"waiting": self._writer.pending, "dropped": self.dropped}
 
   def on_event(self, event: events.Event) -> None:
@@ -288,7 +288,7 @@ class EventLog:
       return self._answers.pop(number, False)
 
   def _receive(self, message: Mapping[str, Any]) -> None:
-    """A message of the uploader, on the thread that listens to it."""
+    """Handles a message of the uploader, on the listening thread."""
     if "lost" in message:
       # They are kept again with the next episode that shows them.
       self._known_images.difference_update(message["lost"])

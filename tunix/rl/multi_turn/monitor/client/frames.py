@@ -41,12 +41,12 @@ def packed(mark: bytes, kind: int, seq: int, body: bytes) -> bytes:
 
 
 def size_of(body: bytes) -> int:
-  """Bytes of a frame."""
+  """Returns the size of a frame in bytes."""
   return _HEAD.size + len(body)
 
 
 def segments(folder: pathlib.Path) -> list[tuple[int, pathlib.Path]]:
-  """(number of the first frame, file) of a log's segments, in order."""
+  """Returns (number of the first frame, file) of a log's segments, in order."""
   numbered = []
   for path in folder.glob(f"*{SEGMENT}"):
     if path.stem.isdigit():
@@ -102,7 +102,7 @@ class FrameReader:
     return self._first
 
   def next(self) -> Frame | None:
-    """The next frame; None while there is none.
+    """Returns the next frame; None while there is none.
 
     Raises:
       OSError: the disk's.
@@ -142,7 +142,7 @@ class FrameReader:
   # --- segments ---------------------------------------------------------------
 
   def _leave_segment(self) -> bool:
-    """Whether another one follows this, which has no more frames."""
+    """Moves to the next segment, if there is one; returns whether there is."""
     if self._following() is not None:
       return self._open_next()
     if not self._cut and os.fstat(self._file).st_size > self._offset:
@@ -195,7 +195,7 @@ class FrameReader:
     return True
 
   def _whole(self) -> Frame | None:
-    """The frame that begins here; None if it is not whole."""
+    """Returns the frame that begins here; None if it is incomplete."""
     frame = self._parsed(0, self._fill) if self._fill(_HEAD.size) else None
     if frame is None:
       self._forget()
@@ -204,12 +204,12 @@ class FrameReader:
     return frame
 
   def _forget(self) -> None:
-    """The writer may cut off bytes that are no frame, and write others."""
+    """Drops the buffered bytes: the writer may replace an incomplete frame."""
     self._offset += self._at
     self._data, self._at = b"", 0
 
   def _parsed(self, skip: int, fill: Callable[[int], bool]) -> Frame | None:
-    """The frame `skip` bytes from here."""
+    """Returns the frame `skip` bytes from here."""
     mark, kind, seq, size, check = _HEAD.unpack_from(
         self._data, self._at + skip
     )
@@ -222,7 +222,7 @@ class FrameReader:
     return Frame(kind, seq, body)
 
   def _behind_damage(self) -> Frame | None:
-    """The next whole frame behind bytes that are none."""
+    """Returns the next whole frame behind damaged bytes; None without one."""
     size = os.fstat(self._file).st_size
     if size <= self._offset or size == self._hopeless:
       return None

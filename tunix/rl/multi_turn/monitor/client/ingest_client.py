@@ -236,7 +236,7 @@ class IngestClient:
   def remote_id(
       self, kind: str, client_id: str, timeout_s: float = 0.0
   ) -> int | None:
-    """The server's id of an item; None while it has not answered.
+    """Returns the server's id of an item; None while it has not answered.
 
     Args:
       kind: "training", "task", …, "validation".
@@ -283,7 +283,7 @@ class IngestClient:
 
 
 def default_spool_dir() -> pathlib.Path:
-  """Folder of the spools when none is given."""
+  """Returns the folder of the spools when none is given."""
   named = os.environ.get(SPOOL_VARIABLE)
   if named:
     return pathlib.Path(named).expanduser()

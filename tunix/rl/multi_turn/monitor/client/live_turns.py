@@ -21,12 +21,12 @@ _LONGEST = 20_000
 
 
 def is_watched(event: events.TurnFinished) -> bool:
-  """Whether the turn is shown before its episode ends."""
+  """Returns whether the turn is shown before its episode ends."""
   return event.step is not None and sum(event.seconds.values()) >= WATCHED_S
 
 
 def shown(event: events.TurnFinished) -> trajectory_lib.Step | None:
-  """The turn without the conversation before it; None of a short one.
+  """Returns the turn without the conversation before it; None if short.
 
   The first turn keeps the screenshot that the episode began with.
   """
@@ -56,7 +56,7 @@ def shown(event: events.TurnFinished) -> trajectory_lib.Step | None:
 
 
 def first_image(step: trajectory_lib.Step) -> trajectory_lib.ImageRef | None:
-  """The first screenshot among a turn's messages."""
+  """Returns the first screenshot among a turn's messages."""
   for message in step.chat_completions:
     content = message.get("content")
     for part in content if isinstance(content, (list, tuple)) else ():
@@ -68,7 +68,7 @@ def first_image(step: trajectory_lib.Step) -> trajectory_lib.ImageRef | None:
 
 
 def image_of(observation: Any) -> trajectory_lib.ImageRef | None:
-  """The screenshot of an observation."""
+  """Returns the screenshot of an observation."""
   if isinstance(observation, Mapping):
     image = observation.get("screenshot")
     if isinstance(image, trajectory_lib.ImageRef):
@@ -79,7 +79,7 @@ def image_of(observation: Any) -> trajectory_lib.ImageRef | None:
 def images_of(
     step: trajectory_lib.Step | None,
 ) -> dict[str, trajectory_lib.ImageRef]:
-  """The screenshots of a turn that is shown, by hash."""
+  """Returns the screenshots of a turn that is shown, by hash."""
   if step is None:
     return {}
   refs = (first_image(step), image_of(step.observation))

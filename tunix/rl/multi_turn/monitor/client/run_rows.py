@@ -130,7 +130,7 @@ class RunRows:
     return self._run.training_id
 
   def rows(self, event: events.Event) -> Rows | None:
-    """Rows of the next event; None if it has none.
+    """Returns the rows of the next event; None if it has none.
 
     Raises:
       Exception: whatever an event that is not as it should be leads to.
@@ -379,7 +379,7 @@ class RunRows:
     return part
 
   def _current_step(self) -> int:
-    """Step of an episode that starts now."""
+    """Returns the step of an episode that starts now."""
     total = self._training.get("total_steps")
     return min(self._step, total) if total else self._step
 
@@ -551,7 +551,7 @@ def _capped(progress: Mapping[str, int]) -> dict[str, int]:
 
 
 def _last_number(name: str) -> int | None:
-  """The number in "train-000012-r1", 12; None if there is none."""
+  """Returns the number in "train-000012-r1", 12; None if there is none."""
   name = name.partition("-r")[0]
   digits = "".join(
       reversed(list(itertools.takewhile(str.isdigit, reversed(name))))

@@ -122,7 +122,7 @@ class Shipper:
     return self._reader.acked
 
   def wake(self) -> None:
-    """There is something new in the spool."""
+    """Wakes the thread: the spool has something new."""
     self._work.set()
 
   def drain(self, through: int | None, timeout_s: float = 10.0) -> bool:
@@ -215,7 +215,7 @@ class Shipper:
         self._hurry.wait(_PACE_S)
 
   def _ship(self) -> int:
-    """A round of each spool; returns how much was sent."""
+    """Ships a round of each spool; returns how much was sent."""
     sent = self._counters["sent"]
     worked = self._delivery.some(self._reader)
     if not worked and self._orphans is None:
@@ -243,7 +243,7 @@ class Shipper:
     return locks
 
   def _ship_orphans(self) -> int:
-    """A round of each; empty and unreadable ones are let go."""
+    """Ships a round of each orphan; lets go of empty and unreadable ones."""
     worked = 0
     orphans = self._orphans or {}
     for orphan, lock in list(orphans.items()):

@@ -137,7 +137,7 @@ os.register_at_fork(after_in_child=lambda: [k.release() for k in list(_HELD)])
 
 
 def is_owned(folder: pathlib.Path) -> bool:
-  """Whether a process that lives has a spool."""
+  """Returns whether a live process has a spool."""
   try:
     Lock(folder).release()
   except BlockingIOError:
@@ -198,7 +198,7 @@ class Spool:
       raise
 
   def measure(self) -> None:
-    """Counts the bytes that are taken."""
+    """Counts the bytes that the spool takes on the disk."""
     size = sum(_sizes(self.path)) + sum(_sizes(self.path / IMAGES))
     with self._counting:
       self.bytes = size
@@ -344,7 +344,7 @@ def image_path(folder: pathlib.Path, sha: str, suffix: str) -> pathlib.Path:
 
 
 def images(folder: pathlib.Path) -> set[str]:
-  """Hashes of the screenshots that a spool has."""
+  """Returns the hashes of the screenshots that a spool has."""
   return {
       name[:-4] for name in _names(folder / IMAGES)
       if name.endswith((RGB, PNG))
@@ -352,7 +352,7 @@ def images(folder: pathlib.Path) -> set[str]:
 
 
 def read_ack(folder: pathlib.Path) -> int:
-  """Number of the last frame that the server has; 0 if it is not known."""
+  """Returns the number of the last acknowledged frame; 0 if unknown."""
   try:
     seq, check = _ACK.unpack((folder / ACK).read_bytes())
   except (OSError, struct.error):
@@ -365,7 +365,7 @@ def packed_ack(seq: int) -> bytes:
 
 
 def last_frame(folder: pathlib.Path, header: Header) -> int:
-  """Number of a log's last frame. Raises OSError."""
+  """Returns the number of a log's last frame. Raises OSError."""
   segments = frames_lib.segments(folder)
   if not segments:
     return read_ack(folder)
@@ -421,7 +421,7 @@ def contents(folder: pathlib.Path) -> Contents:
 def claim_orphans(
     folder: str | pathlib.Path, target: str, own: pathlib.Path
 ) -> Iterator[tuple[pathlib.Path, Header, Lock]]:
-  """Spools for this server that ended processes left behind, locked."""
+  """Yields locked spools that ended processes left for this server."""
   for path in sorted(pathlib.Path(folder).glob(f"*{SUFFIX}")):
     if path == own:
       continue

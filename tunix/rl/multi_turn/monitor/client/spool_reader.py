@@ -116,7 +116,7 @@ class SpoolReader:
   # --- entries ----------------------------------------------------------------
 
   def entries(self, max_bytes: int) -> list[Entry]:
-    """The oldest entries that the server has not, at least one if there is any.
+    """Returns the oldest undelivered entries, at least one if any waits.
 
     Raises:
       OSError: the disk's.
@@ -170,7 +170,7 @@ class SpoolReader:
     return Entry(frame.seq, body, [*rows.images] if self.header.images else [])
 
   def _caught_up(self) -> None:
-    """There is nothing more to read now."""
+    """Settles screenshots and records without entries at the log's end."""
     if self._found:
       self._left.update(dict.fromkeys(sorted(self._found)))
       self._found.clear()
@@ -186,7 +186,7 @@ class SpoolReader:
     )
 
   def remove_through(self, seq: int) -> None:
-    """The server has the entries up to this one."""
+    """Forgets the entries up to `seq`, which the server has."""
     while self._pending and self._pending[0].seq <= seq:
       self._pending_bytes -= len(self._pending.popleft().body)
     # Records without rows before the next entry are done with, too.
@@ -282,15 +282,15 @@ class SpoolReader:
     return [s for s in dict.fromkeys(shas) if s not in self._delivered]
 
   def left(self, most: int) -> list[str]:
-    """Screenshots whose entries went without them."""
+    """Returns screenshots whose entries went without them."""
     return list(itertools.islice(self._left, most))
 
   def leave(self, shas: Collection[str]) -> None:
-    """The entries that show these go without them."""
+    """Remembers screenshots whose entries go without them."""
     self._left.update(dict.fromkeys(shas))
 
   def image(self, sha: str) -> bytes | None:
-    """A screenshot's file; None if it is not here, which is counted.
+    """Returns a screenshot's file; counts a missing one and returns None.
 
     Raises:
       OSError: the disk's.
@@ -328,7 +328,7 @@ class SpoolReader:
     return encode_png(pixels)
 
   def forget_images(self, shas: Collection[str]) -> None:
-    """The server has these, or never will, and entries that show them."""
+    """Deletes screenshots that the server has or refuses."""
     for sha in shas:
       self._left.pop(sha, None)
       if sha not in self._absent:
@@ -370,7 +370,7 @@ class SpoolReader:
         return
 
   def take_freed(self) -> int:
-    """Bytes that the spool has lost since the last call."""
+    """Returns the bytes freed since the last call."""
     freed, self._freed = self._freed, 0
     return freed
 

@@ -66,7 +66,7 @@ def task_part(
 def listed(
     tasks: Sequence[Mapping[str, Any]], world: World
 ) -> dict[str, list[dict[str, Any]]]:
-  """Rows of tasks of a list, and of what decides each one's success."""
+  """Returns the rows of listed tasks and of their validators."""
   part: dict[str, list[dict[str, Any]]] = {"tasks": [], "validators": []}
   for task in tasks:
     name = str(task["task_id"])

@@ -79,7 +79,7 @@ class Transport:
   def post(
       self, path: str, body: bytes, media_type: str = "application/json"
   ) -> dict[str, Any]:
-    """The reply's JSON.
+    """Returns the reply's JSON.
 
     Raises:
       TransportError: no answer in time, or another than 200.

@@ -19,7 +19,7 @@ def of_turn(
     before: trajectory_lib.ImageRef | None, tokens: turn_tokens.TurnTokens,
     messages: list[Any] | None,
 ) -> dict[str, list[dict[str, Any]]]:  # pyformat: disable
-  """Rows of the turn number `index`, from 0.
+  """Returns the rows of the turn number `index`, from 0.
 
   Args:
     name: Name of the rollout.
@@ -87,7 +87,7 @@ def _turn_metrics(
 def _actions(
     turn: str, step: trajectory_lib.Step, tokens: turn_tokens.TurnTokens
 ) -> list[dict[str, Any]]:
-  """A row an action; the first one has the turn's tokens.
+  """Returns a row for each action; the first one has the turn's tokens.
 
   A turn in which nothing could be done has one row all the same.
   """
@@ -126,7 +126,7 @@ def _actions(
 
 
 def _tool_name(step: trajectory_lib.Step, index: int) -> str | None:
-  """The tool of an action whose call another program has read."""
+  """Returns the tool name that another program read for an action."""
   names = step.info.get("tool_names") or ()
   return str(names[index]) if index < len(names) else None
 
@@ -143,7 +143,7 @@ def new_messages(
 
 
 def gui_actions(step: trajectory_lib.Step) -> list[dict[str, Any]]:
-  """The actions that the gym performed in a turn."""
+  """Returns the actions that the gym performed in a turn."""
   return [
       dict(a) for a in step.info.get("gui_actions") or () if "kind" in a
   ]
@@ -185,7 +185,7 @@ def _uri(image: trajectory_lib.ImageRef | None) -> str | None:
 
 
 def _writable(value: Any) -> Any:
-  """JSON values, with text for the rest."""
+  """Returns JSON values, with text for the rest."""
   try:
     return trajectory_lib.encode(value)
   except TypeError:

@@ -46,7 +46,7 @@ class _LogForwarder(logging.Handler):
 
 
 def _encodable(text: str) -> str:
-  """Text that JSON can hold: an error may quote a lone surrogate."""
+  """Returns text for JSON: an error may quote a lone surrogate."""
   return text.encode("utf-8", "replace").decode()
 
 
@@ -111,7 +111,7 @@ class _Uploader:
     return self._ended
 
   def abandoned(self) -> None:
-    """The trainer has ended without a word."""
+    """Delivers for the last time, after the trainer's death."""
     self._ended = True
     delivered = self._shipper.drain(None, min(self._close_s, _ABANDONED_S))
     self._close(delivered)

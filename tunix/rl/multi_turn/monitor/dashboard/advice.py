@@ -36,7 +36,7 @@ Row = dict[str, Any]
 def lines(
     columns: curves_lib.Columns, evals: Sequence[Row]
 ) -> list[Row]:
-  """Sentences, the first about learning, the second about the throughput.
+  """Returns sentences: first about learning, then about throughput.
 
   Args:
     columns: Columns of the run.
@@ -84,7 +84,7 @@ def _percent(share: float) -> str:
 
 
 def _begin(columns: curves_lib.Columns, name: str) -> float | None:
-  """Mean of the first readings, of a run long enough to have others."""
+  """Returns the mean of the first readings; None for a short run."""
   readings = columns.values.get(name, np.zeros(0))
   readings = readings[np.isfinite(readings)]
   if len(readings) < 2 * success_rates.RECENT_STEPS:

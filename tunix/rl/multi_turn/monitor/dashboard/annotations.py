@@ -14,7 +14,7 @@ Row = dict[str, Any]
 def every_label(
     connection: sa.Connection, project: int, training: int | None
 ) -> list[str]:
-  """The labels of a run's rollouts and turns, or of a project's."""
+  """Returns the labels of a run's rollouts and turns, or of a project's."""
   n, r, owner = tables.annotation, tables.rollout, tables.training_project
   s, e, b = tables.step, tables.eval_, tables.baseline
   run = sa.func.coalesce(s.c.training_id, e.c.training_id, b.c.training_id)

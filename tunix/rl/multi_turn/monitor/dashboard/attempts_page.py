@@ -97,7 +97,7 @@ class AttemptPages(page_request.RunTab):
 
 
 def first_difference(first: Sequence[Row], second: Sequence[Row]) -> int | None:
-  """The first turn, from 1, whose actions differ; None: there is none."""
+  """Returns the first turn, from 1, whose actions differ; None without one."""
   for number, (a, b) in enumerate(zip(first, second), 1):
     if not group_overlays.alike(a["actions"], b["actions"]):
       return number
@@ -109,7 +109,7 @@ def first_difference(first: Sequence[Row], second: Sequence[Row]) -> int | None:
 def _partner(
     connection: sa.Connection, project: int, rollout: Row, training: int
 ) -> int | None:
-  """An attempt that ended otherwise: of its group, else the run's newest.
+  """Returns an attempt that ended otherwise, of the group or else the run.
 
   One that ended the same way where there is no other.
   """
@@ -144,7 +144,7 @@ def _partner(
 
 
 def _said(connection: sa.Connection, strip: Sequence[Row]) -> dict[int, Row]:
-  """Turn's id -> {thought, response} of it."""
+  """Maps a turn's id to its {thought, response}."""
   t = tables.turn
   by_turn = {}
   for id_, metrics in connection.execute(

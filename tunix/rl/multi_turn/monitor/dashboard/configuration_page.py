@@ -56,7 +56,7 @@ class ConfigurationPage(page_request.RunTab):
     })  # pyformat: disable
 
   def _defaults(self, training: int) -> dict[str, Any] | None:
-    """Of the settings that have another value; None if the client told none."""
+    """Returns the defaults of changed settings; None if not recorded."""
     raw = tables.raw_value
     with database.reading(self._engine) as connection:
       value = connection.execute(
@@ -73,7 +73,7 @@ class ConfigurationPage(page_request.RunTab):
 
 
 def whole(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
-  """Values of the settings in `defaults`, mappings as such."""
+  """Returns the values of the settings named in `defaults`."""
   complete: dict[str, Any] = {}
   for name in defaults:
     value = config
@@ -98,7 +98,7 @@ def inner(
 
 
 def command(changed: Mapping[str, Any]) -> str:
-  """The line that starts a run with these settings.
+  """Returns the line that starts a run with these settings.
 
   Args:
     changed: dotted key -> value, of settings that are not their default.
@@ -112,7 +112,7 @@ def command(changed: Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-  """The value as an override says it: YAML."""
+  """Returns the value as YAML, for an override."""
   if isinstance(value, str) and _PLAIN.fullmatch(value) and (
       value.lower() not in _WORDS and not value.endswith(":")
   ):
@@ -128,7 +128,7 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def _flow(value: Any) -> str:
-  """JSON, but for numbers that YAML would read as text."""
+  """Returns JSON, but for numbers that YAML would read as text."""
   if isinstance(value, Mapping):
     parts = (f"{json.dumps(k, ensure_ascii=False)}: {_flow(v)}"
              for k, v in value.items())  # pyformat: disable

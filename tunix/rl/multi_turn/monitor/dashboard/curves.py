@@ -60,7 +60,7 @@ class Columns:
     return low, max(low, high)
 
   def recent(self, name: str) -> float | None:
-    """A metric's mean over the run's last `RECENT_STEPS` readings.
+    """Returns a metric's mean over the run's last `RECENT_STEPS` readings.
 
     The largest of them of a metric that is a maximum itself.
     """
@@ -70,7 +70,7 @@ class Columns:
     return _summary(name, column[np.isfinite(column)])
 
   def ahead(self, other: Columns, name: str) -> tuple[int, float] | None:
-    """(step, how much more than another run) of what both read last.
+    """Returns (step, difference to another run) at the last common readings.
 
     The difference of their `recent` readings, of the last steps that both have
     made.
@@ -104,7 +104,7 @@ class Curves:
     self._lock = threading.Lock()
 
   def of(self, training: int) -> Columns:
-    """Columns of a run, up to date. Blocks; the caller must not change them."""
+    """Returns a run's present columns, which must not be changed. Blocks."""
     with self._lock:
       run = self._runs.get(training)
       if run is None:
@@ -161,7 +161,7 @@ class Curves:
 
 
 def _merged(old: Columns, rows: Iterable[Any]) -> Columns:
-  """`old` with the readings of some steps put in or replaced."""
+  """Returns `old` with the readings of some steps put in or replaced."""
   new_readings = {}
   for row in rows:
     try:
@@ -200,7 +200,7 @@ def _merged(old: Columns, rows: Iterable[Any]) -> Columns:
 
 
 def _summary(name: str, readings: np.ndarray) -> float | None:
-  """See `Columns.recent`; of finite readings."""
+  """Returns `Columns.recent` of finite readings."""
   if not len(readings):
     return None
   last = readings[-success_rates.RECENT_STEPS :]
@@ -215,7 +215,7 @@ def chart(
     points: int = 1200,
     minus: Columns | None = None,
 ) -> dict[str, Any]:
-  """Columns as JSON for charts.
+  """Returns columns as JSON for charts.
 
   Args:
     columns: Columns of a run.
@@ -264,7 +264,7 @@ def _reading(columns: Columns, name: str) -> np.ndarray:
 
 
 def _at(columns: Columns, name: str, steps_N: np.ndarray) -> np.ndarray:
-  """A run's readings at another one's steps; NaN where it made none."""
+  """Returns a run's readings at another one's steps; NaN where it made none."""
   if not len(columns.steps_N):
     return np.full(len(steps_N), np.nan)
   places = np.searchsorted(columns.steps_N, steps_N)
@@ -274,12 +274,12 @@ def _at(columns: Columns, name: str, steps_N: np.ndarray) -> np.ndarray:
 
 
 def sample(column: np.ndarray, points: int = 60) -> list[float | None]:
-  """A column as at most `points` means, None where there is none."""
+  """Returns a column as at most `points` means, None where there is none."""
   return _readable(_means(column, max(1, -(-len(column) // points))))
 
 
 def _means(column: np.ndarray, bucket: int) -> np.ndarray:
-  """Means of runs of `bucket` values that leave out NaN."""
+  """Returns means of runs of `bucket` values that leave out NaN."""
   if bucket == 1 or not len(column):
     return column
   pad = -len(column) % bucket
@@ -291,7 +291,7 @@ def _means(column: np.ndarray, bucket: int) -> np.ndarray:
 
 
 def _readable(column: np.ndarray) -> list[float | None]:
-  """Float values at the precision of the float32 that they were."""
+  """Returns float values at the precision of the float32 that they were."""
   return [
       float(f"{v:.7g}") if f else None
       for v, f in zip(column.tolist(), np.isfinite(column).tolist())

@@ -31,7 +31,7 @@ _TURNS = (
 def in_runs(
     connection: sa.Connection, own: Mapping[str, sa.Select]
 ) -> sa.ColumnElement[bool]:
-  """The condition among the rollouts of some runs.
+  """Returns the condition of few turns for rollouts of some runs.
 
   Args:
     connection: Connection to the database.
@@ -53,7 +53,7 @@ def in_runs(
 
 
 def of_all_runs(connection: sa.Connection) -> list[int] | None:
-  """Ids of the rollouts among all, whose index has them in order.
+  """Returns ids of the rollouts of few turns among all runs.
 
   None where they are many.
   """
@@ -98,5 +98,5 @@ def _at_most(rows: Iterable[Sequence[Any]]) -> dict[int, list[int]]:
 
 
 def in_text(ids: Sequence[int]) -> sa.BindParameter:
-  """Ids in the text: there may be more than a statement has parameters."""
+  """Binds ids as one text: a statement takes a limited number of values."""
   return sa.bindparam(None, ids, expanding=True, literal_execute=True)

@@ -98,7 +98,7 @@ def _overlay(
 
 
 def _differing(members: Sequence[Row], did: Gestures) -> int:
-  """The first turn in which a failed attempt did what no other did; or 1."""
+  """Returns the turn in which failed attempts part from the others; or 1."""
   won = [m["id"] for m in members if m["task_success"]]
   lost = [m["id"] for m in members if not m["task_success"]]
   for turn in range(1, _MOST_TURNS + 1):
@@ -115,7 +115,7 @@ def alike(
     first: Sequence[click_overlay.Gesture],
     second: Sequence[click_overlay.Gesture],
 ) -> bool:
-  """Whether gestures are of one kind, with one text, at one place."""
+  """Returns whether gestures are of one kind, with one text, at one place."""
   return len(first) == len(second) and all(
       a.label == b.label and a.text == b.text
       and all(
@@ -130,7 +130,7 @@ def alike(
 def _gestures(
     connection: sa.Connection, rollouts: Sequence[int], turn: int
 ) -> Gestures:
-  """(rollout, turn) -> what it did there; of the first turns for turn 0."""
+  """Maps (rollout, turn) to its gestures; to all first turns for turn 0."""
   t, a = tables.turn, tables.action
   gestures: Gestures = {}
   for row in connection.execute(
@@ -159,7 +159,7 @@ def _gestures(
 def _screens(
     connection: sa.Connection, rollouts: Sequence[int], turn: int
 ) -> dict[int, Row]:
-  """Rollout -> {sha, width, height} of the screen before its turn."""
+  """Maps a rollout to {sha, width, height} of the screen before its turn."""
   t, o, s = tables.turn, tables.obs, tables.screenshot
   shown: dict[int, str] = {}
   for rollout, uri in connection.execute(

@@ -41,7 +41,7 @@ class Timings:
         self._slow.append((time.time(), name, seconds))
 
   def read(self) -> tuple[list[Row], list[Row]]:
-    """(means by name, slowest means first; slow ones, the last first)."""
+    """Returns (means by name, slowest first; slow calls, the last first)."""
     with self._lock:
       means = [
           {"name": n, "count": int(c), "mean_s": s / c, "most_s": m}

@@ -41,7 +41,7 @@ class EvalDiffQuery(query_lib.PageQuery):
 
 
 def checkpoints(connection: sa.Connection, training: int) -> list[Row]:
-  """Every measurement of a run, baselines first, then by step.
+  """Returns every measurement of a run, baselines first, then by step.
 
   `wins` of `done` attempts of `mode` are its figure: the sampled ones, or the
   greedy ones where there are no others.
@@ -95,7 +95,7 @@ def checkpoints(connection: sa.Connection, training: int) -> list[Row]:
 def beside(
     connection: sa.Connection, training: int, kind: str, id_: int
 ) -> list[Row | None]:
-  """The measurement before one, that one, and the one after.
+  """Returns the measurement before one, that one, and the one after.
 
   In the order of `checkpoints`, however many the run has. Each is its `kind`,
   `id` and `name`; all are None where the run has no such measurement.
@@ -140,7 +140,7 @@ def beside(
 def last_screenshots(
     connection: sa.Connection, rollouts: Sequence[int]
 ) -> dict[int, str]:
-  """Rollout -> hash of the last screenshot of its last turn that has one."""
+  """Maps a rollout to the hash of its last turn's last screenshot."""
   if not rollouts:
     return {}
   t, o = tables.turn, tables.obs
@@ -169,7 +169,7 @@ def last_screenshots(
 
 
 def cell(wins: int, tries: int) -> Row | None:
-  """A success rate with Wilson's interval; None without a try."""
+  """Returns a success rate with Wilson's interval; None without a try."""
   if not tries:
     return None
   low, high = success_rates.wilson_interval(wins, tries)
@@ -185,7 +185,7 @@ class MeasurementPages(page_request.RunTab):
   # --- evaluations ------------------------------------------------------------
 
   def evals(self, request: page_request.PageRequest) -> page_request.Page:
-    """Success by task family and checkpoint."""
+    """Renders success by task family and checkpoint."""
     training = request.id()
     run = self._head(request.project, training)
     asks = request.read(EvalsQuery)
@@ -224,7 +224,7 @@ class MeasurementPages(page_request.RunTab):
   def _by_family(
       self, connection: sa.Connection, one: Row
   ) -> dict[str, dict[str, tuple[int, int]]]:
-    """Mode -> family -> (successes, completed) of a measurement."""
+    """Maps mode and family to (successes, completed) of a measurement."""
     r, t = tables.rollout, tables.task
     family = sa.func.coalesce(t.c.app_name, t.c.task_id)
     greedy = sa.case((r.c.temperature == 0, 1), else_=0)
@@ -313,14 +313,14 @@ class MeasurementPages(page_request.RunTab):
 
 
 def _neighbours(shown: Sequence[Row]) -> dict[str, str]:
-  """Key of a measurement -> that of the one before it, among those shown."""
+  """Maps each shown measurement's key to the key of the one before it."""
   return {
       later["key"]: earlier["key"] for earlier, later in zip(shown, shown[1:])
   }
 
 
 def paired(first: Sequence[Row], second: Sequence[Row]) -> list[Row]:
-  """Attempts at the same task and mode, the n-th with the n-th."""
+  """Returns pairs of attempts at the same task and mode, in order."""
   waiting: dict[Any, list[Row]] = {}
   for one in first:
     waiting.setdefault(_attempt_key(one), []).append(one)

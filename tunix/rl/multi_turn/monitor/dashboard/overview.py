@@ -54,7 +54,7 @@ def latest(engine: sa.Engine, training: int) -> list[Row]:
 
 
 def newest_groups(engine: sa.Engine, training: int) -> list[Row]:
-  """The newest groups with a gradient, with every attempt's first actions."""
+  """Returns the newest groups with a gradient, and their first actions."""
   s, r = tables.step, tables.rollout
   with database.reading(engine) as connection:
     steps = list(connection.execute(

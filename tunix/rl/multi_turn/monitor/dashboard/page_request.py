@@ -41,7 +41,7 @@ class PageRequest:
     return value
 
   def read(self, model: type[Q]) -> Q:
-    """The query as this model.
+    """Returns the query as an instance of `model`.
 
     Raises:
       ApiError: 400, with every wrong parameter.

@@ -20,7 +20,7 @@ _CROP_MARKS = 0.5
 def sparkline(
     values: Sequence[float | None], width: int = 120, height: int = 24
 ) -> _Markup:
-  """A line without axes; missing values are gaps."""
+  """Returns a line without axes; missing values are gaps."""
   readings = [v for v in values if v is not None and math.isfinite(v)]
   if len(readings) < 2:
     return _Markup('<span class="faint">–</span>')
@@ -44,7 +44,7 @@ def sparkline(
 def interval(
     rate: float, low: float, high: float, width: int = 90
 ) -> _Markup:
-  """A rate in [0, 1] as a bar with its interval as a whisker."""
+  """Returns a rate in [0, 1] as a bar with its interval as a whisker."""
   inner = width - 2
   return _Markup(
       '<svg class="interval" width="{w}" height="12" viewBox="0 0 {w} 12"'
@@ -58,7 +58,7 @@ def interval(
 
 
 def signed_bar(value: float | None, most: float, width: int = 56) -> _Markup:
-  """A bar to the right of its middle, or to the left below 0."""
+  """Returns a bar to the right of its middle, or to the left below 0."""
   if value is None:
     return _Markup("")
   half = width / 2
@@ -75,7 +75,7 @@ def signed_bar(value: float | None, most: float, width: int = 56) -> _Markup:
 
 
 def bins(values: Sequence[float], most: int = 20) -> list[dict[str, float]]:
-  """Equal bins over the values, [low, high) and the last [low, high].
+  """Returns equal bins over the values, [low, high) and the last [low, high].
 
   Few distinct values get a bin each.
   """
@@ -119,7 +119,7 @@ def overlay(
     gestures: Sequence[click_overlay.Gesture], width: int, height: int,
     scale: float = 1.0,
 ) -> _Markup:  # pyformat: disable
-  """Gestures drawn over a screenshot of `width` x `height` pixels."""
+  """Returns gestures drawn over a screenshot of `width` x `height` pixels."""
   marks = click_overlay.marks(gestures, width, height, scale)
   return _Markup(click_overlay.svg(marks, width, height))
 
@@ -127,7 +127,7 @@ def overlay(
 def crops(
     gestures: Sequence[click_overlay.Gesture], images: Sequence[Any]
 ) -> list[_Markup]:
-  """The surroundings of a turn's gestures, before and after it, at real size.
+  """Returns crops around a turn's gestures, before and after it, unscaled.
 
   Args:
     gestures: Gestures of the turn.

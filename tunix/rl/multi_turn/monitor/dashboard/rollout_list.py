@@ -178,11 +178,11 @@ class Selection:
     return sa.func.coalesce(column, _real(_NOTHING if self.up else -_NOTHING))
 
   def narrowed(self, condition: sa.ColumnElement[bool]) -> Selection:
-    """The same, if they fulfil this, too."""
+    """Returns the selection narrowed by further conditions."""
     return dataclasses.replace(self, conditions=(*self.conditions, condition))
 
   def beyond(self) -> list[sa.ColumnElement[bool]]:
-    """Conditions on rollouts behind `after`."""
+    """Returns conditions on rollouts behind `after`."""
     if self.after is None:
       return []
     value, id_ = _real(self.after[0]), self.after[1]
@@ -254,7 +254,7 @@ class RolloutLists(page_request.RunTab):
 
 
 def selection(asks: RolloutListQuery) -> Selection:
-  """The rollouts that a query selects."""
+  """Returns the rollouts that a query selects."""
   conditions: list[sa.ColumnElement[bool]] = []
   if asks.status is not None:
     conditions.append(_STATUS == asks.status)
@@ -289,7 +289,7 @@ def pick(
     connection: sa.Connection, project: int, training: int | None,
     chosen: Selection, count: int = _PAGE + 1,
 ) -> list[tuple[float, int]]:  # pyformat: disable
-  """(value of the order, id) of the first selected rollouts.
+  """Returns (value of the order, id) of the first selected rollouts.
 
   Args:
     connection: Connection to the database.
@@ -324,7 +324,7 @@ def _pick(
     connection: sa.Connection, project: int, training: int | None,
     chosen: Selection, count: int,
 ) -> list[tuple[float, int]]:  # pyformat: disable
-  """The same in one order."""
+  """Returns the places of `pick` in one order."""
   if chosen.ids is not None:
     return _of_ids(connection, project, training, chosen, count)
   owner = tables.training_project
@@ -365,7 +365,7 @@ def _of_ids(
     connection: sa.Connection, project: int, training: int | None,
     chosen: Selection, count: int,
 ) -> list[tuple[float, int]]:  # pyformat: disable
-  """The same among a few known ones, which are read by their ids."""
+  """Returns the places among a few rollouts that are known by id."""
   own = []
   for source in chosen.sources:
     s = tables.metadata.tables[source]
@@ -386,7 +386,7 @@ def _of_ids(
 
 
 def _walked(own: sa.Select, source: sa.Table, chosen: Selection) -> sa.Subquery:
-  """Ids of the sources, in the order that their rollouts are best read in.
+  """Selects ids of the sources in the best order to read their rollouts.
 
   Of equal keys the newest is wanted: if it comes last, each one before it takes
   a place of the page in vain. By their index later steps come later.
@@ -401,7 +401,7 @@ def _walked(own: sa.Select, source: sa.Table, chosen: Selection) -> sa.Subquery:
 def _within(
     connection: sa.Connection, listed: sa.Select, up: bool, count: int
 ) -> list[sa.ColumnElement[bool]]:
-  """Conditions that the first `count` by their reward fulfil, and few more.
+  """Returns conditions that keep the first `count` by reward, and few more.
 
   By this key alone a source's rollouts lie in the index in order, so that few
   of each are read, as are few within these bounds afterwards.
@@ -422,7 +422,7 @@ def _within(
 def _nearest(
     connection: sa.Connection, runs: sa.Select, chosen: Selection, count: int
 ) -> list[tuple[float, int]]:
-  """The same among the newest, or oldest, rollouts by their ids."""
+  """Returns the places among the newest, or oldest, rollouts by id."""
   if chosen.up:
     end = chosen.after[1] if chosen.after is not None else 0
     near = sa.and_(_R.c.id > end, _R.c.id <= end + _NEAR)
@@ -523,7 +523,7 @@ def _has_all_runs(connection: sa.Connection, project: int) -> bool:
 def _owned(
     source: sa.Table, project: int, training: int | None
 ) -> sa.ColumnElement[bool]:
-  """Whether a source is the run's, or one of the project's runs'."""
+  """Returns whether a source is the run's, or one of the project's runs'."""
   if training is not None:
     return source.c.training_id == training
   owner = tables.training_project
@@ -533,7 +533,7 @@ def _owned(
 
 
 def _tasks(search: str) -> sa.Select:
-  """Ids of the tasks that have all words somewhere."""
+  """Returns ids of the tasks that have all words somewhere."""
   t = tables.task
   query = sa.select(t.c.id)
   for word in search.split():
@@ -550,5 +550,5 @@ def _tasks(search: str) -> sa.Select:
 
 
 def _real(value: float) -> sa.ColumnElement[float]:
-  """A number that PostgreSQL does not read as a whole one."""
+  """Returns a number that PostgreSQL does not read as a whole one."""
   return sa.literal(value, sa.Double())

@@ -125,7 +125,7 @@ class RolloutPages(page_request.RunTab):
   # --- parts ----------------------------------------------------------------
 
   def _group(self, connection: sa.Connection, rollout: Row) -> list[Row]:
-    """The rollout's group, itself included."""
+    """Returns the rollout's group, itself included."""
     r = tables.rollout
     kind = rollout["source_type"]
     condition = sa.and_(
@@ -179,7 +179,7 @@ class RolloutPages(page_request.RunTab):
 
 
 def _otherwise(members: Sequence[Row], place: int) -> int | None:
-  """The attempt of the group that ended otherwise, nearest to this one."""
+  """Returns the nearest attempt of the group that ended otherwise."""
   if not members:
     return None
   won = bool(members[place]["task_success"])
@@ -193,7 +193,7 @@ def _otherwise(members: Sequence[Row], place: int) -> int | None:
 def strip(
     connection: sa.Connection, rollout: int, most: int = _MOST_TURNS
 ) -> list[Row]:
-  """The first turns of a rollout, small: screens, actions, reward.
+  """Returns the first turns of a rollout, small: screens, actions, reward.
 
   `unchanged` of a turn: its actions left the screen as it was.
   """
@@ -247,7 +247,7 @@ def strip(
 def _sizes(
     connection: sa.Connection, hashes: Sequence[str | None]
 ) -> dict[str | None, tuple[int, int]]:
-  """(width, height) of screenshots, px."""
+  """Returns (width, height) of screenshots, px."""
   s = tables.screenshot
   return {
       row.sha256: (row.width, row.height)

@@ -113,7 +113,7 @@ class CompareQuery(CurvesPageQuery):
 
 
 def state(training: Mapping[str, Any]) -> str:
-  """A run's status, or "silent" when its client has not sent for long."""
+  """Returns a run's status, or "silent" after a long silence of its client."""
   status = training["status"]
   if status in vocabulary.FINISHED["training"] or status == "paused":
     return status
@@ -135,7 +135,7 @@ class RunPages:
   # --- the list ---------------------------------------------------------------
 
   def runs(self, request: page_request.PageRequest) -> page_request.Page:
-    """The pinned baseline, then newest first."""
+    """Lists the pinned baseline, then the newest runs."""
     asks = request.read(RunsQuery)
     chosen_state, after = asks.state, asks.after
     t, owner = tables.training, tables.training_project
@@ -201,7 +201,7 @@ class RunPages:
   def _sparks(
       self, connection: sa.Connection, rows: Sequence[Row]
   ) -> dict[int, list[float]]:
-    """Mean rewards of a few steps of each run, found by their numbers."""
+    """Returns mean rewards of a few steps of each run."""
     s = tables.step
     conditions = []
     for row in rows:
@@ -228,7 +228,7 @@ class RunPages:
   def _recent_rewards(
       self, connection: sa.Connection, rows: Sequence[Row]
   ) -> dict[int, float | None]:
-    """Run -> mean reward of its last steps, as its own page shows it."""
+    """Maps a run to the mean reward of its last steps, as its page shows it."""
     s = tables.step
     means = {}
     for row in rows:
@@ -263,7 +263,7 @@ class RunPages:
   # --- one run ----------------------------------------------------------------
 
   def head(self, project: int, training: int) -> Row:
-    """The header of a run's pages.
+    """Returns the header of a run's pages.
 
     Raises:
       ApiError: 404.
@@ -333,7 +333,7 @@ class RunPages:
   def _against(
       self, project: int, training: int, other: int | None
   ) -> Row | None:
-    """The run whose curves are drawn too, or subtracted.
+    """Returns the run whose curves are drawn too, or subtracted.
 
     Raises:
       ApiError: 404, there is none; 400, it is this run.
@@ -347,7 +347,7 @@ class RunPages:
     return self._queries.one(project, "training", other)
 
   def steps(self, request: page_request.PageRequest) -> page_request.Page:
-    """Steps, the last one first."""
+    """Renders the steps, the last one first."""
     training = request.id()
     run = self.head(request.project, training)
     before = request.read(StepsQuery).after
@@ -371,7 +371,7 @@ class RunPages:
     })  # pyformat: disable
 
   def eval_points(self, training: int, minus: int | None = None) -> list[Row]:
-    """Success of the whole of each evaluation, for the chart of it.
+    """Returns the success of each evaluation, for the chart.
 
     Args:
       training: Run of the points.
@@ -473,7 +473,7 @@ class RunPages:
 def eta(
     training: Mapping[str, Any], columns: curves_lib.Columns
 ) -> float | None:
-  """Seconds a running run still needs, from its last steps; None: unknown."""
+  """Returns the seconds that a run still needs; None if unknown."""
   total, times = training["total_steps"], columns.values.get("time")
   if not total or times is None or training["state"] != "running":
     return None
@@ -488,7 +488,7 @@ def eta(
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:
-  """Nested objects as dotted names; lists are values."""
+  """Returns nested objects as dotted names; lists are values."""
   if not isinstance(config, Mapping):
     return {prefix or "config": config}
   settings: dict[str, Any] = {}
@@ -509,7 +509,7 @@ def _has(columns: curves_lib.Columns, name: str) -> bool:
 
 
 def _flat(columns: curves_lib.Columns, chart: Mapping[str, Any]) -> bool:
-  """Whether all of a chart's curves have been one value for many steps.
+  """Returns whether all of a chart's curves have been one value for many steps.
 
   A change of a billionth is rounding.
   """
@@ -532,7 +532,7 @@ def _tiles(
     evals: Sequence[Row],
     other: curves_lib.Columns | None = None,
 ) -> list[Row]:
-  """The headline figures of a run.
+  """Returns the headline figures of a run.
 
   Args:
     columns: Columns of the run.

@@ -83,7 +83,7 @@ class SearchPages(page_request.RunTab):
 def _found(
     connection: sa.Connection, training: int, asks: SearchQuery
 ) -> tuple[list[Row], Row | None, str]:
-  """(turns, where it stopped, why turns were read; "" if they were not)."""
+  """Returns (turns, place reached, why turns were read; "" by the index)."""
   words = text_index.words_of(asks.q)
   why = "the index has no words of this kind"
   if not text_index.ready(connection):
@@ -104,7 +104,7 @@ def _by_index(
     connection: sa.Connection, training: int, words: Sequence[str],
     asks: SearchQuery,
 ) -> tuple[list[Row], Row | None]:  # pyformat: disable
-  """(turns, {turn, when} that the search stopped at, or None at the end)."""
+  """Returns (turns, {turn, when} of the place reached, or None at the end)."""
   until = time.perf_counter() + _BUDGET_S
   turns: list[Row] = []
   before, count = asks.after, 2 * _FOUND
@@ -152,7 +152,7 @@ def _by_reading(
     connection: sa.Connection, training: int, words: Sequence[str],
     asks: SearchQuery,
 ) -> tuple[list[Row], Row | None]:  # pyformat: disable
-  """The same without an index, a chunk of turns at a time."""
+  """Returns the same without an index, a chunk of turns at a time."""
   t = tables.turn
   until = time.perf_counter() + _BUDGET_S
   end = asks.after
@@ -202,7 +202,7 @@ def _raw_values() -> sa.ScalarSelect:
 
 
 def _base(asks: SearchQuery) -> sa.Select:
-  """Turns of a run that fulfil all but the words, the newest first."""
+  """Returns turns of a run that fulfil all but the words, the newest first."""
   t, r, k = tables.turn, tables.rollout, tables.task
   s, e, b = tables.step, tables.eval_, tables.baseline
   query = (
@@ -256,7 +256,7 @@ def _reading(words: Sequence[str], asks: SearchQuery) -> sa.Select:
 
 
 def _like(word: str) -> str:
-  """A pattern that finds the word as JSON holds it."""
+  """Returns a pattern that finds the word as JSON holds it."""
   quoted = json.dumps(word, ensure_ascii=False)[1:-1]
   return f"%{page_request.escaped(quoted)}%"
 

@@ -226,7 +226,7 @@ class Site:
   def _form_of(
       self, change: Callable[..., Awaitable[None]], of: str = "/runs"
   ) -> Callable[[Request], Awaitable[Response]]:
-    """A form's handler; it redirects to the page that the form names."""
+    """Returns a form's handler, which redirects to the page in the form."""
 
     async def run(request: Request) -> Response:
       if request.method != "POST":
@@ -387,7 +387,7 @@ def _static_files() -> dict[str, tuple[bytes, str]]:
 
 
 def _local(target: str) -> str:
-  """The path if it is on this server, else "/"."""
+  """Returns the path if it is on this server, else "/"."""
   if not target.startswith("/") or target.startswith(("//", "/\\")):
     return "/"
   if not target.isprintable() or not target.isascii():
@@ -396,7 +396,7 @@ def _local(target: str) -> str:
 
 
 async def _form(request: Request) -> dict[str, str]:
-  """The fields of a form.
+  """Returns the fields of a form.
 
   Raises:
     ApiError: 408, 413, 415; 400, more fields than any form has.

@@ -74,7 +74,7 @@ class StepQuery(query_lib.PageQuery):
 
 
 def advantage_kind(run: Row) -> str | None:
-  """`algorithm.advantage` of the run's configuration, if it has one."""
+  """Returns `algorithm.advantage` of the run's configuration, if it has one."""
   config = run.get("config_json")
   algorithm = config.get("algorithm") if isinstance(config, dict) else None
   kind = algorithm.get("advantage") if isinstance(algorithm, dict) else None
@@ -82,7 +82,7 @@ def advantage_kind(run: Row) -> str | None:
 
 
 def recorded_advantage(summary: Any) -> float | None:
-  """An episode's advantage in its update, the mean of its turns.
+  """Returns an episode's advantage in its update, the mean of its turns.
 
   Args:
     summary: the rollout's `summary_json`.
@@ -172,7 +172,7 @@ class StepPages(page_request.RunTab):
     })  # pyformat: disable
 
   def measurement(self, request: page_request.PageRequest) -> page_request.Page:
-    """The rollouts of an evaluation or a baseline."""
+    """Returns the rollouts of an evaluation or a baseline."""
     training = request.id()
     kind, id_ = request.where["kind"], request.id("measurement")
     if kind not in ("eval", "baseline"):
@@ -280,7 +280,7 @@ class StepPages(page_request.RunTab):
 
 
 def grouped(members: Sequence[Row]) -> list[Row]:
-  """Groups of attempts at one task that are compared with each other."""
+  """Returns groups of attempts at one task that are compared."""
   groups: dict[Any, Row] = {}
   for member in members:
     key = member["group"], member["task_id"]
@@ -325,7 +325,7 @@ def histogram(
 
 
 def _wins(kind: str, valid: Sequence[Row]) -> list[tuple[str, Row | None]]:
-  """(mode, success); of a step there is one, whose mode goes without saying."""
+  """Returns (mode, success) pairs; a step has one pair, without a mode."""
   modes = [("", valid)]
   if kind != "step":
     greedy = [m for m in valid if m["temperature"] == 0]

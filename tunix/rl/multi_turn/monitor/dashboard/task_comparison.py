@@ -86,7 +86,7 @@ def between_runs(
 def compare(
     connection: sa.Connection, first: Row, second: Row, mode: str | None
 ) -> Row | None:
-  """The paired comparison of two measurements; None without a common task.
+  """Returns the paired comparison; None without a common task.
 
   Args:
     connection: Connection to the database.
@@ -126,7 +126,7 @@ def compare(
 def _tasks(
     connection: sa.Connection, one: Row
 ) -> dict[str, dict[int, Row]]:
-  """Mode -> task -> its completed attempts of a measurement."""
+  """Maps mode and task to the completed attempts of a measurement."""
   r, t = tables.rollout, tables.task
   greedy = sa.case((r.c.temperature == 0, 1), else_=0)
   won = sa.case((r.c.task_success == 1, r.c.id))
@@ -172,7 +172,7 @@ def _outcomes(mode: str, tasks: Mapping[int, Row]) -> Sequence[Row]:
 def _side(
     connection: sa.Connection, project: int, name: str, key: str
 ) -> Row:
-  """{"one": a measurement, "every": those of its run, "run"}.
+  """Returns {"one": a measurement, "every": those of its run, "run"}.
 
   Raises:
     ApiError: 400, that is no measurement of the project.

@@ -62,7 +62,7 @@ class TaskPages(page_request.RunTab):
   """See the module docstring."""
 
   def tasks(self, request: page_request.PageRequest) -> page_request.Page:
-    """Families over the steps, and every task with its last attempts."""
+    """Renders families over the steps, and tasks with their last attempts."""
     training = request.id()
     run = self._head(request.project, training)
     asks = request.read(TasksQuery)
@@ -104,7 +104,7 @@ class TaskPages(page_request.RunTab):
     })  # pyformat: disable
 
   def task(self, request: page_request.PageRequest) -> page_request.Page:
-    """Attempts at one task over the run's checkpoints, with their screens."""
+    """Renders the attempts at one task over the run's checkpoints."""
     training, task = request.id(), request.id("task")
     run = self._head(request.project, training)
     task_row = self._queries.one(request.project, "task", task)
@@ -137,7 +137,7 @@ class TaskPages(page_request.RunTab):
 def _checkpoints(
     connection: sa.Connection, training: int, task: int
 ) -> list[Row]:
-  """The first attempt at a task at some checkpoints, with its first turns.
+  """Returns the first attempt at a task at some checkpoints.
 
   Of the measurements where there are two, else of the steps; the first and the
   last one are among them.
@@ -185,7 +185,7 @@ def _checkpoints(
 
 @functools.cache
 def _firsts(source: str) -> sa.Select:
-  """The first decided attempt at a task at each of a run's sources."""
+  """Returns the first decided attempt at a task at each of a run's sources."""
   s, r = tables.metadata.tables[source], tables.rollout
   step = s.c.step if "step" in s.c else sa.literal(0)
   own = (
@@ -216,7 +216,7 @@ def solved(wins: int, tries: int) -> str | None:
 
 
 def _families(columns: curves_lib.Columns) -> list[Row]:
-  """Success of each family in training, first and last tenth of the steps."""
+  """Returns each family's success in training, first and last tenth."""
   families = []
   for name in sorted(columns.values):
     if name.startswith("success_rate/"):
@@ -234,7 +234,7 @@ def _families(columns: curves_lib.Columns) -> list[Row]:
 def _attempted(
     connection: sa.Connection, training: int, task: int | None = None
 ) -> dict[int, Row]:
-  """Tasks that a run has an attempt at, with their counts.
+  """Returns tasks that a run has an attempt at, with their counts.
 
   Args:
     connection: Connection to the database.
@@ -279,7 +279,7 @@ def _attempted(
 
 @functools.cache
 def _counted(source: str, single: bool) -> sa.Select:
-  """Attempts by task at a run's steps, evaluations or baselines.
+  """Returns attempts by task at a run's steps, evaluations or baselines.
 
   Steps from the middle on are the late ones. Built once: that takes as long
   as a small answer.
@@ -409,7 +409,7 @@ def _tries(
     connection: sa.Connection, training: int, task: int, first: int,
     last: int, most: int,
 ) -> list[Row]:  # pyformat: disable
-  """A run's last attempts at a task, the oldest of them first.
+  """Returns a run's last attempts at a task, the oldest of them first.
 
   Args:
     connection: Connection to the database.
@@ -437,7 +437,7 @@ def _tries(
 
 @functools.cache
 def _tries_query() -> sa.Select:
-  """A run's last attempts at a task, the last one first.
+  """Returns a run's last attempts at a task, the last one first.
 
   Built once: that takes ten times as long as the answer.
   """
@@ -465,7 +465,7 @@ def _tries_query() -> sa.Select:
 
 
 def _mixed(tries: Sequence[Row]) -> tuple[int, int]:
-  """(groups whose rewards differ, groups) among training attempts."""
+  """Returns (groups whose rewards differ, groups) among training attempts."""
   groups: dict[Any, list[float]] = {}
   for one in tries:
     if one["source_type"] == "step" and one["valid"] and (

@@ -27,7 +27,7 @@ NOTHING = "–"
 
 
 def visible(value: Any, most: int = _LONGEST) -> markupsafe.Markup:
-  """Text as HTML in which no character is invisible.
+  """Returns the text as HTML in which no character is invisible.
 
   Args:
     value: text; anything else as its JSON, None as a dash.
@@ -61,7 +61,7 @@ def visible(value: Any, most: int = _LONGEST) -> markupsafe.Markup:
 
 
 def plain(value: Any, most: int = 300) -> str:
-  """The same for attributes and titles: text without markup."""
+  """Returns the same for attributes and titles: text without markup."""
   text = value if isinstance(value, str) else dump(value)
   if len(text) > most:
     text = text[: most - 1] + "…"
@@ -69,7 +69,7 @@ def plain(value: Any, most: int = 300) -> str:
 
 
 def dump(value: Any) -> str:
-  """JSON, indented; text for values that JSON lacks."""
+  """Returns JSON, indented; text for values that JSON lacks."""
   try:
     return orjson.dumps(
         value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS,
@@ -80,7 +80,7 @@ def dump(value: Any) -> str:
 
 
 def number(value: Any, digits: int = 3) -> str:
-  """A number of a few significant digits; a dash for none."""
+  """Returns a number of a few significant digits; a dash for none."""
   if (other := _no_number(value)) is not None:
     return other
   if isinstance(value, int) or float(value).is_integer() and abs(value) < 1e6:
@@ -103,13 +103,13 @@ def _no_number(value: Any) -> str | None:
 
 
 def percent(value: Any) -> str:
-  """A share in [0, 1], with the digits of `success_rates.text_of`."""
+  """Returns a share in [0, 1], with the digits of `success_rates.text_of`."""
   other = _no_number(value)
   return f"{100 * value:.1f} %" if other is None else other
 
 
 def size(value: Any) -> str:
-  """Bytes."""
+  """Returns a number of bytes in words."""
   if (other := _no_number(value)) is not None:
     return other
   for unit in ("B", "kB", "MB", "GB"):
@@ -120,7 +120,7 @@ def size(value: Any) -> str:
 
 
 def seconds(value: Any) -> str:
-  """A duration."""
+  """Returns a duration in words."""
   if (other := _no_number(value)) is not None:
     return other
   if value < 0:
@@ -139,7 +139,7 @@ def seconds(value: Any) -> str:
 
 
 def moment(value: str | datetime.datetime | None) -> datetime.datetime | None:
-  """A time of the database, in UTC."""
+  """Returns a time of the database, in UTC."""
   if value is None:
     return None
   if isinstance(value, str):
@@ -153,7 +153,7 @@ def moment(value: str | datetime.datetime | None) -> datetime.datetime | None:
 
 
 def clock(value: Any) -> markupsafe.Markup:
-  """A time as a `<time>` element, in UTC."""
+  """Returns a time as a `<time>` element, in UTC."""
   instant = moment(value)
   if instant is None:
     return markupsafe.Markup(NOTHING)
@@ -164,7 +164,7 @@ def clock(value: Any) -> markupsafe.Markup:
 
 
 def between(start: Any, end: Any) -> float | None:
-  """Seconds from one time to another; to now without the other."""
+  """Returns seconds from one time to another; to now without the other."""
   first = moment(start)
   if first is None:
     return None
@@ -173,7 +173,7 @@ def between(start: Any, end: Any) -> float | None:
 
 
 def ago(value: Any) -> markupsafe.Markup:
-  """Time since `value`, with the time itself as title."""
+  """Returns the time since `value`, with the time itself as title."""
   since = between(value, None)
   if since is None:
     return markupsafe.Markup(NOTHING)
@@ -183,7 +183,7 @@ def ago(value: Any) -> markupsafe.Markup:
 
 
 def read_json(value: Any) -> Any:
-  """A JSON column; None when it is not JSON."""
+  """Returns a JSON column; None when it is not JSON."""
   if not isinstance(value, (str, bytes)):
     return value
   try:
@@ -193,6 +193,6 @@ def read_json(value: Any) -> Any:
 
 
 def read_object(value: Any) -> dict[str, Any]:
-  """A JSON column that should hold an object; {} when it does not."""
+  """Returns a JSON column that should hold an object; {} when it does not."""
   content = read_json(value)
   return content if isinstance(content, dict) else {}

@@ -50,7 +50,7 @@ class TokenTexts:
     self._lock = threading.Lock()
 
   def of(self, model: str, ids: Sequence[int]) -> list[str] | None:
-    """The text of each token; None without a tokenizer of this model.
+    """Returns the text of each token; None without a tokenizer of this model.
 
     A token that is a part of a character is shown as U+FFFD.
     """

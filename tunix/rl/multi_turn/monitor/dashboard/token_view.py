@@ -43,7 +43,7 @@ class TokenView:
     self._texts = texts
 
   def of(self, rollout: Row, turn: Row, heat: str) -> Row:
-    """The view of a turn.
+    """Returns the view of a turn.
 
     Args:
       rollout: Row with `summary_json`, `source_type`, `batch`, `model_path`
@@ -118,7 +118,7 @@ class TokenView:
 def _known(
     rollout: Row, turn: Row, action: Row, count: int
 ) -> tuple[dict[str, list[float]], str]:
-  """Values of each of `count` tokens; why they are not in the loss."""
+  """Returns values of each of `count` tokens; why they are not in the loss."""
   measures: dict[str, list[float]] = {}
   metrics = turn["metrics"]
   logprobs = _numbers(action["logprobs"], count)
@@ -154,7 +154,7 @@ def _known(
 def _trained(
     rollout: Row, turn: Row, summary: Row
 ) -> tuple[bool | None, str]:
-  """Whether an update put the turn's tokens into its loss, and why not.
+  """Returns whether an update put the turn's tokens into its loss, and why not.
 
   None where it was not recorded.
   """
@@ -168,7 +168,7 @@ def _trained(
 
 
 def _of_turn(values: Any, turn: Row, otherwise: Any = None) -> Any:
-  """The entry of a turn, which are numbered from 1."""
+  """Returns a turn's entry; turns are numbered from 1."""
   number = turn["turn"]
   if isinstance(values, list) and 0 < number <= len(values):
     return values[number - 1]
@@ -235,7 +235,7 @@ def _numbers(values: Any, count: int) -> list[float] | None:
 
 
 def _spread(runs: Any, count: int) -> list[float] | None:
-  """[[version, how many in a row]] as one version a token."""
+  """Expands [[version, count]] into one version for each token."""
   try:
     pairs = [(float(v), int(n)) for v, n in runs]
   except (TypeError, ValueError):

@@ -107,7 +107,7 @@ def _count(text: str) -> int:
 
 
 def _opened(target: str, *, make: bool = False) -> sa.Engine:
-  """An upgraded database; only `make` makes one that is not there."""
+  """Returns the engine of an upgraded database; `make` makes a missing one."""
   url = database.url_of(target)
   if url.get_backend_name() == "sqlite" and not make:
     if not pathlib.Path(url.database).exists():

@@ -167,7 +167,7 @@ def _sqlite_file(path: pathlib.Path) -> Iterator[Finding]:
 
 
 def _filesystem(path: pathlib.Path) -> str:
-  """The kind of file system that a file is on; "" if unknown."""
+  """Returns the kind of file system that a file is on; "" if unknown."""
   try:
     mounts = pathlib.Path("/proc/self/mounts").read_text(errors="replace")
   except OSError:
@@ -268,7 +268,7 @@ def _integrity(engine: sa.Engine) -> Iterator[Finding]:
 
 
 def _loose_ends(engine: sa.Engine) -> Iterator[Finding]:
-  """Rows that no foreign key protects."""
+  """Finds rows that no foreign key protects."""
   counts: dict[str, int] = {}
 
   def count(what: str, query: sa.Select) -> None:

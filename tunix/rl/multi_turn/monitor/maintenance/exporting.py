@@ -112,7 +112,7 @@ def _write_run(
     shas: set[str],
     bar: Any,
 ) -> int:
-  """A run's tables; learns the screenshots that they refer to."""
+  """Writes a run's tables; collects the screenshots that they refer to."""
   count = 0
 
   def put(table: str, rows: Iterable[dict[str, Any]]) -> None:
@@ -181,7 +181,7 @@ def _write_run(
 
 
 def references(row: dict[str, Any]) -> set[str]:
-  """Hashes of the screenshots that a row of any table refers to."""
+  """Returns hashes of the screenshots that a row of any table refers to."""
   shas: set[str] = set()
   for name in ("screenshot_uri", "model_input_json"):
     if row.get(name):

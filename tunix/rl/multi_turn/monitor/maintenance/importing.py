@@ -109,7 +109,7 @@ def _bring_screenshots(
     outcome: ImportResult,
     bar: Any,
 ) -> None:
-  """Before the rows that refer to them, as a client's would come."""
+  """Imports the screenshots, before the rows that refer to them."""
   folder = screenshots.ScreenshotFiles(files / "screenshots")
   s = tables.screenshot
   listed = reader.manifest["screenshots"]
@@ -222,7 +222,7 @@ class _RunImport:
   def _here(
       self, training: Row
   ) -> tuple[int, datetime.datetime] | None:
-    """(id, when it was last changed) of this run in this database.
+    """Returns (id, last change) of this run in this database.
 
     A run is the same one if it was made at the same moment under the same
     name; its name here may have got a number.
@@ -255,7 +255,7 @@ class _RunImport:
     return None
 
   def _raw_name(self) -> str:
-    """The client's name of the run, if the database has another."""
+    """Returns the client's name of the run, if the database has another."""
     for row in self._reader.rows(
         archive.run_table(self._run["id"], "raw_value")
     ):
@@ -264,7 +264,7 @@ class _RunImport:
     return self._run["run_name"]
 
   def _free_name(self, name: str) -> str:
-    """The run's name, with a number if another run has it."""
+    """Returns the run's name, with a number if another run has it."""
     t, free, number = tables.training, name, 1
     while self._connection.execute(
         sa.select(t.c.id).where(t.c.run_name == free)
@@ -364,7 +364,7 @@ class _RunImport:
     self._bar.update(len(part))
 
   def _renumber(self, kind: str, part: list[Row], used_ids: set[int]) -> None:
-    """New ids for rows whose own are another one's.
+    """Gives new ids to rows whose ids are taken.
 
     The new ids are beyond every id of the archive, so that no later row
     collides with them.
@@ -387,7 +387,7 @@ class _RunImport:
     )
 
   def _raise_sequence(self, kind: str, least: int) -> None:
-    """Ids that are given from now on are greater than `least`."""
+    """Makes later ids greater than `least`."""
     self._next[kind] = least
     if self._sql.sqlite:
       rows = self._sql.rows(
@@ -402,7 +402,7 @@ class _RunImport:
       )
 
   def _advance_sequences(self) -> None:
-    """PostgreSQL's know nothing of ids that were given with the rows."""
+    """Advances PostgreSQL's sequences past the imported ids."""
     if self._sql.sqlite:
       return
     for kind in (*items.BY_NAME, "status_history"):
@@ -434,7 +434,7 @@ class _RunImport:
     self._write("status_history", h, part)
 
   def _bring_names(self) -> None:
-    """Client ids, and raw values beyond the columns."""
+    """Imports client ids, and raw values beyond the columns."""
     training = self._mapped("training", self._run["id"])
     raw = list(self._named("raw_value"))
     values = [(r["kind"], r["entity_id"], r["field"], r["value"]) for r in raw]
@@ -471,7 +471,7 @@ class _RunImport:
     )
 
   def _marks_of(self, training: int) -> tuple[list[Row], bool]:
-    """(tags, whether it is pinned) of a run that is here."""
+    """Returns (tags, whether it is pinned) of a run that is here."""
     g, pin = tables.training_tag, tables.pinned_baseline
     tags = self._connection.execute(
         sa.select(g).where(g.c.training_id == training)
@@ -482,7 +482,7 @@ class _RunImport:
     return [dict(row) for row in tags], pinned is not None
 
   def _bring_marks(self, tags: list[Row], pinned: bool) -> None:
-    """The archive's tags beside those of the state that was here."""
+    """Merges the archive's tags with those of the present run."""
     g, pin = tables.training_tag, tables.pinned_baseline
     training = self._mapped("training", self._run["id"])
     brought = list(
@@ -513,7 +513,7 @@ class _RunImport:
       )
 
   def _annotations_of(self, training: int) -> list[Row]:
-    """Labels and notes of a run that is here, by their rollout's own name."""
+    """Returns labels and notes of a present run by their rollout's name."""
     n, r, t = tables.annotation, tables.rollout, tables.turn
     return [
         dict(row)
@@ -530,7 +530,7 @@ class _RunImport:
     ]  # pyformat: disable
 
   def _bring_annotations(self, noted: list[Row]) -> None:
-    """The archive's labels and notes, and those that the run had here."""
+    """Merges the archive's labels and notes with those of the present run."""
     n, r, t = tables.annotation, tables.rollout, tables.turn
     merged: dict[tuple[Any, ...], Row] = {}
     for row in _typed(
@@ -570,7 +570,7 @@ class _RunImport:
 
 
 def _typed(rows: Iterator[Row], table: sa.Table, name: str) -> Iterator[Row]:
-  """Rows as the database takes them.
+  """Yields the rows with times parsed.
 
   Raises:
     MaintenanceError: A row has a column that the table lacks.

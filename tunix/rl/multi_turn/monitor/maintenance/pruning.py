@@ -84,7 +84,7 @@ class PruneResult:
 
 
 def seconds(text: str) -> float:
-  """Seconds of "90m", "12h", "30d" or "8w".
+  """Returns seconds of "90m", "12h", "30d" or "8w".
 
   Raises:
     ValueError: another form.
@@ -100,7 +100,7 @@ def choose(
 ) -> tuple[
     list[runs_lib.StoredRun], list[runs_lib.StoredRun], list[runs_lib.StoredRun]
 ]:
-  """(runs that go, those that would but are under way, or are pinned).
+  """Returns (chosen runs, runs under way, pinned runs).
 
   Raises:
     MaintenanceError: there is no such project or run.
@@ -301,7 +301,7 @@ def _empty_trash(
 def stray_thumbnails(
     engine: sa.Engine, files: pathlib.Path
 ) -> list[pathlib.Path]:
-  """Thumbnails whose screenshots are gone, and abandoned partial files."""
+  """Returns thumbnails without a screenshot, and partial files."""
   s = tables.screenshot
   old = time.time() - _GRACE_S
   # Files first: one that comes meanwhile is of a screenshot that is here.
@@ -325,7 +325,7 @@ def stray_thumbnails(
 def _prune_thumbnails(
     engine: sa.Engine, files: pathlib.Path, outcome: PruneResult, dry_run: bool
 ) -> None:
-  """After the screenshots; a dry run counts those that are stray now."""
+  """Deletes stray thumbnails; a dry run only counts them."""
   for path in stray_thumbnails(engine, files):
     try:
       size = path.stat().st_size

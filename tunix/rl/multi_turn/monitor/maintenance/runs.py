@@ -61,7 +61,7 @@ def find(
     project: str = "",
     names: Sequence[str] = (),
 ) -> list[StoredRun]:
-  """Runs, oldest first.
+  """Returns runs, oldest first.
 
   Args:
     connection: Connection to the database.
@@ -144,7 +144,7 @@ def _score(connection: sa.Connection, training: int) -> float | None:
 
 
 def ids(kind: str, training: int) -> sa.Select:
-  """SELECT of the ids of a run's entities of a kind."""
+  """Returns a SELECT of the ids of a run's entities of a kind."""
   t = tables.metadata.tables[kind]
   if kind == "training":
     return sa.select(t.c.id).where(t.c.id == training)
@@ -239,7 +239,7 @@ def delete_parts(connection: sa.Connection, rollouts: Sequence[int]) -> int:
 
 
 def _delete(connection: sa.Connection, kind: str, rows: Sequence[int]) -> int:
-  """Rows of a table, and rows beside them."""
+  """Deletes rows of a table and the rows beside them; returns how many."""
   t, raw, h = (
       tables.metadata.tables[kind], tables.raw_value, tables.status_history,
   )  # pyformat: disable
@@ -286,7 +286,7 @@ def forget_names(connection: sa.Connection) -> int:
 
 @contextlib.contextmanager
 def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
-  """`database.reading`, for questions that take long."""
+  """Opens `database.reading` without a time limit."""
   with database.reading(engine) as connection:
     _take_your_time(connection)
     yield connection
@@ -294,7 +294,7 @@ def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
 
 @contextlib.contextmanager
 def writing(engine: sa.Engine) -> Iterator[sa.Connection]:
-  """A transaction that no server writes beside, and that they learn of.
+  """Opens a transaction that excludes servers and tells them of a change.
 
   Servers remember which entities there are; a new generation makes them
   forget.

@@ -56,12 +56,12 @@ def now() -> datetime.datetime:
 
 
 def reason(error: sa.exc.DBAPIError) -> str:
-  """The driver's own words, on one line."""
+  """Returns the driver's message on one line."""
   return " ".join(str(error.orig or error).split())
 
 
 def url_of(target: str | pathlib.Path) -> sa.URL:
-  """A database URL of a URL, or of the path of a SQLite file.
+  """Returns a database URL of a URL, or of the path of a SQLite file.
 
   Raises:
     DatabaseError: neither, or a kind of database that is not supported.
@@ -99,7 +99,7 @@ def url_of(target: str | pathlib.Path) -> sa.URL:
 
 
 def connect(target: str | pathlib.Path, *, pool_size: int = 8) -> sa.Engine:
-  """An engine for the database; its folder is made, its tables are not.
+  """Returns an engine for the database; its folder is made, its tables are not.
 
   Raises:
     DatabaseError: the target is none, or its driver is not installed.
@@ -163,7 +163,7 @@ def _begin_sqlite(connection: sa.Connection) -> None:
 
 @contextlib.contextmanager
 def writing(engine: sa.Engine) -> Iterator[sa.Connection]:
-  """A transaction that writes: committed at the end, undone by an error."""
+  """Opens a transaction that writes; an error undoes it."""
   with engine.connect() as connection:
     connection = connection.execution_options(monitor_writes=True)
     with connection.begin():
@@ -172,7 +172,7 @@ def writing(engine: sa.Engine) -> Iterator[sa.Connection]:
 
 @contextlib.contextmanager
 def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
-  """One consistent view of the database, for as long as the block.
+  """Opens one consistent view of the database for the block.
 
   Raises:
     sqlalchemy.exc.TimeoutError: too many others read, for too long.
@@ -275,7 +275,7 @@ def _forget_triggers(connection: sa.Connection) -> None:
 
 
 def triggers_are_current(connection: sa.Connection) -> bool:
-  """Whether the database's triggers and views are those of this version."""
+  """Returns whether the installed triggers and views are this version's."""
   meta = tables.meta
   digest = connection.execute(
       sa.select(meta.c.value).where(meta.c.key == _TRIGGERS)

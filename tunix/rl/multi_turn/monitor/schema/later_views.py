@@ -38,7 +38,7 @@ parts come first."""
 
 
 def statements(dialect: str) -> list[str]:
-  """DDL that makes all views.
+  """Returns DDL that makes all views.
 
   Args:
     dialect: "sqlite" or "postgresql".
@@ -124,7 +124,7 @@ class _Expressions:
     )
 
   def _number(self, kind: str, name: str) -> str:
-    """A raw value as a number; NULL where it is none."""
+    """Returns SQL of a raw value as a number; NULL where it is none."""
     value = (
         "CASE WHEN json_valid(v.value) THEN CASE WHEN json_type(v.value) IN"
         " ('integer', 'real') THEN CAST(v.value AS REAL) END END"
@@ -155,7 +155,7 @@ class _Expressions:
     )
 
   def _time(self, kind: str, name: str) -> str:
-    """Seconds, by the progress so far."""
+    """Returns SQL of seconds estimated from the progress."""
     end = "COALESCE(t.end_time, t.updated_at)"
     spent = (
         f"((julianday({end}) - julianday(t.start_time)) * 86400.0)"

@@ -21,7 +21,7 @@ def ratio(count: float | None, total: float | None) -> float:
 def training(
     status: str | None, current_step: int | None, total_steps: int | None
 ) -> float:
-  """Steps made of all. A completed run is at 100 whatever it had planned."""
+  """Returns the share of steps made; 100 for a completed run."""
   if status == "completed":
     return 100.0
   return ratio(current_step, total_steps)
@@ -30,7 +30,7 @@ def training(
 def measuring(
     status: str | None, completed_tasks: int | None, total_tasks: int | None
 ) -> float:
-  """Percent of a baseline's or evaluation's tasks that are completed."""
+  """Returns the share of completed tasks; 100 for a completed measurement."""
   if status == "completed":
     return 100.0
   return ratio(completed_tasks, total_tasks)
@@ -50,7 +50,7 @@ def step(
     rollout_progress: Mapping[str, Any] | None,
     training_progress: Mapping[str, Any] | None,
 ) -> float:
-  """Half for the rollouts, half for the update.
+  """Returns the progress: half for the rollouts, half for the update.
 
   Args:
     status: Status of the step. From `training` on the rollouts are done.

@@ -101,7 +101,7 @@ def _choice(
 
 
 def _state(table: str) -> list[sa.Column | sa.CheckConstraint]:
-  """`status` and `progress_percent`."""
+  """Returns `status` and `progress_percent` with their checks."""
   first, *_ = vocabulary.STATUSES[table]
   words = ", ".join(f"'{w}'" for w in vocabulary.STATUSES[table])
   columns: list[sa.Column | sa.CheckConstraint] = [

@@ -48,7 +48,7 @@ _PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 
 @functools.cache
 def available(dialect: str) -> bool:
-  """Whether the database's program has what the index needs."""
+  """Returns whether the database's program has what the index needs."""
   if dialect != "sqlite":
     return True
   connection = sqlite3.connect(":memory:")
@@ -73,7 +73,7 @@ def words_of(text: str) -> list[str] | None:
 
 
 def statements(dialect: str) -> list[str]:
-  """DDL of the triggers that keep the index; none where it cannot be."""
+  """Returns DDL of the index's triggers; none where it is unavailable."""
   if not available(dialect):
     return []
   return _sqlite() if dialect == "sqlite" else _postgresql()
@@ -101,7 +101,7 @@ def install(connection: sa.Connection) -> None:
 
 
 def ready(connection: sa.Connection) -> bool:
-  """Whether the index has every turn."""
+  """Returns whether the index has every turn."""
   meta = tables.meta
   return connection.execute(
       sa.select(meta.c.value).where(meta.c.key == _KEY)
@@ -123,7 +123,7 @@ def rebuild(connection: sa.Connection) -> None:
 
 
 def pending(connection: sa.Connection) -> bool:
-  """Whether `catch_up` has turns to index."""
+  """Returns whether `catch_up` has turns to index."""
   return connection.dialect.name == "sqlite" and ready(connection) and bool(
       connection.exec_driver_sql(
           f"SELECT EXISTS (SELECT 1 FROM {_PENDING})"
@@ -263,7 +263,7 @@ def _cut(text: str) -> str:
 
 
 def _sqlite_words() -> str:
-  """The words of a row `t` of `turn`."""
+  """Returns the words of a row `t` of `turn`."""
   metrics = (
       "CASE WHEN json_valid(t.metrics_json) THEN"
       " json_extract(t.metrics_json, '$.{}') END"
@@ -287,7 +287,7 @@ def _sqlite_words() -> str:
 
 
 def _sqlite() -> list[str]:
-  """Each notes as pending the turns whose words change."""
+  """Returns triggers that note turns whose words change as pending."""
   of = f"INSERT OR IGNORE INTO {_PENDING} VALUES (NEW.{{}})".format
   every = (
       f"INSERT OR IGNORE INTO {_PENDING} SELECT t.id FROM rollout r JOIN turn t"

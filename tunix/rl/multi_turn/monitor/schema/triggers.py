@@ -21,7 +21,7 @@ _SQLITE_NOW = "strftime('%Y-%m-%d %H:%M:%f', 'now')"
 
 
 def statements(dialect: str) -> list[str]:
-  """DDL that makes all triggers.
+  """Returns DDL that makes all triggers.
 
   Args:
     dialect: "sqlite" or "postgresql".
@@ -61,7 +61,7 @@ def drop(connection: sa.Connection) -> None:
 
 
 def _allowed(table: str, old: str, new: str) -> str:
-  """SQL that holds for the transitions of `table`."""
+  """Returns SQL that holds for the transitions of `table`."""
   pairs = []
   for word, following in vocabulary.TRANSITIONS[table].items():
     if following:

@@ -47,7 +47,7 @@ class Principal:
 
 
 def project_id(connection: sa.Connection, name: str) -> int:
-  """The id of a project, which is made if it is new.
+  """Returns the id of a project; makes a new project.
 
   Raises:
     ValueError: The name is not a valid project name.
@@ -142,7 +142,7 @@ class Access:
   def check(
       self, headers: Mapping[str, str], scope: str, *, form: bool = False
   ) -> Principal:
-    """The principal of a request.
+    """Returns the principal of a request.
 
     Args:
       headers: Headers of the request.
@@ -196,7 +196,7 @@ class Access:
       _check_host(headers)
 
   def remembers(self, headers: Mapping[str, str]) -> bool:
-    """Whether `check` answers without asking the database."""
+    """Returns whether `check` answers without asking the database."""
     credentials = headers.get("authorization", "") or _cookie(headers)
     token = credentials.partition(" ")[2].strip()
     if self._open_to_all:
@@ -232,7 +232,7 @@ class Access:
 
 
 def _cookie(headers: Mapping[str, str]) -> str:
-  """The cookie of the login page as an Authorization header; "" without."""
+  """Returns the login cookie as an Authorization header; "" without."""
   for part in headers.get("cookie", "").split(";"):
     name, _, value = part.strip().partition("=")
     if name == COOKIE and value:

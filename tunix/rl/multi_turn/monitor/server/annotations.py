@@ -138,7 +138,7 @@ class Annotations:
 
 
 def _require(t: apply.Transaction, project: int, rollout: int) -> int:
-  """The training of a rollout, which must be the project's."""
+  """Returns the training of a rollout, which must be the project's."""
   checker = references.References(t.sql, project)
   checker.check_numbers("rollout", [rollout])
   if ("rollout", rollout) not in checker.mine:

@@ -275,7 +275,7 @@ class _Work:
     return result
 
   def _take(self, kind: Kind, most: int) -> int:
-    """An id, of as many as the kind's items may need."""
+    """Returns an unused id; reserves up to `most` at a time."""
     if not self._taken:
       self._taken = list(
           reversed(self._sql.next_ids(kind.name, most, self._tx.last_id))
@@ -285,7 +285,7 @@ class _Work:
   def _natural(
       self, kind: Kind, item: Item
   ) -> tuple[tuple[str, ...], tuple[Any, ...]] | None:
-    """(columns, values) of the key that an item's table has beside the id."""
+    """Returns (columns, values) of an item's unique key beside the id."""
     if kind.name == "monitor_group":
       columns = placement.group_key(item)
     else:
@@ -326,7 +326,7 @@ class _Work:
   def _existing(
       self, kind: Kind, item: Item, fresh: Mapping[tuple[Any, ...], int]
   ) -> int | None:
-    """The id of the row that an item is about; None for a new one."""
+    """Returns the id of the row that an item is about; None for a new one."""
     if item.id is not None:
       if (kind.name, item.id) not in self._who.mine:
         raise errors.invalid([errors.fault(
@@ -389,7 +389,7 @@ class _Work:
     return None
 
   def _keep_number(self, item: Item, id_: int) -> None:
-    """A run that got a number behind its name keeps it when it is resumed."""
+    """Keeps the number behind the name of a resumed run."""
     name = item.values.get("run_name")
     if name is not None and self._sql.rows(
         "SELECT 1 FROM training WHERE run_name = ? AND id <> ?", (name, id_)
@@ -405,7 +405,7 @@ class _Work:
       waiting: dict[str, Any],
       inserts: list[tuple[int, Item]],
   ) -> None:
-    """More about an environment that waits; with its rollout, a new row."""
+    """Adds to a waiting environment; inserts it once its rollout is known."""
     item.values = {**waiting, **item.values}
     if "rollout_id" in item.values:
       item.raw = {**self._waiting.raw(id_), **item.raw}

@@ -48,7 +48,7 @@ class ApiError(Exception):
 
 
 def fault(field: str, value: Any, message: str) -> dict[str, Any]:
-  """One wrong field; a long value is cut."""
+  """Returns one wrong field; a long value is cut."""
   try:
     is_number = isinstance(value, float) or (
         isinstance(value, int) and abs(value) < 1 << 63
@@ -66,7 +66,7 @@ def fault(field: str, value: Any, message: str) -> dict[str, Any]:
 
 
 def wrong(faults: list[dict[str, Any]], ending: str = "") -> ApiError:
-  """A request that is refused, with every wrong field."""
+  """Returns the error for a request with wrong fields."""
   first = faults[0]
   more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
   return ApiError(
@@ -77,5 +77,5 @@ def wrong(faults: list[dict[str, Any]], ending: str = "") -> ApiError:
 
 
 def invalid(faults: list[dict[str, Any]]) -> ApiError:
-  """A batch that is refused as a whole, with every wrong field."""
+  """Returns the error for a batch with wrong fields."""
   return wrong(faults, "; nothing of the batch was stored")

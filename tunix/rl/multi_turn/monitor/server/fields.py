@@ -55,7 +55,7 @@ def text(value: Any) -> str:
 
 
 def key(value: Any) -> str:
-  """Text that something is found by."""
+  """Reads a text that rows are found by."""
   value = text(value)
   if not 0 < len(value) <= _MAX_KEY:
     raise WrongValue(f"give text of 1 to {_MAX_KEY} characters")
@@ -111,7 +111,7 @@ def percent(value: Any) -> Any:
 
 
 def time(value: Any) -> str:
-  """UTC as `YYYY-MM-DD HH:MM:SS.ffffff`, which sorts."""
+  """Returns UTC as `YYYY-MM-DD HH:MM:SS.ffffff`, which sorts."""
   kind = type(value)
   if kind is str:
     try:
@@ -141,7 +141,7 @@ def time(value: Any) -> str:
 
 
 def too_deep(written: str, value: Any) -> bool:
-  """Whether a value, whose JSON is `written`, nests deeper than `DEEPEST`."""
+  """Returns whether a value with the JSON `written` nests too deeply."""
   # Few brackets need no look.
   brackets = written.count("[") + written.count("{")
   return brackets > DEEPEST and json_text_lib.deeper(value, DEEPEST)
@@ -181,7 +181,7 @@ _STRICT = {"status", "current_phase", "source_type", "env_type"}
 
 
 def choice(table: str, column: str) -> Callable[[Any], Any]:
-  """Reader of a word of a list, by its aliases too."""
+  """Returns a reader of the words of a list and their aliases."""
   words = vocabulary.CHOICES[table, column]
   identity = {word: word for word in words}
 
@@ -217,7 +217,7 @@ _FLAGS = frozenset({
 
 
 def reader(table: str, column: sa.Column) -> Callable[[Any], Any]:
-  """The reader of a column."""
+  """Returns the reader of a column."""
   name = column.name
   if (table, name) in vocabulary.CHOICES:
     return choice(table, name)
@@ -272,7 +272,7 @@ _SCHEMAS: dict[Callable[[Any], Any], dict[str, Any]] = {
 
 
 def schema(reader_: Callable[[Any], Any]) -> dict[str, Any]:
-  """The JSON schema of what a reader takes; of `choice`, texts."""
+  """Returns the JSON schema of the values that a reader takes."""
   return _SCHEMAS.get(reader_, _SCHEMAS[text])
 
 

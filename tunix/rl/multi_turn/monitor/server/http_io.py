@@ -111,12 +111,12 @@ def _clean(value: Any) -> Any:
 
 
 def json_answer(data: Any) -> Response:
-  """200, with JSON."""
+  """Returns a 200 with JSON."""
   return Response(orjson.dumps(data), media_type="application/json")
 
 
 def refusal(error: errors.ApiError) -> Response:
-  """The answer for an error."""
+  """Returns the answer for an error."""
   return Response(
       orjson.dumps(error.body()),
       status_code=error.status,
@@ -126,7 +126,7 @@ def refusal(error: errors.ApiError) -> Response:
 
 
 def id_of(request: Request, name: str = "id") -> int:
-  """An id of the path.
+  """Returns an id from the path.
 
   Raises:
     ApiError: 404, it is larger than any.
@@ -142,7 +142,7 @@ def id_of(request: Request, name: str = "id") -> int:
 
 
 def name_of(request: Request) -> str:
-  """A rollout's id or name, of the path."""
+  """Returns a rollout's id or name from the path."""
   name = request.path_params["name"]
   if "\0" in name:
     raise errors.ApiError(404, "there is no rollout of this name")
@@ -150,5 +150,5 @@ def name_of(request: Request) -> str:
 
 
 async def in_thread(ask: Callable[..., Any], *arguments: Any) -> Any:
-  """The result of a question to the database."""
+  """Calls `ask` in a thread; returns its result."""
   return await concurrency.run_in_threadpool(ask, *arguments)

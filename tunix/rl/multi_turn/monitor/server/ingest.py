@@ -163,7 +163,7 @@ class Ingest:
     return http_io.json_answer({"missing": missing})
 
   async def _gone(self, old: list[str]) -> list[str]:
-    """Screenshots that a prune has just deleted; the others are safe from it.
+    """Returns screenshots that a prune just deleted; protects the others.
 
     A client that asks for a screenshot or brings it is about to refer to it:
     the screenshot counts as young again.
@@ -212,7 +212,7 @@ class Ingest:
   async def _store(
       self, images: list[tuple[str, bytes]]
   ) -> tuple[list[str], dict[str, str]]:
-    """(hashes stored now, hash -> why it is refused)."""
+    """Returns (hashes stored now, hash -> why it is refused)."""
     try:
       # Pixels take many times a file's memory: a few images at a time.
       async with self._decoding:
@@ -237,7 +237,7 @@ class Ingest:
 
 
 def _read(body: bytes) -> items.IngestBatch | errors.ApiError:
-  """The batch, or its fault without the frames that raised it.
+  """Returns the batch, or its fault without the frames that raised it.
 
   A thread keeps the last error that it raised, and the error these frames with
   the body: for each thread, one body that nothing counts.

@@ -193,7 +193,7 @@ class Item:
     self.tags: tuple[str, ...] = ()
 
   def copy(self) -> Item:
-    """One whose values and raw values can be changed."""
+    """Returns a copy whose values and raw values can be changed."""
     other = Item(self.path)
     other.client_id = self.client_id
     other.values = self.values.copy()
@@ -254,7 +254,7 @@ class _Faults:
 
 
 def read(body: bytes) -> IngestBatch:
-  """The batch of a request's body.
+  """Returns the batch of a request's body.
 
   Raises:
     ApiError: 400, naming every wrong field.
@@ -274,7 +274,7 @@ def read(body: bytes) -> IngestBatch:
 
 
 def _joined(data: dict[str, Any], faults: _Faults) -> dict[str, Any]:
-  """A body of parts as one without."""
+  """Joins the parts of a body into one body without parts."""
   parts = data["parts"]
   for key in data.keys() & _PART:
     faults.add(key, "…", "stands beside parts; make it one of them")
@@ -530,7 +530,7 @@ def _name_the_nameless(entries: list[Any], items: list[Item]) -> None:
 
 
 def _is_name(value: Any) -> bool:
-  """Whether it can be a client id."""
+  """Returns whether a value can be a client id."""
   return (
       isinstance(value, str) and 0 < len(value) <= MAX_ID and "\0" not in value
   )

@@ -58,7 +58,7 @@ _REFUSALS = (
 def document(
     operations: list[Operation], body_bytes: Mapping[str, int]
 ) -> dict[str, Any]:
-  """OpenAPI 3.1.
+  """Returns the OpenAPI 3.1 document.
 
   Args:
     operations: The routes.

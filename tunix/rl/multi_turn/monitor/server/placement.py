@@ -17,7 +17,7 @@ _SOURCES = tuple(f"{kind}_id" for kind in vocabulary.SOURCE_TYPES)
 
 
 def group_key(item: items_lib.Item) -> tuple[str, ...] | None:
-  """The columns that a group is found by; None without a source."""
+  """Returns the columns that a group is found by; None without a source."""
   sources = [c for c in _SOURCES if item.values.get(c) is not None]
   if len(sources) != 1 or item.values.get("group_num") is None:
     return None

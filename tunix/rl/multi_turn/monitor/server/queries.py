@@ -48,7 +48,7 @@ class Queries:
   def trainings(
       self, project: int, selection: query_lib.TrainingsQuery
   ) -> Row:
-    """Newest first."""
+    """Returns a page of trainings, newest first."""
     t, owner = tables.training, tables.training_project
     query = _select(t).join(owner, owner.c.training_id == t.c.id)
     query = query.where(owner.c.project_id == project, *tagged(selection.tag))
@@ -60,7 +60,7 @@ class Queries:
     return page
 
   def tags(self, project: int) -> Row:
-    """The tags of the project's runs, with how many have them."""
+    """Returns the tags of the project's runs, with how many have them."""
     g, owner = tables.training_tag, tables.training_project
     count = sa.func.count().label("runs")
     with database.reading(self._engine) as connection:
@@ -74,7 +74,7 @@ class Queries:
       return {"items": [_json(row) for row in rows]}
 
   def pinned(self, project: int) -> Row | None:
-    """{id, run_name} of the project's pinned baseline."""
+    """Returns {id, run_name} of the project's pinned baseline."""
     t, pin = tables.training, tables.pinned_baseline
     with database.reading(self._engine) as connection:
       row = connection.execute(
@@ -91,7 +91,7 @@ class Queries:
       training: int,
       page: query_lib.ListQuery,
   ) -> Row:
-    """A run's steps or evaluations by step, or its baselines by id."""
+    """Returns a run's steps or evaluations by step, or its baselines by id."""
     t = tables.metadata.tables[kind]
     with database.reading(self._engine) as connection:
       self._require(connection, project, "training", training)
@@ -100,7 +100,7 @@ class Queries:
     return self._page(query, key, False, page)
 
   def rollouts(self, project: int, selection: query_lib.RolloutsQuery) -> Row:
-    """Newest first."""
+    """Returns a page of rollouts, newest first."""
     r = tables.rollout
     query = _select(r, _HEAVY["rollout"]).where(self._is_mine(project))
     if selection.training_id is not None:
@@ -123,7 +123,7 @@ class Queries:
     return self._page(query, r.c.id, True, selection)
 
   def tasks(self, project: int, page: query_lib.ListQuery) -> Row:
-    """Tasks that the project's clients have sent."""
+    """Returns tasks that the project's clients have sent."""
     t, ids = tables.task, tables.client_ids
     own_tasks = sa.select(ids.c.entity_id).where(
         ids.c.project_id == project, ids.c.kind == "task"
@@ -134,7 +134,7 @@ class Queries:
   def history(
       self, project: int, kind: str, id_: int, page: query_lib.ListQuery
   ) -> Row:
-    """Every status that an entity had, in order."""
+    """Returns every status that an entity had, in order."""
     h = tables.status_history
     with database.reading(self._engine) as connection:
       self._require(connection, project, kind, id_)
@@ -142,7 +142,7 @@ class Queries:
     return self._page(query, h.c.id, False, page)
 
   def clients(self, project: int) -> Row:
-    """State of the project's clients: spools, drops, dead letters."""
+    """Returns the clients' state: spools, drops, dead letters."""
     d = tables.delivery
     with database.reading(self._engine) as connection:
       rows = connection.execute(
@@ -154,7 +154,7 @@ class Queries:
       return {"items": [_json(row) for row in rows]}
 
   def labels(self, project: int) -> Row:
-    """Labels of the project's rollouts and turns; how many have them."""
+    """Returns the project's labels, with how many rollouts have each."""
     n, r = tables.annotation, tables.rollout
     with database.reading(self._engine) as connection:
       rows = connection.execute(
@@ -170,13 +170,13 @@ class Queries:
       return {"items": [_json(row) for row in rows]}
 
   def annotations(self, project: int, name: str) -> Row:
-    """The labels and notes of a rollout and its turns, in order of time."""
+    """Returns labels and notes of a rollout and its turns, in order of time."""
     with database.reading(self._engine) as connection:
       id_ = self._rollout_id(connection, project, name)
       return {"items": annotations_of(connection, id_)}
 
   def rollout_id(self, project: int, name: str) -> int:
-    """The id of a rollout, by it or by the rollout's own name.
+    """Returns the id of a rollout, by it or by the rollout's own name.
 
     Raises:
       ApiError: 404.
@@ -187,7 +187,7 @@ class Queries:
   # --- one of them -----------------------------------------------------------
 
   def one(self, project: int, kind: str, id_: int) -> Row:
-    """An entity, with its raw values beside its columns.
+    """Returns an entity, with its raw values beside its columns.
 
     Raises:
       ApiError: 404.
@@ -200,7 +200,7 @@ class Queries:
       return entity
 
   def rollout(self, project: int, name: str) -> Row:
-    """A rollout with its environment, validations and turns.
+    """Returns a rollout with its environment, validations and turns.
 
     Args:
       project: Project that the rollout belongs to.
@@ -232,7 +232,7 @@ class Queries:
       return entity
 
   def turns(self, project: int, name: str) -> Row:
-    """Every turn of a rollout with its actions and observations."""
+    """Returns every turn of a rollout with its actions and observations."""
     with database.reading(self._engine) as connection:
       id_ = self._rollout_id(connection, project, name)
       t = tables.turn
@@ -244,7 +244,7 @@ class Queries:
       return {"items": rows_of_turns}
 
   def turn(self, project: int, rollout: str, turn: int) -> Row:
-    """One turn of a rollout, by id.
+    """Returns one turn of a rollout, by id.
 
     Raises:
       ApiError: 404.
@@ -262,7 +262,7 @@ class Queries:
       return turns[0]
 
   def observation(self, project: int, rollout: str, id_: int) -> Row:
-    """An observation of a rollout.
+    """Returns an observation of a rollout.
 
     Raises:
       ApiError: 404.
@@ -280,7 +280,7 @@ class Queries:
       return _json(row)
 
   def timeline(self, project: int, training: int) -> list[Row]:
-    """A training's baselines, evaluations and steps, in order of time."""
+    """Returns a training's baselines, evaluations and steps, by time."""
     entries = []
     with database.reading(self._engine) as connection:
       self._require(connection, project, "training", training)
@@ -294,7 +294,7 @@ class Queries:
     return entries
 
   def entity_timeline(self, project: int, kind: str, id_: int) -> Row:
-    """A step, evaluation or baseline with its rollouts, group by group."""
+    """Returns a step, evaluation or baseline with its rollouts by group."""
     r = tables.rollout
     with database.reading(self._engine) as connection:
       self._require(connection, project, kind, id_)
@@ -454,7 +454,7 @@ class Queries:
 
 
 def annotations_of(connection: sa.Connection, rollout: int) -> list[Row]:
-  """{id, turn (None: the rollout), label, note, created_at} of a rollout."""
+  """Returns the labels and notes of a rollout and its turns."""
   n, t = tables.annotation, tables.turn
   rows = connection.execute(
       sa.select(n.c.id, t.c.turn, n.c.label, n.c.note, n.c.created_at)
@@ -466,7 +466,7 @@ def annotations_of(connection: sa.Connection, rollout: int) -> list[Row]:
 
 
 def labelled(label: str) -> sa.Select:
-  """Ids of the rollouts that have a label, or a turn with it."""
+  """Returns ids of the rollouts that have a label, or a turn with it."""
   n = tables.annotation
   return sa.select(n.c.rollout_id).where(n.c.label == label).distinct()
 
@@ -501,7 +501,7 @@ def add_tags_and_pin(
 
 
 def _rollouts_of(training: int) -> sa.Subquery:
-  """Ids of a training's rollouts, by the indices of their sources."""
+  """Returns ids of a training's rollouts, by the indices of their sources."""
   r = tables.rollout
   parts = []
   for kind in vocabulary.SOURCE_TYPES:
@@ -518,7 +518,7 @@ def _rollouts_of(training: int) -> sa.Subquery:
 def _in_training(
     which: sa.Select, r: sa.Table = tables.rollout
 ) -> sa.ColumnElement[bool]:
-  """Condition on rollouts, or groups: of a SELECT of trainings."""
+  """Returns the condition on rollouts or groups of selected trainings."""
   parts = []
   for kind in vocabulary.SOURCE_TYPES:
     t = tables.metadata.tables[kind]

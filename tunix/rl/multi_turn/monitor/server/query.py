@@ -35,7 +35,7 @@ _MAX_SEARCH = 200
 
 
 def is_id(text: str) -> bool:
-  """Whether a text is the number of a row."""
+  """Returns whether a text is the number of a row."""
   try:
     bounds.whole(text, "")
   except ValueError:
@@ -87,12 +87,12 @@ def _cursor(text: Any) -> int | None:
 
 
 def cursor_of(key: Any) -> str:
-  """The `next` of a page whose last row has this key."""
+  """Returns the `next` of a page whose last row has this key."""
   return base64.urlsafe_b64encode(str(key).encode()).decode().rstrip("=")
 
 
 def textual(parse: Callable[[Any], Any]) -> Any:
-  """Metadata of a parameter that `parse` reads and a client sends as text."""
+  """Returns metadata of a parameter that a client sends as text."""
   return (
       pydantic.BeforeValidator(parse),
       pydantic.WithJsonSchema(
@@ -215,7 +215,7 @@ class Query(pydantic.BaseModel):
   @classmethod
   @functools.cache
   def parameters(cls) -> dict[str, dict[str, Any]]:
-    """JSON Schema of each parameter by its name; not to be changed."""
+    """Returns JSON Schema of each parameter by its name; not to be changed."""
     properties = cls.model_json_schema(mode="validation")["properties"]
     return {name: _plain_schema(schema) for name, schema in properties.items()}
 
@@ -229,7 +229,7 @@ class PageQuery(Query):
 def refusal(
     model: type[pydantic.BaseModel], error: pydantic.ValidationError
 ) -> errors.ApiError:
-  """The error of a model that refuses its values: 400."""
+  """Returns the error of a model that refuses its values: 400."""
   faults = []
   for detail in error.errors(include_url=False):
     name = str(detail["loc"][0]) if detail["loc"] else "body"
@@ -257,7 +257,7 @@ def _message(
 
 
 def _plain_schema(schema: dict[str, Any]) -> dict[str, Any]:
-  """Without titles, and without None for an absent value."""
+  """Returns the schema without titles, and without None for absent values."""
   plain = {k: v for k, v in schema.items() if k != "title"}
   for branch in plain.pop("anyOf", ()):
     if branch.get("type") != "null":

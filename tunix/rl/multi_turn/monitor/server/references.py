@@ -132,7 +132,7 @@ class References:
     return ids
 
   def _unknown(self, kind: str, names: Iterable[str]) -> set[str]:
-    """Names of which no id is known yet."""
+    """Returns the names whose ids must be looked up."""
     ids = self._found[kind]
     unknown = set(names).difference(ids)
     for earlier in self._before:
@@ -166,7 +166,7 @@ class References:
         )
 
   def resolve_one(self, kind: str, value: int | str, path: str) -> int:
-    """The id of a reference; `path` is its place in the body."""
+    """Returns the id of a reference; `path` is its place in the body."""
     if isinstance(value, str):
       id_ = self.look_up(kind, [value]).get(value)
       if id_ is None and value.isascii() and value.isdigit():

@@ -167,7 +167,7 @@ def _listed(page: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(one: dict[str, Any]) -> dict[str, Any]:
-  """A step, evaluation or baseline with its type and a name for people."""
+  """Returns an entity with its type and a name for people."""
   kind = one["kind"]
   name = one.get("status_message") or "baseline"
   if kind != "baseline":

@@ -68,7 +68,7 @@ class PendingEnvironments:
     )  # pyformat: disable
 
   def get(self, id_: int) -> dict[str, Any] | None:
-    """Values of a pending environment; None when it is not pending."""
+    """Returns values of a pending environment; None when it is not pending."""
     rows = self._sql.rows(
         "SELECT fields_json FROM monitor_pending_environment WHERE id = ? AND"
         " project_id = ?",
@@ -82,7 +82,7 @@ class PendingEnvironments:
     )
 
   def raw(self, id_: int) -> dict[str, str]:
-    """Raw values of an environment."""
+    """Returns raw values of an environment."""
     return dict(
         self._sql.rows(
             "SELECT field, value FROM monitor_raw_value WHERE kind ="

@@ -96,7 +96,7 @@ class Writer:
   def submit(
       self, batch: items.IngestBatch, project: int
   ) -> concurrent.futures.Future[dict[str, Any]]:
-    """The reply to a batch, once it is durable.
+    """Returns the reply to a batch, once it is durable.
 
     The future raises `ApiError`.
     """
@@ -105,7 +105,7 @@ class Writer:
   def run(
       self, work: Work, size: int = 1000
   ) -> concurrent.futures.Future[Any]:
-    """The result of `work`, once its writes are durable.
+    """Returns the result of `work`, once its writes are durable.
 
     Args:
       work: called by the writing thread, in a transaction with others, and
@@ -170,7 +170,7 @@ class Writer:
         self._index()
 
   def _take(self) -> list[Any]:
-    """Work that waits, `_STOP` the last of it; none if there is time to index.
+    """Returns waiting work, `_STOP` last; none if there is time to index.
     """
     timeout_s = None
     if self._index_at is not None:
@@ -238,7 +238,7 @@ class Writer:
   def _transact(
       self, calls: list[Work], *, apart: bool
   ) -> tuple[apply.Transaction, list[Any]]:
-    """(the transaction, each call's answer or error), committed.
+    """Returns (the transaction, each call's answer or error), committed.
 
     Args:
       calls: Calls to apply.
@@ -271,7 +271,7 @@ class Writer:
     return transaction, answers
 
   def _answer(self, call: Work, transaction: apply.Transaction) -> Any:
-    """The call's answer, or the error that its caller gets."""
+    """Returns the call's answer, or the error that its caller gets."""
     driver = self._engine.dialect.dbapi
     try:
       return call(transaction)
@@ -322,14 +322,14 @@ async def durable(future: concurrent.futures.Future[Any]) -> Any:
 
 
 def _refused(error: Exception) -> errors.ApiError:
-  """A rule of the schema that only the database could check."""
+  """Returns the error for a rule that only the database could check."""
   return errors.ApiError(
       409, f"the database refuses the batch: {str(error).splitlines()[0]}"
   )
 
 
 def _impossible(error: Exception) -> errors.ApiError:
-  """A batch that found something that was not thought of."""
+  """Returns the error for an unforeseen failure of a batch."""
   return errors.ApiError(
       422,
       f"the server cannot apply the batch ({type(error).__name__}:"
@@ -338,7 +338,7 @@ def _impossible(error: Exception) -> errors.ApiError:
 
 
 def now() -> str:
-  """UTC in the database's form."""
+  """Returns the time in UTC, in the database's form."""
   return (
       datetime.datetime.now(datetime.timezone.utc)
       .replace(tzinfo=None)
