@@ -13,7 +13,7 @@ step of that name.
 from __future__ import annotations
 
 import collections
-from typing import Callable, Mapping
+from typing import Any, Callable, Mapping
 
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.schema import tables
@@ -42,14 +42,17 @@ def upgrade(connection: sa.Connection) -> None:
   if revision is not None:
     _drop_changed_indices(connection)
   order: collections.Counter[str] = collections.Counter(
-      {index.name: n for n, index in enumerate(tables.LIST_INDICES, 1)}
+      {str(index.name): n for n, index in enumerate(tables.LIST_INDICES, 1)}
   )
   for table in tables.metadata.sorted_tables:
     connection.execute(sa.schema.CreateTable(table, if_not_exists=True))
-    for index in sorted(table.indexes, key=lambda i: (order[i.name], i.name)):
-      connection.execute(sa.schema.CreateIndex(index, if_not_exists=True))
-  for name, step in _STEPS.items():
-    if revision is None or revision < name:
+    by_name = {str(index.name): index for index in table.indexes}
+    for name in sorted(by_name, key=lambda n: (order[n], n)):
+      connection.execute(
+          sa.schema.CreateIndex(by_name[name], if_not_exists=True)
+      )
+  for later, step in _STEPS.items():
+    if revision is None or revision < later:
       step(connection)
   _STAMP.create(connection, checkfirst=True)
   connection.execute(sa.delete(_STAMP))
@@ -63,12 +66,14 @@ def _drop_changed_indices(connection: sa.Connection) -> None:
     if not inspector.has_table(table.name):
       continue
     expected = {
-        index.name: ([c.name for c in index.columns], bool(index.unique))
+        str(index.name): ([c.name for c in index.columns], bool(index.unique))
         for index in table.indexes
     }
-    for index in inspector.get_indexes(table.name):
-      name = index["name"]
-      columns = index["column_names"], bool(index["unique"])
+    for present in inspector.get_indexes(table.name):
+      name = str(present["name"])
+      columns: tuple[list[Any], bool] = (
+          present["column_names"], bool(present["unique"])
+      )  # pyformat: disable
       if name == _REPLACED_INDEX or expected.get(name, columns) != columns:
         connection.exec_driver_sql(f'DROP INDEX "{name}"')
 

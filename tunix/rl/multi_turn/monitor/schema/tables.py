@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import functools
 import operator
+from typing import Any
 
 import sqlalchemy as sa
 from tunix.rl.multi_turn.core import run_tags as tags_lib
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 
 INTEGER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
-REAL = sa.Double().with_variant(sa.REAL, "sqlite")
+REAL: sa.types.TypeEngine[float] = sa.Double().with_variant(sa.REAL, "sqlite")
 
 metadata = sa.MetaData(
     naming_convention={
@@ -79,7 +80,7 @@ def _required(name: str, kind: sa.types.TypeEngine = sa.Text()) -> sa.Column:
 
 
 def _refers(
-    name: str, table: str, nullable: bool = False, **options: bool
+    name: str, table: str, nullable: bool = False, **options: Any
 ) -> sa.Column:
   key = sa.ForeignKey(f"{table}.id", ondelete="RESTRICT")
   return sa.Column(name, INTEGER, key, nullable=nullable, **options)
