@@ -25,15 +25,15 @@ class NoPostgres(Exception):
 
 
 def _binaries() -> pathlib.Path:
-  found = sorted(glob.glob("/usr/lib/postgresql/*/bin/initdb"))
-  if not found:
+  programs = sorted(glob.glob("/usr/lib/postgresql/*/bin/initdb"))
+  if not programs:
     path = shutil.which("initdb")
     if path is None:
       raise NoPostgres(
           "PostgreSQL is not installed (Debian: apt-get install postgresql)"
       )
-    found = [path]
-  return pathlib.Path(found[-1]).resolve().parent
+    programs = [path]
+  return pathlib.Path(programs[-1]).resolve().parent
 
 
 def _as_user() -> list[str]:
@@ -42,8 +42,8 @@ def _as_user() -> list[str]:
     return []
   if shutil.which("runuser") is None:
     raise NoPostgres("root cannot run PostgreSQL, and there is no runuser")
-  done = subprocess.run(["id", "postgres"], capture_output=True, check=False)
-  if done.returncode:
+  result = subprocess.run(["id", "postgres"], capture_output=True, check=False)
+  if result.returncode:
     raise NoPostgres("root cannot run PostgreSQL: no user named postgres")
   return ["runuser", "-u", "postgres", "--"]
 
@@ -68,13 +68,13 @@ class Postgres:
     self._run("pg_ctl", "-m", mode, "-w", "stop")
 
   def backends(self, name: str) -> list[int]:
-    """Process ids of those that serve a database's connections."""
-    found = _ask(
+    """Process ids of the backends of a database's connections."""
+    rows = _ask(
         self,
         f"SELECT pid FROM pg_stat_activity WHERE datname = '{name}'"
         " AND backend_type = 'client backend'",
     )
-    return [pid for (pid,) in found]
+    return [pid for (pid,) in rows]
 
   def wait(self, seconds: float = 60.0) -> None:
     """Until it answers, as after a crash."""
@@ -94,7 +94,7 @@ def postgres_server(durable=False):
   """A PostgreSQL on a socket in a folder of its own; yields a `Postgres`.
 
   Args:
-    durable: what is committed is on the disk, as it is out there; tests are
+    durable: Whether a commit is on the disk, as in production; tests are
       quicker without.
 
   Raises:
@@ -110,12 +110,12 @@ def postgres_server(durable=False):
   options = f"-k {folder} -h '' {sync} -c max_connections=40"
 
   def run(command, *arguments):
-    done = subprocess.run(
+    result = subprocess.run(
         [*user, str(binaries / command), "-D", str(data), *arguments],
         capture_output=True, text=True, timeout=60, check=False, cwd="/",
     )  # pyformat: disable
-    if done.returncode:
-      raise NoPostgres(f"{command} failed: {done.stderr[-300:]}")
+    if result.returncode:
+      raise NoPostgres(f"{command} failed: {result.stderr[-300:]}")
 
   server = Postgres(folder, run, options)
   try:
@@ -250,7 +250,7 @@ def _ask(url, statement: str) -> list:
   )
   try:
     with engine.connect() as connection:
-      found = connection.exec_driver_sql(statement)
-      return found.fetchall() if found.returns_rows else []
+      result = connection.exec_driver_sql(statement)
+      return result.fetchall() if result.returns_rows else []
   finally:
     engine.dispose()
