@@ -71,7 +71,7 @@ def _inspect(db, acknowledged, kills, observations) -> Outcome:
       "SELECT rollout_id, count(*) FROM rollout WHERE status = 'completed'"
       " GROUP BY 1"
   )
-  per_rollout = "SELECT r.rollout_id, count(*) FROM rollout r JOIN {} GROUP BY 1"
+  query_of = "SELECT r.rollout_id, count(*) FROM rollout r JOIN {} GROUP BY 1"
   partial, repeated = [], [n for n, c in counts.items() if c > 1]
   turn = "turn t ON t.rollout_id = r.id"
   for joined, each in (
@@ -79,7 +79,7 @@ def _inspect(db, acknowledged, kills, observations) -> Outcome:
       (f"{turn} JOIN action a ON a.turn_id = t.id", TURNS),
       (f"{turn} JOIN obs o ON o.turn_id = t.id", observations),
   ):
-    by_name = ask(per_rollout.format(joined))
+    by_name = ask(query_of.format(joined))
     partial += [n for n in counts if by_name.get(n, 0) < each]
     repeated += [n for n in counts if by_name.get(n, 0) > each]
   # Of a rollout's statuses each is entered once.
