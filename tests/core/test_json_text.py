@@ -275,7 +275,7 @@ OWN = {
     "trajectory_collector/loss_mask.py", "serving/messages.py",
     "reporting/publishing/episode_tables.py",  # A text for people to copy.
     # With `check_depth` beside it.
-    "serving/bodies.py", "monitor/server/python_json.py",
+    "serving/bodies.py", "monitor/server/http_io.py",
     "monitor/dashboard/configuration_page.py",
 }  # pyformat: disable
 

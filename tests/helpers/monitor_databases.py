@@ -13,6 +13,9 @@ import time
 
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.schema import database
+from tunix.rl.multi_turn.monitor.schema import later_views
+from tunix.rl.multi_turn.monitor.schema import tables
+from tunix.rl.multi_turn.monitor.schema import triggers
 
 _COUNT = itertools.count()
 
@@ -22,15 +25,15 @@ class NoPostgres(Exception):
 
 
 def _binaries() -> pathlib.Path:
-  found = sorted(glob.glob("/usr/lib/postgresql/*/bin/initdb"))
-  if not found:
+  programs = sorted(glob.glob("/usr/lib/postgresql/*/bin/initdb"))
+  if not programs:
     path = shutil.which("initdb")
     if path is None:
       raise NoPostgres(
           "PostgreSQL is not installed (Debian: apt-get install postgresql)"
       )
-    found = [path]
-  return pathlib.Path(found[-1]).resolve().parent
+    programs = [path]
+  return pathlib.Path(programs[-1]).resolve().parent
 
 
 def _as_user() -> list[str]:
@@ -39,8 +42,8 @@ def _as_user() -> list[str]:
     return []
   if shutil.which("runuser") is None:
     raise NoPostgres("root cannot run PostgreSQL, and there is no runuser")
-  done = subprocess.run(["id", "postgres"], capture_output=True, check=False)
-  if done.returncode:
+  result = subprocess.run(["id", "postgres"], capture_output=True, check=False)
+  if result.returncode:
     raise NoPostgres("root cannot run PostgreSQL: no user named postgres")
   return ["runuser", "-u", "postgres", "--"]
 
@@ -65,13 +68,13 @@ class Postgres:
     self._run("pg_ctl", "-m", mode, "-w", "stop")
 
   def backends(self, name: str) -> list[int]:
-    """Process ids of those that serve a database's connections."""
-    found = _ask(
+    """Process ids of the backends of a database's connections."""
+    rows = _ask(
         self,
         f"SELECT pid FROM pg_stat_activity WHERE datname = '{name}'"
         " AND backend_type = 'client backend'",
     )
-    return [pid for (pid,) in found]
+    return [pid for (pid,) in rows]
 
   def wait(self, seconds: float = 60.0) -> None:
     """Until it answers, as after a crash."""
@@ -91,7 +94,7 @@ def postgres_server(durable=False):
   """A PostgreSQL on a socket in a folder of its own; yields a `Postgres`.
 
   Args:
-    durable: what is committed is on the disk, as it is out there; tests are
+    durable: Whether a commit is on the disk, as in production; tests are
       quicker without.
 
   Raises:
@@ -107,12 +110,12 @@ def postgres_server(durable=False):
   options = f"-k {folder} -h '' {sync} -c max_connections=40"
 
   def run(command, *arguments):
-    done = subprocess.run(
+    result = subprocess.run(
         [*user, str(binaries / command), "-D", str(data), *arguments],
         capture_output=True, text=True, timeout=60, check=False, cwd="/",
     )  # pyformat: disable
-    if done.returncode:
-      raise NoPostgres(f"{command} failed: {done.stderr[-300:]}")
+    if result.returncode:
+      raise NoPostgres(f"{command} failed: {result.stderr[-300:]}")
 
   server = Postgres(folder, run, options)
   try:
@@ -167,6 +170,76 @@ def empty_database(url) -> str:
   return url(name)
 
 
+_FAULTY = (
+    "coalesce(parse_errors, 0.0) + coalesce(tool_name_errors, 0.0)"
+    " + coalesce(tool_arg_errors, 0.0) + coalesce(runtime_errors, 0.0) > 0.0"
+)
+_SOURCES = ("step", "eval", "baseline")
+
+
+def make_older(engine: sa.Engine, revision: str) -> None:
+  """Gives a present database the tables and indices of an earlier schema.
+
+  Args:
+    engine: Database of the present schema, without rows.
+    revision: Name of the earlier schema, "0001" to "0010".
+  """
+  with database.writing(engine) as connection:
+    run = connection.exec_driver_sql
+    for name, statements in _older(connection):
+      if revision < name:
+        for statement in statements:
+          run(statement)
+    run(f"UPDATE alembic_version SET version_num = '{revision}'")
+
+
+def _older(connection):
+  """Yields schemas, the last one first, with what takes each one back."""
+  postgres = connection.dialect.name == "postgresql"
+  # The triggers write into the index of words.
+  triggers.drop(connection)
+  later_views.drop(connection)
+  connection.execute(
+      sa.delete(tables.meta).where(
+          tables.meta.c.key.in_(["triggers", "text_index"])
+      )
+  )
+  yield "0011", ["DROP INDEX idx_rollout_solved"]
+  yield "0010", [
+      "DROP TABLE IF EXISTS monitor_turn_words",
+      "DROP TABLE monitor_annotation",
+  ]
+  yield "0009", ["DROP TABLE monitor_group"]
+  yield "0008", [
+      "DROP CAST IF EXISTS (boolean AS bigint)",
+      "DROP FUNCTION IF EXISTS monitor_fn_flag(boolean)",
+  ] if postgres else []
+  drop = [
+      f"DROP INDEX idx_rollout_{source}_{kind}"
+      for source in _SOURCES for kind in ("listed", "faulty")
+  ]  # pyformat: disable
+  shorter = ", ".join(c for c in tables.LISTED[:10])
+  make = [
+      f"CREATE INDEX idx_rollout_{source}_{kind} ON rollout ({source}_id,"
+      f" {shorter}) WHERE {source}_id IS NOT NULL{more}"
+      for source in _SOURCES
+      for kind, more in (("listed", ""), ("faulty", f" AND {_FAULTY}"))
+  ]  # pyformat: disable
+  ended = [f"DROP INDEX idx_rollout_{source}_ended" for source in _SOURCES]
+  yield "0007", drop + make + ended
+  yield "0005", drop[1::2]
+  yield "0004", drop[::2] + [
+      "CREATE INDEX idx_rollout_step_id_reward ON rollout (step_id, reward)"
+  ]
+  yield "0003", [
+      "DROP TABLE monitor_pinned_baseline", "DROP TABLE monitor_training_tag",
+      "DROP INDEX idx_monitor_training_project",
+      "CREATE INDEX idx_monitor_training_project ON monitor_training_project"
+      " (project_id, training_id)",
+  ]  # pyformat: disable
+  yield "0002", ["DROP INDEX idx_rollout_step_id_reward"]
+
+
 def _admin(url, statement: str) -> None:
   _ask(url, statement)
 
@@ -177,7 +250,7 @@ def _ask(url, statement: str) -> list:
   )
   try:
     with engine.connect() as connection:
-      found = connection.exec_driver_sql(statement)
-      return found.fetchall() if found.returns_rows else []
+      result = connection.exec_driver_sql(statement)
+      return result.fetchall() if result.returns_rows else []
   finally:
     engine.dispose()

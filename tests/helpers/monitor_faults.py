@@ -5,9 +5,9 @@ before everything else, and prints what it found as JSON:
 
     python monitor_faults.py <scenario> <folder> [key=value ...]
 
-A disk fails at the n-th sync for every n that there is: once as a failure that
-passes, and once as one in which the machine dies, too, and what the disk had
-by then is gone on with.
+A disk fails at the n-th sync, for every n: once as a failure that passes, and
+once as one in which the machine dies, too, and the next process continues from
+the bytes on the disk.
 """
 
 import collections
@@ -43,47 +43,47 @@ def build(folder) -> pathlib.Path:
     raise NoCompiler("no C compiler (Debian: apt-get install gcc libc6-dev)")
   out = pathlib.Path(folder) / "system_faults.so"
   source = pathlib.Path(__file__).with_name("system_faults.c")
-  done = subprocess.run(
+  result = subprocess.run(
       [compiler, "-shared", "-fPIC", "-O1", "-o", str(out), str(source),
        "-ldl"],
       capture_output=True, text=True, timeout=60, check=False,
   )  # pyformat: disable
-  if done.returncode:
-    raise NoCompiler(f"the C compiler cannot: {done.stderr[-300:]}")
+  if result.returncode:
+    raise NoCompiler(f"the C compiler cannot: {result.stderr[-300:]}")
   return out
 
 
 def run(library, scenario, folder, timeout_s=240, **options) -> dict:
-  """What a scenario found."""
+  """Runs a scenario; returns its result."""
   program = (
       "import runpy, sys\n"
       f"sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})\n"
       f"runpy.run_path({__file__!r}, run_name='__main__')\n"
   )
-  done = fresh_interpreter.run(
+  result = fresh_interpreter.run(
       program, scenario, folder, *(f"{k}={v}" for k, v in options.items()),
       timeout=timeout_s, env={**os.environ, LIBRARY: str(library)},
       preload=str(library),
   )  # pyformat: disable
-  assert done.returncode == 0, done.stderr[-3000:]
-  return json.loads(done.stdout.splitlines()[-1])
+  assert result.returncode == 0, result.stderr[-3000:]
+  return json.loads(result.stdout.splitlines()[-1])
 
 
 def _faults():
   """The library that is loaded already."""
-  found = ctypes.CDLL(os.environ[LIBRARY])
-  found.fault_path.argtypes = [ctypes.c_char_p]
-  found.fault_sync.argtypes = [ctypes.c_long, ctypes.c_long]
-  found.fault_syncs.restype = ctypes.c_long
-  found.fault_clock.argtypes = [ctypes.c_longlong]
-  return found
+  library = ctypes.CDLL(os.environ[LIBRARY])
+  library.fault_path.argtypes = [ctypes.c_char_p]
+  library.fault_sync.argtypes = [ctypes.c_long, ctypes.c_long]
+  library.fault_syncs.restype = ctypes.c_long
+  library.fault_clock.argtypes = [ctypes.c_longlong]
+  return library
 
 
-# --- what is there ------------------------------------------------------------
+# --- the database ----------------------------------------------------------
 
 
 def check(path, names, turns=2) -> list[str]:
-  """What is wrong with a database that should hold these episodes once."""
+  """Lists the faults of a database that should hold the episodes once."""
   db = sqlite3.connect(path)
   wrong = []
   if db.execute("PRAGMA integrity_check").fetchall() != [("ok",)]:
@@ -114,14 +114,14 @@ def _bodies(count=BATCHES):
   import monitor_server  # pylint: disable=g-import-not-at-top
 
   names = [f"r{n}" for n in range(count)]
-  found = []
+  bodies = []
   for n, name in enumerate(names):
     body = monitor_server.episode(name, status="completed")
     if not n:
       body = monitor_server.joined(monitor_server.base(), body)
     body["delivery"] = {"spool": "x", "first": n + 1, "last": n + 1}
-    found.append(json.dumps(body).encode())
-  return names, found
+    bodies.append(json.dumps(body).encode())
+  return names, bodies
 
 
 class _Server:
@@ -158,7 +158,7 @@ class _Server:
 
 
 def _copy(path, folder):
-  """What a machine that died now would find."""
+  """Copies the files that a machine would have after dying now."""
   folder.mkdir(parents=True)
   for suffix in ("", "-wal"):  # The shared memory does not survive.
     source = path.with_name(path.name + suffix)
@@ -230,7 +230,7 @@ def sync_spool(folder, times=1) -> dict:
   spool_lib._MOST_SEGMENT = 300  # pylint: disable=protected-access
   spool_lib._LEAST_SEGMENT = 300  # pylint: disable=protected-access
   wrong, failures, at = [], 0, 0
-  crashed, kept = None, []
+  crashed, appended = None, []
 
   def insist(call):
     nonlocal failures, crashed
@@ -239,8 +239,8 @@ def sync_spool(folder, times=1) -> dict:
         return call()
       except OSError:
         failures += 1
-        if crashed is None and kept:
-          crashed = here / "crashed" / "x.spool", list(kept)
+        if crashed is None and appended:
+          crashed = here / "crashed" / "x.spool", list(appended)
           shutil.copytree(path, crashed[0])
 
   def reader_of(spool):
@@ -258,7 +258,7 @@ def sync_spool(folder, times=1) -> dict:
     path = here / "x.spool"
     faults.fault_path(b"x.spool")
     faults.fault_sync(at, times)
-    crashed, kept = None, []
+    crashed, appended = None, []
     counters = collections.Counter()
     spool = insist(functools.partial(spool_lib.Spool, path, "http://x"))
     for n, body in enumerate(bodies):
@@ -266,7 +266,7 @@ def sync_spool(folder, times=1) -> dict:
       record = msgpack.packb([[f"{n:064d}"], body])
       insist(functools.partial(spool.append, [(spool_lib.PART, record)]))
       insist(spool.sync)
-      kept.append(body)
+      appended.append(body)
     # Two are delivered; the rest waits for another process.
     reader = reader_of(spool)
     if bodies_of(reader) != bodies:
@@ -277,9 +277,9 @@ def sync_spool(folder, times=1) -> dict:
     syncs = faults.fault_syncs()
     faults.fault_sync(0, 0)
     again = reader_of(spool)
-    found = bodies_of(again)
-    if found != bodies[2:]:
-      wrong.append(f"sync {at}: {found}")
+    stored = bodies_of(again)
+    if stored != bodies[2:]:
+      wrong.append(f"sync {at}: {stored}")
     if len(spool_lib.images(path)) != len(bodies):
       wrong.append(f"sync {at}: not all images")
     again.close()
@@ -287,12 +287,12 @@ def sync_spool(folder, times=1) -> dict:
     if crashed is not None:
       path, there = crashed
       after = spool_lib.Spool(path, "http://x")
-      found = bodies_of(reader_of(after))
-      # What was kept is there, once; what failed may be, after it.
-      if len(set(found)) != len(found) or (
-          found[: len(there)] != there and found != bodies[2:]
+      stored = bodies_of(reader_of(after))
+      # The kept records are present once; a failed one may follow them.
+      if len(set(stored)) != len(stored) or (
+          stored[: len(there)] != there and stored != bodies[2:]
       ):
-        wrong.append(f"sync {at}, crash: {found} for {there}")
+        wrong.append(f"sync {at}, crash: {stored} for {there}")
       after.close()
     shutil.rmtree(here)
     if at > syncs:
@@ -336,10 +336,10 @@ def full(folder, rounds=2) -> dict:
         assert reply.status_code == 200, reply.text
       counters = dict(client.sender.counters)
     failed = server.app.writer.failures
-  left = [p.name for p in (folder / "server").rglob("*.part")]
+  partial = [p.name for p in (folder / "server").rglob("*.part")]
   wrong = check(folder / "server" / "m.db", names)
-  if left:
-    wrong.append(f"{left} left behind")
+  if partial:
+    wrong.append(f"{partial} left behind")
   for key in ("dead_letters", "dropped_disk", "dropped_memory", "failed"):
     if counters.get(key):
       wrong.append(f"{key}: {counters[key]}")
@@ -350,7 +350,7 @@ def full(folder, rounds=2) -> dict:
 
 
 def full_for_real(folder, rounds=2) -> dict:
-  """`folder` is a file system of its own, and somebody else fills it."""
+  """`folder` is a file system of its own, and another program fills it."""
   import monitor_server  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn.monitor.client import ingest_client  # pylint: disable=g-import-not-at-top
 
@@ -398,7 +398,7 @@ def clock(folder, episodes=12, seed=0) -> dict:
   from tunix.rl.multi_turn.core import images as images_lib  # pylint: disable=g-import-not-at-top
 
   faults, chance = _faults(), random.Random(seed)
-  store, wrong, said = images_lib.ImageStore(), [], []
+  store, wrong, logged = images_lib.ImageStore(), [], []
   before = time.time()
   faults.fault_clock(DAY)
   if not DAY - 60 < time.time() - before < DAY + 60:
@@ -425,11 +425,11 @@ def clock(folder, episodes=12, seed=0) -> dict:
       tell(events.WeightsPublished, n, 0.1)
       tell(events.StepFinished, n, n, {"loss": 0.1})
       tell(events.Progress, "collecting", n, None)
-      said.append(f"collecting: {n}")
+      logged.append(f"collecting: {n}")
       assert log.drain(60)
       message = server.rows("training")[0]["status_message"]
       # Every second one a second at most: the step's own is as good.
-      if message not in (said[-1], f"step {n}"):
+      if message not in (logged[-1], f"step {n}"):
         wrong.append(f"the message is {message}")
     tell(events.RunFinished, "completed")
     if not log.close():

@@ -30,7 +30,7 @@ SEGMENT = 20_000
 
 @dataclasses.dataclass
 class Outcome:
-  """What a soak found."""
+  """Result of a soak."""
 
   kills: int
   acknowledged: int
@@ -47,23 +47,23 @@ class Outcome:
     )
 
 
-def inspect(target, acknowledged, kills, seen=TURNS) -> Outcome:
+def inspect(target, acknowledged, kills, observations=TURNS) -> Outcome:
   """Compares a database with what was acknowledged.
 
   Args:
     target: the database.
     acknowledged: names of rollouts.
     kills: how many there were.
-    seen: observations of a rollout.
+    observations: Number of observations of a rollout.
   """
   engine = database_lib.connect(target)
   with database_lib.reading(engine) as db:
-    found = _inspect(db, acknowledged, kills, seen)
+    outcome = _inspect(db, acknowledged, kills, observations)
   engine.dispose()
-  return found
+  return outcome
 
 
-def _inspect(db, acknowledged, kills, seen) -> Outcome:
+def _inspect(db, acknowledged, kills, observations) -> Outcome:
   ask = lambda query: {
       name: count for name, count in db.exec_driver_sql(query)
   }
@@ -71,17 +71,17 @@ def _inspect(db, acknowledged, kills, seen) -> Outcome:
       "SELECT rollout_id, count(*) FROM rollout WHERE status = 'completed'"
       " GROUP BY 1"
   )
-  whole = "SELECT r.rollout_id, count(*) FROM rollout r JOIN {} GROUP BY 1"
+  query_of = "SELECT r.rollout_id, count(*) FROM rollout r JOIN {} GROUP BY 1"
   partial, repeated = [], [n for n, c in counts.items() if c > 1]
   turn = "turn t ON t.rollout_id = r.id"
   for joined, each in (
       (turn, TURNS),
       (f"{turn} JOIN action a ON a.turn_id = t.id", TURNS),
-      (f"{turn} JOIN obs o ON o.turn_id = t.id", seen),
+      (f"{turn} JOIN obs o ON o.turn_id = t.id", observations),
   ):
-    found = ask(whole.format(joined))
-    partial += [n for n in counts if found.get(n, 0) < each]
-    repeated += [n for n in counts if found.get(n, 0) > each]
+    by_name = ask(query_of.format(joined))
+    partial += [n for n in counts if by_name.get(n, 0) < each]
+    repeated += [n for n in counts if by_name.get(n, 0) > each]
   # Of a rollout's statuses each is entered once.
   repeated += ask(
       "SELECT entity_id, count(*) FROM status_history WHERE entity_type ="
@@ -114,9 +114,9 @@ def kill_server(folder, kills, seed=0, target=None) -> Outcome:
   """A server that dies again and again under two kinds of clients.
 
   Args:
-    folder: for everything.
+    folder: Folder of every file.
     kills: how often.
-    seed: of when.
+    seed: Seed of the times of the kills.
     target: its database; None is a SQLite file in the folder.
   """
   folder = pathlib.Path(folder)
@@ -139,13 +139,13 @@ def kill_postgres(folder, kills, postgres, how, seed=0) -> Outcome:
   """A PostgreSQL that dies again and again under a server that must not.
 
   Args:
-    folder: for everything.
+    folder: Folder of every file.
     kills: how often.
     postgres: a `monitor_databases.Postgres`, durable.
     how: "backend": SIGKILL to one of the processes that serve the monitor,
       which makes PostgreSQL recover as from a crash; "immediate": all of it
       is stopped so, and started again.
-    seed: of when.
+    seed: Seed of the times of the kills.
   """
   folder = pathlib.Path(folder)
   chance = random.Random(seed)
@@ -162,10 +162,10 @@ def kill_postgres(folder, kills, postgres, how, seed=0) -> Outcome:
           postgres.stop("immediate")
           postgres.start()
         else:
-          while not (found := postgres.backends(name)):
+          while not (backends := postgres.backends(name)):
             time.sleep(0.01)
           with contextlib.suppress(ProcessLookupError):
-            os.kill(chance.choice(found), signal.SIGKILL)
+            os.kill(chance.choice(backends), signal.SIGKILL)
           postgres.wait()
       _more(acknowledged, server)
     server.end(signal.SIGTERM)
@@ -174,8 +174,8 @@ def kill_postgres(folder, kills, postgres, how, seed=0) -> Outcome:
 
 def _more(acknowledged, server, seconds=120.0) -> None:
   """Waits until something more is acknowledged: it works again."""
-  known, deadline = len(acknowledged), time.monotonic() + seconds
-  while len(acknowledged) == known:
+  before, deadline = len(acknowledged), time.monotonic() + seconds
+  while len(acknowledged) == before:
     assert server is None or server.alive, "the monitor's server has died"
     assert time.monotonic() < deadline, "nothing is acknowledged any more"
     time.sleep(0.01)
@@ -183,15 +183,15 @@ def _more(acknowledged, server, seconds=120.0) -> None:
 
 @contextlib.contextmanager
 def _load(folder, port):
-  """Two kinds of clients; yields the growing list of what they were told is
-  stored. When it ends, all that was told is delivered."""
+  """Runs two kinds of clients; yields the growing list of acknowledged names.
+  At the end every acknowledged item is delivered."""
   acknowledged: list[str] = []
-  done = threading.Event()
+  finished = threading.Event()
 
   def plain(number):
     """Posts until answered, as any program would."""
     count = 0
-    while not done.is_set():
+    while not finished.is_set():
       name = f"plain-{number}-{count}"
       body = json.dumps(monitor_server.episode(name, TURNS, status="completed"))
       try:
@@ -210,7 +210,7 @@ def _load(folder, port):
   def spooled():
     """Posts through the spool, which never loses patience."""
     count = 0
-    while not done.is_set():
+    while not finished.is_set():
       name = f"spooled-{count}"
       client.sender.put(
           monitor_server.episode(name, TURNS, status="completed")
@@ -235,7 +235,7 @@ def _load(folder, port):
     try:
       yield acknowledged
     finally:
-      done.set()
+      finished.set()
       for thread in threads:
         thread.join()
     assert client.drain(300), client.sender.health()
@@ -265,9 +265,9 @@ def kill_trainer(folder, kills, seed=0, target=None) -> Outcome:
   """Trainers that die again and again, each delivering what the last left.
 
   Args:
-    folder: for everything.
+    folder: Folder of every file.
     kills: how often.
-    seed: of when.
+    seed: Seed of the times of the kills.
     target: the server's database; None is a SQLite file in the folder.
   """
   folder = pathlib.Path(folder)
@@ -277,10 +277,10 @@ def kill_trainer(folder, kills, seed=0, target=None) -> Outcome:
   with monitor_server.MonitorServer(database, folder / "files") as server:
     with nursery.Nursery(_TRAINER) as trainer:
       for number in range(kills):
-        left, first = trainer.start(
+        delivered, first = trainer.start(
             server.url, folder / "spool", f"trainer-{number}"
         )
-        acknowledged += [*left, first]
+        acknowledged += [*delivered, first]
         time.sleep(chance.uniform(0.0, 0.4))
         trainer.end()
       acknowledged += trainer.rest()
@@ -343,14 +343,14 @@ def kill_run(folder, kills, seed=0, target=None) -> Outcome:
   Each uploader may go on after its trainer; the next run delivers the rest.
 
   Args:
-    folder: for everything.
+    folder: Folder of every file.
     kills: how often.
-    seed: of when, and of whom.
+    seed: Seed of the times and the victims of the kills.
     target: the server's database; None is a SQLite file in the folder.
   """
   folder = pathlib.Path(folder)
   chance = random.Random(seed)
-  said: list[str] = []
+  names: list[str] = []
   uploaders: set[int] = set()
   database = target or folder / "m.db"
   spools = folder / "spool"
@@ -358,8 +358,8 @@ def kill_run(folder, kills, seed=0, target=None) -> Outcome:
     with nursery.Nursery(_RUN) as trainer:
       killed = 0
       while killed < kills:
-        left, uploader = trainer.start(server.url, spools, len(said))
-        said += left
+        delivered, uploader = trainer.start(server.url, spools, len(names))
+        names += delivered
         uploaders.add(int(uploader))
         time.sleep(chance.uniform(0.1, 1.0))
         whom = chance.choice(("trainer", "uploader", "both"))
@@ -371,9 +371,9 @@ def kill_run(folder, kills, seed=0, target=None) -> Outcome:
           time.sleep(chance.uniform(0.2, 1.5))
         trainer.end()
         killed += 1
-        said.append("")  # The next one has another session.
-      said += trainer.rest()
-    lines = [line.split() for line in said if " " in line]
+        names.append("")  # The next one has another session.
+      names += trainer.rest()
+    lines = [line.split() for line in names if " " in line]
     acknowledged = [name for _, name in lines]
     _deliver(server.url, spools)
     uploaders |= {int(pid) for pid, _ in lines}
@@ -385,9 +385,9 @@ def kill_run(folder, kills, seed=0, target=None) -> Outcome:
     stored = {
         row["sha256"] for row in server.rows("monitor_screenshot", order=1)
     }
-  found = inspect(database, acknowledged, killed, seen=2 * TURNS)
-  found.lost += sorted(shown - stored)
-  return found
+  outcome = inspect(database, acknowledged, killed, observations=2 * TURNS)
+  outcome.lost += sorted(shown - stored)
+  return outcome
 
 
 def _deliver(url, spools, seconds=120.0) -> None:
@@ -428,8 +428,8 @@ def kill_uploader(folder, kills, seed=0) -> list[str]:
   with unittest.mock.patch.object(spool_lib, "_MOST_SEGMENT", SEGMENT):
     for name in ("peace", "kills"):
       (folder / name).mkdir()
-      left = kills if name == "kills" else 0
-      tables[name] = _played(folder / name, left, chance)
+      num_kills = kills if name == "kills" else 0
+      tables[name] = _played(folder / name, num_kills, chance)
   return [
       f"{table}: {len(tables['kills'][table])} rows are not those"
       f" {len(tables['peace'][table])} of a run left in peace"
@@ -440,13 +440,13 @@ def kill_uploader(folder, kills, seed=0) -> list[str]:
 
 def _played(folder, kills, chance) -> dict[str, list[dict]]:
   """The tables of a run whose uploader is killed so often."""
-  store, told = images_lib.ImageStore(), []
-  observed_run.play(told.append, store)
-  at = chance.sample(range(1, len(told)), kills)
+  store, emitted = images_lib.ImageStore(), []
+  observed_run.play(emitted.append, store)
+  at = chance.sample(range(1, len(emitted)), kills)
   with monitor_server.sqlite_server(folder / "server") as server:
     log = observed_run.observed(server, folder / "spool", store)
     killed = 0
-    for number, event in enumerate(told):
+    for number, event in enumerate(emitted):
       # Times are the same in all runs.
       log.on_event(dataclasses.replace(event, time=1e9 + number))
       if number in at:
@@ -461,14 +461,14 @@ def _played(folder, kills, chance) -> dict[str, list[dict]]:
     assert not +log.counters - collections.Counter(
         sent=1 << 30, retries=1 << 30, images_missing=0
     ), log.counters
-    found = {table: server.rows(table, order=1) for table in _COMPARED}
+    rows = {table: server.rows(table, order=1) for table in _COMPARED}
     # Beside each change is what else its batch did, however that was cut.
-    found["status_history"] = [
+    rows["status_history"] = [
         {k: row[k] for k in ("entity_type", "entity_id", "old_status",
                              "new_status")}
-        for row in found["status_history"]
+        for row in rows["status_history"]
     ]  # pyformat: disable
-    return found
+    return rows
 
 
 _COMPARED = (

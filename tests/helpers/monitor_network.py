@@ -28,8 +28,8 @@ class Troubled:
     """Args:
 
       app: ASGI application.
-      seed: of the trouble.
-      share: of the requests that have any.
+      seed: Seed of the trouble.
+      share: Share of the requests with trouble.
     """
     self._app = app
     self._chance = random.Random(seed)
@@ -162,7 +162,7 @@ def soak(folder, episodes, share, seed=0) -> dict:
               monitor_server.episode(name, status="completed")
           ):
             time.sleep(0.01)
-          # One at a time, so that there are many requests.
+          # One item at a time, which makes many requests.
           client.flush()
           time.sleep(0.01)
         wrong = [] if client.drain(120) else ["not everything arrived"]

@@ -24,10 +24,10 @@ class Stored:
 
   def rows(self, table, columns="*", order="id", where="1 = 1"):
     with self.engine.connect() as connection:
-      found = connection.exec_driver_sql(
+      result = connection.exec_driver_sql(
           f'SELECT {columns} FROM "{table}" WHERE {where} ORDER BY {order}'
       )
-      return [dict(row._mapping) for row in found]
+      return [dict(row._mapping) for row in result]
 
 
 class MonitorServer(Stored):
@@ -130,14 +130,14 @@ def episode(name, turns=2, **rollout):
 
 def joined(*bodies):
   """One body of several."""
-  found = {}
+  whole_body = {}
   for body in bodies:
     for key, value in body.items():
       if isinstance(value, list):
-        found.setdefault(key, []).extend(value)
+        whole_body.setdefault(key, []).extend(value)
       else:
-        found[key] = value
-  return found
+        whole_body[key] = value
+  return whole_body
 
 
 def screenshot(seed=0, size=(16, 12)):

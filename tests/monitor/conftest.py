@@ -32,7 +32,7 @@ def postgres():
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def target(request, tmp_path):
-  """Where a fresh database is, with the schema in it."""
+  """Path or URL of a fresh database with the schema in it."""
   return _fresh(request, tmp_path)
 
 
@@ -52,34 +52,34 @@ def _fresh(request, folder):
 
 @pytest.fixture
 def engine(target):
-  found = database.connect(target)
-  yield found
-  found.dispose()
+  opened = database.connect(target)
+  yield opened
+  opened.dispose()
 
 
 @pytest.fixture
 def server(target, tmp_path):
-  with monitor_server.MonitorServer(target, tmp_path / "files") as found:
-    yield found
+  with monitor_server.MonitorServer(target, tmp_path / "files") as running:
+    yield running
 
 
 @pytest.fixture
 def lite(tmp_path):
-  with monitor_server.sqlite_server(tmp_path) as found:
-    yield found
+  with monitor_server.sqlite_server(tmp_path) as running:
+    yield running
 
 
 @pytest.fixture(scope="module")
 def context():
   with chromium.browser() as browser:
-    found = browser.new_context(viewport={"width": 1400, "height": 900})
-    yield found
-    found.close()
+    opened = browser.new_context(viewport={"width": 1400, "height": 900})
+    yield opened
+    opened.close()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-  """What is asked of both databases is asked of PostgreSQL in slow tests.
+  """Marks the PostgreSQL half of tests on both databases as slow.
 
   Not in the modules whose statements differ between the two.
   """

@@ -10,11 +10,11 @@ from tunix.rl.multi_turn.monitor.dashboard import text as text_lib
 
 
 def again(config):
-  """What the command of a configuration starts, as the page shows it."""
+  """Returns the configuration that the page's command starts."""
   sent = json.loads(json.dumps(config.to_dict()))
   changed = json.loads(json.dumps(config_lib.changed(config)))
   line = configuration_page.command(configuration_page.whole(sent, changed))
-  # As it is shown, character for character.
+  # The page shows the line without changing a character.
   assert not text_lib.HIDDEN.search(line)
   return config_lib.load_config(shlex.split(line)[3:])
 

@@ -26,10 +26,10 @@ def recorded(tmp_path_factory):
 
 @pytest.fixture
 def tab(recorded, context):
-  found = chromium.Tab(context, recorded[0].url)
-  yield found
-  found.check()
-  found.page.close()
+  opened = chromium.Tab(context, recorded[0].url)
+  yield opened
+  opened.check()
+  opened.page.close()
 
 
 def ids(server):
@@ -89,9 +89,9 @@ def test_pages_are_whole_without_a_script(recorded):
     # Everything that is linked to is served.
     for link in re.findall(r'href="(/[^"#]*)"', answer.text):
       shape = re.sub(r"[0-9a-f.]*[0-9][0-9a-f.]*", "0", link)
-      if shape not in followed:  # One of those that differ in numbers.
-        found = server.http.get(link.replace("&amp;", "&"))
-        assert found.status_code == 200, (path, link)
+      if shape not in followed:  # One of the links that differ only in numbers.
+        linked = server.http.get(link.replace("&amp;", "&"))
+        assert linked.status_code == 200, (path, link)
       followed.add(shape)
 
 
@@ -122,8 +122,8 @@ def test_the_runs_list_leads_through_the_step_to_the_rollout_by_keys(
   keys.press("t")
   after = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
   assert before != after
-  kept = {c["name"]: c["value"] for c in tab.page.context.cookies()}
-  assert kept.get("theme")
+  cookies = {c["name"]: c["value"] for c in tab.page.context.cookies()}
+  assert cookies.get("theme")
   tab.page.reload()  # The theme is the server's from the first byte on.
   assert after == tab.page.evaluate(
       "getComputedStyle(document.body).backgroundColor"
@@ -235,19 +235,19 @@ def test_advantages_are_those_that_the_update_used(recorded, tab):
   server, _ = recorded
   training, rollouts = ids(server)
   steps = {row["id"]: row["step"] for row in server.rows("step")}
-  mine = [r for r in rollouts if steps.get(r["step_id"]) == 2]
-  told = {
-      r["id"]: json.loads(r["summary_json"]).get("advantage") for r in mine
+  second = [r for r in rollouts if steps.get(r["step_id"]) == 2]
+  advantages = {
+      r["id"]: json.loads(r["summary_json"]).get("advantage") for r in second
   }
-  assert sum(v is None for v in told.values()) == 1  # The one that broke.
-  assert any(told.values())
+  assert sum(v is None for v in advantages.values()) == 1  # The one that broke.
+  assert any(advantages.values())
   tab.go(f"/runs/{training}/steps/2")
-  for id_, value in told.items():
+  for id_, value in advantages.items():
     card = tab.page.locator(f'a.member[href="/rollouts/{id_}"]')
     shown = card.locator("small.up, small.down, small.faint").all_inner_texts()
     assert shown == ([] if value is None else [f"{value:+.2f}"])
-  tab.go(f"/rollouts/{mine[0]['id']}")
-  assert f"advantage {told[mine[0]['id']]:+.3f}" in (
+  tab.go(f"/rollouts/{second[0]['id']}")
+  assert f"advantage {advantages[second[0]['id']]:+.3f}" in (
       tab.page.locator("main").inner_text()
   )
   assert tab.page.locator('.choice a:text-is("advantage")').count() == 1
@@ -257,12 +257,12 @@ def rollout_with(server, kind):
   """A rollout of the recorded run that has an action of this kind."""
   _, rollouts = ids(server)
   with server.engine.connect() as connection:
-    found = connection.exec_driver_sql(
+    pairs = connection.exec_driver_sql(
         "SELECT t.rollout_id, t.turn FROM action a JOIN turn t ON t.id ="
         " a.turn_id WHERE a.action_type = ? ORDER BY a.id", (kind,)
     ).fetchall()  # pyformat: disable
-  known = {r["id"] for r in rollouts}
-  return next((r, t) for r, t in found if r in known)
+  rollout_ids = {r["id"] for r in rollouts}
+  return next((r, t) for r, t in pairs if r in rollout_ids)
 
 
 @pytest.mark.parametrize(
@@ -313,60 +313,62 @@ def test_a_rollout_is_played_by_keys_and_its_turn_is_in_the_url(recorded, tab):
 def test_tokens_are_those_that_were_sampled(recorded, tab):
   server, _ = recorded
   rollout, turn = rollout_with(server, "type")
-  told = server.get(f"/api/v1/rollouts/{rollout}/turns")["items"][turn - 1]
+  turns = server.get(f"/api/v1/rollouts/{rollout}/turns")["items"]
+  recorded_turn = turns[turn - 1]
   tab.go(f"/rollouts/{rollout}?turn={turn}")
   page = tab.page
   tokens = page.locator(".tok")
-  assert tokens.count() == len(told["actions"][0]["tokens"])
+  assert tokens.count() == len(recorded_turn["actions"][0]["tokens"])
   text = "".join(tokens.all_text_contents())
   assert text.removesuffix("<|im_end|>").strip() == (
-      told["metrics_json"]["model_response"].strip()
+      recorded_turn["metrics_json"]["model_response"].strip()
   )
   assert page.locator(".typed kbd").inner_text() == (
-      told["actions"][0]["tool_args"]["text"]
+      recorded_turn["actions"][0]["tool_args"]["text"]
   )
   strip = page.locator("#filmstrip a[aria-current] .line").inner_text()
   assert "type “" in strip
   title = tokens.first.get_attribute("title")
-  assert f"id {told['actions'][0]['tokens'][0]}" in title
+  assert f"id {recorded_turn['actions'][0]['tokens'][0]}" in title
   assert "log-prob" in title and "policy version" in title
   for heat in ("policy version", "entropy", "log-prob"):
     page.locator(f'.choice a:text-is("{heat}")').click()
     page.wait_for_selector(f'.choice a[aria-current]:text-is("{heat}")')
     assert page.locator(".tok.h0, .tok.h4, .tok.h8, .tok[class*=' h']").count()
   assert "heat=log-prob" in page.url
-  entropies = told["metrics_json"]["entropies"]
+  entropies = recorded_turn["metrics_json"]["entropies"]
   assert f"entropy {entropies[0]:.4g}" in title
 
 
 def test_the_loss_mask_is_what_updates_learned_from(recorded, tab):
   """Prompt and sampled tokens of rollouts of every kind, with the reason."""
   server, _ = recorded
-  known = {}
+  by_reason = {}
   for row in server.rows("rollout"):
     summary = json.loads(row["summary_json"])
     reason = summary.get("left_out", ["none said"])[0]
     kind = row["source_type"]
-    known.setdefault(reason if kind == "step" else kind, row["id"])
-  said = {
+    by_reason.setdefault(reason if kind == "step" else kind, row["id"])
+  sentences = {
       "": "trained on", "invalid": "ended by infrastructure",
       "zero_advantage": "no token of the sequence has an advantage",
       "baseline": "no update learns from it",
       "eval": "no update learns from it",
   }  # pyformat: disable
-  assert set(said) <= set(known)
-  for reason, words in said.items():
-    told = server.get(f"/api/v1/rollouts/{known[reason]}/turns")["items"][0]
-    tab.go(f"/rollouts/{known[reason]}?heat=loss+mask")
+  assert set(sentences) <= set(by_reason)
+  for reason, words in sentences.items():
+    rollout = by_reason[reason]
+    recorded_turn = server.get(f"/api/v1/rollouts/{rollout}/turns")["items"][0]
+    tab.go(f"/rollouts/{rollout}?heat=loss+mask")
     page = tab.page
     sampled = page.locator(f".tokens .mask-{'out' if reason else 'in'}")
-    assert sampled.count() == len(told["actions"][0]["tokens"])
+    assert sampled.count() == len(recorded_turn["actions"][0]["tokens"])
     other = page.locator(f".tokens .mask-{'in' if reason else 'out'}")
     assert not other.count()
     legend = page.locator(".mask-key").all_inner_texts()
     assert any(words in text for text in legend)
     # A screenshot's placeholders are one run of many.
-    runs = told["metrics_json"]["prompt_tokens"]
+    runs = recorded_turn["metrics_json"]["prompt_tokens"]
     prompt = sum(n for _, n in runs)
     assert any(str(prompt) in text and "prompt" in text for text in legend)
     first = page.locator(".tokens .mask-prompt").first
@@ -406,12 +408,13 @@ def test_evaluations_and_who_flipped(recorded, tab):
   for line, greedy in ((rows.nth(3), False), (rows.nth(4), True)):
     total = line.locator(".rate small").all_inner_texts()
     for kind, text in zip(("baseline", "eval"), total, strict=True):
-      done = [
+      completed = [
           r for r in rollouts
           if r["source_type"] == kind and r["status"] == "completed"
           and (r["temperature"] == 0) == greedy
       ]  # pyformat: disable
-      assert text == f"{sum(r['task_success'] for r in done)}/{len(done)}"
+      wins = sum(r["task_success"] for r in completed)
+      assert text == f"{wins}/{len(completed)}"
   tab.go(f"/runs/{training}/evals/diff")
   first = {}
   for r in rollouts:
@@ -427,11 +430,11 @@ def test_evaluations_and_who_flipped(recorded, tab):
   hrefs = {links.nth(n).get_attribute("href") for n in range(links.count())}
   assert hrefs == {f"/rollouts/{r['id']}" for r in flips}
   links = tab.page.locator("#flips td:last-child a")
-  others = {
+  flipped_ids = {
       links.nth(n).get_attribute("href").partition("?other=")[2]
       for n in range(links.count())
   }
-  assert others == {str(r["id"]) for r in flips}
+  assert flipped_ids == {str(r["id"]) for r in flips}
 
 
 def test_a_rollout_as_a_file(recorded):
@@ -439,23 +442,22 @@ def test_a_rollout_as_a_file(recorded):
   server, _ = recorded
   rollout, _ = rollout_with(server, "drag")
   get = lambda name: server.http.get(f"/rollouts/{rollout}/export/{name}")
-  whole = get("json").json()
-  assert whole["turns"][0]["actions"] and whole["task"]["description"]
-  found = atif.Trajectory.model_validate(get("atif").json())
-  assert found.schema_version == "ATIF-v1.7"
-  assert len(found.steps) == len(whole["turns"]) + 1
-  step = found.steps[1]
-  assert step.metrics.completion_token_ids == whole["turns"][0]["actions"][0][
-      "tokens"
-  ]
+  document = get("json").json()
+  assert document["turns"][0]["actions"] and document["task"]["description"]
+  trajectory = atif.Trajectory.model_validate(get("atif").json())
+  assert trajectory.schema_version == "ATIF-v1.7"
+  assert len(trajectory.steps) == len(document["turns"]) + 1
+  step = trajectory.steps[1]
+  (action, *_) = document["turns"][0]["actions"]
+  assert step.metrics.completion_token_ids == action["tokens"]
   assert step.tool_calls and step.observation.results
-  assert found.steps[0].message[1].source.path.startswith("data:image/png")
+  assert trajectory.steps[0].message[1].source.path.startswith("data:image/png")
   page = get("html")
   assert "attachment" in page.headers["content-disposition"]
-  assert page.text.count("data:image/png") >= len(whole["turns"])
+  assert page.text.count("data:image/png") >= len(document["turns"])
   assert "http" not in re.sub(r'http-equiv|"http://www.w3[^"]*"', "", page.text)
   film = Image.open(io.BytesIO(get("webp").content))
-  assert film.format == "WEBP" and film.n_frames >= len(whole["turns"])
+  assert film.format == "WEBP" and film.n_frames >= len(document["turns"])
   assert get("exe").status_code == 404
 
 

@@ -9,8 +9,8 @@ from tunix.rl.multi_turn.monitor.dashboard import rollout_list
 
 @pytest.fixture
 def server(target, tmp_path):
-  with monitor_server.MonitorServer(target, tmp_path / "files") as found:
-    yield found
+  with monitor_server.MonitorServer(target, tmp_path / "files") as running:
+    yield running
 
 
 def test_every_page_is_answered(server):

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 def server(tmp_path_factory):
   """Three runs with curves, the first of them with rollouts."""
   folder = tmp_path_factory.mktemp("runs")
-  with monitor_server.sqlite_server(folder) as found:
+  with monitor_server.sqlite_server(folder) as running:
     for place, name in enumerate(("first", "second", "third")):
       body = {
           "training": {
@@ -45,16 +45,16 @@ def server(tmp_path_factory):
               for n in range(60 if not place else 3)
           ],
       }  # pyformat: disable
-      found.post(body)
-    yield found
+      running.post(body)
+    yield running
 
 
 @pytest.fixture
 def tab(server, context):
-  found = chromium.Tab(context, server.url)
-  yield found
-  found.check()
-  found.page.close()
+  opened = chromium.Tab(context, server.url)
+  yield opened
+  opened.check()
+  opened.page.close()
 
 
 def names(page):
@@ -188,7 +188,7 @@ def test_rollouts_are_narrowed_sorted_and_paged_through(server, tab):
 
 
 @pytest.fixture(scope="module")
-def told(server):
+def configured(server):
   """Number of a run whose defaults were recorded, its configuration."""
   config = config_lib.load_config([
       "steps=7", "gym=desktop", "learner.learning_rate=3e-5",
@@ -204,8 +204,8 @@ def told(server):
   return number, config
 
 
-def test_settings_that_differ_are_marked(told, tab):
-  number, config = told
+def test_settings_that_differ_are_marked(configured, tab):
+  number, config = configured
   page = tab.page
   tab.go(f"/runs/{number}/config")
   marked = page.locator("tr.changed th").all_inner_texts()
@@ -218,8 +218,8 @@ def test_settings_that_differ_are_marked(told, tab):
   assert row.locator("td").all_inner_texts() == ["3", "0"]
 
 
-def test_the_command_repeats_the_run(told, tab):
-  number, config = told
+def test_the_command_repeats_the_run(configured, tab):
+  number, config = configured
   page = tab.page
   page.context.grant_permissions(["clipboard-read", "clipboard-write"])
   tab.go(f"/runs/{number}/config")
@@ -229,10 +229,10 @@ def test_the_command_repeats_the_run(told, tab):
   words = shlex.split(line)
   assert words[:3] == ["python", "-m", "tunix.rl.multi_turn.train"]
   again = config_lib.load_config(words[3:]).to_dict()
-  wanted = config.to_dict()
+  expected = config.to_dict()
   for name in ("dir", "name"):
-    again["run"].pop(name), wanted["run"].pop(name)
-  assert again == wanted
+    again["run"].pop(name), expected["run"].pop(name)
+  assert again == expected
 
 
 @pytest.mark.slow

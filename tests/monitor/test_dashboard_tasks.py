@@ -40,17 +40,17 @@ def body(run, tasks, habit=None):
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
+def two_runs(tmp_path_factory):
   with monitor_server.sqlite_server(tmp_path_factory.mktemp("t")) as server:
-    mine = body("first", list(HABITS))
-    mine["tasks"].append({"task_id": "exam", "description": "Do exam."})
-    mine["baselines"] = [
+    first = body("first", list(HABITS))
+    first["tasks"].append({"task_id": "exam", "description": "Do exam."})
+    first["baselines"] = [
         {"client_id": "first/b", "status_message": "initial"}
     ]
-    mine["evals"] = [{"client_id": "first/e", "step": STEPS}]
+    first["evals"] = [{"client_id": "first/e", "step": STEPS}]
     for place, wins in (("b", 1), ("e", 3)):
       source = {"b": "baseline_id", "e": "eval_id"}[place]
-      mine["rollouts"] += [
+      first["rollouts"] += [
           {"rollout_id": f"first/{place}.{n}", "task_id": "exam",
            "model_path": "m", source: f"first/{place}",
            "status": "completed", "task_success": n < wins,
@@ -62,11 +62,11 @@ def told(tmp_path_factory):
            "status": "completed", "task_success": True, "reward": 1.0,
            "temperature": 0.0}
       ]  # pyformat: disable
-    server.post(mine)
+    server.post(first)
     # A later run has the task `mixed`, too, and others of its own.
-    others = [f"foreign-{n}" for n in range(30)]
+    foreign = [f"foreign-{n}" for n in range(30)]
     for _ in range(2):
-      server.post(body("second", ["mixed", *others], lambda *_: True))
+      server.post(body("second", ["mixed", *foreign], lambda *_: True))
     yield server
 
 
@@ -75,71 +75,71 @@ def rows(server, path):
   page = server.http.get(path)
   assert page.status_code == 200, page.text
   table = page.text.rpartition("<tbody>")[2].partition("</tbody>")[0]
-  found = {}
+  by_task = {}
   for line in table.split("</tr>")[:-1]:
     words = re.sub(r"<svg.*?</svg>|<[^>]*>", " ", line, flags=re.S)
     words = " ".join(html.unescape(words).split())
-    found[words.split()[0]] = words
-  return found
+    by_task[words.split()[0]] = words
+  return by_task
 
 
-def test_a_run_lists_its_own_tasks_alone(told):
-  found = rows(told, "/runs/1/tasks")
-  assert set(found) == {*HABITS, "exam"}
-  assert len(rows(told, "/runs/2/tasks")) == 25  # The first page of 31.
-  assert len(rows(told, "/runs/2/tasks?page=1")) == 6
+def test_a_run_lists_its_own_tasks_alone(two_runs):
+  listed = rows(two_runs, "/runs/1/tasks")
+  assert set(listed) == {*HABITS, "exam"}
+  assert len(rows(two_runs, "/runs/2/tasks")) == 25  # The first page of 31.
+  assert len(rows(two_runs, "/runs/2/tasks?page=1")) == 6
 
 
-def test_a_task_is_learnable_or_not(told):
-  found = rows(told, "/runs/1/tasks")
+def test_a_task_is_learnable_or_not(two_runs):
+  listed = rows(two_runs, "/runs/1/tasks")
   for task, word, rate, change in (
       ("stuck", "never", "0.0 % 0/32", "+0 points"),
       ("solved", "always", "100.0 % 32/32", "+0 points"),
       ("mixed", "sometimes", "50.0 % 16/32", "+0 points"),
       ("learned", "always", "50.0 % 16/32", "+100 points"),
   ):
-    assert f" {word} {rate} {change}" in found[task], found[task]
-  assert " 4 of 4 " in found["mixed"] and " 0 of 4 " in found["stuck"]
+    assert f" {word} {rate} {change}" in listed[task], listed[task]
+  assert " 4 of 4 " in listed["mixed"] and " 0 of 4 " in listed["stuck"]
   # Held-out: sampled attempts of the first and last measurement, not added.
-  assert "held-out sometimes – – – 25.0 % 1/4 75.0 % 3/4" in found["exam"]
-  assert list(found)[0] == "mixed"  # The most to learn comes first.
-  assert set(rows(told, "/runs/1/tasks?solved=always")) == {
+  assert "held-out sometimes – – – 25.0 % 1/4 75.0 % 3/4" in listed["exam"]
+  assert list(listed)[0] == "mixed"  # The most to learn comes first.
+  assert set(rows(two_runs, "/runs/1/tasks?solved=always")) == {
       "solved", "learned",
   }  # pyformat: disable
-  assert set(rows(told, "/runs/1/tasks?split=held-out")) == {"exam"}
-  assert list(rows(told, "/runs/1/tasks?sort=change"))[0] == "learned"
-  assert set(rows(told, "/runs/1/tasks?q=do+mix")) == {"mixed"}
+  assert set(rows(two_runs, "/runs/1/tasks?split=held-out")) == {"exam"}
+  assert list(rows(two_runs, "/runs/1/tasks?sort=change"))[0] == "learned"
+  assert set(rows(two_runs, "/runs/1/tasks?q=do+mix")) == {"mixed"}
 
 
-def test_attempts_of_later_runs_hide_none_of_an_earlier_one(told):
-  """However many attempts at the same task another run has made since."""
-  (task,) = [t["id"] for t in told.rows("task") if t["task_id"] == "mixed"]
-  mine = {
-      r["id"] for r in told.rows("rollout")
+def test_attempts_of_later_runs_hide_none_of_an_earlier_one(two_runs):
+  """A later run made many attempts at the same task."""
+  (task,) = [t["id"] for t in two_runs.rows("task") if t["task_id"] == "mixed"]
+  own_rollouts = {
+      r["id"] for r in two_runs.rows("rollout")
       if r["task_id"] == task and r["rollout_id"].startswith("first/")
   }  # pyformat: disable
-  page = told.http.get(f"/runs/1/tasks/{task}").text
+  page = two_runs.http.get(f"/runs/1/tasks/{task}").text
   table = page.rpartition("<tbody>")[2]
   shown = {int(n) for n in re.findall(r'href="/rollouts/(\d+)"', table)}
-  assert shown == mine and len(mine) == 32
-  assert "No attempt of this run" in told.http.get(
-      f"/runs/2/tasks/{told.rows('task')[0]['id']}"
+  assert shown == own_rollouts and len(own_rollouts) == 32
+  assert "No attempt of this run" in two_runs.http.get(
+      f"/runs/2/tasks/{two_runs.rows('task')[0]['id']}"
   ).text
 
 
-def test_a_task_whose_attempts_all_broke_off_has_a_page(told):
+def test_a_task_whose_attempts_all_broke_off_has_a_page(two_runs):
   """Without an attempt that was decided there is none to draw."""
   broken = body("third", ["broken"], lambda *_: False)
   for rollout in broken["rollouts"]:
     rollout |= {"status": "failed", "task_success": None, "reward": None}
-  told.post(broken)
-  (task,) = [t["id"] for t in told.rows("task") if t["task_id"] == "broken"]
-  page = told.http.get(f"/runs/3/tasks/{task}")
+  two_runs.post(broken)
+  (task,) = [t["id"] for t in two_runs.rows("task") if t["task_id"] == "broken"]
+  page = two_runs.http.get(f"/runs/3/tasks/{task}")
   assert page.status_code == 200, page.text
   assert "Do broken." in page.text and 'class="checkpoints"' not in page.text
 
 
-def test_a_wrong_filter_is_named(told):
-  answer = told.http.get("/runs/1/tasks?solved=often")
+def test_a_wrong_filter_is_named(two_runs):
+  answer = two_runs.http.get("/runs/1/tasks?solved=often")
   assert answer.status_code == 400
   assert "never" in answer.text and "sometimes" in answer.text

@@ -1,4 +1,4 @@
-"""The dashboard and what is not to be trusted: texts, tokens, projects."""
+"""The dashboard under untrusted texts, tokens and projects."""
 
 import json
 
@@ -10,7 +10,7 @@ from tunix.rl.multi_turn.monitor.server import access
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
 
-# --- what is not to be trusted ----------------------------------------------
+# --- untrusted content ------------------------------------------------------
 
 XSS = (
     "<script>alert(1)</script>", "<img src=x onerror=alert(2)>",
@@ -142,13 +142,13 @@ def test_hostile_text_is_text_on_every_page(context, tmp_path):
       if path == run:
         chromium.ready(tab.page)
         tab.page.locator(".plot").first.press("ArrowRight")
-      made = tab.page.evaluate(
+      injected = tab.page.evaluate(
           "[...document.querySelectorAll('*')].flatMap((e) =>"
           " e.getAttributeNames().filter((n) => n.startsWith('on')).concat("
           "['IFRAME', 'OBJECT', 'EMBED'].includes(e.tagName) ? [e.tagName] :"
           " []))"
       )
-      assert not made, (path, made)
+      assert not injected, (path, injected)
       scripts = tab.page.locator("script:not([src]), a[href^='javascript:']")
       assert not scripts.count(), path
       shown = tab.page.locator("main").inner_text()

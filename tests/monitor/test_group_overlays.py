@@ -47,11 +47,11 @@ def body(sha):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-  with monitor_server.sqlite_server(tmp_path_factory.mktemp("g")) as found:
+  with monitor_server.sqlite_server(tmp_path_factory.mktemp("g")) as running:
     sha, image = monitor_server.screenshot(3, (W, H))
-    found.http.put(f"/api/v1/screenshots/{sha}", content=image)
-    found.post(body(sha))
-    yield found
+    running.http.put(f"/api/v1/screenshots/{sha}", content=image)
+    running.post(body(sha))
+    yield running
 
 
 def drawn(page):
@@ -85,7 +85,7 @@ def test_attempts_are_drawn_where_a_failed_one_first_differs(server, path):
 def test_the_turn_that_is_asked_for_is_drawn(server):
   page = server.http.get("/runs/1/steps/1?turn=1").text
   assert drawn(page) == ("turn 1", 2, 1, ["click"] * 3)
-  # A turn that nobody took has no picture, and the page goes on without.
+  # A turn that no attempt took has no picture; the page has the rest.
   assert "together" not in server.http.get("/runs/1/steps/1?turn=9").text
 
 

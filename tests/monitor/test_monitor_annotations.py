@@ -2,8 +2,8 @@
 
 import html
 
-from alembic import command
 import chromium
+import monitor_databases
 import monitor_server
 import pytest
 import sqlalchemy as sa
@@ -38,12 +38,12 @@ def short(items):
 
 def test_labels_and_notes_are_added_listed_and_taken_away(server):
   fill(server)
-  found = annotate(server, "r1", turn=2, label=" reward hack ", note="See!")
-  assert short(found["items"]) == [
+  answer = annotate(server, "r1", turn=2, label=" reward hack ", note="See!")
+  assert short(answer["items"]) == [
       (2, "reward hack", None), (2, None, "See!"),
   ]  # pyformat: disable
   again = annotate(server, "r1", turn=2, label="reward hack")
-  assert again == found  # Once, however often.
+  assert again == answer  # Once, however often.
   annotate(server, "r1", label="reward hack")  # The rollout is another one.
   annotate(server, "r2", label="u\u0308", note="a\0b\r\nc" + "x" * 3990)
   assert server.get("/api/v1/labels")["items"] == [
@@ -180,8 +180,8 @@ def test_forms_need_this_servers_page_and_a_token_that_may_send(tmp_path):
         page("tm_secret").replace("&#x27;", "&#39;")
     )
     assert "/annotations\"" in page("tm_secret")
-    seen = page(reading)  # Who may only look sees them, and no form.
-    assert "/annotations\"" not in seen and "z</a>" in seen
+    readers_page = page(reading)  # Who may only look sees them, and no form.
+    assert "/annotations\"" not in readers_page and "z</a>" in readers_page
     assert server.http.get(
         "/rollouts/1/annotations", follow_redirects=False
     ).status_code == 303
@@ -210,9 +210,9 @@ def test_lists_and_searches_are_filtered_by_a_label(server):
   ids = {r["rollout_id"]: r["id"] for r in server.rows("rollout")}
   page = lambda path: server.http.get(path).text
   for path in ("/rollouts?label=stuck", "/runs/1/rollouts?label=stuck"):
-    found = page(path)
-    assert f'href="/rollouts/{ids["r2"]}"' in found
-    assert f'href="/rollouts/{ids["r1"]}"' not in found
+    text = page(path)
+    assert f'href="/rollouts/{ids["r2"]}"' in text
+    assert f'href="/rollouts/{ids["r1"]}"' not in text
   assert f'href="/rollouts/{ids["r3"]}"' in page("/rollouts?label=of+it+all")
   assert "No rollout fits" in page("/rollouts?label=nothing")
   assert server.http.get("/rollouts?label=" + "x" * 51).status_code == 400
@@ -257,9 +257,8 @@ def test_they_go_with_their_run_and_come_back(server, tmp_path):
   assert after() == [[*before[0], (1, "here", None)], before[1]]
 
 
-def test_the_schema_goes_down_and_up(engine):
-  with database.writing(engine) as connection:
-    command.downgrade(database._alembic(connection), "0009")
+def test_an_earlier_schema_gets_the_tables(engine):
+  monitor_databases.make_older(engine, "0009")
   names = sa.inspect(engine).get_table_names()
   assert not {"monitor_annotation", "monitor_turn_words"} & set(names)
   database.upgrade(engine)

@@ -26,8 +26,8 @@ MUST_ANSWER = (
 @pytest.fixture(scope="module", name="server")
 def _server(tmp_path_factory):
   folder = tmp_path_factory.mktemp("server")
-  with monitor_server.sqlite_server(folder) as found:
-    yield found
+  with monitor_server.sqlite_server(folder) as running:
+    yield running
 
 
 def test_every_operation_answers_as_its_document_says(server):

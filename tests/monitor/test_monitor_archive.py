@@ -25,17 +25,17 @@ KEPT = [t.name for t in tables.TABLES] + [
 
 
 def contents(engine):
-  """table -> its rows, times as they are; the whole of what was told."""
-  found = {}
+  """Maps each table to its rows; times are not normalised."""
+  tables_ = {}
   with database.reading(engine) as connection:
     for name in KEPT:
       table = tables.metadata.tables[name]
       order = list(table.primary_key.columns)
-      found[name] = [
+      tables_[name] = [
           tuple(row)
           for row in connection.execute(sa.select(table).order_by(*order))
       ]
-  return found
+  return tables_
 
 
 def fill(server, name="run", episodes=3):
@@ -68,8 +68,8 @@ def fill(server, name="run", episodes=3):
 
 @pytest.fixture
 def source(tmp_path):
-  with monitor_server.sqlite_server(tmp_path / "from") as found:
-    yield found
+  with monitor_server.sqlite_server(tmp_path / "from") as running:
+    yield running
 
 
 def export(server, path, **options):
@@ -92,13 +92,13 @@ def test_a_project_arrives_whole_with_its_ids_and_only_once(
   path = tmp_path / "runs.zip"
   manifest = export(source, path)
   assert [r["run_name"] for r in manifest["runs"]] == ["run", "other"]
-  done = import_(engine, tmp_path, path)
-  assert (done.imported, done.renumbered) == (["run", "other"], 0)
+  outcome = import_(engine, tmp_path, path)
+  assert (outcome.imported, outcome.renumbered) == (["run", "other"], 0)
   assert contents(engine) == contents(source.engine)
   file = tmp_path / "to_files" / "screenshots" / sha[:2] / f"{sha}.png"
   assert file.read_bytes() == monitor_server.screenshot(3)[1]
   again = import_(engine, tmp_path, path)
-  assert again.kept == ["run", "other"] and not again.imported
+  assert again.present == ["run", "other"] and not again.imported
   assert (again.rows, again.screenshots) == (0, 0)
   assert contents(engine) == contents(source.engine)
 
@@ -117,22 +117,23 @@ def test_tags_and_the_baseline_travel_and_what_is_here_stays(
   export(source, path)
   with monitor_server.MonitorServer(target, tmp_path / "to_files") as here:
     assert import_(here.engine, tmp_path, path).imported == ["run"]
-    mine = lambda: here.get(f"/api/v1/trainings/{id_}")
-    assert (mine()["tags"], mine()["pinned"]) == (["first", "ü"], True)
+    training = lambda: here.get(f"/api/v1/trainings/{id_}")
+    assert (training()["tags"], training()["pinned"]) == (["first", "ü"], True)
     tag(source, add=["second"], remove=["first"])
     again = tmp_path / "again.zip"
     export(source, again)
     assert import_(here.engine, tmp_path, again).replaced == ["run"]
     # A tag that was taken away there may have been given here.
-    assert mine()["tags"] == ["first", "second", "ü"] and mine()["pinned"]
-    assert import_(here.engine, tmp_path, path).kept == ["run"]
+    assert training()["tags"] == ["first", "second", "ü"]
+    assert training()["pinned"]
+    assert import_(here.engine, tmp_path, path).present == ["run"]
     # The baseline of a project that has one is not another run.
     fill(source, "other")
     other = source.rows("training")[1]["id"]
     source.http.put(f"/api/v1/trainings/{other}/pin")
     export(source, again)
     assert import_(here.engine, tmp_path, again).imported == ["other"]
-    assert mine()["pinned"]
+    assert training()["pinned"]
 
 
 def test_what_is_imported_is_served_and_can_be_gone_on_with(
@@ -159,10 +160,10 @@ def test_what_is_imported_is_served_and_can_be_gone_on_with(
         "rollouts": [{"client_id": "run-1", "batch": 7}],
     })  # pyformat: disable
     assert reply["training_id"] == run["id"]
-    (found,) = [
+    (rollout,) = [
         r for r in server.rows("rollout") if r["rollout_id"] == "run-1"
     ]
-    assert found["batch"] == 7
+    assert rollout["batch"] == 7
 
 
 def test_a_later_state_replaces_and_an_earlier_one_does_not(
@@ -178,29 +179,29 @@ def test_a_later_state_replaces_and_an_earlier_one_does_not(
   })
   export(source, late)
   assert import_(engine, tmp_path, early).imported == ["run"]
-  done = import_(engine, tmp_path, late)
-  assert (done.replaced, done.renumbered) == (["run"], 0)
+  outcome = import_(engine, tmp_path, late)
+  assert (outcome.replaced, outcome.renumbered) == (["run"], 0)
   assert contents(engine) == contents(source.engine)
-  assert import_(engine, tmp_path, early).kept == ["run"]
+  assert import_(engine, tmp_path, early).present == ["run"]
   assert contents(engine) == contents(source.engine)
 
 
 def shape(server):
   """A database without its ids: every row by what it says and belongs to."""
-  found = []
+  pairs = []
   for run in server.get("/api/v1/trainings")["items"]:
     history = server.get(f"/api/v1/trainings/{run['id']}/history")["items"]
     rollouts = []
     for rollout in server.get(
         "/api/v1/rollouts", training_id=run["id"]
     )["items"]:
-      whole = server.get(f"/api/v1/rollouts/{rollout['id']}")
-      # Tasks are shared: what is here stays as it is.
-      whole["task"] = whole["task"]["task_id"]
+      detail = server.get(f"/api/v1/rollouts/{rollout['id']}")
+      # Tasks are shared: existing ones do not change.
+      detail["task"] = detail["task"]["task_id"]
       turns = server.get(f"/api/v1/rollouts/{rollout['id']}/turns")["items"]
-      rollouts.append((whole, turns))
-    rollouts.sort(key=lambda found: found[0]["rollout_id"])
-    found.append((run, history, rollouts))
+      rollouts.append((detail, turns))
+    rollouts.sort(key=lambda pairs: pairs[0]["rollout_id"])
+    pairs.append((run, history, rollouts))
 
   def plain(value):
     if isinstance(value, dict):
@@ -215,7 +216,7 @@ def shape(server):
       return [plain(v) for v in value]
     return value
 
-  return plain(found)
+  return plain(pairs)
 
 
 def test_where_ids_are_taken_new_ones_are_given_and_all_that_refers_follows(
@@ -228,12 +229,12 @@ def test_where_ids_are_taken_new_ones_are_given_and_all_that_refers_follows(
   with monitor_server.MonitorServer(target, tmp_path / "to_files") as server:
     fill(server, "first", episodes=2)  # Has the same ids, fewer rows of them.
     before = shape(server)
-    done = import_(server.engine, tmp_path, path)
-    assert done.imported == ["run"] and done.renumbered
-    (ours, theirs) = shape(server)
-    assert [ours] == expected and [theirs] == before
-    assert import_(server.engine, tmp_path, path).kept == ["run"]
-    # And the next thing that is told gets an id that nobody has.
+    outcome = import_(server.engine, tmp_path, path)
+    assert outcome.imported == ["run"] and outcome.renumbered
+    (imported, present) = shape(server)
+    assert [imported] == expected and [present] == before
+    assert import_(server.engine, tmp_path, path).present == ["run"]
+    # And the next entity gets an unused id.
     server.post(joined(base(run_name="last"), episode("last")))
     assert len(server.rows("rollout")) == 5 + 4 + 1
 
@@ -246,7 +247,7 @@ def test_another_run_of_the_same_name_gets_a_number_and_stays_known(
     import_(server.engine, tmp_path, exported)
     names = {r["run_name"] for r in server.rows("training")}
     assert names == {"run", "run-2"}
-    assert import_(server.engine, tmp_path, exported).kept == ["run"]
+    assert import_(server.engine, tmp_path, exported).present == ["run"]
     assert len(server.rows("training")) == 2
 
 
@@ -256,8 +257,8 @@ def test_an_export_is_one_moment_of_the_database(source, tmp_path):
   expected = contents(source.engine)
   rows = archive.ArchiveWriter.rows
 
-  def rows_and_more(self, name, found):
-    count = rows(self, name, found)
+  def rows_and_more(self, name, content):
+    count = rows(self, name, content)
     if name.endswith("rollout.jsonl"):
       source.post(episode("meanwhile") | {"training_id": "run-T", "rollouts": [
           {"rollout_id": "meanwhile", "step_id": "run-S",
@@ -282,8 +283,8 @@ def test_a_run_or_a_project_can_be_chosen(source, tmp_path, engine):
   fill(source, "other")
   path = tmp_path / "one.zip"
   assert len(export(source, path, names=("other",))["runs"]) == 1
-  done = import_(engine, tmp_path, path, project="elsewhere")
-  assert done.imported == ["other"] and not done.renumbered
+  outcome = import_(engine, tmp_path, path, project="elsewhere")
+  assert outcome.imported == ["other"] and not outcome.renumbered
   with database.reading(engine) as connection:
     (run,) = runs_lib.find(connection, "elsewhere")
   assert run.name == "other"
@@ -311,14 +312,14 @@ def exported(tmp_path_factory):
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory):
   """A database into which nothing may come."""
-  found = database.connect(tmp_path_factory.mktemp("empty") / "to.db")
-  database.upgrade(found)
-  yield found
-  found.dispose()
+  opened = database.connect(tmp_path_factory.mktemp("empty") / "to.db")
+  database.upgrade(opened)
+  yield opened
+  opened.dispose()
 
 
 def rewritten(path, out, change):
-  """A copy of an archive in which `change(name, bytes)` is what is there."""
+  """Copies an archive with each member replaced by `change(name, bytes)`."""
   with zipfile.ZipFile(path) as old, zipfile.ZipFile(out, "w") as new:
     for name in old.namelist():
       data = change(name, old.read(name))
@@ -369,8 +370,8 @@ def test_a_failed_export_leaves_what_was_there(source, tmp_path, monkeypatch):
   path = tmp_path / "runs.zip"
   path.write_bytes(b"precious")
 
-  def full(self, name, found):
-    del self, name, found
+  def full(self, name, content):
+    del self, name, content
     raise OSError(28, "No space left on device")
 
   monkeypatch.setattr(archive.ArchiveWriter, "rows", full)

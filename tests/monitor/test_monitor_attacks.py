@@ -63,8 +63,8 @@ def guarded(tmp_path_factory):
     body["groups"] = [{"step_id": "S", "group_num": 1, "status": MARK}]
     for turn in body["turns"]:
       turn["metrics_json"] = {"thought": MARK}
-    for seen in body["observations"]:
-      seen["text_content"] = MARK
+    for observation in body["observations"]:
+      observation["text_content"] = MARK
     for measured in (*body["evals"], *body["baselines"]):
       measured["status_message"] = MARK
     server.sha, png = monitor_server.screenshot(3)
@@ -94,13 +94,13 @@ def client_of(server, who, **headers):
       base_url=server.url, timeout=30, verify=False,
       headers={"authorization": f"Bearer {token}"} | headers
       if token else headers,
-  ) as found:  # pyformat: disable
-    yield found
+  ) as client:  # pyformat: disable
+    yield client
 
 
 def doors(server):
   """(method, path's pattern, a path there is) of everything served."""
-  found = []
+  routes = []
   for route in server.app.asgi.routes:
     assert isinstance(route, routing.Route)
     path = re.sub(
@@ -109,8 +109,8 @@ def doors(server):
     )  # pyformat: disable
     path += server.places.get(route.path, "")
     for method in route.methods - {"HEAD"}:
-      found.append((method, route.path, path))
-  return found
+      routes.append((method, route.path, path))
+  return routes
 
 
 def test_every_door_is_shut_without_the_right_token(guarded):
@@ -160,7 +160,7 @@ def test_a_cookie_opens_reading_only_and_a_doubled_header_nothing(guarded):
   with client_of(guarded, "", cookie=cookie) as http:
     for method, pattern, path in doors(guarded):
       if method != "GET" and pattern not in OPEN | {"/logout"}:
-        # A form of these pages may send it, and no other.
+        # The pages' own forms get 403, every other request 401.
         status = 403 if pattern in FORMS else 401
         assert http.request(method, path).status_code == status, path
     assert http.get("/runs/1").status_code == 200
@@ -175,11 +175,11 @@ def test_a_cookie_opens_reading_only_and_a_doubled_header_nothing(guarded):
 
 def test_nothing_of_a_project_is_at_any_door_for_another(guarded):
   with client_of(guarded, "B") as http, client_of(guarded, "A") as own:
-    seen = 0
+    count = 0
     for method, pattern, path in doors(guarded):
       if method != "GET" or pattern in OPEN | ENDLESS | FORMS:
         continue
-      seen += MARK in own.get(path).text.replace(f"{MARK}-r", "")
+      count += MARK in own.get(path).text.replace(f"{MARK}-r", "")
       reply = http.get(path)
       # That it says what it was asked for is no news.
       assert MARK not in reply.text.replace(f"{MARK}-r", ""), path
@@ -193,7 +193,7 @@ def test_nothing_of_a_project_is_at_any_door_for_another(guarded):
       assert reply.status_code in (400, 404), (path, reply.text)
     assert not guarded.rows("monitor_training_tag", "*", "tag")
     assert not guarded.rows("monitor_pinned_baseline", "*", "project_id")
-    assert seen > 25  # Of them is there anything to be seen at all.
+    assert count > 25  # Else the loop compared nothing.
     for path in (
         "/compare?run=1&run=2", "/api/v1/rollouts?training_id=1",
         "/compare/tasks?a=eval-1&b=baseline-1", "/api/v1/labels",
@@ -238,8 +238,8 @@ def test_no_answer_is_kept_run_or_shown_elsewhere(guarded):
 @pytest.fixture(scope="module")
 def lite(tmp_path_factory):
   """A server without tokens that many tests fill and none empties."""
-  with monitor_server.sqlite_server(tmp_path_factory.mktemp("lite")) as found:
-    yield found
+  with monitor_server.sqlite_server(tmp_path_factory.mktemp("lite")) as running:
+    yield running
 
 
 @pytest.mark.parametrize("headers", [
@@ -317,13 +317,13 @@ def test_ten_thousand_runs_are_not_compared(lite):
 def test_no_path_leads_out_of_a_folder(lite, path):
   with socket.create_connection(
       lite.url.removeprefix("http://").split(":"), timeout=20
-  ) as line:  # As it is: clients tidy dots away.
+  ) as line:  # A raw request: HTTP clients tidy dots away.
     line.sendall(f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
     status = line.makefile("rb").readline()
   assert status.split()[1] in (b"400", b"404"), status
 
 
-# --- what is told -------------------------------------------------------------
+# --- errors -------------------------------------------------------------------
 
 
 def test_figures_beyond_all_measure_do_not_break_a_page(lite):
@@ -353,8 +353,8 @@ def test_figures_beyond_all_measure_do_not_break_a_page(lite):
           for k in ("click", "drag", "scroll") for p in places
       )
   ]  # pyformat: disable
-  for seen in body["observations"]:
-    seen["screenshot_uri"] = f"sha256:{sha}"
+  for observation in body["observations"]:
+    observation["screenshot_uri"] = f"sha256:{sha}"
   body["steps"][0] |= {
       "metrics_json": {"loss": 1.7e308, "time": -1.7e308, "reward_mean": 1e308,
                        "seconds_total": 1e308, "x": huge},
@@ -412,8 +412,8 @@ def test_a_rollout_is_shown_when_its_pictures_are_gone(lite):
   lite.http.put(f"/api/v1/screenshots/{sha}", content=png)
   body = monitor_server.joined(
       monitor_server.base(), monitor_server.episode("gone"))
-  for seen in body["observations"]:
-    seen["screenshot_uri"] = f"sha256:{sha}"
+  for observation in body["observations"]:
+    observation["screenshot_uri"] = f"sha256:{sha}"
   lite.post(body)
   (id_,) = [r["id"] for r in lite.rows("rollout") if r["rollout_id"] == "gone"]
   lite.app._screenshots.path(sha, "image/png").unlink()
@@ -481,19 +481,19 @@ def ended(line, seconds=20.0):
 
 def answer(line):
   """The whole of an answer in JSON, which comes in parts."""
-  found = b""
-  while not found.endswith(b"}"):
-    found += line.recv(1 << 16)
-  return found
+  data = b""
+  while not data.endswith(b"}"):
+    data += line.recv(1 << 16)
+  return data
 
 
 def test_a_client_that_never_ends_its_head_is_cut_off(tmp_path):
   with served(tmp_path, head_timeout=0.5) as (address, _):
     begun = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
-    for said in (b"", b"G", begun):
+    for head in (b"", b"G", begun):
       with socket.create_connection(address, timeout=20) as line:
-        line.sendall(said)
-        assert ended(line), said
+        line.sendall(head)
+        assert ended(line), head
     # A second request on a connection that was good is no other matter; and
     # one that is idle in between is not in a hurry.
     with socket.create_connection(address, timeout=20) as line:
@@ -555,8 +555,8 @@ def test_more_connections_than_there_may_be_are_hung_up_on(tmp_path):
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
       with contextlib.suppress(httpx.TransportError):
-        found = httpx.get(f"http://{address[0]}:{address[1]}/health")
-        assert found.status_code == 200
+        response = httpx.get(f"http://{address[0]}:{address[1]}/health")
+        assert response.status_code == 200
         break
     else:
       pytest.fail("it never served again")
@@ -581,9 +581,11 @@ def test_a_head_with_two_meanings_has_none(tmp_path_factory, head, lite):
 
 def test_openapi_names_every_route_of_the_api(guarded):
   document = guarded.http.get("/api/v1/openapi.json").json()
-  told = {(m.upper(), p) for p, ms in document["paths"].items() for m in ms}
+  documented = {
+      (m.upper(), p) for p, ms in document["paths"].items() for m in ms
+  }
   served_ = {
       (m, re.sub(r":\w+\}", "}", p)) for m, p, _ in doors(guarded)
       if p.startswith(("/api/", "/health"))
   }  # pyformat: disable
-  assert served_ <= told, json.dumps(sorted(served_ - told))
+  assert served_ <= documented, json.dumps(sorted(served_ - documented))

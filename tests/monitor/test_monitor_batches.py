@@ -1,4 +1,4 @@
-"""What items of one batch say about the same things."""
+"""Items of one batch that concern the same rows."""
 
 from hypothesis import given
 from hypothesis import settings
@@ -24,7 +24,7 @@ TIMES = ("created_at", "updated_at")
 
 def stored(server, prefix):
   """name -> (its row, its history), of rollouts of this prefix."""
-  found = {}
+  by_name = {}
   for row in server.rows("rollout", where=f"rollout_id LIKE '{prefix}%'"):
     history = [
         (h["old_status"], h["new_status"], h["progress_percent"])
@@ -36,8 +36,8 @@ def stored(server, prefix):
     name = row["rollout_id"].removeprefix(prefix)
     for field in ("id", "rollout_id", *TIMES):
       del row[field]
-    found[name] = (row, history)
-  return found
+    by_name[name] = (row, history)
+  return by_name
 
 
 @pytest.mark.slow

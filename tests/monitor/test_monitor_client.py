@@ -29,13 +29,13 @@ from tunix.rl.multi_turn.monitor.client import transport
 
 Config = settings_lib.MonitorConfig
 SMALL = Config(spool_mb=20_000 / (1 << 20))
-DEAD = "http://127.0.0.1:9"  # Nobody listens there.
+DEAD = "http://127.0.0.1:9"  # No server listens there.
 
 
 @pytest.fixture
 def server(tmp_path):
-  with monitor_server.sqlite_server(tmp_path / "server") as found:
-    yield found
+  with monitor_server.sqlite_server(tmp_path / "server") as running:
+    yield running
 
 
 def client_of(url, folder, **options):
@@ -136,8 +136,8 @@ def test_values_that_json_has_not(server, tmp_path):
   (row,) = server.rows("training")
   assert (row["learning_rate"], row["temperature"]) == (None, 0.5)
   assert row["batch_size"] == 7
-  found = json.loads(row["config_json"])
-  assert found["array"] == [1.0, "Infinity"] and found["5"] == {"t": [1]}
+  config = json.loads(row["config_json"])
+  assert config["array"] == [1.0, "Infinity"] and config["5"] == {"t": [1]}
   assert server.rows("step")[0]["loss"] is None
 
 
@@ -258,8 +258,8 @@ def test_a_fork_does_not_keep_a_spool_from_the_next_owner(tmp_path):
       "print(spool.is_owned(first.path))\n"
       "os.kill(child, signal.SIGKILL)\n"
   )
-  done = fresh_interpreter.run(program, tmp_path / "a.spool")
-  assert (done.stdout, done.returncode) == ("False\n", 0), done.stderr
+  result = fresh_interpreter.run(program, tmp_path / "a.spool")
+  assert (result.stdout, result.returncode) == ("False\n", 0), result.stderr
 
 
 def test_what_the_server_refuses_is_put_aside_and_holds_up_nothing(
@@ -276,7 +276,7 @@ def test_what_the_server_refuses_is_put_aside_and_holds_up_nothing(
     reasons = [reason for _, _, reason in dead]
     assert "nobody" in reasons[0] and "no one" in reasons[1]
   check(server)
-  assert len(list(folder.glob("*.spool"))) == 1  # For whoever looks.
+  assert len(list(folder.glob("*.spool"))) == 1  # A person may look into it.
 
 
 def test_an_answer_from_something_else_is_none(tmp_path):
@@ -320,17 +320,17 @@ def test_a_server_that_never_answers_does_not_hold_up_the_end(tmp_path):
 
 def test_memory_is_bounded_and_drops_are_counted(tmp_path, monkeypatch):
   client = client_of(DEAD, tmp_path / "spool", config=Config(max_pending=10))
-  held = threading.Event()
+  gate = threading.Event()
   monkeypatch.setattr(client.sender.spool, "append", lambda records: (
-      held.wait(20), len(records))[1])  # pyformat: disable
+      gate.wait(20), len(records))[1])  # pyformat: disable
   client.post_task({"task_id": "first"})
   while client.sender._writer._pending:
     time.sleep(0.01)
-  taken = [client.post_task({"task_id": f"t{n}"}) for n in range(50)]
-  held.set()
-  kept = [t for t in taken if t is not None]
-  assert len(kept) == 10
-  assert client.sender.counters["dropped_memory"] == 50 - len(kept)
+  references = [client.post_task({"task_id": f"t{n}"}) for n in range(50)]
+  gate.set()
+  accepted = [t for t in references if t is not None]
+  assert len(accepted) == 10
+  assert client.sender.counters["dropped_memory"] == 50 - len(accepted)
   client.close(0.1)
 
 
@@ -487,14 +487,14 @@ def test_a_recorder_tells_an_episode(server, tmp_path):
     recorder.complete_rollout(reward=1.0, task_success=True, num_turns=2)
     assert client.drain(20)
     assert not client.sender.counters["dead_letters"]
-  found = server.get("/api/v1/rollouts/u-1")
-  assert found["status"] == "completed" and found["group"] == 2
-  assert found["environment"]["gbox_id"] == "box-7"
+  rollout = server.get("/api/v1/rollouts/u-1")
+  assert rollout["status"] == "completed" and rollout["group"] == 2
+  assert rollout["environment"]["gbox_id"] == "box-7"
   # What was not said of it again is as it was.
-  assert found["environment"]["env_type"] == "android"
-  assert found["environment"]["status"] == "terminated"
-  assert [t["turn_time"] for t in found["turns"]] == [1.5, 1.5]
-  assert len(found["validations"]) == 1
+  assert rollout["environment"]["env_type"] == "android"
+  assert rollout["environment"]["status"] == "terminated"
+  assert [t["turn_time"] for t in rollout["turns"]] == [1.5, 1.5]
+  assert len(rollout["validations"]) == 1
   assert len(server.rows("action")) == 4
   assert [h["new_status"] for h in server.rows("status_history")
           if h["entity_type"] == "rollout"] == [
@@ -548,11 +548,11 @@ def test_the_life_of_a_training_through_the_hooks(server, tmp_path):
   assert hooks.record_step_before_rollout(3) is None  # No monitor.
   (row,) = server.rows("training")
   assert (row["status"], row["error_message"]) == ("failed", "step 2 broke")
-  found = server.rows("step")
-  assert [(s["step"], s["status"], s["loss"]) for s in found] == [
+  stored_steps = server.rows("step")
+  assert [(s["step"], s["status"], s["loss"]) for s in stored_steps] == [
       (1, "completed", 0.5), (2, "completed", 0.5),
   ]  # pyformat: disable
-  assert found[0]["num_tokens"] == 7
+  assert stored_steps[0]["num_tokens"] == 7
   assert len(server.rows("task")) == len(server.rows("baseline")) == 1
   assert server.rows("eval")[0]["step"] == 2
 
@@ -562,7 +562,7 @@ def test_the_code_in_the_documentation_runs(server, tmp_path, monkeypatch):
   documented_code.run(
       "docs/monitor.md", replace={"http://127.0.0.1:8765": server.url}
   )
-  found = server.get("/api/v1/rollouts/an-id-of-its-own")
-  assert found["status"] == "completed" and found["task_success"] == 1
+  rollout = server.get("/api/v1/rollouts/an-id-of-its-own")
+  assert rollout["status"] == "completed" and rollout["task_success"] == 1
   (body,) = documented_code.blocks("docs/monitor.md", "json")
   assert set(server.post(json.loads(body.text))) > {"rollouts", "turns"}

@@ -64,7 +64,7 @@ def play(log, *numbers):
 
 
 def deliver(server, folder):
-  """What ended runs have left there, as the next run does it."""
+  """Delivers the spools that ended runs left, as the next run does."""
   next_run = dataclasses.replace(run(server.url, folder), name="next")
   log = event_log.EventLog(next_run)
   try:
@@ -365,8 +365,8 @@ def test_screenshots_come_with_the_episodes_that_show_them(server, tmp_path):
   for n, image in enumerate([*pixels, pixels[0]]):
     episode = synthetic_run.showing(store.put(image), number=n)
     log.on_event(events.EpisodeFinished(episode, f"s-{n}", "t"))
-  gone = trajectory_lib.ImageRef("0" * 64, 3, 3)
-  episode = synthetic_run.showing(gone, number=9)
+  absent = trajectory_lib.ImageRef("0" * 64, 3, 3)
+  episode = synthetic_run.showing(absent, number=9)
   log.on_event(events.EpisodeFinished(episode, "s-9", "t"))
   assert log.close()
   assert {r["sha256"] for r in server.rows("monitor_screenshot", order=1)} == {

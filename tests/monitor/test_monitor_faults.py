@@ -19,24 +19,24 @@ def library(tmp_path_factory):
 
 
 def test_every_sync_of_the_database_may_fail(library, tmp_path):
-  found = monitor_faults.run(library, "sync_server", tmp_path)
-  assert found["wrong"] == []
-  assert min(found["syncs"], found["failures"]) > monitor_faults.BATCHES
+  result = monitor_faults.run(library, "sync_server", tmp_path)
+  assert result["wrong"] == []
+  assert min(result["syncs"], result["failures"]) > monitor_faults.BATCHES
 
 
 def test_every_sync_of_a_spool_may_fail(library, tmp_path):
-  found = monitor_faults.run(library, "sync_spool", tmp_path)
-  assert found["wrong"] == []
-  assert found["syncs"] >= 7 and found["failures"] >= 6
+  result = monitor_faults.run(library, "sync_spool", tmp_path)
+  assert result["wrong"] == []
+  assert result["syncs"] >= 7 and result["failures"] >= 6
 
 
 def test_a_full_disk_is_waited_for_on_both_sides(library, tmp_path):
-  found = monitor_faults.run(library, "full", tmp_path)
-  assert found["wrong"] == []
-  assert found["failed_commits"] + found["spool_failures"] > 0
-  assert found["refused"] > 0
+  result = monitor_faults.run(library, "full", tmp_path)
+  assert result["wrong"] == []
+  assert result["failed_commits"] + result["spool_failures"] > 0
+  assert result["refused"] > 0
 
 
 def test_a_clock_that_jumps_by_a_day_confuses_nothing(library, tmp_path):
-  found = monitor_faults.run(library, "clock", tmp_path)
-  assert found["wrong"] == []
+  result = monitor_faults.run(library, "clock", tmp_path)
+  assert result["wrong"] == []

@@ -3,15 +3,13 @@
 import collections
 import datetime
 import html
-import importlib
 import re
 
-from alembic import operations
-from alembic.runtime import migration
 import monitor_server
 import numpy as np
 import pytest
 from scipy import stats
+from tunix.rl.multi_turn.monitor.schema import database
 
 pytestmark = pytest.mark.timeout(400)
 FAMILIES = ("click", "drag", "type")
@@ -99,7 +97,7 @@ class Told:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
+def recorded(tmp_path_factory):
   with monitor_server.sqlite_server(tmp_path_factory.mktemp("f")) as server:
     yield Told(server)
 
@@ -109,7 +107,7 @@ def percent(value):
 
 
 def seconds(text):
-  """What a duration on a page says, in seconds."""
+  """Returns the seconds of a duration on a page."""
   units = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
   return sum(
       float(n) * units[u] for n, u in re.findall(r"([\d.]+) (ms|s|min|h|d)\b",
@@ -118,8 +116,8 @@ def seconds(text):
 
 
 @pytest.mark.parametrize("mode", [None, "sampled", "greedy"])
-def test_the_success_table_is_what_was_tried(told, mode):
-  page = told.text("/runs/1/evals" + (f"?mode={mode}" if mode else ""))
+def test_the_success_table_is_what_was_tried(recorded, mode):
+  page = recorded.text("/runs/1/evals" + (f"?mode={mode}" if mode else ""))
   for family in (*FAMILIES, "all"):
     if family == "all":
       family = f"all, {mode or 'sampled'}"
@@ -127,66 +125,63 @@ def test_the_success_table_is_what_was_tried(told, mode):
     family = family.partition(",")[0]
     cells = re.findall(r"([\d.]+ %) (\d+)/(\d+)", line)[:4]
     for place, shown in zip(("B", "E5", "E15", "E16"), cells, strict=True):
-      wins, tries = told.counted(
+      wins, tries = recorded.counted(
           place, None if family == "all" else family, mode or "sampled"
       )
       assert shown == (percent(wins / tries), str(wins), str(tries)), (
           family, place)  # pyformat: disable
 
 
-def test_a_measurements_interval_counts_what_counts(told):
+def test_a_measurements_interval_counts_what_counts(recorded):
   """Also where nothing succeeded: what broke is no failure of the policy."""
-  found = told.server.get("/api/v1/trainings/1/curves", names="x")["evals"]
-  assert [e["step"] for e in found] == [0, 5, 15, 16]
-  for point, place in zip(found, ("B", "E5", "E15", "E16")):
-    wins, tries = told.counted(place, mode="sampled")
-    assert sum(t[2] for t in told.tries[place]) > 0
+  points = recorded.server.get("/api/v1/trainings/1/curves", names="x")["evals"]
+  assert [e["step"] for e in points] == [0, 5, 15, 16]
+  for point, place in zip(points, ("B", "E5", "E15", "E16")):
+    wins, tries = recorded.counted(place, mode="sampled")
+    assert sum(t[2] for t in recorded.tries[place]) > 0
     assert (point["n"], point["rate"]) == (tries, wins / tries), place
-    known = stats.binomtest(wins, tries).proportion_ci(method="wilson")
-    assert point["low"] == pytest.approx(known.low, abs=1e-4)
-    assert point["high"] == pytest.approx(known.high, abs=1e-4)
-  tile = told.text("/runs/1")
-  low, high = percent(known.low), percent(known.high)
+    interval = stats.binomtest(wins, tries).proportion_ci(method="wilson")
+    assert point["low"] == pytest.approx(interval.low, abs=1e-4)
+    assert point["high"] == pytest.approx(interval.high, abs=1e-4)
+  tile = recorded.text("/runs/1")
+  low, high = percent(interval.low), percent(interval.high)
   assert f"evaluation, step 16 0.0 % {low} … {high} of {tries} sampled" in tile
 
 
-def test_headlines_are_means_of_the_last_ten_steps(told):
+def test_headlines_are_means_of_the_last_ten_steps(recorded):
   """Of the run's page and of the runs list alike, as in the terminal."""
-  mean = told.rewards_N[-10:].mean()
-  run = re.search(r"reward ([\d.]+)", told.text("/runs/1")).group(1)
-  row = told.server.http.get("/").text.partition("<tbody>")[2]
+  mean = recorded.rewards_N[-10:].mean()
+  run = re.search(r"reward ([\d.]+)", recorded.text("/runs/1")).group(1)
+  row = recorded.server.http.get("/").text.partition("<tbody>")[2]
   listed = re.search(r"</svg> <b>([\d.]+)</b>", row).group(1)
   assert float(run) == float(listed) == pytest.approx(mean, rel=0.006)
-  assert abs(mean - told.rewards_N[-1]) > 0.05
+  assert abs(mean - recorded.rewards_N[-1]) > 0.05
 
 
-def test_an_older_database_gets_figures_of_one_mode(told):
+def test_an_older_database_gets_figures_of_one_mode(recorded):
   """As new rollouts do; the pooled ones of a database from before go."""
-  schema = importlib.import_module(
-      "tunix.rl.multi_turn.monitor.schema.migrations.versions"
-      ".0006_figures_of_one_mode"
-  )
   columns = "successful_tasks, success_rate, avg_turns"
-  before = told.server.rows("eval", columns)
-  with told.server.engine.begin() as connection:
+  before = recorded.server.rows("eval", columns)
+  with recorded.server.engine.begin() as connection:
     connection.exec_driver_sql("UPDATE eval SET success_rate = 0.123")
-    context = migration.MigrationContext.configure(connection)
-    with operations.Operations.context(context):
-      schema.upgrade()
-  after = told.server.rows("eval", columns)
+    connection.exec_driver_sql(
+        "UPDATE alembic_version SET version_num = '0005'"
+    )
+  database.upgrade(recorded.server.engine)
+  after = recorded.server.rows("eval", columns)
   for old, new, place in zip(before, after, ("E5", "E15", "E16")):
-    wins, tries = told.counted(place, mode="sampled")
+    wins, tries = recorded.counted(place, mode="sampled")
     assert old == pytest.approx(new)
     assert new["success_rate"] == pytest.approx(wins / tries)
 
 
-def test_who_flipped_is_who_flipped(told):
-  (five, fifteen) = (e["id"] for e in told.server.rows("eval")[:2])
-  page = told.text(f"/runs/1/evals/diff?a=eval-{five}&b=eval-{fifteen}")
+def test_who_flipped_is_who_flipped(recorded):
+  (five, fifteen) = (e["id"] for e in recorded.server.rows("eval")[:2])
+  page = recorded.text(f"/runs/1/evals/diff?a=eval-{five}&b=eval-{fifteen}")
   sides = []
   for place in ("E5", "E15"):
     by_task = {}
-    for task, greedy, broke, won in told.tries[place]:
+    for task, greedy, broke, won in recorded.tries[place]:
       if not broke:
         by_task.setdefault((task, greedy), []).append(won)
     sides.append(by_task)
@@ -198,13 +193,13 @@ def test_who_flipped_is_who_flipped(told):
   lost = sum(a and not b for a, b in pairs)
   assert gained > 3 and lost
   both, neither = (sum(a == b == v for a, b in pairs) for v in (True, False))
-  for said in (
+  for words in (
       f"{gained} gained {lost} lost {both} solved by both {neither} by neither",
       f"{len(pairs)} pairs of attempts", f"Lost ({lost})", f"Gained ({gained})",
-      f"{told.counted('E5')[1] - len(pairs)} and"
-      f" {told.counted('E15')[1] - len(pairs)} attempts without a partner",
+      f"{recorded.counted('E5')[1] - len(pairs)} and"
+      f" {recorded.counted('E15')[1] - len(pairs)} attempts without a partner",
   ):  # pyformat: disable
-    assert said in page, said
+    assert words in page, words
   chance = float(re.search(r"by chance: p = ([\d.e-]+)", page).group(1))
   # Attempts at one task, of either mode, are no independent trials.
   change = collections.Counter()
@@ -219,11 +214,11 @@ def test_who_flipped_is_who_flipped(told):
   assert chance == pytest.approx(expected, rel=0.06)
 
 
-def test_a_steps_figures_are_of_the_members_that_count(told):
-  page = told.text("/runs/1/steps/20")
-  valid = [[r for broke, r in group if not broke] for group in told.groups]
+def test_a_steps_figures_are_of_the_members_that_count(recorded):
+  page = recorded.text("/runs/1/steps/20")
+  valid = [[r for broke, r in group if not broke] for group in recorded.groups]
   flat = np.array([r for rewards in valid for r in rewards])
-  assert sum(b for group in told.groups for b, _ in group) > 0
+  assert sum(b for group in recorded.groups for b, _ in group) > 0
   head = re.search(
       r"reward ([\d.]+) success ([\d.]+ %) (\d+)/(\d+) groups with a gradient"
       r" (\d+) of"
@@ -242,55 +237,55 @@ def test_a_steps_figures_are_of_the_members_that_count(told):
     assert mean == pytest.approx(np.mean(rewards), rel=0.006)
     line = line.partition(f" group {group + 1} ")[0]
     shown = [float(x) for x in re.findall(r"([+-]\d\.\d\d)", line)]
-    wanted = [
+    expected = [
         advantage
         for advantage, (broke, _) in zip(
-            told.advantages[group], told.groups[group]
+            recorded.advantages[group], recorded.groups[group]
         )
         if not broke
     ]
-    assert shown == pytest.approx(wanted, abs=0.006), group
+    assert shown == pytest.approx(expected, abs=0.006), group
 
 
-def test_time_left_progress_and_silence(told):
-  page = told.server.http.get("/runs/1").text
-  left = seconds(re.search(r"about <b>(.*?)</b> left", page).group(1))
-  pace = np.diff(told.times_N).mean()
-  assert left == pytest.approx(pace * (TOTAL - DONE), abs=1.0)
+def test_time_left_progress_and_silence(recorded):
+  page = recorded.server.http.get("/runs/1").text
+  remaining = seconds(re.search(r"about <b>(.*?)</b> left", page).group(1))
+  pace = np.diff(recorded.times_N).mean()
+  assert remaining == pytest.approx(pace * (TOTAL - DONE), abs=1.0)
   shown = re.search(r'<progress max="100" value="([\d.]+)"', page).group(1)
   assert float(shown) == pytest.approx(100 * DONE / TOTAL)
-  assert f"step {DONE} of {TOTAL}" in told.text("/runs/1")
-  heard = told.server.rows("training")[0]["last_heartbeat"]
+  assert f"step {DONE} of {TOTAL}" in recorded.text("/runs/1")
+  heard = recorded.server.rows("training")[0]["last_heartbeat"]
   now = datetime.datetime.now(datetime.timezone.utc)
-  said = datetime.datetime.fromisoformat(str(heard).replace("Z", "+00:00"))
-  assert abs((now - said.replace(tzinfo=now.tzinfo)).total_seconds()) < 300
+  last_time = datetime.datetime.fromisoformat(str(heard).replace("Z", "+00:00"))
+  assert abs((now - last_time.replace(tzinfo=now.tzinfo)).total_seconds()) < 300
   for ago, silent in ((20, False), (75, True), (100_000, True), (-50, False)):
     then = (now - datetime.timedelta(seconds=ago)).strftime(
         "%Y-%m-%d %H:%M:%S.%f"
     )
-    with told.server.engine.begin() as connection:
+    with recorded.server.engine.begin() as connection:
       connection.exec_driver_sql(
           "UPDATE training SET last_heartbeat = ?", (then,)
       )
     for path in ("/", "/runs/1"):
-      page = told.text(path)
+      page = recorded.text(path)
       assert (" silent " in page.partition("Live")[0]) == silent or path == "/"
     assert ("nothing heard since" in page) == silent, ago
 
 
-def test_curves_are_the_readings(told):
-  found = told.server.get(
+def test_curves_are_the_readings(recorded):
+  curves = recorded.server.get(
       "/api/v1/trainings/1/curves", names="reward_mean", points=10_000
   )
-  assert found["step"] == list(range(1, DONE + 1))
+  assert curves["step"] == list(range(1, DONE + 1))
   np.testing.assert_allclose(
-      found["series"]["reward_mean"], told.rewards_N, rtol=1e-6
+      curves["series"]["reward_mean"], recorded.rewards_N, rtol=1e-6
   )
-  halves = told.server.get(
+  halves = recorded.server.get(
       "/api/v1/trainings/1/curves", names="reward_mean", points=10
   )
   assert halves["bucket"] == 2
   np.testing.assert_allclose(
       halves["series"]["reward_mean"],
-      told.rewards_N.reshape(-1, 2).mean(1), rtol=1e-6,
+      recorded.rewards_N.reshape(-1, 2).mean(1), rtol=1e-6,
   )  # pyformat: disable

@@ -1,4 +1,4 @@
-"""What should not happen, and does: to the server, the client and its spool."""
+"""Accidents and abuse of the server, the client and its spool."""
 
 import collections
 import concurrent.futures
@@ -36,11 +36,11 @@ base, episode, joined = (
 
 @pytest.fixture(scope="module")
 def lite(tmp_path_factory):
-  """One server for all that leave it as it was."""
+  """One server for the tests that do not change it."""
   folder = tmp_path_factory.mktemp("server")
-  with monitor_server.sqlite_server(folder) as found:
-    found.post(joined(base(), episode("r1")))
-    yield found
+  with monitor_server.sqlite_server(folder) as running:
+    running.post(joined(base(), episode("r1")))
+    yield running
 
 
 # --- the server -------------------------------------------------------------
@@ -58,7 +58,7 @@ DEEP = "[" * 300 + "]" * 300
     '{"tasks": [{"task_id": "x", "tags": %s}]}',
 ])  # pyformat: disable
 def test_json_that_is_nested_too_deeply_is_the_senders_fault(lite, body):
-  """A 500 is sent again for ever, and holds up all that waits behind it."""
+  """A 500 would be retried for ever, and block the batches behind it."""
   reply = lite.http.post("/api/ingest/batch", content=body % DEEP)
   assert reply.status_code == 400, reply.text
   assert "nested" in reply.text or "Recursion" in reply.text
@@ -170,12 +170,12 @@ def test_lone_surrogates_are_never_stored(lite):
   body = '{"tasks": [{"task_id": "lone\\ud800", "name": "x"}]}'
   reply = lite.http.post("/api/ingest/batch", content=body)
   assert reply.status_code == 200
-  found = [
+  names = [
       r["task_id"]
       for r in lite.rows("task")
       if (r["task_id"] or "").startswith("lone")
   ]
-  assert found and not any("\ud800" in name for name in found)
+  assert names and not any("\ud800" in name for name in names)
   lite.get("/api/v1/rollouts/%ED%A0%80", status=404)
 
 
@@ -185,14 +185,14 @@ def test_steps_below_zero_have_pages_too(lite):
       "steps": [{"client_id": f"m{n}", "step": n} for n in (-2, -1, 0)],
   })
   (id_,) = [r["id"] for r in lite.rows("training") if r["run_name"] == "minus"]
-  found, after = [], None
+  steps, after = [], None
   for _ in range(3):
     page = lite.get(
         f"/api/v1/trainings/{id_}/steps", limit=1, after=after or ""
     )
-    found += [s["step"] for s in page["items"]]
+    steps += [s["step"] for s in page["items"]]
     after = page["next"]
-  assert found == [-2, -1, 0] and after is None
+  assert steps == [-2, -1, 0] and after is None
 
 
 def test_a_screenshot_whose_file_is_gone_is_missing_and_can_come_again(lite):
@@ -237,10 +237,12 @@ def test_screenshots_that_come_together_and_twice(lite):
   shas, files = zip(*(monitor_server.screenshot(n) for n in range(70, 73)))
 
   def post(names, files):
-    told = [{"sha256": s, "bytes": len(f)} for s, f in zip(names, files)]
+    listed = [{"sha256": s, "bytes": len(f)} for s, f in zip(names, files)]
     reply = lite.http.post(
         "/api/v1/screenshots",
-        content=json.dumps({"images": told}).encode() + b"\n" + b"".join(files),
+        content=b"\n".join((
+            json.dumps({"images": listed}).encode(), b"".join(files)
+        )),
     )
     assert reply.status_code == 200, reply.text
     return reply.json()
@@ -260,13 +262,13 @@ def test_readers_that_take_long_do_not_keep_a_batch_waiting(tmp_path):
     server.post(base())
     with contextlib.ExitStack() as stack:
       pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(12))
-      done = threading.Event()
-      stack.callback(done.set)
+      finished = threading.Event()
+      stack.callback(finished.set)
 
       def read():
         with database.reading(server.engine) as connection:
           connection.exec_driver_sql("SELECT count(*) FROM training").scalar()
-          done.wait(25)
+          finished.wait(25)
 
       for _ in range(12):
         pool.submit(read)
@@ -310,12 +312,12 @@ def test_one_projects_names_mean_nothing_in_another(tmp_path):
         reply = http_.post("/api/ingest/batch", json=body)
         assert reply.status_code == 200, reply.text
         ids[project] = {
-            kind: [p["id"] for p in found]
-            for kind, found in reply.json().items()
-            if isinstance(found, list) and kind != "tasks"
+            kind: [p["id"] for p in pairs]
+            for kind, pairs in reply.json().items()
+            if isinstance(pairs, list) and kind != "tasks"
         }
-        seen = http_.get("/api/v1/rollouts").json()["items"]
-        assert [r["rollout_id"] for r in seen] == [f"e-{project}"]
+        rollouts = http_.get("/api/v1/rollouts").json()["items"]
+        assert [r["rollout_id"] for r in rollouts] == [f"e-{project}"]
         # Nothing of B's can be hung onto A's by its number.
         if project == "B":
           for field, kind, array in (
@@ -325,11 +327,11 @@ def test_one_projects_names_mean_nothing_in_another(tmp_path):
               ("step_id", "steps", "rollouts"),
           ):  # pyformat: disable
             item = {field: ids["A"][kind][0], "turn": 5, "success": True}
-            known = {"actions": ("turn_id",), "validations": (
+            columns = {"actions": ("turn_id",), "validations": (
                 "rollout_id", "success"), "turns": ("rollout_id", "turn"),
                 "rollouts": ("step_id",)}[array]  # pyformat: disable
             reply = http_.post("/api/ingest/batch", json={
-                array: [{k: item[k] for k in known} | {"client_id": "evil"}]
+                array: [{k: item[k] for k in columns} | {"client_id": "evil"}]
             })  # pyformat: disable
             assert reply.status_code == 400, (array, reply.text)
             assert "this project has no" in reply.text
@@ -349,11 +351,11 @@ def client_of(url, folder, **options):
 def test_a_record_that_the_disk_has_garbled_holds_up_nothing(
     lite, tmp_path, caplog
 ):
-  left = client_of("http://127.0.0.1:9", tmp_path, target="t", name="left")
+  abandoned = client_of("http://127.0.0.1:9", tmp_path, target="t", name="left")
   for name in ("first", "garbled", "last"):
-    left.post_task({"task_id": name})
-    assert left.flush()
-  assert not left.close(0.1)
+    abandoned.post_task({"task_id": name})
+    assert abandoned.flush()
+  assert not abandoned.close(0.1)
   (segment,) = (tmp_path / "left.spool").glob("*.seg")
   segment.write_bytes(segment.read_bytes().replace(b"garbled", b"xxxxxxx"))
   with caplog.at_level(logging.WARNING):
@@ -398,7 +400,7 @@ def test_somebody_elses_damaged_spool_is_put_aside_once(
     (tmp_path / f"{name}.spool" / "lock").write_text("")
     (tmp_path / f"{name}.spool" / "header.json").write_text(header)
     (tmp_path / f"{name}.spool" / f"{1:020d}.seg").write_text("x")
-  (tmp_path / "new.spool").mkdir()  # Somebody has just begun to make it.
+  (tmp_path / "new.spool").mkdir()  # Another process has just begun to make it.
   for _ in range(2):
     caplog.clear()
     with caplog.at_level(logging.WARNING):
@@ -447,10 +449,10 @@ def test_a_huge_text_does_not_take_its_episode_with_it(lite, tmp_path):
     client.sender.put(body | {"training_id": "T"})
     assert client.drain(60)
     assert not client.sender.counters["dead_letters"]
-  found = lite.get("/api/v1/rollouts/huge/turns")["items"][0]
-  text = found["observations"][0]["text_content"]
+  turn = lite.get("/api/v1/rollouts/huge/turns")["items"][0]
+  text = turn["observations"][0]["text_content"]
   assert text.startswith("äää") and "6000000 characters" in text
-  assert "5000000 characters" in found["metrics_json"]["thought"]
+  assert "5000000 characters" in turn["metrics_json"]["thought"]
 
 
 def test_images_that_do_not_fit_do_not_take_the_words_with_them(tmp_path):
@@ -493,7 +495,7 @@ def test_numbering_ones_own_items_takes_bounded_memory(tmp_path, monkeypatch):
 
 
 def test_reading_a_body_raises_nothing_but_its_faults():
-  """Whatever a body is, it is refused in words."""
+  """Every wrong body is refused with a message."""
   for body in (
       b"", b"null", b"[]", b'"x"', b'{"turns": null}', b'{"turns": {}}',
       b'{"turns": [1]}', b'{"training": []}', b'{"delivery": []}',

@@ -71,8 +71,8 @@ def everything(server):
 def without_times(rows):
   times = ("updated_at", "last_heartbeat", "changed_at", "created_at")
   return {
-      part: [{k: v for k, v in row.items() if k not in times} for row in found]
-      for part, found in rows.items()
+      part: [{k: v for k, v in row.items() if k not in times} for row in same]
+      for part, same in rows.items()
   }
 
 
@@ -182,7 +182,7 @@ def test_what_a_training_does_not_say_has_a_default(server):
 
 
 def test_the_sequence_of_a_recorder_that_knows_no_better(server):
-  """Environments first, None for what is not known, other words and fields."""
+  """Environments first, None for unknown values, other words and fields."""
   training = server.post({"training": {
       "run_name": "cua", "status": "running", "current_phase": "rollout",
   }})["training_id"]  # pyformat: disable
@@ -242,11 +242,11 @@ def test_the_sequence_of_a_recorder_that_knows_no_better(server):
       "client_id": "u:env", "env_type": "android", "status": "terminated",
   }]})  # pyformat: disable
 
-  found = server.get(f"/api/v1/rollouts/{rollout}")
-  assert found["status"] == "completed" and found["group"] == 3
-  assert found["progress_percent"] == 100
-  assert found["environment"]["status"] == "terminated"
-  assert found["validations"][0]["success"] == 1
+  stored = server.get(f"/api/v1/rollouts/{rollout}")
+  assert stored["status"] == "completed" and stored["group"] == 3
+  assert stored["progress_percent"] == 100
+  assert stored["environment"]["status"] == "terminated"
+  assert stored["validations"][0]["success"] == 1
   one = server.get(f"/api/rollouts/u/turns/{turn}")
   assert [o["obs_type"] for o in one["observations"]] == [
       "screenshot", "screenshot", "multimodal",
@@ -440,12 +440,12 @@ def test_statuses_of_one_batch_are_all_in_the_history(server):
       for s in states
   ]
   server.post(joined(base(), {"rollouts": rollouts}))
-  found = [
+  statuses = [
       h["new_status"]
       for h in server.rows("status_history")
       if h["entity_type"] == "rollout"
   ]
-  assert found == ["pending", "env_creation", "running", "completed"]
+  assert statuses == ["pending", "env_creation", "running", "completed"]
 
 
 def test_progress_follows_the_formulas_and_what_is_said_wins(server):
@@ -466,7 +466,7 @@ def test_progress_follows_the_formulas_and_what_is_said_wins(server):
 
 
 def test_a_step_goes_from_0_to_100_and_never_back(server):
-  seen = []
+  percents = []
   server.post(base())
   for change in (
       {"status": "rollout_running"},
@@ -478,8 +478,8 @@ def test_a_step_goes_from_0_to_100_and_never_back(server):
       {"rollout_progress": {"completed_envs": 4, "total_envs": 8}},
   ):
     server.post({"steps": [{"client_id": "S", **change}]})
-    seen.append(server.rows("step")[0]["progress_percent"])
-  assert seen == [0, 25, 25, 50, 75, 100, 100]
+    percents.append(server.rows("step")[0]["progress_percent"])
+  assert percents == [0, 25, 25, 50, 75, 100, 100]
 
 
 def test_the_formulas_divide_by_nothing_that_is_zero():
@@ -499,10 +499,10 @@ def test_the_formulas_divide_by_nothing_that_is_zero():
 def test_an_evaluation_agrees_with_its_rollouts(server):
   server.post(base())
   chance = random.Random(3)
-  told = {}
+  by_name = {}
   for _ in range(40):
     name = f"r{chance.randrange(12)}"
-    say = told.setdefault(name, {"status": "running"})
+    say = by_name.setdefault(name, {"status": "running"})
     if say["status"] == "running":
       say["status"] = chance.choice(("running", "completed", "failed"))
     say["task_success"] = chance.random() < 0.5
@@ -511,21 +511,21 @@ def test_an_evaluation_agrees_with_its_rollouts(server):
     server.post({"rollouts": [{
         "rollout_id": name, "task_id": "open-door", "eval_id": "E", **say,
     }]})  # pyformat: disable
-    valid = [t for t in told.values() if t["status"] == "completed"]
-    (found,) = server.rows("eval")
-    assert found["completed_tasks"] == sum(
-        t["status"] != "running" for t in told.values()
+    valid = [t for t in by_name.values() if t["status"] == "completed"]
+    (eval_row,) = server.rows("eval")
+    assert eval_row["completed_tasks"] == sum(
+        t["status"] != "running" for t in by_name.values()
     )
-    assert found["successful_tasks"] == sum(t["task_success"] for t in valid)
+    assert eval_row["successful_tasks"] == sum(t["task_success"] for t in valid)
     if valid:
       for column, key in (
           ("success_rate", "task_success"), ("avg_reward", "reward"),
           ("avg_turns", "num_turns"),
       ):  # pyformat: disable
         mean = sum(t[key] for t in valid) / len(valid)
-        assert found[column] == pytest.approx(mean)
-    assert found["progress_percent"] == min(
-        100, 25 * found["completed_tasks"]
+        assert eval_row[column] == pytest.approx(mean)
+    assert eval_row["progress_percent"] == min(
+        100, 25 * eval_row["completed_tasks"]
     )
 
 

@@ -2,7 +2,7 @@
 
 import json
 
-from alembic import command
+import monitor_databases
 import monitor_server
 import pytest
 import sqlalchemy as sa
@@ -59,15 +59,15 @@ def test_a_client_of_the_later_schema_gets_back_what_it_sent(server):
   named = {one["field"].rpartition(".")[2] for one in reply["ignored"]}
   assert named == {"num_envs"}  # Kept, as any unknown one.
   (group, other) = reply["groups"]
-  found = server.get("/api/v1/rollouts/r1")
-  assert found["source_type"] == "step" and found["group"] == 4
-  assert found["group_id"] == group["id"] and found["group_num"] == 4
-  assert found["env_id"] == found["environment"]["id"]
-  assert found["trajectory_data_json"] == CALLS
-  assert found["avg_turn_time"] == 1.5
+  rollout = server.get("/api/v1/rollouts/r1")
+  assert rollout["source_type"] == "step" and rollout["group"] == 4
+  assert rollout["group_id"] == group["id"] and rollout["group_num"] == 4
+  assert rollout["env_id"] == rollout["environment"]["id"]
+  assert rollout["trajectory_data_json"] == CALLS
+  assert rollout["avg_turn_time"] == 1.5
   one = server.get(f"/api/v1/groups/{group['id']}")
   assert (one["group_num"], one["raw"]["num_envs"]) == (4, "8")
-  assert one["step_id"] == found["step_id"] and one["task_id"]
+  assert one["step_id"] == rollout["step_id"] and one["task_id"]
   assert server.get(f"/api/v1/groups/{other['id']}")["eval_id"]
   server.get("/api/v1/groups/99", 404)
   first, second = server.get("/api/v1/rollouts/r1/turns")["items"]
@@ -83,9 +83,9 @@ def test_a_client_of_the_later_schema_gets_back_what_it_sent(server):
   assert legacy["avg_turn_time"] == 2.5
   assert legacy["estimated_total_time"] is None  # "soon" is no number.
   assert legacy["raw"]["estimated_total_time"] == "soon"
-  whole = server.get("/api/rollouts/r1")
-  assert whole["task"]["instruction"] == "Open the door."
-  assert whole["turns"][0]["model_response"] == "answer 1"
+  older_answer = server.get("/api/rollouts/r1")
+  assert older_answer["task"]["instruction"] == "Open the door."
+  assert older_answer["turns"][0]["model_response"] == "answer 1"
 
 
 def test_a_group_is_known_again_and_a_rollouts_own_number_stands(server):
@@ -126,9 +126,10 @@ def test_views_have_the_tables_columns_and_the_later_ones(server):
       "client_id": "S2", "step": 2, "progress_percent": 25,
       "start_time": "2026-01-01T00:00:00Z", "end_time": "2026-01-01T00:01:00Z",
   }]})  # pyformat: disable
-  made = sa.inspect(server.engine)
+  inspector = sa.inspect(server.engine)
   for table, names in later_views.ADDED.items():
-    columns = [c["name"] for c in made.get_columns(f"monitor_later_{table}")]
+    listed = inspector.get_columns(f"monitor_later_{table}")
+    columns = [c["name"] for c in listed]
     own = [c.name for c in tables.metadata.tables[table].c]
     assert columns == [*own, *names], table
     assert len(view(server, table)) == len(server.rows(table)), table
@@ -153,8 +154,8 @@ def test_what_the_own_recorder_wrote_is_there_too(server):
   first = server.get("/api/v1/rollouts/r1/turns")["items"][0]
   assert (first["thinking"], first["model_response"]) == ("T", "R")
   assert first["screen_before"] == "https://s.example/1.png"
-  found = server.get("/api/v1/rollouts/r1")
-  assert found["group_num"] == 3 and found["group_id"] is None
+  rollout = server.get("/api/v1/rollouts/r1")
+  assert rollout["group_num"] == 3 and rollout["group_id"] is None
 
 
 def test_groups_belong_to_a_project_and_go_with_their_run(
@@ -163,14 +164,14 @@ def test_groups_belong_to_a_project_and_go_with_their_run(
   monkeypatch.setattr(access, "_ASKED_S", 0.0)
   sent(server)
   token = access.make_token(server.engine, "other", ("ingest", "read"))
-  mine = {"authorization": f"Bearer {token}"}
+  headers_ = {"authorization": f"Bearer {token}"}
   assert server.http.get(
-      "/api/v1/groups/1", headers=mine
+      "/api/v1/groups/1", headers=headers_
   ).status_code == 404
-  theirs = server.http.post("/api/ingest/batch", headers=mine, json=joined(
+  answer = server.http.post("/api/ingest/batch", headers=headers_, json=joined(
       base(run_name="theirs"), episode("t1", group_id=1)
   ))  # pyformat: disable
-  assert theirs.status_code == 200
+  assert answer.status_code == 200
   assert server.rows("rollout", where="rollout_id = 't1'")[0]["group"] is None
   path, files = tmp_path / "a.zip", tmp_path / "files"
   exporting.export(server.engine, files, path, quiet=True)
@@ -181,9 +182,8 @@ def test_groups_belong_to_a_project_and_go_with_their_run(
   assert (view(server, "rollout"), view(server, "group")) == before
 
 
-def test_the_schema_goes_down_and_up(engine):
-  with database.writing(engine) as connection:
-    command.downgrade(database._alembic(connection), "0008")
+def test_an_earlier_schema_gets_the_tables(engine):
+  monitor_databases.make_older(engine, "0008")
   assert "monitor_group" not in sa.inspect(engine).get_table_names()
   database.upgrade(engine)
   assert "monitor_later_group" in sa.inspect(engine).get_view_names()

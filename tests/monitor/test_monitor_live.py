@@ -1,4 +1,4 @@
-"""What is told of episodes while they run, and of those that end badly."""
+"""Rows of episodes while they run, and of episodes that end badly."""
 
 import errno
 import json
@@ -29,13 +29,13 @@ def rollouts(lite):
 
 
 def begun(lite, tmp_path, store, **options):
-  """Who tells of an episode that has begun, and the episode."""
-  told = observed_run.observed(lite, tmp_path / "spool", store)
-  told.on_event(events.RunStarted("run", {}))
-  told.on_event(events.EpisodeStarted("train-000001.0", **NAMES))
+  """Returns the event log of a begun episode, and the episode."""
+  log = observed_run.observed(lite, tmp_path / "spool", store)
+  log.on_event(events.RunStarted("run", {}))
+  log.on_event(events.EpisodeStarted("train-000001.0", **NAMES))
   episode = synthetic_run.episode(store, **options)
   episode.trajectory_id = "train-000001.0"
-  return told, episode
+  return log, episode
 
 
 def until(holds):
@@ -46,25 +46,25 @@ def until(holds):
 
 
 def test_what_runs_is_seen_running(lite, tmp_path, store):
-  told, _ = begun(lite, tmp_path, store)
-  told.on_event(events.TurnFinished("train-000001.0", 0, {"model": 0.1}))
-  # Nothing more happens, and nobody asks.
+  log, _ = begun(lite, tmp_path, store)
+  log.on_event(events.TurnFinished("train-000001.0", 0, {"model": 0.1}))
+  # No later event and no request makes the row appear.
   name = "train-000001.0"
   until(lambda: rollouts(lite).get(name, {}).get("current_turn") == 1)
   assert rollouts(lite)[name]["status"] == "running"
   (environment,) = lite.rows("environment")
   assert environment["status"] == "running"
-  told.on_event(events.TurnFinished("train-000001.0", 1, {"model": 0.1}))
+  log.on_event(events.TurnFinished("train-000001.0", 1, {"model": 0.1}))
   until(lambda: rollouts(lite)["train-000001.0"]["current_turn"] == 2)
-  assert told.close()
+  assert log.close()
 
 
 def test_what_still_runs_at_the_end_is_told(lite, tmp_path, store):
-  told, _ = begun(lite, tmp_path, store)
-  assert told.drain(60)
+  log, _ = begun(lite, tmp_path, store)
+  assert log.drain(60)
   assert set(rollouts(lite)) == {"train-000001.0"}
-  told.on_event(events.EpisodeStarted("train-000001.1", **NAMES))
-  assert told.close()
+  log.on_event(events.EpisodeStarted("train-000001.1", **NAMES))
+  assert log.close()
   assert set(rollouts(lite)) == {"train-000001.0", "train-000001.1"}
 
 
@@ -72,13 +72,13 @@ def test_what_still_runs_at_the_end_is_told(lite, tmp_path, store):
 def test_an_episode_whose_end_was_dropped_is_known_to_its_group(
     lite, tmp_path, store, outcome
 ):
-  told, episode = begun(lite, tmp_path, store)
+  log, episode = begun(lite, tmp_path, store)
   group = trajectory_lib.TrajectoryGroup("train-000001", "t", (episode,))
   if outcome == "learned":
-    told.on_event(events.StepFinished(1, 1, {"loss": 0.5}, (group,)))
+    log.on_event(events.StepFinished(1, 1, {"loss": 0.5}, (group,)))
   else:
-    told.on_event(events.GroupFinished(group, outcome, "why"))
-  assert told.close() and not told.counters["dead_letters"]
+    log.on_event(events.GroupFinished(group, outcome, "why"))
+  assert log.close() and not log.counters["dead_letters"]
   row = rollouts(lite)["train-000001.0"]
   assert row["batch"] == (1 if outcome == "learned" else None)
   dropped = outcome == "dropped"
@@ -88,26 +88,26 @@ def test_an_episode_whose_end_was_dropped_is_known_to_its_group(
 def test_what_happened_counts_once_however_often_the_disk_fails(
     lite, tmp_path, store, monkeypatch
 ):
-  told = observed_run.observed(lite, tmp_path / "spool", store)
+  log = observed_run.observed(lite, tmp_path / "spool", store)
   append, failures = spool_lib.Spool.append, []
 
-  def fails_at_first(self, *given):
+  def fails_at_first(self, *arguments):
     if len(failures) < 2:
-      failures.append(given)
+      failures.append(arguments)
       raise OSError(errno.EIO, "the disk fails")
-    return append(self, *given)
+    return append(self, *arguments)
 
   episode = synthetic_run.episode(store)
   episode.trajectory_id = "train-000001.0"
-  told.on_event(events.RunStarted("run", {}))
-  assert told.drain(60)
+  log.on_event(events.RunStarted("run", {}))
+  assert log.drain(60)
   monkeypatch.setattr(spool_lib.Spool, "append", fails_at_first)
-  told.on_event(events.EpisodeStarted("train-000001.0", **NAMES))
-  told.on_event(events.TurnFinished("train-000001.0", 0, {"model": 0.1}))
-  told.on_event(events.Fault("step", "E", "once", "train-000001.0"))
+  log.on_event(events.EpisodeStarted("train-000001.0", **NAMES))
+  log.on_event(events.TurnFinished("train-000001.0", 0, {"model": 0.1}))
+  log.on_event(events.Fault("step", "E", "once", "train-000001.0"))
   until(lambda: len(failures) == 2)
-  told.on_event(events.EpisodeFinished(episode, **NAMES))
-  assert told.close()
+  log.on_event(events.EpisodeFinished(episode, **NAMES))
+  assert log.close()
   row = rollouts(lite)["train-000001.0"]
   assert [e["message"] for e in json.loads(row["errors"])] == ["once"]
   assert row["runtime_errors"] == 1
@@ -118,17 +118,17 @@ def test_what_happened_counts_once_however_often_the_disk_fails(
 def test_an_end_that_cannot_be_told_takes_nothing_else_with_it(
     lite, tmp_path, store, bad
 ):
-  told, episode = begun(lite, tmp_path, store)
+  log, episode = begun(lite, tmp_path, store)
   if bad == "refused":
     episode.task = {"max_turns": "20"}
   else:
     episode.steps[-1].info["evaluation"] = "fine"
-  told.on_event(events.EpisodeFinished(episode, **NAMES))
+  log.on_event(events.EpisodeFinished(episode, **NAMES))
   group = trajectory_lib.TrajectoryGroup("train-000001", "t", (episode,))
-  told.on_event(events.GroupFinished(group, "accepted"))
-  told.on_event(events.StepFinished(1, 1, {"loss": 0.5}, (group,)))
-  assert told.close()
-  counters = told.counters
+  log.on_event(events.GroupFinished(group, "accepted"))
+  log.on_event(events.StepFinished(1, 1, {"loss": 0.5}, (group,)))
+  assert log.close()
+  counters = log.counters
   assert counters["dead_letters"] + counters["failed"] == 1
   (step,) = lite.rows("step")
   assert step["loss"] == 0.5 and step["status"] == "completed"
@@ -143,14 +143,14 @@ def as_recorded(event):
 
 def test_a_long_turn_is_shown_while_its_episode_runs(lite, tmp_path, store):
   """With its screens, text and action; the end adds tokens, and no row."""
-  told, episode = begun(lite, tmp_path, store, turns=3)
+  log, episode = begun(lite, tmp_path, store, turns=3)
   finished = [
       events.TurnFinished(
           episode.trajectory_id, n, {"model": 0.6, "env": 0.4}, step
       )
       for n, step in enumerate(episode.steps)
   ]
-  told.on_event(as_recorded(finished[0]))
+  log.on_event(as_recorded(finished[0]))
   until(lambda: len(lite.rows("obs")) == 2)
   (turn,) = lite.rows("turn")
   step = episode.steps[0]
@@ -171,9 +171,9 @@ def test_a_long_turn_is_shown_while_its_episode_runs(lite, tmp_path, store):
   assert f"/api/v1/screenshots/{first.sha256}" in page
   assert all(a["tokens"] is None for a in lite.rows("action"))
   for event in finished[1:]:
-    told.on_event(as_recorded(event))
-  told.on_event(as_recorded(events.EpisodeFinished(episode, **NAMES)))
-  assert told.drain(60)
+    log.on_event(as_recorded(event))
+  log.on_event(as_recorded(events.EpisodeFinished(episode, **NAMES)))
+  assert log.drain(60)
   assert len(lite.rows("turn")) == episode.num_turns
   shown = lite.rows("obs")
   assert len(shown) == 2 * episode.num_turns
@@ -185,7 +185,7 @@ def test_a_long_turn_is_shown_while_its_episode_runs(lite, tmp_path, store):
       max(1, len(s.info.get("gui_actions", ()))) for s in episode.steps
   )
   assert json.loads(actions[0]["tokens"])
-  assert told.close()
+  assert log.close()
 
 
 def test_what_is_sent_of_a_running_turn_is_bounded(store):

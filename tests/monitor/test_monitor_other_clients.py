@@ -1,4 +1,4 @@
-"""Clients of other programs as they are: all they send is kept and shown."""
+"""Unmodified clients of other programs: everything they send is kept."""
 
 import base64
 import hashlib
@@ -36,9 +36,9 @@ def test_fields_of_no_known_name_are_kept_and_named(server):
   }  # pyformat: disable
   assert all("kept as a raw value" in one["message"]
              for one in reply["ignored"])
-  found = server.get("/api/v1/rollouts/r1")
-  assert found["raw"]["gbox_run_id"] == "g-1"
-  assert json.loads(found["raw"]["gbox_base_url"]) == {"a": [1]}
+  rollout = server.get("/api/v1/rollouts/r1")
+  assert rollout["raw"]["gbox_run_id"] == "g-1"
+  assert json.loads(rollout["raw"]["gbox_base_url"]) == {"a": [1]}
   run = server.get(f"/api/v1/trainings/{reply['training_id']}")
   assert run["raw"]["experiment_name"] == "sweep"
   # Each once, however many items have it; and the run goes on.
@@ -126,9 +126,9 @@ def test_an_unknown_success_is_no_failure(lite):
   page = lite.http.get(f"/rollouts/{first['id']}").text
   assert "success unknown" in page
   for label in ("failure", "failed"):  # The pages' label of it, too.
-    found = lite.http.get(f"/rollouts?outcome={label}").text
-    assert f'href="/rollouts/{second["id"]}"' in found
-    assert f'href="/rollouts/{first["id"]}"' not in found
+    text = lite.http.get(f"/rollouts?outcome={label}").text
+    assert f'href="/rollouts/{second["id"]}"' in text
+    assert f'href="/rollouts/{first["id"]}"' not in text
     assert lite.http.get(f"/runs/1/steps/1?outcome={label}").status_code == 200
 
 

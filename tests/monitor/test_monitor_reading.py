@@ -41,9 +41,9 @@ def filled(server):
       episode("r4", baseline_id="B", status="running"),
   ))  # pyformat: disable
   ids = {
-      kind: {p["client_id"]: p["id"] for p in found}
-      for kind, found in reply.items()
-      if isinstance(found, list)
+      kind: {p["client_id"]: p["id"] for p in pairs}
+      for kind, pairs in reply.items()
+      if isinstance(pairs, list)
   }
   return {**ids, "training": reply["training_id"], "sha": sha, "image": image}
 
@@ -57,19 +57,20 @@ def test_every_question_is_answered(server):
   get = server.get
   assert [r["id"] for r in get("/api/v1/trainings")["items"]] == [t]
   assert get(f"/api/v1/trainings/{t}")["run_name"] == "run"
-  found = get("/api/v1/rollouts/r1")
-  assert found == get(f"/api/v1/rollouts/{found['id']}")
-  assert found["training_id"] == t and found["task"]["task_id"] == "open-door"
-  assert [x["turn"] for x in found["turns"]] == [1, 2]
+  rollout = get("/api/v1/rollouts/r1")
+  assert rollout == get(f"/api/v1/rollouts/{rollout['id']}")
+  assert rollout["training_id"] == t
+  assert rollout["task"]["task_id"] == "open-door"
+  assert [x["turn"] for x in rollout["turns"]] == [1, 2]
   # The envelopes that pages of other monitors read.
   assert [r["id"] for r in get("/api/trainings")["trainings"]] == [t]
   assert get(f"/api/trainings/{t}")["training"]["run_name"] == "run"
-  whole = get("/api/rollouts/r1")
-  assert {"rollout", "task", "validation", "environment", "turns"} <= set(whole)
-  assert whole["rollout"]["id"] == found["id"]
-  assert whole["task"] == found["task"]
-  assert whole["validation"] == found["validations"][-1]
-  assert whole["turns"][0]["actions"][0]["tokens"] == [5, 6, 7]
+  old = get("/api/rollouts/r1")
+  assert {"rollout", "task", "validation", "environment", "turns"} <= set(old)
+  assert old["rollout"]["id"] == rollout["id"]
+  assert old["task"] == rollout["task"]
+  assert old["validation"] == rollout["validations"][-1]
+  assert old["turns"][0]["actions"][0]["tokens"] == [5, 6, 7]
   answer = server.http.get(f"/{t}?project_id=1", follow_redirects=False)
   assert answer.headers["location"] == f"/runs/{t}"
   for prefix in ("/api", "/api/v1"):
@@ -84,9 +85,9 @@ def test_every_question_is_answered(server):
   for kind, id_, names in (
       ("step", s, ["r1", "r2"]), ("eval", e, ["r3"]), ("baseline", b, ["r4"]),
   ):  # pyformat: disable
-    found = get(f"/api/timeline/{kind}/{id_}")
-    assert found["item"]["id"] == id_ and found["item"]["type"] == kind
-    assert [r["rollout_id"] for r in found["rollouts"]] == names
+    rollout = get(f"/api/timeline/{kind}/{id_}")
+    assert rollout["item"]["id"] == id_ and rollout["item"]["type"] == kind
+    assert [r["rollout_id"] for r in rollout["rollouts"]] == names
     assert get(f"/api/v1/{kind}s/{id_}")["training_id"] == t
     assert get(f"/api/v1/trainings/{t}/{kind}s")["items"][0]["id"] == id_
     rollouts = get("/api/v1/rollouts", **{f"{kind}_id": id_})["items"]
@@ -117,8 +118,8 @@ def test_every_question_is_answered(server):
 
 def test_times_are_utc_and_say_so(server):
   server.post(base(start_time="2026-03-01T12:00:00+02:00"))
-  found = server.get("/api/v1/trainings")["items"][0]
-  assert found["start_time"] == "2026-03-01T10:00:00.000000Z"
+  training = server.get("/api/v1/trainings")["items"][0]
+  assert training["start_time"] == "2026-03-01T10:00:00.000000Z"
 
 
 @pytest.mark.parametrize(
@@ -154,9 +155,9 @@ def test_questions_that_have_no_answer(lite_filled, path, status, says):
 
 @pytest.fixture(scope="module")
 def lite_filled(tmp_path_factory):
-  with monitor_server.sqlite_server(tmp_path_factory.mktemp("m")) as found:
-    filled(found)
-    yield found
+  with monitor_server.sqlite_server(tmp_path_factory.mktemp("m")) as running:
+    filled(running)
+    yield running
 
 
 def test_videos_are_served_in_ranges(lite, tmp_path):
@@ -182,19 +183,19 @@ def test_pages_hold_everything_once_whatever_is_added_meanwhile(server):
       {"rollout_id": n, "step_id": "S", "task_id": "open-door"} for n in own
   ]})  # pyformat: disable
   add(names)
-  seen, after, pages = [], None, 0
+  listed, after, pages = [], None, 0
   while True:
     page = server.get(
         "/api/v1/rollouts", limit=5, **({"after": after} if after else {})
     )
     assert len(page["items"]) <= 5
-    seen += [r["rollout_id"] for r in page["items"]]
+    listed += [r["rollout_id"] for r in page["items"]]
     pages += 1
-    add([f"new{pages}"])  # Newer than all that is yet to come.
+    add([f"new{pages}"])  # Newer than every later change.
     after = page["next"]
     if after is None:
       break
-  assert seen == names[::-1] and pages == 5
+  assert listed == names[::-1] and pages == 5
 
 
 def test_steps_come_in_the_order_of_their_numbers(server):
@@ -204,9 +205,9 @@ def test_steps_come_in_the_order_of_their_numbers(server):
   })  # pyformat: disable
   path = f"/api/v1/trainings/{reply['training_id']}/steps"
   first = server.get(path, limit=7)
-  rest = server.get(path, limit=7, after=first["next"])
-  found = [s["step"] for s in first["items"] + rest["items"]]
-  assert found == sorted(numbers) and rest["next"] is None
+  second = server.get(path, limit=7, after=first["next"])
+  steps = [s["step"] for s in first["items"] + second["items"]]
+  assert steps == sorted(numbers) and second["next"] is None
 
 
 # --- live -------------------------------------------------------------------
@@ -214,7 +215,7 @@ def test_steps_come_in_the_order_of_their_numbers(server):
 
 def listen(server, count, headers=None, **params):
   """The first events of a stream, as (id, name, data)."""
-  found = []
+  events = []
   with server.http.stream(
       "GET", "/api/v1/events", params=params, headers=headers, timeout=20
   ) as reply:
@@ -223,13 +224,13 @@ def listen(server, count, headers=None, **params):
     for line in reply.iter_lines():
       name, _, value = line.partition(": ")
       if not line and "data" in event:
-        found.append((int(event["id"]), event["event"], event["data"]))
+        events.append((int(event["id"]), event["event"], event["data"]))
         event = {}
-        if len(found) == count:
-          return found
+        if len(events) == count:
+          return events
       elif value:
         event[name] = value
-  return found
+  return events
 
 
 def test_a_listener_hears_changes_and_begins_again_where_it_stopped(server):
@@ -244,10 +245,10 @@ def test_a_listener_hears_changes_and_begins_again_where_it_stopped(server):
   assert [name for _, name, _ in heard] == ["change"] * 4
   assert '"kind":"training"' in heard[0][2]
   # The rest, as a browser asks for it.
-  rest = listen(server, 1, headers={"last-event-id": str(heard[-1][0])})
-  assert rest[0][0] > heard[-1][0] and '"kind":"rollout"' in rest[0][2]
+  later = listen(server, 1, headers={"last-event-id": str(heard[-1][0])})
+  assert later[0][0] > heard[-1][0] and '"kind":"rollout"' in later[0][2]
   everything = listen(server, 5, after=0)
-  assert everything == heard + rest
+  assert everything == heard + later
 
 
 def test_a_listener_that_was_away_too_long_is_told_to_load_again(lite):
@@ -344,17 +345,17 @@ def test_tokens_open_what_their_scopes_say(projects):
 def test_a_project_neither_sees_nor_touches_another_ones_runs(projects):
   server, who = projects
   post = lambda name, body: who[name].post("/api/ingest/batch", json=body)
-  mine = post("a", joined(base(), episode("r1"))).json()
-  step, rollout = mine["steps"][0]["id"], mine["rollouts"][0]["id"]
-  turn = mine["turns"][0]["id"]
+  first = post("a", joined(base(), episode("r1"))).json()
+  step, rollout = first["steps"][0]["id"], first["rollouts"][0]["id"]
+  turn = first["turns"][0]["id"]
   assert who["b"].get("/api/v1/trainings").json()["items"] == []
   assert who["b"].get("/api/v1/rollouts").json()["items"] == []
-  for path in (f"trainings/{mine['training_id']}", f"steps/{step}",
+  for path in (f"trainings/{first['training_id']}", f"steps/{step}",
                f"rollouts/{rollout}", "rollouts/r1",
                f"rollouts/{rollout}/turns/{turn}",
-               f"trainings/{mine['training_id']}/steps",
+               f"trainings/{first['training_id']}/steps",
                f"rollouts/{rollout}/history",
-               f"tasks/{mine['tasks'][0]['id']}"):
+               f"tasks/{first['tasks'][0]['id']}"):
     assert who["a"].get(f"/api/v1/{path}").status_code == 200, path
     assert who["b"].get(f"/api/v1/{path}").status_code == 404, path
   before = server.rows("rollout")
@@ -364,8 +365,8 @@ def test_a_project_neither_sees_nor_touches_another_ones_runs(projects):
       {"rollouts": [{"id": rollout, "reward": 9.0}]},
       {"turns": [{"rollout_id": rollout, "turn": 7}]},
       {"actions": [{"turn_id": turn}]},
-      {"training": {"training_id": mine["training_id"], "seed": 1}},
-      {"training_id": mine["training_id"], "steps": [{"step": 9}]},
+      {"training": {"training_id": first["training_id"], "seed": 1}},
+      {"training_id": first["training_id"], "steps": [{"step": 9}]},
       {"environments": [{"client_id": "e", "rollout_id": rollout,
                          "env_type": "linux"}]},
   ):
@@ -373,8 +374,8 @@ def test_a_project_neither_sees_nor_touches_another_ones_runs(projects):
     assert reply.status_code == 400, (body, reply.text)
   assert server.rows("rollout") == before
   # The same client ids are other things in another project.
-  theirs = post("b", base()).json()
-  assert theirs["training_id"] != mine["training_id"]
+  second = post("b", base()).json()
+  assert second["training_id"] != first["training_id"]
 
 
 def test_the_database_holds_no_token(projects):
@@ -402,8 +403,8 @@ def test_the_document_names_every_route_and_resolves(lite):
   assert document["openapi"].startswith("3.1")
   named = {
       (method.upper(), path)
-      for path, found in document["paths"].items()
-      for method in found
+      for path, methods in document["paths"].items()
+      for method in methods
   }
   routes = {
       (method, re.sub(r":\w+}", "}", route.path))
@@ -454,24 +455,24 @@ def test_commands_that_cannot_be(tmp_path, capsys, monkeypatch, args, says):
 
 def test_a_token_made_by_the_command_opens_the_server(tmp_path):
   path = str(tmp_path / "m.db")
-  made = run("token", "--database", path, "--project", "P")
-  assert made.returncode == 0, made.stderr
-  token = made.stdout.strip()
+  result = run("token", "--database", path, "--project", "P")
+  assert result.returncode == 0, result.stderr
+  token = result.stdout.strip()
   engine = database.connect(path)
-  found = access.Access(engine).check(
+  principal = access.Access(engine).check(
       {"authorization": f"Bearer {token}"}, "read"
   )
-  assert found.scopes == {"ingest", "read"}
+  assert principal.scopes == {"ingest", "read"}
   engine.dispose()
 
 
 def test_the_server_ends_when_its_input_does(tmp_path):
-  done = run(
+  result = run(
       "serve", "--database", str(tmp_path / "m.db"), "--port", "0",
       "--until-eof",
   )  # pyformat: disable
-  assert done.returncode == 0, done.stderr
-  assert "http://127.0.0.1:" in done.stdout
+  assert result.returncode == 0, result.stderr
+  assert "http://127.0.0.1:" in result.stdout
 
 
 def test_a_taken_port_is_named(tmp_path, capsys, lite):

@@ -1,4 +1,4 @@
-"""What an episode's rows hold of its stages, verdict, errors and task."""
+"""An episode's rows: its stages, verdict, errors and task."""
 
 import dataclasses
 import json
@@ -19,8 +19,8 @@ COMMON = dict(group_id="g-1", task_id="click-button/0", split="train")
 
 @pytest.fixture
 def server(tmp_path):
-  with monitor_server.sqlite_server(tmp_path / "server") as found:
-    yield found
+  with monitor_server.sqlite_server(tmp_path / "server") as running:
+    yield running
 
 
 @pytest.fixture
@@ -28,9 +28,9 @@ def store():
   return images_lib.ImageStore()
 
 
-def tell(server, folder, store, *told, **options):
+def tell(server, folder, store, *emitted, **options):
   observer = observed_run.observed(server, folder, store, **options)
-  for event in (events.RunStarted("run", {}), *told):
+  for event in (events.RunStarted("run", {}), *emitted):
     observer.on_event(event)
   assert observer.close()
   counters = observer.counters
@@ -118,8 +118,8 @@ def test_a_verdict_names_its_validator_and_one_that_failed_says_why(
 def test_wrong_calls_are_counted_by_kind_and_not_by_words(
     server, tmp_path, store
 ):
-  told = played(store, 1e9, turns=4)
-  steps = told[-1].trajectory.steps
+  emitted = played(store, 1e9, turns=4)
+  steps = emitted[-1].trajectory.steps
   for step, kinds in zip(steps, (
       ["tool_name"], ["tool_arguments", "tool_arguments"], ["no_call"], [],
   )):  # pyformat: disable
@@ -128,7 +128,7 @@ def test_wrong_calls_are_counted_by_kind_and_not_by_words(
         "invalid_actions": ["unbekannt: unknown key" for _ in kinds],
         "invalid_kinds": kinds,
     }
-  tell(server, tmp_path / "s", store, *told)
+  tell(server, tmp_path / "s", store, *emitted)
   (row,) = server.rows("rollout")
   assert row["tool_name_errors"] == 1 and row["tool_arg_errors"] == 2
   assert row["parse_errors"] == 1
@@ -239,5 +239,5 @@ def test_a_step_says_when_its_update_is_made(server, tmp_path, store):
 
 def test_a_list_of_tasks_has_every_one_of_them():
   names = {f.name for f in dataclasses.fields(cua_task.CUATask)}
-  found = cua_task.CUATask("a").to_record()
-  assert {"difficulty", "category", "expected_result"} <= names & set(found)
+  record = cua_task.CUATask("a").to_record()
+  assert {"difficulty", "category", "expected_result"} <= names & set(record)

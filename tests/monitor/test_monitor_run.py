@@ -34,18 +34,18 @@ SMALL = (
 
 @pytest.fixture
 def server(tmp_path):
-  with monitor_server.sqlite_server(tmp_path / "server") as found:
-    yield found
+  with monitor_server.sqlite_server(tmp_path / "server") as running:
+    yield running
 
 
 def test_an_invented_run_with_every_failure_is_told_whole(server, tmp_path):
   store = images_lib.ImageStore()
   log = told_run.Log()
-  told = observed_run.observed(server, tmp_path / "spool", store)
-  observers = events.Observers([log, told])
+  event_log = observed_run.observed(server, tmp_path / "spool", store)
+  observers = events.Observers([log, event_log])
   observed_run.play(observers.on_event, store)
-  assert told.close() and not observers.failures
-  counters = told.counters
+  assert event_log.close() and not observers.failures
+  counters = event_log.counters
   assert not counters["dead_letters"] and not counters["failed"]
   told_run.compare(server, log)
   (training,) = server.rows("training")
@@ -66,18 +66,19 @@ def test_an_invented_run_with_every_failure_is_told_whole(server, tmp_path):
 def test_a_resumed_run_goes_on_in_the_same_training(server, tmp_path):
   store = images_lib.ImageStore()
   for session, status in enumerate(("failed", "completed")):
-    told = observed_run.observed(
+    event_log = observed_run.observed(
         server, tmp_path / "spool", store, session=session
     )
-    told.on_event(events.RunStarted("run", {}))
+    event_log.on_event(events.RunStarted("run", {}))
     common = dict(group_id="train-000001", task_id="t", split="train")
     episode = synthetic_run.episode(store)
     episode.trajectory_id = "train-000001.0"  # The same name both times.
-    told.on_event(events.EpisodeStarted(trajectory_id="train-000001.0",
+    event_log.on_event(events.EpisodeStarted(trajectory_id="train-000001.0",
                                         **common))
-    told.on_event(events.EpisodeFinished(episode, **common))
-    told.on_event(events.RunFinished(status, "broke" if not session else None))
-    assert told.close()
+    event_log.on_event(events.EpisodeFinished(episode, **common))
+    error = "broke" if not session else None
+    event_log.on_event(events.RunFinished(status, error))
+    assert event_log.close()
   (training,) = server.rows("training")
   assert training["status"] == "completed"
   history = [h["new_status"] for h in server.rows("status_history")
@@ -108,9 +109,9 @@ def test_a_training_run_is_told_whole(server, tmp_path, monkeypatch):
       "tracking.wandb=online",
       *SMALL,
   ])  # pyformat: disable
-  assert status == 0  # That there is no login is one warning.
-  (told,) = (tmp_path / "runs" / "a" / "tensorboard").iterdir()
-  assert b"train/reward_mean" in told.read_bytes()
+  assert status == 0  # The missing login gives one warning.
+  (board,) = (tmp_path / "runs" / "a" / "tensorboard").iterdir()
+  assert b"train/reward_mean" in board.read_bytes()
   episodes = log.of(events.EpisodeFinished)
   sequences = [s for e in episodes for s in e.trajectory.sequences]
   assert sequences and all(s.entropies is not None for s in sequences)
@@ -137,8 +138,8 @@ def test_a_run_without_a_monitor_imports_its_settings_only(tmp_path):
       " 'sqlalchemy']; assert bad == ['tunix.rl.multi_turn.monitor.settings'],"
       " bad"
   )
-  done = fresh_interpreter.run(program)
-  assert done.returncode == 0, done.stderr
+  result = fresh_interpreter.run(program)
+  assert result.returncode == 0, result.stderr
 
 
 # --- the embedded server ----------------------------------------------------
@@ -196,7 +197,7 @@ def test_an_embedded_server_that_cannot_start_says_why(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_with_its_own_monitor(tmp_path, capsys):
-  """It leaves the database and nothing else: no process, no spool."""
+  """The run leaves the database and nothing else: no process, no spool."""
   config = config_lib.load_config([
       f"run.dir={tmp_path}", "name=a", "monitor.embedded=true", *SMALL,
   ])  # pyformat: disable

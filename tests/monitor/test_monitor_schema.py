@@ -1,15 +1,18 @@
 """The database as raw SQL sees it, on SQLite and PostgreSQL."""
 
+import contextlib
 import itertools
+import pathlib
+import sqlite3
 import threading
 
 from alembic import autogenerate
-from alembic import command
 from alembic.runtime import migration
 import monitor_databases
 import pytest
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.schema import database
+from tunix.rl.multi_turn.monitor.schema import migrations
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import text_index
 from tunix.rl.multi_turn.monitor.schema import vocabulary
@@ -145,19 +148,19 @@ def one_of_each(engine):
 
 
 def value(engine, table, column, id_=1):
-  ((found,),) = sql(
+  ((content,),) = sql(
       engine, f'SELECT "{column}" FROM "{table}" WHERE id = :id', id=id_
   )
-  return found
+  return content
 
 
 @pytest.fixture(scope="module")
 def filled(shared_target):
   """A database with one row of each table."""
-  found = database.connect(shared_target)
-  one_of_each(found)
-  yield found
-  found.dispose()
+  opened = database.connect(shared_target)
+  one_of_each(opened)
+  yield opened
+  opened.dispose()
 
 
 @pytest.fixture
@@ -196,40 +199,40 @@ def test_an_empty_database_upgraded_is_the_metadata(request, tmp_path):
           opts={"compare_type": True, "include_name": of_the_metadata},
       )
       assert autogenerate.compare_metadata(context, tables.metadata) == []
-      made = sa.inspect(connection)
+      inspector = sa.inspect(connection)
       for table in tables.TABLES:
         expected = {
             c.name
             for c in table.constraints
             if isinstance(c, sa.CheckConstraint)
         }
-        found = {c["name"] for c in made.get_check_constraints(table.name)}
-        assert found == expected, table.name
+        checks = inspector.get_check_constraints(table.name)
+        assert {c["name"] for c in checks} == expected, table.name
     engine.dispose()
 
 
 def test_tables_have_the_documents_columns_and_constraints(engine):
-  found = sa.inspect(engine)
+  inspector = sa.inspect(engine)
   assert set(COLUMNS) == {t.name for t in tables.TABLES}
   assert len(COLUMNS["training"].split()) == 32
   for table, columns in COLUMNS.items():
-    made = {c["name"]: c for c in found.get_columns(table)}
-    assert list(made) == columns.split(), table
-    refused = {n for n, c in made.items() if not c["nullable"]} - {"id"}
+    by_name = {c["name"]: c for c in inspector.get_columns(table)}
+    assert list(by_name) == columns.split(), table
+    refused = {n for n, c in by_name.items() if not c["nullable"]} - {"id"}
     assert refused == NOT_NULL[table], table
     keys = {
         k["constrained_columns"][0]: k["referred_table"]
-        for k in found.get_foreign_keys(table)
+        for k in inspector.get_foreign_keys(table)
     }
     assert keys == REFERS.get(table, {}), table
 
 
 def test_there_are_the_25_indices_and_the_unique_ones_are_unique(engine):
-  found = sa.inspect(engine)
-  made = {
+  inspector = sa.inspect(engine)
+  indices = {
       i["name"]: (table, tuple(i["column_names"]), bool(i["unique"]))
       for table in COLUMNS
-      for i in found.get_indexes(table)
+      for i in inspector.get_indexes(table)
   }
   assert len(tables.INDICES) == 25
   expected = {tables.index_name(t, c): (t, c, u) for t, c, u in tables.INDICES}
@@ -241,7 +244,7 @@ def test_there_are_the_25_indices_and_the_unique_ones_are_unique(engine):
       expected[f"idx_rollout_{source}_{kind}"] = ("rollout", columns, False)
   turns = ("task_id", "num_turns")
   expected["idx_rollout_solved"] = ("rollout", turns, False)
-  assert made == expected
+  assert indices == expected
 
 
 def test_queries_use_the_indices(engine):
@@ -301,18 +304,17 @@ def test_a_message_of_any_length_is_no_entry_of_an_index(rows):
 
 
 @pytest.mark.parametrize(
-    "revision", ["0001", "0002", "0003", "0004", "0006", "0007", "0008", "0009"]
+    "revision", [f"{number:04d}" for number in range(1, 11)]
 )
 def test_a_database_of_an_earlier_schema_is_brought_to_the_present(
     engine, revision
 ):
-  with database.writing(engine) as connection:
-    command.downgrade(database._alembic(connection), revision)
+  monitor_databases.make_older(engine, revision)
   one_of_each(engine)
   sql(engine, "INSERT INTO monitor_project (id, name) VALUES (1, 'p')")
   sql(engine, "INSERT INTO monitor_training_project VALUES (1, 1)")
   database.upgrade(engine)
-  present = database.revisions()[0]
+  present = migrations.REVISIONS[0]
   assert sql(engine, "SELECT version_num FROM alembic_version") == [(present,)]
   assert sql(engine, "SELECT id FROM rollout") == [(1,)]
   with engine.connect() as connection:
@@ -322,6 +324,29 @@ def test_a_database_of_an_earlier_schema_is_brought_to_the_present(
     assert autogenerate.compare_metadata(context, tables.metadata) == []
   insert(engine, "monitor_training_tag", training_id=1, tag="kept")
   insert(engine, "monitor_pinned_baseline", project_id=1, training_id=1)
+
+
+def test_a_database_of_the_first_version_is_brought_to_the_present(tmp_path):
+  """The SQL file is the dump of a database that the first version made."""
+  path = tmp_path / "first.db"
+  with contextlib.closing(sqlite3.connect(path)) as first:
+    first.executescript(
+        pathlib.Path(__file__).with_name("first_schema.sql").read_text()
+    )
+  engine = database.connect(path)
+  one_of_each(engine)
+  database.upgrade(engine)
+  with engine.connect() as connection:
+    context = migration.MigrationContext.configure(
+        connection,
+        opts={"compare_type": True, "include_name": of_the_metadata},
+    )
+    assert autogenerate.compare_metadata(context, tables.metadata) == []
+  assert sql(engine, "SELECT id FROM rollout") == [(1,)]
+  ((count,),) = sql(engine, "SELECT count(*) FROM status_history")
+  sql(engine, "UPDATE training SET status = 'running'")
+  assert sql(engine, "SELECT count(*) FROM status_history") == [(count + 1,)]
+  engine.dispose()
 
 
 def test_tags_and_the_baseline_are_what_their_tables_say(engine):
@@ -447,11 +472,11 @@ PATTERNS = list(
 def test_a_rollout_has_exactly_the_source_that_it_names(
     rows, kind, step, eval_, baseline
 ):
-  given = {"step": step, "eval": eval_, "baseline": baseline}
-  right = all(given[word] == (word == kind) for word in given)
+  sources = {"step": step, "eval": eval_, "baseline": baseline}
+  right = all(sources[word] == (word == kind) for word in sources)
   values = {
       **ROWS["rollout"], "rollout_id": "y", "source_type": kind,
-      **{f"{word}_id": 1 if there else None for word, there in given.items()},
+      **{f"{word}_id": 1 if there else None for word, there in sources.items()},
   }  # pyformat: disable
   change = (
       "UPDATE rollout SET source_type = :source_type, step_id = :step_id,"

@@ -21,19 +21,19 @@ from tunix.rl.multi_turn.monitor import app as app_lib
 from tunix.rl.multi_turn.monitor import settings as settings_lib
 from tunix.rl.multi_turn.monitor.client import event_log
 from tunix.rl.multi_turn.monitor.client import ingest_client
-from tunix.rl.multi_turn.monitor.client import png
 from tunix.rl.multi_turn.monitor.client import sender as sender_lib
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
+from tunix.rl.multi_turn.monitor.client import spool_reader
 from tunix.rl.multi_turn.monitor.maintenance import pruning
 
-DEAD = "http://127.0.0.1:9"  # Nobody listens there.
+DEAD = "http://127.0.0.1:9"  # No server listens there.
 BATCH, IMAGES = "/api/ingest/batch", "/api/v1/screenshots"
 
 
 @pytest.fixture
 def server(tmp_path):
-  with monitor_server.sqlite_server(tmp_path / "server") as found:
-    yield found
+  with monitor_server.sqlite_server(tmp_path / "server") as running:
+    yield running
 
 
 def client_of(url, folder):
@@ -49,11 +49,12 @@ def shown(count, seed=0):
     pixels = rng.integers(0, 256, (8, 9, 3), np.uint8)
     sha = images_lib.hash_pixels(pixels)
     task = {"task_id": f"t{n}", "description": f"sha256:{sha}"}
-    yield sender_lib.Illustrated({"tasks": [task]}, {sha: png.encode(pixels)})
+    file = spool_reader.encode_png(pixels)
+    yield sender_lib.Illustrated({"tasks": [task]}, {sha: file})
 
 
 class Front:
-  """The server, and what it has not got of what it is told of.
+  """A server that refuses some paths, and records screenshots it lacked.
 
   Attributes:
     refused: paths that begin so are answered with 503.
@@ -106,12 +107,12 @@ def test_a_screenshot_is_there_before_what_shows_it(server, tmp_path):
   front = Front(server)
   with http_server.LoopbackServer(front) as url:
     waited = client_of(DEAD, tmp_path / "spool")
-    for made in shown(350):  # More than are asked for at once.
-      waited.sender.put(made)
+    for item in shown(350):  # More than are asked for at once.
+      waited.sender.put(item)
     assert waited.flush() and not waited.close(0.1)
     with client_of(url.url, tmp_path / "spool") as client:
-      for made in shown(150, seed=1):
-        client.sender.put(made)
+      for item in shown(150, seed=1):
+        client.sender.put(item)
         client.flush()
       assert client.drain(30)
     deadline = time.monotonic() + 60
@@ -127,8 +128,8 @@ def test_words_do_not_wait_for_a_disk_that_takes_no_pictures(server, tmp_path):
   front = Front(server, refused=IMAGES)
   with http_server.LoopbackServer(front) as url:
     with client_of(url.url, tmp_path / "spool") as client:
-      for made in shown(1600):
-        client.sender.put(made)
+      for item in shown(1600):
+        client.sender.put(item)
       assert client.flush(60)
       deadline = time.monotonic() + 30
       while client.sender.counts()["entry"]:
@@ -144,13 +145,13 @@ def test_words_do_not_wait_for_a_disk_that_takes_no_pictures(server, tmp_path):
 
 
 def test_words_do_not_wait_for_pictures_of_others(server, tmp_path):
-  """Those whose words went without them, and those that nothing names."""
+  """Screenshots sent after their entries, and screenshots of no entry."""
   front = Front(server, refused=IMAGES)
   (word,) = shown(1, seed=1)
   with http_server.LoopbackServer(front) as url:
     with client_of(url.url, tmp_path / "spool") as client:
-      for made in shown(800):
-        client.sender.put(made)
+      for item in shown(800):
+        client.sender.put(item)
       assert client.flush(60)
       while client.sender.counts()["entry"]:
         time.sleep(0.01)
@@ -171,8 +172,8 @@ def test_a_picture_is_kept_until_its_words_have_gone(server, tmp_path):
   front = Front(server, refused=BATCH)
   with http_server.LoopbackServer(front) as url:
     with client_of(url.url, tmp_path / "spool") as client:
-      for made in shown(3):
-        client.sender.put(made)
+      for item in shown(3):
+        client.sender.put(item)
       while len(server.rows("monitor_screenshot", order=1)) < 3:
         time.sleep(0.01)
       pruning.prune(
@@ -200,7 +201,7 @@ def test_a_server_that_hangs_is_left_at_once(server, tmp_path, hangs):
     began = time.monotonic()
     assert not client.close(0.2)
     assert time.monotonic() - began < 4
-    # Nobody holds it any more.
+    # The spool's lock is free.
     assert not spool_lib.is_owned(client.sender.spool.path)
     assert client.sender.counts()["entry"] == 1
 
@@ -304,21 +305,21 @@ def test_pixels_that_the_disk_has_lost_are_brought_again(server, tmp_path):
 
 def test_an_orphan_that_cannot_be_read_holds_up_no_other(server, tmp_path):
   folder = tmp_path / "spool"
-  for n, made in enumerate(shown(2)):
-    left = ingest_client.IngestClient(
+  for n, item in enumerate(shown(2)):
+    orphan = ingest_client.IngestClient(
         DEAD, timeout_seconds=10, spool_dir=folder, target="the monitor",
         name=f"{n}",
     )  # pyformat: disable
-    left.sender.put(made)
-    assert left.flush() and not left.close(0.1)
+    orphan.sender.put(item)
+    assert orphan.flush() and not orphan.close(0.1)
   (folder / "0.spool" / spool_lib.HEADER).write_text('{"id": "00"}')
   with client_of(server.url, folder):
     deadline = time.monotonic() + 20
     while not server.rows("task", order="task_id"):
       time.sleep(0.05)
       assert time.monotonic() < deadline
-  left = {path.name for path in folder.iterdir()}
-  assert left == {f"0{spool_lib.SUFFIX}{spool_lib.DAMAGED}"}
+  orphan = {path.name for path in folder.iterdir()}
+  assert orphan == {f"0{spool_lib.SUFFIX}{spool_lib.DAMAGED}"}
 
 
 @settings(max_examples=30, deadline=None)
@@ -326,7 +327,7 @@ def test_an_orphan_that_cannot_be_read_holds_up_no_other(server, tmp_path):
 def test_a_png_has_the_pixels(width, height, seed):
   rng = np.random.default_rng(seed)
   pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
-  with Image.open(io.BytesIO(png.encode(pixels))) as image:
+  with Image.open(io.BytesIO(spool_reader.encode_png(pixels))) as image:
     assert np.array_equal(np.asarray(image.convert("RGB")), pixels)
 
 
@@ -335,9 +336,10 @@ def test_screenshots_are_sent_once_each(server, tmp_path):
   sha = images_lib.hash_pixels(pixels)
   with client_of(server.url, tmp_path / "spool") as client:
     for _ in range(3):
-      client.sender.put(sender_lib.Illustrated({}, {sha: png.encode(pixels)}))
+      file = spool_reader.encode_png(pixels)
+      client.sender.put(sender_lib.Illustrated({}, {sha: file}))
       assert client.drain(20)
-    wrong = {"0" * 64: png.encode(pixels)}
+    wrong = {"0" * 64: spool_reader.encode_png(pixels)}
     client.sender.put(sender_lib.Illustrated({}, wrong))
     assert client.drain(20)
     assert client.sender.counters["dead_letters"] == 1
@@ -351,7 +353,7 @@ def test_many_screenshots_are_few_requests(server, tmp_path):
   for n in range(30):  # Noise, 120 kB each: some nine to a request.
     pixels = rng.integers(0, 256, (200, 200, 3), np.uint8)
     sha = images_lib.hash_pixels(pixels)
-    images[sha] = png.encode(pixels) if n != 4 else png.encode(pixels[1:])
+    images[sha] = spool_reader.encode_png(pixels if n != 4 else pixels[1:])
   with client_of(server.url, tmp_path / "spool") as client:
     client.sender.put(sender_lib.Illustrated({}, images))
     assert client.drain(20)
@@ -369,7 +371,7 @@ def test_a_screenshot_larger_than_the_server_takes_holds_up_none(tmp_path):
   images = {}
   for size in (8, 100, 9):
     pixels = rng.integers(0, 256, (size, size, 3), np.uint8)
-    images[images_lib.hash_pixels(pixels)] = png.encode(pixels)
+    images[images_lib.hash_pixels(pixels)] = spool_reader.encode_png(pixels)
   limits = app_lib.IngestLimits(screenshot=20_000)
   with monitor_server.sqlite_server(tmp_path / "s", limits=limits) as server:
     with client_of(server.url, tmp_path / "spool") as client:

@@ -48,8 +48,8 @@ def test_the_settings_load_neither_a_database_nor_jax():
       "bad = {'sqlalchemy', 'starlette'} & set(sys.modules); assert not bad,"
       " bad"
   )
-  done = fresh_interpreter.run(program)
-  assert done.returncode == 0, done.stderr
+  result = fresh_interpreter.run(program)
+  assert result.returncode == 0, result.stderr
 
 
 # --- parameters of URLs -------------------------------------------------------
@@ -65,14 +65,14 @@ def refused(model, text):
 
 
 def test_every_wrong_parameter_is_named_with_its_value_and_the_fix():
-  found = refused(query_lib.RolloutsQuery, "limit=0&status=odd&step_id=1x")
-  assert found.keys() == {"limit", "status", "step_id"}
-  assert found["limit"]["value"] == 0
-  assert found["limit"]["message"] == "give 1 to 500"
-  assert found["status"]["value"] == "odd"
-  assert "completed" in found["status"]["message"]
+  faults = refused(query_lib.RolloutsQuery, "limit=0&status=odd&step_id=1x")
+  assert faults.keys() == {"limit", "status", "step_id"}
+  assert faults["limit"]["value"] == 0
+  assert faults["limit"]["message"] == "give 1 to 500"
+  assert faults["status"]["value"] == "odd"
+  assert "completed" in faults["status"]["message"]
   most = query_lib.MAX_ID
-  assert found["step_id"]["message"] == f"give a number in [0, {most}]"
+  assert faults["step_id"]["message"] == f"give a number in [0, {most}]"
 
 
 @pytest.mark.parametrize(
@@ -104,15 +104,15 @@ def test_the_document_has_the_bounds_of_the_models():
       "GET", "/x", "x", "X.", query=query_lib.RolloutsQuery
   )
   document = openapi.document([operation], {"": 1})
-  found = {
+  parameters = {
       p["name"]: p["schema"] for p in document["paths"]["/x"]["get"][
           "parameters"
       ]
   }  # pyformat: disable
-  assert found["limit"] == {
+  assert parameters["limit"] == {
       "type": "integer", "minimum": 1, "maximum": 500, "default": 50,
   }  # pyformat: disable
-  assert found["success"] == {"type": "integer", "enum": [0, 1]}
-  assert found["after"] == {"type": "string", "maxLength": 16384}
-  assert "completed" in found["status"]["enum"]
-  assert found["task_id"]["maximum"] == query_lib.MAX_ID
+  assert parameters["success"] == {"type": "integer", "enum": [0, 1]}
+  assert parameters["after"] == {"type": "string", "maxLength": 16384}
+  assert "completed" in parameters["status"]["enum"]
+  assert parameters["task_id"]["maximum"] == query_lib.MAX_ID

@@ -55,11 +55,11 @@ def bodies(count, seed=0, size=700):
 
 
 def test_records_come_back_in_order_from_many_segments(tmp_path):
-  given_ = bodies(40)
-  spool = made(tmp_path, given_)
+  records = bodies(40)
+  spool = made(tmp_path, records)
   assert len(frames_lib.segments(spool.path)) > 5
   reader = frames_of(spool)
-  assert rest_of(reader) == given_ and not reader.damaged
+  assert rest_of(reader) == records and not reader.damaged
   again = spool_lib.Spool(spool.path, "t")
   assert again.seq == 40 and again.header == spool.header
   again.append([(spool_lib.PART, b"more")])
@@ -70,21 +70,21 @@ def test_records_come_back_in_order_from_many_segments(tmp_path):
 
 @pytest.mark.parametrize("live", [True, False])
 def test_a_log_cut_anywhere_in_its_last_frame_loses_that_alone(tmp_path, live):
-  given_ = bodies(5, size=300)
-  spool = made(tmp_path, given_)
+  records = bodies(5, size=300)
+  spool = made(tmp_path, records)
   _, last = frames_lib.segments(spool.path)[-1]
   content = last.read_bytes()
   begins = content.rindex(spool.header.mark)
   for size in range(begins, len(content)):
     last.write_bytes(content[:size])
     reader = frames_of(spool, ended=not live)
-    assert rest_of(reader) == given_[:4]
-    # A writer that lives goes on with it.
+    assert rest_of(reader) == records[:4]
+    # A live writer finishes the frame, so it is not damage.
     assert reader.damaged == int(not live and size > begins)
     assert spool_lib.last_frame(spool.path, spool.header) == 4
     last.write_bytes(content)
     if live:
-      assert rest_of(reader) == given_[4:]
+      assert rest_of(reader) == records[4:]
     reader.close()
 
 
@@ -95,16 +95,16 @@ def test_damage_costs_the_frames_that_it_hits(
 ):
   folder = tmp_path_factory.mktemp("spool")
   rng = np.random.default_rng(seed)
-  given_ = bodies(12, seed)
-  spool = made(folder, given_)
+  records = bodies(12, seed)
+  spool = made(folder, records)
   hit = set()
   for _ in range(hits):
-    found = frames_lib.segments(spool.path)
-    first, path = found[int(rng.integers(len(found)))]
+    segments = frames_lib.segments(spool.path)
+    first, path = segments[int(rng.integers(len(segments)))]
     content = bytearray(path.read_bytes())
     at = int(rng.integers(len(content)))
     ends = np.cumsum([
-        frames_lib.size_of(body) for body in given_[first - 1 :]
+        frames_lib.size_of(body) for body in records[first - 1 :]
     ])  # pyformat: disable
     size = int(rng.integers(1, 30))
     for offset in range(at, min(at + size, len(content))):
@@ -112,17 +112,17 @@ def test_damage_costs_the_frames_that_it_hits(
       hit.add(first - 1 + int(np.searchsorted(ends, offset, "right")))
     path.write_bytes(content)
   if cut:  # A whole segment is gone.
-    found = frames_lib.segments(spool.path)
-    first, path = found[int(rng.integers(len(found)))]
-    after = [f for f, _ in found if f > first] or [len(given_) + 1]
+    segments = frames_lib.segments(spool.path)
+    first, path = segments[int(rng.integers(len(segments)))]
+    after = [f for f, _ in segments if f > first] or [len(records) + 1]
     hit |= set(range(first - 1, after[0] - 1))
     path.unlink()
   reader = frames_of(spool)
-  left = [body for n, body in enumerate(given_) if n not in hit]
-  found = rest_of(reader)
-  assert collections.Counter(left) - collections.Counter(found) == {}
-  assert set(found) <= set(given_)
-  assert [b for b in found if b in left] == left
+  unhit = [body for n, body in enumerate(records) if n not in hit]
+  read = rest_of(reader)
+  assert collections.Counter(unhit) - collections.Counter(read) == {}
+  assert set(read) <= set(records)
+  assert [b for b in read if b in unhit] == unhit
   last = max((n for n in range(12) if n not in hit), default=-1)
   if not cut and frames_lib.segments(spool.path)[0][0] == 1:
     assert reader.damaged >= len([n for n in hit if n < last]) - 2 * hits
@@ -130,7 +130,7 @@ def test_damage_costs_the_frames_that_it_hits(
 
 
 def test_a_record_that_quotes_the_log_is_no_frame(tmp_path):
-  """Its bytes are not searched, whole or damaged, for frames of others."""
+  """A record's bytes are not searched for frames of another log."""
   other = made(tmp_path, [b"hello"], name="other")
   (_, path), = frames_lib.segments(other.path)
   quoting = made(tmp_path, [b"a" + path.read_bytes() * 3, b"b"])
@@ -152,7 +152,7 @@ def test_a_disk_that_is_full_now_and_then_repeats_and_loses_nothing(
   folder = tmp_path_factory.mktemp("spool")
   rng = np.random.default_rng(seed)
   waiting = [(spool_lib.PART, body) for body in bodies(30, seed)]
-  given_ = [body for _, body in waiting]
+  records = [body for _, body in waiting]
   spool = spool_lib.Spool(folder / "x.spool", "t")
   reader = frames_of(spool, ended=False)
   real, real_cut = os.write, os.ftruncate
@@ -170,7 +170,7 @@ def test_a_disk_that_is_full_now_and_then_repeats_and_loses_nothing(
       raise OSError(errno.EIO, "the disk fails")
     real_cut(file, size)
 
-  found = []
+  read = []
   with pytest.MonkeyPatch.context() as patched:
     patched.setattr(spool_lib.os, "write", write)
     patched.setattr(spool_lib.os, "ftruncate", cut_off)
@@ -180,9 +180,9 @@ def test_a_disk_that_is_full_now_and_then_repeats_and_loses_nothing(
         del waiting[: spool.append(waiting[: int(rng.integers(1, 8))])]
       except OSError as error:
         assert error.errno == errno.ENOSPC
-      found += rest_of(reader)
-  assert found == given_ and not reader.damaged
-  assert rest_of(frames_of(spool)) == given_
+      read += rest_of(reader)
+  assert read == records and not reader.damaged
+  assert rest_of(frames_of(spool)) == records
   spool.close()
   reader.close()
 
@@ -221,16 +221,16 @@ def parts(count):
 
 def test_what_is_acknowledged_is_forgotten_and_the_rest_comes_again(tmp_path):
   spool = made(tmp_path, parts(300))
-  told = []
+  sent = []
   while True:
     reader, _ = reader_of(spool)
     entries = reader.entries(100)[:7]
     if not entries:
       break
-    told += [(e.seq, e.body) for e in entries[:5]]
+    sent += [(e.seq, e.body) for e in entries[:5]]
     reader.remove_through(entries[min(4, len(entries) - 1)].seq)
     # Killed: neither closed nor asked.
-  assert told == [(n + 1, b"%d" % n) for n in range(300)]
+  assert sent == [(n + 1, b"%d" % n) for n in range(300)]
   assert len(frames_lib.segments(spool.path)) == 1
   reader.close()
   assert not spool.path.exists()
@@ -263,8 +263,8 @@ def test_what_is_refused_stays_for_whoever_looks(tmp_path):
   assert not frames_lib.segments(spool.path)
   own = tmp_path / "own.spool"
   assert list(spool_lib.claim_orphans(tmp_path, "t", own)) == []
-  found = spool_lib.contents(spool.path)
-  assert (found.records, found.images, len(found.dead)) == (0, 0, 3)
+  waiting = spool_lib.contents(spool.path)
+  assert (waiting.records, waiting.images, len(waiting.dead)) == (0, 0, 3)
 
 
 # --- rows that are made again -------------------------------------------------
@@ -273,17 +273,17 @@ def test_what_is_refused_stays_for_whoever_looks(tmp_path):
 @pytest.fixture(name="run", scope="module")
 def _run():
   """(records of a run, the entries that they become, its facts)."""
-  store, told = images_lib.ImageStore(), []
-  observed_run.play(told.append, store, steps=4)
-  records = [event_codec.dump(event) for event in told]
+  store, emitted = images_lib.ImageStore(), []
+  observed_run.play(emitted.append, store, steps=4)
+  records = [event_codec.dump(event) for event in emitted]
   rows = run_rows.RunRows(run_rows.RunFacts(**observed_run.FACTS))
   return records, [written(rows, record) for record in records]
 
 
 def written(rows, record):
-  made_ = rows.rows(event_codec.load(record))
-  return None if made_ is None else (
-      plain_json.dumps(made_.part), [*made_.images]
+  part = rows.rows(event_codec.load(record))
+  return None if part is None else (
+      plain_json.dumps(part.part), [*part.images]
   )  # pyformat: disable
 
 
@@ -291,9 +291,9 @@ def test_rows_go_on_from_any_state_as_if_nothing_had_been(run):
   records, expected = run
   rows = run_rows.RunRows(run_rows.RunFacts(**observed_run.FACTS))
   for number, record in enumerate(records):
-    kept = event_codec.unpack(event_codec.pack(rows.state()))
+    state = event_codec.unpack(event_codec.pack(rows.state()))
     rows = run_rows.RunRows(run_rows.RunFacts(**observed_run.FACTS))
-    rows.restore(kept)
+    rows.restore(state)
     assert written(rows, record) == expected[number], number
 
 
@@ -308,7 +308,7 @@ def test_an_uploader_that_is_killed_makes_the_same_entries(
       run=json.loads(json.dumps(observed_run.FACTS)),
   )  # pyformat: disable
   waiting = list(records)
-  found, starts = {}, 0
+  by_seq, starts = {}, 0
   reader, counters = reader_of(spool, ended=False)
   while waiting or not reader.empty or reader.acked < len(records):
     for _ in range(int(rng.integers(0, 5))):
@@ -317,15 +317,15 @@ def test_an_uploader_that_is_killed_makes_the_same_entries(
     entries = reader.entries(int(rng.integers(1, 100_000)))
     for entry in entries:
       # A number stands for the same entry, however often it is made.
-      made_ = found.setdefault(entry.seq, (entry.body, entry.images))
-      assert made_ == (entry.body, entry.images)
+      first_entry = by_seq.setdefault(entry.seq, (entry.body, entry.images))
+      assert first_entry == (entry.body, entry.images)
     if entries and rng.random() < 0.5:
       reader.remove_through(entries[int(rng.integers(len(entries)))].seq)
     if rng.random() < 0.2:
       starts += 1
       reader, counters = reader_of(spool, ended=False)
   assert starts > 10 and not +counters
-  assert found == {
+  assert by_seq == {
       n: entry for n, entry in enumerate(expected, 1) if entry is not None
   }
   assert len(frames_lib.segments(spool.path)) <= 2
@@ -345,8 +345,8 @@ def test_a_state_that_is_damaged_is_reported_and_the_rest_goes_on(
   reader, _ = reader_of(spool)
   while reader.acked < 100:
     reader.remove_through(reader.entries(1000)[-1].seq)
-  (kept, *_) = sorted(spool.path.glob("*.state"))
-  kept.write_bytes(b"\xc1")
+  (state_file, *_) = sorted(spool.path.glob("*.state"))
+  state_file.write_bytes(b"\xc1")
   reader, counters = reader_of(spool)
   assert counters["damaged"] == 1
   while entries := reader.entries(1 << 20):
@@ -358,15 +358,15 @@ def test_a_state_that_is_damaged_is_reported_and_the_rest_goes_on(
 def test_an_evaluation_under_another_name_joins_the_row_of_its_step():
   """Also where its own start and end were told to another process."""
   rows = run_rows.RunRows(run_rows.RunFacts(**observed_run.FACTS))
-  found = []
+  evals = []
   for event in (
       events.EvalStarted("step_4", "sampled", 8, 4),
       events.EvalFinished("step_4", {"success_rate": 0.5}),
       events.EvalFinished("final", {"success_rate": 0.5}, step=4),
   ):
-    found.append(rows.rows(event).part["evals"][0])
-  assert len({row["client_id"] for row in found}) == 1
-  assert set(found[-1]["metrics_json"]) == {"step_4", "final"}
+    evals.append(rows.rows(event).part["evals"][0])
+  assert len({row["client_id"] for row in evals}) == 1
+  assert set(evals[-1]["metrics_json"]) == {"step_4", "final"}
   again = run_rows.RunRows(run_rows.RunFacts(**observed_run.FACTS))
   (alone,) = again.rows(event).part["evals"]
-  assert alone["client_id"] == found[0]["client_id"]
+  assert alone["client_id"] == evals[0]["client_id"]

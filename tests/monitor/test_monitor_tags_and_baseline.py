@@ -9,8 +9,8 @@ base = monitor_server.base
 
 @pytest.fixture
 def server(target, tmp_path):
-  with monitor_server.MonitorServer(target, tmp_path / "files") as found:
-    yield found
+  with monitor_server.MonitorServer(target, tmp_path / "files") as running:
+    yield running
 
 
 def run(server, name, **training):
@@ -32,9 +32,9 @@ def listed(server, path="/api/v1/trainings", **params):
 
 def test_what_a_client_tags_a_run_with_is_there_once(server):
   id_ = run(server, "r", tags=["lr sweep", " baseline ", "u\u0308"])
-  found = server.get(f"/api/v1/trainings/{id_}")
-  assert found["tags"] == ["baseline", "lr sweep", "\u00fc"]
-  assert found["pinned"] is False
+  training = server.get(f"/api/v1/trainings/{id_}")
+  assert training["tags"] == ["baseline", "lr sweep", "\u00fc"]
+  assert training["pinned"] is False
   run(server, "r", tags=["lr sweep", "later"])  # A start again.
   run(server, "r")  # One that says nothing of them.
   assert server.get(f"/api/v1/trainings/{id_}")["tags"] == [
@@ -105,14 +105,14 @@ def test_another_project_has_its_own(tmp_path):
     assert server.http.put(
         f"/api/v1/trainings/{id_}/pin"
     ).status_code == 404  # pyformat: disable
-    mine = run(server, "mine")
+    own_run = run(server, "mine")
     assert server.http.put(
-        f"/api/v1/trainings/{mine}/pin"
+        f"/api/v1/trainings/{own_run}/pin"
     ).status_code == 200  # pyformat: disable
-    curves = f"/api/v1/trainings/{mine}/curves?names=loss"
+    curves = f"/api/v1/trainings/{own_run}/curves?names=loss"
     assert server.http.get(curves).status_code == 200
     assert server.http.get(f"{curves}&minus={id_}").status_code == 404
-    assert server.http.get(f"/runs/{mine}?against={id_}").status_code == 404
+    assert server.http.get(f"/runs/{own_run}?against={id_}").status_code == 404
 
 
 def test_forms_need_this_servers_page_and_a_token_that_may_send(tmp_path):
@@ -131,8 +131,8 @@ def test_forms_need_this_servers_page_and_a_token_that_may_send(tmp_path):
     answer = form("tags", {"add": "y, z", "next": "/runs/1?smooth=1"}, **own)
     assert answer.status_code == 303
     assert answer.headers["location"] == "/runs/1?smooth=1"
-    mine = lambda: server.get(f"/api/v1/trainings/{id_}")
-    assert mine()["tags"] == ["x", "y", "z"]
+    training = lambda: server.get(f"/api/v1/trainings/{id_}")
+    assert training()["tags"] == ["x", "y", "z"]
     for headers in (
         {}, {"origin": "http://evil.example"}, {"origin": "null"},
         {"origin": server.url.replace("127.0.0.1", "localhost")},
@@ -147,11 +147,11 @@ def test_forms_need_this_servers_page_and_a_token_that_may_send(tmp_path):
     assert nobody.headers["location"] == "/login"
     assert form("tags", {"add": "x" * 51}, **own).status_code == 400
     assert form("pin", {"pinned": "2"}, **own).status_code == 400
-    assert mine()["tags"] == ["x", "y", "z"] and not mine()["pinned"]
+    assert training()["tags"] == ["x", "y", "z"] and not training()["pinned"]
     away = form("pin", {"pinned": "1", "next": "//evil.example/"}, **own)
-    assert away.headers["location"] == "/" and mine()["pinned"]
+    assert away.headers["location"] == "/" and training()["pinned"]
     assert form("tags", {"remove": "y"}, **own).status_code == 303
-    assert mine()["tags"] == ["x", "z"]
+    assert training()["tags"] == ["x", "z"]
     # Who may only look sees them, and no form.
     page = lambda token: server.http.get(
         f"/runs/{id_}",
@@ -192,16 +192,16 @@ def test_curves_less_those_of_another_run(server):
     del body["baselines"]
     ids.append(server.post(monitor_server.joined(body, *parts))["training_id"])
   first, second = ids
-  found = server.get(
+  curves = server.get(
       f"/api/v1/trainings/{first}/curves", minus=second,
       names="kl,own,time,engine_idle",
   )  # pyformat: disable
-  assert found["step"] == [1, 2, 3, 4, 5, 6]
-  assert found["series"]["kl"] == [0.75, None, 0.75, 0.75, None, None]
-  assert found["series"]["engine_idle"][0] == pytest.approx(-0.375)
-  assert found["series"]["time"] == [100.0 * n for n in range(1, 7)]
-  assert "own" not in found["series"]
-  assert [(e["step"], e["rate"]) for e in found["evals"]] == [(4, 0.5)]
+  assert curves["step"] == [1, 2, 3, 4, 5, 6]
+  assert curves["series"]["kl"] == [0.75, None, 0.75, 0.75, None, None]
+  assert curves["series"]["engine_idle"][0] == pytest.approx(-0.375)
+  assert curves["series"]["time"] == [100.0 * n for n in range(1, 7)]
+  assert "own" not in curves["series"]
+  assert [(e["step"], e["rate"]) for e in curves["evals"]] == [(4, 0.5)]
   page = server.http.get(f"/runs/{first}?against={second}").text
   assert '"baseline": true' in page.replace("&#34;", '"')
   assert server.http.get(f"/runs/{first}?against={first}").status_code == 400

@@ -82,8 +82,8 @@ def test_a_pruned_run_leaves_nothing_and_the_others_whole(server):
   add_run(server, "elder")
   add_run(server, "kept")
   before = {t: len(server.rows(t)) for t in LEAVES}
-  done = prune(server, names=("elder",))
-  assert [r.name for r in done.runs] == ["elder"] and done.rows
+  outcome = prune(server, names=("elder",))
+  assert [r.name for r in outcome.runs] == ["elder"] and outcome.rows
   assert names(server) == ["kept"]
   for table in LEAVES:
     assert len(server.rows(table)) == before[table] / 2, table
@@ -97,7 +97,7 @@ def test_a_pruned_run_leaves_nothing_and_the_others_whole(server):
 
 
 def test_a_server_that_runs_learns_of_it(server):
-  """What it remembers of a run must not outlive the run."""
+  """The server's cache of a run must not outlive the run."""
   add_run(server, "again")
   prune(server, names=("again",))
   add_run(server, "again")
@@ -110,8 +110,8 @@ def test_which_runs_go(server):
     add_run(server, name, success)
   add_run(server, "live", 0.1, status="running")
   chosen = lambda **c: [
-      [r.name for r in found]
-      for found in pruning.choose(server.engine, pruning.Criteria(**c))
+      [r.name for r in runs]
+      for runs in pruning.choose(server.engine, pruning.Criteria(**c))
   ]
   assert chosen(keep_best=2) == [["a", "c"], ["live"], []]
   assert chosen(older_than_s=0.0) == [["a", "b", "c", "d"], ["live"], []]
@@ -120,10 +120,10 @@ def test_which_runs_go(server):
   tomorrow = pruning.datetime.datetime.now(
       pruning.datetime.timezone.utc
   ).replace(tzinfo=None) + pruning.datetime.timedelta(days=1)
-  found = pruning.choose(
+  runs = pruning.choose(
       server.engine, pruning.Criteria(older_than_s=3600.0), tomorrow
   )
-  assert [r.name for r in found[0]] == ["a", "b", "c", "d", "live"]
+  assert [r.name for r in runs[0]] == ["a", "b", "c", "d", "live"]
   # A clock that was set back a day makes no run look abandoned.
   yesterday = tomorrow - pruning.datetime.timedelta(days=2)
   assert pruning.choose(
@@ -136,8 +136,8 @@ def test_a_pinned_baseline_stays_and_tags_go_with_their_runs(server):
     add_run(server, name, 0.5, tags=["lr sweep", name])
   ids = {t["run_name"]: t["id"] for t in server.rows("training")}
   assert server.http.put(f"/api/v1/trainings/{ids['a']}/pin").status_code == 200
-  done = prune(server, names=("a", "b"))
-  assert [[r.name for r in found] for found in (done.runs, done.pinned)] == [
+  outcome = prune(server, names=("a", "b"))
+  assert [[r.name for r in rs] for rs in (outcome.runs, outcome.pinned)] == [
       ["b"], ["a"],
   ]  # pyformat: disable
   assert names(server) == ["a"]
@@ -178,8 +178,8 @@ def test_thumbnails_go_with_their_screenshots(lite):
   assert all(path.exists() for path in thumbnails.values())
   assert told(look(lite), doctor.WARNING) == {"thumbnails"}  # The old part.
   assert prune(lite, dry_run=True).thumbnails == 1
-  done = prune(lite)
-  assert (done.screenshots, done.thumbnails) == (1, 2)
+  outcome = prune(lite)
+  assert (outcome.screenshots, outcome.thumbnails) == (1, 2)
   assert [thumbnails[sha].exists() for sha in shas] == [True, False]
   assert not part.exists() and fresh.exists()
   assert "thumbnails" in told(look(lite), doctor.OK)
@@ -199,8 +199,8 @@ def test_only_the_episodes_can_go(server):
 
 def test_screenshots_go_with_the_last_run_that_shows_them(server):
   shared, path = put_screenshot(server, 1)
-  own, gone = put_screenshot(server, 2)
-  raw, kept = put_screenshot(server, 3)
+  own, unshown = put_screenshot(server, 2)
+  raw, raw_shown = put_screenshot(server, 3)
   fresh, new = put_screenshot(server, 4, age_s=0)
   add_run(server, "old", shas=(shared, own))
   add_run(server, "new", shas=(shared,))
@@ -208,15 +208,15 @@ def test_screenshots_go_with_the_last_run_that_shows_them(server):
       "client_id": "v", "rollout_id": "new-0", "success": True,
       "screenshot_uri": f"sha256:{raw}",
   }]})  # pyformat: disable
-  stray = gone.with_name("f" * 64 + ".png")
+  stray = unshown.with_name("f" * 64 + ".png")
   stray.write_bytes(b"left by somebody")
   os.utime(stray, (time.time() - 7200,) * 2)
   would = prune(server, names=("old",), dry_run=True)
   assert (would.screenshots, would.rows) == (1, 0) and would.bytes
-  assert names(server) == ["old", "new"] and gone.exists() and stray.exists()
-  done = prune(server, names=("old",))
-  assert (done.screenshots, done.bytes) == (1, would.bytes)
-  there = [p.exists() for p in (path, gone, kept, new, stray)]
+  assert names(server) == ["old", "new"] and unshown.exists() and stray.exists()
+  outcome = prune(server, names=("old",))
+  assert (outcome.screenshots, outcome.bytes) == (1, would.bytes)
+  there = [p.exists() for p in (path, unshown, raw_shown, new, stray)]
   assert there == [True, False, True, True, False]
   assert server.http.get(f"/api/v1/screenshots/{own}").status_code == 404
   missing = server.http.post(
@@ -231,13 +231,13 @@ def test_a_screenshot_that_is_shown_at_this_moment_stays(server, monkeypatch):
   shown = pruning._shown
   calls = []
 
-  def look_then_show(connection, wanted, **options):
-    found = shown(connection, wanted, **options)
+  def look_then_show(connection, shas, **options):
+    result = shown(connection, shas, **options)
     calls.append(options)
     if len(calls) == 1:
       connection.rollback()
       add_run(server, "late", shas=(sha,))
-    return found
+    return result
 
   monkeypatch.setattr(pruning, "_shown", look_then_show)
   assert prune(server).screenshots == 0
@@ -245,29 +245,29 @@ def test_a_screenshot_that_is_shown_at_this_moment_stays(server, monkeypatch):
 
 
 def test_a_screenshot_that_is_about_to_be_shown_stays(server, monkeypatch):
-  """Who asks whether it is there need not bring it, and may rely on that."""
-  asked, path = put_screenshot(server, 1)
-  other, gone = put_screenshot(server, 2)
+  """A client that was told a screenshot exists does not send it again."""
+  requested, path = put_screenshot(server, 1)
+  other, unshown = put_screenshot(server, 2)
   shown = pruning._shown
   answers = []
 
-  def look_then_ask(connection, wanted, **options):
-    found = shown(connection, wanted, **options)
+  def look_then_ask(connection, shas, **options):
+    result = shown(connection, shas, **options)
     if not answers:
       connection.rollback()
       answers.append(
           server.http.post(
-              "/api/v1/screenshots/missing", json={"sha256": [asked]}
+              "/api/v1/screenshots/missing", json={"sha256": [requested]}
           ).json()
       )
-    return found
+    return result
 
   monkeypatch.setattr(pruning, "_shown", look_then_ask)
   assert prune(server).screenshots == 1
   assert answers == [{"missing": []}]
-  assert path.exists() and not gone.exists()
-  (left,) = server.rows("monitor_screenshot", order=1)
-  assert left["sha256"] == asked != other
+  assert path.exists() and not unshown.exists()
+  (remaining,) = server.rows("monitor_screenshot", order=1)
+  assert remaining["sha256"] == requested != other
 
 
 def test_a_prune_that_was_killed_is_mended_by_the_next(lite):
@@ -304,11 +304,11 @@ def test_space_is_given_back(lite, tmp_path):
   assert size() < before / 3
 
 
-@pytest.mark.parametrize("text, found", [
+@pytest.mark.parametrize("text, age_s", [
     ("90m", 5400), ("1.5h", 5400), ("30d", 30 * 86400), ("2w", 14 * 86400),
 ])  # pyformat: disable
-def test_ages(text, found):
-  assert pruning.seconds(text) == found
+def test_ages(text, age_s):
+  assert pruning.seconds(text) == age_s
 
 
 def test_the_prune_command(lite, tmp_path, capsys):
@@ -349,11 +349,11 @@ def test_a_healthy_monitor_is_told_so(server, tmp_path):
   sha, _ = put_screenshot(server, 1)
   add_run(server, "run", shas=(sha,))
   (tmp_path / "spool").mkdir()
-  found = look(server, tmp_path / "spool", deep=True)
+  findings = look(server, tmp_path / "spool", deep=True)
   errors = {"integrity"} if "psycopg" in server.engine.driver else set()
   # The tests' PostgreSQL runs without fsync, and the doctor sees that.
-  assert told(found, doctor.ERROR) == errors
-  assert told(found, doctor.OK) >= {
+  assert told(findings, doctor.ERROR) == errors
+  assert told(findings, doctor.OK) >= {
       "disk", "schema", "rows", "runs", "clock", "screenshots", "spool",
   }  # pyformat: disable
 
@@ -365,9 +365,9 @@ def test_what_is_wrong_with_screenshots_is_found(lite):
   data = paths[2].read_bytes()
   paths[2].write_bytes(data[:-20] + bytes(20))
   add_run(lite, "run", shas=("a" * 64,))
-  found = [f for f in look(lite, deep=True) if f.subject == "screenshots"]
-  assert [f.level for f in found] == [doctor.ERROR] * 3 + [doctor.WARNING]
-  assert all(f.advice for f in found)
+  findings = [f for f in look(lite, deep=True) if f.subject == "screenshots"]
+  assert [f.level for f in findings] == [doctor.ERROR] * 3 + [doctor.WARNING]
+  assert all(f.advice for f in findings)
   assert len([
       f for f in look(lite)
       if f.subject == "screenshots" and f.level == doctor.ERROR
@@ -402,8 +402,8 @@ def test_a_damaged_file_is_an_error_and_nothing_else_is_asked(lite, tmp_path):
   for page in range(20, len(data) // 4096, 3):
     data[page * 4096 : page * 4096 + 200] = os.urandom(200)
   path.write_bytes(data)
-  found = list(doctor.examine(str(path), tmp_path / "files"))
-  assert found[-1].level == doctor.ERROR and "recover" in found[-1].advice
+  findings = list(doctor.examine(str(path), tmp_path / "files"))
+  assert findings[-1].level == doctor.ERROR and "recover" in findings[-1].advice
 
 
 def test_what_is_no_database_of_the_monitor(tmp_path):
@@ -417,39 +417,40 @@ def test_what_is_no_database_of_the_monitor(tmp_path):
 
 def test_spools_are_looked_into_and_left_as_they_are(lite, tmp_path):
   folder = tmp_path / "spools"
-  left = spool_lib.Spool(folder / "left.spool", "http://x")
-  left.append([(spool_lib.PART, b"{}")] * 2)
-  left.keep_image("a" * 64, b"png")
-  left.close()
+  abandoned = spool_lib.Spool(folder / "left.spool", "http://x")
+  abandoned.append([(spool_lib.PART, b"{}")] * 2)
+  abandoned.keep_image("a" * 64, b"png")
+  abandoned.close()
   dead = spool_lib.Spool(folder / "dead.spool", "http://x")
   (dead.path / spool_lib.DEAD).write_text(
       json.dumps({"seq": 1, "body": "{}", "reason": "400: nonsense"}) + "\n"
   )
   (folder / "damaged.spool").mkdir()
   (folder / "damaged.spool" / spool_lib.HEADER).write_text("{")
-  found = {
+  findings = {
       f.text.split(",")[0].split()[0]: f
       for f in look(lite, folder)
       if f.subject == "spool"
   }
-  assert found["left.spool"].level == doctor.WARNING
-  assert "without an owner" in found["left.spool"].text
-  assert "2 records and 1 screenshots" in found["left.spool"].text
-  assert found["dead.spool"].level == doctor.ERROR
-  assert "in use" in found["dead.spool"].text
-  assert "400: nonsense" in found["dead.spool"].text
-  assert found["damaged.spool"].level == doctor.ERROR
+  assert findings["left.spool"].level == doctor.WARNING
+  assert "without an owner" in findings["left.spool"].text
+  assert "2 records and 1 screenshots" in findings["left.spool"].text
+  assert findings["dead.spool"].level == doctor.ERROR
+  assert "in use" in findings["dead.spool"].text
+  assert "400: nonsense" in findings["dead.spool"].text
+  assert findings["damaged.spool"].level == doctor.ERROR
   dead.close()
 
 
 def test_the_doctors_command_exits_with_what_it_found(lite, tmp_path):
   add_run(lite, "run")
-  done = fresh_interpreter.run_module(
+  result = fresh_interpreter.run_module(
       "tunix.rl.multi_turn.monitor", "doctor", "--database",
       tmp_path / "m.db", "--files", tmp_path / "files", "--json",
   )  # pyformat: disable
-  assert done.returncode == 0, done.stdout + done.stderr
-  subjects = [json.loads(line)["subject"] for line in done.stdout.splitlines()]
+  assert result.returncode == 0, result.stdout + result.stderr
+  lines = result.stdout.splitlines()
+  subjects = [json.loads(line)["subject"] for line in lines]
   assert list(dict.fromkeys(subjects)) == [
       "disk", "schema", "integrity", "rows", "runs", "clock", "screenshots",
       "thumbnails",

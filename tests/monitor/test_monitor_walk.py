@@ -63,7 +63,7 @@ class Walker:
       most: pages of a kind.
       until: () -> bool, whether to stop before all is seen.
     """
-    waiting, known = collections.deque(["/"]), {"/"}
+    waiting, queued = collections.deque(["/"]), {"/"}
     visits = collections.Counter()
     while waiting and not until():
       path = waiting.popleft()
@@ -79,8 +79,8 @@ class Walker:
           "a[href]:not([download])", ADDRESSES
       ):
         link = link.removeprefix(self.url).partition("#")[0]
-        if link.startswith("/") and link not in known:
-          known.add(link)
+        if link.startswith("/") and link not in queued:
+          queued.add(link)
           # Screenshots and the API answer with no page.
           if not link.startswith(("/api/", "/openapi")):
             waiting.append(link)
@@ -142,8 +142,8 @@ def url_of(process, lines, seconds=300):
   deadline = time.monotonic() + seconds
   while time.monotonic() < deadline:
     for line in lines:
-      if found := re.search(r"http://[\w.:]+", line):
-        return found[0]
+      if match := re.search(r"http://[\w.:]+", line):
+        return match[0]
     assert process.poll() is None, "".join(lines)
     time.sleep(0.1)
   raise AssertionError("no URL was told: " + "".join(lines))
@@ -203,7 +203,7 @@ def test_a_run_is_walked_through_live_and_after(tmp_path):
 
 
 def tokens_are_known(walker, database):
-  """Every token of the last update has all that can be known of it."""
+  """Every token of the last update has each of its measures."""
   with contextlib.closing(sqlite3.connect(database)) as connection:
     rows = connection.execute(
         "SELECT r.id, r.batch, t.metrics_json, a.tokens FROM rollout r"

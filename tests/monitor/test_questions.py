@@ -1,4 +1,4 @@
-"""What people ask of a run, and in how many clicks its pages answer.
+"""Questions about a run, and the clicks to the page that answers each.
 
 A run of two tasks that learned one of them: its groups differ, an evaluation
 before and after, an episode out of turns, one whose gym broke, one that is paid
@@ -112,15 +112,15 @@ def run(name, shas):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-  with monitor_server.sqlite_server(tmp_path_factory.mktemp("q")) as found:
+  with monitor_server.sqlite_server(tmp_path_factory.mktemp("q")) as running:
     shas = []
     for seed in range(5):
       sha, image = monitor_server.screenshot(seed, (W, H))
-      found.http.put(f"/api/v1/screenshots/{sha}", content=image)
+      running.http.put(f"/api/v1/screenshots/{sha}", content=image)
       shas.append(sha)
     for name in ("first", "second"):
-      found.post(run(name, shas))
-    yield found
+      running.post(run(name, shas))
+    yield running
 
 
 def page(server, path):
@@ -162,19 +162,19 @@ def test_two_attempts_are_aligned_and_their_first_difference_is_marked(server):
 
 
 def test_attempts_of_two_runs_and_of_different_length_are_compared(server):
-  mine = id_of(server, f"first/{STEPS}.0.0")
-  theirs = id_of(server, f"second/{STEPS}.0.0")
-  text = page(server, f"/rollouts/{mine}/beside?other={theirs}")
+  first = id_of(server, f"first/{STEPS}.0.0")
+  second = id_of(server, f"second/{STEPS}.0.0")
+  text = page(server, f"/rollouts/{first}/beside?other={second}")
   assert "They did the same in every turn." in text
   assert ">second</a>" in text
   wander = id_of(server, "first/wander")
   paid = id_of(server, "first/paid")
   text = page(server, f"/rollouts/{wander}/beside?other={paid}")
   assert "<b>turn 1</b>" in text and text.count("ended before") == 3
-  same = server.http.get(f"/rollouts/{mine}/beside?other={mine}")
+  same = server.http.get(f"/rollouts/{first}/beside?other={first}")
   assert same.status_code == 400 and "another rollout" in same.text
   assert server.http.get(
-      f"/rollouts/{mine}/beside?other=99999"
+      f"/rollouts/{first}/beside?other=99999"
   ).status_code == 404
 
 
@@ -227,14 +227,14 @@ def test_the_first_sentence_compares_what_updates_began_and_ended_with():
       {"name": "step 50", "kind": "eval", "rate": 0.9, "low": 0.8, "high": 1.0},
   ]
   columns = curves.Columns(np.arange(0), {})
-  for given, said in (
+  for measured, sentence in (
       (evals, "40.0 % (warm_start) to 90.0 % (step 50)."),
       (evals[:2], "0.0 % (initial) to 40.0 % (warm_start), within"),
       (evals[2:], "80.0 % (step 25) to 90.0 % (step 50)."),
   ):
-    (line,) = advice.lines(columns, given)
+    (line,) = advice.lines(columns, measured)
     assert line["about"] == "learning"
-    assert f"Evaluations: {said}" in line["text"]
+    assert f"Evaluations: {sentence}" in line["text"]
 
 
 @pytest.mark.parametrize("shares, words, absent", [
@@ -282,15 +282,15 @@ def test_thoughts_responses_and_typed_text_are_searched(server, monkeypatch):
   # Out of time it says how far it came, and goes on from there.
   monkeypatch.setattr(search_page, "_BUDGET_S", 0.0)
   monkeypatch.setattr(search_page, "_CHUNK", 30)
-  seen, path = 0, "/runs/1/search?q=secret"
+  count, path = 0, "/runs/1/search?q=secret"
   for _ in range(20):
     text = page(server, path)
-    seen += text.count("data-row")
+    count += text.count("data-row")
     if "All turns" in text:
       break
     path = text.partition('class="button" href="')[2].partition('"')[0]
     path = path.replace("&amp;", "&")
-  assert seen == 12 and "All turns" in text
+  assert count == 12 and "All turns" in text
 
 
 def test_a_failed_run_shows_its_traceback(server):
@@ -360,35 +360,35 @@ def tab(request, server):
     context.close()
 
 
-def follow(found, link):
-  how, _, rest = link.partition(":")
+def follow(page, link):
+  how, _, argument = link.partition(":")
   if how == "select":
-    name, _, value = rest.partition(":")
-    found.select_option(f'select[name="{name}"]', value)
+    name, _, value = argument.partition(":")
+    page.select_option(f'select[name="{name}"]', value)
   elif how == "fill":
-    found.fill("#search", rest)
-    found.press("#search", "Enter")
+    page.fill("#search", argument)
+    page.press("#search", "Enter")
   else:
-    found.click(link)
+    page.click(link)
 
 
 @pytest.mark.browser
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_each_question_is_answered_in_a_click_or_two(tab):
-  found = tab.page
+  page = tab.page
   for question, (start, links, answer) in QUESTIONS.items():
     assert tab.go(start) == 200, question
     assert len(links) <= CLICKS, question
     for link in links:
-      follow(found, link)
-      found.wait_for_load_state("load")
+      follow(page, link)
+      page.wait_for_load_state("load")
     chromium.wait_for(
-        found,
+        page,
         "(text) => document.querySelector('main').innerText.includes(text)",
         answer,
     )
-    width = found.evaluate("document.documentElement.scrollWidth - innerWidth")
+    width = page.evaluate("document.documentElement.scrollWidth - innerWidth")
     assert width <= 0, question
-    assert not chromium.faults_of(found), question
+    assert not chromium.faults_of(page), question
   tab.check()

@@ -19,8 +19,8 @@ FAULTS = tables.FAULTS
 
 @pytest.fixture
 def server(target, tmp_path):
-  with monitor_server.MonitorServer(target, tmp_path / "files") as found:
-    yield found
+  with monitor_server.MonitorServer(target, tmp_path / "files") as running:
+    yield running
 
 
 def fill(server, runs=("a", "b"), episodes=12):
@@ -76,15 +76,15 @@ def every(server):
       for kind in ("step", "eval", "baseline")
   }
   tasks = {row["id"]: row for row in server.rows("task")}
-  found = []
+  rows = []
   for row in server.rows("rollout"):
     parent = parents[row["source_type"]][row[f"{row['source_type']}_id"]]
-    found.append({
+    rows.append({
         **row, "training": parent["training_id"], "at": parent.get("step"),
         "app": tasks[row["task_id"]]["app_name"],
         "faults": sum(row[name] or 0 for name in FAULTS),
     })  # pyformat: disable
-  return found
+  return rows
 
 
 def lost(row):
@@ -148,12 +148,12 @@ def test_every_filter_in_every_order_page_by_page(server, monkeypatch):
               r[KEYS[sort]] is None, sign * (r[KEYS[sort]] or 0), -r["id"],
           )
       )  # pyformat: disable
-      found = []
+      ids = []
       while page := rollout_list.pick(connection, 1, training, asks, 5):
-        assert len(page) == min(5, len(expected) - len(found)), query
-        found += [id_ for _, id_ in page]
+        assert len(page) == min(5, len(expected) - len(ids)), query
+        ids += [id_ for _, id_ in page]
         asks = dataclasses.replace(asks, after=page[-1])
-      assert found == [r["id"] for r in expected], (query, sort, order)
+      assert ids == [r["id"] for r in expected], (query, sort, order)
     assert rollout_list.pick(connection, 99, None, wanted("")) == []
 
 
@@ -187,28 +187,28 @@ def test_no_page_loses_or_repeats_what_is_beyond_all_reason(server):
   ):
     asks = wanted(f"sort={sort}&order={order}")
     with database.reading(server.engine) as connection:
-      whole = rollout_list.pick(connection, 1, training, asks, 200)
-      assert {id_ for _, id_ in whole} == ids and len(whole) == 120
-      found = []
+      at_once = rollout_list.pick(connection, 1, training, asks, 200)
+      assert {id_ for _, id_ in at_once} == ids and len(at_once) == 120
+      paged = []
       while page := rollout_list.pick(connection, 1, training, asks, count):
-        assert len(page) == min(count, 120 - len(found)), (sort, order, count)
-        found += page
+        assert len(page) == min(count, 120 - len(paged)), (sort, order, count)
+        paged += page
         asks = dataclasses.replace(asks, after=page[-1])
-      assert found == whole, (sort, order, training, count)
+      assert paged == at_once, (sort, order, training, count)
 
 
 def test_the_pages_lead_to_each_other(server, monkeypatch):
   fill(server)
   monkeypatch.setattr(rollout_list, "_PAGE", 7)
-  seen, path = [], "/rollouts?sort=reward&status=completed"
+  shown_ids, path = [], "/rollouts?sort=reward&status=completed"
   while path:
     answer = server.http.get(path)
     assert answer.status_code == 200, answer.text
-    seen += re.findall(r'href="/rollouts/(\d+)" data-row', answer.text)
+    shown_ids += re.findall(r'href="/rollouts/(\d+)" data-row', answer.text)
     more = re.search(r'class="button" href="([^"]*after=[^"]*)"', answer.text)
     path = more and more[1].replace("&amp;", "&")
   completed = [r for r in every(server) if r["status"] == "completed"]
-  assert len(seen) == len(set(seen)) == len(completed) > 7
+  assert len(shown_ids) == len(set(shown_ids)) == len(completed) > 7
   run = server.http.get("/runs/2/rollouts?source=baseline&order=up").text
   ids = [int(i) for i in re.findall(r'href="/rollouts/(\d+)" data-row', run)]
   assert ids == [r["id"] for r in every(server)
@@ -300,7 +300,7 @@ def test_few_turns_are_few_for_the_task_in_the_run(server, monkeypatch):
   by_turns = ["long4", "long1", "long0", "long3", "long2"]
   for many in (2000, 0):  # Read one by one, or looked for among all.
     monkeypatch.setattr(few_turns, "_MANY", many)
-    for path, found in (
+    for path, expected in (
         ("/runs/1/rollouts?", ["long2"]), ("/runs/2/rollouts?", []),
         ("/rollouts?", every), ("/rollouts?step=1&source=step&", every),
         ("/rollouts?step=2&", []), ("/rollouts?source=eval&", []),
@@ -309,4 +309,4 @@ def test_few_turns_are_few_for_the_task_in_the_run(server, monkeypatch):
     ):  # pyformat: disable
       text = server.http.get(f"{path}odd=success+in+few+turns").text
       shown = re.findall(r'href="/rollouts/(\d+)" data-row', text)
-      assert [names[int(i)] for i in shown] == found, (path, many)
+      assert [names[int(i)] for i in shown] == expected, (path, many)

@@ -3,7 +3,7 @@
 import re
 import time
 
-from alembic import command
+import monitor_databases
 import monitor_server
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.dashboard import search_page
@@ -209,18 +209,18 @@ def test_a_long_text_is_stored_and_its_beginning_indexed(server):
 def test_a_page_goes_on_where_the_one_before_stopped(server, monkeypatch):
   monkeypatch.setattr(search_page, "_FOUND", 3)
   server.post(joined(base(), thinking("r1", *["same words"] * 8)))
-  seen, path = [], "/runs/1/search?q=same"
+  numbers, path = [], "/runs/1/search?q=same"
   while path:
     page = server.http.get(path).text
-    seen += re.findall(r'turn=(\d+)" data-row', page)
+    numbers += re.findall(r'turn=(\d+)" data-row', page)
     more = re.search(r'href="([^"]+)">Earlier turns', page)
     path = more and more[1].replace("&amp;", "&")
-  assert seen == [str(n) for n in range(8, 0, -1)]
+  assert numbers == [str(n) for n in range(8, 0, -1)]
 
 
 def test_an_upgrade_indexes_what_is_there(engine, tmp_path):
+  monitor_databases.make_older(engine, "0009")
   with database.writing(engine) as connection:
-    command.downgrade(database._alembic(connection), "0009")
     for statement in (
         "INSERT INTO training (run_name, log_path, model_name) VALUES ('r',"
         " '', '')",

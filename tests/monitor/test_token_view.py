@@ -1,4 +1,4 @@
-"""What a turn's token view says of tokens, and of what nobody recorded."""
+"""A turn's token view: its tokens, and measures that are missing."""
 
 import pytest
 from tunix.rl.multi_turn.monitor.dashboard import token_text
@@ -28,43 +28,43 @@ def _view():
 
 
 def test_what_nobody_recorded_is_said_and_never_zero(view):
-  found = view(rollout(), turn(), "entropy")
-  assert dict(found["heats"]) == {
+  shown = view(rollout(), turn(), "entropy")
+  assert dict(shown["heats"]) == {
       "probability": "not recorded", "log-prob": "not recorded",
       "entropy": "not recorded", "advantage": "not recorded",
       "loss mask": "no update yet", "policy version": "not recorded",
   }  # pyformat: disable
-  assert found["heat"] == "" and found["sampled"] == 3
-  assert all(t["known"] == {} and t["shade"] is None for t in found["tokens"])
-  found = view(rollout(), turn(entropies=None, logprobs=[-1.0] * 3), "entropy")
-  assert found["heat"] == "probability"  # The first that can be shown.
-  assert dict(found["heats"])["entropy"] == "not recorded"
+  assert shown["heat"] == "" and shown["sampled"] == 3
+  assert all(t["known"] == {} and t["shade"] is None for t in shown["tokens"])
+  shown = view(rollout(), turn(entropies=None, logprobs=[-1.0] * 3), "entropy")
+  assert shown["heat"] == "probability"  # The first that can be shown.
+  assert dict(shown["heats"])["entropy"] == "not recorded"
 
 
 def test_entropies_of_another_number_are_not_believed(view):
   for bad in ([0.5], "0.5", [0.5, None, 0.5], {"a": 1}, 7):
-    found = view(rollout(), turn(entropies=bad), "entropy")
-    assert dict(found["heats"])["entropy"] == "not recorded"
+    shown = view(rollout(), turn(entropies=bad), "entropy")
+    assert dict(shown["heats"])["entropy"] == "not recorded"
 
 
 def test_entropy_is_shaded_from_zero_up(view):
-  found = view(rollout(), turn(entropies=[0.0, 1.0, 2.0]), "entropy")
-  assert [t["shade"] for t in found["tokens"]] == [0, 4, 8]
-  assert [t["known"]["entropy"] for t in found["tokens"]] == [0.0, 1.0, 2.0]
+  shown = view(rollout(), turn(entropies=[0.0, 1.0, 2.0]), "entropy")
+  assert [t["shade"] for t in shown["tokens"]] == [0, 4, 8]
+  assert [t["known"]["entropy"] for t in shown["tokens"]] == [0.0, 1.0, 2.0]
   # All alike is not all high: 0 is where the scale begins.
-  found = view(rollout(), turn(entropies=[0.0] * 3), "entropy")
-  assert [t["shade"] for t in found["tokens"]] == [0, 0, 0]
+  shown = view(rollout(), turn(entropies=[0.0] * 3), "entropy")
+  assert [t["shade"] for t in shown["tokens"]] == [0, 0, 0]
 
 
 def test_each_turn_has_its_own_advantage(view):
-  told = rollout(advantage=0.5, summary_json={"advantages": [-1.0, 2.0]})
+  row = rollout(advantage=0.5, summary_json={"advantages": [-1.0, 2.0]})
   for number, value in ((1, -1.0), (2, 2.0), (3, 0.5)):
-    found = view(told, turn(number), "advantage")
-    assert {t["known"]["advantage"] for t in found["tokens"]} == {value}
+    shown = view(row, turn(number), "advantage")
+    assert {t["known"]["advantage"] for t in shown["tokens"]} == {value}
 
 
 @pytest.mark.parametrize(
-    "told, marks, words",
+    "left_out, marks, words",
     [
         (["", "too_long"], ("in", "out"), "learner.row_length"),
         (["invalid", "invalid"], ("out", "out"), "infrastructure"),
@@ -72,42 +72,42 @@ def test_each_turn_has_its_own_advantage(view):
         (["", "<b>"], ("in", "out"), "<b>"),  # The template escapes it.
     ],
 )
-def test_the_mask_is_the_learners_turn_by_turn(view, told, marks, words):
-  row = rollout(batch=4, summary_json={"left_out": told})
+def test_the_mask_is_the_learners_turn_by_turn(view, left_out, marks, words):
+  row = rollout(batch=4, summary_json={"left_out": left_out})
   for number, mark in enumerate(marks, 1):
-    found = view(row, turn(number), "loss mask")
-    assert [t["mark"] for t in found["tokens"]] == [mark] * 3
-    assert {t["known"]["loss mask"] for t in found["tokens"]} == {
+    shown = view(row, turn(number), "loss mask")
+    assert [t["mark"] for t in shown["tokens"]] == [mark] * 3
+    assert {t["known"]["loss mask"] for t in shown["tokens"]} == {
         float(mark == "in")
     }
-    (kind,) = found["legend"]
+    (kind,) = shown["legend"]
     assert kind["count"] == 3 and kind["mark"] == mark
     assert (words in kind["name"]) == (mark == "out")
 
 
 def test_measurements_are_never_trained_on(view):
   for kind in ("eval", "baseline"):
-    found = view(rollout(source_type=kind), turn(), "loss mask")
-    assert {t["mark"] for t in found["tokens"]} == {"out"}
-    assert "no update learns from it" in found["legend"][0]["name"]
+    shown = view(rollout(source_type=kind), turn(), "loss mask")
+    assert {t["mark"] for t in shown["tokens"]} == {"out"}
+    assert "no update learns from it" in shown["legend"][0]["name"]
 
 
 def test_what_was_added_to_the_prompt_stands_before(view):
   row = rollout(summary_json={"left_out": [""]})
-  told = turn(
+  recorded = turn(
       logprobs=[-1.0] * 3, prompt_tokens=[[7, 1], [9, 3], [5, 48], [6, -2]]
   )
-  found = view(row, told, "loss mask")
-  prompt = [t for t in found["tokens"] if t["mark"] == "prompt"]
+  shown = view(row, recorded, "loss mask")
+  prompt = [t for t in shown["tokens"] if t["mark"] == "prompt"]
   assert [(t["id"], t["times"]) for t in prompt] == [
       (7, 1), (9, 1), (9, 1), (9, 1), (5, 48),
   ]  # pyformat: disable
-  assert found["tokens"][: len(prompt)] == prompt and found["sampled"] == 3
-  assert [(k["mark"], k["count"]) for k in found["legend"]] == [
+  assert shown["tokens"][: len(prompt)] == prompt and shown["sampled"] == 3
+  assert [(k["mark"], k["count"]) for k in shown["legend"]] == [
       ("in", 3), ("prompt", 52),
   ]  # pyformat: disable
   # Other heats are of sampled tokens alone.
-  assert len(view(row, told, "probability")["tokens"]) == 3
+  assert len(view(row, recorded, "probability")["tokens"]) == 3
   for bad in ("x", [[1]], [["a", 2]], 7, {"a": 1}):
-    found = view(row, turn(prompt_tokens=bad), "loss mask")
-    assert len(found["tokens"]) == 3
+    shown = view(row, turn(prompt_tokens=bad), "loss mask")
+    assert len(shown["tokens"]) == 3

@@ -20,13 +20,13 @@ _SEEN = """(n) => document.querySelectorAll('#filmstrip a').length >= n
 def screens(store):
   rng = np.random.default_rng(0)
   screen = np.full((H, W, 3), 230, np.uint8)
-  found = []
+  refs = []
   for _ in range(TURNS + 1):
     screen = screen.copy()
     x, y = rng.integers(0, W - 300), rng.integers(0, H - 200)
     screen[y : y + 200, x : x + 300] = rng.integers(0, 255, 3)
-    found.append(store.put(screen))
-  return found
+    refs.append(store.put(screen))
+  return refs
 
 
 def turn(refs, n):

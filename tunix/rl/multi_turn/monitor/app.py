@@ -40,12 +40,11 @@ from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import http_io
 from tunix.rl.multi_turn.monitor.server import image_files
 from tunix.rl.multi_turn.monitor.server import ingest
-from tunix.rl.multi_turn.monitor.server import legacy_routes
 from tunix.rl.multi_turn.monitor.server import live as live_lib
 from tunix.rl.multi_turn.monitor.server import openapi
 from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 from tunix.rl.multi_turn.monitor.server import query as query_lib
-from tunix.rl.multi_turn.monitor.server import reading
+from tunix.rl.multi_turn.monitor.server import routes as routes_lib
 from tunix.rl.multi_turn.monitor.server import screenshots
 from tunix.rl.multi_turn.monitor.server import tags_and_baseline
 from tunix.rl.multi_turn.monitor.server import thumbnails as thumbnails_lib
@@ -82,10 +81,10 @@ class MonitorApp:
   ):
     """Args:
 
-      engine: of the upgraded database.
+      engine: Engine of the upgraded database.
       files: folder of screenshots and videos.
       access: checks tokens.
-      limits: of requests.
+      limits: Limits of requests.
       tokenizers: model name -> its tokenizer.json, for tokens as text.
 
     Raises:
@@ -157,10 +156,10 @@ class MonitorApp:
 
   def _table(self) -> list[tuple[Operation, Handler]]:
     v1, q = "/api/v1", self._queries
-    found: list[tuple[Operation, Handler]] = []
+    routes: list[tuple[Operation, Handler]] = []
 
     def add(method, path, name, summary, handler, **more):
-      found.append((Operation(method, path, name, summary, **more), handler))
+      routes.append((Operation(method, path, name, summary, **more), handler))
 
     def get(path, name, summary, ask, **more):
       handler = self._asking(ask, more.get("query"))
@@ -175,8 +174,8 @@ class MonitorApp:
         "Metrics over a training's steps; a name that ends in / is a prefix.",
         self._curve_points, query=query_lib.CurvesQuery,
     )  # pyformat: disable
-    reading.add_routes(q, get)
-    legacy_routes.add_routes(
+    routes_lib.add_routes(q, get)
+    routes_lib.add_legacy_routes(
         q, get, add, self._images.observed, self._images.video
     )
     add(
@@ -192,7 +191,7 @@ class MonitorApp:
         "GET", "/health", "health", "200 while batches can be stored.",
         self._health, scope="",
     )  # pyformat: disable
-    return found
+    return routes
 
   # --- around every request -------------------------------------------------
 
@@ -255,13 +254,13 @@ class MonitorApp:
   def _asking(
       self, ask: Callable[..., Any], model: type[query_lib.Query] | None
   ) -> Handler:
-    """A handler that calls `ask(project, request[, query])` in a thread."""
+    """Returns a handler that calls `ask` in a thread."""
 
     async def run(request: Request, who: access_lib.Principal) -> Response:
-      given: list[Any] = [who.project, request]
+      arguments: list[Any] = [who.project, request]
       if model is not None:
-        given.append(model.read(request.query_params))
-      return _json(await concurrency.run_in_threadpool(ask, *given))
+        arguments.append(model.read(request.query_params))
+      return _json(await concurrency.run_in_threadpool(ask, *arguments))
 
     return run
 
@@ -277,24 +276,24 @@ class MonitorApp:
   # --- answers --------------------------------------------------------------
 
   def _curve_points(
-      self, project: int, request: Request, wanted: query_lib.CurvesQuery
+      self, project: int, request: Request, selection: query_lib.CurvesQuery
   ) -> dict[str, Any]:
-    training, minus = _id(request), wanted.minus
+    training, minus = _id(request), selection.minus
     self._queries.one(project, "training", training)
     if minus is not None:
       self._queries.one(project, "training", minus)
-    names = [name for name in wanted.names.split(",") if name]
-    found = curves_lib.chart(
-        self._curves.of(training), names[:200], wanted.first, wanted.last,
-        wanted.points, None if minus is None else self._curves.of(minus),
+    names = [name for name in selection.names.split(",") if name]
+    chart = curves_lib.chart(
+        self._curves.of(training), names[:200], selection.first, selection.last,
+        selection.points, None if minus is None else self._curves.of(minus),
     )  # pyformat: disable
-    return {**found, "evals": self._pages.eval_points(training, minus)}
+    return {**chart, "evals": self._pages.eval_points(training, minus)}
 
   async def _events(
       self, request: Request, who: access_lib.Principal
   ) -> Response:
-    wanted = query_lib.EventsQuery.read(request.query_params)
-    after = wanted.after
+    selection = query_lib.EventsQuery.read(request.query_params)
+    after = selection.after
     last = request.headers.get("last-event-id", "")
     if last:
       if not query_lib.is_id(last):
@@ -303,7 +302,7 @@ class MonitorApp:
         )
       after = int(last)
     stream = await self._live.stream(
-        who.project, wanted.training_id, after
+        who.project, selection.training_id, after
     )
     return responses.StreamingResponse(
         stream, media_type="text/event-stream"

@@ -33,7 +33,7 @@ _LAST_LOOK_S = 3.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """The command; returns the exit status."""
+  """Runs the command; returns the exit status."""
   parser = argparse.ArgumentParser(
       prog="python -m tunix.rl.multi_turn.monitor",
       description="The Training Monitor's server and its upkeep.",
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def files_of(target: str, files: str) -> pathlib.Path:
-  """The folder beside a database.
+  """Returns the folder beside a database.
 
   Raises:
     ValueError: it has none, and none is given.
@@ -139,7 +139,7 @@ def _serve(args: argparse.Namespace) -> int:
   limits = http_server.limits_of(args)
   connections.raise_open_files()
   files = files_of(args.database, args.files)
-  tokenizers = dict(_tokenizer(given) for given in args.tokenizer)
+  tokenizers = dict(_tokenizer(option) for option in args.tokenizer)
   engine = database.connect(args.database)
   database.upgrade(engine)
   guarded = bool(args.token) or access_lib.has_tokens(engine)
@@ -170,17 +170,17 @@ def _serve(args: argparse.Namespace) -> int:
   return 0
 
 
-def _tokenizer(given: str) -> tuple[str, str]:
-  # Both a name and a path may hold "=": the one that is there decides.
-  cuts = [i for i, c in enumerate(given) if c == "="]
-  splits = [(given[:i], given[i + 1 :]) for i in cuts]
+def _tokenizer(option: str) -> tuple[str, str]:
+  # Both a name and a path may hold "=": the existing path decides.
+  cuts = [i for i, c in enumerate(option) if c == "="]
+  splits = [(option[:i], option[i + 1 :]) for i in cuts]
   model, path = next(
       (s for s in splits if s[1] and pathlib.Path(s[1]).expanduser().exists()),
       splits[-1] if splits else ("", ""),
   )
   if not model or not path:
     raise ValueError(
-        f"--tokenizer={given}: give the policy's name and a path, as in"
+        f"--tokenizer={option}: give the policy's name and a path, as in"
         " Qwen/Qwen2.5-VL-3B-Instruct=/models/qwen"
     )
   return model, path

@@ -1,7 +1,7 @@
 """Declares the settings of the Training Monitor: a run's section `monitor`.
 
-The trainer's side takes `MonitorConfig` as it is: the run, the event log, the
-uploader process, the spool and the embedded server.
+The run, the event log, the uploader process, the spool and the embedded server
+take `MonitorConfig` unchanged.
 
 Does not: import SQLAlchemy or JAX; a trainer and its uploader import this.
 """

@@ -26,7 +26,7 @@ class Complaints:
     _LOG.warning("%s", message)
 
   def over(self, prefix: str) -> None:
-    """The problems whose names begin so are over."""
+    """Forgets the problems whose names begin with `prefix`."""
     with self._lock:
       self._known = {k for k in self._known if not k.startswith(prefix)}
 

@@ -47,7 +47,7 @@ class Delivery:
   ):
     """Args:
 
-      transport: to the server.
+      transport: Connection to the server.
       counters: sent and dead_letters are counted there.
       abandon: set when nothing more is to be sent.
       hurry: set while a drain waits for the delivery.
@@ -67,7 +67,7 @@ class Delivery:
     self._images_due = 0.0
 
   def some(self, spool: reader_lib.SpoolReader) -> int:
-    """One round.
+    """Sends one round of a spool.
 
     Returns:
       How many entries and screenshots the server has taken.
@@ -84,14 +84,14 @@ class Delivery:
     older = spool.left(_PAGE)
     well = self._try_to_take(spool, shas)
     self._deliver(spool, entries)
-    gone = [entry for entry in entries if entry.seq <= spool.acked]
+    delivered = [entry for entry in entries if entry.seq <= spool.acked]
     if not well:
       spool.leave(shas)
-      return len(gone)
+      return len(delivered)
     # Until now they kept a prune from deleting them as unreferenced.
-    spool.forget_images([sha for entry in gone for sha in entry.images])
+    spool.forget_images([sha for entry in delivered for sha in entry.images])
     # Screenshots whose entries went without them.
-    return len(gone) + len(shas) + self._bring(spool, older)
+    return len(delivered) + len(shas) + self._bring(spool, older)
 
   def beat(self, training: str | int) -> None:
     """Sends a training's heartbeat; raises TransportError."""
@@ -161,7 +161,7 @@ class Delivery:
   def _try_to_take(
       self, spool: reader_lib.SpoolReader, shas: Sequence[str]
   ) -> bool:
-    """Whether the server now has, or has refused, all of these.
+    """Returns whether the server now has, or has refused, every screenshot.
 
     Raises:
       TransportError: there is no answer.
@@ -237,32 +237,32 @@ class Delivery:
 
 
 def backoff(error: Error, failures: int) -> float:
-  """Seconds until the next attempt, after `failures` in a row."""
+  """Returns seconds until the next attempt, after `failures` in a row."""
   delay = min(_MOST_BACKOFF_S, 0.2 * 2 ** min(failures, 10))
   if error.status in (401, 403):
     delay = _REFUSED_BACKOFF_S
   if error.retry_after_s is not None:
-    asked = min(error.retry_after_s, _MOST_ASKED_S)
-    delay = max(asked, min(delay, 1.0))
+    requested_s = min(error.retry_after_s, _MOST_ASKED_S)
+    delay = max(requested_s, min(delay, 1.0))
   return delay
 
 
 def _no_monitor() -> Error:
-  """A server that answers 200 to everything must not swallow a run."""
+  """Returns the error for a 200 that no Training Monitor gave."""
   return Error(
       "the server there is no Training Monitor, or an answer was truncated"
   )
 
 
 def _member(reply: Mapping[str, Any], key: str, kind: type[Any]) -> Any:
-  found = reply.get(key)
-  if not isinstance(found, kind):
+  member = reply.get(key)
+  if not isinstance(member, kind):
     raise _no_monitor()
-  return found
+  return member
 
 
 def _together(entries: Sequence[reader_lib.Entry]) -> int:
-  """Number of leading entries, at least one, whose screenshots fit a page."""
+  """Returns how many leading entries, at least 1, fit a page of images."""
   count = 0
   for number, entry in enumerate(entries):
     count += len(entry.images)
@@ -272,28 +272,27 @@ def _together(entries: Sequence[reader_lib.Entry]) -> int:
 
 
 def batch_length(entries: Sequence[reader_lib.Entry]) -> int:
-  """Number of leading entries that fit in one batch.
+  """Returns the number of leading entries that fit in one batch.
 
   A batch ends before a second status of the training: the server sees one
   status a batch.
   """
-  seen: dict[str, Any] = {}
+  first_values: dict[str, Any] = {}
   for count, entry in enumerate(entries):
     if _TRAINING not in entry.body:
       continue
     training = (object_of(entry.body) or {}).get("training") or {}
     for key in ("client_id", "status"):
-      if key in training and seen.setdefault(key, training[key]) != training[
-          key
-      ]:
+      value = training.get(key)
+      if key in training and first_values.setdefault(key, value) != value:
         return count
   return len(entries)
 
 
 def object_of(body: bytes) -> dict[str, Any] | None:
-  """An entry's JSON object; None if it is none."""
+  """Returns an entry's JSON object; None if the body is no object."""
   try:
-    found = orjson.loads(body)
+    value = orjson.loads(body)
   except orjson.JSONDecodeError:
     return None
-  return found if isinstance(found, dict) else None
+  return value if isinstance(value, dict) else None

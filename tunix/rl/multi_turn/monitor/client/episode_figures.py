@@ -22,32 +22,32 @@ def turn_times(
     started: float, measured: Sequence[tuple[float, Mapping[str, float]]],
     episode: trajectory_lib.Trajectory, end: float,
 ) -> list[tuple[float, float, Mapping[str, float]]]:  # pyformat: disable
-  """(start, end, seconds by stage) of each turn; never before the last one.
+  """Returns (start, end, seconds by stage) of each turn, in order of time.
 
   Args:
-    started: of the episode, seconds since the epoch.
+    started: Start of the episode, seconds since the epoch.
     measured: (end, seconds by stage) of the turns that were reported.
-    episode: as it ended.
-    end: of the episode.
+    episode: The finished episode.
+    end: End of the episode, seconds since the epoch.
   """
-  found = []
+  times = []
   last = started
-  for _, known in itertools.zip_longest(
+  for _, recorded in itertools.zip_longest(
       episode.steps, measured[: len(episode.steps)]
   ):
-    finish, seconds = known or (end, {})
+    finish, seconds = recorded or (end, {})
     finish = max(last, min(finish, end) if end > last else last)
     start = max(last, finish - sum(seconds.values()))
-    found.append((start, finish, seconds))
+    times.append((start, finish, seconds))
     last = finish
-  return found
+  return times
 
 
 def times(
     started: float, episode: trajectory_lib.Trajectory, turns: Sequence[Any],
     end: float,
 ) -> dict[str, Any]:  # pyformat: disable
-  """When each stage had ended, as far as it was measured.
+  """Returns the times at which the measured stages ended.
 
   The verdict of a gym is part of the last turn, which then ends the task when
   it begins; another one comes after that turn.
@@ -77,7 +77,7 @@ def times(
 
 
 def last_info(episode: trajectory_lib.Trajectory) -> Mapping[str, Any]:
-  """The info of the last turn, which has the gym's verdict."""
+  """Returns the info of the last turn, which has the gym's verdict."""
   """The info of the last turn, which has the gym's verdict."""
   return episode.steps[-1].info if episode.steps else {}
 
@@ -85,7 +85,7 @@ def last_info(episode: trajectory_lib.Trajectory) -> Mapping[str, Any]:
 def outcome(
     episode: trajectory_lib.Trajectory, info: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Columns of success, claims and reward."""
+  """Returns the columns of success, claims and reward."""
   success = episode.status is Status.SUCCEEDED
   claims = [
       a for step in episode.steps for a in turn_rows.gui_actions(step)
@@ -120,7 +120,7 @@ def outcome(
 def counts(
     episode: trajectory_lib.Trajectory, faults: Sequence[dict[str, str]]
 ) -> dict[str, int]:
-  """Columns that count actions and faults; `faults`: contained failures."""
+  """Returns the columns that count actions, errors and contained `faults`."""
   actions = [a for step in episode.steps for a in turn_rows.gui_actions(step)]
   unparsed = named = argued = 0
   for step in episode.steps:
@@ -147,14 +147,14 @@ def counts(
 def errors(
     episode: trajectory_lib.Trajectory, faults: Sequence[dict[str, str]]
 ) -> list[dict[str, Any]]:
-  """Every failure, those of parsing and of wrong calls by their turn."""
-  found: list[dict[str, Any]] = list(faults)
-  if episode.error and not found:
-    found.append({"kind": episode.status.value, "message": episode.error})
+  """Returns every failure; parsing and call errors name their turn."""
+  entries: list[dict[str, Any]] = list(faults)
+  if episode.error and not entries:
+    entries.append({"kind": episode.status.value, "message": episode.error})
   for number, step in enumerate(episode.steps, 1):
     for kind in ("parse_errors", "invalid_actions"):
-      found += [
+      entries += [
           {"kind": kind, "turn": number, "message": str(text)}
           for text in step.info.get(kind) or ()
       ]
-  return found
+  return entries

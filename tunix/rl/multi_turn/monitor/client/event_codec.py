@@ -1,10 +1,10 @@
 """Encodes events as bytes for the uploader process, and decodes them there.
 
-MessagePack has values that JSON lacks (NaN, bytes, keys of any kind), and takes
-an array's memory as it is. An object is a list whose first item is an extension
-that no plain value has, with the number of its type. The types of events come
-back as they were; a value of any other type comes back as the nearest plain
-value, or else as text.
+MessagePack has values that JSON lacks (NaN, bytes, keys of any kind) and copies
+an array's memory without converting it. An object is a list whose first item is
+an extension that no plain value has, with the number of its type. The types of
+events survive the round trip; a value of any other type becomes the nearest
+plain value, or else text.
 
 Promises: `dump` costs about as much as copying; it fails only for values nested
 hundreds deep. `load` runs nothing that the bytes name: it builds the types
@@ -59,7 +59,7 @@ _TYPES: tuple[type[Any], ...] = (
     events.CheckpointSaved,
 )
 _FIELDS = tuple(
-    # Steps first, the one that is not taken as it is.
+    # `steps` first: the only field that needs an encoding of its own.
     tuple(sorted((f.name for f in dataclasses.fields(k)), key="steps".__ne__))
     for k in _TYPES
 )
@@ -87,7 +87,7 @@ class _Mark:
 
 
 def _taking(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-  """Takes the attributes of these names."""
+  """Returns a function that reads the named attributes into a tuple."""
   take = operator.attrgetter(*names)
   return take if len(names) > 1 else lambda value: (take(value),)
 
@@ -101,7 +101,7 @@ _OF_STEP = _taking(_STEP)
 
 
 def dump(event: events.Event) -> bytes:
-  """An event of a kind in `RECORDED`, as bytes.
+  """Returns an event of a kind in `RECORDED`, as bytes.
 
   Episodes of a group become their ids and statuses: each was recorded when it
   ended. A turn keeps what is shown of it while its episode runs.
@@ -126,20 +126,20 @@ def load(data: bytes) -> events.Event:
     ValueError: they are no event.
   """
   try:
-    found = unpack(data)
+    event = unpack(data)
   except Exception as error:  # pylint: disable=broad-except
     # Constructors may fail in any way at values that they were not made for.
     raise ValueError(f"no event: {error!r}") from None
-  if type(found) not in RECORDED:
-    raise ValueError(f"a {type(found).__name__} is not an event")
-  return found
+  if type(event) not in RECORDED:
+    raise ValueError(f"a {type(event).__name__} is not an event")
+  return event
 
 
 # --- there --------------------------------------------------------------------
 
 
 def pack(value: Any) -> bytes:
-  """A value of plain ones and of the types above, as bytes."""
+  """Returns the bytes of a value made of plain values and the types above."""
   # Lax about types: a tuple is a list, an enum its text or number.
   return msgpack.Packer(
       default=_typed, unicode_errors="surrogatepass", buf_size=1 << 14
@@ -152,9 +152,9 @@ def _typed(value: Any) -> Any:
   if kind is token_sequence.ImageRef:
     line = f"{value.sha256} {value.width} {value.height}"
     return msgpack.ExtType(_IMAGE, line.encode())
-  known = _TAKING.get(kind)
-  if known is not None:
-    mark, fields = known
+  encoder = _TAKING.get(kind)
+  if encoder is not None:
+    mark, fields = encoder
     if kind is trajectory_lib.Trajectory:
       values = fields(value)
       return mark, _steps(values[0]), *values[1:]
@@ -189,7 +189,7 @@ def _nearest(value: Any) -> Any:
 
 def _steps(steps: Sequence[trajectory_lib.Step]) -> list[Any]:
   """Messages that a step shares with the one before are sent once."""
-  found = []
+  packed = []
   previous: Sequence[Any] = ()
   for step in steps:
     messages = step.chat_completions
@@ -198,13 +198,13 @@ def _steps(steps: Sequence[trajectory_lib.Step]) -> list[Any]:
       if old is not new:
         break
       shared += 1
-    found.append([shared, list(messages[shared:]), _OF_STEP(step)])
+    packed.append([shared, list(messages[shared:]), _OF_STEP(step)])
     previous = messages
-  return found
+  return packed
 
 
 def _fields_of_sequence(sequence: token_sequence.TokenSequence) -> list[Any]:
-  """Length, concatenated arrays and image spans of a sequence."""
+  """Returns length, concatenated arrays and image spans of a sequence."""
   arrays = [getattr(sequence, name) for name, _ in _ARRAYS]
   if sequence.entropies is not None:
     arrays.append(sequence.entropies)
@@ -234,7 +234,7 @@ def _names(group: trajectory_lib.TrajectoryGroup) -> Any:
 
 
 def unpack(data: bytes) -> Any:
-  """The value that `pack` encoded. Raises any error for other bytes."""
+  """Returns the value that `pack` encoded. Raises any error for other bytes."""
   return msgpack.unpackb(
       data, ext_hook=_extension_back, list_hook=_object_back,
       strict_map_key=False, unicode_errors="surrogatepass",
@@ -258,13 +258,13 @@ def _extension_back(code: int, data: bytes) -> Any:
   raise ValueError(f"MessagePack extension {code} is none of an event's")
 
 
-def _object_back(found: list[Any]) -> Any:
-  if not found or type(found[0]) is not _Mark:
-    return found
-  kind, values = _TYPES[found[0].number], found[1:]
+def _object_back(items: list[Any]) -> Any:
+  if not items or type(items[0]) is not _Mark:
+    return items
+  kind, values = _TYPES[items[0].number], items[1:]
   if kind is token_sequence.TokenSequence:
     return _sequence_back(*values)
-  named = dict(zip(_FIELDS[found[0].number], values, strict=True))
+  named = dict(zip(_FIELDS[items[0].number], values, strict=True))
   if kind is trajectory_lib.Trajectory:
     named["status"] = trajectory_lib.TrajectoryStatus(named["status"])
     named["steps"] = list(_steps_back(named["steps"]))
@@ -282,10 +282,10 @@ def _steps_back(packed: list[Any]) -> Iterator[trajectory_lib.Step]:
 def _sequence_back(
     length: int, data: bytes, images: list[Any]
 ) -> token_sequence.TokenSequence:
-  found, at = {}, 0
+  arrays, at = {}, 0
   for name, dtype in (*_ARRAYS, ("entropies", "f4")):
     if at < len(data) or name != "entropies":
-      found[name] = np.frombuffer(data, dtype, length, at)
-      at += found[name].nbytes
+      arrays[name] = np.frombuffer(data, dtype, length, at)
+      at += arrays[name].nbytes
   spans = tuple(token_sequence.ImageSpan(*span) for span in images)
-  return token_sequence.TokenSequence(images=spans, **found)
+  return token_sequence.TokenSequence(images=spans, **arrays)

@@ -53,10 +53,10 @@ class RunSpec(run_rows.RunFacts):
   """The run that is recorded, and where it is sent to.
 
   Attributes:
-    url: of the server.
+    url: Address of the server.
     spool_dir: folder of the spools.
-    name: of this trainer's spool, unique in the folder.
-    token: of the project, "" for none.
+    name: Name of this trainer's spool, unique in the folder.
+    token: Token of the project, "" for none.
     target: identifies the server across addresses; "" takes the URL.
   """
 
@@ -67,7 +67,7 @@ class RunSpec(run_rows.RunFacts):
   target: str = ""
 
   def facts(self) -> dict[str, Any]:
-    """The part that the spool keeps: no token, and no address."""
+    """Returns the part that the spool keeps: no token, and no address."""
     return {
         f.name: getattr(self, f.name)
         for f in dataclasses.fields(run_rows.RunFacts)
@@ -155,13 +155,13 @@ class EventLog:
     return self._counters + collections.Counter(self._uploaders)
 
   def readings(self) -> dict[str, int]:
-    """Events that wait for the spool, and those dropped."""
+    """Returns the numbers of waiting and of dropped events."""
     return {"waiting": self._writer.pending, "dropped": self.dropped}
 
   def on_event(self, event: events.Event) -> None:
     kind = type(event)
     if kind in event_codec.RECORDED:
-      # Somebody may watch the turn; of many at a time, the first of each tick.
+      # A long turn may be watched: the first one of each tick is written early.
       soon = kind is events.TurnFinished and live_turns.is_watched(event)
       self._writer.put(event, soon=soon)
 
@@ -183,9 +183,9 @@ class EventLog:
     self._closing.set()
     allowed = self._config.close_timeout_s + _GRACE_S
     deadline = time.monotonic() + allowed
-    kept = self._writer.close(allowed / 2)
-    done = self._request("close", deadline - time.monotonic())
-    self._delivered = kept and done
+    flushed = self._writer.close(allowed / 2)
+    delivered = self._request("close", deadline - time.monotonic())
+    self._delivered = flushed and delivered
     self._finished.set()
     self._uploader.end(max(1.0, deadline - time.monotonic()))
     self._supervisor.join(_GRACE_S)
@@ -271,7 +271,7 @@ class EventLog:
           self._uploader.tell(request)
 
   def _request(self, what: str, wait_s: float) -> bool:
-    """Has the uploader deliver all that the spool has now."""
+    """Asks the uploader to deliver the present records; returns its answer."""
     wait_s = max(0.0, wait_s)
     with self._changed:
       self._last_request += 1
@@ -288,7 +288,7 @@ class EventLog:
       return self._answers.pop(number, False)
 
   def _receive(self, message: Mapping[str, Any]) -> None:
-    """A message of the uploader, on the thread that listens to it."""
+    """Handles a message of the uploader, on the listening thread."""
     if "lost" in message:
       # They are kept again with the next episode that shows them.
       self._known_images.difference_update(message["lost"])
@@ -304,10 +304,10 @@ class EventLog:
 
   def _report(self, pending: int) -> None:
     """Reports this process's counters to the uploader."""
-    at, known = self._reported
+    at, previous = self._reported
     counters = dict(self._counters)
     now = time.monotonic()
-    if counters == known and now - at < _REPORT_S:
+    if counters == previous and now - at < _REPORT_S:
       return
     self._reported = now, counters
     self._uploader.tell({"counters": {

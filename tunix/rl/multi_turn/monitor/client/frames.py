@@ -2,7 +2,8 @@
 
 A log is a folder with segments `<number>.seg`, each named by the number of its
 first frame. A frame is a mark of 8 bytes that only this log has, its kind, its
-number, its length, a CRC-32 of all that, and its body. Numbers count from 1.
+number, its length, a CRC-32 of kind, number, length and body, and its body.
+Numbers count from 1.
 
 Promises: the reader returns each frame once, in order, exactly as it was
 appended. A frame that is cut off at the end of a log whose writer lives is
@@ -40,17 +41,17 @@ def packed(mark: bytes, kind: int, seq: int, body: bytes) -> bytes:
 
 
 def size_of(body: bytes) -> int:
-  """Bytes of a frame."""
+  """Returns the size of a frame in bytes."""
   return _HEAD.size + len(body)
 
 
 def segments(folder: pathlib.Path) -> list[tuple[int, pathlib.Path]]:
-  """(number of the first frame, file) of a log's segments, in order."""
-  found = []
+  """Returns (number of the first frame, file) of a log's segments, in order."""
+  numbered = []
   for path in folder.glob(f"*{SEGMENT}"):
     if path.stem.isdigit():
-      found.append((int(path.stem), path))
-  return sorted(found)
+      numbered.append((int(path.stem), path))
+  return sorted(numbered)
 
 
 def segment_path(folder: pathlib.Path, first: int) -> pathlib.Path:
@@ -70,8 +71,8 @@ class FrameReader:
   ):
     """Args:
 
-      folder: of the log.
-      mark: of its frames.
+      folder: Folder of the log.
+      mark: Mark of its frames.
       ended: whether nothing more is appended.
       on_segment: receives the first number of each segment that follows the
         first one, before its frames are read.
@@ -101,7 +102,7 @@ class FrameReader:
     return self._first
 
   def next(self) -> Frame | None:
-    """The next frame; None while there is none.
+    """Returns the next frame; None while there is none.
 
     Raises:
       OSError: the disk's.
@@ -124,12 +125,12 @@ class FrameReader:
 
   def skip_to_last(self) -> None:
     """Goes to the last segment; `on_segment` does not receive it."""
-    found = segments(self._folder)
-    if found:
-      self._open(found[-1])
+    present = segments(self._folder)
+    if present:
+      self._open(present[-1])
 
   def sync(self) -> None:
-    """Returns once all that was read is on the disk. Raises OSError."""
+    """Returns once the frames read so far are on the disk. Raises OSError."""
     if self._file >= 0:
       os.fdatasync(self._file)
 
@@ -141,7 +142,7 @@ class FrameReader:
   # --- segments ---------------------------------------------------------------
 
   def _leave_segment(self) -> bool:
-    """Whether another one follows this, which has no more frames."""
+    """Moves to the next segment, if there is one; returns whether there is."""
     if self._following() is not None:
       return self._open_next()
     if not self._cut and os.fstat(self._file).st_size > self._offset:
@@ -160,12 +161,12 @@ class FrameReader:
     return later[0] if later else None
 
   def _open_next(self) -> bool:
-    found = self._following()
-    if found is None:
+    following = self._following()
+    if following is None:
       return False
     begun = self._first > 0
     last = self.seq
-    self._open(found)
+    self._open(following)
     if begun:
       self.seq = last
       self._on_segment(self._first)
@@ -181,7 +182,7 @@ class FrameReader:
   # --- frames -----------------------------------------------------------------
 
   def _fill(self, size: int) -> bool:
-    """Whether there are so many bytes from here on."""
+    """Reads until `size` bytes lie ahead; returns whether they do."""
     while len(self._data) - self._at < size:
       end = self._offset + len(self._data)
       missing = size - (len(self._data) - self._at)
@@ -194,7 +195,7 @@ class FrameReader:
     return True
 
   def _whole(self) -> Frame | None:
-    """The frame that begins here; None if it is not whole."""
+    """Returns the frame that begins here; None if it is incomplete."""
     frame = self._parsed(0, self._fill) if self._fill(_HEAD.size) else None
     if frame is None:
       self._forget()
@@ -203,12 +204,12 @@ class FrameReader:
     return frame
 
   def _forget(self) -> None:
-    """The writer may cut off bytes that are no frame, and write others."""
+    """Drops the buffered bytes: the writer may replace an incomplete frame."""
     self._offset += self._at
     self._data, self._at = b"", 0
 
   def _parsed(self, skip: int, fill: Callable[[int], bool]) -> Frame | None:
-    """The frame `skip` bytes from here."""
+    """Returns the frame `skip` bytes from here."""
     mark, kind, seq, size, check = _HEAD.unpack_from(
         self._data, self._at + skip
     )
@@ -221,12 +222,12 @@ class FrameReader:
     return Frame(kind, seq, body)
 
   def _behind_damage(self) -> Frame | None:
-    """The next whole frame behind bytes that are none."""
+    """Returns the next whole frame behind damaged bytes; None without one."""
     size = os.fstat(self._file).st_size
     if size <= self._offset or size == self._hopeless:
       return None
     self._fill(size - self._offset)
-    has = lambda wanted: len(self._data) - self._at >= wanted
+    has = lambda count: len(self._data) - self._at >= count
     at = self._at
     while (at := self._data.find(self._mark, at + 1)) >= 0:
       skip = at - self._at

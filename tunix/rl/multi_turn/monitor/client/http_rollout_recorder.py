@@ -33,7 +33,7 @@ class HttpRolloutRecorder:
 
       ingest_client: None records nothing.
       rollout_uuid: name of the rollout, unique everywhere.
-      training_id: whose it is.
+      training_id: Training that the rollout belongs to.
       source_type: "step", "eval" or "baseline"; the id of that name must be
         there when the rollout starts.
       model_path: the acting policy.
@@ -72,7 +72,7 @@ class HttpRolloutRecorder:
       box_type: str | None = None,
       max_turns: int | None = None,
   ) -> bool:
-    """The episode begins.
+    """Begins the episode.
 
     Returns:
       False when it is not recorded: no client, no source, or no room.
@@ -100,7 +100,7 @@ class HttpRolloutRecorder:
         "env_type": env_type, "status": "creating", "box_type": box_type,
         "creation_time": now,
     }  # pyformat: disable
-    # One part: all of it is there, or nothing.
+    # One part: the server gets all three rows or none.
     self._started = self.ingest_client.sender.put({
         "tasks": [{"client_id": task_id_str, **task}],
         "rollouts": [{"client_id": self.rollout_uuid, **rollout}],
@@ -119,7 +119,7 @@ class HttpRolloutRecorder:
       config_json: Any = None,
       **kwargs: Any,
   ) -> None:
-    """A change of the environment."""
+    """Sends changed columns of the environment."""
     if self._started:
       self.ingest_client.post_environment(
           {
@@ -133,7 +133,7 @@ class HttpRolloutRecorder:
       )  # pyformat: disable
 
   def update(self, **kwargs: Any) -> None:
-    """Any columns of the rollout."""
+    """Sends changed columns of the rollout."""
     if self._started:
       self.ingest_client.post_rollout(kwargs, self.rollout_uuid)
 
@@ -167,7 +167,7 @@ class HttpRolloutRecorder:
       episode_done: bool | None = None,
       **kwargs: Any,
   ) -> None:
-    """A turn is over; `metrics` becomes its metrics_json."""
+    """Ends a turn; `metrics` becomes its metrics_json."""
     fields = dict(kwargs)
     if "metrics" in fields:
       fields.setdefault("metrics_json", fields.pop("metrics"))
@@ -187,7 +187,7 @@ class HttpRolloutRecorder:
       action: Mapping[str, Any] | None = None,
       **kwargs: Any,
   ) -> Reference | None:
-    """An action: `action` is {name, args, callId}."""
+    """Records an action: `action` is {name, args, callId}."""
     fields: dict[str, Any] = {"action_type": action_type}
     if action:
       fields |= {
@@ -200,7 +200,7 @@ class HttpRolloutRecorder:
   def record_observation(
       self, turn_num: int, **kwargs: Any
   ) -> Reference | None:
-    """An observation: obs_type, screenshot_uri, text_content, model_input."""
+    """Records obs_type, screenshot_uri, text_content and model_input."""
     fields = dict(kwargs)
     if "model_input" in fields:
       fields.setdefault("model_input_json", fields.pop("model_input"))
@@ -236,7 +236,7 @@ class HttpRolloutRecorder:
     )  # pyformat: disable
 
   def complete_rollout(self, **kwargs: Any) -> None:
-    """The episode is over: `status` completed unless given otherwise."""
+    """Ends the episode with `status`, "completed" by default."""
     fields = {"status": "completed", "end_time": time.time(), **kwargs}
     if "summary" in fields:
       fields.setdefault("summary_json", fields.pop("summary"))

@@ -15,6 +15,7 @@ import atexit
 import collections
 import copy
 import dataclasses
+import functools
 import logging
 import os
 import pathlib
@@ -61,13 +62,13 @@ class IngestClient:
   ):
     """Args:
 
-      base_url: of the server, http(s)://host:port.
-      token: of the project; "" for a server of this machine without tokens.
-      timeout_seconds: of each request to it.
+      base_url: Address of the server, http(s)://host:port.
+      token: Token of the project; "" for a local server without tokens.
+      timeout_seconds: Deadline of each request.
       spool_dir: keeps undelivered items; spools that ended processes left
         there for the same server are delivered, too. None:
         $TUNIX_MONITOR_SPOOL, else a folder of the user's cache.
-      name: of this process's spool; "" makes one up.
+      name: Name of this process's spool; "" makes one up.
       target: identifies the server in its spools; "" takes the URL.
       config: its limits: `max_pending`, `spool_mb` and `heartbeat_s`.
 
@@ -113,8 +114,8 @@ class IngestClient:
       Its client id; None when it was dropped.
     """
     item = copy.copy({**(payload or {}), **fields})
-    known = item.pop("training_id", None)
-    reference = client_id or item.get("client_id") or known
+    training_id = item.pop("training_id", None)
+    reference = client_id or item.get("client_id") or training_id
     if reference is None:
       name = str(item.get("run_name") or uuid.uuid4().hex)
       plain = name.encode("utf-8", "replace").decode().replace("\0", "")
@@ -129,45 +130,21 @@ class IngestClient:
   def post_task(self, payload, client_id=None) -> Reference | None:
     return self._post("task", payload, client_id or payload.get("task_id"))
 
-  def post_validator(self, payload, client_id=None) -> Reference | None:
-    return self._post("validator", payload, client_id)
-
-  def post_environment(self, payload, client_id=None) -> Reference | None:
-    return self._post("environment", payload, client_id)
-
-  def post_step(self, payload, client_id=None) -> Reference | None:
-    return self._post("step", payload, client_id)
-
-  def post_baseline(self, payload, client_id=None) -> Reference | None:
-    return self._post("baseline", payload, client_id)
-
-  def post_eval(self, payload, client_id=None) -> Reference | None:
-    return self._post("eval", payload, client_id)
-
   def post_rollout(self, payload, client_id=None) -> Reference | None:
     return self._post(
         "rollout", payload, client_id or payload.get("rollout_id")
     )
 
-  def post_turn(self, payload, client_id=None) -> Reference | None:
-    return self._post("turn", payload, client_id)
-
-  def post_action(self, payload, client_id=None) -> Reference | None:
-    return self._post("action", payload, client_id)
-
-  def post_observation(self, payload, client_id=None) -> Reference | None:
-    return self._post("observation", payload, client_id)
-
-  def post_validation(self, payload, client_id=None) -> Reference | None:
-    return self._post("validation", payload, client_id)
-
   def _post(
-      self, kind: str, payload: Mapping[str, Any], client_id: str | None
+      self,
+      kind: str,
+      payload: Mapping[str, Any],
+      client_id: str | None = None,
   ) -> Reference | None:
     """Puts an item into the spool.
 
     Args:
-      kind: of the item.
+      kind: Kind of the item.
       payload: its fields; a None leaves its column alone. Its values must not
         change afterwards.
       client_id: its own; None makes one up.
@@ -178,8 +155,18 @@ class IngestClient:
     item = dict(payload)
     client_id = client_id or item.get("client_id") or uuid.uuid4().hex
     item["client_id"] = client_id
-    taken = self.sender.put({_PLURALS[kind]: [item]})
-    return client_id if taken else None
+    accepted = self.sender.put({_PLURALS[kind]: [item]})
+    return client_id if accepted else None
+
+  post_validator = functools.partialmethod(_post, "validator")
+  post_environment = functools.partialmethod(_post, "environment")
+  post_step = functools.partialmethod(_post, "step")
+  post_baseline = functools.partialmethod(_post, "baseline")
+  post_eval = functools.partialmethod(_post, "eval")
+  post_turn = functools.partialmethod(_post, "turn")
+  post_action = functools.partialmethod(_post, "action")
+  post_observation = functools.partialmethod(_post, "observation")
+  post_validation = functools.partialmethod(_post, "validation")
 
   # --- for recorders that number things themselves ---------------------------
 
@@ -199,12 +186,12 @@ class IngestClient:
     """
     item = dict(payload)
     for field, parent in self._parents_of(kind, item):
-      known = self._local.get((parent, item[field]))
-      if known is None:
+      parent_id = self._local.get((parent, item[field]))
+      if parent_id is None:
         self.sender.counters["skipped"] += 1
         return None
       self._local.move_to_end((parent, item[field]))
-      item[field] = known
+      item[field] = parent_id
     client_id = self._local.get((kind, local_id)) or item.pop(
         "client_id", None
     )
@@ -232,49 +219,28 @@ class IngestClient:
       if kind != parent and item.get(field) is not None:
         yield field, parent
 
-  def record_training(self, local_id, payload) -> Reference | None:
-    return self.record("training", local_id, payload)
-
-  def record_task(self, local_id, payload) -> Reference | None:
-    return self.record("task", local_id, payload)
-
-  def record_environment(self, local_id, payload) -> Reference | None:
-    return self.record("environment", local_id, payload)
-
-  def record_step(self, local_id, payload) -> Reference | None:
-    return self.record("step", local_id, payload)
-
-  def record_baseline(self, local_id, payload) -> Reference | None:
-    return self.record("baseline", local_id, payload)
-
-  def record_eval(self, local_id, payload) -> Reference | None:
-    return self.record("eval", local_id, payload)
-
-  def record_rollout(self, local_id, payload) -> Reference | None:
-    return self.record("rollout", local_id, payload)
-
-  def record_turn(self, local_id, payload) -> Reference | None:
-    return self.record("turn", local_id, payload)
-
-  def record_action(self, local_id, payload) -> Reference | None:
-    return self.record("action", local_id, payload)
-
-  def record_observation(self, local_id, payload) -> Reference | None:
-    return self.record("observation", local_id, payload)
-
-  def record_validation(self, local_id, payload) -> Reference | None:
-    return self.record("validation", local_id, payload)
+  record_training = functools.partialmethod(record, "training")
+  record_task = functools.partialmethod(record, "task")
+  record_environment = functools.partialmethod(record, "environment")
+  record_step = functools.partialmethod(record, "step")
+  record_baseline = functools.partialmethod(record, "baseline")
+  record_eval = functools.partialmethod(record, "eval")
+  record_rollout = functools.partialmethod(record, "rollout")
+  record_turn = functools.partialmethod(record, "turn")
+  record_action = functools.partialmethod(record, "action")
+  record_observation = functools.partialmethod(record, "observation")
+  record_validation = functools.partialmethod(record, "validation")
 
   # --- the other end --------------------------------------------------------
 
   def remote_id(
       self, kind: str, client_id: str, timeout_s: float = 0.0
   ) -> int | None:
-    """The server's id of an item; None while it has not answered.
+    """Returns the server's id of an item; None while it has not answered.
 
     Args:
       kind: "training", "task", …, "validation".
-      client_id: as `post_…` returned it.
+      client_id: Client id that `post_…` returned.
       timeout_s: how long to wait for it.
     """
     key = (kind, client_id)
@@ -317,7 +283,7 @@ class IngestClient:
 
 
 def default_spool_dir() -> pathlib.Path:
-  """Folder of the spools when none is given."""
+  """Returns the folder of the spools when none is given."""
   named = os.environ.get(SPOOL_VARIABLE)
   if named:
     return pathlib.Path(named).expanduser()

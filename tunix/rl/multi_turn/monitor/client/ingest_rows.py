@@ -48,7 +48,7 @@ class RunningEpisode:
 
 
 def rollout_status(status: Status) -> str:
-  """The database's status of an ended episode."""
+  """Returns the database's status of an ended episode."""
   if status.is_policy_outcome:
     return "completed"
   return "cancelled" if status in _CANCELLED else "failed"
@@ -57,7 +57,7 @@ def rollout_status(status: Status) -> str:
 def begun(
     running: RunningEpisode, task: Mapping[str, Any], world: task_rows.World
 ) -> dict[str, Any]:
-  """The part of an episode's start."""
+  """Returns the rows of an episode's start."""
   name = running.rollout_id
   return {
       "tasks": [{
@@ -86,15 +86,15 @@ def ended(
     max_turns: int | None,
     verdict: task_rows.Verdict = task_rows.Verdict(),
 ) -> dict[str, list[dict[str, Any]]]:
-  """Rows of an episode that has ended.
+  """Returns the rows of an episode that has ended.
 
   Args:
-    running: what is known of it from before.
-    episode: as it ended.
-    time: when, seconds since the epoch.
-    task: as `task_part` makes it.
-    world: where it was played.
-    max_turns: of a task without a limit of its own.
+    running: Record of the episode from its start; None without one.
+    episode: The finished episode.
+    time: End of the episode, seconds since the epoch.
+    task: Row of the task, from `task_part`.
+    world: World that the episode was played in.
+    max_turns: Limit of turns for a task without its own.
     verdict: how the task's success is decided.
   """
   name = running.rollout_id
@@ -143,17 +143,17 @@ def ended(
   }  # pyformat: disable
   sampled = turn_tokens.by_turn(episode)
   before = _first_image(episode)
-  seen = 0
+  num_messages = 0
   for index, (step, (start, end, seconds)) in enumerate(
       zip(episode.steps, turns)
   ):
-    messages, seen = turn_rows.new_messages(step, seen)
+    messages, num_messages = turn_rows.new_messages(step, num_messages)
     rows = turn_rows.of_turn(
         name, index, step, (start, end, seconds), before,
         sampled.get(index, turn_tokens.NONE), messages,
     )  # pyformat: disable
-    for kind, found in rows.items():
-      part[kind] += found
+    for kind, new_rows in rows.items():
+      part[kind] += new_rows
     after = live_turns.image_of(step.observation)
     before = after if after is not None else before
   failure = _verdict_failure(episode, running)
@@ -177,7 +177,7 @@ def ended(
 def _verdict_failure(
     episode: trajectory_lib.Trajectory, running: RunningEpisode
 ) -> str | None:
-  """Why there is no verdict; None where there is one, or none was sought."""
+  """Returns why a verdict is missing; None where none is missing."""
   if episode.status.is_policy_outcome:
     return None
   for fault in running.faults:
@@ -190,7 +190,7 @@ def live_turn(
     running: RunningEpisode, event: events.TurnFinished
 ) -> tuple[dict[str, list[dict[str, Any]]],
            dict[str, trajectory_lib.ImageRef]]:  # pyformat: disable
-  """Rows of a turn of an episode that goes on, and their screenshots.
+  """Returns the rows of a running episode's turn, and their screenshots.
 
   The rows of its end have the same ids and more in them. ({}, {}) of a turn
   too short to be watched.
@@ -214,16 +214,16 @@ def live_turn(
 def images_of(
     episode: trajectory_lib.Trajectory,
 ) -> dict[str, trajectory_lib.ImageRef]:
-  """The screenshots that `ended` refers to, by hash."""
-  found = [_first_image(episode)]
-  found += [live_turns.image_of(step.observation) for step in episode.steps]
-  return {ref.sha256: ref for ref in found if ref is not None}
+  """Returns the screenshots that `ended` refers to, by hash."""
+  refs = [_first_image(episode)]
+  refs += [live_turns.image_of(step.observation) for step in episode.steps]
+  return {ref.sha256: ref for ref in refs if ref is not None}
 
 
 def _first_image(
     episode: trajectory_lib.Trajectory,
 ) -> trajectory_lib.ImageRef | None:
-  """The policy's input before its first turn."""
+  """Returns the policy's input before its first turn."""
   if not episode.steps:
     return None
   return live_turns.first_image(episode.steps[0]) or next(

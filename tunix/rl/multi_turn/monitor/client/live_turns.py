@@ -1,6 +1,6 @@
-"""What is shown of a turn while its episode still runs.
+"""Selects what the dashboard shows of a turn while its episode still runs.
 
-Promises: a turn that somebody could watch, of `WATCHED_S` or longer, has its
+Promises: a turn long enough to be watched, of `WATCHED_S` or longer, has its
 screenshots, texts and actions; a shorter one comes with its episode's end, so
 that short episodes cost nothing more. What is sent of a turn does not grow with
 the turns before it.
@@ -21,12 +21,12 @@ _LONGEST = 20_000
 
 
 def is_watched(event: events.TurnFinished) -> bool:
-  """Whether the turn is shown before its episode ends."""
+  """Returns whether the turn is shown before its episode ends."""
   return event.step is not None and sum(event.seconds.values()) >= WATCHED_S
 
 
 def shown(event: events.TurnFinished) -> trajectory_lib.Step | None:
-  """The turn without the conversation before it; None of a short one.
+  """Returns the turn without the conversation before it; None if short.
 
   The first turn keeps the screenshot that the episode began with.
   """
@@ -56,7 +56,7 @@ def shown(event: events.TurnFinished) -> trajectory_lib.Step | None:
 
 
 def first_image(step: trajectory_lib.Step) -> trajectory_lib.ImageRef | None:
-  """The first screenshot among a turn's messages."""
+  """Returns the first screenshot among a turn's messages."""
   for message in step.chat_completions:
     content = message.get("content")
     for part in content if isinstance(content, (list, tuple)) else ():
@@ -68,7 +68,7 @@ def first_image(step: trajectory_lib.Step) -> trajectory_lib.ImageRef | None:
 
 
 def image_of(observation: Any) -> trajectory_lib.ImageRef | None:
-  """The screenshot of an observation."""
+  """Returns the screenshot of an observation."""
   if isinstance(observation, Mapping):
     image = observation.get("screenshot")
     if isinstance(image, trajectory_lib.ImageRef):
@@ -79,8 +79,8 @@ def image_of(observation: Any) -> trajectory_lib.ImageRef | None:
 def images_of(
     step: trajectory_lib.Step | None,
 ) -> dict[str, trajectory_lib.ImageRef]:
-  """The screenshots of a turn that is shown, by hash."""
+  """Returns the screenshots of a turn that is shown, by hash."""
   if step is None:
     return {}
-  found = (first_image(step), image_of(step.observation))
-  return {ref.sha256: ref for ref in found if ref is not None}
+  refs = (first_image(step), image_of(step.observation))
+  return {ref.sha256: ref for ref in refs if ref is not None}

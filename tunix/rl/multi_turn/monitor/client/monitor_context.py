@@ -10,17 +10,17 @@ import threading
 from typing import Any
 
 _lock = threading.Lock()
-_held: dict[str, Any] = {}
+_context: dict[str, Any] = {}
 
 
 def _get(name: str) -> Any:
   with _lock:
-    return _held.get(name)
+    return _context.get(name)
 
 
 def _set(name: str, value: Any) -> None:
   with _lock:
-    _held[name] = value
+    _context[name] = value
 
 
 def get_training_id() -> Any:
@@ -66,4 +66,4 @@ def set_ingest_client(ingest_client: Any) -> None:
 def clear_monitor_context() -> None:
   """Forgets all of it."""
   with _lock:
-    _held.clear()
+    _context.clear()

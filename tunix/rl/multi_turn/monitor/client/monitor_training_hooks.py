@@ -22,15 +22,15 @@ _METRICS = {
 
 
 def step_fields(metrics: Mapping[str, Any]) -> dict[str, Any]:
-  """Columns of a step that its metrics fill, the metrics among them."""
+  """Returns the columns of a step that its metrics fill."""
   fields: dict[str, Any] = {}
   for name, column in _METRICS.items():
     value = metrics.get(name)
     if value is None and name == "kl":
       value = metrics.get("kl_loss")
     if value is not None:
-      whole = column in ("num_trajectories", "num_tokens")
-      fields[column] = int(value) if whole else float(value)
+      is_count = column in ("num_trajectories", "num_tokens")
+      fields[column] = int(value) if is_count else float(value)
   fields["metrics_json"] = dict(metrics)
   return fields
 
@@ -53,7 +53,7 @@ def _post_step(step: int, **fields: Any) -> Any:
 def record_step_before_rollout(
     step: int, model_path: str | None = None, **fields: Any
 ) -> Any:
-  """A step begins; its id is the context's from now on."""
+  """Begins a step; its id becomes the context's. Returns the id."""
   now = time.time()
   step_id = _post_step(
       step, status="rollout_collecting", current_phase="rollout_collection",
@@ -87,7 +87,7 @@ def record_step_after_training(
     metrics: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Any:
-  """A step is done, with its metrics."""
+  """Completes a step with its metrics."""
   now = time.time()
   return _post_step(
       step, status="completed", model_path=model_path,
@@ -97,7 +97,7 @@ def record_step_after_training(
 
 
 def create_baseline_via_monitor(model_path: str) -> Any:
-  """A measurement before training; its id is the context's from now on."""
+  """Begins a measurement before training; its id becomes the context's."""
   client, training = context.get_ingest_client(), context.get_training_id()
   if client is None or training is None:
     return None
@@ -114,7 +114,7 @@ def create_baseline_via_monitor(model_path: str) -> Any:
 
 
 def create_eval_via_monitor(step: int, model_path: str) -> Any:
-  """A measurement at a step; its id is the context's from now on."""
+  """Begins a measurement at a step; its id becomes the context's."""
   client, training = context.get_ingest_client(), context.get_training_id()
   if client is None or training is None:
     return None

@@ -30,7 +30,7 @@ def dumps(value: Any) -> bytes:
 
 
 def _is_plain(value: Any) -> bool:
-  """Whether `_plain` would return this as it is."""
+  """Returns whether `_plain` would return the value unchanged."""
   kind = type(value)
   if kind is dict:
     for key in value:
@@ -69,7 +69,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _numbers_as_they_are(array: np.ndarray) -> bool:
-  """Whether orjson writes an array as it should be read."""
+  """Returns whether orjson writes an array as it should be read."""
   return (
       array.dtype == np.float32
       and array.ndim == 1
@@ -126,7 +126,7 @@ def _plain(value: Any, strict: bool = False) -> Any:
 
 
 def _finite_numbers(values: Sequence[Any]) -> bool:
-  """Whether these are numbers that JSON has; some such are not found.
+  """Returns whether the values surely are numbers that JSON has.
 
   Tokens and log-probs are most of the data, and a sum is the fastest check of
   all of them.
@@ -138,7 +138,7 @@ def _finite_numbers(values: Sequence[Any]) -> bool:
 
 
 def _finite_rows(values: Sequence[Any]) -> bool:
-  """As `_finite_numbers`, of lists of numbers."""
+  """Returns `_finite_numbers` of every list of numbers."""
   try:
     return math.isfinite(sum(map(sum, values)))
   except (TypeError, ValueError, OverflowError):
@@ -146,5 +146,5 @@ def _finite_rows(values: Sequence[Any]) -> bool:
 
 
 def _clipped(text: str) -> str:
-  """The server refuses an item for a text of more than 4 million characters."""
+  """Shortens a text to the length that the server accepts."""
   return f"{text[: _MOST_TEXT - 100]} … [{len(text)} characters]"

@@ -54,9 +54,9 @@ class RunFacts:
       have the same names.
     start_step: updates made before this start.
     task_source: source of the tasks: the gym, or the environment without one.
-    environment: what its worlds are, "linux" or "android".
+    environment: Kind of its worlds, "linux" or "android".
     trajectories: file of the run's trajectories, "" for none.
-    max_turns: of an episode whose task has no limit of its own.
+    max_turns: Limit of turns for a task without its own.
   """
 
   training_id: str
@@ -130,23 +130,23 @@ class RunRows:
     return self._run.training_id
 
   def rows(self, event: events.Event) -> Rows | None:
-    """Rows of the next event; None if it has none.
+    """Returns the rows of the next event; None if it has none.
 
     Raises:
       Exception: whatever an event that is not as it should be leads to.
     """
     handler = self._handlers.get(type(event))
-    made = None if handler is None else handler(event)
-    if not made or isinstance(made, Rows):
-      return made or None
-    return Rows(made, {})
+    rows = None if handler is None else handler(event)
+    if not rows or isinstance(rows, Rows):
+      return rows or None
+    return Rows(rows, {})
 
   def state(self) -> dict[str, Any]:
-    """What the events so far have left, for `restore`."""
+    """Returns the row maker's memory, which `restore` takes back."""
     return {name: getattr(self, f"_{name}") for name in _STATE}
 
   def restore(self, state: Mapping[str, Any]) -> None:
-    """Goes on from a state. Raises KeyError if it is none."""
+    """Restores a state of `state`. Raises KeyError if a field is missing."""
     for name in _STATE:
       setattr(self, f"_{name}", state[name])
 
@@ -349,11 +349,11 @@ class RunRows:
     names = [
         self._names.get(f"train/{e.trajectory_id}") for e in event.group
     ]
-    found = [n for n in names if n is not None]
+    episodes = [n for n in names if n is not None]
     if event.outcome != "accepted":
       message = f"group {event.outcome}: {event.reason}".rstrip(": ")
       rows = []
-      for name in found:
+      for name in episodes:
         row = {"client_id": name, "status_message": message}
         # No update will learn from it: a requeued task is tried anew.
         summary = self._summaries.pop(name, None)
@@ -379,7 +379,7 @@ class RunRows:
     return part
 
   def _current_step(self) -> int:
-    """Step of an episode that starts now."""
+    """Returns the step of an episode that starts now."""
     total = self._training.get("total_steps")
     return min(self._step, total) if total else self._step
 
@@ -444,10 +444,10 @@ class RunRows:
     )  # pyformat: disable
     self._running[key] = running
     self._names[key] = running.rollout_id
-    for known in (self._names, self._summaries):
-      if len(known) > _MOST_KNOWN:
-        for old in list(itertools.islice(known, _MOST_KNOWN // 2)):
-          del known[old]
+    for cache in (self._names, self._summaries):
+      if len(cache) > _MOST_KNOWN:
+        for old in list(itertools.islice(cache, _MOST_KNOWN // 2)):
+          del cache[old]
     return key, running, more
 
   def _begin_step(self, step: int, started: float) -> dict[str, Any]:
@@ -530,9 +530,9 @@ class RunRows:
       self, trajectory_id: str | None
   ) -> ingest_rows.RunningEpisode | None:
     for split in ("train", "eval"):
-      found = self._running.get(f"{split}/{trajectory_id}")
-      if found is not None:
-        return found
+      running = self._running.get(f"{split}/{trajectory_id}")
+      if running is not None:
+        return running
     return None
 
   def _model_path(self) -> str:
@@ -541,17 +541,17 @@ class RunRows:
 
 def _capped(progress: Mapping[str, int]) -> dict[str, int]:
   """Caps progress at its total; requeued groups run again."""
-  found = dict(progress)
+  capped = dict(progress)
   for what in ("groups", "envs"):
-    if f"total_{what}" in found:
-      found[f"completed_{what}"] = min(
-          found[f"completed_{what}"], found[f"total_{what}"]
+    if f"total_{what}" in capped:
+      capped[f"completed_{what}"] = min(
+          capped[f"completed_{what}"], capped[f"total_{what}"]
       )
-  return found
+  return capped
 
 
 def _last_number(name: str) -> int | None:
-  """The number in "train-000012-r1", 12; None if there is none."""
+  """Returns the number in "train-000012-r1", 12; None if there is none."""
   name = name.partition("-r")[0]
   digits = "".join(
       reversed(list(itertools.takewhile(str.isdigit, reversed(name))))

@@ -54,13 +54,13 @@ class Sender:
   ):
     """Args:
 
-      base_url: of the server.
-      token: of the project.
-      folder: of spools; those that ended processes left there are delivered,
-        too.
+      base_url: Address of the server.
+      token: Token of the project.
+      folder: Folder of spools; spools that ended processes left there are
+        delivered, too.
       config: `timeout_s`, `max_pending`, `heartbeat_s`, and `spool_mb`, of
         which screenshots fill three quarters.
-      name: of this process's spool, unique in the folder.
+      name: Name of this process's spool, unique in the folder.
       target: identifies the server in its spools; "" takes the URL.
       on_reply: receives the reply to each batch, on the sending thread.
 
@@ -143,25 +143,26 @@ class Sender:
     if self._ended:
       return not self._undelivered
     deadline = time.monotonic() + timeout_s
-    done = self._writer.close(timeout_s)
+    delivered = self._writer.close(timeout_s)
     self._ended = True
-    done &= self._shipper.drain(
+    delivered &= self._shipper.drain(
         self.spool.seq, max(0.0, deadline - time.monotonic())
     )
     waits = self.counts()
-    self._undelivered = 0 if done else max(1, waits["entry"] + waits["image"])
+    waiting = max(1, waits["entry"] + waits["image"])
+    self._undelivered = 0 if delivered else waiting
     self.counters["undelivered"] = self._undelivered
     self._shipper.close()
     self.spool.close()
     self._complaints.report_losses(self.counters)
-    if not done:
+    if not delivered:
       _LOG.warning(
           "%d parts wait in the spool %s for the monitor; the next run from"
           " there delivers them",
           self._undelivered,
           self.spool.path,
       )
-    return done
+    return delivered
 
   def counts(self) -> dict[str, int]:
     """Records and screenshots that wait, and records that were refused."""

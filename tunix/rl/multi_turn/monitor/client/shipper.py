@@ -51,9 +51,10 @@ class Shipper:
   ):
     """Args:
 
-      transport: to the server; this closes it.
-      path: of the program's spool, whose lock it has; orphans are beside it.
-      header: of that spool.
+      transport: Connection to the server; the shipper closes it.
+      path: Folder of the program's spool, whose lock the caller has; orphans
+        lie beside it.
+      header: Header of that spool.
       config: `heartbeat_s`.
       ended: whether nothing more goes into the spool.
       counters: dead_letters, failed, damaged, images_missing, spool_failures,
@@ -121,7 +122,7 @@ class Shipper:
     return self._reader.acked
 
   def wake(self) -> None:
-    """There is something new in the spool."""
+    """Wakes the thread: the spool has something new."""
     self._work.set()
 
   def drain(self, through: int | None, timeout_s: float = 10.0) -> bool:
@@ -144,17 +145,17 @@ class Shipper:
             if through is None
             else self._settled[0] < through
         ):
-          left = deadline - time.monotonic()
-          if left <= 0 or not self._thread.is_alive():
+          remaining_s = deadline - time.monotonic()
+          if remaining_s <= 0 or not self._thread.is_alive():
             return False
           self._work.set()
-          self._rounds.wait(min(left, 0.5))
+          self._rounds.wait(min(remaining_s, 0.5))
       return True
     finally:
       self._hurry.clear()
 
   def close(self) -> None:
-    """Ends it, and deletes the spool if nothing waits in it. Idempotent."""
+    """Stops the thread; deletes an empty spool. Idempotent."""
     self._abandon.set()
     self._hurry.set()
     self._work.set()
@@ -214,7 +215,7 @@ class Shipper:
         self._hurry.wait(_PACE_S)
 
   def _ship(self) -> int:
-    """A round of each spool; returns how much was sent."""
+    """Ships a round of each spool; returns how much was sent."""
     sent = self._counters["sent"]
     worked = self._delivery.some(self._reader)
     if not worked and self._orphans is None:
@@ -230,26 +231,26 @@ class Shipper:
 
   def _claimed(self) -> dict[spool_reader.SpoolReader, spool_lib.Lock]:
     path, target = self._reader.path, self._reader.header.target
-    found = {}
+    locks = {}
     for orphan, header, lock in spool_lib.claim_orphans(
         path.parent, target, path
     ):
       try:
-        found[self._read(orphan, header, lambda: True)] = lock
+        locks[self._read(orphan, header, lambda: True)] = lock
       except Exception as error:  # pylint: disable=broad-except
         self._unreadable(orphan, error)
         lock.release()
-    return found
+    return locks
 
   def _ship_orphans(self) -> int:
-    """A round of each; empty and unreadable ones are let go."""
+    """Ships a round of each orphan; lets go of empty and unreadable ones."""
     worked = 0
     orphans = self._orphans or {}
     for orphan, lock in list(orphans.items()):
       try:
-        found = self._delivery.some(orphan)
-        worked += found
-        if found or not orphan.empty:
+        shipped = self._delivery.some(orphan)
+        worked += shipped
+        if shipped or not orphan.empty:
           continue
         orphan.close()
       except OSError as error:
@@ -274,11 +275,11 @@ class Shipper:
         lambda: self._hurry.is_set() or time.monotonic() > until
     )
     self._report_freed()
-    left = max(0.0, until - time.monotonic())
+    remaining_s = max(0.0, until - time.monotonic())
     if self._hurry.is_set():
-      self._abandon.wait(min(left, delivery_lib.HURRIED_S))
+      self._abandon.wait(min(remaining_s, delivery_lib.HURRIED_S))
     else:
-      self._hurry.wait(left)
+      self._hurry.wait(remaining_s)
 
   def _report_freed(self) -> None:
     freed = self._reader.take_freed()

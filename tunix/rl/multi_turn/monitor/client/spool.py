@@ -63,7 +63,7 @@ class SpoolFull(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-  """What a spool is.
+  """Identity of a spool.
 
   Attributes:
     id: its name at the server.
@@ -104,7 +104,7 @@ class Lock:
     """Takes it.
 
     Args:
-      folder: of the spool.
+      folder: Folder of the spool.
       make: makes its file.
 
     Raises:
@@ -137,7 +137,7 @@ os.register_at_fork(after_in_child=lambda: [k.release() for k in list(_HELD)])
 
 
 def is_owned(folder: pathlib.Path) -> bool:
-  """Whether a process that lives has a spool."""
+  """Returns whether a live process has a spool."""
   try:
     Lock(folder).release()
   except BlockingIOError:
@@ -159,14 +159,14 @@ class Spool:
       images: bool = True,
       max_bytes: int = 2 << 30,
   ):
-    """Makes a spool, or goes on with one.
+    """Makes a spool, or opens an existing one.
 
     Args:
       path: the folder.
       target: the server that it is for.
-      run: whose events it is for, None for parts of batches.
+      run: Facts of the run whose events it takes, None for parts of batches.
       images: whether screenshots are sent.
-      max_bytes: of frames, refused records and screenshots together.
+      max_bytes: Limit of frames, refused records and screenshots together.
 
     Raises:
       BlockingIOError: another process has it.
@@ -198,10 +198,10 @@ class Spool:
       raise
 
   def measure(self) -> None:
-    """Counts the bytes that are taken."""
-    found = sum(_sizes(self.path)) + sum(_sizes(self.path / IMAGES))
+    """Counts the bytes that the spool takes on the disk."""
+    size = sum(_sizes(self.path)) + sum(_sizes(self.path / IMAGES))
     with self._counting:
-      self.bytes = found
+      self.bytes = size
 
   def free(self, size: int) -> None:
     """Counts bytes as free, or fewer than 0 as taken. From any thread."""
@@ -233,17 +233,17 @@ class Spool:
       raise SpoolFull(f"{self.bytes} of {self._max} bytes are taken")
     self._open()
     failure, written = self._write(memoryview(b"".join(parts)))
-    whole = sum(end <= written for end in ends)
-    kept = ends[whole - 1] if whole else 0
+    num_frames = sum(end <= written for end in ends)
+    num_bytes = ends[num_frames - 1] if num_frames else 0
     if failure is not None:
-      self._cut_off(self._size + kept)
-      if not whole:
+      self._cut_off(self._size + num_bytes)
+      if not num_frames:
         raise failure
-    self.seq += whole
-    self._size += kept
+    self.seq += num_frames
+    self._size += num_bytes
     self._unsynced = True
-    self.free(-kept)
-    return whole
+    self.free(-num_bytes)
+    return num_frames
 
   def _write(self, view: memoryview) -> tuple[OSError | None, int]:
     written = 0
@@ -302,15 +302,15 @@ class Spool:
         if raw:
           file.write(RGB_HEAD.pack(*image.shape[:2]))
           image = memoryview(np.ascontiguousarray(image)).cast("B")
-        rest = memoryview(image)
-        while rest:
-          rest = rest[file.write(rest) :]
-      known = path.exists()
+        unwritten = memoryview(image)
+        while unwritten:
+          unwritten = unwritten[file.write(unwritten) :]
+      exists = path.exists()
       partial.replace(path)
     except BaseException:
       partial.unlink(missing_ok=True)
       raise
-    if not known:
+    if not exists:
       self.free(-size)
 
   def close(self) -> None:
@@ -344,7 +344,7 @@ def image_path(folder: pathlib.Path, sha: str, suffix: str) -> pathlib.Path:
 
 
 def images(folder: pathlib.Path) -> set[str]:
-  """Hashes of the screenshots that a spool has."""
+  """Returns the hashes of the screenshots that a spool has."""
   return {
       name[:-4] for name in _names(folder / IMAGES)
       if name.endswith((RGB, PNG))
@@ -352,7 +352,7 @@ def images(folder: pathlib.Path) -> set[str]:
 
 
 def read_ack(folder: pathlib.Path) -> int:
-  """Number of the last frame that the server has; 0 if it is not known."""
+  """Returns the number of the last acknowledged frame; 0 if unknown."""
   try:
     seq, check = _ACK.unpack((folder / ACK).read_bytes())
   except (OSError, struct.error):
@@ -365,11 +365,11 @@ def packed_ack(seq: int) -> bytes:
 
 
 def last_frame(folder: pathlib.Path, header: Header) -> int:
-  """Number of a log's last frame. Raises OSError."""
-  found = frames_lib.segments(folder)
-  if not found:
+  """Returns the number of a log's last frame. Raises OSError."""
+  segments = frames_lib.segments(folder)
+  if not segments:
     return read_ack(folder)
-  last = found[-1][0] - 1
+  last = segments[-1][0] - 1
   reader = frames_lib.FrameReader(folder, header.mark, ended=lambda: True)
   try:
     reader.skip_to_last()
@@ -381,23 +381,23 @@ def last_frame(folder: pathlib.Path, header: Header) -> int:
 
 
 def dead(folder: pathlib.Path) -> list[tuple[int, str, str]]:
-  """(number, record, reason) of those that the server refused."""
+  """Returns (number, record, reason) of every record the server refused."""
   try:
     lines = (folder / DEAD).read_text("utf-8", "replace").splitlines()
   except FileNotFoundError:
     return []
-  found = {}
+  records = {}
   for line in lines:
     try:
       record = json_text.parse(line)
-      found[record["seq"]] = record["seq"], record["body"], record["reason"]
+      records[record["seq"]] = record["seq"], record["body"], record["reason"]
     except (ValueError, TypeError, KeyError):
       continue  # Cut off by a kill, and written again.
-  return list(found.values())
+  return list(records.values())
 
 
 class Contents(NamedTuple):
-  """What waits in a spool."""
+  """Records and screenshots that wait in a spool."""
 
   records: int
   images: int
@@ -421,7 +421,7 @@ def contents(folder: pathlib.Path) -> Contents:
 def claim_orphans(
     folder: str | pathlib.Path, target: str, own: pathlib.Path
 ) -> Iterator[tuple[pathlib.Path, Header, Lock]]:
-  """Spools for this server that ended processes left behind, locked."""
+  """Yields locked spools that ended processes left for this server."""
   for path in sorted(pathlib.Path(folder).glob(f"*{SUFFIX}")):
     if path == own:
       continue
@@ -496,8 +496,8 @@ def _names(folder: pathlib.Path) -> list[str]:
 
 
 def _sizes(folder: pathlib.Path) -> Iterator[int]:
-  with os.scandir(folder) as found:
-    for entry in found:
+  with os.scandir(folder) as entries:
+    for entry in entries:
       if entry.name == DEAD or entry.name.endswith(
           (frames_lib.SEGMENT, RGB, PNG)
       ):

@@ -21,8 +21,10 @@ import collections
 import itertools
 import os
 import pathlib
+import struct
 import time
 from typing import Callable, Collection, NamedTuple, Sequence
+import zlib
 
 import msgpack
 import numpy as np
@@ -32,7 +34,6 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.monitor.client import event_codec
 from tunix.rl.multi_turn.monitor.client import frames as frames_lib
 from tunix.rl.multi_turn.monitor.client import plain_json
-from tunix.rl.multi_turn.monitor.client import png
 from tunix.rl.multi_turn.monitor.client import run_rows
 from tunix.rl.multi_turn.monitor.client import spool as spool_lib
 
@@ -63,8 +64,8 @@ class SpoolReader:
   ):
     """Args:
 
-      path: of the spool; the caller has its lock.
-      header: of it.
+      path: Folder of the spool; the caller has its lock.
+      header: Header of the spool.
       ended: whether nothing more is appended.
       counters: failed, damaged, images_missing and spool_failures are counted
         there.
@@ -115,7 +116,7 @@ class SpoolReader:
   # --- entries ----------------------------------------------------------------
 
   def entries(self, max_bytes: int) -> list[Entry]:
-    """The oldest entries that the server has not, at least one if there is any.
+    """Returns the oldest undelivered entries, at least one if any waits.
 
     Raises:
       OSError: the disk's.
@@ -162,14 +163,14 @@ class SpoolReader:
       return Entry(frame.seq, body, shas if self.header.images else [])
     if frame.kind != spool_lib.EVENT or self._rows is None:
       raise ValueError(f"frame kind {frame.kind} is none of this spool's")
-    made = self._rows.rows(event_codec.load(frame.body))
-    if made is None:
+    rows = self._rows.rows(event_codec.load(frame.body))
+    if rows is None:
       return None
-    body = b"" if sent else plain_json.dumps(made.part)
-    return Entry(frame.seq, body, [*made.images] if self.header.images else [])
+    body = b"" if sent else plain_json.dumps(rows.part)
+    return Entry(frame.seq, body, [*rows.images] if self.header.images else [])
 
   def _caught_up(self) -> None:
-    """There is nothing more to read now."""
+    """Settles screenshots and records without entries at the log's end."""
     if self._found:
       self._left.update(dict.fromkeys(sorted(self._found)))
       self._found.clear()
@@ -185,7 +186,7 @@ class SpoolReader:
     )
 
   def remove_through(self, seq: int) -> None:
-    """The server has the entries up to this one."""
+    """Forgets the entries up to `seq`, which the server has."""
     while self._pending and self._pending[0].seq <= seq:
       self._pending_bytes -= len(self._pending.popleft().body)
     # Records without rows before the next entry are done with, too.
@@ -211,13 +212,13 @@ class SpoolReader:
     """Deletes segments before the oldest one that a reader has to begin at."""
     if self._oldest == self._frames.segment:
       return
-    found = frames_lib.segments(self.path)
+    segments = frames_lib.segments(self.path)
     self._oldest = max(
-        first for first, _ in found
-        if first == found[0][0] or first <= self._frames.segment
+        first for first, _ in segments
+        if first == segments[0][0] or first <= self._frames.segment
         and first - 1 <= self.acked and self._has_state(first)
     )  # pyformat: disable
-    for first, path in found:
+    for first, path in segments:
       if first < self._oldest:
         self._freed += path.stat().st_size
         path.unlink()
@@ -259,8 +260,8 @@ class SpoolReader:
       self._trouble(error)  # The segments before it stay.
 
   def _restore(self) -> None:
-    found = frames_lib.segments(self.path)
-    self._oldest = found[0][0] if found else 0
+    segments = frames_lib.segments(self.path)
+    self._oldest = segments[0][0] if segments else 0
     if self._rows is None or self._oldest <= 1:
       return
     try:
@@ -277,29 +278,29 @@ class SpoolReader:
   # --- screenshots ------------------------------------------------------------
 
   def wanted(self, shas: Collection[str]) -> list[str]:
-    """Those that the server may not have, each once."""
+    """Returns the hashes that the server may lack, each once."""
     return [s for s in dict.fromkeys(shas) if s not in self._delivered]
 
   def left(self, most: int) -> list[str]:
-    """Screenshots whose entries went without them."""
+    """Returns screenshots whose entries went without them."""
     return list(itertools.islice(self._left, most))
 
   def leave(self, shas: Collection[str]) -> None:
-    """The entries that show these go without them."""
+    """Remembers screenshots whose entries go without them."""
     self._left.update(dict.fromkeys(shas))
 
   def image(self, sha: str) -> bytes | None:
-    """A screenshot's file; None if it is not here, which is counted.
+    """Returns a screenshot's file; counts a missing one and returns None.
 
     Raises:
       OSError: the disk's.
     """
-    found = self._encoded(sha)
-    if found is None:
+    file = self._encoded(sha)
+    if file is None:
       self._absent.add(sha)
       self._counters["images_missing"] += 1
       self._on_images_lost([sha])
-    return found
+    return file
 
   def _encoded(self, sha: str) -> bytes | None:
     try:
@@ -324,10 +325,10 @@ class SpoolReader:
       self._complain("image", f"a screenshot is damaged: {error!r}")
       self._delete_image(sha)
       return None
-    return png.encode(pixels)
+    return encode_png(pixels)
 
   def forget_images(self, shas: Collection[str]) -> None:
-    """The server has these, or never will, and entries that show them."""
+    """Deletes screenshots that the server has or refuses."""
     for sha in shas:
       self._left.pop(sha, None)
       if sha not in self._absent:
@@ -369,7 +370,7 @@ class SpoolReader:
         return
 
   def take_freed(self) -> int:
-    """Bytes that the spool has lost since the last call."""
+    """Returns the bytes freed since the last call."""
     freed, self._freed = self._freed, 0
     return freed
 
@@ -381,15 +382,48 @@ class SpoolReader:
 
   @property
   def empty(self) -> bool:
-    """Whether the server has all that was read, with its screenshots."""
+    """Whether the server has every record read so far, with screenshots."""
     return not (self._pending or self._left or self._found)
 
   def close(self) -> None:
-    """Ends it. A spool in which nothing waits is deleted."""
-    done = self._ended() and self.empty and self._frames.next() is None
+    """Closes the files. Deletes the spool if nothing waits in it."""
+    delivered = self._ended() and self.empty and self._frames.next() is None
     self._frames.close()
     if self._ack_file >= 0:
       os.close(self._ack_file)
       self._ack_file = -1
-      if done:
+      if delivered:
         spool_lib.remove(self.path)
+
+
+def encode_png(pixels: np.ndarray) -> bytes:
+  """Returns the PNG of uint8[H, W, 3] pixels.
+
+  Lossless, so the hash of the pixels holds. zlib lets other threads run while
+  it works; filtering is numpy's.
+
+  Raises:
+    ValueError: they are of another shape or type.
+  """
+  if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8:
+    raise ValueError(
+        f"need uint8[H, W, 3], got {pixels.dtype}{list(pixels.shape)}"
+    )
+  height, width, _ = pixels.shape
+  rows = np.empty((height, 1 + 3 * width), np.uint8)
+  rows[:, 0] = 2  # Filter "up": each row as its difference to the one above.
+  flat = pixels.reshape(height, 3 * width)
+  rows[:1, 1:] = flat[:1]
+  np.subtract(flat[1:], flat[:-1], out=rows[1:, 1:])
+  header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+  return b"".join((
+      b"\x89PNG\r\n\x1a\n",
+      _chunk(b"IHDR", header),
+      _chunk(b"IDAT", zlib.compress(rows, 3)),
+      _chunk(b"IEND", b""),
+  ))
+
+
+def _chunk(name: bytes, data: bytes) -> bytes:
+  check = zlib.crc32(data, zlib.crc32(name))
+  return struct.pack(">I", len(data)) + name + data + struct.pack(">I", check)

@@ -84,7 +84,7 @@ class SpoolWriter:
     """Takes an item; it must not change afterwards.
 
     Args:
-      item: for `encode`.
+      item: Argument of `encode`.
       soon: it does not wait for others, unless one has just not waited.
 
     Returns:
@@ -108,11 +108,11 @@ class SpoolWriter:
 
   def flush(self, timeout_s: float = 10.0) -> bool:
     """Waits until all items are on the disk; False when time ran out."""
-    wanted, deadline = self._taken, time.monotonic() + timeout_s
+    target, deadline = self._taken, time.monotonic() + timeout_s
     with self._lock:
       self._flushing += 1
     try:
-      while self._synced < wanted and self._thread.is_alive():
+      while self._synced < target and self._thread.is_alive():
         if time.monotonic() > deadline:
           break
         self._work.set()
@@ -120,17 +120,17 @@ class SpoolWriter:
     finally:
       with self._lock:
         self._flushing -= 1
-    return self._synced >= wanted
+    return self._synced >= target
 
   def close(self, timeout_s: float = 10.0) -> bool:
     """Flushes and ends; the spool stays open. Idempotent."""
-    kept = self.flush(timeout_s)
+    flushed = self.flush(timeout_s)
     with self._lock:
       self._closing.set()
     self._abandon.set()
     self._work.set()
     self._thread.join(max(1.0, timeout_s))
-    return kept and not self.pending
+    return flushed and not self.pending
 
   # --- the thread -------------------------------------------------------------
 
@@ -155,15 +155,15 @@ class SpoolWriter:
 
   def _round(self) -> None:
     """Puts the pending items into the spool. Raises OSError."""
-    left = len(self._pending)
+    remaining = len(self._pending)
     yielded = time.perf_counter()
-    while left or self._made:
+    while remaining or self._made:
       size = sum(len(body) for _, body in self._made)
-      while left and size < _WRITE_BYTES:
+      while remaining and size < _WRITE_BYTES:
         size += self._make(self._pending[0])
         self._pending.popleft()
         self._handled += 1
-        left -= 1
+        remaining -= 1
         if time.perf_counter() - yielded > _YIELD_EVERY_S:
           # Another thread gets the interpreter now, not after a switch
           # interval.

@@ -15,11 +15,11 @@ from tunix.rl.multi_turn.monitor.schema import vocabulary
 
 @dataclasses.dataclass(frozen=True)
 class World:
-  """Where a run's episodes are played.
+  """World that a run's episodes are played in.
 
   Attributes:
     box: "linux" or "android".
-    name: of the gym, or of the environment without one.
+    name: Name of the gym, or of the environment without one.
     trajectories: file of the run's trajectories, "" for none.
   """
 
@@ -30,11 +30,11 @@ class World:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-  """How success at a task is decided.
+  """Criterion of success at a task.
 
   Attributes:
-    kind: of the validator.
-    query: that is asked; None where the gym knows.
+    kind: Kind of the validator.
+    query: Question to the validator; None where the gym decides.
     expected: the right answer; None where success is one.
   """
 
@@ -46,16 +46,16 @@ class Verdict:
 def task_part(
     task_id: str, task: Any, world: World, split: str
 ) -> dict[str, Any]:
-  """The task of an episode, as far as it is recorded."""
-  found = task if isinstance(task, Mapping) else {}
-  instruction = str(found.get("instruction") or task_id)
-  family = str(found.get("family") or "")
+  """Returns the row of an episode's task."""
+  fields = task if isinstance(task, Mapping) else {}
+  instruction = str(fields.get("instruction") or task_id)
+  family = str(fields.get("family") or "")
   return {
       "client_id": task_id,
       "task_id": task_id,
       "name": instruction[:200],
       "description": instruction,
-      "max_steps": found.get("max_turns"),
+      "max_steps": fields.get("max_turns"),
       "app_name": family or None,
       "source_type": world.name,
       "tags": [t for t in (family, split) if t],
@@ -66,17 +66,17 @@ def task_part(
 def listed(
     tasks: Sequence[Mapping[str, Any]], world: World
 ) -> dict[str, list[dict[str, Any]]]:
-  """Rows of tasks of a list, and of what decides each one's success."""
+  """Returns the rows of listed tasks and of their validators."""
   part: dict[str, list[dict[str, Any]]] = {"tasks": [], "validators": []}
   for task in tasks:
     name = str(task["task_id"])
-    known = {
+    columns = {
         column: vocabulary.canonical("task", column, str(task.get(column)))
         for column in ("difficulty", "category", "validation_type")
     }
     # Words that the database does not have are still found as tags.
     tags = [
-        str(task[column]) for column, word in known.items()
+        str(task[column]) for column, word in columns.items()
         if task.get(column) and word is None
     ]  # pyformat: disable
     tags += [str(t) for t in task.get("tags") or ()]
@@ -91,7 +91,7 @@ def listed(
         "app_name": task.get("family") or None,
         "source_type": world.name, "tags": list(dict.fromkeys(tags)),
         "prerequisites": list(task.get("prerequisites") or ()),
-        "validation_query": query, "expected_result": expected, **known,
+        "validation_query": query, "expected_result": expected, **columns,
     })  # pyformat: disable
     part["validators"].append(
         validator(name, world, verdict_of(part["tasks"][-1]))
@@ -100,7 +100,7 @@ def listed(
 
 
 def verdict_of(task: Mapping[str, Any]) -> Verdict:
-  """How success at a task of `listed` is decided."""
+  """Returns the criterion of success at a task of `listed`."""
   return Verdict(
       task["validation_type"] or "state", task["validation_query"],
       task["expected_result"],

@@ -22,7 +22,7 @@ class TransportError(Exception):
   """A request that was not answered with 200.
 
   Attributes:
-    status: of HTTP; 0 when there was no answer.
+    status: HTTP status; 0 without an answer.
     retry_after_s: the server's Retry-After, or None.
     body: the reply's JSON object, {} if it is none.
   """
@@ -47,8 +47,8 @@ class Transport:
     """Args:
 
       base_url: http(s)://host[:port][/prefix].
-      token: of the project, "" for none.
-      timeout_s: of each request, from its beginning to its end.
+      token: Token of the project, "" for none.
+      timeout_s: Deadline of each request, from its beginning to its end.
 
     Raises:
       ValueError: `base_url` is not a URL, or the token cannot be one.
@@ -79,7 +79,7 @@ class Transport:
   def post(
       self, path: str, body: bytes, media_type: str = "application/json"
   ) -> dict[str, Any]:
-    """The reply's JSON.
+    """Returns the reply's JSON.
 
     Raises:
       TransportError: no answer in time, or another than 200.
@@ -154,21 +154,24 @@ class Transport:
     )
 
   def _connected(self, deadline: float) -> http.client.HTTPConnection:
-    left = max(0.01, deadline - time.monotonic())
+    remaining_s = max(0.01, deadline - time.monotonic())
     if self._connection is None:
       host, port = self._url.hostname, self._port
       if self._url.scheme == "https":
         self._connection = http.client.HTTPSConnection(
-            host, port, timeout=left, context=ssl.create_default_context()
-        )
+            host, port, timeout=remaining_s,
+            context=ssl.create_default_context(),
+        )  # pyformat: disable
       else:
-        self._connection = http.client.HTTPConnection(host, port, timeout=left)
+        self._connection = http.client.HTTPConnection(
+            host, port, timeout=remaining_s
+        )
       self._connection.connect()
       self._connection.sock.setsockopt(
           socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
       )
     if self._connection.sock is not None:
-      self._connection.sock.settimeout(left)
+      self._connection.sock.settimeout(remaining_s)
     return self._connection
 
   def _read(
@@ -179,11 +182,11 @@ class Transport:
   ) -> bytes:
     parts, size = [], 0
     while True:
-      left = deadline - time.monotonic()
-      if left <= 0:
+      remaining_s = deadline - time.monotonic()
+      if remaining_s <= 0:
         raise TimeoutError(f"no whole answer within {self._timeout:g} s")
       if connection.sock is not None:
-        connection.sock.settimeout(left)
+        connection.sock.settimeout(remaining_s)
       part = response.read1(1 << 16)
       if not part:
         response.close()  # Frees the connection for the next request.

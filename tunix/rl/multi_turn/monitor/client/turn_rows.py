@@ -19,16 +19,16 @@ def of_turn(
     before: trajectory_lib.ImageRef | None, tokens: turn_tokens.TurnTokens,
     messages: list[Any] | None,
 ) -> dict[str, list[dict[str, Any]]]:  # pyformat: disable
-  """Rows of the turn number `index`, from 0.
+  """Returns the rows of the turn number `index`, from 0.
 
   Args:
-    name: of the rollout.
-    index: of the turn.
+    name: Name of the rollout.
+    index: Index of the turn.
     step: the turn.
     time: (start, end, seconds by stage).
     before: the screen that the policy saw.
-    tokens: of the turn.
-    messages: that were new to the model.
+    tokens: Tokens of the turn.
+    messages: Messages that were new to the model.
   """
   start, end, seconds = time
   turn = f"{name}:turn:{index + 1}"
@@ -87,7 +87,7 @@ def _turn_metrics(
 def _actions(
     turn: str, step: trajectory_lib.Step, tokens: turn_tokens.TurnTokens
 ) -> list[dict[str, Any]]:
-  """A row an action; the first one has the turn's tokens.
+  """Returns a row for each action; the first one has the turn's tokens.
 
   A turn in which nothing could be done has one row all the same.
   """
@@ -96,11 +96,11 @@ def _actions(
       if isinstance(step.action, trajectory_lib.Action)
       else []
   )
-  done = gui_actions(step)
+  gestures = gui_actions(step)
   rows: list[dict[str, Any]] = []
-  for index in range(max(len(done), len(calls))):
+  for index in range(max(len(gestures), len(calls))):
     call = calls[index] if index < len(calls) else None
-    gui = done[index] if index < len(done) else None
+    gui = gestures[index] if index < len(gestures) else None
     rows.append({
         "action_type": gui["kind"] if gui else "invalid",
         "tool_name": call.name if call else _tool_name(step, index),
@@ -126,24 +126,24 @@ def _actions(
 
 
 def _tool_name(step: trajectory_lib.Step, index: int) -> str | None:
-  """The tool of an action whose call another program has read."""
+  """Returns the tool name that another program read for an action."""
   names = step.info.get("tool_names") or ()
   return str(names[index]) if index < len(names) else None
 
 
 def new_messages(
-    step: trajectory_lib.Step, seen: int
+    step: trajectory_lib.Step, count: int
 ) -> tuple[list[Any] | None, int]:
   """Messages that this turn's model call had and the one before had not."""
   messages = list(step.chat_completions)
   while messages and messages[-1].get("role") == "assistant":
     messages.pop()  # The reply, which `chat_completions` ends with.
-  new = messages[seen:] if seen <= len(messages) else messages
+  new = messages[count:] if count <= len(messages) else messages
   return (_writable(new) or None), len(step.chat_completions)
 
 
 def gui_actions(step: trajectory_lib.Step) -> list[dict[str, Any]]:
-  """The actions that the gym performed in a turn."""
+  """Returns the actions that the gym performed in a turn."""
   return [
       dict(a) for a in step.info.get("gui_actions") or () if "kind" in a
   ]
@@ -185,7 +185,7 @@ def _uri(image: trajectory_lib.ImageRef | None) -> str | None:
 
 
 def _writable(value: Any) -> Any:
-  """JSON values, with text for the rest."""
+  """Returns JSON values, with text for the rest."""
   try:
     return trajectory_lib.encode(value)
   except TypeError:

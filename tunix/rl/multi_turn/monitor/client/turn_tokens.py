@@ -37,7 +37,7 @@ NONE = TurnTokens([], [], [])
 
 
 def by_turn(episode: trajectory_lib.Trajectory) -> dict[int, TurnTokens]:
-  """Turn -> its tokens; each sampled one is in one sequence."""
+  """Maps turns to their tokens; each sampled token is in one sequence."""
   sampled: dict[int, list[tuple[Any, slice]]] = {}
   prompts: dict[int, list[list[int]]] = {}
   for sequence in episode.sequences:
@@ -48,17 +48,17 @@ def by_turn(episode: trajectory_lib.Trajectory) -> dict[int, TurnTokens]:
         prompts.setdefault(turn, []).extend(before.pop(turn, ()))
       else:
         before.setdefault(turn, []).extend(_runs(sequence.tokens[part]))
-  found = {}
+  tokens = {}
   for turn, parts in sampled.items():
     silent = any(s.entropies is None for s, _ in parts)
-    found[turn] = TurnTokens(
+    tokens[turn] = TurnTokens(
         _joined(parts, "tokens").tolist(),
         _joined(parts, "logprobs").tolist(),
         _runs(_joined(parts, "versions")),
         None if silent else _joined(parts, "entropies"),
         prompts[turn],
     )
-  return found
+  return tokens
 
 
 def _joined(parts: Iterable[tuple[Any, slice]], name: str) -> np.ndarray:
@@ -66,7 +66,7 @@ def _joined(parts: Iterable[tuple[Any, slice]], name: str) -> np.ndarray:
 
 
 def _stretches(sequence: Any) -> Iterator[tuple[int, bool, slice]]:
-  """(turn, whether sampled, where) of tokens in a row that agree in both."""
+  """Yields (turn, sampled, slice) of adjacent tokens that agree in both."""
   key = 2 * sequence.turn_ids.astype(np.int64) + sequence.loss_mask
   cuts = [0, *(np.flatnonzero(key[1:] != key[:-1]) + 1).tolist(), len(key)]
   for start, stop in zip(cuts, cuts[1:]):
@@ -76,7 +76,7 @@ def _stretches(sequence: Any) -> Iterator[tuple[int, bool, slice]]:
 
 
 def _runs(values: np.ndarray) -> list[list[int]]:
-  """[value, how many in a row] of integers."""
+  """Returns the run-length encoding [value, count] of integers."""
   cuts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist()]
   cuts.append(len(values))
   return [

@@ -46,7 +46,7 @@ class _LogForwarder(logging.Handler):
 
 
 def _encodable(text: str) -> str:
-  """Text that JSON can hold: an error may quote a lone surrogate."""
+  """Returns text for JSON: an error may quote a lone surrogate."""
   return text.encode("utf-8", "replace").decode()
 
 
@@ -98,11 +98,11 @@ class _Uploader:
     self._ended = "close" in message
     # Who asks has everything on the disk.
     self._trainers = {**self._trainers, "pending": 0}
-    done = self._shipper.drain(message["through"], message["timeout_s"])
+    delivered = self._shipper.drain(message["through"], message["timeout_s"])
     if self._ended:
-      self._close(done)
+      self._close(delivered)
     send(
-        answer=number, done=done, closed=self._ended,
+        answer=number, done=delivered, closed=self._ended,
         counters=dict(self._counters),
     )  # pyformat: disable
 
@@ -111,14 +111,14 @@ class _Uploader:
     return self._ended
 
   def abandoned(self) -> None:
-    """The trainer has ended without a word."""
+    """Delivers for the last time, after the trainer's death."""
     self._ended = True
-    done = self._shipper.drain(None, min(self._close_s, _ABANDONED_S))
-    self._close(done)
+    delivered = self._shipper.drain(None, min(self._close_s, _ABANDONED_S))
+    self._close(delivered)
 
-  def _close(self, done: bool) -> None:
+  def _close(self, delivered: bool) -> None:
     self._shipper.close()
-    if not done:
+    if not delivered:
       _LOG.warning(
           "events wait in the spool %s for the monitor; the next run from there"
           " delivers them", self._shipper.path,

@@ -10,7 +10,7 @@ Does not: judge a run by one step, or change anything.
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import success_rates
@@ -36,35 +36,32 @@ Row = dict[str, Any]
 def lines(
     columns: curves_lib.Columns, evals: Sequence[Row]
 ) -> list[Row]:
-  """Sentences, the first about learning, the second about the throughput.
+  """Returns sentences: first about learning, then about throughput.
 
   Args:
-    columns: of the run.
-    evals: as `RunPages.eval_points` makes them.
+    columns: Columns of the run.
+    evals: Points from `RunPages.eval_points`.
 
   Returns:
     Rows of {about, text, path}: `about` is "learning", "throughput" or
     "warning"; `path` follows the run's own address, None without a page.
   """
-  found = [_learning(columns, evals), _bound(columns)]
-  found += [rule(columns) for rule in (
-      _gradients, _weakest, _entropy, _truncated, _context, _wandering,
-      _stale, _broken, _clipped, _diverged,
-  )]  # pyformat: disable
-  return [line for line in found if line is not None]
+  sentences = [_learning(columns, evals), _bound(columns)]
+  sentences += [rule(columns) for rule in _RULES]
+  return [line for line in sentences if line is not None]
 
 
 def chart_about(names: Sequence[str]) -> list[Row]:
-  """{name, meaning, advice} of a chart's metrics, of those documented."""
-  found = []
+  """Returns {name, meaning, advice, unit} of a chart's documented metrics."""
+  documented = []
   for name in names:
-    known = metrics_lib.METRICS.get(curves_lib.DERIVED.get(name, (name,))[0])
-    if known is not None:
-      found.append({
-          "name": name, "meaning": _MEANING.get(name, known.meaning),
-          "advice": known.advice, "unit": known.unit,
+    metric = metrics_lib.METRICS.get(curves_lib.DERIVED.get(name, (name,))[0])
+    if metric is not None:
+      documented.append({
+          "name": name, "meaning": _MEANING.get(name, metric.meaning),
+          "advice": metric.advice, "unit": metric.unit,
       })  # pyformat: disable
-  return found or [
+  return documented or [
       {"name": names[0], "meaning": text, "advice": "", "unit": ""}
       for start, text in _PREFIXES.items() if names[0] == start
   ]  # pyformat: disable
@@ -87,12 +84,12 @@ def _percent(share: float) -> str:
 
 
 def _begin(columns: curves_lib.Columns, name: str) -> float | None:
-  """Mean of the first readings, of a run long enough to have others."""
-  known = columns.values.get(name, np.zeros(0))
-  known = known[np.isfinite(known)]
-  if len(known) < 2 * success_rates.RECENT_STEPS:
+  """Returns the mean of the first readings; None for a short run."""
+  readings = columns.values.get(name, np.zeros(0))
+  readings = readings[np.isfinite(readings)]
+  if len(readings) < 2 * success_rates.RECENT_STEPS:
     return None
-  return float(known[: success_rates.RECENT_STEPS].mean())
+  return float(readings[: success_rates.RECENT_STEPS].mean())
 
 
 def _learning(columns: curves_lib.Columns, evals: Sequence[Row]) -> Row | None:
@@ -151,12 +148,12 @@ def _bound(columns: curves_lib.Columns) -> Row | None:
         " devices help.",
         "/health",
     )
-  rest = max(0.0, 1 - (wait + learn) / total)
+  remainder = max(0.0, 1 - (wait + learn) / total)
   return _line(
       "throughput",
       f"Nothing alone bounds this run: of a step {_percent(wait / total)} is"
       f" waiting for episodes, {_percent(learn / total)} the update,"
-      f" {_percent(rest)} publishing weights and the rest.",
+      f" {_percent(remainder)} publishing weights and the rest.",
       "/health",
   )
 
@@ -231,50 +228,6 @@ def _entropy(columns: curves_lib.Columns) -> Row | None:
   )
 
 
-def _truncated(columns: curves_lib.Columns) -> Row | None:
-  share = columns.recent("truncated_turns")
-  if share is None or share <= TRUNCATED:
-    return None
-  return _line(
-      "warning", f"{share:.2g} completions an episode are cut off: raise"
-      " sampling.max_new_tokens.",
-  )
-
-
-def _context(columns: curves_lib.Columns) -> Row | None:
-  share = columns.recent("status/context_limit")
-  if share is None or share <= CONTEXT:
-    return None
-  return _line(
-      "warning", f"{_percent(share)} of the episodes end at the context's"
-      " limit: raise engine.context_length or lower agent.max_images.",
-      "/rollouts?end=context_limit",
-  )
-
-
-def _wandering(columns: curves_lib.Columns) -> Row | None:
-  share = columns.recent("status/max_turns")
-  if share is None or share <= WANDERING:
-    return None
-  return _line(
-      "warning", f"{_percent(share)} of the episodes run out of turns: raise"
-      " environment.max_turns, or see where they wander.",
-      "/rollouts?end=max_turns",
-  )
-
-
-def _stale(columns: curves_lib.Columns) -> Row | None:
-  known = columns.values.get("dropped_stale", np.zeros(0))
-  known = known[np.isfinite(known)][-success_rates.RECENT_STEPS :]
-  if len(known) < 2 or (lost := known[-1] - known[0]) <= 0:
-    return None
-  return _line(
-      "warning", f"{lost:.0f} groups were dropped for their age in the last"
-      f" {len(known)} steps: lower collect.concurrency, or raise"
-      " queue.max_staleness.", "/health",
-  )
-
-
 def _broken(columns: curves_lib.Columns) -> Row | None:
   share = columns.recent("invalid_episodes")
   if share is None or share <= BROKEN:
@@ -292,24 +245,82 @@ def _broken(columns: curves_lib.Columns) -> Row | None:
   )
 
 
-def _clipped(columns: curves_lib.Columns) -> Row | None:
-  share = columns.recent("clip_fraction")
-  if share is None or share <= CLIPPED:
-    return None
-  return _line(
-      "warning", f"The clip removes the gradient of {_percent(share)} of the"
-      " tokens: lower learner.learning_rate or learner.epochs.",
-  )
+def _share(
+    name: str, limit: float, text: str, path: str | None = None
+) -> Callable[[curves_lib.Columns], Row | None]:
+  """Returns a rule that warns of a metric above `limit`.
+
+  Args:
+    name: Name of the metric.
+    limit: Largest value without a warning.
+    text: Sentence with `{share}` or `{percent}` for the value.
+    path: Page about it, see `lines`.
+  """
+
+  def rule(columns: curves_lib.Columns) -> Row | None:
+    share = columns.recent(name)
+    if share is None or share <= limit:
+      return None
+    return _line(
+        "warning", text.format(share=f"{share:.2g}", percent=_percent(share)),
+        path,
+    )  # pyformat: disable
+
+  return rule
 
 
-def _diverged(columns: curves_lib.Columns) -> Row | None:
-  known = columns.values.get("skipped_steps", np.zeros(0))
-  known = known[np.isfinite(known)][-success_rates.RECENT_STEPS :]
-  if len(known) < 2 or known[-1] <= known[0]:
-    return None
-  return _line(
-      "warning", f"{known[-1] - known[0]:.0f} of the last {len(known)} steps"
-      " were skipped for a gradient that is not finite: the run has diverged."
-      " Resume an earlier checkpoint with a lower learner.learning_rate.",
-      "/health",
-  )
+def _count(
+    name: str, text: str
+) -> Callable[[curves_lib.Columns], Row | None]:
+  """Returns a rule that warns of a counter that rose in the last steps.
+
+  Args:
+    name: Name of the metric.
+    text: Sentence with `{count}` for the rise and `{steps}` for the steps.
+  """
+
+  def rule(columns: curves_lib.Columns) -> Row | None:
+    counts = columns.values.get(name, np.zeros(0))
+    counts = counts[np.isfinite(counts)][-success_rates.RECENT_STEPS :]
+    if len(counts) < 2 or (rise := counts[-1] - counts[0]) <= 0:
+      return None
+    return _line(
+        "warning", text.format(count=f"{rise:.0f}", steps=len(counts)),
+        "/health",
+    )  # pyformat: disable
+
+  return rule
+
+
+_RULES: tuple[Callable[[curves_lib.Columns], Row | None], ...] = (
+    _gradients, _weakest, _entropy,
+    _share(
+        "truncated_turns", TRUNCATED, "{share} completions an episode are cut"
+        " off: raise sampling.max_new_tokens.",
+    ),
+    _share(
+        "status/context_limit", CONTEXT, "{percent} of the episodes end at the"
+        " context's limit: raise engine.context_length or lower"
+        " agent.max_images.", "/rollouts?end=context_limit",
+    ),
+    _share(
+        "status/max_turns", WANDERING, "{percent} of the episodes run out of"
+        " turns: raise environment.max_turns, or see where they wander.",
+        "/rollouts?end=max_turns",
+    ),
+    _count(
+        "dropped_stale", "{count} groups were dropped for their age in the last"
+        " {steps} steps: lower collect.concurrency, or raise"
+        " queue.max_staleness.",
+    ),
+    _broken,
+    _share(
+        "clip_fraction", CLIPPED, "The clip removes the gradient of {percent}"
+        " of the tokens: lower learner.learning_rate or learner.epochs.",
+    ),
+    _count(
+        "skipped_steps", "{count} of the last {steps} steps were skipped for a"
+        " gradient that is not finite: the run has diverged. Resume an earlier"
+        " checkpoint with a lower learner.learning_rate.",
+    ),
+)  # pyformat: disable

@@ -14,7 +14,7 @@ Row = dict[str, Any]
 def every_label(
     connection: sa.Connection, project: int, training: int | None
 ) -> list[str]:
-  """The labels of a run's rollouts and turns, or of a project's."""
+  """Returns the labels of a run's rollouts and turns, or of a project's."""
   n, r, owner = tables.annotation, tables.rollout, tables.training_project
   s, e, b = tables.step, tables.eval_, tables.baseline
   run = sa.func.coalesce(s.c.training_id, e.c.training_id, b.c.training_id)
@@ -37,12 +37,12 @@ def add(connection: sa.Connection, rows: Sequence[Row], key: str) -> None:
   """Adds `labels` and `notes` (a number) to rows of turns.
 
   Args:
-    connection: to the database.
+    connection: Connection to the database.
     rows: turns.
-    key: of a turn's id in a row.
+    key: Key of a turn's id in a row.
   """
   n = tables.annotation
-  found: dict[int, list[Any]] = {}
+  by_turn: dict[int, list[Any]] = {}
   ids = [row[key] for row in rows]
   for start in range(0, len(ids), 500):
     for row in connection.execute(
@@ -50,8 +50,8 @@ def add(connection: sa.Connection, rows: Sequence[Row], key: str) -> None:
         .where(n.c.turn_id.in_(ids[start : start + 500]))
         .order_by(n.c.id)
     ):
-      found.setdefault(row.turn_id, []).append(row.label)
+      by_turn.setdefault(row.turn_id, []).append(row.label)
   for row in rows:
-    labels = found.get(row[key], [])
+    labels = by_turn.get(row[key], [])
     row["labels"] = [label for label in labels if label is not None]
     row["notes"] = len(labels) - len(row["labels"])

@@ -22,7 +22,6 @@ from tunix.rl.multi_turn.monitor.dashboard import text
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.server import errors
-from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 _TURNS = 40
@@ -43,40 +42,33 @@ class BesideQuery(query_lib.PageQuery):
   first: query_lib.Id = 1
 
 
-class AttemptPages:
+class AttemptPages(page_request.RunTab):
   """See the module docstring."""
-
-  def __init__(
-      self, engine: sa.Engine, queries: queries_lib.Queries, head: Any
-  ):
-    self._engine = engine
-    self._queries = queries
-    self._head = head
 
   def beside(self, request: page_request.PageRequest) -> page_request.Page:
     asks = request.read(BesideQuery)
-    mine = self._queries.rollout(request.project, str(request.id()))
-    run = self._head(request.project, mine["training_id"])
+    rollout = self._queries.rollout(request.project, str(request.id()))
+    run = self._head(request.project, rollout["training_id"])
     with database.reading(self._engine) as connection:
       other = asks.other or _partner(
-          connection, request.project, mine, run["id"]
+          connection, request.project, rollout, run["id"]
       )
     if other is None:
       raise errors.ApiError(
           404,
-          f"rollout {mine['id']} is the only attempt at its task in this run:"
-          " give another one, other=<id>",
+          f"rollout {rollout['id']} is the only attempt at its task in this"
+          " run: give another one, other=<id>",
       )
-    if other == mine["id"]:
+    if other == rollout["id"]:
       raise errors.ApiError(
           400, f"other={other}: give another rollout than this one"
       )
-    both = [mine, self._queries.rollout(request.project, str(other))]
+    both = [rollout, self._queries.rollout(request.project, str(other))]
     runs = [run, self._head(request.project, both[1]["training_id"])]
     first = max(1, asks.first)
     with database.reading(self._engine) as connection:
       strips = [rollout_page.strip(connection, one["id"]) for one in both]
-      said = [_said(connection, strip[first - 1 : first - 1 + _TURNS])
+      recorded = [_said(connection, strip[first - 1 : first - 1 + _TURNS])
               for strip in strips]  # pyformat: disable
       places = [_place(connection, one) for one in both]
     differs = first_difference(*strips)
@@ -84,7 +76,7 @@ class AttemptPages:
     rows = [
         {"turn": n, "differs": n == differs,
          "sides": [_side(strip, words, n)
-                   for strip, words in zip(strips, said)]}
+                   for strip, words in zip(strips, recorded)]}
         for n in range(first, min(count, first + _TURNS - 1) + 1)
     ]  # pyformat: disable
     return page_request.Page("beside.html", {
@@ -93,7 +85,7 @@ class AttemptPages:
         "count": count, "first": first,
         "before": max(1, first - _TURNS) if first > 1 else None,
         "after": first + _TURNS if first + _TURNS <= count else None,
-        "same_task": mine["task_id"] == both[1]["task_id"],
+        "same_task": rollout["task_id"] == both[1]["task_id"],
         "did": None if differs is None else [
             _caption(strip, differs) for strip in strips
         ],
@@ -104,76 +96,78 @@ class AttemptPages:
     })  # pyformat: disable
 
 
-def first_difference(mine: Sequence[Row], others: Sequence[Row]) -> int | None:
-  """The first turn, from 1, whose actions differ; None: there is none."""
-  for number, (a, b) in enumerate(zip(mine, others), 1):
+def first_difference(first: Sequence[Row], second: Sequence[Row]) -> int | None:
+  """Returns the first turn, from 1, whose actions differ; None without one."""
+  for number, (a, b) in enumerate(zip(first, second), 1):
     if not group_overlays.alike(a["actions"], b["actions"]):
       return number
-  if len(mine) != len(others):  # One of them ended here.
-    return min(len(mine), len(others)) + 1
+  if len(first) != len(second):  # One of them ended here.
+    return min(len(first), len(second)) + 1
   return None
 
 
 def _partner(
-    connection: sa.Connection, project: int, mine: Row, training: int
+    connection: sa.Connection, project: int, rollout: Row, training: int
 ) -> int | None:
-  """An attempt that ended otherwise: of its group, else the run's newest.
+  """Returns an attempt that ended otherwise, of the group or else the run.
 
   One that ended the same way where there is no other.
   """
   r = tables.rollout
-  won = int(bool(mine["task_success"]))
+  won = int(bool(rollout["task_success"]))
   other = sa.and_(
-      r.c.task_id + 0 == mine["task_id"], r.c.id + 0 != mine["id"],
+      r.c.task_id + 0 == rollout["task_id"], r.c.id + 0 != rollout["id"],
       sa.func.coalesce(r.c.status, "") == "completed",
   )  # pyformat: disable
   otherwise = sa.func.coalesce(r.c.task_success, 0) == 1 - won
-  held = r.c[f"{mine['source_type']}_id"]
-  group = r.c.group == mine["group"] if mine["group"] is not None else sa.true()
+  source_id = r.c[f"{rollout['source_type']}_id"]
+  group = sa.true()
+  if rollout["group"] is not None:
+    group = r.c.group == rollout["group"]
   together = list(connection.execute(
       sa.select(r.c.id, sa.case((otherwise, 1), else_=0).label("otherwise"))
-      .where(held == mine[f"{mine['source_type']}_id"], group, other)
+      .where(source_id == rollout[f"{rollout['source_type']}_id"], group, other)
   ))  # pyformat: disable
   nearest = max(together, key=lambda row: (row.otherwise, row.id), default=None)
   if nearest is not None and nearest.otherwise:
     return nearest.id
   anything = rollout_list.selection(rollout_list.RolloutListQuery())
-  for wanted in (anything.narrowed(otherwise), anything):
-    found = rollout_list.pick(
-        connection, project, training, wanted.narrowed(other), 1
+  for chosen in (anything.narrowed(otherwise), anything):
+    places = rollout_list.pick(
+        connection, project, training, chosen.narrowed(other), 1
     )
-    if found:
-      return found[0][1]
+    if places:
+      return places[0][1]
     if nearest is not None:
       return nearest.id
   return None
 
 
 def _said(connection: sa.Connection, strip: Sequence[Row]) -> dict[int, Row]:
-  """Turn's id -> {thought, response} of it."""
+  """Maps a turn's id to its {thought, response}."""
   t = tables.turn
-  found = {}
+  by_turn = {}
   for id_, metrics in connection.execute(
       sa.select(t.c.id, t.c.metrics_json).where(
           t.c.id.in_([one["id"] for one in strip])
       )
   ):
-    known = text.read_object(metrics)
-    found[id_] = {
-        key: str(known[key])[:_LONGEST]
-        for key in ("thought", "model_response") if known.get(key)
+    content = text.read_object(metrics)
+    by_turn[id_] = {
+        key: str(content[key])[:_LONGEST]
+        for key in ("thought", "model_response") if content.get(key)
     }  # pyformat: disable
-  return found
+  return by_turn
 
 
 def _side(
-    strip: Sequence[Row], said: dict[int, Row], number: int
+    strip: Sequence[Row], recorded: dict[int, Row], number: int
 ) -> Row | None:
   if number > len(strip):
     return None
   one = strip[number - 1]
   return {**one, **{"thought": None, "model_response": None},
-          **said.get(one["id"], {})}  # pyformat: disable
+          **recorded.get(one["id"], {})}  # pyformat: disable
 
 
 def _caption(strip: Sequence[Row], number: int) -> str:
@@ -184,7 +178,7 @@ def _caption(strip: Sequence[Row], number: int) -> str:
 
 
 def _place(connection: sa.Connection, rollout: Row) -> str:
-  """Where the attempt was made, in words."""
+  """Returns the stage of training that an attempt was made in, in words."""
   kind = rollout["source_type"]
   if kind == "baseline":
     return "before training"

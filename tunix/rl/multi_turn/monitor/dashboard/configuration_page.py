@@ -31,24 +31,15 @@ class ConfigurationQuery(query_lib.PageQuery):
   only: Literal["changed"] | None = None
 
 
-class ConfigurationPage:
+class ConfigurationPage(page_request.RunTab):
   """The tab Configuration of a run."""
-
-  def __init__(self, engine: sa.Engine, head: Any):
-    """Args:
-
-      engine: of the database.
-      head: finds a run of a project, see `run_pages.RunPages.head`.
-    """
-    self._engine = engine
-    self._head = head
 
   def page(self, request: page_request.PageRequest) -> page_request.Page:
     asks = request.read(ConfigurationQuery)
     run = self._head(request.project, request.id())
     config, defaults = run["config_json"], self._defaults(run["id"])
     settings = run_pages.flat(config) if config else {}
-    known = defaults is not None
+    has_defaults = defaults is not None
     changed = whole(config, defaults or {})
     rows = [
         (name, value, name in changed, (defaults or {}).get(name))
@@ -57,15 +48,15 @@ class ConfigurationPage:
     ]
     rows.sort(key=lambda row: (not row[2], row[0]))  # What differs comes first.
     return page_request.Page("config.html", {
-        "run": run, "tab": "config", "rows": rows, "known": known,
+        "run": run, "tab": "config", "rows": rows, "known": has_defaults,
         "changed": len(changed), "only": asks.only,
-        "command": command(changed) if known and settings and (
+        "command": command(changed) if has_defaults and settings and (
             not any(name.startswith("evaluate.") for name in settings)
         ) else "",
     })  # pyformat: disable
 
   def _defaults(self, training: int) -> dict[str, Any] | None:
-    """Of the settings that have another value; None if the client told none."""
+    """Returns the defaults of changed settings; None if not recorded."""
     raw = tables.raw_value
     with database.reading(self._engine) as connection:
       value = connection.execute(
@@ -75,15 +66,15 @@ class ConfigurationPage:
           )
       ).scalar()  # pyformat: disable
     try:
-      found = json.loads(value or "null")
+      defaults = json.loads(value or "null")
     except (ValueError, RecursionError):  # Of another client.
       return None
-    return found if isinstance(found, dict) else None
+    return defaults if isinstance(defaults, dict) else None
 
 
 def whole(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
-  """Values of the settings in `defaults`, mappings as such."""
-  found: dict[str, Any] = {}
+  """Returns the values of the settings named in `defaults`."""
+  complete: dict[str, Any] = {}
   for name in defaults:
     value = config
     for part in name.split("."):
@@ -91,8 +82,8 @@ def whole(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
         break
       value = value[part]
     else:
-      found[name] = value
-  return found
+      complete[name] = value
+  return complete
 
 
 def inner(
@@ -107,7 +98,7 @@ def inner(
 
 
 def command(changed: Mapping[str, Any]) -> str:
-  """The line that starts a run with these settings.
+  """Returns the line that starts a run with these settings.
 
   Args:
     changed: dotted key -> value, of settings that are not their default.
@@ -121,23 +112,23 @@ def command(changed: Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-  """The value as an override says it: YAML."""
+  """Returns the value as YAML, for an override."""
   if isinstance(value, str) and _PLAIN.fullmatch(value) and (
       value.lower() not in _WORDS and not value.endswith(":")
   ):
     return value
-  # YAML refuses or folds some characters that JSON takes, and a page names
-  # those that it does not show: escaped they are copied as they are.
+  # YAML refuses or folds some characters that JSON takes, and a page shows
+  # names for invisible ones: escapes can be copied from the page.
   return text_lib.HIDDEN.sub(_escaped, _flow(value))
 
 
-def _escaped(found: re.Match[str]) -> str:
-  code = ord(found[0])
+def _escaped(match: re.Match[str]) -> str:
+  code = ord(match[0])
   return f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}"
 
 
 def _flow(value: Any) -> str:
-  """JSON, but for numbers that YAML would read as text."""
+  """Returns JSON, but for numbers that YAML would read as text."""
   if isinstance(value, Mapping):
     parts = (f"{json.dumps(k, ensure_ascii=False)}: {_flow(v)}"
              for k, v in value.items())  # pyformat: disable

@@ -60,7 +60,7 @@ class Columns:
     return low, max(low, high)
 
   def recent(self, name: str) -> float | None:
-    """A metric's mean over the run's last `RECENT_STEPS` readings.
+    """Returns a metric's mean over the run's last `RECENT_STEPS` readings.
 
     The largest of them of a metric that is a maximum itself.
     """
@@ -70,7 +70,7 @@ class Columns:
     return _summary(name, column[np.isfinite(column)])
 
   def ahead(self, other: Columns, name: str) -> tuple[int, float] | None:
-    """(step, how much more than another run) of what both read last.
+    """Returns (step, difference to another run) at the last common readings.
 
     The difference of their `recent` readings, of the last steps that both have
     made.
@@ -79,11 +79,11 @@ class Columns:
       return None
     theirs_N = _at(other, name, self.steps_N)
     (both,) = np.nonzero(np.isfinite(self.values[name] - theirs_N))
-    ours = _summary(name, self.values[name][both])
-    theirs = _summary(name, theirs_N[both])
-    if ours is None or theirs is None:
+    own_mean = _summary(name, self.values[name][both])
+    other_mean = _summary(name, theirs_N[both])
+    if own_mean is None or other_mean is None:
       return None
-    return int(self.steps_N[both[-1]]), ours - theirs
+    return int(self.steps_N[both[-1]]), own_mean - other_mean
 
 
 class _Run:
@@ -104,7 +104,7 @@ class Curves:
     self._lock = threading.Lock()
 
   def of(self, training: int) -> Columns:
-    """Columns of a run, up to date. Blocks; the caller must not change them."""
+    """Returns a run's present columns, which must not be changed. Blocks."""
     with self._lock:
       run = self._runs.get(training)
       if run is None:
@@ -132,8 +132,8 @@ class Curves:
         step.c.step, step.c.metrics_json,
         *(step.c[c] for c in dict.fromkeys(_COLUMNS.values())),
     ).where(step.c.training_id == training)  # pyformat: disable
-    whole = run.seen < 0 or run.seen < oldest - 1 or run.seen > newest
-    if not whole:
+    reread = run.seen < 0 or run.seen < oldest - 1 or run.seen > newest
+    if not reread:
       if run.seen == newest:
         return
       ids = list(
@@ -147,8 +147,8 @@ class Curves:
               .limit(_MOST_CHANGED)
           )
       )
-      whole = len(ids) == _MOST_CHANGED
-      if not whole:
+      reread = len(ids) == _MOST_CHANGED
+      if not reread:
         if ids:
           query = query.where(step.c.id.in_(set(ids)))
           run.columns = _merged(run.columns, connection.execute(query))
@@ -161,8 +161,8 @@ class Curves:
 
 
 def _merged(old: Columns, rows: Iterable[Any]) -> Columns:
-  """`old` with the readings of some steps put in or replaced."""
-  found = {}
+  """Returns `old` with the readings of some steps put in or replaced."""
+  new_readings = {}
   for row in rows:
     try:
       metrics = orjson.loads(row.metrics_json) if row.metrics_json else {}
@@ -179,30 +179,31 @@ def _merged(old: Columns, rows: Iterable[Any]) -> Columns:
       value = getattr(row, column)
       if value is not None:
         readings.setdefault(name, float(value))
-    found[row.step] = readings
-  steps = np.union1d(old.steps_N, np.fromiter(found, np.int64, len(found)))
-  kept = np.searchsorted(steps, old.steps_N)
-  changed = np.searchsorted(steps, list(found)) if found else []
+    new_readings[row.step] = readings
+  new_steps = np.fromiter(new_readings, np.int64, len(new_readings))
+  steps = np.union1d(old.steps_N, new_steps)
+  old_places = np.searchsorted(steps, old.steps_N)
+  changed = np.searchsorted(steps, new_steps)
   names = dict.fromkeys(old.values)
-  for readings in found.values():
+  for readings in new_readings.values():
     names.update(dict.fromkeys(readings))
   values = {}
   for name in names:
     column = np.full(len(steps), np.nan)
     if name in old.values:
-      column[kept] = old.values[name]
+      column[old_places] = old.values[name]
     values[name] = column
-  for place, readings in zip(changed, found.values()):
+  for place, readings in zip(changed, new_readings.values()):
     for name in names:
       values[name][place] = readings.get(name, np.nan)
   return Columns(steps, values)
 
 
-def _summary(name: str, known: np.ndarray) -> float | None:
-  """See `Columns.recent`; of finite readings."""
-  if not len(known):
+def _summary(name: str, readings: np.ndarray) -> float | None:
+  """Returns `Columns.recent` of finite readings."""
+  if not len(readings):
     return None
-  last = known[-success_rates.RECENT_STEPS :]
+  last = readings[-success_rates.RECENT_STEPS :]
   return float(last.max() if name.endswith("_max") else last.mean())
 
 
@@ -214,11 +215,12 @@ def chart(
     points: int = 1200,
     minus: Columns | None = None,
 ) -> dict[str, Any]:
-  """Columns as JSON for charts.
+  """Returns columns as JSON for charts.
 
   Args:
-    columns: of a run.
-    names: metrics; a name that ends in "/" stands for all that begin so.
+    columns: Columns of a run.
+    names: Metrics; a name that ends in "/" stands for every metric with that
+      prefix.
     first, last: steps, inclusive.
     points: most of a series; more become means of equal runs of steps.
     minus: columns of another run: a series that both have becomes the
@@ -238,20 +240,20 @@ def chart(
       chosen += sorted(n for n in columns.values if n.startswith(name))
     elif DERIVED.get(name, (name,))[0] in columns.values:
       chosen.append(name)
-  found = {}
+  series = {}
   for name in dict.fromkeys(chosen):
     column = _reading(columns, name)
     if minus is not None and name != "time":
       if DERIVED.get(name, (name,))[0] not in minus.values:
         continue
       column = column - _at(minus, name, columns.steps_N)
-    found[name] = _readable(_means(column[low:high], bucket))
+    series[name] = _readable(_means(column[low:high], bucket))
   steps = columns.steps_N[low:high]
   ends = np.minimum(np.arange(bucket - 1, count + bucket - 1, bucket),
                     count - 1) if count else []  # pyformat: disable
   return {
       "step": steps[ends].tolist() if count else [],
-      "series": found, "steps": count, "bucket": bucket,
+      "series": series, "steps": count, "bucket": bucket,
   }  # pyformat: disable
 
 
@@ -262,7 +264,7 @@ def _reading(columns: Columns, name: str) -> np.ndarray:
 
 
 def _at(columns: Columns, name: str, steps_N: np.ndarray) -> np.ndarray:
-  """A run's readings at another one's steps; NaN where it made none."""
+  """Returns a run's readings at another one's steps; NaN where it made none."""
   if not len(columns.steps_N):
     return np.full(len(steps_N), np.nan)
   places = np.searchsorted(columns.steps_N, steps_N)
@@ -272,24 +274,24 @@ def _at(columns: Columns, name: str, steps_N: np.ndarray) -> np.ndarray:
 
 
 def sample(column: np.ndarray, points: int = 60) -> list[float | None]:
-  """A column as at most `points` means, None where there is none."""
+  """Returns a column as at most `points` means, None where there is none."""
   return _readable(_means(column, max(1, -(-len(column) // points))))
 
 
 def _means(column: np.ndarray, bucket: int) -> np.ndarray:
-  """Means of runs of `bucket` values that leave out NaN."""
+  """Returns means of runs of `bucket` values that leave out NaN."""
   if bucket == 1 or not len(column):
     return column
   pad = -len(column) % bucket
   padded = np.concatenate([column, np.full(pad, np.nan)]).reshape(-1, bucket)
-  known = np.isfinite(padded)
-  counts = known.sum(1)
-  sums = np.where(known, padded, 0.0).sum(1)
+  finite = np.isfinite(padded)
+  counts = finite.sum(1)
+  sums = np.where(finite, padded, 0.0).sum(1)
   return np.where(counts, sums / np.maximum(counts, 1), np.nan)
 
 
 def _readable(column: np.ndarray) -> list[float | None]:
-  """Float values at the precision of the float32 that they were."""
+  """Returns float values at the precision of the float32 that they were."""
   return [
       float(f"{v:.7g}") if f else None
       for v, f in zip(column.tolist(), np.isfinite(column).tolist())

@@ -64,12 +64,12 @@ class StoredImage:
 
 
 def hashes_of(turn: Mapping[str, Any]) -> list[str]:
-  """The hashes of a turn's screenshots, in order."""
-  found = [
+  """Returns the hashes of a turn's screenshots, in order."""
+  candidates = [
       (o["screenshot_uri"] or "").removeprefix("sha256:")
       for o in turn["observations"]
   ]
-  return [sha for sha in found if screenshots_lib.SHA.fullmatch(sha)]
+  return [sha for sha in candidates if screenshots_lib.SHA.fullmatch(sha)]
 
 
 def make(
@@ -78,11 +78,11 @@ def make(
     training: Mapping[str, Any],
     images: Mapping[str, StoredImage],
 ) -> page_request.File:
-  """A file of a rollout.
+  """Returns a file of a rollout.
 
   Args:
     name: one of FORMATS.
-    rollout: as `Queries.rollout` answers, with `turns` as `Queries.turns`.
+    rollout: Answer of `Queries.rollout`, with the `turns` of `Queries.turns`.
     training: its run.
     images: screenshots by hash; missing ones are left out.
 
@@ -137,7 +137,7 @@ def atif(
     training: Mapping[str, Any],
     images: Mapping[str, StoredImage],
 ) -> dict[str, Any]:
-  """The rollout as an ATIF trajectory.
+  """Returns the rollout as an ATIF trajectory.
 
   The task is the user's message, with the first screenshot; a turn is a step
   of the agent, its effect the observation. Screenshots are inside as data
@@ -251,8 +251,8 @@ def _part(image: StoredImage) -> dict[str, Any]:
   }
 
 
-def _without_none(found: dict[str, Any]) -> dict[str, Any]:
-  return {k: v for k, v in found.items() if v is not None}
+def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
+  return {k: v for k, v in fields.items() if v is not None}
 
 
 def _version() -> str:
@@ -270,7 +270,7 @@ def page(
     training: Mapping[str, Any],
     images: Mapping[str, StoredImage],
 ) -> str:
-  """HTML with everything inside and nothing that runs."""
+  """Returns HTML with everything inside and nothing that runs."""
   style = (_HERE / "templates" / "export.css").read_text(encoding="utf-8")
   digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
   environment = jinja2.Environment(
@@ -311,7 +311,7 @@ def page(
 def animation(
     rollout: Mapping[str, Any], images: Mapping[str, StoredImage]
 ) -> bytes:
-  """Each turn's screen with its action, and the last screen without one."""
+  """Returns an animation: each turn's screen with its action, then the last."""
   plan: list[tuple[StoredImage, Sequence[click_overlay.Gesture], str]] = []
   for turn in rollout["turns"][:_MAX_FRAMES]:
     shown = [images[h] for h in hashes_of(turn) if h in images]
@@ -342,7 +342,7 @@ def animation(
 
 
 def _frame_size(image: StoredImage, count: int) -> tuple[int, int]:
-  """Small screens are enlarged so that text can be read over them."""
+  """Returns a frame's size: small screens are enlarged for the text."""
   larger = max(image.width, image.height)
   scale = _LARGEST_FRAME / larger if larger > _LARGEST_FRAME else max(
       1, 480 // larger

@@ -31,19 +31,19 @@ _TURNS = (
 def in_runs(
     connection: sa.Connection, own: Mapping[str, sa.Select]
 ) -> sa.ColumnElement[bool]:
-  """The condition among the rollouts of some runs.
+  """Returns the condition of few turns for rollouts of some runs.
 
   Args:
-    connection: to the database.
+    connection: Connection to the database.
     own: kind of source -> query of the ids of the runs' sources.
   """
   rows: list[Sequence[Any]] = []
   for source, query in own.items():
-    held, ids = _R.c[f"{source}_id"], query.subquery()
+    source_id, ids = _R.c[f"{source}_id"], query.subquery()
     rows += connection.execute(
         sa.select(_TASK, *_TURNS)
-        .select_from(ids.join(_R, held == ids.c.id))
-        .where(held.is_not(None), WON)
+        .select_from(ids.join(_R, source_id == ids.c.id))
+        .where(source_id.is_not(None), WON)
         .group_by(_TASK)
     )
   return sa.or_(sa.false(), *(
@@ -53,7 +53,7 @@ def in_runs(
 
 
 def of_all_runs(connection: sa.Connection) -> list[int] | None:
-  """Ids of the rollouts among all, whose index has them in order.
+  """Returns ids of the rollouts of few turns among all runs.
 
   None where they are many.
   """
@@ -64,23 +64,23 @@ def of_all_runs(connection: sa.Connection) -> list[int] | None:
           .group_by(_R.c.task_id)
       )
   )
-  found: list[int] = []
+  rollouts: list[int] = []
   for most, tasks in at_most.items():
-    found += connection.scalars(
+    rollouts += connection.scalars(
         sa.select(_R.c.id)
         .where(
             tables.SOLVED, _R.c.task_id.in_(in_text(tasks)),
             _R.c.num_turns <= most,
         )
-        .limit(_MANY + 1 - len(found))
+        .limit(_MANY + 1 - len(rollouts))
     )  # pyformat: disable
-    if len(found) > _MANY:
+    if len(rollouts) > _MANY:
       return None
-  return found
+  return rollouts
 
 
 def _at_most(rows: Iterable[Sequence[Any]]) -> dict[int, list[int]]:
-  """Turns -> the tasks at which so many are few.
+  """Maps a number of turns to the tasks at which it is few.
 
   Args:
     rows: (task, successes, turns in all, fewest turns), a task in some of them.
@@ -89,14 +89,14 @@ def _at_most(rows: Iterable[Sequence[Any]]) -> dict[int, list[int]]:
   for task, count, total, least in rows:
     one = tasks.get(task, (0, 0, least))
     tasks[task] = (one[0] + count, one[1] + int(total), min(one[2], least))
-  found: dict[int, list[int]] = {}
+  by_limit: dict[int, list[int]] = {}
   for task, (count, total, least) in tasks.items():
     most = total // round((count - 1) / _FEW + 1)
     if count > 1 and least <= most:
-      found.setdefault(most, []).append(task)
-  return found
+      by_limit.setdefault(most, []).append(task)
+  return by_limit
 
 
 def in_text(ids: Sequence[int]) -> sa.BindParameter:
-  """Ids in the text: there may be more than a statement has parameters."""
+  """Binds ids as one text: a statement takes a limited number of values."""
   return sa.bindparam(None, ids, expanding=True, literal_execute=True)

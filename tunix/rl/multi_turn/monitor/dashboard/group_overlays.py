@@ -2,9 +2,9 @@
 
     group_overlays.add(connection, groups, turn=1)
 
-Green gestures are of attempts that succeeded, red ones of those that failed, so
-that a glance shows what the failed ones did otherwise. Without a turn it is the
-first one in which a failed attempt did what no successful one did.
+Successful attempts have green gestures, failed ones red gestures, so that a
+glance shows where they part. Without a turn it is the first one in which a
+failed attempt did what no successful one did.
 
 Does not: compare screens. From the second turn on attempts may see different
 ones; the one drawn is of a successful attempt, where there is one.
@@ -39,9 +39,9 @@ def add(
   """Adds `overlay` to groups of `step_page.grouped`.
 
   Args:
-    connection: to the database.
-    groups: with their members.
-    turn: from 1; 0 takes the one in which the attempts first differ.
+    connection: Connection to the database.
+    groups: Groups with their members.
+    turn: Turn, from 1; 0 takes the one in which the attempts first differ.
 
   An overlay is {turn, sha, width, height, svg, attempts, pair}, or None without
   a screen. An attempt is {id, row, caption}, with what it did in that turn; the
@@ -98,13 +98,13 @@ def _overlay(
 
 
 def _differing(members: Sequence[Row], did: Gestures) -> int:
-  """The first turn in which a failed attempt did what no other did; or 1."""
+  """Returns the turn in which failed attempts part from the others; or 1."""
   won = [m["id"] for m in members if m["task_success"]]
   lost = [m["id"] for m in members if not m["task_success"]]
   for turn in range(1, _MOST_TURNS + 1):
-    theirs = [did.get((id_, turn), []) for id_ in won]
+    winners = [did.get((id_, turn), []) for id_ in won]
     if won and any(
-        not any(alike(did[id_, turn], other) for other in theirs)
+        not any(alike(did[id_, turn], other) for other in winners)
         for id_ in lost if (id_, turn) in did
     ):
       return turn
@@ -112,27 +112,27 @@ def _differing(members: Sequence[Row], did: Gestures) -> int:
 
 
 def alike(
-    some: Sequence[click_overlay.Gesture],
-    others: Sequence[click_overlay.Gesture],
+    first: Sequence[click_overlay.Gesture],
+    second: Sequence[click_overlay.Gesture],
 ) -> bool:
-  """Whether gestures are of one kind, with one text, at one place."""
-  return len(some) == len(others) and all(
+  """Returns whether gestures are of one kind, with one text, at one place."""
+  return len(first) == len(second) and all(
       a.label == b.label and a.text == b.text
       and all(
           (p is None) == (q is None)
           and (p is None or q is None or math.dist(p, q) <= _NEAR_PX)
           for p, q in ((a.at, b.at), (a.to, b.to))
       )
-      for a, b in zip(some, others)
+      for a, b in zip(first, second)
   )  # pyformat: disable
 
 
 def _gestures(
     connection: sa.Connection, rollouts: Sequence[int], turn: int
 ) -> Gestures:
-  """(rollout, turn) -> what it did there; of the first turns for turn 0."""
+  """Maps (rollout, turn) to its gestures; to all first turns for turn 0."""
   t, a = tables.turn, tables.action
-  found: Gestures = {}
+  gestures: Gestures = {}
   for row in connection.execute(
       sa.select(
           t.c.rollout_id, t.c.turn, a.c.action_type, a.c.tool_name,
@@ -147,19 +147,19 @@ def _gestures(
       .order_by(a.c.id + 0)
       .limit(_MOST_ACTIONS)
   ):  # pyformat: disable
-    found.setdefault((row.rollout_id, row.turn), []).append(
+    gestures.setdefault((row.rollout_id, row.turn), []).append(
         pictures.gesture({
             "action_type": row.action_type, "tool_name": row.tool_name,
             "tool_args": text.read_json(row.tool_args),
         })
     )  # pyformat: disable
-  return found
+  return gestures
 
 
 def _screens(
     connection: sa.Connection, rollouts: Sequence[int], turn: int
 ) -> dict[int, Row]:
-  """Rollout -> {sha, width, height} of the screen before its turn."""
+  """Maps a rollout to {sha, width, height} of the screen before its turn."""
   t, o, s = tables.turn, tables.obs, tables.screenshot
   shown: dict[int, str] = {}
   for rollout, uri in connection.execute(

@@ -13,7 +13,6 @@ from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.dashboard import text
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
-from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 
 _STEPS = 3
 _SLOW_TURNS = 15
@@ -42,7 +41,7 @@ class Timings:
         self._slow.append((time.time(), name, seconds))
 
   def read(self) -> tuple[list[Row], list[Row]]:
-    """(means by name, slowest means first; slow ones, the last first)."""
+    """Returns (means by name, slowest first; slow calls, the last first)."""
     with self._lock:
       means = [
           {"name": n, "count": int(c), "mean_s": s / c, "most_s": m}
@@ -55,17 +54,11 @@ class Timings:
     return sorted(means, key=lambda m: -m["mean_s"]), slow
 
 
-class HealthPages:
+class HealthPages(page_request.RunTab):
   """See the module docstring."""
 
-  def __init__(
-      self, engine: sa.Engine, queries: queries_lib.Queries,
-      curves: curves_lib.Curves, head: Any, timings: Timings, writer: Any,
-  ):  # pyformat: disable
-    self._engine = engine
-    self._queries = queries
-    self._curves = curves
-    self._head = head
+  def __init__(self, *sources: Any, timings: Timings, writer: Any):
+    super().__init__(*sources)
     self._timings = timings
     self._writer = writer
 
@@ -140,17 +133,17 @@ class HealthPages:
         .order_by(r.c.id.desc())
         .limit(_SLOW_TURNS)
     )
-    found = []
+    environments = []
     for row in broken:
       faults = text.read_json(row.errors)
       first = faults[0] if isinstance(faults, list) and faults else {}
       first = first if isinstance(first, dict) else {}
-      found.append({
+      environments.append({
           "id": row.id, "status": row.status_message, "end": row.end_time,
           "stage": first.get("stage"), "kind": first.get("kind"),
           "message": row.error_message or first.get("message"),
       })  # pyformat: disable
-    return states, found
+    return states, environments
 
   def _slow_turns(
       self, connection: sa.Connection, steps: list[int]
@@ -164,11 +157,11 @@ class HealthPages:
         .order_by(t.c.turn_time.desc())
         .limit(_SLOW_TURNS)
     )
-    found = []
+    turns = []
     for row in rows:
       metrics = text.read_json(row.metrics_json)
       spent = metrics.get("seconds") if isinstance(metrics, dict) else None
-      found.append({
+      turns.append({
           "rollout": row.rollout_id, "turn": row.turn,
           "seconds": row.turn_time,
           "stages": {
@@ -177,4 +170,4 @@ class HealthPages:
               ) if isinstance(v, (int, float))
           },
       })  # pyformat: disable
-    return found
+    return turns

@@ -17,12 +17,8 @@ _CHANGES = 100
 Row = dict[str, Any]
 
 
-class LogPages:
+class LogPages(page_request.RunTab):
   """See the module docstring."""
-
-  def __init__(self, engine: sa.Engine, head: Any):
-    self._engine = engine
-    self._head = head
 
   def log(self, request: page_request.PageRequest) -> page_request.Page:
     run = self._head(request.project, request.id())

@@ -12,12 +12,10 @@ from typing import Any, Mapping, Sequence
 import sqlalchemy as sa
 from tunix.rl.multi_turn.core import comparison
 from tunix.rl.multi_turn.core import success_rates
-from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib
 from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.server import errors
-from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 _COLUMNS_SHOWN = 8
@@ -43,12 +41,12 @@ class EvalDiffQuery(query_lib.PageQuery):
 
 
 def checkpoints(connection: sa.Connection, training: int) -> list[Row]:
-  """Every measurement of a run, baselines first, then by step.
+  """Returns every measurement of a run, baselines first, then by step.
 
   `wins` of `done` attempts of `mode` are its figure: the sampled ones, or the
   greedy ones where there are no others.
   """
-  found = []
+  measurements = []
   r = tables.rollout
   for kind, t in (("baseline", tables.baseline), ("eval", tables.eval_)):
     step = t.c.step if kind == "eval" else sa.literal(0)
@@ -83,21 +81,21 @@ def checkpoints(connection: sa.Connection, training: int) -> list[Row]:
       one = dict(row._mapping)  # pylint: disable=protected-access
       wins, rate = one["successful_tasks"] or 0, one["success_rate"]
       # Rates are over completed rollouts; failed ones do not count.
-      done = round(wins / rate) if rate else one["tries"] or 0
+      count = round(wins / rate) if rate else one["tries"] or 0
       name = one["status_message"] or kind
       if kind == "eval":
         name = f"step {one['step']}"
-      found.append(
+      measurements.append(
           {**one, "kind": kind, "key": f"{kind}-{one['id']}", "name": name,
-           "wins": wins, "done": done, "mode": MODES[one["greedy"]]}
+           "wins": wins, "done": count, "mode": MODES[one["greedy"]]}
       )  # pyformat: disable
-  return found
+  return measurements
 
 
 def beside(
     connection: sa.Connection, training: int, kind: str, id_: int
 ) -> list[Row | None]:
-  """The measurement before one, that one, and the one after.
+  """Returns the measurement before one, that one, and the one after.
 
   In the order of `checkpoints`, however many the run has. Each is its `kind`,
   `id` and `name`; all are None where the run has no such measurement.
@@ -120,7 +118,7 @@ def beside(
     return [None, None, None]
   here = sa.tuple_(sa.literal(own.late), sa.literal(own.place))
   at = sa.tuple_(both.c.late, both.c.place)
-  found = [
+  neighbours = [
       connection.execute(
           sa.select(both).where(condition).order_by(*order).limit(1)
       ).one_or_none()
@@ -135,14 +133,14 @@ def beside(
           "name": f"step {one.place}" if one.kind == "eval"
           else one.name or one.kind,
       }
-      for one in (found[0], own, found[1])
+      for one in (neighbours[0], own, neighbours[1])
   ]  # pyformat: disable
 
 
 def last_screenshots(
     connection: sa.Connection, rollouts: Sequence[int]
 ) -> dict[int, str]:
-  """Rollout -> hash of the last screenshot of its last turn that has one."""
+  """Maps a rollout to the hash of its last turn's last screenshot."""
   if not rollouts:
     return {}
   t, o = tables.turn, tables.obs
@@ -171,7 +169,7 @@ def last_screenshots(
 
 
 def cell(wins: int, tries: int) -> Row | None:
-  """A success rate with Wilson's interval; None without a try."""
+  """Returns a success rate with Wilson's interval; None without a try."""
   if not tries:
     return None
   low, high = success_rates.wilson_interval(wins, tries)
@@ -181,22 +179,13 @@ def cell(wins: int, tries: int) -> Row | None:
   }  # pyformat: disable
 
 
-class MeasurementPages:
+class MeasurementPages(page_request.RunTab):
   """See the module docstring."""
-
-  def __init__(
-      self, engine: sa.Engine, queries: queries_lib.Queries,
-      curves: curves_lib.Curves, head: Any,
-  ):  # pyformat: disable
-    self._engine = engine
-    self._queries = queries
-    self._curves = curves
-    self._head = head
 
   # --- evaluations ------------------------------------------------------------
 
   def evals(self, request: page_request.PageRequest) -> page_request.Page:
-    """Success by task family and checkpoint."""
+    """Renders success by task family and checkpoint."""
     training = request.id()
     run = self._head(request.project, training)
     asks = request.read(EvalsQuery)
@@ -210,16 +199,16 @@ class MeasurementPages:
       }
     modes = [
         mode for mode in MODES
-        if any(mode in found for found in counted.values())
+        if any(mode in counts for counts in counted.values())
     ]  # pyformat: disable
     mode = asks.mode or (modes[0] if modes else MODES[0])
     cells: dict[str, dict[str, Row | None]] = {}
     totals: dict[str, dict[str, Row | None]] = {m: {} for m in modes}
-    for key, found in counted.items():
-      for family, (wins, tries) in found.get(mode, {}).items():
+    for key, counts in counted.items():
+      for family, (wins, tries) in counts.get(mode, {}).items():
         cells.setdefault(family, {})[key] = cell(wins, tries)
       for name in modes:
-        sums = found.get(name, {}).values()
+        sums = counts.get(name, {}).values()
         totals[name][key] = cell(
             sum(w for w, _ in sums), sum(n for _, n in sums)
         )
@@ -235,11 +224,11 @@ class MeasurementPages:
   def _by_family(
       self, connection: sa.Connection, one: Row
   ) -> dict[str, dict[str, tuple[int, int]]]:
-    """Mode -> family -> (successes, completed) of a measurement."""
+    """Maps mode and family to (successes, completed) of a measurement."""
     r, t = tables.rollout, tables.task
     family = sa.func.coalesce(t.c.app_name, t.c.task_id)
     greedy = sa.case((r.c.temperature == 0, 1), else_=0)
-    found: dict[str, dict[str, tuple[int, int]]] = {}
+    by_mode: dict[str, dict[str, tuple[int, int]]] = {}
     for name, mode, wins, tries in connection.execute(
         sa.select(
             family, greedy,
@@ -255,8 +244,8 @@ class MeasurementPages:
         .group_by(family, greedy)
     ):  # pyformat: disable
       # PostgreSQL's sum is a Decimal.
-      found.setdefault(MODES[mode], {})[name] = int(wins), tries
-    return found
+      by_mode.setdefault(MODES[mode], {})[name] = int(wins), tries
+    return by_mode
 
   def eval_diff(self, request: page_request.PageRequest) -> page_request.Page:
     """Compares two measurements attempt by attempt."""
@@ -264,7 +253,7 @@ class MeasurementPages:
     run = self._head(request.project, training)
     with database.reading(self._engine) as connection:
       every = checkpoints(connection, training)
-      known = {one["key"]: one for one in every}
+      by_key = {one["key"]: one for one in every}
       if len(every) < 2:
         raise errors.ApiError(
             404, "this run has fewer than two evaluations or baselines yet"
@@ -274,22 +263,22 @@ class MeasurementPages:
           "a": asks.a or every[-2]["key"], "b": asks.b or every[-1]["key"],
       }  # pyformat: disable
       wrong = [
-          errors.fault(side, key, f"give one of {', '.join(known)}")
+          errors.fault(side, key, f"give one of {', '.join(by_key)}")
           for side, key in keys.items()
-          if key not in known
+          if key not in by_key
       ]
       if wrong:
         raise errors.wrong(wrong)
       attempts = {
-          side: self._attempts(connection, known[key])
+          side: self._attempts(connection, by_key[key])
           for side, key in keys.items()
       }
     pairs = paired(attempts["a"], attempts["b"])
     gained = [p for p in pairs if p["b"]["won"] and not p["a"]["won"]]
     lost = [p for p in pairs if p["a"]["won"] and not p["b"]["won"]]
     return page_request.Page("eval_diff.html", {
-        "run": run, "tab": "evals", "every": every, "a": known[keys["a"]],
-        "b": known[keys["b"]], "pairs": len(pairs), "gained": gained,
+        "run": run, "tab": "evals", "every": every, "a": by_key[keys["a"]],
+        "b": by_key[keys["b"]], "pairs": len(pairs), "gained": gained,
         "lost": lost, **_by_task(pairs),
         "both": sum(p["a"]["won"] and p["b"]["won"] for p in pairs),
         "neither": sum(
@@ -324,25 +313,25 @@ class MeasurementPages:
 
 
 def _neighbours(shown: Sequence[Row]) -> dict[str, str]:
-  """Key of a measurement -> that of the one before it, among those shown."""
+  """Maps each shown measurement's key to the key of the one before it."""
   return {
       later["key"]: earlier["key"] for earlier, later in zip(shown, shown[1:])
   }
 
 
 def paired(first: Sequence[Row], second: Sequence[Row]) -> list[Row]:
-  """Attempts at the same task and mode, the n-th with the n-th."""
+  """Returns pairs of attempts at the same task and mode, in order."""
   waiting: dict[Any, list[Row]] = {}
   for one in first:
     waiting.setdefault(_attempt_key(one), []).append(one)
   for rows in waiting.values():
     rows.reverse()
-  found = []
+  pairs = []
   for other in second:
     rows = waiting.get(_attempt_key(other))
     if rows:
-      found.append({"a": rows.pop(), "b": other})
-  return found
+      pairs.append({"a": rows.pop(), "b": other})
+  return pairs
 
 
 def _by_task(pairs: Sequence[Row]) -> Row:

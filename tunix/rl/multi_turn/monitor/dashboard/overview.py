@@ -44,17 +44,17 @@ def latest(engine: sa.Engine, training: int) -> list[Row]:
         .order_by(ended.desc(), r.c.id.desc())
         .limit(3 * _LATEST)
     )  # pyformat: disable
-    found = [dict(row._mapping) for row in rows]  # pylint: disable=protected-access
-    ids = [row["id"] for row in found]
+    rollouts = [dict(row._mapping) for row in rows]  # pylint: disable=protected-access
+    ids = [row["id"] for row in rollouts]
     last = measurements.last_screenshots(connection, ids)
-  for row in found:
+  for row in rollouts:
     row["screenshot"] = last.get(row["id"])
-  found.sort(key=lambda row: row["screenshot"] is None)  # Stable.
-  return found[:_LATEST]
+  rollouts.sort(key=lambda row: row["screenshot"] is None)  # Stable.
+  return rollouts[:_LATEST]
 
 
 def newest_groups(engine: sa.Engine, training: int) -> list[Row]:
-  """The newest groups with a gradient, with every attempt's first actions."""
+  """Returns the newest groups with a gradient, and their first actions."""
   s, r = tables.step, tables.rollout
   with database.reading(engine) as connection:
     steps = list(connection.execute(
@@ -63,19 +63,19 @@ def newest_groups(engine: sa.Engine, training: int) -> list[Row]:
         .order_by(s.c.step.desc())
         .limit(4)
     ))  # pyformat: disable
-    found: list[Row] = []
+    groups: list[Row] = []
     for id_, number in steps:
       members = step_page.members_of(
           connection, sa.and_(r.c.source_type == "step", r.c.step_id == id_),
           _MOST_MEMBERS,
       )  # pyformat: disable
-      found += [
+      groups += [
           {**group, "step": number}
           for group in reversed(step_page.grouped(members))
           if group["has_gradient"]
       ]
-      if len(found) >= _GROUPS_SHOWN:
+      if len(groups) >= _GROUPS_SHOWN:
         break
-    found = found[:_GROUPS_SHOWN]
-    group_overlays.add(connection, found)
-  return [group for group in found if group["overlay"]]
+    groups = groups[:_GROUPS_SHOWN]
+    group_overlays.add(connection, groups)
+  return [group for group in groups if group["overlay"]]

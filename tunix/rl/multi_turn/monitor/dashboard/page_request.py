@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Mapping, TypeVar
+from typing import Any, Callable, Mapping, TypeVar
 from urllib import parse
 
+import sqlalchemy as sa
 from starlette import datastructures
+from tunix.rl.multi_turn.monitor.dashboard import curves as curves_lib
 from tunix.rl.multi_turn.monitor.server import errors
+from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 Q = TypeVar("Q", bound=query_lib.PageQuery)
@@ -18,10 +21,10 @@ class PageRequest:
   """A request for a page.
 
   Attributes:
-    project: whose data may be shown.
+    project: Project whose data may be shown.
     where: parameters of the path.
     query: parameters behind the question mark; pages `read` them.
-    path: of the request.
+    path: Path of the request.
     may_edit: whether the client may change tags and the baseline.
   """
 
@@ -38,7 +41,7 @@ class PageRequest:
     return value
 
   def read(self, model: type[Q]) -> Q:
-    """The query as this model.
+    """Returns the query as an instance of `model`.
 
     Raises:
       ApiError: 400, with every wrong parameter.
@@ -75,6 +78,27 @@ class Redirect:
   """Another address of this server."""
 
   to: str
+
+
+class RunTab:
+  """Base of the classes that render tabs of a run."""
+
+  def __init__(
+      self, engine: sa.Engine, queries: queries_lib.Queries,
+      curves: curves_lib.Curves, head: Callable[[int, int], dict[str, Any]],
+  ):  # pyformat: disable
+    """Keeps what the tabs read.
+
+    Args:
+      engine: Engine of the upgraded database.
+      queries: Queries on that database.
+      curves: Columns of runs.
+      head: Returns the header of a run, see `run_pages.RunPages.head`.
+    """
+    self._engine = engine
+    self._queries = queries
+    self._curves = curves
+    self._head = head
 
 
 class Link:

@@ -65,38 +65,33 @@ class Pages:
   ):
     """Args:
 
-      engine: of the upgraded database.
+      engine: Engine of the upgraded database.
       queries: about it.
-      files: where screenshots are.
+      files: Folder of the screenshots.
       curves: columns of runs, shared with the API.
       texts: tokens as text.
-      timings: of the server.
-      writer: of the server, for its counters.
+      timings: Timings of the server.
+      writer: Writer of the server, for its counters.
     """
     runs = run_pages.RunPages(engine, queries, curves)
-    steps = step_page.StepPages(engine, queries, runs.head)
-    rollouts = rollout_page.RolloutPages(
-        engine, queries, files, texts, runs.head
-    )
-    lists = rollout_list.RolloutLists(engine, queries, runs.head)
-    measured = measurements.MeasurementPages(
-        engine, queries, curves, runs.head
-    )
-    tasks = task_pages.TaskPages(engine, queries, curves, runs.head)
-    health = health_page.HealthPages(
-        engine, queries, curves, runs.head, timings, writer
-    )
+    sources = engine, queries, curves, runs.head
+    steps = step_page.StepPages(*sources)
+    rollouts = rollout_page.RolloutPages(*sources, files=files, texts=texts)
+    lists = rollout_list.RolloutLists(*sources)
+    measured = measurements.MeasurementPages(*sources)
+    tasks = task_pages.TaskPages(*sources)
+    health = health_page.HealthPages(*sources, timings=timings, writer=writer)
     self.eval_points = runs.eval_points
     self.runs, self.compare, self.run = runs.runs, runs.compare, runs.run
     self.compare_tasks = task_comparison.TaskComparisonPage(engine).page
     self.steps = runs.steps
-    self.config = configuration_page.ConfigurationPage(engine, runs.head).page
+    self.config = configuration_page.ConfigurationPage(*sources).page
     self.step, self.measurement = steps.step, steps.measurement
     self.rollouts, self.run_rollouts = lists.of_all, lists.of_run
     self.rollout, self.export = rollouts.rollout, rollouts.export
     self.evals, self.eval_diff = measured.evals, measured.eval_diff
     self.tasks, self.task = tasks.tasks, tasks.task
     self.health = health.health
-    self.beside = attempts_page.AttemptPages(engine, queries, runs.head).beside
-    self.search = search_page.SearchPages(engine, runs.head).search
-    self.log = log_page.LogPages(engine, runs.head).log
+    self.beside = attempts_page.AttemptPages(*sources).beside
+    self.search = search_page.SearchPages(*sources).search
+    self.log = log_page.LogPages(*sources).log

@@ -20,11 +20,11 @@ _CROP_MARKS = 0.5
 def sparkline(
     values: Sequence[float | None], width: int = 120, height: int = 24
 ) -> _Markup:
-  """A line without axes; missing values are gaps."""
-  known = [v for v in values if v is not None and math.isfinite(v)]
-  if len(known) < 2:
+  """Returns a line without axes; missing values are gaps."""
+  readings = [v for v in values if v is not None and math.isfinite(v)]
+  if len(readings) < 2:
     return _Markup('<span class="faint">–</span>')
-  low, high = min(known), max(known)
+  low, high = min(readings), max(readings)
   span = (high - low) or 1.0
   right = max(1, len(values) - 1)
   path, pen = [], "M"
@@ -38,13 +38,13 @@ def sparkline(
   return _Markup(
       '<svg class="spark" width="{w}" height="{h}" viewBox="0 0 {w} {h}"'
       ' role="img" aria-label="from {a:.3g} to {b:.3g}"><path d="{p}"/></svg>'
-  ).format(w=width, h=height, a=known[0], b=known[-1], p="".join(path))
+  ).format(w=width, h=height, a=readings[0], b=readings[-1], p="".join(path))
 
 
 def interval(
     rate: float, low: float, high: float, width: int = 90
 ) -> _Markup:
-  """A rate in [0, 1] as a bar with its interval as a whisker."""
+  """Returns a rate in [0, 1] as a bar with its interval as a whisker."""
   inner = width - 2
   return _Markup(
       '<svg class="interval" width="{w}" height="12" viewBox="0 0 {w} 12"'
@@ -58,7 +58,7 @@ def interval(
 
 
 def signed_bar(value: float | None, most: float, width: int = 56) -> _Markup:
-  """A bar to the right of its middle, or to the left below 0."""
+  """Returns a bar to the right of its middle, or to the left below 0."""
   if value is None:
     return _Markup("")
   half = width / 2
@@ -75,7 +75,7 @@ def signed_bar(value: float | None, most: float, width: int = 56) -> _Markup:
 
 
 def bins(values: Sequence[float], most: int = 20) -> list[dict[str, float]]:
-  """Equal bins over the values, [low, high) and the last [low, high].
+  """Returns equal bins over the values, [low, high) and the last [low, high].
 
   Few distinct values get a bin each.
   """
@@ -87,7 +87,7 @@ def bins(values: Sequence[float], most: int = 20) -> list[dict[str, float]]:
   count = min(most, max(10, len(set(values))))
   width = high / count - low / count  # Their difference may be infinite.
   edges = [low + width * i for i in range(count)] + [high]
-  found = [
+  buckets = [
       {"low": a, "high": b, "count": 0} for a, b in zip(edges, edges[1:])
   ]
   for value in values:
@@ -97,8 +97,8 @@ def bins(values: Sequence[float], most: int = 20) -> list[dict[str, float]]:
       index -= 1
     while index < count - 1 and value >= edges[index + 1]:
       index += 1
-    found[index]["count"] += 1
-  return found
+    buckets[index]["count"] += 1
+  return buckets
 
 
 # --- actions ------------------------------------------------------------------
@@ -119,7 +119,7 @@ def overlay(
     gestures: Sequence[click_overlay.Gesture], width: int, height: int,
     scale: float = 1.0,
 ) -> _Markup:  # pyformat: disable
-  """Gestures drawn over a screenshot of `width` x `height` pixels."""
+  """Returns gestures drawn over a screenshot of `width` x `height` pixels."""
   marks = click_overlay.marks(gestures, width, height, scale)
   return _Markup(click_overlay.svg(marks, width, height))
 
@@ -127,10 +127,10 @@ def overlay(
 def crops(
     gestures: Sequence[click_overlay.Gesture], images: Sequence[Any]
 ) -> list[_Markup]:
-  """The surroundings of a turn's gestures, before and after it, at real size.
+  """Returns crops around a turn's gestures, before and after it, unscaled.
 
   Args:
-    gestures: of the turn.
+    gestures: Gestures of the turn.
     images: `exports.StoredImage`s: the screen before, and the one after.
 
   Returns:
@@ -138,11 +138,11 @@ def crops(
     hardly larger.
   """
   pairs = list(zip(("before", "after"), (images[:1], images[1:][-1:])))
-  shown = [(word, found[0]) for word, found in pairs if found]
+  shown = [(word, overlays[0]) for word, overlays in pairs if overlays]
   return [
-      made for word, image in shown
+      crop for word, image in shown
       if not isinstance(image, dict) and not image.missing
-      and (made := _crop(gestures, word, image))
+      and (crop := _crop(gestures, word, image))
   ]  # pyformat: disable
 
 
@@ -155,10 +155,10 @@ def _crop(
   points = [p for one in gestures for p in (one.at, one.to) if p is not None]
   if not points:
     return None
-  left, top = (
+  x, y = (
       max(0.0, min(_middle([p[axis] for p in points], size) - size / 2,
-                   whole - size))
-      for axis, size, whole in ((0, width, image.width),
+                   extent - size))
+      for axis, size, extent in ((0, width, image.width),
                                 (1, height, image.height))
   )  # pyformat: disable
   marks = click_overlay.marks(
@@ -171,7 +171,7 @@ def _crop(
       ' href="/api/v1/screenshots/{sha}" width="{iw}" height="{ih}"/><g'
       ' class="overlay">{marks}</g></svg>'
   ).format(
-      x=left, y=top, w=width, h=height, word=word, sha=image.sha,
+      x=x, y=y, w=width, h=height, word=word, sha=image.sha,
       iw=image.width, ih=image.height,
       marks=_Markup(click_overlay.shapes(marks)),
   )  # pyformat: disable

@@ -63,7 +63,7 @@ _LOST = sa.and_(_DECIDED, _R.c.task_success == 0)
 ENDS = {
     "succeeded": sa.and_(_DECIDED, _R.c.task_success == 1),
     "cancelled": _STATUS == "cancelled",
-    # Both conditions on the word, so that the index of these serves.
+    # Both conditions on the word, so that the partial index serves.
     **{
         word: sa.and_(
             tables.ENDED, _R.c.status_message == word,
@@ -94,12 +94,12 @@ ODD = {
 def _place(text: Any) -> tuple[float, int]:
   value, _, id_ = text.partition(",")
   try:
-    found = float(value), int(id_)
+    place = float(value), int(id_)
   except ValueError:
-    found = math.nan, 0
-  if not math.isfinite(found[0]) or not 0 <= found[1] < _ALL:
+    place = math.nan, 0
+  if not math.isfinite(place[0]) or not 0 <= place[1] < _ALL:
     raise ValueError("follow the link to the next page")
-  return found
+  return place
 
 
 class RolloutListQuery(query_lib.PageQuery):
@@ -108,14 +108,14 @@ class RolloutListQuery(query_lib.PageQuery):
   Attributes:
     error: a kind of fault, of `ERRORS`.
     end: how the episode ended, of `ENDS`.
-    odd: what to look at for reward hacking, of `ODD`.
+    odd: Sign of reward hacking, one of `ODD`.
     group: number of the group.
     source: kind of the step, evaluation or baseline.
     low: smallest reward, `from` in the URL.
     high: largest reward, `to`.
     step: number of the step or evaluation.
     q: words of the task.
-    label: of the rollout or one of its turns.
+    label: Label of the rollout or one of its turns.
     after: (value of the order, id) of the last rollout of the page before.
   """
 
@@ -149,9 +149,9 @@ class Selection:
 
   Attributes:
     conditions: on rollouts.
-    step: of a step or an evaluation; None for any.
-    sources: kinds of these.
-    sort: of `SORTS`.
+    step: Number of a step or an evaluation; None for any.
+    sources: Kinds of source.
+    sort: Order, one of `SORTS`.
     up: the least first.
     after: (value of the order, id) of the last one seen; None from the start.
     ids: only these, which are few; None for all.
@@ -178,11 +178,11 @@ class Selection:
     return sa.func.coalesce(column, _real(_NOTHING if self.up else -_NOTHING))
 
   def narrowed(self, condition: sa.ColumnElement[bool]) -> Selection:
-    """The same, if they fulfil this, too."""
+    """Returns the selection narrowed by further conditions."""
     return dataclasses.replace(self, conditions=(*self.conditions, condition))
 
   def beyond(self) -> list[sa.ColumnElement[bool]]:
-    """Conditions on rollouts behind `after`."""
+    """Returns conditions on rollouts behind `after`."""
     if self.after is None:
       return []
     value, id_ = _real(self.after[0]), self.after[1]
@@ -194,15 +194,8 @@ class Selection:
     return [key, (_R.c.id + 0).desc()]
 
 
-class RolloutLists:
+class RolloutLists(page_request.RunTab):
   """See the module docstring."""
-
-  def __init__(
-      self, engine: sa.Engine, queries: queries_lib.Queries, head: Any
-  ):
-    self._engine = engine
-    self._queries = queries
-    self._head = head
 
   def of_run(self, request: page_request.PageRequest) -> page_request.Page:
     """Rollouts of one run."""
@@ -220,14 +213,14 @@ class RolloutLists:
       self, request: page_request.PageRequest, training: int | None
   ) -> Row:
     asks = request.read(RolloutListQuery)
-    wanted = selection(asks)
+    chosen = selection(asks)
     with database.reading(self._engine) as connection:
       if asks.label is not None:
-        wanted = wanted.narrowed(_labelled(connection, asks.label))
+        chosen = chosen.narrowed(_labelled(connection, asks.label))
       if asks.odd == _SHORT:
-        wanted = _few_turns(connection, request.project, training, wanted)
-      found = pick(connection, request.project, training, wanted)
-      rows = _described(connection, [id_ for _, id_ in found[:_PAGE]])
+        chosen = _few_turns(connection, request.project, training, chosen)
+      places = pick(connection, request.project, training, chosen)
+      rows = _described(connection, [id_ for _, id_ in places[:_PAGE]])
       labels = annotations.every_label(connection, request.project, training)
       task = None
       if asks.task is not None:
@@ -237,11 +230,11 @@ class RolloutLists:
             )
         ).scalar()
     more = None
-    if len(found) > _PAGE:
-      value, id_ = found[_PAGE - 1]
+    if len(places) > _PAGE:
+      value, id_ = places[_PAGE - 1]
       more = f"{value!r},{id_}"
     return {
-        "rows": rows, "more": more, "sort": wanted.sort, "up": wanted.up,
+        "rows": rows, "more": more, "sort": chosen.sort, "up": chosen.up,
         "q": asks.q, "task": task, "sorts": tuple(SORTS),
         "outcomes": tuple(OUTCOMES), "faults": tuple(ERRORS),
         "ends": tuple(ENDS), "odds": tuple(ODD),
@@ -255,13 +248,13 @@ class RolloutLists:
                 "end", "odd", "group",
             )
         },
-        "narrowed": bool(wanted.conditions) or wanted.step is not None
-        or len(wanted.sources) < len(vocabulary.SOURCE_TYPES),
+        "narrowed": bool(chosen.conditions) or chosen.step is not None
+        or len(chosen.sources) < len(vocabulary.SOURCE_TYPES),
     }  # pyformat: disable
 
 
 def selection(asks: RolloutListQuery) -> Selection:
-  """The rollouts that a query selects."""
+  """Returns the rollouts that a query selects."""
   conditions: list[sa.ColumnElement[bool]] = []
   if asks.status is not None:
     conditions.append(_STATUS == asks.status)
@@ -294,110 +287,112 @@ def selection(asks: RolloutListQuery) -> Selection:
 
 def pick(
     connection: sa.Connection, project: int, training: int | None,
-    wanted: Selection, count: int = _PAGE + 1,
+    chosen: Selection, count: int = _PAGE + 1,
 ) -> list[tuple[float, int]]:  # pyformat: disable
-  """(value of the order, id) of the first selected rollouts.
+  """Returns (value of the order, id) of the first selected rollouts.
 
   Args:
-    connection: to the database.
-    project: whose.
+    connection: Connection to the database.
+    project: Project that the rollouts belong to.
     training: only its rollouts; None for those of all the project's runs.
     wanted: filters and order.
     count: at most.
   """
-  if wanted.sort != "errors" or wanted.up:
-    return _pick(connection, project, training, wanted, count)
-  found, last = [], wanted.after
+  if chosen.sort != "errors" or chosen.up:
+    return _pick(connection, project, training, chosen, count)
+  places, last = [], chosen.after
   if last is None or last[0] > 0:
-    found = _pick(
-        connection, project, training, wanted.narrowed(tables.FAULTY), count
+    places = _pick(
+        connection, project, training, chosen.narrowed(tables.FAULTY), count
     )
-  if len(found) == count:
-    return found
+  if len(places) == count:
+    return places
   # Those without a fault (or with fewer than none) are nearly all, and have no
   # order but the newest first, for which few need to be read.
   id_ = _ALL if last is None or last[0] > 0 else last[1]
   clean = dataclasses.replace(
-      wanted.narrowed(sa.not_(tables.FAULTY)), sort="newest",
+      chosen.narrowed(sa.not_(tables.FAULTY)), sort="newest",
       after=(float(id_), id_),
   )  # pyformat: disable
-  rest = _pick(connection, project, training, clean, count - len(found))
-  return found + [(0.0, id_) for _, id_ in rest]
+  without_faults = _pick(
+      connection, project, training, clean, count - len(places)
+  )
+  return places + [(0.0, id_) for _, id_ in without_faults]
 
 
 def _pick(
     connection: sa.Connection, project: int, training: int | None,
-    wanted: Selection, count: int,
+    chosen: Selection, count: int,
 ) -> list[tuple[float, int]]:  # pyformat: disable
-  """The same in one order."""
-  if wanted.ids is not None:
-    return _of_ids(connection, project, training, wanted, count)
+  """Returns the places of `pick` in one order."""
+  if chosen.ids is not None:
+    return _of_ids(connection, project, training, chosen, count)
   owner = tables.training_project
-  mine = sa.select(owner.c.training_id).where(owner.c.project_id == project)
-  if training is None and wanted.sort == "newest" and wanted.step is None:
-    found = _nearest(connection, mine, wanted, count)
-    if len(found) == count:
-      return found
-  found = []
-  for source in wanted.sources:
+  runs = sa.select(owner.c.training_id).where(owner.c.project_id == project)
+  if training is None and chosen.sort == "newest" and chosen.step is None:
+    places = _nearest(connection, runs, chosen, count)
+    if len(places) == count:
+      return places
+  places = []
+  for source in chosen.sources:
     s = tables.metadata.tables[source]
     own = sa.select(s.c.id).where(_owned(s, project, training))
-    if wanted.step is not None:
-      own = own.where(s.c.step == wanted.step)
-    held = _R.c[f"{source}_id"]
-    ids = _walked(own, s, wanted)
+    if chosen.step is not None:
+      own = own.where(s.c.step == chosen.step)
+    source_id = _R.c[f"{source}_id"]
+    ids = _walked(own, s, chosen)
     listed = (
-        sa.select(wanted.key, _R.c.id)
-        .select_from(ids.join(_R, held == ids.c.id))
-        # The index of the source's rollouts is of these only.
-        .where(held.is_not(None), *wanted.conditions, *wanted.beyond())
+        sa.select(chosen.key, _R.c.id)
+        .select_from(ids.join(_R, source_id == ids.c.id))
+        # The index of the source covers only rollouts that have its id.
+        .where(source_id.is_not(None), *chosen.conditions, *chosen.beyond())
     )
-    if wanted.sort == "reward":
-      listed = listed.where(*_within(connection, listed, wanted.up, count))
-    found += [
+    if chosen.sort == "reward":
+      listed = listed.where(*_within(connection, listed, chosen.up, count))
+    places += [
         (float(value), id_)
         for value, id_ in connection.execute(
-            listed.order_by(*wanted.order()).limit(count)
+            listed.order_by(*chosen.order()).limit(count)
         )
     ]
   # Each is in order and as long as the page: so are the first of all.
-  sign = 1 if wanted.up else -1
-  found.sort(key=lambda one: (sign * one[0], -one[1]))
-  return found[:count]
+  sign = 1 if chosen.up else -1
+  places.sort(key=lambda one: (sign * one[0], -one[1]))
+  return places[:count]
 
 
 def _of_ids(
     connection: sa.Connection, project: int, training: int | None,
-    wanted: Selection, count: int,
+    chosen: Selection, count: int,
 ) -> list[tuple[float, int]]:  # pyformat: disable
-  """The same among a few known ones, which are read by their ids."""
+  """Returns the places among a few rollouts that are known by id."""
   own = []
-  for source in wanted.sources:
+  for source in chosen.sources:
     s = tables.metadata.tables[source]
     ids = sa.select(s.c.id).where(_owned(s, project, training))
-    if wanted.step is not None:
-      ids = ids.where(s.c.step == wanted.step)
+    if chosen.step is not None:
+      ids = ids.where(s.c.step == chosen.step)
     own.append((_R.c[f"{source}_id"] + 0).in_(ids))
   rows = connection.execute(
-      sa.select(wanted.key, _R.c.id)
+      sa.select(chosen.key, _R.c.id)
       .where(
-          _R.c.id.in_(few_turns.in_text(wanted.ids or ())), sa.or_(*own),
-          *wanted.conditions, *wanted.beyond(),
+          _R.c.id.in_(few_turns.in_text(chosen.ids or ())), sa.or_(*own),
+          *chosen.conditions, *chosen.beyond(),
       )
-      .order_by(*wanted.order())
+      .order_by(*chosen.order())
       .limit(count)
   )  # pyformat: disable
   return [(float(value), id_) for value, id_ in rows]
 
 
-def _walked(own: sa.Select, source: sa.Table, wanted: Selection) -> sa.Subquery:
-  """Ids of the sources, in the order that their rollouts are best read in.
+def _walked(own: sa.Select, source: sa.Table, chosen: Selection) -> sa.Subquery:
+  """Selects ids of the sources in the best order to read their rollouts.
 
   Of equal keys the newest is wanted: if it comes last, each one before it takes
   a place of the page in vain. By their index later steps come later.
   """
   by = [source.c[name] for name in ("training_id", "step") if name in source.c]
-  if wanted.sort != "newest" or not wanted.up:
+  if chosen.sort != "newest" or not chosen.up:
     by = [column.desc() for column in by]
   # Without a limit SQLite would not keep the order.
   return own.order_by(*by).limit(_ALL).subquery()
@@ -406,7 +401,7 @@ def _walked(own: sa.Select, source: sa.Table, wanted: Selection) -> sa.Subquery:
 def _within(
     connection: sa.Connection, listed: sa.Select, up: bool, count: int
 ) -> list[sa.ColumnElement[bool]]:
-  """Conditions that the first `count` by their reward fulfil, and few more.
+  """Returns conditions that keep the first `count` by reward, and few more.
 
   By this key alone a source's rollouts lie in the index in order, so that few
   of each are read, as are few within these bounds afterwards.
@@ -425,24 +420,24 @@ def _within(
 
 
 def _nearest(
-    connection: sa.Connection, mine: sa.Select, wanted: Selection, count: int
+    connection: sa.Connection, runs: sa.Select, chosen: Selection, count: int
 ) -> list[tuple[float, int]]:
-  """The same among the newest, or oldest, rollouts by their ids."""
-  if wanted.up:
-    end = wanted.after[1] if wanted.after is not None else 0
+  """Returns the places among the newest, or oldest, rollouts by id."""
+  if chosen.up:
+    end = chosen.after[1] if chosen.after is not None else 0
     near = sa.and_(_R.c.id > end, _R.c.id <= end + _NEAR)
   else:
     end = connection.execute(sa.select(sa.func.max(_R.c.id))).scalar() or 0
-    if wanted.after is not None:
-      end = min(end, wanted.after[1] - 1)
+    if chosen.after is not None:
+      end = min(end, chosen.after[1] - 1)
     near = sa.and_(_R.c.id <= end, _R.c.id > end - _NEAR)
   own = []
-  for source in wanted.sources:
+  for source in chosen.sources:
     s = tables.metadata.tables[source]
     own.append(
         # By its own index it would be all of them.
         (_R.c[f"{source}_id"] + 0).in_(
-            sa.select(s.c.id).where(s.c.training_id.in_(mine))
+            sa.select(s.c.id).where(s.c.training_id.in_(runs))
         )
     )
   ids = connection.scalars(
@@ -450,9 +445,9 @@ def _nearest(
       .where(
           near,
           sa.or_(*own),
-          *wanted.conditions,
+          *chosen.conditions,
       )
-      .order_by(_R.c.id.asc() if wanted.up else _R.c.id.desc())
+      .order_by(_R.c.id.asc() if chosen.up else _R.c.id.desc())
       .limit(count)
   )
   return [(id_, id_) for id_ in ids]
@@ -481,12 +476,12 @@ def _described(connection: sa.Connection, ids: Sequence[int]) -> list[Row]:
       .join(run, run.c.id == owner)
       .where(r.c.id.in_(ids))
   )  # pyformat: disable
-  found = {}
+  by_id = {}
   for row in rows:
     one = dict(row._mapping)  # pylint: disable=protected-access
     one["faults"] = sum(one[name] or 0 for name in tables.FAULTS)
-    found[one["id"]] = one
-  return [found[id_] for id_ in ids]
+    by_id[one["id"]] = one
+  return [by_id[id_] for id_ in ids]
 
 
 def _labelled(
@@ -501,20 +496,20 @@ def _labelled(
 
 def _few_turns(
     connection: sa.Connection, project: int, training: int | None,
-    wanted: Selection,
+    chosen: Selection,
 ) -> Selection:  # pyformat: disable
-  """Those that took few turns for their task, in the same runs."""
+  """Narrows a selection to rollouts of few turns for their task."""
   if training is None and _has_all_runs(connection, project):
     ids = few_turns.of_all_runs(connection)
     if ids is not None:
-      return dataclasses.replace(wanted, ids=tuple(ids))
+      return dataclasses.replace(chosen, ids=tuple(ids))
   own = {
       source: sa.select(tables.metadata.tables[source].c.id).where(
           _owned(tables.metadata.tables[source], project, training)
       )
       for source in vocabulary.SOURCE_TYPES
   }
-  return wanted.narrowed(few_turns.in_runs(connection, own))
+  return chosen.narrowed(few_turns.in_runs(connection, own))
 
 
 def _has_all_runs(connection: sa.Connection, project: int) -> bool:
@@ -528,7 +523,7 @@ def _has_all_runs(connection: sa.Connection, project: int) -> bool:
 def _owned(
     source: sa.Table, project: int, training: int | None
 ) -> sa.ColumnElement[bool]:
-  """Whether a source is the run's, or one of the project's runs'."""
+  """Returns whether a source is the run's, or one of the project's runs'."""
   if training is not None:
     return source.c.training_id == training
   owner = tables.training_project
@@ -538,7 +533,7 @@ def _owned(
 
 
 def _tasks(search: str) -> sa.Select:
-  """Ids of the tasks that have all words somewhere."""
+  """Returns ids of the tasks that have all words somewhere."""
   t = tables.task
   query = sa.select(t.c.id)
   for word in search.split():
@@ -555,5 +550,5 @@ def _tasks(search: str) -> sa.Select:
 
 
 def _real(value: float) -> sa.ColumnElement[float]:
-  """A number that PostgreSQL does not read as a whole one."""
+  """Returns a number that PostgreSQL does not read as a whole one."""
   return sa.literal(value, sa.Double())

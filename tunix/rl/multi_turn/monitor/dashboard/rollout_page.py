@@ -18,7 +18,6 @@ from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 from tunix.rl.multi_turn.monitor.server import errors
-from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 from tunix.rl.multi_turn.monitor.server import query as query_lib
 from tunix.rl.multi_turn.monitor.server import screenshots as screenshots_lib
 
@@ -44,19 +43,16 @@ class RolloutQuery(query_lib.PageQuery):
   size: Literal["fit", "real"] = "fit"
 
 
-class RolloutPages:
+class RolloutPages(page_request.RunTab):
   """See the module docstring."""
 
   def __init__(
-      self, engine: sa.Engine, queries: queries_lib.Queries,
-      files: screenshots_lib.ScreenshotFiles, texts: token_text.TokenTexts,
-      head: Any,
+      self, *sources: Any, files: screenshots_lib.ScreenshotFiles,
+      texts: token_text.TokenTexts,
   ):  # pyformat: disable
-    self._engine = engine
-    self._queries = queries
+    super().__init__(*sources)
     self._files = files
     self._token_view = token_view.TokenView(texts)
-    self._head = head
     self._exporting = threading.BoundedSemaphore(_MOST_EXPORTS)
 
   def rollout(self, request: page_request.PageRequest) -> page_request.Page:
@@ -72,8 +68,8 @@ class RolloutPages:
     )
     rollout["advantage"] = members[place]["advantage"] if members else None
     running = rollout["status"] not in vocabulary.FINISHED["rollout"]
-    wanted = asks.turn or (len(turns) if running else 1)
-    number = min(max(1, wanted), max(1, len(turns)))
+    requested_turn = asks.turn or (len(turns) if running else 1)
+    number = min(max(1, requested_turn), max(1, len(turns)))
     turn = self._turn(request.project, rollout, turns, number)
     view: Row = {}
     if turn is not None:
@@ -129,7 +125,7 @@ class RolloutPages:
   # --- parts ----------------------------------------------------------------
 
   def _group(self, connection: sa.Connection, rollout: Row) -> list[Row]:
-    """The rollout's group, itself included."""
+    """Returns the rollout's group, itself included."""
     r = tables.rollout
     kind = rollout["source_type"]
     condition = sa.and_(
@@ -139,10 +135,10 @@ class RolloutPages:
     )
     if rollout["group"] is not None:
       condition = sa.and_(condition, r.c.group == rollout["group"])
-    found = step_page.members_of(connection, condition, 256)
-    if not any(m["id"] == rollout["id"] for m in found):
-      found = step_page.members_of(connection, r.c.id == rollout["id"], 1)
-    return found
+    members = step_page.members_of(connection, condition, 256)
+    if not any(m["id"] == rollout["id"] for m in members):
+      members = step_page.members_of(connection, r.c.id == rollout["id"], 1)
+    return members
 
   def _source(self, rollout: Row, run: Row) -> Row:
     kind = rollout["source_type"]
@@ -172,32 +168,32 @@ class RolloutPages:
       rows = list(
           connection.execute(sa.select(s).where(s.c.sha256.in_(hashes)))
       )
-    found = {
+    images = {
         row.sha256: exports.StoredImage(
             row.sha256, row.media_type, row.width, row.height,
             self._files.path(row.sha256, row.media_type),
         )
         for row in rows
     }  # pyformat: disable
-    return {sha: i for sha, i in found.items() if i.path.exists()}
+    return {sha: i for sha, i in images.items() if i.path.exists()}
 
 
 def _otherwise(members: Sequence[Row], place: int) -> int | None:
-  """The attempt of the group that ended otherwise, nearest to this one."""
+  """Returns the nearest attempt of the group that ended otherwise."""
   if not members:
     return None
   won = bool(members[place]["task_success"])
-  found = [
+  candidates = [
       (abs(n - place), m["id"]) for n, m in enumerate(members)
       if m["status"] == "completed" and bool(m["task_success"]) != won
   ]  # pyformat: disable
-  return min(found)[1] if found else None
+  return min(candidates)[1] if candidates else None
 
 
 def strip(
     connection: sa.Connection, rollout: int, most: int = _MOST_TURNS
 ) -> list[Row]:
-  """The first turns of a rollout, small: screens, actions, reward.
+  """Returns the first turns of a rollout, small: screens, actions, reward.
 
   `unchanged` of a turn: its actions left the screen as it was.
   """
@@ -215,12 +211,12 @@ def strip(
           .limit(most)
       )
   }  # pyformat: disable
-  mine: Any = list(turns)
+  own_turns: Any = list(turns)
   if len(turns) > _FEW_TURNS:
-    mine = sa.select(t.c.id).where(t.c.rollout_id == rollout)
+    own_turns = sa.select(t.c.id).where(t.c.rollout_id == rollout)
   for id_, uri in connection.execute(
       sa.select(o.c.turn_id, o.c.screenshot_uri)
-      .where(o.c.turn_id.in_(mine), o.c.screenshot_uri.is_not(None))
+      .where(o.c.turn_id.in_(own_turns), o.c.screenshot_uri.is_not(None))
       .order_by(o.c.id)
   ):
     sha = uri.removeprefix("sha256:")
@@ -229,7 +225,7 @@ def strip(
       turns[id_][key] = sha
   for row in connection.execute(
       sa.select(a.c.turn_id, a.c.action_type, a.c.tool_name, a.c.tool_args)
-      .where(a.c.turn_id.in_(mine))
+      .where(a.c.turn_id.in_(own_turns))
       .order_by(a.c.id)
   ):
     if row.turn_id in turns:
@@ -251,7 +247,7 @@ def strip(
 def _sizes(
     connection: sa.Connection, hashes: Sequence[str | None]
 ) -> dict[str | None, tuple[int, int]]:
-  """(width, height) of screenshots, px."""
+  """Returns (width, height) of screenshots, px."""
   s = tables.screenshot
   return {
       row.sha256: (row.width, row.height)
@@ -268,10 +264,10 @@ def described(turn: Row, images: Mapping[str, Any]) -> Row:
   metrics = turn["metrics_json"]
   turn["metrics"] = metrics if isinstance(metrics, dict) else {}
   raw = turn.get("raw") or {}
-  found = turn["metrics"]
-  turn["thought"] = found.get("thought") or raw.get("thinking")
-  turn["response"] = found.get("model_response") or raw.get("model_response")
-  spent = found.get("seconds")
+  recorded = turn["metrics"]
+  turn["thought"] = recorded.get("thought") or raw.get("thinking")
+  turn["response"] = recorded.get("model_response") or raw.get("model_response")
+  spent = recorded.get("seconds")
   turn["seconds"] = {
       str(k): v
       for k, v in (spent.items() if isinstance(spent, dict) else ())
@@ -298,6 +294,6 @@ def described(turn: Row, images: Mapping[str, Any]) -> Row:
   turn["reply"] = [
       o["text_content"] for o in turn["observations"] if o["text_content"]
   ]
-  info = found.get("info")
+  info = recorded.get("info")
   turn["info"] = info if isinstance(info, dict) else {}
   return turn

@@ -104,16 +104,16 @@ class CompareQuery(CurvesPageQuery):
   @pydantic.field_validator("run")
   @classmethod
   def _several(cls, runs: tuple[int, ...]) -> tuple[int, ...]:
-    found = tuple(dict.fromkeys(runs))
-    if not 2 <= len(found) <= MOST_COMPARED:
+    chosen = tuple(dict.fromkeys(runs))
+    if not 2 <= len(chosen) <= MOST_COMPARED:
       raise ValueError(
-          f"choose 2 to {MOST_COMPARED} runs to compare, not {len(found)}"
+          f"choose 2 to {MOST_COMPARED} runs to compare, not {len(chosen)}"
       )
-    return found
+    return chosen
 
 
 def state(training: Mapping[str, Any]) -> str:
-  """A run's status, or "silent" when its client has not sent for long."""
+  """Returns a run's status, or "silent" after a long silence of its client."""
   status = training["status"]
   if status in vocabulary.FINISHED["training"] or status == "paused":
     return status
@@ -135,9 +135,9 @@ class RunPages:
   # --- the list ---------------------------------------------------------------
 
   def runs(self, request: page_request.PageRequest) -> page_request.Page:
-    """The pinned baseline, then newest first."""
+    """Lists the pinned baseline, then the newest runs."""
     asks = request.read(RunsQuery)
-    wanted, after = asks.state, asks.after
+    chosen_state, after = asks.state, asks.after
     t, owner = tables.training, tables.training_project
     query = (
         sa.select(*(c for c in t.c if c.name != "config_json"))
@@ -156,12 +156,12 @@ class RunPages:
               t.c.status_message.ilike(like, escape="\\"),
           )
       )
-    if wanted in ("running", "silent"):
+    if chosen_state in ("running", "silent"):
       query = query.where(
           t.c.status.in_(("pending", "initializing", "running"))
       )
-    elif wanted:
-      query = query.where(t.c.status == wanted)
+    elif chosen_state:
+      query = query.where(t.c.status == chosen_state)
     pinned = self._queries.pinned(request.project)
     first = None
     if pinned is not None:
@@ -178,8 +178,8 @@ class RunPages:
       queries_lib.add_tags_and_pin(connection, request.project, rows)
       for row in rows:
         row["state"] = state(row)
-      if wanted in ("running", "silent"):
-        rows = [r for r in rows if r["state"] == wanted]
+      if chosen_state in ("running", "silent"):
+        rows = [r for r in rows if r["state"] == chosen_state]
       sparks = self._sparks(connection, rows)
       recent = self._recent_rewards(connection, rows)
       evals = self._last_evals(connection, [r["id"] for r in rows])
@@ -192,7 +192,7 @@ class RunPages:
           row["end_time"] if row["end_time"] else row["last_heartbeat"],
       )
     return page_request.Page("runs.html", {
-        "rows": rows, "q": asks.q, "state": wanted or "", "more": more,
+        "rows": rows, "q": asks.q, "state": chosen_state or "", "more": more,
         "states": STATES, "tags": asks.tag,
         "every_tag": self._queries.tags(request.project)["items"],
         "chosen": {i for i in asks.run if i.isdigit()},
@@ -201,9 +201,9 @@ class RunPages:
   def _sparks(
       self, connection: sa.Connection, rows: Sequence[Row]
   ) -> dict[int, list[float]]:
-    """Mean rewards of a few steps of each run, found by their numbers."""
+    """Returns mean rewards of a few steps of each run."""
     s = tables.step
-    wanted = []
+    conditions = []
     for row in rows:
       last = row["current_step"] or 0
       if last <= 0:
@@ -211,26 +211,26 @@ class RunPages:
       count = min(last, _SPARK_POINTS)
       steps = {round(1 + (last - 1) * i / max(1, count - 1))
                for i in range(count)}  # pyformat: disable
-      wanted.append(
+      conditions.append(
           sa.and_(s.c.training_id == row["id"], s.c.step.in_(steps))
       )
-    found: dict[int, list[float]] = {}
+    rewards: dict[int, list[float]] = {}
     # One SELECT a run keeps each an index look-up.
-    for condition in wanted:
+    for condition in conditions:
       for training, reward in connection.execute(
           sa.select(s.c.training_id, s.c.reward_mean)
           .where(condition)
           .order_by(s.c.step)
       ):
-        found.setdefault(training, []).append(reward)
-    return found
+        rewards.setdefault(training, []).append(reward)
+    return rewards
 
   def _recent_rewards(
       self, connection: sa.Connection, rows: Sequence[Row]
   ) -> dict[int, float | None]:
-    """Run -> mean reward of its last steps, as its own page shows it."""
+    """Maps a run to the mean reward of its last steps, as its page shows it."""
     s = tables.step
-    found = {}
+    means = {}
     for row in rows:
       last = connection.scalars(
           sa.select(s.c.reward_mean)
@@ -238,8 +238,8 @@ class RunPages:
           .order_by(s.c.step.desc())
           .limit(success_rates.RECENT_STEPS)
       ).all()
-      found[row["id"]] = statistics.fmean(last) if last else None
-    return found
+      means[row["id"]] = statistics.fmean(last) if last else None
+    return means
 
   def _last_evals(
       self, connection: sa.Connection, trainings: Sequence[int]
@@ -263,21 +263,21 @@ class RunPages:
   # --- one run ----------------------------------------------------------------
 
   def head(self, project: int, training: int) -> Row:
-    """The header of a run's pages.
+    """Returns the header of a run's pages.
 
     Raises:
       ApiError: 404.
     """
-    found = self._queries.one(project, "training", training)
-    found["state"] = state(found)
-    found["baseline"] = self._queries.pinned(project)
+    run = self._queries.one(project, "training", training)
+    run["state"] = state(run)
+    run["baseline"] = self._queries.pinned(project)
     columns = self._curves.of(training)
-    found["eta_s"] = eta(found, columns)
-    found["seconds"] = text.between(
-        found["start_time"] or found["created_at"],
-        found["end_time"] or found["last_heartbeat"],
+    run["eta_s"] = eta(run, columns)
+    run["seconds"] = text.between(
+        run["start_time"] or run["created_at"],
+        run["end_time"] or run["last_heartbeat"],
     )
-    return found
+    return run
 
   def run(self, request: page_request.PageRequest) -> page_request.Page:
     training = request.id()
@@ -292,12 +292,12 @@ class RunPages:
     flat_ones = [] if asks.flat else [c for c in shown if _flat(columns, c)]
     shown = [chart for chart in shown if chart not in flat_ones]
     charted = {n for chart in charts_lib.CHARTS for n in chart["names"]}
-    others = sorted(
+    uncharted = sorted(
         n for n in columns.values
         if n not in charted and not n.startswith(("success_rate/", "status/"))
         and n not in ("step", "version", "time")
     )  # pyformat: disable
-    more = [n for n in asks.more if n in others]
+    more = [n for n in asks.more if n in uncharted]
     shown += [
         {"key": n, "title": n, "names": (n,), "section": "more"} for n in more
     ]
@@ -306,7 +306,7 @@ class RunPages:
         for chart in shown
     ]
     against = self._against(request.project, training, asks.against)
-    theirs = None if against is None else self._curves.of(against["id"])
+    other_columns = None if against is None else self._curves.of(against["id"])
     named = [{"id": training, "name": run["run_name"]}]
     difference = against is not None and asks.difference
     if against is not None and not difference:
@@ -315,10 +315,10 @@ class RunPages:
       })  # pyformat: disable
     return page_request.Page("run.html", {
         "run": run, "tab": "overview",
-        "tiles": _tiles(columns, evals, theirs), "against": against,
+        "tiles": _tiles(columns, evals, other_columns), "against": against,
         "advice": advice.lines(columns, evals),
         "difference": difference, "named": named,
-        "charts": shown, "others": others, "more": more,
+        "charts": shown, "others": uncharted, "more": more,
         "latest": overview.latest(self._engine, training),
         "groups": overview.newest_groups(self._engine, training),
         "columns": columns,
@@ -333,7 +333,7 @@ class RunPages:
   def _against(
       self, project: int, training: int, other: int | None
   ) -> Row | None:
-    """The run whose curves are drawn too, or subtracted.
+    """Returns the run whose curves are drawn too, or subtracted.
 
     Raises:
       ApiError: 404, there is none; 400, it is this run.
@@ -347,7 +347,7 @@ class RunPages:
     return self._queries.one(project, "training", other)
 
   def steps(self, request: page_request.PageRequest) -> page_request.Page:
-    """Steps, the last one first."""
+    """Renders the steps, the last one first."""
     training = request.id()
     run = self.head(request.project, training)
     before = request.read(StepsQuery).after
@@ -371,31 +371,31 @@ class RunPages:
     })  # pyformat: disable
 
   def eval_points(self, training: int, minus: int | None = None) -> list[Row]:
-    """Success of the whole of each evaluation, for the chart of it.
+    """Returns the success of each evaluation, for the chart.
 
     Args:
-      training: whose.
+      training: Run of the points.
       minus: another run: differences to its evaluations of the same steps.
     """
     if minus is not None:
-      theirs = {e["step"]: e["rate"] for e in self.eval_points(minus)}
+      other_rates = {e["step"]: e["rate"] for e in self.eval_points(minus)}
       return [
           {k: e[k] for k in ("step", "name", "kind", "id", "n")}
-          | {"rate": e["rate"] - theirs[e["step"]]}
+          | {"rate": e["rate"] - other_rates[e["step"]]}
           for e in self.eval_points(training)
-          if e["step"] in theirs
+          if e["step"] in other_rates
       ]
-    found = []
+    points = []
     with database.reading(self._engine) as connection:
       for one in measurements.checkpoints(connection, training):
         if one["done"]:
           low, high = success_rates.wilson_interval(one["wins"], one["done"])
-          found.append({
+          points.append({
               "step": one["step"], "name": one["name"], "kind": one["kind"],
               "id": one["id"], "rate": one["wins"] / one["done"], "low": low,
               "high": high, "n": one["done"], "mode": one["mode"],
           })  # pyformat: disable
-    return found
+    return points
 
   # --- several ----------------------------------------------------------------
 
@@ -452,10 +452,10 @@ class RunPages:
     with database.reading(self._engine) as connection:
       for i in ids:
         if i != base and (
-            found := task_comparison.between_runs(connection, base, i)
+            comparison := task_comparison.between_runs(connection, base, i)
         ):
           by_task.append({
-              "first": by_id[base], "second": by_id[i], "found": found,
+              "first": by_id[base], "second": by_id[i], "found": comparison,
           })  # pyformat: disable
     return page_request.Page("compare.html", {
         "by_task": by_task,
@@ -473,7 +473,7 @@ class RunPages:
 def eta(
     training: Mapping[str, Any], columns: curves_lib.Columns
 ) -> float | None:
-  """Seconds a running run still needs, from its last steps; None: unknown."""
+  """Returns the seconds that a run still needs; None if unknown."""
   total, times = training["total_steps"], columns.values.get("time")
   if not total or times is None or training["state"] != "running":
     return None
@@ -481,24 +481,24 @@ def eta(
   recent = recent[recent == recent]
   if len(recent) < 2:
     return None
-  left = total - (training["current_step"] or int(columns.steps_N[-1]))
+  current = training["current_step"] or int(columns.steps_N[-1])
   pace = (float(recent[-1]) - float(recent[0])) / (len(recent) - 1)
-  found = max(0.0, left * pace)
-  return found if math.isfinite(found) else None
+  seconds = max(0.0, (total - current) * pace)
+  return seconds if math.isfinite(seconds) else None
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:
-  """Nested objects as dotted names; lists are values."""
+  """Returns nested objects as dotted names; lists are values."""
   if not isinstance(config, Mapping):
     return {prefix or "config": config}
-  found: dict[str, Any] = {}
+  settings: dict[str, Any] = {}
   for key, value in config.items():
     name = f"{prefix}.{key}" if prefix else str(key)
     if isinstance(value, Mapping) and value:
-      found |= flat(value, name)
+      settings |= flat(value, name)
     else:
-      found[name] = value
-  return found
+      settings[name] = value
+  return settings
 
 
 def _has(columns: curves_lib.Columns, name: str) -> bool:
@@ -509,7 +509,7 @@ def _has(columns: curves_lib.Columns, name: str) -> bool:
 
 
 def _flat(columns: curves_lib.Columns, chart: Mapping[str, Any]) -> bool:
-  """Whether all of a chart's curves have been one value for many steps.
+  """Returns whether all of a chart's curves have been one value for many steps.
 
   A change of a billionth is rounding.
   """
@@ -518,10 +518,10 @@ def _flat(columns: curves_lib.Columns, chart: Mapping[str, Any]) -> bool:
   for name in chart["names"]:
     for key in [k for k in columns.values
                 if k == name or name.endswith("/") and k.startswith(name)]:
-      known = columns.values[key]
-      known = known[np.isfinite(known)]
-      if len(known) < success_rates.RECENT_STEPS or np.ptp(known) > max(
-          1e-9, 1e-9 * float(np.abs(known).max())
+      readings = columns.values[key]
+      readings = readings[np.isfinite(readings)]
+      if len(readings) < success_rates.RECENT_STEPS or np.ptp(readings) > max(
+          1e-9, 1e-9 * float(np.abs(readings).max())
       ):
         return False
   return any(name in columns.values for name in chart["names"])
@@ -530,16 +530,16 @@ def _flat(columns: curves_lib.Columns, chart: Mapping[str, Any]) -> bool:
 def _tiles(
     columns: curves_lib.Columns,
     evals: Sequence[Row],
-    theirs: curves_lib.Columns | None = None,
+    other: curves_lib.Columns | None = None,
 ) -> list[Row]:
-  """The headline figures of a run.
+  """Returns the headline figures of a run.
 
   Args:
-    columns: of the run.
-    evals: of the run.
-    theirs: of another one; `ahead` of a tile is (step, difference to it).
+    columns: Columns of the run.
+    evals: Evaluations of the run.
+    other: Columns of another run; `ahead` of a tile is (step, difference).
   """
-  found = []
+  tiles = []
   for name, title, kind in (
       ("reward_mean", "reward", "number"),
       ("success_rate", "success", "percent"),
@@ -551,19 +551,19 @@ def _tiles(
     value = columns.recent(name)
     if value is None:
       continue
-    found.append({
+    tiles.append({
         "title": title, "kind": kind, "value": value,
         "spark": curves_lib.sample(columns.values[name]),
-        "ahead": theirs and columns.ahead(theirs, name),
+        "ahead": other and columns.ahead(other, name),
     })  # pyformat: disable
   if evals:
     last = evals[-1]
-    found.insert(2, {
+    tiles.insert(2, {
         "title": f"evaluation, {last['name']}", "kind": "percent",
         "value": last["rate"], "low": last["low"], "high": last["high"],
         "n": last["n"], "mode": last["mode"],
     })  # pyformat: disable
-  return found
+  return tiles
 
 
 def _rows(connection: sa.Connection, query: sa.Select) -> list[Row]:

@@ -40,8 +40,8 @@ class SearchQuery(query_lib.PageQuery):
   """Words, in turns before number `after` of the database.
 
   Attributes:
-    outcome: of the rollouts; None for any.
-    label: that a person gave the turn; None for any.
+    outcome: Outcome of the rollouts; None for any.
+    label: Label that a person gave the turn; None for any.
   """
 
   q: query_lib.Search = ""
@@ -54,31 +54,27 @@ class SearchQuery(query_lib.PageQuery):
   )
 
 
-class SearchPages:
+class SearchPages(page_request.RunTab):
   """See the module docstring."""
-
-  def __init__(self, engine: sa.Engine, head: Any):
-    self._engine = engine
-    self._head = head
 
   def search(self, request: page_request.PageRequest) -> page_request.Page:
     run = self._head(request.project, request.id())
     asks = request.read(SearchQuery)
-    found: list[Row] = []
+    turns: list[Row] = []
     reached: Row | None = None
     why = ""
     with database.reading(self._engine) as connection:
       if asks.label:
         words = text_index.words_of(asks.q) or asks.q.split()
-        found, reached = _labelled(connection, run["id"], words, asks)
+        turns, reached = _labelled(connection, run["id"], words, asks)
       elif asks.q:
-        found, reached, why = _found(connection, run["id"], asks)
+        turns, reached, why = _found(connection, run["id"], asks)
       labels = annotations.every_label(
           connection, request.project, run["id"]
       )
-      annotations.add(connection, found, "id")
+      annotations.add(connection, turns, "id")
     return page_request.Page("search.html", {
-        "run": run, "tab": "search", "q": asks.q, "found": found,
+        "run": run, "tab": "search", "q": asks.q, "found": turns,
         "outcome": asks.outcome or "", "label": asks.label or "",
         "labels": labels, "reached": reached, "why": why,
     })  # pyformat: disable
@@ -87,7 +83,7 @@ class SearchPages:
 def _found(
     connection: sa.Connection, training: int, asks: SearchQuery
 ) -> tuple[list[Row], Row | None, str]:
-  """(turns, where it stopped, why turns were read; "" if they were not)."""
+  """Returns (turns, place reached, why turns were read; "" by the index)."""
   words = text_index.words_of(asks.q)
   why = "the index has no words of this kind"
   if not text_index.ready(connection):
@@ -108,12 +104,12 @@ def _by_index(
     connection: sa.Connection, training: int, words: Sequence[str],
     asks: SearchQuery,
 ) -> tuple[list[Row], Row | None]:  # pyformat: disable
-  """(turns, {turn, when} that the search stopped at, or None at the end)."""
+  """Returns (turns, {turn, when} of the place reached, or None at the end)."""
   until = time.perf_counter() + _BUDGET_S
-  found: list[Row] = []
+  turns: list[Row] = []
   before, count = asks.after, 2 * _FOUND
   if asks.outcome is None:
-    count = _FOUND + 10  # All that it finds are shown, but for few.
+    count = _FOUND + 10  # Nearly every turn of the index is shown.
   while True:
     ids = text_index.find(connection, training, words, before, count)
     rows = connection.execute(
@@ -123,14 +119,14 @@ def _by_index(
       one = _matched(row, words, _begins)
       if one is None:
         continue
-      found.append(one)
-      if len(found) == _FOUND:
-        return found, _reached(connection, row.id)
+      turns.append(one)
+      if len(turns) == _FOUND:
+        return turns, _reached(connection, row.id)
     if len(ids) < count:
-      return found, None
+      return turns, None
     before, count = ids[-1], min(2 * count, _CHUNK)
     if time.perf_counter() > until:
-      return found, _reached(connection, before)
+      return turns, _reached(connection, before)
 
 
 def _labelled(
@@ -142,28 +138,28 @@ def _labelled(
   if asks.after is not None:
     query = query.where(tables.turn.c.id < asks.after)
   place = _holds if text_index.words_of(asks.q) is None else _begins
-  found: list[Row] = []
+  turns: list[Row] = []
   for row in connection.execute(query, {"training": training}):
-    if len(found) == _FOUND:
-      return found, _reached(connection, found[-1]["id"])
+    if len(turns) == _FOUND:
+      return turns, _reached(connection, turns[-1]["id"])
     one = _matched(row, words, place)
     if one is not None:
-      found.append(one)
-  return found, None
+      turns.append(one)
+  return turns, None
 
 
 def _by_reading(
     connection: sa.Connection, training: int, words: Sequence[str],
     asks: SearchQuery,
 ) -> tuple[list[Row], Row | None]:  # pyformat: disable
-  """The same without an index, a chunk of turns at a time."""
+  """Returns the same without an index, a chunk of turns at a time."""
   t = tables.turn
   until = time.perf_counter() + _BUDGET_S
   end = asks.after
   if end is None:
     end = (connection.execute(sa.select(sa.func.max(t.c.id))).scalar() or 0) + 1
   query = _reading(words, asks)
-  found: list[Row] = []
+  turns: list[Row] = []
   while end > 1:
     start = max(1, end - _CHUNK)
     rows = connection.execute(query, {
@@ -173,13 +169,13 @@ def _by_reading(
     for row in rows:
       one = _matched(row, words, _holds)
       if one is not None:
-        found.append(one)
-        if len(found) == _FOUND:
-          return found, _reached(connection, row.id)
+        turns.append(one)
+        if len(turns) == _FOUND:
+          return turns, _reached(connection, row.id)
     end = start
     if time.perf_counter() > until and end > 1:
-      return found, _reached(connection, end)
-  return found, None
+      return turns, _reached(connection, end)
+  return turns, None
 
 
 def _typed() -> sa.ScalarSelect:
@@ -206,7 +202,7 @@ def _raw_values() -> sa.ScalarSelect:
 
 
 def _base(asks: SearchQuery) -> sa.Select:
-  """Turns of a run that fulfil all but the words, the newest first."""
+  """Returns turns of a run that fulfil all but the words, the newest first."""
   t, r, k = tables.turn, tables.rollout, tables.task
   s, e, b = tables.step, tables.eval_, tables.baseline
   query = (
@@ -260,24 +256,24 @@ def _reading(words: Sequence[str], asks: SearchQuery) -> sa.Select:
 
 
 def _like(word: str) -> str:
-  """A pattern that finds the word as JSON holds it."""
-  held = json.dumps(word, ensure_ascii=False)[1:-1]
-  return f"%{page_request.escaped(held)}%"
+  """Returns a pattern that finds the word as JSON holds it."""
+  quoted = json.dumps(word, ensure_ascii=False)[1:-1]
+  return f"%{page_request.escaped(quoted)}%"
 
 
 def _holds(word: str, content: str) -> int:
-  """Where a text has the word, as a part of another one, too; -1: nowhere."""
+  """Returns the position of a word, even inside another one; -1: nowhere."""
   return content.casefold().find(word.casefold())
 
 
 def _begins(word: str, content: str) -> int:
-  """Where a text has the word, or one that it begins; -1: nowhere."""
+  """Returns the position of a whole word, or of its prefix; -1: nowhere."""
   end = "" if word[-1] == "*" else r"(?![^\W_])"
-  found = re.search(
+  match = re.search(
       rf"(?<![^\W_]){re.escape(word.rstrip('*'))}{end}", content,
       re.IGNORECASE,
   )  # pyformat: disable
-  return -1 if found is None else found.start()
+  return -1 if match is None else match.start()
 
 
 def _matched(

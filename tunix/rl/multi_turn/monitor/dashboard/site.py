@@ -93,7 +93,7 @@ class Site:
     self._templates.globals["styles"] = _STYLES
 
   def routes(self) -> list[routing.Route]:
-    found = [
+    every_route = [
         routing.Route("/static/{version}/{name:path}", self._static),
         routing.Route("/login", self._login, methods=_BOTH),
         routing.Route("/logout", self._logout, methods=["POST"]),
@@ -112,8 +112,8 @@ class Site:
         ),
     ]
     for path, name in pages_lib.PATHS:
-      found.append(routing.Route(path, self._page(name)))
-    return found
+      every_route.append(routing.Route(path, self._page(name)))
+    return every_route
 
   async def _run_of_id(self, request: Request) -> Response:
     return responses.RedirectResponse(f"/runs/{request.path_params['id']}", 303)
@@ -139,11 +139,11 @@ class Site:
         )
       except errors.ApiError as error:
         if error.status == 401:
-          asked = request.url.path
+          address = request.url.path
           if request.url.query:
-            asked += f"?{request.url.query}"
+            address += f"?{request.url.query}"
           return responses.RedirectResponse(
-              f"/login?next={parse.quote(asked)}", 303
+              f"/login?next={parse.quote(address)}", 303
           )
         response = self._failed(request, error.status, error.message)
       except sa.exc.SQLAlchemyError as error:
@@ -169,20 +169,20 @@ class Site:
         who.project, dict(request.path_params), request.query_params,
         request.url.path, "ingest" in who.scopes,
     )  # pyformat: disable
-    made = make(page_request)
-    if isinstance(made, pages_lib.File):
+    answer = make(page_request)
+    if isinstance(answer, pages_lib.File):
       return Response(
-          made.data,
-          media_type=made.media_type,
+          answer.data,
+          media_type=answer.media_type,
           headers={
-              "content-disposition": f'attachment; filename="{made.name}"',
+              "content-disposition": f'attachment; filename="{answer.name}"',
               **http_io.PRIVATE,
           },
       )
-    if isinstance(made, pages_lib.Redirect):
-      return responses.RedirectResponse(made.to, 303)
+    if isinstance(answer, pages_lib.Redirect):
+      return responses.RedirectResponse(answer.to, 303)
     return self._render(
-        request, made.template, made.values, page_request=page_request
+        request, answer.template, answer.values, page_request=page_request
     )
 
   def _render(
@@ -226,7 +226,7 @@ class Site:
   def _form_of(
       self, change: Callable[..., Awaitable[None]], of: str = "/runs"
   ) -> Callable[[Request], Awaitable[Response]]:
-    """A form's handler; it redirects to the page that the form names."""
+    """Returns a form's handler, which redirects to the page in the form."""
 
     async def run(request: Request) -> Response:
       if request.method != "POST":
@@ -335,10 +335,10 @@ class Site:
   # --- files ----------------------------------------------------------------
 
   async def _static(self, request: Request) -> Response:
-    found = self._files.get(request.path_params["name"])
-    if found is None:
+    file = self._files.get(request.path_params["name"])
+    if file is None:
       return Response(status_code=404)
-    data, media_type = found
+    data, media_type = file
     return Response(
         data,
         media_type=media_type,
@@ -356,23 +356,23 @@ class Site:
 
 
 def _environment() -> jinja2.Environment:
-  found = jinja2.Environment(
+  environment = jinja2.Environment(
       loader=jinja2.FileSystemLoader(_HERE / "templates"),
       autoescape=True,
       undefined=jinja2.StrictUndefined,
       trim_blocks=True,
       lstrip_blocks=True,
   )
-  found.filters.update(
+  environment.filters.update(
       visible=text.visible, plain=text.plain, number=text.number,
       percent=text.percent, size=text.size, seconds=text.seconds,
       clock=text.clock, ago=text.ago, dump=text.dump,
   )  # pyformat: disable
-  found.globals.update(
+  environment.globals.update(
       sparkline=pictures.sparkline, interval=pictures.interval,
       signed_bar=pictures.signed_bar, overlay=pictures.overlay,
   )  # pyformat: disable
-  return found
+  return environment
 
 
 def _static_files() -> dict[str, tuple[bytes, str]]:
@@ -387,7 +387,7 @@ def _static_files() -> dict[str, tuple[bytes, str]]:
 
 
 def _local(target: str) -> str:
-  """The path if it is on this server, else "/"."""
+  """Returns the path if it is on this server, else "/"."""
   if not target.startswith("/") or target.startswith(("//", "/\\")):
     return "/"
   if not target.isprintable() or not target.isascii():
@@ -396,7 +396,7 @@ def _local(target: str) -> str:
 
 
 async def _form(request: Request) -> dict[str, str]:
-  """The fields of a form.
+  """Returns the fields of a form.
 
   Raises:
     ApiError: 408, 413, 415; 400, more fields than any form has.

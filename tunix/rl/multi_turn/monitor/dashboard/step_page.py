@@ -17,7 +17,6 @@ from tunix.rl.multi_turn.monitor.dashboard import text
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.server import errors
-from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 _MOST_ROLLOUTS = 5000
@@ -54,9 +53,9 @@ class StepQuery(query_lib.PageQuery):
     low: smallest reward, `from` in the URL.
     high: largest reward, `to`.
     task: a task family.
-    page: from 0.
-    turn: whose actions are drawn on the groups' screens, from 1; 0 is the one
-      in which the attempts of a group first differ.
+    page: Number of the page, from 0.
+    turn: Turn whose actions are drawn on the groups' screens, from 1; 0 is the
+      one in which the attempts of a group first differ.
   """
 
   by: Literal["begun", "learned"] = "begun"
@@ -75,15 +74,15 @@ class StepQuery(query_lib.PageQuery):
 
 
 def advantage_kind(run: Row) -> str | None:
-  """`algorithm.advantage` of the run's configuration, if it has one."""
+  """Returns `algorithm.advantage` of the run's configuration, if it has one."""
   config = run.get("config_json")
   algorithm = config.get("algorithm") if isinstance(config, dict) else None
-  found = algorithm.get("advantage") if isinstance(algorithm, dict) else None
-  return str(found) if found else None
+  kind = algorithm.get("advantage") if isinstance(algorithm, dict) else None
+  return str(kind) if kind else None
 
 
 def recorded_advantage(summary: Any) -> float | None:
-  """An episode's advantage in its update, the mean of its turns.
+  """Returns an episode's advantage in its update, the mean of its turns.
 
   Args:
     summary: the rollout's `summary_json`.
@@ -91,10 +90,10 @@ def recorded_advantage(summary: Any) -> float | None:
   Returns:
     None before an update has learned from it, and where none does.
   """
-  found = text.read_object(summary).get("advantage")
-  if isinstance(found, bool) or not isinstance(found, (int, float)):
+  advantage = text.read_object(summary).get("advantage")
+  if isinstance(advantage, bool) or not isinstance(advantage, (int, float)):
     return None
-  return float(found) if math.isfinite(found) else None
+  return float(advantage) if math.isfinite(advantage) else None
 
 
 def members_of(
@@ -113,21 +112,15 @@ def members_of(
       .order_by(r.c.group, r.c.env_index, r.c.id)
       .limit(limit)
   )  # pyformat: disable
-  found = [dict(row._mapping) for row in rows]  # pylint: disable=protected-access
-  for row in found:
+  members = [dict(row._mapping) for row in rows]  # pylint: disable=protected-access
+  for row in members:
     row["faults"] = sum(row[name] or 0 for name in _FAULTS)
     row["advantage"] = recorded_advantage(row.pop("summary_json"))
-  return found
+  return members
 
 
-class StepPages:
+class StepPages(page_request.RunTab):
   """See the module docstring."""
-
-  def __init__(self, engine: sa.Engine, queries: queries_lib.Queries,
-               head: Any):  # pyformat: disable
-    self._engine = engine
-    self._queries = queries
-    self._head = head
 
   def step(self, request: page_request.PageRequest) -> page_request.Page:
     training, number = request.id(), request.id("step")
@@ -179,7 +172,7 @@ class StepPages:
     })  # pyformat: disable
 
   def measurement(self, request: page_request.PageRequest) -> page_request.Page:
-    """The rollouts of an evaluation or a baseline."""
+    """Returns the rollouts of an evaluation or a baseline."""
     training = request.id()
     kind, id_ = request.where["kind"], request.id("measurement")
     if kind not in ("eval", "baseline"):
@@ -287,18 +280,18 @@ class StepPages:
 
 
 def grouped(members: Sequence[Row]) -> list[Row]:
-  """Groups of attempts at one task that are compared with each other."""
-  found: dict[Any, Row] = {}
+  """Returns groups of attempts at one task that are compared."""
+  groups: dict[Any, Row] = {}
   for member in members:
     key = member["group"], member["task_id"]
-    if key not in found:
-      found[key] = {
+    if key not in groups:
+      groups[key] = {
           "group": member["group"], "task": member["description"],
           "task_id": member["task_id"], "members": [],
           "family": member["app_name"] or member["task_name"],
       }  # pyformat: disable
-    found[key]["members"].append(member)
-  for group in found.values():
+    groups[key]["members"].append(member)
+  for group in groups.values():
     valid = [
         m["reward"] for m in group["members"]
         if m["status"] == "completed" and m["reward"] is not None
@@ -306,20 +299,20 @@ def grouped(members: Sequence[Row]) -> list[Row]:
     group["won"] = sum(bool(m["task_success"]) for m in group["members"])
     group["mean"] = statistics.fmean(valid) if valid else None
     group["has_gradient"] = not reward_equality.all_equal(valid)
-  return list(found.values())
+  return list(groups.values())
 
 
 def histogram(
     rewards: Sequence[float], low: float | None, high: float | None
 ) -> list[Row]:
   """Bins with the places of their bars, in a picture 100 wide and 40 high."""
-  found = pictures.bins(rewards)
-  most = max((b["count"] for b in found), default=0)
-  for index, one in enumerate(found):
-    width = 100 / len(found)
+  buckets = pictures.bins(rewards)
+  most = max((b["count"] for b in buckets), default=0)
+  for index, one in enumerate(buckets):
+    width = 100 / len(buckets)
     one["x"], one["width"] = index * width, width
     one["height"] = 40 * one["count"] / most
-    one["last"] = index == len(found) - 1
+    one["last"] = index == len(buckets) - 1
     # A bin ends before the next one begins; a filter includes its ends.
     one["to"] = one["high"] if one["last"] else _before(one["high"])
     one["chosen"] = (
@@ -328,27 +321,27 @@ def histogram(
         and low <= one["low"]
         and one["to"] <= high
     )
-  return found
+  return buckets
 
 
 def _wins(kind: str, valid: Sequence[Row]) -> list[tuple[str, Row | None]]:
-  """(mode, success); of a step there is one, whose mode goes without saying."""
+  """Returns (mode, success) pairs; a step has one pair, without a mode."""
   modes = [("", valid)]
   if kind != "step":
     greedy = [m for m in valid if m["temperature"] == 0]
-    others = [m for m in valid if m["temperature"] != 0]
-    modes = [(n, m) for n, m in zip(measurements.MODES, (others, greedy)) if m]
+    sampled = [m for m in valid if m["temperature"] != 0]
+    modes = [(n, m) for n, m in zip(measurements.MODES, (sampled, greedy)) if m]
   return [
       (mode, measurements.cell(
-          sum(bool(m["task_success"]) for m in found), len(found)
+          sum(bool(m["task_success"]) for m in attempts), len(attempts)
       ))
-      for mode, found in modes or [("", valid)]
+      for mode, attempts in modes or [("", valid)]
   ]  # pyformat: disable
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-  known = [v for v in values if v is not None]
-  return statistics.fmean(known) if known else None
+  numbers = [v for v in values if v is not None]
+  return statistics.fmean(numbers) if numbers else None
 
 
 def _before(value: float) -> float:

@@ -29,7 +29,7 @@ class TasksQuery(query_lib.PageQuery):
 
   Attributes:
     a, b: keys, `<kind>-<id>`, of measurements of the project.
-    mode: of the attempts; None for sampled ones, where both have such.
+    mode: Mode of the attempts; None for sampled ones, where both have such.
     all: tasks with the same rate, too.
   """
 
@@ -52,14 +52,14 @@ class TaskComparisonPage:
           name: _side(connection, request.project, name, getattr(asks, name))
           for name in ("a", "b")
       }
-      found = compare(
+      outcome = compare(
           connection, sides["a"]["one"], sides["b"]["one"], asks.mode
       )
-    rows = found["rows"] if found else []
+    rows = outcome["rows"] if outcome else []
     if not asks.all:
       rows = [row for row in rows if row["by"]]
     return page_request.Page("compare_tasks.html", {
-        **sides, "found": found, "rows": rows[:_MOST], "all": asks.all,
+        **sides, "found": outcome, "rows": rows[:_MOST], "all": asks.all,
         "more": max(0, len(rows) - _MOST), "modes": measurements.MODES,
     })  # pyformat: disable
 
@@ -79,19 +79,19 @@ def between_runs(
     last.append(next((o for o in reversed(every) if o["done"]), None))
   if None in last:
     return None
-  found = compare(connection, last[0], last[1], None)
-  return found and {**found, "a": last[0], "b": last[1]}
+  outcome = compare(connection, last[0], last[1], None)
+  return outcome and {**outcome, "a": last[0], "b": last[1]}
 
 
 def compare(
     connection: sa.Connection, first: Row, second: Row, mode: str | None
 ) -> Row | None:
-  """The paired comparison of two measurements; None without a common task.
+  """Returns the paired comparison; None without a common task.
 
   Args:
-    connection: to the database.
+    connection: Connection to the database.
     first, second: of `measurements.checkpoints`.
-    mode: of the attempts; None for the first of `MODES` that both have.
+    mode: Mode of the attempts; None for the first of `MODES` that both have.
 
   Returns:
     {"mode", "modes", "summary" (of `core.comparison`, second - first),
@@ -105,11 +105,13 @@ def compare(
   if not both or (mode is not None and mode not in both):
     return None
   mode = mode or both[0]
-  mine, theirs = sides[0][mode], sides[1][mode]
-  summary = comparison.compare(_outcomes(mode, theirs), _outcomes(mode, mine))
+  first_outcomes, second_outcomes = sides[0][mode], sides[1][mode]
+  summary = comparison.compare(
+      _outcomes(mode, second_outcomes), _outcomes(mode, first_outcomes)
+  )
   rows = []
   for task in common[mode]:
-    a, b = mine[task], theirs[task]
+    a, b = first_outcomes[task], second_outcomes[task]
     by = b["rate"] - a["rate"]
     pair = ("lost", "won") if by > 0 else ("won", "lost")
     rows.append({
@@ -124,12 +126,12 @@ def compare(
 def _tasks(
     connection: sa.Connection, one: Row
 ) -> dict[str, dict[int, Row]]:
-  """Mode -> task -> its completed attempts of a measurement."""
+  """Maps mode and task to the completed attempts of a measurement."""
   r, t = tables.rollout, tables.task
   greedy = sa.case((r.c.temperature == 0, 1), else_=0)
   won = sa.case((r.c.task_success == 1, r.c.id))
   lost = sa.case((sa.func.coalesce(r.c.task_success, 0) == 0, r.c.id))
-  found: dict[str, dict[int, Row]] = {}
+  by_mode: dict[str, dict[int, Row]] = {}
   for row in connection.execute(
       sa.select(
           r.c.task_id, greedy.label("greedy"), t.c.task_id.label("name"),
@@ -152,8 +154,8 @@ def _tasks(
   ):  # pyformat: disable
     task = {**row._mapping, "wins": int(row.wins)}  # pylint: disable=protected-access
     task["rate"] = task["wins"] / task["tries"]
-    found.setdefault(measurements.MODES[row.greedy], {})[row.task_id] = task
-  return found
+    by_mode.setdefault(measurements.MODES[row.greedy], {})[row.task_id] = task
+  return by_mode
 
 
 def _outcomes(mode: str, tasks: Mapping[int, Row]) -> Sequence[Row]:
@@ -170,7 +172,7 @@ def _outcomes(mode: str, tasks: Mapping[int, Row]) -> Sequence[Row]:
 def _side(
     connection: sa.Connection, project: int, name: str, key: str
 ) -> Row:
-  """{"one": a measurement, "every": those of its run, "run"}.
+  """Returns {"one": a measurement, "every": those of its run, "run"}.
 
   Raises:
     ApiError: 400, that is no measurement of the project.

@@ -20,7 +20,6 @@ from tunix.rl.multi_turn.monitor.dashboard import page_request
 from tunix.rl.multi_turn.monitor.dashboard import rollout_page
 from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
-from tunix.rl.multi_turn.monitor.server import queries as queries_lib
 from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 _TASKS = 25
@@ -42,7 +41,7 @@ class TasksQuery(query_lib.PageQuery):
     q: words of the task.
     solved: how often of late; see `solved`.
     split: whether the run trains on the task.
-    page: from 0.
+    page: Number of the page, from 0.
   """
 
   q: query_lib.Search = ""
@@ -59,20 +58,11 @@ class TaskQuery(query_lib.PageQuery):
   after: query_lib.Id | None = None
 
 
-class TaskPages:
+class TaskPages(page_request.RunTab):
   """See the module docstring."""
 
-  def __init__(
-      self, engine: sa.Engine, queries: queries_lib.Queries,
-      curves: curves_lib.Curves, head: Any,
-  ):  # pyformat: disable
-    self._engine = engine
-    self._queries = queries
-    self._curves = curves
-    self._head = head
-
   def tasks(self, request: page_request.PageRequest) -> page_request.Page:
-    """Families over the steps, and every task with its last attempts."""
+    """Renders families over the steps, and tasks with their last attempts."""
     training = request.id()
     run = self._head(request.project, training)
     asks = request.read(TasksQuery)
@@ -114,10 +104,10 @@ class TaskPages:
     })  # pyformat: disable
 
   def task(self, request: page_request.PageRequest) -> page_request.Page:
-    """Attempts at one task over the run's checkpoints, with their screens."""
+    """Renders the attempts at one task over the run's checkpoints."""
     training, task = request.id(), request.id("task")
     run = self._head(request.project, training)
-    found = self._queries.one(request.project, "task", task)
+    task_row = self._queries.one(request.project, "task", task)
     after = request.read(TaskQuery).after
     with database.reading(self._engine) as connection:
       every = _attempted(connection, training, task)
@@ -138,7 +128,7 @@ class TaskPages:
     for one in tries:
       one["screenshot"] = screens.get(one["id"])
     return page_request.Page("task.html", {
-        "run": run, "tab": "tasks", "task": found, "tries": tries[::-1],
+        "run": run, "tab": "tasks", "task": task_row, "tries": tries[::-1],
         "more": tries[0]["id"] if len(tries) == _TRIES else None,
         "row": row, "measured": measured, "strips": strips,
     })  # pyformat: disable
@@ -147,26 +137,26 @@ class TaskPages:
 def _checkpoints(
     connection: sa.Connection, training: int, task: int
 ) -> list[Row]:
-  """The first attempt at a task at some checkpoints, with its first turns.
+  """Returns the first attempt at a task at some checkpoints.
 
   Of the measurements where there are two, else of the steps; the first and the
   last one are among them.
   """
-  found = []
+  checkpoints = []
   for source in ("baseline", "eval", "step"):
-    if source == "step" and len(found) > 1:
+    if source == "step" and len(checkpoints) > 1:
       break
-    found += [
+    checkpoints += [
         {"kind": source, "source": row.source, "step": row.step, "id": row.id}
         for row in connection.execute(
             _firsts(source), {"training": training, "task": task}
         )
     ]  # pyformat: disable
-  if not found:  # Every attempt broke off, or goes on.
+  if not checkpoints:  # Every attempt broke off, or goes on.
     return []
-  last = len(found) - 1
+  last = len(checkpoints) - 1
   places = {round(last * n / (_CHECKPOINTS - 1)) for n in range(_CHECKPOINTS)}
-  found = [found[place] for place in sorted(places)]
+  checkpoints = [checkpoints[place] for place in sorted(places)]
   b = tables.baseline
   names = {
       row.id: row.status_message
@@ -175,7 +165,7 @@ def _checkpoints(
           .where(b.c.training_id == training)
       )
   }  # pyformat: disable
-  for one in found:
+  for one in checkpoints:
     one["name"] = names.get(one["source"]) if one["kind"] == "baseline" else ""
   r = tables.rollout
   rows = {
@@ -184,18 +174,18 @@ def _checkpoints(
           sa.select(
               r.c.id, r.c.status, r.c.status_message, r.c.task_success,
               r.c.reward, r.c.num_turns,
-          ).where(r.c.id.in_([one["id"] for one in found]))
+          ).where(r.c.id.in_([one["id"] for one in checkpoints]))
       )
   }  # pyformat: disable
-  for one in found:
+  for one in checkpoints:
     one |= rows[one["id"]]
     one["turns"] = rollout_page.strip(connection, one["id"], _STRIP_TURNS)
-  return found
+  return checkpoints
 
 
 @functools.cache
 def _firsts(source: str) -> sa.Select:
-  """The first decided attempt at a task at each of a run's sources."""
+  """Returns the first decided attempt at a task at each of a run's sources."""
   s, r = tables.metadata.tables[source], tables.rollout
   step = s.c.step if "step" in s.c else sa.literal(0)
   own = (
@@ -203,14 +193,14 @@ def _firsts(source: str) -> sa.Select:
       .where(s.c.training_id == sa.bindparam("training"))
       .subquery()
   )
-  held = r.c[f"{source}_id"]
+  source_id = r.c[f"{source}_id"]
   return (
       sa.select(
           own.c.id.label("source"), own.c.step, sa.func.min(r.c.id).label("id")
       )
-      .select_from(own.join(r, held == own.c.id))
+      .select_from(own.join(r, source_id == own.c.id))
       .where(
-          held.is_not(None), r.c.task_id + 0 == sa.bindparam("task"),
+          source_id.is_not(None), r.c.task_id + 0 == sa.bindparam("task"),
           sa.func.coalesce(r.c.status, "") == "completed",
       )
       .group_by(own.c.id, own.c.step)
@@ -226,28 +216,28 @@ def solved(wins: int, tries: int) -> str | None:
 
 
 def _families(columns: curves_lib.Columns) -> list[Row]:
-  """Success of each family in training, first and last tenth of the steps."""
-  found = []
+  """Returns each family's success in training, first and last tenth."""
+  families = []
   for name in sorted(columns.values):
     if name.startswith("success_rate/"):
       values = columns.values[name]
-      known = values[values == values]
-      tenth = max(1, len(known) // 10)
-      found.append({
+      readings = values[values == values]
+      tenth = max(1, len(readings) // 10)
+      families.append({
           "name": name.partition("/")[2], "spark": curves_lib.sample(values),
-          "first": float(known[:tenth].mean()) if len(known) else None,
-          "last": float(known[-tenth:].mean()) if len(known) else None,
+          "first": float(readings[:tenth].mean()) if len(readings) else None,
+          "last": float(readings[-tenth:].mean()) if len(readings) else None,
       })  # pyformat: disable
-  return found
+  return families
 
 
 def _attempted(
     connection: sa.Connection, training: int, task: int | None = None
 ) -> dict[int, Row]:
-  """Tasks that a run has an attempt at, with their counts.
+  """Returns tasks that a run has an attempt at, with their counts.
 
   Args:
-    connection: to the database.
+    connection: Connection to the database.
     training: the run.
     task: only this one.
 
@@ -255,13 +245,13 @@ def _attempted(
     Task -> {split, first, last: ids of its rollouts; cell, early, late: of
     training, of the first and second half of the steps; solved: by `late`}.
   """
-  found: dict[int, Row] = {}
+  tasks: dict[int, Row] = {}
   for source in ("step", "baseline", "eval"):
     for row in connection.execute(
         _counted(source, task is not None),
         {"training": training, "task": task},
     ):
-      one = found.setdefault(row.task_id, {
+      one = tasks.setdefault(row.task_id, {
           "id": row.task_id, "first": row.first, "last": row.last,
           "split": "held-out", "cell": None, "early": None, "late": None,
           "attempts": 0, "solved": None, "initial": None, "final": None,
@@ -279,17 +269,17 @@ def _attempted(
             "late": measurements.cell(*late),
             "solved": solved(*(late if late[1] else early)),
         }  # pyformat: disable
-  for one in found.values():
+  for one in tasks.values():
     one["change"] = (
         one["late"]["rate"] - one["early"]["rate"]
         if one["late"] and one["early"] else None
     )  # pyformat: disable
-  return found
+  return tasks
 
 
 @functools.cache
 def _counted(source: str, single: bool) -> sa.Select:
-  """Attempts by task at a run's steps, evaluations or baselines.
+  """Returns attempts by task at a run's steps, evaluations or baselines.
 
   Steps from the middle on are the late ones. Built once: that takes as long
   as a small answer.
@@ -305,7 +295,7 @@ def _counted(source: str, single: bool) -> sa.Select:
   ids = sa.select(s.c.id, late.label("late")).where(own).subquery()
   valid = r.c.status == "completed"
   won = sa.and_(valid, r.c.task_success == 1)
-  held = r.c[f"{source}_id"]
+  source_id = r.c[f"{source}_id"]
   # Not the bare column: its own index would be taken, and every row read.
   task = r.c.task_id + 0
   count = lambda condition: sa.func.sum(sa.case((condition, 1), else_=0))
@@ -317,8 +307,8 @@ def _counted(source: str, single: bool) -> sa.Select:
           count(sa.and_(valid, ids.c.late == 1)).label("late_tries"),
           count(sa.and_(won, ids.c.late == 1)).label("late_wins"),
       )
-      .select_from(ids.join(r, held == ids.c.id))
-      .where(held.is_not(None))
+      .select_from(ids.join(r, source_id == ids.c.id))
+      .where(source_id.is_not(None))
       .group_by(task)
   )  # pyformat: disable
   return query.where(task == sa.bindparam("task")) if single else query
@@ -332,13 +322,13 @@ def _measured(
   Returns:
     {initial, final: the measurements, or None; mode: of their attempts}.
   """
-  known = [
+  rates = [
       one for one in measurements.checkpoints(connection, training)
       if one["done"]
   ]  # pyformat: disable
   ends: Row = {
-      "initial": known[0] if len(known) > 1 else None,
-      "final": known[-1] if known else None, "mode": None,
+      "initial": rates[0] if len(rates) > 1 else None,
+      "final": rates[-1] if rates else None, "mode": None,
   }  # pyformat: disable
   r = tables.rollout
   for name in ("initial", "final"):
@@ -374,7 +364,7 @@ def _measured(
 def _named(
     connection: sa.Connection, every: Mapping[int, Row], search: str
 ) -> dict[int, Row]:
-  """Names of those of the tasks that have all words somewhere."""
+  """Returns the tasks whose id, text or app has every word of the search."""
   t = tables.task
   columns = (t.c.id, t.c.task_id, t.c.description, t.c.app_name)
   query = sa.select(*columns)
@@ -383,14 +373,14 @@ def _named(
     query = query.where(
         sa.or_(*(c.ilike(like, escape="\\") for c in columns[1:]))
     )
-  found = {}
+  rows = {}
   ids = list(every)
   for start in range(0, len(ids), 900):  # Fewer than SQLite's parameters.
     for row in connection.execute(
         query.where(t.c.id.in_(ids[start : start + 900]))
     ):
-      found[row.id] = dict(row._mapping)  # pylint: disable=protected-access
-  return found
+      rows[row.id] = dict(row._mapping)  # pylint: disable=protected-access
+  return rows
 
 
 def _order(rows: list[Row], sort: str, up: bool) -> None:
@@ -419,10 +409,10 @@ def _tries(
     connection: sa.Connection, training: int, task: int, first: int,
     last: int, most: int,
 ) -> list[Row]:  # pyformat: disable
-  """A run's last attempts at a task, the oldest of them first.
+  """Returns a run's last attempts at a task, the oldest of them first.
 
   Args:
-    connection: to the database.
+    connection: Connection to the database.
     training: the run.
     task: the task.
     first: rollouts before this one are other runs'.
@@ -436,18 +426,18 @@ def _tries(
           "most": most,
       },
   )  # pyformat: disable
-  found = []
+  tries = []
   for row in rows:
     one = dict(row._mapping)  # pylint: disable=protected-access
     one["valid"] = one["status"] == "completed"
     one["won"] = bool(one["task_success"])
-    found.append(one)
-  return found[::-1]
+    tries.append(one)
+  return tries[::-1]
 
 
 @functools.cache
 def _tries_query() -> sa.Select:
-  """A run's last attempts at a task, the last one first.
+  """Returns a run's last attempts at a task, the last one first.
 
   Built once: that takes ten times as long as the answer.
   """
@@ -475,15 +465,15 @@ def _tries_query() -> sa.Select:
 
 
 def _mixed(tries: Sequence[Row]) -> tuple[int, int]:
-  """(groups whose rewards differ, groups) among training attempts."""
-  found: dict[Any, list[float]] = {}
+  """Returns (groups whose rewards differ, groups) among training attempts."""
+  groups: dict[Any, list[float]] = {}
   for one in tries:
     if one["source_type"] == "step" and one["valid"] and (
         one["reward"] is not None
     ):
-      found.setdefault((one["step_id"], one["group"]), []).append(
+      groups.setdefault((one["step_id"], one["group"]), []).append(
           one["reward"]
       )
-  several = [rewards for rewards in found.values() if len(rewards) > 1]
+  several = [rewards for rewards in groups.values() if len(rewards) > 1]
   differing = [r for r in several if not reward_equality.all_equal(r)]
   return len(differing), len(several)

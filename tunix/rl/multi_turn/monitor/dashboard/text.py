@@ -27,7 +27,7 @@ NOTHING = "–"
 
 
 def visible(value: Any, most: int = _LONGEST) -> markupsafe.Markup:
-  """Text as HTML in which no character is invisible.
+  """Returns the text as HTML in which no character is invisible.
 
   Args:
     value: text; anything else as its JSON, None as a dash.
@@ -40,13 +40,13 @@ def visible(value: Any, most: int = _LONGEST) -> markupsafe.Markup:
   cut = len(text) - most
   text = text[:most]
   parts, last = [], 0
-  for found in HIDDEN.finditer(text):
-    parts.append(markupsafe.escape(text[last : found.start()]))
-    code = f"U+{ord(found.group()):04X}"
+  for match in HIDDEN.finditer(text):
+    parts.append(markupsafe.escape(text[last : match.start()]))
+    code = f"U+{ord(match.group()):04X}"
     parts.append(
         markupsafe.Markup(f'<span class="hidden-char">{code}</span>')
     )
-    last = found.end()
+    last = match.end()
   parts.append(markupsafe.escape(text[last:]))
   if cut > 0 and most < _LONGEST:
     parts.append(markupsafe.Markup("…"))  # A name or a line of a table.
@@ -61,7 +61,7 @@ def visible(value: Any, most: int = _LONGEST) -> markupsafe.Markup:
 
 
 def plain(value: Any, most: int = 300) -> str:
-  """The same for attributes and titles: text without markup."""
+  """Returns the same for attributes and titles: text without markup."""
   text = value if isinstance(value, str) else dump(value)
   if len(text) > most:
     text = text[: most - 1] + "…"
@@ -69,7 +69,7 @@ def plain(value: Any, most: int = 300) -> str:
 
 
 def dump(value: Any) -> str:
-  """JSON, indented; text for values that JSON lacks."""
+  """Returns JSON, indented; text for values that JSON lacks."""
   try:
     return orjson.dumps(
         value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS,
@@ -80,7 +80,7 @@ def dump(value: Any) -> str:
 
 
 def number(value: Any, digits: int = 3) -> str:
-  """A number of a few significant digits; a dash for none."""
+  """Returns a number of a few significant digits; a dash for none."""
   if (other := _no_number(value)) is not None:
     return other
   if isinstance(value, int) or float(value).is_integer() and abs(value) < 1e6:
@@ -103,13 +103,13 @@ def _no_number(value: Any) -> str | None:
 
 
 def percent(value: Any) -> str:
-  """A share in [0, 1], with the digits of `success_rates.text_of`."""
+  """Returns a share in [0, 1], with the digits of `success_rates.text_of`."""
   other = _no_number(value)
   return f"{100 * value:.1f} %" if other is None else other
 
 
 def size(value: Any) -> str:
-  """Bytes."""
+  """Returns a number of bytes in words."""
   if (other := _no_number(value)) is not None:
     return other
   for unit in ("B", "kB", "MB", "GB"):
@@ -120,7 +120,7 @@ def size(value: Any) -> str:
 
 
 def seconds(value: Any) -> str:
-  """A duration."""
+  """Returns a duration in words."""
   if (other := _no_number(value)) is not None:
     return other
   if value < 0:
@@ -129,9 +129,9 @@ def seconds(value: Any) -> str:
     return f"{1000 * value:.0f} ms"
   if value < 100:
     return f"{value:.1f} s"
-  minutes, rest = divmod(round(value), 60)
+  minutes, remainder = divmod(round(value), 60)
   if minutes < 100:
-    return f"{minutes} min {rest:02d} s"
+    return f"{minutes} min {remainder:02d} s"
   hours, minutes = divmod(minutes, 60)
   if hours < 72:
     return f"{hours} h {minutes:02d} min"
@@ -139,7 +139,7 @@ def seconds(value: Any) -> str:
 
 
 def moment(value: str | datetime.datetime | None) -> datetime.datetime | None:
-  """A time of the database, in UTC."""
+  """Returns a time of the database, in UTC."""
   if value is None:
     return None
   if isinstance(value, str):
@@ -153,18 +153,18 @@ def moment(value: str | datetime.datetime | None) -> datetime.datetime | None:
 
 
 def clock(value: Any) -> markupsafe.Markup:
-  """A time as a `<time>` element, in UTC."""
-  found = moment(value)
-  if found is None:
+  """Returns a time as a `<time>` element, in UTC."""
+  instant = moment(value)
+  if instant is None:
     return markupsafe.Markup(NOTHING)
   return markupsafe.Markup('<time datetime="{}">{}</time>').format(
-      found.isoformat(timespec="milliseconds"),
-      found.strftime("%Y-%m-%d %H:%M:%S"),
+      instant.isoformat(timespec="milliseconds"),
+      instant.strftime("%Y-%m-%d %H:%M:%S"),
   )
 
 
 def between(start: Any, end: Any) -> float | None:
-  """Seconds from one time to another; to now without the other."""
+  """Returns seconds from one time to another; to now without the other."""
   first = moment(start)
   if first is None:
     return None
@@ -173,17 +173,17 @@ def between(start: Any, end: Any) -> float | None:
 
 
 def ago(value: Any) -> markupsafe.Markup:
-  """Time since `value`, with the time itself as title."""
+  """Returns the time since `value`, with the time itself as title."""
   since = between(value, None)
   if since is None:
     return markupsafe.Markup(NOTHING)
-  told = "now" if since < 1 else f"{seconds(since)} ago"
+  words = "now" if since < 1 else f"{seconds(since)} ago"
   element = markupsafe.Markup('<time datetime="{0}" title="{0}">{1}</time>')
-  return element.format(moment(value).isoformat(timespec="seconds"), told)
+  return element.format(moment(value).isoformat(timespec="seconds"), words)
 
 
 def read_json(value: Any) -> Any:
-  """A JSON column; None when it is not JSON."""
+  """Returns a JSON column; None when it is not JSON."""
   if not isinstance(value, (str, bytes)):
     return value
   try:
@@ -193,6 +193,6 @@ def read_json(value: Any) -> Any:
 
 
 def read_object(value: Any) -> dict[str, Any]:
-  """A JSON column that should hold an object; {} when it does not."""
-  found = read_json(value)
-  return found if isinstance(found, dict) else {}
+  """Returns a JSON column that should hold an object; {} when it does not."""
+  content = read_json(value)
+  return content if isinstance(content, dict) else {}

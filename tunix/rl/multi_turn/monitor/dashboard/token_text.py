@@ -36,13 +36,13 @@ class TokenTexts:
       ValueError: there is none.
     """
     self._paths = {name: _BUILT_IN for name in _BUILT_IN_NAMES}
-    for name, given in (tokenizers or {}).items():
-      path = pathlib.Path(given).expanduser()
+    for name, target in (tokenizers or {}).items():
+      path = pathlib.Path(target).expanduser()
       if path.is_dir():
         path /= "tokenizer.json"
       if not path.is_file():
         raise ValueError(
-            f"--tokenizer {name}={given}: there is no {path}; give a"
+            f"--tokenizer {name}={target}: there is no {path}; give a"
             " tokenizer.json, or the folder of a model that has one"
         )
       self._paths[name] = path
@@ -50,7 +50,7 @@ class TokenTexts:
     self._lock = threading.Lock()
 
   def of(self, model: str, ids: Sequence[int]) -> list[str] | None:
-    """The text of each token; None without a tokenizer of this model.
+    """Returns the text of each token; None without a tokenizer of this model.
 
     A token that is a part of a character is shown as U+FFFD.
     """

@@ -43,13 +43,13 @@ class TokenView:
     self._texts = texts
 
   def of(self, rollout: Row, turn: Row, heat: str) -> Row:
-    """The view of a turn.
+    """Returns the view of a turn.
 
     Args:
-      rollout: with `summary_json`, `source_type`, `batch`, `model_path` and
-        `advantage`.
-      turn: with `actions` and `metrics`.
-      heat: what colours the tokens; one that was not recorded is replaced.
+      rollout: Row with `summary_json`, `source_type`, `batch`, `model_path`
+        and `advantage`.
+      turn: Row with `actions` and `metrics`.
+      heat: Measure that colours the tokens; an unrecorded one is replaced.
 
     Returns:
       tokens: {id, text, times, known, number, shade, mark} of each;
@@ -61,12 +61,12 @@ class TokenView:
     ids = action["tokens"] if action else None
     if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
       return empty
-    known, reason = _known(rollout, turn, action, len(ids))
-    heats = [(h, "" if h in known else _absent(h, rollout)) for h in HEATS]
-    if heat not in known:
-      heat = next((h for h in HEATS if h in known), "")
+    measures, reason = _known(rollout, turn, action, len(ids))
+    heats = [(h, "" if h in measures else _absent(h, rollout)) for h in HEATS]
+    if heat not in measures:
+      heat = next((h for h in HEATS if h in measures), "")
     tokens = self._tokens(
-        rollout, ids[:_MOST_TOKENS], known
+        rollout, ids[:_MOST_TOKENS], measures
     )
     legend: list[Row] = []
     if heat == MASK:
@@ -84,13 +84,13 @@ class TokenView:
       self,
       rollout: Row,
       ids: Sequence[int],
-      known: Mapping[str, Sequence[float]],
+      measures: Mapping[str, Sequence[float]],
   ) -> list[Row]:
     texts = self._texts.of(rollout["model_path"] or "", ids)
     return [
         {
             "id": id_, "text": texts[n] if texts else str(id_), "times": 1,
-            "known": {k: v[n] for k, v in known.items()},
+            "known": {k: v[n] for k, v in measures.items()},
             "number": texts is None, "shade": None, "mark": "",
         }
         for n, id_ in enumerate(ids)
@@ -118,24 +118,24 @@ class TokenView:
 def _known(
     rollout: Row, turn: Row, action: Row, count: int
 ) -> tuple[dict[str, list[float]], str]:
-  """Values of each of `count` tokens; why they are not in the loss."""
-  known: dict[str, list[float]] = {}
+  """Returns values of each of `count` tokens; why they are not in the loss."""
+  measures: dict[str, list[float]] = {}
   metrics = turn["metrics"]
   logprobs = _numbers(action["logprobs"], count)
   if logprobs:
-    known["probability"] = [math.exp(min(0.0, v)) for v in logprobs]
-    known["log-prob"] = logprobs
+    measures["probability"] = [math.exp(min(0.0, v)) for v in logprobs]
+    measures["log-prob"] = logprobs
   versions = _spread(metrics.get("policy_versions"), count)
   if versions:
-    known["policy version"] = versions
+    measures["policy version"] = versions
   summary = rollout.get("summary_json")
   summary = summary if isinstance(summary, dict) else {}
   weight = _of_turn(summary.get("advantages"), turn, rollout["advantage"])
   if isinstance(weight, (int, float)):
-    known["advantage"] = [float(weight)] * count
+    measures["advantage"] = [float(weight)] * count
   trained, reason = _trained(rollout, turn, summary)
   if trained is not None:
-    known[MASK] = [float(trained)] * count
+    measures[MASK] = [float(trained)] * count
   # Other recorders' values of each token, under any name.
   raw = {**(turn.get("raw") or {}), **(action.get("raw") or {})}
   for field, name in (
@@ -147,28 +147,28 @@ def _known(
     if values is None:
       values = _numbers(metrics.get(field), count)
     if values is not None:
-      known[name] = values
-  return known, reason
+      measures[name] = values
+  return measures, reason
 
 
 def _trained(
     rollout: Row, turn: Row, summary: Row
 ) -> tuple[bool | None, str]:
-  """Whether an update put the turn's tokens into its loss, and why not.
+  """Returns whether an update put the turn's tokens into its loss, and why not.
 
   None where it was not recorded.
   """
   if rollout["source_type"] != "step":
     return False, REASONS["measurement"]
   left_out = summary.get("left_out")
-  found = left_out if isinstance(left_out, str) else _of_turn(left_out, turn)
-  if not isinstance(found, str):
+  reason = left_out if isinstance(left_out, str) else _of_turn(left_out, turn)
+  if not isinstance(reason, str):
     return None, ""
-  return not found, REASONS.get(found, found) if found else ""
+  return not reason, REASONS.get(reason, reason) if reason else ""
 
 
 def _of_turn(values: Any, turn: Row, otherwise: Any = None) -> Any:
-  """The entry of a turn, which are numbered from 1."""
+  """Returns a turn's entry; turns are numbered from 1."""
   number = turn["turn"]
   if isinstance(values, list) and 0 < number <= len(values):
     return values[number - 1]
@@ -209,8 +209,8 @@ def shade(tokens: Sequence[Row], heat: str) -> None:
   Of a probability 8 is the least likely; of anything else the highest.
   """
   values = [t["known"].get(heat) for t in tokens]
-  known = [v for v in values if v is not None and math.isfinite(v)]
-  low, high = (min(known), max(known)) if known else (0.0, 0.0)
+  numbers = [v for v in values if v is not None and math.isfinite(v)]
+  low, high = (min(numbers), max(numbers)) if numbers else (0.0, 0.0)
   if heat == "probability":
     low, high = 0.0, 1.0
   elif heat in ("advantage", "entropy"):
@@ -235,7 +235,7 @@ def _numbers(values: Any, count: int) -> list[float] | None:
 
 
 def _spread(runs: Any, count: int) -> list[float] | None:
-  """[[version, how many in a row]] as one version a token."""
+  """Expands [[version, count]] into one version for each token."""
   try:
     pairs = [(float(v), int(n)) for v, n in runs]
   except (TypeError, ValueError):

@@ -74,12 +74,12 @@ class ArchiveWriter:
 
   def finish(self, manifest: Mapping[str, Any]) -> None:
     """Writes the manifest, and lets the file appear."""
-    whole = {
+    complete = {
         "format": FORMAT, "version": VERSION, **manifest,
         "tables": self._members,
     }  # pyformat: disable
     self._zip.writestr(
-        _MANIFEST, orjson.dumps(whole, option=orjson.OPT_INDENT_2)
+        _MANIFEST, orjson.dumps(complete, option=orjson.OPT_INDENT_2)
     )
     self._zip.close()
     with open(self._partial, "rb") as file:
@@ -153,7 +153,7 @@ class ArchiveReader:
     return manifest
 
   def rows(self, name: str) -> Iterator[Row]:
-    """The rows of a table.
+    """Yields the rows of a table.
 
     Raises:
       MaintenanceError: it differs from the manifest; after the last row,
@@ -178,7 +178,7 @@ class ArchiveReader:
       raise self._damaged(name, "its hash is another one")
 
   def file(self, name: str, most: int) -> bytes:
-    """A file's bytes.
+    """Returns a file's bytes.
 
     Raises:
       MaintenanceError: it is damaged, missing or longer than `most`.
@@ -207,12 +207,12 @@ class ArchiveReader:
 
 
 def run_table(run: int, table: str) -> str:
-  """The name of a run's table in an archive."""
+  """Returns the name of a run's table in an archive."""
   return f"runs/{run}/{table}.jsonl"
 
 
 def screenshot(sha: str, suffix: str) -> str:
-  """The name of a screenshot in an archive."""
+  """Returns the name of a screenshot in an archive."""
   return f"screenshots/{sha[:2]}/{sha}{suffix}"
 
 

@@ -83,14 +83,14 @@ def add(commands: Any) -> list[argparse.ArgumentParser]:
     one.add_argument("--project", default="")
   for one in (export, bring):
     one.add_argument("--quiet", action="store_true", help="no progress bar")
-  found = [export, bring, prune, look]
-  for one, call in zip(found, (_export, _import, _prune, _doctor)):
+  parsers = [export, bring, prune, look]
+  for one, call in zip(parsers, (_export, _import, _prune, _doctor)):
     one.set_defaults(call=call)
     one.add_argument(
         "--files", default="",
         help="folder of screenshots and videos (beside the SQLite file)",
     )  # pyformat: disable
-  return found
+  return parsers
 
 
 def _age(text: str) -> float:
@@ -107,7 +107,7 @@ def _count(text: str) -> int:
 
 
 def _opened(target: str, *, make: bool = False) -> sa.Engine:
-  """An upgraded database; only `make` makes one that is not there."""
+  """Returns the engine of an upgraded database; `make` makes a missing one."""
   url = database.url_of(target)
   if url.get_backend_name() == "sqlite" and not make:
     if not pathlib.Path(url.database).exists():
@@ -155,15 +155,16 @@ def _import(args: argparse.Namespace, files_of: FilesOf) -> int:
     raise MaintenanceError(f"{args.file}: there is no such file")
   engine = _opened(args.database, make=True)
   try:
-    done = importing.import_(
+    outcome = importing.import_(
         engine, files, args.file, project=args.project, quiet=args.quiet
     )
   finally:
     engine.dispose()
   print(
-      f"{len(done.imported)} runs imported, {len(done.replaced)} replaced by a"
-      f" later state, {len(done.kept)} here already; {done.rows} rows, of which"
-      f" {done.renumbered} under new ids; {done.screenshots} screenshots"
+      f"{len(outcome.imported)} runs imported, {len(outcome.replaced)} replaced"
+      f" by a later state, {len(outcome.present)} here already; {outcome.rows}"
+      f" rows, of which {outcome.renumbered} under new ids;"
+      f" {outcome.screenshots} screenshots"
   )
   return 0
 
@@ -181,7 +182,7 @@ def _prune(args: argparse.Namespace, files_of: FilesOf) -> int:
   files = files_of(args.database, args.files)
   engine = _opened(args.database)
   try:
-    done = pruning.prune(
+    outcome = pruning.prune(
         engine, files, criteria, dry_run=args.dry_run,
         vacuum=not args.no_vacuum,
     )  # pyformat: disable
@@ -189,20 +190,20 @@ def _prune(args: argparse.Namespace, files_of: FilesOf) -> int:
     engine.dispose()
   would = "would delete" if args.dry_run else "deleted"
   what = "the episodes of" if args.episodes_only else "run"
-  for run in done.runs:
+  for run in outcome.runs:
     print(f"{would} {what} {run.name} ({run.project}, {run.status})")
-  for run in done.active:
+  for run in outcome.active:
     print(f"left run {run.name}, which is {run.status}")
-  for run in done.pinned:
+  for run in outcome.pinned:
     print(
         f"left run {run.name}, which is the baseline of {run.project}; unpin"
         " it first"
     )
   print(
-      f"{would} {len(done.runs)} runs,"
-      f" {'' if args.dry_run else f'{done.rows} rows, '}"
-      f"{done.screenshots} screenshots and {done.thumbnails} thumbnails"
-      f" ({done.bytes / 1e6:.1f} MB)"
+      f"{would} {len(outcome.runs)} runs,"
+      f" {'' if args.dry_run else f'{outcome.rows} rows, '}"
+      f"{outcome.screenshots} screenshots and {outcome.thumbnails} thumbnails"
+      f" ({outcome.bytes / 1e6:.1f} MB)"
   )
   return 0
 

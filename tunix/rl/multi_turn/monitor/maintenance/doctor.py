@@ -22,6 +22,7 @@ from tunix.rl.multi_turn.monitor.maintenance import exporting
 from tunix.rl.multi_turn.monitor.maintenance import pruning
 from tunix.rl.multi_turn.monitor.maintenance import runs as runs_lib
 from tunix.rl.multi_turn.monitor.schema import database
+from tunix.rl.multi_turn.monitor.schema import migrations
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import text_index
 from tunix.rl.multi_turn.monitor.schema import vocabulary
@@ -69,7 +70,7 @@ def examine(
   """Runs every check, the likeliest root cause first.
 
   Args:
-    target: of the database.
+    target: Path or URL of the database.
     files: the server's folder.
     spools: folders of spools.
     deep: read every screenshot, too.
@@ -166,7 +167,7 @@ def _sqlite_file(path: pathlib.Path) -> Iterator[Finding]:
 
 
 def _filesystem(path: pathlib.Path) -> str:
-  """The kind of file system that a file is on; "" if unknown."""
+  """Returns the kind of file system that a file is on; "" if unknown."""
   try:
     mounts = pathlib.Path("/proc/self/mounts").read_text(errors="replace")
   except OSError:
@@ -181,26 +182,26 @@ def _filesystem(path: pathlib.Path) -> str:
 
 
 def _schema(engine: sa.Engine) -> Iterator[Finding]:
-  known = database.revisions()
+  schemas = migrations.REVISIONS
   with runs_lib.reading(engine) as connection:
-    if not sa.inspect(connection).has_table("alembic_version"):
+    revision = migrations.revision_of(connection)
+    if revision is None:
       yield Finding(
           ERROR, "schema", "it has none: it is not a database of the monitor",
           "give another --database",
       )  # pyformat: disable
       return
-    found = exporting.revision(connection)
-    if found == known[0]:
-      yield Finding(OK, "schema", f"{found}, the present one")
-    elif found in known:
+    if revision == schemas[0]:
+      yield Finding(OK, "schema", f"{revision}, the present one")
+    elif revision in schemas:
       yield Finding(
-          ERROR, "schema", f"{found}, an older one; the present one is"
-          f" {known[0]}", "start the server once: it upgrades",
+          ERROR, "schema", f"{revision}, an older one; the present one is"
+          f" {schemas[0]}", "start the server once: it upgrades",
       )  # pyformat: disable
       return
     else:
       yield Finding(
-          ERROR, "schema", f"{found}, which this version does not know",
+          ERROR, "schema", f"{revision}, which this version does not know",
           "use the newer version that wrote it",
       )  # pyformat: disable
       return
@@ -267,13 +268,13 @@ def _integrity(engine: sa.Engine) -> Iterator[Finding]:
 
 
 def _loose_ends(engine: sa.Engine) -> Iterator[Finding]:
-  """Rows that no foreign key protects."""
-  found: dict[str, int] = {}
+  """Finds rows that no foreign key protects."""
+  counts: dict[str, int] = {}
 
   def count(what: str, query: sa.Select) -> None:
     number = connection.execute(query).scalar_one()
     if number:
-      found[what] = found.get(what, 0) + number
+      counts[what] = counts.get(what, 0) + number
 
   with runs_lib.reading(engine) as connection:
     t, owner = tables.training, tables.training_project
@@ -295,34 +296,34 @@ def _loose_ends(engine: sa.Engine) -> Iterator[Finding]:
       ):  # pyformat: disable
         if what == "histories" and kind not in vocabulary.STATEFUL:
           continue
-        gone = ~sa.exists().where(e.c.id == table.c.entity_id)
+        missing = ~sa.exists().where(e.c.id == table.c.entity_id)
         if kind == "environment":
           waiting = tables.pending_environment
-          gone &= ~sa.exists().where(waiting.c.id == table.c.entity_id)
+          missing &= ~sa.exists().where(waiting.c.id == table.c.entity_id)
         count(
             f"{what} of what is gone",
-            sa.select(sa.func.count()).where(own, gone).select_from(table),
+            sa.select(sa.func.count()).where(own, missing).select_from(table),
         )
-  for what, number in found.items():
+  for what, number in counts.items():
     yield Finding(
         WARNING, "rows", f"{number} {what}",
         "left by raw SQL or by a prune that was interrupted: prune again",
     )  # pyformat: disable
-  if not found:
+  if not counts:
     yield Finding(OK, "rows", "everything belongs to something")
 
 
 def _runs(engine: sa.Engine) -> Iterator[Finding]:
   with runs_lib.reading(engine) as connection:
-    found = runs_lib.find(connection)
+    runs = runs_lib.find(connection)
   silent = [
       run
-      for run in found
+      for run in runs
       if run.status in runs_lib.ACTIVE
-      and (_now() - run.last_sign).total_seconds() > _SILENT_S
+      and (database.now() - run.last_sign).total_seconds() > _SILENT_S
   ]
   for run in silent[:_SHOWN]:
-    hours = (_now() - run.last_sign).total_seconds() / 3600
+    hours = (database.now() - run.last_sign).total_seconds() / 3600
     yield Finding(
         WARNING, "runs",
         f"{run.name} is {run.status} and silent for {hours:.1f} h",
@@ -333,11 +334,11 @@ def _runs(engine: sa.Engine) -> Iterator[Finding]:
         WARNING, "runs", f"and {len(silent) - _SHOWN} more are silent"
     )
   if not silent:
-    active = sum(run.status in runs_lib.ACTIVE for run in found)
-    pinned = [f"{r.name} ({r.project})" for r in found if r.pinned]
+    active = sum(run.status in runs_lib.ACTIVE for run in runs)
+    pinned = [f"{r.name} ({r.project})" for r in runs if r.pinned]
     baselines = f"; baselines: {', '.join(pinned)}" if pinned else ""
     yield Finding(
-        OK, "runs", f"{len(found)}, of which {active} under way{baselines}"
+        OK, "runs", f"{len(runs)}, of which {active} under way{baselines}"
     )
 
 
@@ -345,18 +346,19 @@ def _clock(engine: sa.Engine) -> Iterator[Finding]:
   with runs_lib.reading(engine) as connection:
     h = tables.status_history
     newest = connection.execute(sa.select(sa.func.max(h.c.changed_at))).scalar()
-    theirs = None
+    server_time = None
     if engine.dialect.name == "postgresql":
-      theirs = connection.exec_driver_sql(
+      server_time = connection.exec_driver_sql(
           "SELECT clock_timestamp() AT TIME ZONE 'UTC'"
       ).scalar()
-  ahead = (newest - _now()).total_seconds() if newest else 0.0
-  apart = abs((theirs - _now()).total_seconds()) if theirs else 0.0
-  if ahead > _AHEAD_S:
+  now = database.now()
+  ahead_s = (newest - now).total_seconds() if newest else 0.0
+  apart = abs((server_time - now).total_seconds()) if server_time else 0.0
+  if ahead_s > _AHEAD_S:
     yield Finding(
         WARNING, "clock",
-        f"something happened {ahead / 3600:.1f} h from now: this clock was set"
-        " back, or the server's is ahead",
+        f"something happened {ahead_s / 3600:.1f} h from now: this clock was"
+        " set back, or the server's is ahead",
         "set the clock (timedatectl); order is kept by ids, ages are wrong"
         " until then",
     )  # pyformat: disable
@@ -365,12 +367,8 @@ def _clock(engine: sa.Engine) -> Iterator[Finding]:
         WARNING, "clock", f"the database's clock is {apart:.0f} s away",
         "synchronise both machines (NTP)",
     )  # pyformat: disable
-  if ahead <= _AHEAD_S and apart <= 5:
+  if ahead_s <= _AHEAD_S and apart <= 5:
     yield Finding(OK, "clock", "nothing is in the future")
-
-
-def _now() -> datetime.datetime:
-  return datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None)
 
 
 # --- screenshots --------------------------------------------------------------
@@ -405,21 +403,21 @@ def _screenshots(
       problem = screenshots.problem(sha, path.read_bytes())
       if problem:
         wrong.append(sha)
-  now = _now().replace(tzinfo=datetime.timezone.utc).timestamp()
+  now = database.now().replace(tzinfo=datetime.timezone.utc).timestamp()
   stray = [
       path
       for path in directory.glob("??/*")
       if (path.name[:64] not in rows or path.suffix in (".part", ".pruned"))
       and now - path.stat().st_mtime > _OLD_TRASH_S
   ]
-  for what, found in (
+  for what, shas in (
       ("have no file", lost), ("have a file of another size", short),
       ("have a file of other content", wrong),
   ):  # pyformat: disable
-    if found:
+    if shas:
       yield Finding(
           ERROR, "screenshots",
-          f"{len(found)} of {len(rows)} {what}, the first {found[0]}",
+          f"{len(shas)} of {len(rows)} {what}, the first {shas[0]}",
           "restore the folder from a backup, or import an export of these"
           " runs: what is missing comes with it",
       )  # pyformat: disable
@@ -464,7 +462,7 @@ def _clients(engine: sa.Engine) -> Iterator[Finding]:
   """Counters of the clients that sent lately."""
   d = tables.delivery
   with runs_lib.reading(engine) as connection:
-    lately = _now() - datetime.timedelta(days=_LATELY_DAYS)
+    lately = database.now() - datetime.timedelta(days=_LATELY_DAYS)
     rows = connection.execute(
         sa.select(d.c.spool, d.c.health_json).where(d.c.updated_at > lately)
     ).fetchall()
@@ -487,10 +485,10 @@ def _clients(engine: sa.Engine) -> Iterator[Finding]:
 
 def _object(text: str | None) -> dict:
   try:
-    found = orjson.loads(text or "{}")
+    value = orjson.loads(text or "{}")
   except orjson.JSONDecodeError:
     return {}
-  return found if isinstance(found, dict) else {}
+  return value if isinstance(value, dict) else {}
 
 
 def _spools(folder: pathlib.Path) -> Iterator[Finding]:
@@ -500,8 +498,8 @@ def _spools(folder: pathlib.Path) -> Iterator[Finding]:
         "it is monitor_spool beside the runs, where a run has had a monitor",
     )  # pyformat: disable
     return
-  found = sorted(folder.glob(f"*{spool_lib.SUFFIX}"))
-  for path in found:
+  spools = sorted(folder.glob(f"*{spool_lib.SUFFIX}"))
+  for path in spools:
     yield from _spool(path)
   for path in sorted(folder.glob(f"*{spool_lib.DAMAGED}")):
     yield Finding(
@@ -509,13 +507,13 @@ def _spools(folder: pathlib.Path) -> Iterator[Finding]:
         "what it held is lost, unless header.json comes from a backup; else"
         " delete it",
     )  # pyformat: disable
-  if not found:
+  if not spools:
     yield Finding(OK, "spool", f"nothing waits in {folder}")
 
 
 def _spool(path: pathlib.Path) -> Iterator[Finding]:
   try:
-    found = spool_lib.contents(path)
+    contents = spool_lib.contents(path)
   except (OSError, ValueError) as error:
     yield Finding(
         ERROR, "spool", f"{path.name} cannot be read: {error}",
@@ -526,18 +524,18 @@ def _spool(path: pathlib.Path) -> Iterator[Finding]:
   owned = spool_lib.is_owned(path)
   text = (
       f"{path.name}, {'in use' if owned else 'without an owner'}, for"
-      f" {found.target}: {found.records} records and {found.images} screenshots"
-      " wait"
+      f" {contents.target}: {contents.records} records and"
+      f" {contents.images} screenshots wait"
   )
-  if found.dead:
-    reason = found.dead[0][2]
+  if contents.dead:
+    reason = contents.dead[0][2]
     yield Finding(
         ERROR, "spool",
-        f"{text}; {len(found.dead)} records were refused ({reason})",
+        f"{text}; {len(contents.dead)} records were refused ({reason})",
         "the server does not take them: upgrade it, or delete the folder once"
         " they are of no use",
     )  # pyformat: disable
-  elif (found.records or found.images) and not owned:
+  elif (contents.records or contents.images) and not owned:
     yield Finding(
         WARNING, "spool", text,
         "the next run from that folder, for that server, delivers them",

@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from tqdm import auto as tqdm_auto
 from tunix.rl.multi_turn.monitor.maintenance import archive
 from tunix.rl.multi_turn.monitor.maintenance import runs as runs_lib
+from tunix.rl.multi_turn.monitor.schema import migrations
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 from tunix.rl.multi_turn.monitor.server import screenshots
@@ -37,9 +38,9 @@ def export(
   """Writes an archive.
 
   Args:
-    engine: of the database.
+    engine: Engine of the database.
     files: the server's folder of screenshots.
-    path: of the archive; a file that is there is replaced.
+    path: Path of the archive; an existing file is replaced.
     project: only its runs; "" for all projects.
     names: only these runs, by name or id; none for all.
     with_screenshots: take them along.
@@ -63,7 +64,7 @@ def export(
     ) as bar:  # pyformat: disable
       shas: set[str] = set()
       manifest = {
-          "schema": revision(connection),
+          "schema": migrations.revision_of(connection),
           "runs": [
               {
                   "id": run.id,
@@ -81,13 +82,6 @@ def export(
       )
       writer.finish(manifest)
   return manifest
-
-
-def revision(connection: sa.Connection) -> str:
-  """The schema that the database has."""
-  return connection.exec_driver_sql(
-      "SELECT version_num FROM alembic_version"
-  ).scalar_one()
 
 
 def _count(connection: sa.Connection, chosen: list[runs_lib.StoredRun]) -> int:
@@ -118,7 +112,7 @@ def _write_run(
     shas: set[str],
     bar: Any,
 ) -> int:
-  """A run's tables; learns the screenshots that they refer to."""
+  """Writes a run's tables; collects the screenshots that they refer to."""
   count = 0
 
   def put(table: str, rows: Iterable[dict[str, Any]]) -> None:
@@ -187,14 +181,14 @@ def _write_run(
 
 
 def references(row: dict[str, Any]) -> set[str]:
-  """Hashes of the screenshots that a row of any table refers to."""
-  found: set[str] = set()
+  """Returns hashes of the screenshots that a row of any table refers to."""
+  shas: set[str] = set()
   for name in ("screenshot_uri", "model_input_json"):
     if row.get(name):
-      found.update(SHA_TEXT.findall(row[name]))
+      shas.update(SHA_TEXT.findall(row[name]))
   if row.get("field") in RAW_FIELDS:
-    found.update(SHA_TEXT.findall(row["value"]))
-  return found
+    shas.update(SHA_TEXT.findall(row["value"]))
+  return shas
 
 
 def _write_tasks(
@@ -204,7 +198,7 @@ def _write_tasks(
     bar: Any,
 ) -> None:
   t, v, r = tables.task, tables.validator, tables.rollout
-  wanted = sorted({
+  task_ids = sorted({
       id_
       for run in chosen
       for id_ in connection.scalars(
@@ -215,8 +209,8 @@ def _write_tasks(
   })
 
   def among(table: sa.Table, column: sa.Column) -> Iterator[dict[str, Any]]:
-    for start in range(0, len(wanted), _BATCH):
-      part = wanted[start : start + _BATCH]
+    for start in range(0, len(task_ids), _BATCH):
+      part = task_ids[start : start + _BATCH]
       for row in stream(
           connection,
           sa.select(table).where(column.in_(part)).order_by(table.c.id),
@@ -236,16 +230,16 @@ def _write_screenshots(
     bar: Any,
 ) -> dict[str, Any]:
   s = tables.screenshot
-  wanted = sorted(shas)
-  known: list[dict[str, Any]] = []
-  for start in range(0, len(wanted), _BATCH):
-    known += stream(
+  referenced = sorted(shas)
+  stored: list[dict[str, Any]] = []
+  for start in range(0, len(referenced), _BATCH):
+    stored += stream(
         connection,
-        sa.select(s).where(s.c.sha256.in_(wanted[start : start + _BATCH])),
+        sa.select(s).where(s.c.sha256.in_(referenced[start : start + _BATCH])),
     )
-  bar.total += len(known)
+  bar.total += len(stored)
   written = []
-  for row in known:
+  for row in stored:
     path = folder.path(row["sha256"], row["media_type"])
     try:
       writer.file(archive.screenshot(row["sha256"], path.suffix), path)
@@ -254,5 +248,5 @@ def _write_screenshots(
     written.append({"sha256": row["sha256"], "suffix": path.suffix})
     bar.update()
   here = {w["sha256"] for w in written}
-  missing = [sha for sha in wanted if sha not in here]
+  missing = [sha for sha in referenced if sha not in here]
   return {"screenshots": written, "missing": missing}

@@ -2,8 +2,8 @@
 
 Promises: a run is imported whole or not at all, and once however often: one
 that is here already is left, or replaced where the archive has a later state
-of it. Ids stay as they are where they are free; a row whose id is another
-one's gets a new one, and everything that refers to it follows. Nothing that is
+of it. A row keeps its id where the id is free; a row whose id is taken gets a
+new one, and everything that refers to it follows. Nothing that is
 here is lost, and nothing damaged comes in: every table and every screenshot is
 checked against its hash. A run that is replaced keeps the tags that it has
 here; a project that has a pinned baseline keeps that.
@@ -21,6 +21,7 @@ from tqdm import auto as tqdm_auto
 from tunix.rl.multi_turn.monitor.maintenance import archive
 from tunix.rl.multi_turn.monitor.maintenance import runs as runs_lib
 from tunix.rl.multi_turn.monitor.schema import database
+from tunix.rl.multi_turn.monitor.schema import migrations
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 from tunix.rl.multi_turn.monitor.server import access
@@ -42,16 +43,16 @@ class ImportResult:
   """Result of an import.
 
   Attributes:
-    imported, replaced, kept: names of runs that came in, took the place of an
-      earlier state, or were here already.
-    rows: that were written.
-    renumbered: of these, those that could not keep their id.
-    screenshots: that were new.
+    imported, replaced, present: Names of runs that came in, took the place of
+      an earlier state, or were here already.
+    rows: Number of rows written.
+    renumbered: Number of written rows that got a new id.
+    screenshots: Number of new screenshots.
   """
 
   imported: list[str] = dataclasses.field(default_factory=list)
   replaced: list[str] = dataclasses.field(default_factory=list)
-  kept: list[str] = dataclasses.field(default_factory=list)
+  present: list[str] = dataclasses.field(default_factory=list)
   rows: int = 0
   renumbered: int = 0
   screenshots: int = 0
@@ -68,10 +69,10 @@ def import_(
   """Reads an archive into a database.
 
   Args:
-    engine: of the upgraded database.
+    engine: Engine of the upgraded database.
     files: the server's folder of screenshots.
-    path: of the archive.
-    project: that the runs go to; "" for those that they come from.
+    path: Path of the archive.
+    project: Project of the imported runs; "" keeps the archive's projects.
     quiet: show no progress.
 
   Raises:
@@ -82,12 +83,12 @@ def import_(
   """
   outcome = ImportResult()
   with archive.ArchiveReader(path) as reader:
-    known = database.revisions()
     schema = reader.manifest.get("schema")
-    if schema not in known:
+    if schema not in migrations.REVISIONS:
       raise MaintenanceError(
           f"{path} has schema {schema}, and this program knows"
-          f" {', '.join(sorted(known))}; use the version that wrote it"
+          f" {', '.join(sorted(migrations.REVISIONS))}; use the version that"
+          " wrote it"
       )
     runs = reader.manifest["runs"]
     total = sum(t["rows"] for t in reader.manifest["tables"].values())
@@ -108,12 +109,12 @@ def _bring_screenshots(
     outcome: ImportResult,
     bar: Any,
 ) -> None:
-  """Before the rows that refer to them, as a client's would come."""
+  """Imports the screenshots, before the rows that refer to them."""
   folder = screenshots.ScreenshotFiles(files / "screenshots")
   s = tables.screenshot
-  wanted = reader.manifest["screenshots"]
-  for start in range(0, len(wanted), 100):
-    part = {w["sha256"]: w["suffix"] for w in wanted[start : start + 100]}
+  listed = reader.manifest["screenshots"]
+  for start in range(0, len(listed), 100):
+    part = {w["sha256"]: w["suffix"] for w in listed[start : start + 100]}
     with runs_lib.reading(engine) as connection:
       here = {
           row.sha256: folder.path(row.sha256, row.media_type)
@@ -178,7 +179,7 @@ class _RunImport:
       if here is not None:
         id_, updated = here
         if updated >= training["updated_at"]:
-          self._outcome.kept.append(name)
+          self._outcome.present.append(name)
           self._bar.update(self._run["rows"])
           return
         marks = self._marks_of(id_)
@@ -205,7 +206,7 @@ class _RunImport:
               training_id=self._mapped("training", training["id"]),
               kind="training",
               entity_id=self._mapped("training", training["id"]),
-              changed_at=_now(),
+              changed_at=database.now(),
           )
       )
       self._advance_sequences()
@@ -221,7 +222,7 @@ class _RunImport:
   def _here(
       self, training: Row
   ) -> tuple[int, datetime.datetime] | None:
-    """(id, when it was last changed) of this run in this database.
+    """Returns (id, last change) of this run in this database.
 
     A run is the same one if it was made at the same moment under the same
     name; its name here may have got a number.
@@ -241,7 +242,7 @@ class _RunImport:
     ).fetchall()
     names = {training["run_name"], self._raw_name()}
     for row in rows:
-      others = set(
+      other_names = set(
           self._connection.scalars(
               sa.select(raw.c.value).where(
                   raw.c.kind == "training", raw.c.entity_id == row.id,
@@ -249,12 +250,12 @@ class _RunImport:
               )
           )
       )  # pyformat: disable
-      if names & ({row.run_name} | others):
+      if names & ({row.run_name} | other_names):
         return row.id, row.updated_at
     return None
 
   def _raw_name(self) -> str:
-    """The client's name of the run, if the database has another."""
+    """Returns the client's name of the run, if the database has another."""
     for row in self._reader.rows(
         archive.run_table(self._run["id"], "raw_value")
     ):
@@ -263,15 +264,15 @@ class _RunImport:
     return self._run["run_name"]
 
   def _free_name(self, name: str) -> str:
-    """The run's name, with a number if another run has it."""
-    t, found, number = tables.training, name, 1
+    """Returns the run's name, with a number if another run has it."""
+    t, free, number = tables.training, name, 1
     while self._connection.execute(
-        sa.select(t.c.id).where(t.c.run_name == found)
+        sa.select(t.c.id).where(t.c.run_name == free)
     ).first():
       number += 1
-      found = f"{name}-{number}"
-    self._renamed = name if found != name else None
-    return found
+      free = f"{name}-{number}"
+    self._renamed = name if free != name else None
+    return free
 
   # --- rows -------------------------------------------------------------------
 
@@ -286,7 +287,7 @@ class _RunImport:
     return self._ids.get(kind, {}).get(id_, id_)
 
   def _bring_tasks(self) -> None:
-    """Tasks are known by their name; existing ones stay as they are."""
+    """Imports tasks and validators; a task whose name exists is left alone."""
     t, v = tables.task, tables.validator
     fresh = []
     for row in _typed(self._reader.rows("tasks.jsonl"), t, "task"):
@@ -336,20 +337,20 @@ class _RunImport:
     if not part:
       return
     old = [row["id"] for row in part]
-    taken = set(
+    used_ids = set(
         self._connection.scalars(
             sa.select(table.c.id).where(table.c.id.in_(old))
         )
     )
     if kind == "environment":
       waiting = tables.pending_environment
-      taken |= set(
+      used_ids |= set(
           self._connection.scalars(
               sa.select(waiting.c.id).where(waiting.c.id.in_(old))
           )
       )
-    if taken:
-      self._renumber(kind, part, taken)
+    if used_ids:
+      self._renumber(kind, part, used_ids)
     try:
       self._connection.execute(sa.insert(table), part)
     except sa.exc.IntegrityError as error:
@@ -362,18 +363,18 @@ class _RunImport:
     self._rows += len(part)
     self._bar.update(len(part))
 
-  def _renumber(self, kind: str, part: list[Row], taken: set[int]) -> None:
-    """New ids for rows whose own are another one's.
+  def _renumber(self, kind: str, part: list[Row], used_ids: set[int]) -> None:
+    """Gives new ids to rows whose ids are taken.
 
-    They are beyond all that the archive has, so that none of those that come
-    is in the way.
+    The new ids are beyond every id of the archive, so that no later row
+    collides with them.
     """
     if kind not in self._next:
       high = max((row["id"] for row in self._all(kind)), default=0)
       self._raise_sequence(kind, high)
-    fresh = iter(self._sql.next_ids(kind, len(taken), self._next))
+    fresh = iter(self._sql.next_ids(kind, len(used_ids), self._next))
     for row in part:
-      if row["id"] in taken:
+      if row["id"] in used_ids:
         new = next(fresh)
         self._ids.setdefault(kind, {})[row["id"]] = new
         row["id"] = new
@@ -386,7 +387,7 @@ class _RunImport:
     )
 
   def _raise_sequence(self, kind: str, least: int) -> None:
-    """Ids that are given from now on are greater than `least`."""
+    """Makes later ids greater than `least`."""
     self._next[kind] = least
     if self._sql.sqlite:
       rows = self._sql.rows(
@@ -401,7 +402,7 @@ class _RunImport:
       )
 
   def _advance_sequences(self) -> None:
-    """PostgreSQL's know nothing of ids that were given with the rows."""
+    """Advances PostgreSQL's sequences past the imported ids."""
     if self._sql.sqlite:
       return
     for kind in (*items.BY_NAME, "status_history"):
@@ -433,7 +434,7 @@ class _RunImport:
     self._write("status_history", h, part)
 
   def _bring_names(self) -> None:
-    """Client ids, and raw values beyond the columns."""
+    """Imports client ids, and raw values beyond the columns."""
     training = self._mapped("training", self._run["id"])
     raw = list(self._named("raw_value"))
     values = [(r["kind"], r["entity_id"], r["field"], r["value"]) for r in raw]
@@ -470,7 +471,7 @@ class _RunImport:
     )
 
   def _marks_of(self, training: int) -> tuple[list[Row], bool]:
-    """(tags, whether it is pinned) of a run that is here."""
+    """Returns (tags, whether it is pinned) of a run that is here."""
     g, pin = tables.training_tag, tables.pinned_baseline
     tags = self._connection.execute(
         sa.select(g).where(g.c.training_id == training)
@@ -481,7 +482,7 @@ class _RunImport:
     return [dict(row) for row in tags], pinned is not None
 
   def _bring_marks(self, tags: list[Row], pinned: bool) -> None:
-    """The archive's tags beside those of the state that was here."""
+    """Merges the archive's tags with those of the present run."""
     g, pin = tables.training_tag, tables.pinned_baseline
     training = self._mapped("training", self._run["id"])
     brought = list(
@@ -493,11 +494,11 @@ class _RunImport:
             "training_tag",
         )
     )
-    found = {row["tag"]: row for row in [*tags, *brought]}
-    for row in found.values():
+    by_tag = {row["tag"]: row for row in [*tags, *brought]}
+    for row in by_tag.values():
       row["training_id"] = training
-    if found:
-      self._connection.execute(sa.insert(g), list(found.values()))
+    if by_tag:
+      self._connection.execute(sa.insert(g), list(by_tag.values()))
     self._bar.update(len(brought))
     if not pinned and not self._run.get("pinned"):
       return
@@ -506,12 +507,13 @@ class _RunImport:
     ).first() is None:  # pyformat: disable
       self._connection.execute(
           sa.insert(pin).values(
-              project_id=self._project, training_id=training, pinned_at=_now()
+              project_id=self._project, training_id=training,
+              pinned_at=database.now(),
           )
       )
 
   def _annotations_of(self, training: int) -> list[Row]:
-    """Labels and notes of a run that is here, by their rollout's own name."""
+    """Returns labels and notes of a present run by their rollout's name."""
     n, r, t = tables.annotation, tables.rollout, tables.turn
     return [
         dict(row)
@@ -528,9 +530,9 @@ class _RunImport:
     ]  # pyformat: disable
 
   def _bring_annotations(self, noted: list[Row]) -> None:
-    """The archive's labels and notes, and those that the run had here."""
+    """Merges the archive's labels and notes with those of the present run."""
     n, r, t = tables.annotation, tables.rollout, tables.turn
-    found: dict[tuple[Any, ...], Row] = {}
+    merged: dict[tuple[Any, ...], Row] = {}
     for row in _typed(
         self._reader.rows(archive.run_table(self._run["id"], "annotation")),
         n, "annotation",
@@ -538,7 +540,7 @@ class _RunImport:
       del row["id"]
       for kind in ("rollout", "turn"):
         row[f"{kind}_id"] = self._mapped(kind, row[f"{kind}_id"])
-      found[row["rollout_id"], row["turn_id"], row["label"], row["note"]] = row
+      merged[row["rollout_id"], row["turn_id"], row["label"], row["note"]] = row
       self._bar.update()
     for row in noted:
       where = self._connection.execute(
@@ -551,14 +553,14 @@ class _RunImport:
       if where is None or (row["turn"] is not None and where.turn_id is None):
         continue  # The later state has no such episode or turn.
       key = (where.id, where.turn_id, row["label"], row["note"])
-      found.setdefault(key, {
+      merged.setdefault(key, {
           "rollout_id": where.id, "turn_id": where.turn_id,
           "label": row["label"], "note": row["note"],
           "created_at": row["created_at"],
       })  # pyformat: disable
-    if found:
-      self._connection.execute(sa.insert(n), list(found.values()))
-      self._rows += len(found)
+    if merged:
+      self._connection.execute(sa.insert(n), list(merged.values()))
+      self._rows += len(merged)
 
   def _named(self, table: str) -> Iterator[Row]:
     for row in self._reader.rows(archive.run_table(self._run["id"], table)):
@@ -568,27 +570,23 @@ class _RunImport:
 
 
 def _typed(rows: Iterator[Row], table: sa.Table, name: str) -> Iterator[Row]:
-  """Rows as the database takes them.
+  """Yields the rows with times parsed.
 
   Raises:
-    MaintenanceError: they have a column that there is not.
+    MaintenanceError: A row has a column that the table lacks.
   """
   times = {c.name for c in table.c if isinstance(c.type, sa.TIMESTAMP)}
   names = [c.name for c in table.c]
-  known = set(names)
+  columns = set(names)
   for row in rows:
-    if not isinstance(row, dict) or not row.keys() <= known:
-      wrong = sorted(set(row) - known)[0] if isinstance(row, dict) else row
+    if not isinstance(row, dict) or not row.keys() <= columns:
+      wrong = sorted(set(row) - columns)[0] if isinstance(row, dict) else row
       raise MaintenanceError(
           f"{name}: there is no column {str(wrong)[:80]!r}; the archive is of"
           " another version"
       )
-    found = {column: row.get(column) for column in names}
+    typed = {column: row.get(column) for column in names}
     for column in times:
-      if found[column] is not None:
-        found[column] = datetime.datetime.fromisoformat(found[column])
-    yield found
-
-
-def _now() -> datetime.datetime:
-  return datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None)
+      if typed[column] is not None:
+        typed[column] = datetime.datetime.fromisoformat(typed[column])
+    yield typed

@@ -18,6 +18,7 @@ from typing import Iterable
 import sqlalchemy as sa
 from tunix.rl.multi_turn.monitor.maintenance import exporting
 from tunix.rl.multi_turn.monitor.maintenance import runs as runs_lib
+from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import text_index
 from tunix.rl.multi_turn.monitor.server import screenshots
@@ -36,8 +37,8 @@ class Criteria:
   """Selects the runs to delete: those that meet every criterion.
 
   Attributes:
-    project: of this project; "" for any.
-    names: of these names or ids; none for any.
+    project: Project of the runs; "" for any.
+    names: Names or ids of the runs; none for any.
     older_than_s: not heard of for this long, seconds; None for any.
     keep_best: all but this many of the others, the best ones by their last
       success rate (else their last mean reward); None for all.
@@ -63,13 +64,14 @@ class PruneResult:
   """Rows and files deleted, or to be deleted.
 
   Attributes:
-    runs: that were chosen.
-    active: that were not, as they are under way.
-    pinned: that were not, as they are baselines; with `episodes_only`, too.
-    rows: deleted.
-    screenshots: deleted.
-    thumbnails: deleted, of screenshots that are gone.
-    bytes: of these files.
+    runs: Runs that were chosen.
+    active: Runs that stay because they are under way.
+    pinned: Runs that stay because they are baselines, even with
+      `episodes_only`.
+    rows: Number of deleted rows.
+    screenshots: Number of deleted screenshots.
+    thumbnails: Number of deleted thumbnails without a screenshot.
+    bytes: Size of the deleted files.
   """
 
   runs: list[runs_lib.StoredRun] = dataclasses.field(default_factory=list)
@@ -82,15 +84,15 @@ class PruneResult:
 
 
 def seconds(text: str) -> float:
-  """Seconds of "90m", "12h", "30d" or "8w".
+  """Returns seconds of "90m", "12h", "30d" or "8w".
 
   Raises:
     ValueError: another form.
   """
-  found = re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", text.strip())
-  if not found:
+  match = re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", text.strip())
+  if not match:
     raise ValueError(f"{text!r}: give a number and m, h, d or w, such as 30d")
-  return float(found[1]) * _UNITS[found[2]]
+  return float(match[1]) * _UNITS[match[2]]
 
 
 def choose(
@@ -98,34 +100,32 @@ def choose(
 ) -> tuple[
     list[runs_lib.StoredRun], list[runs_lib.StoredRun], list[runs_lib.StoredRun]
 ]:
-  """(runs that go, those that would but are under way, or are pinned).
+  """Returns (chosen runs, runs under way, pinned runs).
 
   Raises:
     MaintenanceError: there is no such project or run.
   """
-  now = now or datetime.datetime.now(datetime.timezone.utc).replace(
-      tzinfo=None
-  )
+  now = now or database.now()
   with runs_lib.reading(engine) as connection:
-    found = runs_lib.find(connection, criteria.project, criteria.names)
+    candidates = runs_lib.find(connection, criteria.project, criteria.names)
   if criteria.keep_best is not None:
     unknown = float("-inf")
     best = sorted(
-        found,
+        candidates,
         key=lambda r: (unknown if r.score is None else r.score, r.id),
         reverse=True,
     )[: criteria.keep_best]
-    found = [run for run in found if run not in best]
+    candidates = [run for run in candidates if run not in best]
   age = lambda run: (now - run.last_sign).total_seconds()
   if criteria.older_than_s is not None:
-    found = [run for run in found if age(run) > criteria.older_than_s]
+    candidates = [run for run in candidates if age(run) > criteria.older_than_s]
   # A clock that went back makes an age negative: under way, then.
   active = [
-      r for r in found if r.status in runs_lib.ACTIVE and age(r) < _GRACE_S
+      r for r in candidates if r.status in runs_lib.ACTIVE and age(r) < _GRACE_S
   ]
-  found = [run for run in found if run not in active]
-  pinned = [run for run in found if run.pinned]
-  return [run for run in found if not run.pinned], active, pinned
+  candidates = [run for run in candidates if run not in active]
+  pinned = [run for run in candidates if run.pinned]
+  return [run for run in candidates if not run.pinned], active, pinned
 
 
 def prune(
@@ -140,9 +140,9 @@ def prune(
   """Takes runs and screenshots away.
 
   Args:
-    engine: of the database.
+    engine: Engine of the database.
     files: the server's folder.
-    criteria: which runs; one that chooses none leaves all of them.
+    criteria: Choice of runs; criteria without a choice leave all of them.
     dry_run: only count. Screenshots are counted as they would be
       without these runs.
     vacuum: give the space back to the disk, too.
@@ -155,18 +155,18 @@ def prune(
   outcome = PruneResult()
   if criteria.chooses:
     outcome.runs, outcome.active, outcome.pinned = choose(engine, criteria)
-  gone = [run.id for run in outcome.runs]
+  deleted = [run.id for run in outcome.runs]
   if not dry_run:
     for run in outcome.runs:
       outcome.rows += runs_lib.delete(
           engine, run.id, episodes_only=criteria.episodes_only
       )
-    if gone:
+    if deleted:
       with runs_lib.writing(engine) as connection:
         runs_lib.forget_names(connection)
   _prune_screenshots(
-      engine, files / "screenshots", outcome, gone if dry_run else [], dry_run,
-      grace_s,
+      engine, files / "screenshots", outcome, deleted if dry_run else [],
+      dry_run, grace_s,
   )  # pyformat: disable
   _prune_thumbnails(engine, files, outcome, dry_run)
   if vacuum and not dry_run and (outcome.rows or outcome.screenshots):
@@ -179,30 +179,30 @@ def prune(
 
 def _shown(
     connection: sa.Connection,
-    wanted: set[str],
+    shas: set[str],
     after: int = 0,
     without: Iterable[int] = (),
 ) -> tuple[set[str], int]:
-  """(which of these hashes are shown, the last observation looked at)."""
+  """Returns the hashes that rows refer to, and the last observation read."""
   o, raw = tables.obs, tables.raw_value
   query = sa.select(
       o.c.id, o.c.screenshot_uri, o.c.model_input_json
   ).where(o.c.id > after)
   for run in without:
     query = query.where(o.c.id.not_in(runs_lib.ids("obs", run)))
-  found: set[str] = set()
+  shown: set[str] = set()
   last = after
   for row in exporting.stream(connection, query.order_by(o.c.id)):
     last = row["id"]
-    found |= exporting.references(row) & wanted
+    shown |= exporting.references(row) & shas
   values = connection.execute(
       sa.select(raw.c.field, raw.c.value).where(
           raw.c.field.in_(exporting.RAW_FIELDS)
       )
   ).mappings()
   for row in values:
-    found |= exporting.references(row) & wanted
-  return found, last
+    shown |= exporting.references(row) & shas
+  return shown, last
 
 
 def _prune_screenshots(
@@ -216,9 +216,7 @@ def _prune_screenshots(
   folder = screenshots.ScreenshotFiles(directory)
   s = tables.screenshot
   _empty_trash(engine, directory, dry_run)
-  before = datetime.datetime.now(datetime.timezone.utc).replace(
-      tzinfo=None
-  ) - datetime.timedelta(seconds=grace_s)
+  before = database.now() - datetime.timedelta(seconds=grace_s)
   with runs_lib.reading(engine) as connection:
     rows = {
         row.sha256: row
@@ -282,18 +280,18 @@ def _empty_trash(
   s = tables.screenshot
   old = time.time() - _GRACE_S
   with runs_lib.reading(engine) as connection:
-    known = set(connection.scalars(sa.select(s.c.sha256)))
+    stored = set(connection.scalars(sa.select(s.c.sha256)))
   for path in directory.glob("??/*"):
     sha = path.name[:64]
     try:
       if path.suffix == _TRASH:
         back = path.with_name(path.name.removesuffix(_TRASH))
-        if sha in known and not back.exists():
+        if sha in stored and not back.exists():
           path.replace(back)
         else:
           path.unlink()
       elif path.stat().st_mtime < old and (
-          sha not in known or path.suffix == ".part"
+          sha not in stored or path.suffix == ".part"
       ):
         path.unlink()
     except FileNotFoundError:
@@ -303,23 +301,23 @@ def _empty_trash(
 def stray_thumbnails(
     engine: sa.Engine, files: pathlib.Path
 ) -> list[pathlib.Path]:
-  """Thumbnails whose screenshots are gone, and abandoned partial files."""
+  """Returns thumbnails without a screenshot, and partial files."""
   s = tables.screenshot
   old = time.time() - _GRACE_S
   # Files first: one that comes meanwhile is of a screenshot that is here.
-  found = list((files / thumbnails.FOLDER).glob("??/*"))
+  paths = list((files / thumbnails.FOLDER).glob("??/*"))
   with runs_lib.reading(engine) as connection:
-    known = set(connection.scalars(sa.select(s.c.sha256)))
+    stored = set(connection.scalars(sa.select(s.c.sha256)))
   stray = []
-  for path in found:
+  for path in paths:
     if path.suffix != ".part":
-      gone = path.name.removesuffix(".webp") not in known
+      is_stray = path.name.removesuffix(".webp") not in stored
     else:
       try:
-        gone = path.stat().st_mtime < old
+        is_stray = path.stat().st_mtime < old
       except FileNotFoundError:
-        gone = False
-    if gone:
+        is_stray = False
+    if is_stray:
       stray.append(path)
   return stray
 
@@ -327,7 +325,7 @@ def stray_thumbnails(
 def _prune_thumbnails(
     engine: sa.Engine, files: pathlib.Path, outcome: PruneResult, dry_run: bool
 ) -> None:
-  """After the screenshots; a dry run counts those that are stray now."""
+  """Deletes stray thumbnails; a dry run only counts them."""
   for path in stray_thumbnails(engine, files):
     try:
       size = path.stat().st_size

@@ -1,7 +1,7 @@
 """Finds the rows of a run, and deletes them.
 
-A run is a row of `training` and all that refers to it, directly or not. Tasks
-and their validators are shared by runs and belong to none.
+A run is a row of `training` and every row that refers to it, directly or not.
+Tasks and their validators are shared by runs and belong to none.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class StoredRun:
   """A run, as the commands choose and name it.
 
   Attributes:
-    id: of its training.
-    name: of the run.
+    id: Id of its training.
+    name: Name of the run.
     project: name of its project.
-    status: of the training.
-    last_sign: when it was last heard of, UTC.
+    status: Status of the training.
+    last_sign: Time of its last message, UTC.
     score: success rate of its last evaluation, else the mean reward of its
       last step; None without either.
     pinned: it is its project's baseline.
@@ -61,12 +61,12 @@ def find(
     project: str = "",
     names: Sequence[str] = (),
 ) -> list[StoredRun]:
-  """Runs, oldest first.
+  """Returns runs, oldest first.
 
   Args:
-    connection: to the database.
+    connection: Connection to the database.
     project: only of this one; "" for all.
-    names: only of these names or ids; none for all.
+    names: Names or ids of the runs; none for all.
 
   Raises:
     MaintenanceError: there is no such project or run.
@@ -90,14 +90,14 @@ def find(
       .order_by(t.c.id)
   )
   if project:
-    known = list(connection.scalars(sa.select(p.c.name).order_by(p.c.id)))
-    if project not in known:
+    projects = list(connection.scalars(sa.select(p.c.name).order_by(p.c.id)))
+    if project not in projects:
       raise MaintenanceError(
           f"--project={project}: there is none of this name; there are"
-          f" {', '.join(known) or 'none yet'}"
+          f" {', '.join(projects) or 'none yet'}"
       )
     query = query.where(p.c.name == project)
-  found = [
+  runs = [
       StoredRun(
           row.id,
           row.run_name,
@@ -110,21 +110,21 @@ def find(
       for row in connection.execute(query)
   ]
   if not names:
-    return found
-  wanted = set(names)
+    return runs
+  requested = set(names)
   # A name that looks like an id is the name first.
-  by_name = {run.name: run for run in found}
-  by_id = {str(run.id): run for run in found}
-  chosen = {by_name.get(n) or by_id.get(n) for n in wanted}
-  missing = sorted(n for n in wanted if n not in by_name and n not in by_id)
+  by_name = {run.name: run for run in runs}
+  by_id = {str(run.id): run for run in runs}
+  chosen = {by_name.get(n) or by_id.get(n) for n in requested}
+  missing = sorted(n for n in requested if n not in by_name and n not in by_id)
   if missing:
-    shown = ", ".join(r.name for r in found[:10]) or "none"
+    shown = ", ".join(r.name for r in runs[:10]) or "none"
     raise MaintenanceError(
         f"--run={missing[0]}: there is no run of this name or id"
         f"{f' in project {project}' if project else ''}; there are {shown}"
-        f"{', …' if len(found) > 10 else ''}"
+        f"{', …' if len(runs) > 10 else ''}"
     )
-  return [run for run in found if run in chosen]
+  return [run for run in runs if run in chosen]
 
 
 def _score(connection: sa.Connection, training: int) -> float | None:
@@ -144,7 +144,7 @@ def _score(connection: sa.Connection, training: int) -> float | None:
 
 
 def ids(kind: str, training: int) -> sa.Select:
-  """SELECT of the ids of a run's entities of a kind."""
+  """Returns a SELECT of the ids of a run's entities of a kind."""
   t = tables.metadata.tables[kind]
   if kind == "training":
     return sa.select(t.c.id).where(t.c.id == training)
@@ -174,22 +174,21 @@ def delete(
   leaves whole rows, which the next one deletes.
 
   Args:
-    engine: of the database.
+    engine: Engine of the database.
     training: its id.
     episodes_only: leave everything but what the episodes consist of.
 
   Returns:
     Rows deleted.
   """
-  rollouts = sa.select(tables.rollout.c.id).where(
-      tables.rollout.c.id.in_(ids("rollout", training))
-  )
+  r = tables.rollout
+  rollouts = sa.select(r.c.id).where(r.c.id.in_(ids("rollout", training)))
   with reading(engine) as connection:
-    found = list(connection.scalars(rollouts.order_by(tables.rollout.c.id)))
+    rollout_ids = list(connection.scalars(rollouts.order_by(r.c.id)))
   count = 0
-  for start in range(0, len(found), _CHUNK):
+  for start in range(0, len(rollout_ids), _CHUNK):
     with writing(engine) as connection:
-      part = found[start : start + _CHUNK]
+      part = rollout_ids[start : start + _CHUNK]
       count += delete_parts(connection, part)
       if not episodes_only:
         count += _delete(connection, "rollout", part)
@@ -201,10 +200,10 @@ def delete(
 
 def delete_whole(connection: sa.Connection, training: int) -> int:
   """Takes a run away in the transaction that is open; returns rows deleted."""
-  found = list(connection.scalars(ids("rollout", training)))
+  rollout_ids = list(connection.scalars(ids("rollout", training)))
   count = 0
-  for start in range(0, len(found), _CHUNK):
-    part = found[start : start + _CHUNK]
+  for start in range(0, len(rollout_ids), _CHUNK):
+    part = rollout_ids[start : start + _CHUNK]
     count += delete_parts(connection, part)
     count += _delete(connection, "rollout", part)
   for kind in ("monitor_group", *reversed(vocabulary.SOURCE_TYPES)):
@@ -224,7 +223,7 @@ def delete_whole(connection: sa.Connection, training: int) -> int:
 
 
 def delete_parts(connection: sa.Connection, rollouts: Sequence[int]) -> int:
-  """Deletes the rows of these rollouts; returns how many."""
+  """Deletes the parts of the given rollouts; returns the number of rows."""
   count = 0
   turn = tables.turn
   turns = sa.select(turn.c.id).where(turn.c.rollout_id.in_(rollouts))
@@ -240,7 +239,7 @@ def delete_parts(connection: sa.Connection, rollouts: Sequence[int]) -> int:
 
 
 def _delete(connection: sa.Connection, kind: str, rows: Sequence[int]) -> int:
-  """Rows of a table, and rows beside them."""
+  """Deletes rows of a table and the rows beside them; returns how many."""
   t, raw, h = (
       tables.metadata.tables[kind], tables.raw_value, tables.status_history,
   )  # pyformat: disable
@@ -272,12 +271,12 @@ def forget_names(connection: sa.Connection) -> int:
   count = 0
   for kind in items.BY_NAME:
     t = tables.metadata.tables[kind]
-    gone = ~sa.exists().where(t.c.id == c.c.entity_id)
+    deleted = ~sa.exists().where(t.c.id == c.c.entity_id)
     if kind == "environment":
       waiting = tables.pending_environment
-      gone &= ~sa.exists().where(waiting.c.id == c.c.entity_id)
+      deleted &= ~sa.exists().where(waiting.c.id == c.c.entity_id)
     count += connection.execute(
-        sa.delete(c).where(c.c.kind == kind, gone)
+        sa.delete(c).where(c.c.kind == kind, deleted)
     ).rowcount
   return count
 
@@ -287,7 +286,7 @@ def forget_names(connection: sa.Connection) -> int:
 
 @contextlib.contextmanager
 def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
-  """`database.reading`, for questions that take long."""
+  """Opens `database.reading` without a time limit."""
   with database.reading(engine) as connection:
     _take_your_time(connection)
     yield connection
@@ -295,7 +294,7 @@ def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
 
 @contextlib.contextmanager
 def writing(engine: sa.Engine) -> Iterator[sa.Connection]:
-  """A transaction that no server writes beside, and that they learn of.
+  """Opens a transaction that excludes servers and tells them of a change.
 
   Servers remember which entities there are; a new generation makes them
   forget.

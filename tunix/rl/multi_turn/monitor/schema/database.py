@@ -12,25 +12,21 @@ Times are UTC.
 from __future__ import annotations
 
 import contextlib
-import functools
+import datetime
 import hashlib
 import pathlib
 import threading
 from typing import Any, Iterator
 import weakref
 
-from alembic import command
-from alembic import config as alembic_config
-from alembic import script
-from alembic.runtime import migration
 import sqlalchemy as sa
 from tunix.rl.multi_turn.core import credentials
 from tunix.rl.multi_turn.monitor.schema import later_views
+from tunix.rl.multi_turn.monitor.schema import migrations
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.schema import text_index
 from tunix.rl.multi_turn.monitor.schema import triggers
 
-_MIGRATIONS = pathlib.Path(__file__).parent / "migrations"
 _BUSY_S = 30.0
 _POSTGRES_LOCK = 0x74756E6978  # Any number: an upgrade holds it.
 _WRITERS_LOCK = 0x6D6F6E69746F72  # One writer at a time.
@@ -54,13 +50,18 @@ class DatabaseError(Exception):
   """The database cannot be used; the text has the reason and the fix."""
 
 
+def now() -> datetime.datetime:
+  """Returns the time as the database has it: UTC without a zone."""
+  return datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None)
+
+
 def reason(error: sa.exc.DBAPIError) -> str:
-  """The driver's own words, on one line."""
+  """Returns the driver's message on one line."""
   return " ".join(str(error.orig or error).split())
 
 
 def url_of(target: str | pathlib.Path) -> sa.URL:
-  """A database URL of a URL, or of the path of a SQLite file.
+  """Returns a database URL of a URL, or of the path of a SQLite file.
 
   Raises:
     DatabaseError: neither, or a kind of database that is not supported.
@@ -98,7 +99,7 @@ def url_of(target: str | pathlib.Path) -> sa.URL:
 
 
 def connect(target: str | pathlib.Path, *, pool_size: int = 8) -> sa.Engine:
-  """An engine for the database; its folder is made, its tables are not.
+  """Returns an engine for the database; its folder is made, its tables are not.
 
   Raises:
     DatabaseError: the target is none, or its driver is not installed.
@@ -162,7 +163,7 @@ def _begin_sqlite(connection: sa.Connection) -> None:
 
 @contextlib.contextmanager
 def writing(engine: sa.Engine) -> Iterator[sa.Connection]:
-  """A transaction that writes: committed at the end, undone by an error."""
+  """Opens a transaction that writes; an error undoes it."""
   with engine.connect() as connection:
     connection = connection.execution_options(monitor_writes=True)
     with connection.begin():
@@ -171,7 +172,7 @@ def writing(engine: sa.Engine) -> Iterator[sa.Connection]:
 
 @contextlib.contextmanager
 def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
-  """One consistent view of the database, for as long as the block.
+  """Opens one consistent view of the database for the block.
 
   Raises:
     sqlalchemy.exc.TimeoutError: too many others read, for too long.
@@ -220,39 +221,22 @@ def upgrade(engine: sa.Engine) -> None:
             f"SELECT pg_advisory_xact_lock({_POSTGRES_LOCK})"
         )
       revision = _check_revision(engine, connection)
-      if revision != revisions()[0]:
+      if revision != migrations.REVISIONS[0]:
         if revision is not None:  # Views would hold the columns that they show.
           later_views.drop(connection)
           _forget_triggers(connection)
-        command.upgrade(_alembic(connection), "head")
+        migrations.upgrade(connection)
       text_index.install(connection)
       _install_triggers(connection)
-
-
-def _alembic(connection: sa.Connection | None) -> alembic_config.Config:
-  config = alembic_config.Config()
-  config.set_main_option("script_location", str(_MIGRATIONS))
-  config.set_main_option("path_separator", "os")
-  config.attributes["connection"] = connection
-  return config
-
-
-@functools.cache
-def revisions() -> tuple[str, ...]:
-  """Every schema that this version knows, the present one first."""
-  found = script.ScriptDirectory.from_config(_alembic(None))
-  return tuple(r.revision for r in found.walk_revisions())
 
 
 def _check_revision(
     engine: sa.Engine, connection: sa.Connection
 ) -> str | None:
-  """The schema that the database has; None without one."""
-  known = revisions()
+  """Returns the schema that the database has; None for an empty database."""
   where = engine.url.render_as_string(hide_password=True)
-  found = migration.MigrationContext.configure(connection)
-  revision = found.get_current_revision()
-  if revision is not None and revision not in known:
+  revision = migrations.revision_of(connection)
+  if revision is not None and revision not in migrations.REVISIONS:
     raise DatabaseError(
         f"{where} has schema {revision}, which this version does not know; use"
         " the newer version that wrote it, or another database"
@@ -272,16 +256,16 @@ def _install_triggers(connection: sa.Connection) -> None:
   """Installs what is made of code alone: triggers and views."""
   if triggers_are_current(connection):
     return
-  wanted = _made_of_code(connection.dialect.name)
+  statements = _made_of_code(connection.dialect.name)
   triggers.drop(connection)
   later_views.drop(connection)
-  for statement in wanted:
+  for statement in statements:
     if connection.dialect.name == "postgresql":
       statement = statement.replace("%", "%%")  # Its driver's placeholders.
     connection.exec_driver_sql(statement)
   _forget_triggers(connection)
   connection.execute(
-      sa.insert(tables.meta).values(key=_TRIGGERS, value=_digest(wanted))
+      sa.insert(tables.meta).values(key=_TRIGGERS, value=_digest(statements))
   )
 
 
@@ -291,12 +275,12 @@ def _forget_triggers(connection: sa.Connection) -> None:
 
 
 def triggers_are_current(connection: sa.Connection) -> bool:
-  """Whether the database's triggers and views are those of this version."""
+  """Returns whether the installed triggers and views are this version's."""
   meta = tables.meta
-  found = connection.execute(
+  digest = connection.execute(
       sa.select(meta.c.value).where(meta.c.key == _TRIGGERS)
   ).scalar()
-  return found == _digest(_made_of_code(connection.dialect.name))
+  return digest == _digest(_made_of_code(connection.dialect.name))
 
 
 def _made_of_code(dialect: str) -> list[str]:
@@ -306,5 +290,5 @@ def _made_of_code(dialect: str) -> list[str]:
   ]  # pyformat: disable
 
 
-def _digest(wanted: list[str]) -> str:
-  return hashlib.sha256("\n".join(wanted).encode()).hexdigest()
+def _digest(statements: list[str]) -> str:
+  return hashlib.sha256("\n".join(statements).encode()).hexdigest()

@@ -38,16 +38,16 @@ parts come first."""
 
 
 def statements(dialect: str) -> list[str]:
-  """DDL that makes all views.
+  """Returns DDL that makes all views.
 
   Args:
     dialect: "sqlite" or "postgresql".
   """
   of = _Expressions(dialect == "sqlite")
-  found = [] if of.sqlite else [JSON_TEXT]
+  views = [] if of.sqlite else [JSON_TEXT]
   for kind, names in ADDED.items():
     added = ", ".join(f"{of.column(kind, n)} AS {n}" for n in names)
-    found.append(
+    views.append(
         f'CREATE VIEW {PREFIX}{kind} AS SELECT t.*, {added} FROM "{kind}" t'
     )
   own = " OR ".join(
@@ -55,14 +55,14 @@ def statements(dialect: str) -> list[str]:
       for s in vocabulary.SOURCE_TYPES
   )
   of_group = f'FROM rollout r WHERE ({own}) AND r."group" = t.group_num'
-  found.append(
+  views.append(
       f"CREATE VIEW {PREFIX}group AS SELECT t.*, CASE WHEN t.step_id IS NOT"
       " NULL THEN 'step' WHEN t.eval_id IS NOT NULL THEN 'eval' ELSE"
       f" 'baseline' END AS source_type, (SELECT count(*) {of_group}) AS"
       f" num_rollouts, (SELECT avg(r.reward) {of_group}) AS reward_mean FROM"
       " monitor_group t"
   )
-  return found
+  return views
 
 
 def drop(connection: sa.Connection) -> None:
@@ -124,7 +124,7 @@ class _Expressions:
     )
 
   def _number(self, kind: str, name: str) -> str:
-    """A raw value as a number; NULL where it is none."""
+    """Returns SQL of a raw value as a number; NULL where it is none."""
     value = (
         "CASE WHEN json_valid(v.value) THEN CASE WHEN json_type(v.value) IN"
         " ('integer', 'real') THEN CAST(v.value AS REAL) END END"
@@ -155,7 +155,7 @@ class _Expressions:
     )
 
   def _time(self, kind: str, name: str) -> str:
-    """Seconds, by the progress so far."""
+    """Returns SQL of seconds estimated from the progress."""
     end = "COALESCE(t.end_time, t.updated_at)"
     spent = (
         f"((julianday({end}) - julianday(t.start_time)) * 86400.0)"
@@ -165,10 +165,10 @@ class _Expressions:
     )
     ended = ", ".join(f"'{w}'" for w in sorted(vocabulary.FINISHED[kind]))
     total = name == "estimated_total_time"
-    rest = "100.0" if total else "(100.0 - t.progress_percent)"
+    share = "100.0" if total else "(100.0 - t.progress_percent)"
     return (
         f"CASE WHEN t.status IN ({ended}) THEN {spent if total else '0.0'}"
-        f" WHEN t.progress_percent > 0 THEN {spent} * {rest} /"
+        f" WHEN t.progress_percent > 0 THEN {spent} * {share} /"
         " t.progress_percent END"
     )
 

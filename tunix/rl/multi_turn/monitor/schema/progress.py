@@ -11,17 +11,17 @@ from typing import Any, Mapping
 _ROLLOUT_SHARE = 50.0
 
 
-def ratio(done: float | None, total: float | None) -> float:
-  """`done` of `total`; 0 while either is unknown or there is nothing to do."""
-  if not done or not total or total <= 0:
+def ratio(count: float | None, total: float | None) -> float:
+  """Returns `count` of `total` in percent; 0 while either is unknown."""
+  if not count or not total or total <= 0:
     return 0.0
-  return max(0.0, min(100.0, 100.0 * done / total))
+  return max(0.0, min(100.0, 100.0 * count / total))
 
 
 def training(
     status: str | None, current_step: int | None, total_steps: int | None
 ) -> float:
-  """Steps made of all. A completed run is at 100 whatever it had planned."""
+  """Returns the share of steps made; 100 for a completed run."""
   if status == "completed":
     return 100.0
   return ratio(current_step, total_steps)
@@ -30,7 +30,7 @@ def training(
 def measuring(
     status: str | None, completed_tasks: int | None, total_tasks: int | None
 ) -> float:
-  """Percent of a baseline's or evaluation's tasks that are completed."""
+  """Returns the share of completed tasks; 100 for a completed measurement."""
   if status == "completed":
     return 100.0
   return ratio(completed_tasks, total_tasks)
@@ -39,7 +39,7 @@ def measuring(
 def rollout(
     status: str | None, current_turn: int | None, max_turns: int | None
 ) -> float:
-  """Turns taken of those allowed; 100 when the episode ended early."""
+  """Returns the share of the allowed turns; 100 for a completed episode."""
   if status == "completed":
     return 100.0
   return ratio(current_turn, max_turns)
@@ -50,10 +50,10 @@ def step(
     rollout_progress: Mapping[str, Any] | None,
     training_progress: Mapping[str, Any] | None,
 ) -> float:
-  """Half for the rollouts, half for the update.
+  """Returns the progress: half for the rollouts, half for the update.
 
   Args:
-    status: of the step. From `training` on the rollouts are done.
+    status: Status of the step. From `training` on the rollouts are done.
     rollout_progress: {completed_groups, total_groups, completed_envs,
       total_envs}; environments count where they are known.
     training_progress: {completed_substeps, total_substeps}.

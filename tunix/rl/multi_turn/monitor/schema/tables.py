@@ -23,24 +23,111 @@ from __future__ import annotations
 
 import functools
 import operator
+from typing import Any
 
 import sqlalchemy as sa
 from tunix.rl.multi_turn.core import run_tags as tags_lib
-from tunix.rl.multi_turn.monitor.schema import columns as columns_lib
 from tunix.rl.multi_turn.monitor.schema import vocabulary
 
-INTEGER, REAL, metadata = (
-    columns_lib.INTEGER, columns_lib.REAL, columns_lib.metadata,
-)  # pyformat: disable
-_id, _text, _integers, _reals, _times = (
-    columns_lib.identity, columns_lib.text, columns_lib.integers,
-    columns_lib.reals, columns_lib.times,
-)  # pyformat: disable
-_now, _required, _refers, _flags, _choice, _state, _table = (
-    columns_lib.now, columns_lib.required, columns_lib.refers,
-    columns_lib.flags, columns_lib.choice, columns_lib.state,
-    columns_lib.table,
-)  # pyformat: disable
+INTEGER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
+REAL: sa.types.TypeEngine[float] = sa.Double().with_variant(sa.REAL, "sqlite")
+
+metadata = sa.MetaData(
+    naming_convention={
+        "pk": "pk_%(table_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+    }
+)
+
+
+def _id() -> sa.Column:
+  return sa.Column("id", INTEGER, primary_key=True, autoincrement=True)
+
+
+def _text(*names: str) -> list[sa.Column]:
+  return [sa.Column(name, sa.Text) for name in names]
+
+
+def _integers(*names: str) -> list[sa.Column]:
+  return [sa.Column(name, INTEGER) for name in names]
+
+
+def _reals(*names: str) -> list[sa.Column]:
+  return [sa.Column(name, REAL) for name in names]
+
+
+def _times(*names: str) -> list[sa.Column]:
+  return [sa.Column(name, sa.TIMESTAMP) for name in names]
+
+
+def _key(name: str, kind: sa.types.TypeEngine = sa.Text()) -> sa.Column:
+  return sa.Column(name, kind, primary_key=True, autoincrement=False)
+
+
+def _now(name: str, nullable: bool = True) -> sa.Column:
+  return sa.Column(
+      name,
+      sa.TIMESTAMP,
+      nullable=nullable,
+      server_default=sa.func.current_timestamp(),
+  )
+
+
+def _required(name: str, kind: sa.types.TypeEngine = sa.Text()) -> sa.Column:
+  return sa.Column(name, kind, nullable=False)
+
+
+def _refers(
+    name: str, table: str, nullable: bool = False, **options: Any
+) -> sa.Column:
+  key = sa.ForeignKey(f"{table}.id", ondelete="RESTRICT")
+  return sa.Column(name, INTEGER, key, nullable=nullable, **options)
+
+
+def _flags(*names: str) -> list[sa.Column | sa.CheckConstraint]:
+  checks = [sa.CheckConstraint(f"{n} IN (0, 1)", name=n) for n in names]
+  return [*_integers(*names), *checks]
+
+
+def _choice(
+    table: str, column: str, **options
+) -> list[sa.Column | sa.CheckConstraint]:
+  words = ", ".join(f"'{w}'" for w in vocabulary.CHOICES[table, column])
+  return [
+      sa.Column(column, sa.Text, **options),
+      sa.CheckConstraint(f"{column} IN ({words})", name=column),
+  ]
+
+
+def _state(table: str) -> list[sa.Column | sa.CheckConstraint]:
+  """Returns `status` and `progress_percent` with their checks."""
+  first, *_ = vocabulary.STATUSES[table]
+  words = ", ".join(f"'{w}'" for w in vocabulary.STATUSES[table])
+  columns: list[sa.Column | sa.CheckConstraint] = [
+      sa.Column("status", sa.Text, server_default=first),
+      # A CHECK that is NULL holds.
+      sa.CheckConstraint(
+          f"status IS NOT NULL AND status IN ({words})", name="status"
+      ),
+  ]
+  if table != "environment":
+    columns += [
+        sa.Column("progress_percent", REAL, server_default=sa.text("0.0")),
+        sa.CheckConstraint(
+            "progress_percent >= 0 AND progress_percent <= 100",
+            name="progress_percent",
+        ),
+    ]
+  return columns
+
+
+def _table(name: str, *columns) -> sa.Table:
+  flat = []
+  for column in columns:
+    flat += column if isinstance(column, list) else [column]
+  return sa.Table(name, metadata, *flat, sqlite_autoincrement=True)
 
 
 training = _table(
@@ -323,7 +410,7 @@ LISTED = (
 """Columns of a rollout that lists are narrowed and sorted by."""
 
 # A condition is only seen to be an index's own if its numbers are in the text.
-# No whole number: a sum of these could be beyond what PostgreSQL holds.
+# Not a whole number: a sum of bigints could overflow on PostgreSQL.
 _ZERO = sa.literal_column("0.0")
 NUM_FAULTS: sa.ColumnElement[float] = functools.reduce(
     operator.add, (sa.func.coalesce(rollout.c[c], _ZERO) for c in FAULTS)
@@ -361,29 +448,32 @@ for _name, _columns, _unique in INDICES:
       unique=_unique,
   )
 
-for _source in vocabulary.SOURCE_TYPES:
-  # The monitor's own. All that lists of rollouts are narrowed and sorted by,
-  # and that histograms of rewards count, is read from these alone, not from
-  # rows of two kilobytes: all rollouts of a kind of source, the ones in which
-  # something went wrong, and the ones that did not succeed, by their end.
-  _own = rollout.c[f"{_source}_id"]
-  for _kind, _first, _held in (
-      ("listed", (), _own.is_not(None)),
-      ("faulty", (), _own.is_not(None) & FAULTY),
-      ("ended", ("status_message",), _own.is_not(None) & ENDED),
-  ):
+# The monitor's own. Lists of rollouts are narrowed and sorted, and histograms
+# of rewards are counted, from these indices alone, not from rows of two
+# kilobytes: all rollouts of a kind of source, the ones in which something went
+# wrong, and the ones that did not succeed, by their end.
+LIST_INDICES = [
     sa.Index(
-        f"idx_rollout_{_source}_{_kind}",
-        _own,
-        *(rollout.c[c] for c in (*_first, *LISTED)),
-        sqlite_where=_held,
-        postgresql_where=_held,
+        f"idx_rollout_{source}_{kind}",
+        rollout.c[f"{source}_id"],
+        *(rollout.c[c] for c in (*first, *LISTED)),
+        sqlite_where=rollout.c[f"{source}_id"].is_not(None) & condition,
+        postgresql_where=rollout.c[f"{source}_id"].is_not(None) & condition,
     )
-
+    for source in vocabulary.SOURCE_TYPES
+    for kind, first, condition in (
+        ("listed", (), sa.true()),
+        ("faulty", (), FAULTY),
+        ("ended", ("status_message",), ENDED),
+    )
+]
+"""Made in this order: of equally good indices SQLite takes the last one."""
 # How many turns successes at each task take, of all runs.
-sa.Index(
-    "idx_rollout_solved", rollout.c.task_id, rollout.c.num_turns,
-    sqlite_where=SOLVED, postgresql_where=SOLVED,
+LIST_INDICES.append(
+    sa.Index(
+        "idx_rollout_solved", rollout.c.task_id, rollout.c.num_turns,
+        sqlite_where=SOLVED, postgresql_where=SOLVED,
+    )
 )  # pyformat: disable
 
 # --- the monitor's own ------------------------------------------------------
@@ -436,13 +526,7 @@ access_token = _table(
 training_project = sa.Table(
     "monitor_training_project",
     metadata,
-    sa.Column(
-        "training_id",
-        INTEGER,
-        sa.ForeignKey("training.id", ondelete="RESTRICT"),
-        primary_key=True,
-        autoincrement=False,
-    ),
+    _refers("training_id", "training", primary_key=True, autoincrement=False),
     _refers("project_id", "monitor_project"),
     # Unique, so that others can refer to a run of a project.
     sa.Index(
@@ -454,14 +538,8 @@ training_project = sa.Table(
 training_tag = sa.Table(
     "monitor_training_tag",
     metadata,
-    sa.Column(
-        "training_id",
-        INTEGER,
-        sa.ForeignKey("training.id", ondelete="RESTRICT"),
-        primary_key=True,
-        autoincrement=False,
-    ),
-    sa.Column("tag", sa.Text, primary_key=True),
+    _refers("training_id", "training", primary_key=True, autoincrement=False),
+    _key("tag"),
     _now("created_at", nullable=False),
     sa.CheckConstraint(
         f"length(tag) BETWEEN 1 AND {tags_lib.LONGEST} AND tag = trim(tag)",
@@ -474,10 +552,8 @@ training_tag = sa.Table(
 pinned_baseline = sa.Table(
     "monitor_pinned_baseline",
     metadata,
-    sa.Column(
-        "project_id", INTEGER, primary_key=True, autoincrement=False
-    ),
-    sa.Column("training_id", INTEGER, nullable=False),
+    _key("project_id", INTEGER),
+    _required("training_id", INTEGER),
     _now("pinned_at", nullable=False),
     sa.ForeignKeyConstraint(
         ["project_id", "training_id"],
@@ -519,12 +595,10 @@ annotation = _table(
 client_ids = sa.Table(
     "monitor_client_id",
     metadata,
-    sa.Column(
-        "project_id", INTEGER, primary_key=True, autoincrement=False
-    ),
-    sa.Column("kind", sa.Text, primary_key=True),
-    sa.Column("client_id", sa.Text, primary_key=True),
-    sa.Column("entity_id", INTEGER, nullable=False),
+    _key("project_id", INTEGER),
+    _key("kind"),
+    _key("client_id"),
+    _required("entity_id", INTEGER),
     sqlite_with_rowid=False,
 )
 """Client ids of a project's entities."""
@@ -532,11 +606,9 @@ client_ids = sa.Table(
 delivery = sa.Table(
     "monitor_delivery",
     metadata,
-    sa.Column(
-        "project_id", INTEGER, primary_key=True, autoincrement=False
-    ),
-    sa.Column("spool", sa.Text, primary_key=True),
-    sa.Column("last_seq", INTEGER, nullable=False),
+    _key("project_id", INTEGER),
+    _key("spool"),
+    _required("last_seq", INTEGER),
     sa.Column("health_json", sa.Text),
     _now("updated_at", nullable=False),
 )
@@ -545,9 +617,9 @@ delivery = sa.Table(
 pending_environment = sa.Table(
     "monitor_pending_environment",
     metadata,
-    sa.Column("id", INTEGER, primary_key=True, autoincrement=False),
-    sa.Column("project_id", INTEGER, nullable=False),
-    sa.Column("fields_json", sa.Text, nullable=False),
+    _key("id", INTEGER),
+    _required("project_id", INTEGER),
+    _required("fields_json"),
     _now("created_at", nullable=False),
 )
 """Environments sent before their rollout, under the id that they will have."""
@@ -555,19 +627,19 @@ pending_environment = sa.Table(
 raw_value = sa.Table(
     "monitor_raw_value",
     metadata,
-    sa.Column("kind", sa.Text, primary_key=True),
-    sa.Column("entity_id", INTEGER, primary_key=True, autoincrement=False),
-    sa.Column("field", sa.Text, primary_key=True),
-    sa.Column("value", sa.Text, nullable=False),
+    _key("kind"),
+    _key("entity_id", INTEGER),
+    _key("field"),
+    _required("value"),
 )
 """Clients' original values that were normalised or have no column."""
 
 change = _table(
     "monitor_change",
     _id(),
-    sa.Column("training_id", INTEGER, nullable=False),
+    _required("training_id", INTEGER),
     _required("kind"),
-    sa.Column("entity_id", INTEGER, nullable=False),
+    _required("entity_id", INTEGER),
     _now("changed_at", nullable=False),
 )
 """Changes in order, so that a listener continues where it stopped."""
@@ -575,7 +647,7 @@ change = _table(
 screenshot = sa.Table(
     "monitor_screenshot",
     metadata,
-    sa.Column("sha256", sa.Text, primary_key=True),
+    _key("sha256"),
     _required("media_type"),
     _required("num_bytes", INTEGER),
     _required("width", INTEGER),
@@ -587,6 +659,6 @@ screenshot = sa.Table(
 meta = sa.Table(
     "monitor_meta",
     metadata,
-    sa.Column("key", sa.Text, primary_key=True),
-    sa.Column("value", sa.Text, nullable=False),
+    _key("key"),
+    _required("value"),
 )

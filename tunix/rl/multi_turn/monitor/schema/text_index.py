@@ -48,7 +48,7 @@ _PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 
 @functools.cache
 def available(dialect: str) -> bool:
-  """Whether the database's program has what the index needs."""
+  """Returns whether the database's program has what the index needs."""
   if dialect != "sqlite":
     return True
   connection = sqlite3.connect(":memory:")
@@ -66,21 +66,21 @@ def words_of(text: str) -> list[str] | None:
 
   None where only reading the texts finds them.
   """
-  found = _WORD.findall(text)
-  if not found or _UNSPACED.search(text):
+  words = _WORD.findall(text)
+  if not words or _UNSPACED.search(text):
     return None
-  return found
+  return words
 
 
 def statements(dialect: str) -> list[str]:
-  """DDL of the triggers that keep the index; none where it cannot be."""
+  """Returns DDL of the index's triggers; none where it is unavailable."""
   if not available(dialect):
     return []
   return _sqlite() if dialect == "sqlite" else _postgresql()
 
 
 def install(connection: sa.Connection) -> None:
-  """Makes the index and fills it, unless it is there; triggers come after."""
+  """Makes and fills a missing index; the caller then makes its triggers."""
   meta = tables.meta
   if not available(connection.dialect.name):
     connection.execute(sa.delete(meta).where(meta.c.key == _KEY))
@@ -101,7 +101,7 @@ def install(connection: sa.Connection) -> None:
 
 
 def ready(connection: sa.Connection) -> bool:
-  """Whether the index has every turn."""
+  """Returns whether the index has every turn."""
   meta = tables.meta
   return connection.execute(
       sa.select(meta.c.value).where(meta.c.key == _KEY)
@@ -123,7 +123,7 @@ def rebuild(connection: sa.Connection) -> None:
 
 
 def pending(connection: sa.Connection) -> bool:
-  """Whether `catch_up` has turns to index."""
+  """Returns whether `catch_up` has turns to index."""
   return connection.dialect.name == "sqlite" and ready(connection) and bool(
       connection.exec_driver_sql(
           f"SELECT EXISTS (SELECT 1 FROM {_PENDING})"
@@ -135,7 +135,7 @@ def catch_up(connection: sa.Connection, most: int) -> bool:
   """Indexes pending turns, the oldest first; whether others are left.
 
   Args:
-    connection: in a transaction that writes.
+    connection: Connection in a transaction that writes.
     most: turns, at most.
   """
   if not pending(connection):
@@ -165,15 +165,15 @@ def find(
     connection: sa.Connection, training: int, words: Sequence[str],
     before: int | None, count: int,
 ) -> list[int]:  # pyformat: disable
-  """Turns that may be of a run and have all of these words, the newest first.
+  """Returns turns that may be of the run and have every word, newest first.
 
   A word that ends in an asterisk is found by its beginning. FTS5 reads every
   turn that has such a word, where of a whole word it reads the newest.
 
   Args:
-    connection: to the database.
+    connection: Connection to the database.
     training: the run.
-    words: of `words_of`.
+    words: Words from `words_of`.
     before: only turns before this one.
     count: at most.
 
@@ -186,14 +186,14 @@ def find(
         f'"{word.rstrip("*")}"{"*" if word[-1] == "*" else ""}'
         for word in words
     )
-    found = set(connection.scalars(
+    turns = set(connection.scalars(
         sa.text(
             f"SELECT rowid FROM {TABLE} WHERE {TABLE} MATCH :query"
             f"{behind.format('rowid')} ORDER BY rowid DESC LIMIT :count"
         ),
         {"query": f'"{_RUN}{training:d}" AND {query}', "count": count},
     ))  # pyformat: disable
-    found.update(connection.scalars(
+    turns.update(connection.scalars(
         sa.text(
             f"SELECT turn_id FROM {_PENDING} WHERE"
             f" TRUE{behind.format('turn_id')} ORDER BY turn_id DESC LIMIT"
@@ -201,7 +201,7 @@ def find(
         ),
         {"count": count},
     ))  # pyformat: disable
-    return sorted(found, reverse=True)[:count]
+    return sorted(turns, reverse=True)[:count]
   query = " & ".join(
       f"'{word.rstrip('*')}'{':*' if word[-1] == '*' else ''}" for word in words
   )
@@ -263,7 +263,7 @@ def _cut(text: str) -> str:
 
 
 def _sqlite_words() -> str:
-  """The words of a row `t` of `turn`."""
+  """Returns the words of a row `t` of `turn`."""
   metrics = (
       "CASE WHEN json_valid(t.metrics_json) THEN"
       " json_extract(t.metrics_json, '$.{}') END"
@@ -287,7 +287,7 @@ def _sqlite_words() -> str:
 
 
 def _sqlite() -> list[str]:
-  """Each notes as pending the turns whose words change."""
+  """Returns triggers that note turns whose words change as pending."""
   of = f"INSERT OR IGNORE INTO {_PENDING} VALUES (NEW.{{}})".format
   every = (
       f"INSERT OR IGNORE INTO {_PENDING} SELECT t.id FROM rollout r JOIN turn t"
@@ -297,7 +297,7 @@ def _sqlite() -> list[str]:
   moved = " OR ".join(
       f"NEW.{c} IS NOT OLD.{c}" for c in ("step_id", "eval_id", "baseline_id")
   )
-  made = (
+  specs = (
       ("turn_made", "AFTER INSERT ON turn", "", of("id")),
       (
           "turn_changed", "AFTER UPDATE OF metrics_json, rollout_id ON turn",
@@ -331,7 +331,7 @@ def _sqlite() -> list[str]:
   return [
       f"CREATE TRIGGER {triggers.PREFIX}words_{name} {event}"
       f"{f' WHEN {when}' if when else ''} BEGIN {does}; END"
-      for name, event, when, does in made
+      for name, event, when, does in specs
   ]
 
 
@@ -367,7 +367,7 @@ def _functions() -> list[str]:
 
 
 def _postgresql() -> list[str]:
-  found = _functions()
+  ddl = _functions()
   changed = " OR ".join(
       f"NEW.{c} IS DISTINCT FROM OLD.{c}"
       for c in ("step_id", "eval_id", "baseline_id")
@@ -377,7 +377,7 @@ def _postgresql() -> list[str]:
       " t.rollout_id = r.id WHERE {}"
   )
   is_raw = f"NEW.kind = 'turn' AND NEW.field IN ({_RAW})"
-  made = (
+  specs = (
       (
           "turn", "turn", "INSERT OR UPDATE OF metrics_json, rollout_id", "",
           "PERFORM monitor_fn_index_turn(NEW.id)",
@@ -401,13 +401,13 @@ def _postgresql() -> list[str]:
           each.format("r.task_id = NEW.id AND t.turn <= 1"),
       ),
   )  # pyformat: disable
-  for name, table, event, when, does in made:
+  for name, table, event, when, does in specs:
     function = f"monitor_fn_words_{name}"
-    found += [
+    ddl += [
         f"CREATE OR REPLACE FUNCTION {function}() RETURNS trigger AS $$ BEGIN"
         f" {does}; RETURN NULL; END $$ LANGUAGE plpgsql",
         f"CREATE TRIGGER {triggers.PREFIX}words_{name} AFTER {event} ON"
         f' "{table}" FOR EACH ROW'
         f"{f' WHEN ({when})' if when else ''} EXECUTE FUNCTION {function}()",
     ]
-  return found
+  return ddl

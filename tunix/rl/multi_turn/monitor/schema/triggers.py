@@ -21,7 +21,7 @@ _SQLITE_NOW = "strftime('%Y-%m-%d %H:%M:%f', 'now')"
 
 
 def statements(dialect: str) -> list[str]:
-  """DDL that makes all triggers.
+  """Returns DDL that makes all triggers.
 
   Args:
     dialect: "sqlite" or "postgresql".
@@ -61,7 +61,7 @@ def drop(connection: sa.Connection) -> None:
 
 
 def _allowed(table: str, old: str, new: str) -> str:
-  """SQL that holds for the transitions of `table`."""
+  """Returns SQL that holds for the transitions of `table`."""
   pairs = []
   for word, following in vocabulary.TRANSITIONS[table].items():
     if following:
@@ -80,14 +80,14 @@ def _history_values(table: str, old: str) -> str:
 
 
 def _sqlite() -> list[str]:
-  found = []
+  ddl = []
   columns = (
       "entity_type, entity_id, old_status, new_status, progress_percent,"
       " status_message, changed_at"
   )
   for table in vocabulary.STATEFUL:
     name = f"{PREFIX}{table}"
-    found += [
+    ddl += [
         f"CREATE TRIGGER {name}_transition BEFORE UPDATE OF status ON"
         f' "{table}" WHEN NEW.status IS NOT OLD.status AND NOT'
         f" ({_allowed(table, 'OLD.status', 'NEW.status')}) BEGIN SELECT"
@@ -102,20 +102,20 @@ def _sqlite() -> list[str]:
         f" {_SQLITE_NOW}); END",
     ]
   for table in _with_updated_at():
-    found.append(
+    ddl.append(
         f'CREATE TRIGGER {PREFIX}{table}_updated AFTER UPDATE ON "{table}"'
         " WHEN NEW.updated_at IS OLD.updated_at BEGIN UPDATE"
         f' "{table}" SET updated_at = {_SQLITE_NOW} WHERE id = NEW.id; END'
     )
   for event in ("INSERT", "UPDATE OF source_type, is_eval"):
     kind = event.split()[0].lower()
-    found.append(
+    ddl.append(
         f"CREATE TRIGGER {PREFIX}rollout_is_eval_{kind} AFTER {event} ON"
         " rollout WHEN NEW.is_eval IS NOT (NEW.source_type <> 'step') BEGIN"
         " UPDATE rollout SET is_eval = (NEW.source_type <> 'step') WHERE id ="
         " NEW.id; END"
     )
-  return found
+  return ddl
 
 
 def _postgresql() -> list[str]:
@@ -124,11 +124,11 @@ def _postgresql() -> list[str]:
       " status_message, changed_at"
   )
   now = "clock_timestamp()"
-  found = []
+  ddl = []
   for table in vocabulary.STATEFUL:
     function = f"monitor_fn_{table}_status"
     allowed = _allowed(table, "OLD.status", "NEW.status")
-    found += [
+    ddl += [
         f"CREATE OR REPLACE FUNCTION {function}() RETURNS trigger AS $$ BEGIN"
         " IF TG_OP = 'INSERT' THEN INSERT INTO status_history"
         f" ({columns}) VALUES ({_history_values(table, 'NULL')}, {now});"
@@ -142,21 +142,21 @@ def _postgresql() -> list[str]:
         f"CREATE TRIGGER {PREFIX}{table}_status AFTER INSERT OR UPDATE ON"
         f' "{table}" FOR EACH ROW EXECUTE FUNCTION {function}()',
     ]
-  found.append(
+  ddl.append(
       "CREATE OR REPLACE FUNCTION monitor_fn_updated_at() RETURNS trigger AS"
       " $$ BEGIN IF NEW.updated_at IS NOT DISTINCT FROM OLD.updated_at THEN"
       f" NEW.updated_at = {now}; END IF; RETURN NEW; END $$ LANGUAGE plpgsql"
   )
   for table in _with_updated_at():
-    found.append(
+    ddl.append(
         f"CREATE TRIGGER {PREFIX}{table}_updated BEFORE UPDATE ON"
         f' "{table}" FOR EACH ROW EXECUTE FUNCTION monitor_fn_updated_at()'
     )
-  found += [
+  ddl += [
       "CREATE OR REPLACE FUNCTION monitor_fn_is_eval() RETURNS trigger AS $$"
       " BEGIN NEW.is_eval = CASE WHEN NEW.source_type = 'step' THEN 0 ELSE 1"
       " END; RETURN NEW; END $$ LANGUAGE plpgsql",
       f"CREATE TRIGGER {PREFIX}rollout_is_eval BEFORE INSERT OR UPDATE ON"
       " rollout FOR EACH ROW EXECUTE FUNCTION monitor_fn_is_eval()",
   ]
-  return found
+  return ddl

@@ -72,7 +72,7 @@ CHOICES: Mapping[tuple[str, str], tuple[str, ...]] = types.MappingProxyType({
 
 
 def _forward(*order: str, ends: tuple[str, ...]) -> dict[str, set[str]]:
-  """Every later word of `order`, and every end, from each of its words."""
+  """Maps each word of `order` to its later words and every end."""
   return {
       word: {*order[i + 1 :], *ends} for i, word in enumerate(order)
   } | {end: set() for end in ends}
@@ -219,7 +219,7 @@ ALIASES: Mapping[tuple[str, str], Mapping[str, str]] = types.MappingProxyType({
 
 
 def canonical(table: str, column: str, value: str) -> str | None:
-  """The database's word for a client's; None if there is none."""
+  """Returns the database's word for a client's; None if there is none."""
   choices = CHOICES[table, column]
   if value in choices:
     return value
@@ -230,5 +230,5 @@ def canonical(table: str, column: str, value: str) -> str | None:
 
 
 def may_follow(table: str, old: str, new: str) -> bool:
-  """Whether an entity of `table` may go from status `old` to `new`."""
+  """Returns whether an entity of `table` may go from status `old` to `new`."""
   return old == new or new in TRANSITIONS[table][old]

@@ -47,10 +47,10 @@ class Principal:
 
 
 def project_id(connection: sa.Connection, name: str) -> int:
-  """The id of a project, which is made if it is new.
+  """Returns the id of a project; makes a new project.
 
   Raises:
-    ValueError: that is not a valid project name.
+    ValueError: The name is not a valid project name.
   """
   if not _NAME.fullmatch(name):
     raise ValueError(
@@ -58,11 +58,11 @@ def project_id(connection: sa.Connection, name: str) -> int:
         " most 100"
     )
   project = tables.project
-  found = connection.execute(
+  id_ = connection.execute(
       sa.select(project.c.id).where(project.c.name == name)
   ).scalar()
-  if found is not None:
-    return found
+  if id_ is not None:
+    return id_
   return connection.execute(
       sa.insert(project).values(name=name).returning(project.c.id)
   ).scalar_one()
@@ -109,7 +109,7 @@ class Access:
   def __init__(self, engine: sa.Engine, token: str = "", open_to_all=False):
     """Args:
 
-      engine: of the upgraded database.
+      engine: Engine of the upgraded database.
       token: one more, of the default project, with all scopes.
       open_to_all: ask for no token as long as the database has none; only for
         a server that is not reachable from other machines.
@@ -142,25 +142,25 @@ class Access:
   def check(
       self, headers: Mapping[str, str], scope: str, *, form: bool = False
   ) -> Principal:
-    """The principal of a request.
+    """Returns the principal of a request.
 
     Args:
-      headers: of the request.
-      scope: that it needs.
+      headers: Headers of the request.
+      scope: Scope that the request needs.
       form: it is a form of this server's own pages, which the cookie opens.
 
     Raises:
       ApiError: 401 without a valid token, 403 when it lacks the scope.
     """
     everything = Principal(self._default, frozenset(SCOPES))
-    given = headers.get("authorization", "")
+    credentials = headers.get("authorization", "")
     if form:
       check_own_form(headers)
     else:
       _check_origin(headers)
-    if not given and (form or scope == "read"):
-      given = _cookie(headers)
-    kind, _, token = given.partition(" ")
+    if not credentials and (form or scope == "read"):
+      credentials = _cookie(headers)
+    kind, _, token = credentials.partition(" ")
     if self._open:
       _check_host(headers)
       return everything
@@ -171,19 +171,19 @@ class Access:
     token = token.strip()
     if self._is_own(token):
       return everything
-    found = self._find(_hash(token))
-    if found is None:
+    principal = self._find(_hash(token))
+    if principal is None:
       raise errors.ApiError(
           401,
           "this token is not known; make one with: tunix-monitor token",
       )
-    if scope not in found.scopes:
+    if scope not in principal.scopes:
       raise errors.ApiError(
           403,
-          f"this token may {', '.join(sorted(found.scopes))}, not {scope}; use"
-          f" one with the scope {scope}",
+          f"this token may {', '.join(sorted(principal.scopes))}, not {scope};"
+          f" use one with the scope {scope}",
       )
-    return found
+    return principal
 
   def check_site(self, headers: Mapping[str, str]) -> None:
     """Refuses another site's request for what everyone may read.
@@ -196,15 +196,15 @@ class Access:
       _check_host(headers)
 
   def remembers(self, headers: Mapping[str, str]) -> bool:
-    """Whether `check` answers without asking the database."""
-    given = headers.get("authorization", "") or _cookie(headers)
-    token = given.partition(" ")[2].strip()
+    """Returns whether `check` answers without asking the database."""
+    credentials = headers.get("authorization", "") or _cookie(headers)
+    token = credentials.partition(" ")[2].strip()
     if self._open_to_all:
       return time.monotonic() - self._asked_at < _ASKED_S - 0.1
     if not token or self._is_own(token):
       return True
-    known = self._known.get(_hash(token))
-    return known is not None and known[0] > time.monotonic() + 0.1
+    entry = self._known.get(_hash(token))
+    return entry is not None and entry[0] > time.monotonic() + 0.1
 
   def _is_own(self, token: str) -> bool:
     return bool(self._own) and hmac.compare_digest(
@@ -212,9 +212,9 @@ class Access:
     )
 
   def _find(self, digest: str) -> Principal | None:
-    known = self._known.get(digest)
-    if known is not None and known[0] > time.monotonic():
-      return known[1]
+    entry = self._known.get(digest)
+    if entry is not None and entry[0] > time.monotonic():
+      return entry[1]
     table = tables.access_token
     with database.reading(self._engine) as connection:
       row = connection.execute(
@@ -222,17 +222,17 @@ class Access:
               table.c.token_hash == digest
           )
       ).one_or_none()
-    found = None if row is None else Principal(
+    principal = None if row is None else Principal(
         row.project_id, frozenset(row.scopes.split(","))
     )  # pyformat: disable
     if len(self._known) >= _MOST_REMEMBERED:
       self._known.clear()
-    self._known[digest] = time.monotonic() + _REMEMBERED_S, found
-    return found
+    self._known[digest] = time.monotonic() + _REMEMBERED_S, principal
+    return principal
 
 
 def _cookie(headers: Mapping[str, str]) -> str:
-  """The cookie of the login page as an Authorization header; "" without."""
+  """Returns the login cookie as an Authorization header; "" without."""
   for part in headers.get("cookie", "").split(";"):
     name, _, value = part.strip().partition("=")
     if name == COOKIE and value:

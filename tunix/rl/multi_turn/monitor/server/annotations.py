@@ -5,8 +5,7 @@
     GET       /api/v1/labels
 
 Promises: as for tags, a project changes its own rollouts only, and an answer
-means that the change is on the disk; a label that a turn has already is there
-once.
+means that the change is on the disk; a repeated label is stored once.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Annotations:
     """Adds a label, a note or both.
 
     Args:
-      project: whose rollout.
+      project: Project that the rollout belongs to.
       rollout: its id.
       body: fields of `query.Annotation`.
 
@@ -56,15 +55,15 @@ class Annotations:
         or turn.
     """
     try:
-      wanted = query_lib.Annotation.model_validate(body)
+      annotation = query_lib.Annotation.model_validate(body)
     except pydantic.ValidationError as error:
       raise query_lib.refusal(query_lib.Annotation, error) from None
-    if wanted.label is None and wanted.note is None:
+    if annotation.label is None and annotation.note is None:
       raise errors.wrong(
           [errors.fault("label", None, "give a label, a note or both")]
       )
     await writer_lib.durable(
-        self._writer.run(lambda t: _add(t, project, rollout, wanted))
+        self._writer.run(lambda t: _add(t, project, rollout, annotation))
     )
 
   async def remove(self, project: int, rollout: int, id_: int) -> None:
@@ -139,10 +138,10 @@ class Annotations:
 
 
 def _require(t: apply.Transaction, project: int, rollout: int) -> int:
-  """The training of a rollout, which must be the project's."""
-  found = references.References(t.sql, project)
-  found.check_numbers("rollout", [rollout])
-  if ("rollout", rollout) not in found.mine:
+  """Returns the training of a rollout, which must be the project's."""
+  checker = references.References(t.sql, project)
+  checker.check_numbers("rollout", [rollout])
+  if ("rollout", rollout) not in checker.mine:
     raise errors.ApiError(404, f"this project has no rollout {rollout}")
   ((training,),) = t.sql.rows(
       "SELECT COALESCE(s.training_id, e.training_id, b.training_id) FROM"
@@ -156,18 +155,18 @@ def _require(t: apply.Transaction, project: int, rollout: int) -> int:
 
 def _add(
     t: apply.Transaction, project: int, rollout: int,
-    wanted: query_lib.Annotation,
+    annotation: query_lib.Annotation,
 ) -> None:  # pyformat: disable
   training = _require(t, project, rollout)
   turn = None
-  if wanted.turn is not None:
+  if annotation.turn is not None:
     rows = t.sql.rows(
         "SELECT id FROM turn WHERE rollout_id = ? AND turn = ?",
-        (rollout, wanted.turn),
+        (rollout, annotation.turn),
     )
     if not rows:
       raise errors.ApiError(
-          404, f"rollout {rollout} has no turn {wanted.turn}"
+          404, f"rollout {rollout} has no turn {annotation.turn}"
       )
     turn = rows[0][0]
   before = t.sql.rows(
@@ -176,12 +175,12 @@ def _add(
   )
   fresh = [
       (rollout, turn, label, note, t.now)
-      for label, note in ((wanted.label, None), (None, wanted.note))
+      for label, note in ((annotation.label, None), (None, annotation.note))
       if (label or note) and (label is None or (turn, label) not in before)
   ]
   if len(before) + len(fresh) > _MOST:
     raise errors.wrong([errors.fault(
-        "label", wanted.label,
+        "label", annotation.label,
         f"a rollout has at most {_MOST} labels and notes; take some away",
     )])  # pyformat: disable
   t.sql.many(

@@ -52,7 +52,7 @@ class Transaction:
   ):
     """Args:
 
-      sql: of the open transaction.
+      sql: Cursor of the open transaction.
       shared: committed ids, from earlier transactions.
       now: the time, in the database's form.
     """
@@ -67,7 +67,7 @@ class Transaction:
     self._changes: dict[tuple[int, str, int], None] = {}
 
   def apply(self, batch: items_lib.IngestBatch, project: int) -> dict[str, Any]:
-    """Applies one batch and returns the reply; the batch stays as it is.
+    """Applies one batch and returns the reply; does not change the batch.
 
     Raises:
       ApiError: the batch is refused; the caller undoes what it has written.
@@ -159,15 +159,15 @@ class _Work:
   def apply(self, batch: items_lib.IngestBatch) -> dict[str, Any]:
     delivery = batch.delivery
     if delivery is not None:
-      done = self._delivered(delivery)
-      if done >= delivery.last:
-        return {"duplicate": True, "applied_to": done}
-      if done >= delivery.first:
+      applied = self._delivered(delivery)
+      if applied >= delivery.last:
+        return {"duplicate": True, "applied_to": applied}
+      if applied >= delivery.first:
         raise errors.ApiError(
             409,
-            f"entries up to {done} of spool {delivery.spool} are applied"
+            f"entries up to {applied} of spool {delivery.spool} are applied"
             " already; send those after it",
-            extra={"applied_to": done},
+            extra={"applied_to": applied},
         )
     if batch.training not in (None, ""):
       self._training = self._who.resolve_one(
@@ -176,15 +176,15 @@ class _Work:
     reply: dict[str, Any] = {}
     self._who.look_up_all(batch.items)
     for kind in items_lib.KINDS:
-      found = [item.copy() for item in batch.items.get(kind.name, ())]
-      if found:
-        ids = self._apply_kind(kind, found)
+      items = [item.copy() for item in batch.items.get(kind.name, ())]
+      if items:
+        ids = self._apply_kind(kind, items)
         if kind.name == "training":
           self._training = reply["training_id"] = ids[0]
         else:
           reply[kind.plural] = [
               {"client_id": item.client_id, "id": id_}
-              for item, id_ in zip(found, ids)
+              for item, id_ in zip(items, ids)
           ]
     self._sql.many(
         "INSERT INTO monitor_client_id (project_id, kind, client_id,"
@@ -221,32 +221,32 @@ class _Work:
 
   # --- a kind ----------------------------------------------------------------
 
-  def _apply_kind(self, kind: Kind, found: list[Item]) -> list[int]:
-    self._who.resolve_parents(kind, found)
+  def _apply_kind(self, kind: Kind, items: list[Item]) -> list[int]:
+    self._who.resolve_parents(kind, items)
     if kind.name == "rollout":
-      self._ignored += placement.by_groups(self._sql, self._who, found)
-    known = self._find(kind, found)
+      self._ignored += placement.by_groups(self._sql, self._who, items)
+    known_ids = self._find(kind, items)
     if kind.parents.get("training_id") and self._training is not None:
-      for item in found:
-        if item.client_id not in known:
+      for item in items:
+        if item.client_id not in known_ids:
           item.values.setdefault("training_id", self._training)
     inserts: list[tuple[int, Item]] = []
     updates: list[tuple[int, Item]] = []
     fresh: dict[tuple[Any, ...], int] = {}
     result = []
     natural = kind.name in _NATURAL or kind.name == "monitor_group"
-    for item in found:
+    for item in items:
       name = item.client_id
       if natural or item.id is not None:
         id_ = self._existing(kind, item, fresh)
       else:
-        id_ = None if name is None else known.get(name)
+        id_ = None if name is None else known_ids.get(name)
       waiting = None
       if id_ is not None and kind.name == "environment":
         if ("environment", id_) not in self._state:
           waiting = self._waiting.get(id_)
       if id_ is None:
-        id_ = self._take(kind, len(found))
+        id_ = self._take(kind, len(items))
         if kind.name == "environment" and "rollout_id" not in item.values:
           self._waiting.keep(id_, item.values)
         else:
@@ -258,24 +258,24 @@ class _Work:
         self._more_of_waiting(id_, item, waiting, inserts)
       else:
         updates.append((id_, item))
-      if name is not None and name not in known:
+      if name is not None and name not in known_ids:
         self._who.learn(kind.name, name, id_)
         self._names.append((self._project, kind.name, name, id_))
       result.append(id_)
     self._insert(kind, inserts)
     self._update(kind, updates)
-    side_rows.keep_raw_values(self._sql, kind.name, zip(result, found))
+    side_rows.keep_raw_values(self._sql, kind.name, zip(result, items))
     if kind.name == "rollout":
-      self._environments_of(zip(result, found))
+      self._environments_of(zip(result, items))
     elif kind.name == "training":
       self._tx.tag([
-          (id_, tag) for id_, item in zip(result, found) for tag in item.tags
+          (id_, tag) for id_, item in zip(result, items) for tag in item.tags
       ])  # pyformat: disable
     self._taken = []
     return result
 
   def _take(self, kind: Kind, most: int) -> int:
-    """An id, of as many as the kind's items may need."""
+    """Returns an unused id; reserves up to `most` at a time."""
     if not self._taken:
       self._taken = list(
           reversed(self._sql.next_ids(kind.name, most, self._tx.last_id))
@@ -285,7 +285,7 @@ class _Work:
   def _natural(
       self, kind: Kind, item: Item
   ) -> tuple[tuple[str, ...], tuple[Any, ...]] | None:
-    """(columns, values) of the key that an item's table has beside the id."""
+    """Returns (columns, values) of an item's unique key beside the id."""
     if kind.name == "monitor_group":
       columns = placement.group_key(item)
     else:
@@ -295,17 +295,17 @@ class _Work:
     key = tuple(map(item.values.get, columns))
     return None if None in key else (columns, key)
 
-  def _find(self, kind: Kind, found: list[Item]) -> Mapping[str, int]:
+  def _find(self, kind: Kind, items: list[Item]) -> Mapping[str, int]:
     """Learns which items the database has already: client id -> id."""
-    names = [i.client_id for i in found if i.client_id is not None]
-    known = self._who.look_up(kind.name, names)
-    ids = {i.id for i in found if i.id is not None}
+    names = [i.client_id for i in items if i.client_id is not None]
+    known_ids = self._who.look_up(kind.name, names)
+    ids = {i.id for i in items if i.id is not None}
     if ids:
       self._who.check_numbers(kind.name, sorted(ids))
     if kind.name in status_rules.COLUMNS:
-      ids.update(known[name] for name in names if name in known)
+      ids.update(known_ids[name] for name in names if name in known_ids)
       self._load(kind.name, ids)
-    return known
+    return known_ids
 
   def _load(self, kind: str, ids: Iterable[int]) -> None:
     missing = [i for i in ids if (kind, i) not in self._state]
@@ -326,7 +326,7 @@ class _Work:
   def _existing(
       self, kind: Kind, item: Item, fresh: Mapping[tuple[Any, ...], int]
   ) -> int | None:
-    """The id of the row that an item is about; None for a new one."""
+    """Returns the id of the row that an item is about; None for a new one."""
     if item.id is not None:
       if (kind.name, item.id) not in self._who.mine:
         raise errors.invalid([errors.fault(
@@ -340,14 +340,14 @@ class _Work:
         if kind.name == "training":
           self._keep_number(item, id_)
         return id_
-    found = self._natural(kind, item)
-    if found is None:
+    unique_key = self._natural(kind, item)
+    if unique_key is None:
       return None
-    if found in fresh:
-      return fresh[found]
+    if unique_key in fresh:
+      return fresh[unique_key]
     if item.values.get("rollout_id") in self._new_rollouts:
       return None
-    columns, key = found
+    columns, key = unique_key
     where = " AND ".join(f"{c} = ?" for c in columns)
     rows = self._sql.rows(
         f"SELECT id FROM {_TABLE_SQL[kind.name]} WHERE {where}", key
@@ -370,7 +370,7 @@ class _Work:
     return id_
 
   def _training_of_name(self, item: Item, id_: int) -> int | None:
-    """A run of this name is there: this one, or another one of the name.
+    """Returns the id of the training with this name; None for a new one.
 
     A client that names its training otherwise means a run of its own; that
     gets a number behind its name, and nothing of the other is lost.
@@ -389,7 +389,7 @@ class _Work:
     return None
 
   def _keep_number(self, item: Item, id_: int) -> None:
-    """A run that got a number behind its name keeps it when it is resumed."""
+    """Keeps the number behind the name of a resumed run."""
     name = item.values.get("run_name")
     if name is not None and self._sql.rows(
         "SELECT 1 FROM training WHERE run_name = ? AND id <> ?", (name, id_)
@@ -405,7 +405,7 @@ class _Work:
       waiting: dict[str, Any],
       inserts: list[tuple[int, Item]],
   ) -> None:
-    """More about an environment that waits; with its rollout, a new row."""
+    """Adds to a waiting environment; inserts it once its rollout is known."""
     item.values = {**waiting, **item.values}
     if "rollout_id" in item.values:
       item.raw = {**self._waiting.raw(id_), **item.raw}
@@ -414,10 +414,10 @@ class _Work:
     else:
       self._waiting.keep(id_, item.values)
 
-  def _environments_of(self, found: Iterable[tuple[int, Item]]) -> None:
+  def _environments_of(self, rollouts: Iterable[tuple[int, Item]]) -> None:
     """Makes the environments that waited for these rollouts."""
     inserts: list[tuple[int, Item]] = []
-    for rollout, item in found:
+    for rollout, item in rollouts:
       if item.environment is None:
         continue
       id_: int | str | None = item.environment
@@ -435,14 +435,14 @@ class _Work:
 
   # --- rows -----------------------------------------------------------------
 
-  def _insert(self, kind: Kind, found: list[tuple[int, Item]]) -> None:
-    if not found:
+  def _insert(self, kind: Kind, items: list[tuple[int, Item]]) -> None:
+    if not items:
       return
     now, names = self._tx.now, sql_lib.columns(kind.name)
     needs = (*kind.required, *_NEEDS.get(kind.name, ()))
     stateful = kind.name in status_rules.COLUMNS
     rows = []
-    for id_, item in found:
+    for id_, item in items:
       values = item.values
       if kind.name == "rollout":
         placed = placement.under_newest_step(self._sql, self._training, item)
@@ -476,16 +476,16 @@ class _Work:
       self._sql.many(
           "INSERT INTO monitor_training_project (training_id, project_id)"
           " VALUES (?, ?)",
-          [(id_, self._project) for id_, _ in found],
+          [(id_, self._project) for id_, _ in items],
       )
     elif kind.name == "rollout":
-      self._new_rollouts.update(id_ for id_, _ in found)
-    self._who.mine.update((kind.name, id_) for id_, _ in found)
-    for id_, item in found:
+      self._new_rollouts.update(id_ for id_, _ in items)
+    self._who.mine.update((kind.name, id_) for id_, _ in items)
+    for id_, item in items:
       if "status" in item.raw:
         side_rows.note_raw_status(self._sql, kind.name, id_, item, None)
 
-  def _update(self, kind: Kind, found: list[tuple[int, Item]]) -> None:
+  def _update(self, kind: Kind, items: list[tuple[int, Item]]) -> None:
     stateful = kind.name in status_rules.COLUMNS
     dated = "updated_at" in sql_lib.columns(kind.name)
     grouped: dict[tuple[str, ...], list[list[Any]]] = (
@@ -493,9 +493,9 @@ class _Work:
     )
     waiting: dict[int, tuple[str, ...]] = {}
     if stateful:
-      self._load(kind.name, [id_ for id_, _ in found])
+      self._load(kind.name, [id_ for id_, _ in items])
     noted = []
-    for id_, item in found:
+    for id_, item in items:
       values = item.values
       old = None
       if stateful:
@@ -573,8 +573,8 @@ class _Work:
       self.trainings.add(owner)
 
   def _owner(self, kind: str, id_: int) -> int | None:
-    for known in (self.owners, self._tx.owners, self._tx.shared.owners):
-      if (owner := known.get((kind, id_))) is not None:
+    for owners in (self.owners, self._tx.owners, self._tx.shared.owners):
+      if (owner := owners.get((kind, id_))) is not None:
         return owner
     rows = self._sql.rows(
         f"SELECT training_id FROM {_TABLE_SQL[kind]} WHERE id = ?", (id_,)

@@ -12,7 +12,7 @@ class ApiError(Exception):
     status: HTTP status.
     message: the fault, and the fix.
     faults: every wrong field: {"field", "value", "message"}.
-    retry_after_s: when the same request may succeed; None if never.
+    retry_after_s: Seconds until the same request may succeed; None if never.
     extra: more members of the body.
   """
 
@@ -33,22 +33,22 @@ class ApiError(Exception):
     self.extra = extra or {}
 
   def body(self) -> dict[str, Any]:
-    found: dict[str, Any] = {"detail": self.message, **self.extra}
+    content: dict[str, Any] = {"detail": self.message, **self.extra}
     if self.faults:
-      found["errors"] = self.faults
-    return found
+      content["errors"] = self.faults
+    return content
 
   def headers(self) -> dict[str, str]:
-    found = {}
+    extra_headers = {}
     if self.retry_after_s is not None:
-      found["retry-after"] = f"{self.retry_after_s:g}"
+      extra_headers["retry-after"] = f"{self.retry_after_s:g}"
     if self.status == 401:
-      found["www-authenticate"] = "Bearer"
-    return found
+      extra_headers["www-authenticate"] = "Bearer"
+    return extra_headers
 
 
 def fault(field: str, value: Any, message: str) -> dict[str, Any]:
-  """One wrong field; a long value is cut."""
+  """Returns one wrong field; a long value is cut."""
   try:
     is_number = isinstance(value, float) or (
         isinstance(value, int) and abs(value) < 1 << 63
@@ -66,7 +66,7 @@ def fault(field: str, value: Any, message: str) -> dict[str, Any]:
 
 
 def wrong(faults: list[dict[str, Any]], ending: str = "") -> ApiError:
-  """A request that is refused, with every wrong field."""
+  """Returns the error for a request with wrong fields."""
   first = faults[0]
   more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
   return ApiError(
@@ -77,5 +77,5 @@ def wrong(faults: list[dict[str, Any]], ending: str = "") -> ApiError:
 
 
 def invalid(faults: list[dict[str, Any]]) -> ApiError:
-  """A batch that is refused as a whole, with every wrong field."""
+  """Returns the error for a batch with wrong fields."""
   return wrong(faults, "; nothing of the batch was stored")

@@ -55,7 +55,7 @@ def text(value: Any) -> str:
 
 
 def key(value: Any) -> str:
-  """Text that something is found by."""
+  """Reads a text that rows are found by."""
   value = text(value)
   if not 0 < len(value) <= _MAX_KEY:
     raise WrongValue(f"give text of 1 to {_MAX_KEY} characters")
@@ -104,18 +104,18 @@ def flag(value: Any) -> int:
 
 
 def percent(value: Any) -> Any:
-  found = real(value)
-  if isinstance(found, float) and not 0 <= found <= 100:
+  number = real(value)
+  if isinstance(number, float) and not 0 <= number <= 100:
     raise WrongValue("give a percentage from 0 to 100")
-  return found
+  return number
 
 
 def time(value: Any) -> str:
-  """UTC as `YYYY-MM-DD HH:MM:SS.ffffff`, which sorts."""
+  """Returns UTC as `YYYY-MM-DD HH:MM:SS.ffffff`, which sorts."""
   kind = type(value)
   if kind is str:
     try:
-      found = datetime.datetime.fromisoformat(value[:_MAX_TIME])
+      moment = datetime.datetime.fromisoformat(value[:_MAX_TIME])
     except ValueError:
       raise WrongValue(
           "give a time as ISO 8601 (2026-01-31T12:00:00Z) or seconds since 1970"
@@ -126,47 +126,47 @@ def time(value: Any) -> str:
     if not 0 <= value <= _LATEST:
       raise WrongValue("is not a time since 1970")
     # Without the offset, which is always UTC's.
-    found = datetime.datetime.fromtimestamp(value, _UTC)
-    return found.isoformat(" ", "microseconds")[:26]
+    moment = datetime.datetime.fromtimestamp(value, _UTC)
+    return moment.isoformat(" ", "microseconds")[:26]
   else:
     raise WrongValue(
         f"give a time as ISO 8601 or seconds, not a {_kind(value)}"
     )
-  if found.tzinfo is not None:
+  if moment.tzinfo is not None:
     try:
-      found = found.astimezone(_UTC)
+      moment = moment.astimezone(_UTC)
     except OverflowError:
       raise WrongValue("is not a time since 1970") from None
-  return found.replace(tzinfo=None).isoformat(" ", "microseconds")
+  return moment.replace(tzinfo=None).isoformat(" ", "microseconds")
 
 
 def too_deep(written: str, value: Any) -> bool:
-  """Whether a value, whose JSON is `written`, nests deeper than `DEEPEST`."""
+  """Returns whether a value with the JSON `written` nests too deeply."""
   # Few brackets need no look.
   brackets = written.count("[") + written.count("{")
   return brackets > DEEPEST and json_text_lib.deeper(value, DEEPEST)
 
 
 def json_text(value: Any, array: bool = False) -> str:
-  """JSON as text; text that is JSON already stays as it is."""
+  """Returns a value as JSON text; text that is JSON already is unchanged."""
   if isinstance(value, str):
     try:
-      found = orjson.loads(value)
+      content = orjson.loads(value)
     except orjson.JSONDecodeError:
       raise WrongValue(
           "is text that is not JSON; give an array or an object, or its JSON"
       ) from None
   else:
-    found = value
+    content = value
     try:
       value = orjson.dumps(value).decode()
     except TypeError as error:
       raise WrongValue(f"cannot be JSON: {error}") from None
-  if array and not isinstance(found, list):
-    raise WrongValue(f"give an array, not a {_kind(found)}")
+  if array and not isinstance(content, list):
+    raise WrongValue(f"give an array, not a {_kind(content)}")
   if len(value) > MAX_TEXT:
     raise WrongValue(f"has {len(value)} characters; at most {MAX_TEXT}")
-  if too_deep(value, found):
+  if too_deep(value, content):
     raise WrongValue(
         f"is nested more than {DEEPEST} levels deep; send a flatter value"
     )
@@ -181,20 +181,20 @@ _STRICT = {"status", "current_phase", "source_type", "env_type"}
 
 
 def choice(table: str, column: str) -> Callable[[Any], Any]:
-  """Reader of a word of a list, by its aliases too."""
+  """Returns a reader of the words of a list and their aliases."""
   words = vocabulary.CHOICES[table, column]
-  known = {word: word for word in words}
+  identity = {word: word for word in words}
 
   def read(value: Any) -> Any:
-    if value.__class__ is str and value in known:
+    if value.__class__ is str and value in identity:
       return value
     if not isinstance(value, str):
       raise WrongValue(f"give one of {', '.join(words)}, not a {_kind(value)}")
-    found = vocabulary.canonical(table, column, value)
-    if found is None and column in _STRICT:
+    word = vocabulary.canonical(table, column, value)
+    if word is None and column in _STRICT:
       more = vocabulary.ALIASES.get((table, column), {})
       raise WrongValue(f"give one of {', '.join([*words, *more])}")
-    return Normalised(found, text(value))
+    return Normalised(word, text(value))
 
   return read
 
@@ -217,7 +217,7 @@ _FLAGS = frozenset({
 
 
 def reader(table: str, column: sa.Column) -> Callable[[Any], Any]:
-  """The reader of a column."""
+  """Returns the reader of a column."""
   name = column.name
   if (table, name) in vocabulary.CHOICES:
     return choice(table, name)
@@ -272,7 +272,7 @@ _SCHEMAS: dict[Callable[[Any], Any], dict[str, Any]] = {
 
 
 def schema(reader_: Callable[[Any], Any]) -> dict[str, Any]:
-  """The JSON schema of what a reader takes; of `choice`, texts."""
+  """Returns the JSON schema of the values that a reader takes."""
   return _SCHEMAS.get(reader_, _SCHEMAS[text])
 
 

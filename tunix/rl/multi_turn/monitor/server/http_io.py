@@ -5,17 +5,21 @@ Promises: a malformed value is refused with the fix; the database is not asked.
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any, Callable
 
 import orjson
 from starlette import concurrency
 from starlette import requests as starlette_requests
 from starlette import responses
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import request_bodies
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import query as query_lib
 
 MAX_PATH = 4000
+_LONE = re.compile("[\ud800-\udfff]")
 
 PRIVATE = {
     "x-content-type-options": "nosniff",
@@ -50,7 +54,7 @@ async def read_body(request: Request, limit: int) -> bytes:
   """Reads the request's body.
 
   Args:
-    request: whose.
+    request: The request.
     limit: bytes, at most.
 
   Raises:
@@ -69,13 +73,50 @@ async def read_body(request: Request, limit: int) -> bytes:
     ) from None
 
 
+def parse(body: bytes) -> Any:
+  """Returns the value of a body of JSON, as Python's own writer has it.
+
+  Bare NaN and infinities become their names, which `fields.real` takes as
+  unknown; half of a surrogate pair becomes U+FFFD. Deep nesting is refused.
+
+  Raises:
+    ApiError: 400, it is no JSON, or nested too deeply.
+  """
+  try:
+    value = orjson.loads(body)
+  except orjson.JSONDecodeError as error:
+    wrong = f"the body is not JSON: {error}"
+    try:
+      # A name in the place of a number; the readers of fields know it.
+      value = json.loads(body.decode(), parse_constant=str)
+      return _clean(json_text.check_depth(value))
+    except (ValueError, RecursionError, OverflowError):
+      raise errors.ApiError(400, wrong) from None
+  try:
+    return json_text.check_depth(value)
+  except ValueError as error:
+    raise errors.ApiError(400, f"the body: {error}; send it as text") from None
+
+
+def _clean(value: Any) -> Any:
+  if isinstance(value, str):
+    return _LONE.sub("\ufffd", value)
+  if isinstance(value, list):
+    return [_clean(one) for one in value]
+  if isinstance(value, dict):
+    return {_clean(key): _clean(one) for key, one in value.items()}
+  if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+    return float(value)  # As the fast reader has it.
+  return value
+
+
 def json_answer(data: Any) -> Response:
-  """200, with JSON."""
+  """Returns a 200 with JSON."""
   return Response(orjson.dumps(data), media_type="application/json")
 
 
 def refusal(error: errors.ApiError) -> Response:
-  """The answer for an error."""
+  """Returns the answer for an error."""
   return Response(
       orjson.dumps(error.body()),
       status_code=error.status,
@@ -85,7 +126,7 @@ def refusal(error: errors.ApiError) -> Response:
 
 
 def id_of(request: Request, name: str = "id") -> int:
-  """An id of the path.
+  """Returns an id from the path.
 
   Raises:
     ApiError: 404, it is larger than any.
@@ -101,13 +142,13 @@ def id_of(request: Request, name: str = "id") -> int:
 
 
 def name_of(request: Request) -> str:
-  """A rollout's id or name, of the path."""
+  """Returns a rollout's id or name from the path."""
   name = request.path_params["name"]
   if "\0" in name:
     raise errors.ApiError(404, "there is no rollout of this name")
   return name
 
 
-async def in_thread(ask: Callable[..., Any], *given: Any) -> Any:
-  """The result of a question to the database."""
-  return await concurrency.run_in_threadpool(ask, *given)
+async def in_thread(ask: Callable[..., Any], *arguments: Any) -> Any:
+  """Calls `ask` in a thread; returns its result."""
+  return await concurrency.run_in_threadpool(ask, *arguments)

@@ -28,7 +28,7 @@ Response = responses.Response
 
 
 class Images:
-  """Handlers; `legacy_routes` adds `observed` and `video`."""
+  """Handlers; `routes` adds `observed` and `video`."""
 
   def __init__(
       self,
@@ -61,11 +61,11 @@ class Images:
   ) -> Response:
     del who
     sha = screenshots.check_sha(request.path_params["sha256"])
-    found = await concurrency.run_in_threadpool(self._queries.screenshot, sha)
-    if found is None:
+    row = await concurrency.run_in_threadpool(self._queries.screenshot, sha)
+    if row is None:
       raise errors.ApiError(404, f"no screenshot {sha}")
-    source = self._files.path(sha, found["media_type"])
-    if max(found["width"], found["height"]) <= thumbnails_lib.SIZE:
+    source = self._files.path(sha, row["media_type"])
+    if max(row["width"], row["height"]) <= thumbnails_lib.SIZE:
       return await self._image(sha)
     try:
       path = await concurrency.run_in_threadpool(
@@ -92,32 +92,32 @@ class Images:
     )
 
   async def _image(self, sha: str) -> Response:
-    found = await concurrency.run_in_threadpool(self._queries.screenshot, sha)
-    if found is None:
+    row = await concurrency.run_in_threadpool(self._queries.screenshot, sha)
+    if row is None:
       raise errors.ApiError(404, f"no screenshot {sha}")
     if not await concurrency.run_in_threadpool(
-        self._files.path(sha, found["media_type"]).exists
+        self._files.path(sha, row["media_type"]).exists
     ):
       raise errors.ApiError(
           404,
           f"the file of screenshot {sha} is gone; run monitor doctor",
       )
     return responses.FileResponse(
-        self._files.path(sha, found["media_type"]),
-        media_type=found["media_type"],
+        self._files.path(sha, row["media_type"]),
+        media_type=row["media_type"],
         headers=_IMMUTABLE,
     )
 
   async def observed(
       self, request: Request, who: access_lib.Principal
   ) -> Response:
-    found = await concurrency.run_in_threadpool(
+    row = await concurrency.run_in_threadpool(
         self._queries.observation,
         who.project,
         http_io.name_of(request),
         http_io.id_of(request, "obs"),
     )
-    uri = found["screenshot_uri"] or ""
+    uri = row["screenshot_uri"] or ""
     sha = uri.removeprefix("sha256:")
     if not screenshots.SHA.fullmatch(sha):
       raise errors.ApiError(
@@ -129,12 +129,12 @@ class Images:
       self, request: Request, who: access_lib.Principal
   ) -> Response:
     del who
-    asked = query_lib.VideoQuery.read(request.query_params).path
+    name = query_lib.VideoQuery.read(request.query_params).path
     folder = self._videos.resolve()
 
     def find() -> pathlib.Path | None:
       try:
-        path = (folder / asked).resolve()
+        path = (folder / name).resolve()
         inside = path.is_relative_to(folder) and path.is_file()
       except (OSError, ValueError):
         return None
@@ -142,5 +142,5 @@ class Images:
 
     path = await concurrency.run_in_threadpool(find)
     if path is None:
-      raise errors.ApiError(404, f"no video {asked[:100]!r}")
+      raise errors.ApiError(404, f"no video {name[:100]!r}")
     return responses.FileResponse(path, media_type=_VIDEOS[path.suffix])

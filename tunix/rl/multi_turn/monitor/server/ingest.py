@@ -22,6 +22,7 @@ from starlette import concurrency
 from starlette import requests as starlette_requests
 from starlette import responses
 from tunix.rl.multi_turn.core import json_text
+from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.server import access as access_lib
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import http_io
@@ -112,7 +113,7 @@ class Ingest:
     Raises:
       ApiError: 400, one cannot be read.
     """
-    found: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
     shown = []
     for item in batch.items.get("obs", ()):
       uri = item.values.get("screenshot_uri")
@@ -128,11 +129,11 @@ class Ingest:
             " URL, or sha256:<hash> of a screenshot that was sent",
         )]) from None  # pyformat: disable
       sha = hashlib.sha256(data).hexdigest()
-      found[sha] = data
+      files[sha] = data
       shown.append((item, sha, path))
-    if not found:
+    if not files:
       return
-    _, refused = await self._store(list(found.items()))
+    _, refused = await self._store(list(files.items()))
     wrong = [
         errors.fault(path, "data:…", refused[sha])
         for _, sha, path in shown if sha in refused
@@ -162,7 +163,7 @@ class Ingest:
     return http_io.json_answer({"missing": missing})
 
   async def _gone(self, old: list[str]) -> list[str]:
-    """Screenshots that a prune has just deleted; the others are safe from it.
+    """Returns screenshots that a prune just deleted; protects the others.
 
     A client that asks for a screenshot or brings it is about to refer to it:
     the screenshot counts as young again.
@@ -170,20 +171,19 @@ class Ingest:
     if not old:
       return []
     time = writer_lib.now()
-    kept = await writer_lib.durable(
+    refreshed = await writer_lib.durable(
         self._writer.run(lambda t: screenshots.renew(t.sql, old, time))
     )
-    return [sha for sha in old if sha not in kept]
+    return [sha for sha in old if sha not in refreshed]
 
   def _absent(self, shas: list[str]) -> tuple[list[str], list[str]]:
-    """(missing, with or without a row; stored long ago) of these."""
-    known = self._queries.known_screenshots(shas)
-    before = datetime.datetime.now(datetime.timezone.utc) - _OLD
-    before = before.replace(tzinfo=None)
+    """Returns the hashes without a file, and those stored long ago."""
+    stored = self._queries.known_screenshots(shas)
+    before = database.now() - _OLD
     absent: list[str] = []
     old: list[str] = []
     for sha in dict.fromkeys(shas):
-      row = known.get(sha)
+      row = stored.get(sha)
       if row is None or not self._files.path(sha, row.media_type).exists():
         absent.append(sha)
       elif row.created_at < before:
@@ -212,7 +212,7 @@ class Ingest:
   async def _store(
       self, images: list[tuple[str, bytes]]
   ) -> tuple[list[str], dict[str, str]]:
-    """(hashes stored now, hash -> why it is refused)."""
+    """Returns (hashes stored now, hash -> why it is refused)."""
     try:
       # Pixels take many times a file's memory: a few images at a time.
       async with self._decoding:
@@ -220,9 +220,9 @@ class Ingest:
             self._absent, [sha for sha, _ in images]
         )
         absent += await self._gone(old)
-        given = dict(images)
+        by_sha = dict(images)
         stored, refused = await concurrency.run_in_threadpool(
-            self._files.store_all, [(sha, given[sha]) for sha in absent]
+            self._files.store_all, [(sha, by_sha[sha]) for sha in absent]
         )
     except OSError as error:
       raise errors.ApiError(
@@ -237,7 +237,7 @@ class Ingest:
 
 
 def _read(body: bytes) -> items.IngestBatch | errors.ApiError:
-  """The batch, or its fault without the frames that raised it.
+  """Returns the batch, or its fault without the frames that raised it.
 
   A thread keeps the last error that it raised, and the error these frames with
   the body: for each thread, one body that nothing counts.

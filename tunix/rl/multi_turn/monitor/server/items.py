@@ -27,7 +27,7 @@ from tunix.rl.multi_turn.monitor.schema import progress
 from tunix.rl.multi_turn.monitor.schema import tables
 from tunix.rl.multi_turn.monitor.server import errors
 from tunix.rl.multi_turn.monitor.server import fields
-from tunix.rl.multi_turn.monitor.server import python_json
+from tunix.rl.multi_turn.monitor.server import http_io
 
 MAX_ITEMS = 20_000
 _MAX_FAULTS = 20
@@ -40,11 +40,11 @@ class ItemKind:
   """A kind of item, one array of the body.
 
   Attributes:
-    name: of the kind and its table, "obs" for observations.
-    plural: of the array; "training" for the one object.
+    name: Name of the kind and its table, "obs" for observations.
+    plural: Name of the array; "training" for the one object.
     parents: column -> kind that it refers to.
     required: columns that a new entity needs and nothing can stand in for.
-    kept: fields that are kept as raw values.
+    raw_fields: Names of fields whose values are stored as raw values.
     readers: field -> (column, its reader), by the column's other names too.
   """
 
@@ -52,7 +52,7 @@ class ItemKind:
   plural: str
   parents: Mapping[str, str]
   required: tuple[str, ...]
-  kept: frozenset[str]
+  raw_fields: frozenset[str]
   readers: Mapping[str, tuple[str, Callable[[Any], Any]]]
 
 
@@ -67,7 +67,7 @@ def _kind(
     parents: Mapping[str, str] | None = None,
     required: tuple[str, ...] = (),
     aliases: Mapping[str, str] | None = None,
-    kept: tuple[str, ...] = (),
+    raw_fields: tuple[str, ...] = (),
 ) -> ItemKind:
   parents = parents or {}
   table = tables.metadata.tables[name]
@@ -77,26 +77,33 @@ def _kind(
       if c.name != "id" and c.name not in parents
   }
   readers |= {alias: readers[c] for alias, c in (aliases or {}).items()}
-  return ItemKind(name, plural, parents, required, frozenset(kept), readers)
+  return ItemKind(
+      name, plural, parents, required, frozenset(raw_fields), readers
+  )
 
 
 KINDS: tuple[ItemKind, ...] = (
-    _kind("training", "training", kept=(
+    _kind("training", "training", raw_fields=(
         *_TIMING, "project_id", "traceback", "changed_settings",
     )),  # pyformat: disable
     _kind(
         "task", "tasks", required=("task_id",),
-        kept=("instruction", "env_config", "evaluation", "seed_id"),
+        raw_fields=("instruction", "env_config", "evaluation", "seed_id"),
     ),
     _kind(
         "validator", "validators", {"task_id": "task"}, ("validator_type",)
     ),
-    _kind("baseline", "baselines", {"training_id": "training"}, kept=_TIMING),
     _kind(
-        "eval", "evals", {"training_id": "training"}, ("step",), kept=_TIMING
+        "baseline", "baselines", {"training_id": "training"},
+        raw_fields=_TIMING,
     ),
     _kind(
-        "step", "steps", {"training_id": "training"}, ("step",), kept=_TIMING
+        "eval", "evals", {"training_id": "training"}, ("step",),
+        raw_fields=_TIMING,
+    ),
+    _kind(
+        "step", "steps", {"training_id": "training"}, ("step",),
+        raw_fields=_TIMING,
     ),
     _kind(
         "monitor_group", "groups",
@@ -120,11 +127,11 @@ KINDS: tuple[ItemKind, ...] = (
     ),
     _kind(
         "environment", "environments", {"rollout_id": "rollout"},
-        ("env_type",), kept=("name",),
+        ("env_type",), raw_fields=("name",),
     ),
     _kind(
         "turn", "turns", {"rollout_id": "rollout"}, ("turn",),
-        kept=(
+        raw_fields=(
             "model_response", "screen_before", "screen_after", "thinking",
             "text", "action_json", "model_specific_input_json", *_TIMING,
         ),
@@ -144,7 +151,7 @@ KINDS: tuple[ItemKind, ...] = (
     _kind(
         "validation", "validations",
         {"rollout_id": "rollout", "validator_id": "validator"},
-        ("success",), kept=("screenshot_uri",),
+        ("success",), raw_fields=("screenshot_uri",),
     ),
 )  # pyformat: disable
 """In an order in which parents come first."""
@@ -165,9 +172,9 @@ class Item:
     parents: column -> server id (int) or client id (str).
     raw: field -> the original value, where it differs.
     id: the server's id, where the client gave it.
-    environment: of a rollout: its environment, sent before it.
-    tags: of a training: tags to add.
-    path: where the item is in the body, for errors.
+    environment: Environment of a rollout, sent before the rollout.
+    tags: Tags to add to a training.
+    path: Place of the item in the body, for errors.
   """
 
   __slots__ = (
@@ -186,7 +193,7 @@ class Item:
     self.tags: tuple[str, ...] = ()
 
   def copy(self) -> Item:
-    """One whose values and raw values can be changed."""
+    """Returns a copy whose values and raw values can be changed."""
     other = Item(self.path)
     other.client_id = self.client_id
     other.values = self.values.copy()
@@ -220,8 +227,8 @@ class IngestBatch:
 
   Attributes:
     items: kind -> its items, in the body's order.
-    training: of items that name none: an id, or "" for the batch's own.
-    delivery: of a spool, or None.
+    training: Training of items that name none: an id; "" for the batch's own.
+    delivery: Range of a spool, or None.
     size: bytes of the body.
     ignored: fields of no known name, each once a kind of item, as faults.
   """
@@ -247,12 +254,12 @@ class _Faults:
 
 
 def read(body: bytes) -> IngestBatch:
-  """The batch of a request's body.
+  """Returns the batch of a request's body.
 
   Raises:
     ApiError: 400, naming every wrong field.
   """
-  data = python_json.loads(body)
+  data = http_io.parse(body)
   if not isinstance(data, dict):
     raise errors.ApiError(
         400, "the body must be an object with training, tasks, rollouts, …"
@@ -267,7 +274,7 @@ def read(body: bytes) -> IngestBatch:
 
 
 def _joined(data: dict[str, Any], faults: _Faults) -> dict[str, Any]:
-  """A body of parts as one without."""
+  """Joins the parts of a body into one body without parts."""
   parts = data["parts"]
   for key in data.keys() & _PART:
     faults.add(key, "…", "stands beside parts; make it one of them")
@@ -317,20 +324,20 @@ def _batch(data: dict[str, Any], faults: _Faults, size: int) -> IngestBatch:
   items: dict[str, list[Item]] = {}
   count = 0
   for kind in KINDS:
-    found = data.get(kind.plural)
-    if found is None:
+    entries = data.get(kind.plural)
+    if entries is None:
       continue
     if kind.name == "training":
-      found = [found]
-    if not isinstance(found, list):
-      faults.add(kind.plural, found, "give an array of objects")
+      entries = [entries]
+    if not isinstance(entries, list):
+      faults.add(kind.plural, entries, "give an array of objects")
       continue
-    count += len(found)
+    count += len(entries)
     if count > MAX_ITEMS:
       raise errors.ApiError(
           413, f"the batch has more than {MAX_ITEMS} items; send smaller ones"
       )
-    items[kind.name] = _read_all(kind, found, faults)
+    items[kind.name] = _read_all(kind, entries, faults)
   training: int | str | None = "" if "training" in items else None
   if data.get("training_id") is not None:
     training = _reference("training_id", data["training_id"], faults)
@@ -342,10 +349,12 @@ def _batch(data: dict[str, Any], faults: _Faults, size: int) -> IngestBatch:
   )
 
 
-def _read_all(kind: ItemKind, found: list[Any], faults: _Faults) -> list[Item]:
+def _read_all(
+    kind: ItemKind, entries: list[Any], faults: _Faults
+) -> list[Item]:
   result = []
   single = kind.name == "training"
-  for index, data in enumerate(found):
+  for index, data in enumerate(entries):
     path = kind.plural if single else f"{kind.plural}[{index}]"
     if not isinstance(data, dict):
       faults.add(path, data, "give an object")
@@ -354,7 +363,7 @@ def _read_all(kind: ItemKind, found: list[Any], faults: _Faults) -> list[Item]:
     if item is not None:
       result.append(item)
   if kind.name in ("action", "obs", "validation"):
-    _name_the_nameless(found, result)
+    _name_the_nameless(entries, result)
   return result
 
 
@@ -362,13 +371,13 @@ def _read(
     kind: ItemKind, data: Mapping[str, Any], path: str, faults: _Faults
 ) -> Item | None:
   item = Item(path)
-  known, values = kind.readers, item.values
+  readers, values = kind.readers, item.values
   for field, value in data.items():
     if value is None:
       continue
-    found = known.get(field)
-    if found is not None:
-      name, reader = found
+    entry = readers.get(field)
+    if entry is not None:
+      name, reader = entry
       try:
         value = reader(value)
       except fields.WrongValue as error:
@@ -406,13 +415,13 @@ def _read(
       item.id = _own_id(f"{path}.{field}", value, faults)
     elif (kind.name, field) == ("rollout", "env_id"):
       item.environment = _reference(f"{path}.{field}", value, faults)
-    elif field in kind.kept:
+    elif field in kind.raw_fields:
       try:
         item.raw[field] = fields.raw_text(value)
       except fields.WrongValue as error:
         faults.add(f"{path}.{field}", value, str(error))
     else:
-      names = [*known, *kind.parents, *kind.kept, "client_id"]
+      names = [*readers, *kind.parents, *kind.raw_fields, "client_id"]
       names += ["tags"] if kind.name == "training" else []
       _keep_unknown(kind, item, field, value, names, faults)
   if kind.name in _CHECKED:
@@ -483,45 +492,45 @@ def _check_tokens(
       value = orjson.loads(value)
     if isinstance(value, list):
       sizes[field] = len(value)
-  wanted = item.values.setdefault("num_tokens", max(sizes.values(), default=0))
+  count = item.values.setdefault("num_tokens", max(sizes.values(), default=0))
   for field, size in sizes.items():
-    if size != wanted:
+    if size != count:
       faults.add(
           f"{item.path}.{field}", f"{size} entries",
-          f"must have as many entries as num_tokens, {wanted}",
+          f"must have as many entries as num_tokens, {count}",
       )  # pyformat: disable
 
 
 def _check_progress(
     path: str, value: str, keys: tuple[str, ...], faults: _Faults
 ) -> None:
-  found = orjson.loads(value)
-  good = isinstance(found, dict) and all(
+  counts = orjson.loads(value)
+  good = isinstance(counts, dict) and all(
       k in keys and (v is None or (type(v) is int and v >= 0))
-      for k, v in found.items()
+      for k, v in counts.items()
   )
   if not good:
     faults.add(path, value, f"give counts: {{{', '.join(keys)}}}")
 
 
-def _name_the_nameless(found: list[Any], items: list[Item]) -> None:
+def _name_the_nameless(entries: list[Any], items: list[Item]) -> None:
   """Names items by their content, so that a repeated batch counts once.
 
   Two equal ones of a batch are two.
   """
-  seen: dict[str, int] = {}
-  for data, item in zip(found, items):
+  copies: dict[str, int] = {}
+  for data, item in zip(entries, items):
     if item.client_id is not None:
       continue
     digest = hashlib.sha256(
         orjson.dumps(data, option=orjson.OPT_SORT_KEYS)
     ).hexdigest()
-    seen[digest] = number = seen.get(digest, -1) + 1
+    copies[digest] = number = copies.get(digest, -1) + 1
     item.client_id = f"content:{digest}:{number}"
 
 
 def _is_name(value: Any) -> bool:
-  """Whether it can be a client id."""
+  """Returns whether a value can be a client id."""
   return (
       isinstance(value, str) and 0 < len(value) <= MAX_ID and "\0" not in value
   )
@@ -571,7 +580,7 @@ def _delivery(value: Any, faults: _Faults) -> SpoolRange | None:
   return None
 
 
-def _unknown(field: str, known: Any) -> str:
-  near = difflib.get_close_matches(field, list(known), 1)
+def _unknown(field: str, names: Any) -> str:
+  near = difflib.get_close_matches(field, list(names), 1)
   hint = f"; do you mean {near[0]}?" if near else ""
   return f"there is no such field{hint}"

@@ -58,7 +58,7 @@ class Live:
     return self._listeners
 
   def notify(self) -> None:
-    """Something was committed. Thread-safe."""
+    """Wakes the streams after a commit. Thread-safe."""
     if self._loop is not None and not self._loop.is_closed():
       self._loop.call_soon_threadsafe(self._wake)
 
@@ -70,10 +70,10 @@ class Live:
   async def stream(
       self, project: int, training: int | None, after: int | None
   ) -> AsyncIterator[bytes]:
-    """The text of a stream.
+    """Yields the text of a stream.
 
     Args:
-      project: whose changes.
+      project: Project of the changes.
       training: only of this one; None for all.
       after: number of the last change received; None begins now.
 

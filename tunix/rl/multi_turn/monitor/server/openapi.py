@@ -23,9 +23,9 @@ class Operation:
 
   Attributes:
     method, path: as Starlette writes them.
-    name: of the operation, unique.
+    name: Name of the operation, unique.
     summary: one sentence.
-    scope: of the token, "" for none.
+    scope: Scope of the token, "" for none.
     query: model of the URL's query; None takes no parameters.
     answer: a table, "page:<table>", "object", "tags", "image" or "events".
     body: "batch", "image", "images", "hashes", "tags" or "".
@@ -58,7 +58,7 @@ _REFUSALS = (
 def document(
     operations: list[Operation], body_bytes: Mapping[str, int]
 ) -> dict[str, Any]:
-  """OpenAPI 3.1.
+  """Returns the OpenAPI 3.1 document.
 
   Args:
     operations: The routes.
@@ -114,24 +114,24 @@ def _operation(
   answers = {"200": _answer(operation.answer)}
   for status in _REFUSALS:
     answers[status] = failed
-  found: dict[str, Any] = {
+  described: dict[str, Any] = {
       "operationId": operation.name,
       "summary": operation.summary,
       "responses": answers,
   }
   if parameters:
-    found["parameters"] = parameters
+    described["parameters"] = parameters
   if operation.scope:
     # A role, as 3.1 has it for a scheme that is not OAuth's; none without
     # tokens.
-    found["security"] = [{"token": [operation.scope]}, {}]
+    described["security"] = [{"token": [operation.scope]}, {}]
   if operation.body:
-    found["requestBody"] = {
+    described["requestBody"] = {
         "required": True,
         "content": _body(operation.body),
         "x-maxBytes": body_bytes.get(operation.body, body_bytes[""]),
     }
-  return found
+  return described
 
 
 def _path_parameter(kind: str) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def _tags() -> dict[str, Any]:
 
 
 def _schemas() -> dict[str, Any]:
-  found: dict[str, Any] = {
+  schemas: dict[str, Any] = {
       "Error": {
           "type": "object",
           "required": ["detail"],
@@ -217,15 +217,15 @@ def _schemas() -> dict[str, Any]:
   }
   shown = [*tables.TABLES, tables.delivery, tables.group]
   for table in shown:
-    found[str(table.name)] = {
+    schemas[str(table.name)] = {
         "type": "object",
         "properties": {str(c.name): _column(table.name, c) for c in table.c},
     }
-  found["training"]["properties"] |= {
+  schemas["training"]["properties"] |= {
       "tags": {"type": "array", "items": {"type": "string"}},
       "pinned": {"type": "boolean"},
   }
-  return found
+  return schemas
 
 
 def _column(table: str, column: sa.Column) -> dict[str, Any]:
@@ -237,13 +237,13 @@ def _column(table: str, column: sa.Column) -> dict[str, Any]:
   elif column.type is tables.REAL:
     kind = "number"
   types: Any = [kind, "null"] if column.nullable else kind
-  found: dict[str, Any] = {"type": types}
+  schema: dict[str, Any] = {"type": types}
   if isinstance(column.type, sa.TIMESTAMP):
-    found["format"] = "date-time"
+    schema["format"] = "date-time"
   words = vocabulary.CHOICES.get((table, column.name))
   if words:
-    found["enum"] = [*words, None] if column.nullable else list(words)
-  return found
+    schema["enum"] = [*words, None] if column.nullable else list(words)
+  return schema
 
 
 def _batch() -> dict[str, Any]:

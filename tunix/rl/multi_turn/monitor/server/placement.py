@@ -17,11 +17,11 @@ _SOURCES = tuple(f"{kind}_id" for kind in vocabulary.SOURCE_TYPES)
 
 
 def group_key(item: items_lib.Item) -> tuple[str, ...] | None:
-  """The columns that a group is found by; None without a source."""
-  given = [c for c in _SOURCES if item.values.get(c) is not None]
-  if len(given) != 1 or item.values.get("group_num") is None:
+  """Returns the columns that a group is found by; None without a source."""
+  sources = [c for c in _SOURCES if item.values.get(c) is not None]
+  if len(sources) != 1 or item.values.get("group_num") is None:
     return None
-  return (given[0], "group_num")
+  return (sources[0], "group_num")
 
 
 def check_new_group(item: items_lib.Item) -> None:
@@ -30,10 +30,10 @@ def check_new_group(item: items_lib.Item) -> None:
   Raises:
     ApiError: 400.
   """
-  given = [c for c in _SOURCES if item.values.get(c) is not None]
-  if len(given) != 1:
+  sources = [c for c in _SOURCES if item.values.get(c) is not None]
+  if len(sources) != 1:
     raise errors.invalid([errors.fault(
-        f"{item.path}.step_id", given,
+        f"{item.path}.step_id", sources,
         "a new group needs one of step_id, eval_id and baseline_id",
     )])  # pyformat: disable
 
@@ -41,7 +41,7 @@ def check_new_group(item: items_lib.Item) -> None:
 def by_groups(
     sql: sql_lib.Sql,
     who: references.References,
-    found: Sequence[items_lib.Item],
+    items: Sequence[items_lib.Item],
 ) -> list[dict[str, Any]]:
   """Gives rollouts the source and number of the group that they name.
 
@@ -51,31 +51,31 @@ def by_groups(
   Returns:
     Faults: rollouts that state another number than their group has.
   """
-  named = [item for item in found if "group_id" in item.raw]
+  named = [item for item in items if "group_id" in item.raw]
   if not named:
     return []
   names = who.look_up("monitor_group", [item.raw["group_id"] for item in named])
-  wanted: dict[int, list[items_lib.Item]] = {}
+  by_group: dict[int, list[items_lib.Item]] = {}
   for item in named:
-    given = item.raw["group_id"]
-    id_ = names.get(given)
-    if id_ is None and given.isascii() and given.isdigit() and len(given) < 19:
-      id_ = int(given)
+    group_id = item.raw["group_id"]
+    id_ = names.get(group_id)
+    if id_ is None and len(group_id) < 19 and group_id.isascii():
+      id_ = int(group_id) if group_id.isdigit() else None
     if id_ is not None:
-      wanted.setdefault(id_, []).append(item)
-  who.check_numbers("monitor_group", sorted(wanted))
-  mine = [id_ for id_ in wanted if ("monitor_group", id_) in who.mine]
-  if not mine:
+      by_group.setdefault(id_, []).append(item)
+  who.check_numbers("monitor_group", sorted(by_group))
+  own_groups = [id_ for id_ in by_group if ("monitor_group", id_) in who.mine]
+  if not own_groups:
     return []
   rows = sql.among(
       f"SELECT id, group_num, {', '.join(_SOURCES)} FROM monitor_group WHERE"
       " id {among}",
       (),
-      mine,
+      own_groups,
   )
   faults = []
   for id_, number, *sources in rows:
-    for item in wanted[id_]:
+    for item in by_group[id_]:
       values = item.values
       if values.setdefault("group", number) != number:
         faults.append({

@@ -46,21 +46,21 @@ class Queries:
   # --- lists ----------------------------------------------------------------
 
   def trainings(
-      self, project: int, wanted: query_lib.TrainingsQuery
+      self, project: int, selection: query_lib.TrainingsQuery
   ) -> Row:
-    """Newest first."""
+    """Returns a page of trainings, newest first."""
     t, owner = tables.training, tables.training_project
     query = _select(t).join(owner, owner.c.training_id == t.c.id)
-    query = query.where(owner.c.project_id == project, *tagged(wanted.tag))
-    if wanted.status is not None:
-      query = query.where(t.c.status == wanted.status)
-    found = self._page(query, t.c.id, True, wanted)
+    query = query.where(owner.c.project_id == project, *tagged(selection.tag))
+    if selection.status is not None:
+      query = query.where(t.c.status == selection.status)
+    page = self._page(query, t.c.id, True, selection)
     with database.reading(self._engine) as connection:
-      add_tags_and_pin(connection, project, found["items"])
-    return found
+      add_tags_and_pin(connection, project, page["items"])
+    return page
 
   def tags(self, project: int) -> Row:
-    """The tags of the project's runs, with how many have them."""
+    """Returns the tags of the project's runs, with how many have them."""
     g, owner = tables.training_tag, tables.training_project
     count = sa.func.count().label("runs")
     with database.reading(self._engine) as connection:
@@ -74,7 +74,7 @@ class Queries:
       return {"items": [_json(row) for row in rows]}
 
   def pinned(self, project: int) -> Row | None:
-    """{id, run_name} of the project's pinned baseline."""
+    """Returns {id, run_name} of the project's pinned baseline."""
     t, pin = tables.training, tables.pinned_baseline
     with database.reading(self._engine) as connection:
       row = connection.execute(
@@ -91,7 +91,7 @@ class Queries:
       training: int,
       page: query_lib.ListQuery,
   ) -> Row:
-    """A run's steps or evaluations by step, or its baselines by id."""
+    """Returns a run's steps or evaluations by step, or its baselines by id."""
     t = tables.metadata.tables[kind]
     with database.reading(self._engine) as connection:
       self._require(connection, project, "training", training)
@@ -99,42 +99,42 @@ class Queries:
     query = _select(t).where(t.c.training_id == training)
     return self._page(query, key, False, page)
 
-  def rollouts(self, project: int, wanted: query_lib.RolloutsQuery) -> Row:
-    """Newest first."""
+  def rollouts(self, project: int, selection: query_lib.RolloutsQuery) -> Row:
+    """Returns a page of rollouts, newest first."""
     r = tables.rollout
     query = _select(r, _HEAVY["rollout"]).where(self._is_mine(project))
-    if wanted.training_id is not None:
+    if selection.training_id is not None:
       # By the training's steps, not by reading every rollout.
-      own = _rollouts_of(wanted.training_id)
+      own = _rollouts_of(selection.training_id)
       query = query.join(own, own.c.id == r.c.id)
     for kind in vocabulary.SOURCE_TYPES:
-      if (id_ := getattr(wanted, f"{kind}_id")) is not None:
+      if (id_ := getattr(selection, f"{kind}_id")) is not None:
         # Both columns, so that the index serves.
         query = query.where(
             r.c.source_type == kind, r.c[f"{kind}_id"] == id_
         )
     for name in ("task_id", "batch", "group", "status"):
-      if (value := getattr(wanted, name)) is not None:
+      if (value := getattr(selection, name)) is not None:
         query = query.where(r.c[name] == value)
-    if wanted.label is not None:
-      query = query.where(r.c.id.in_(labelled(wanted.label)))
-    if wanted.success is not None:
-      query = query.where(r.c.task_success == int(wanted.success))
-    return self._page(query, r.c.id, True, wanted)
+    if selection.label is not None:
+      query = query.where(r.c.id.in_(labelled(selection.label)))
+    if selection.success is not None:
+      query = query.where(r.c.task_success == int(selection.success))
+    return self._page(query, r.c.id, True, selection)
 
   def tasks(self, project: int, page: query_lib.ListQuery) -> Row:
-    """Tasks that the project's clients have sent."""
+    """Returns tasks that the project's clients have sent."""
     t, ids = tables.task, tables.client_ids
-    mine = sa.select(ids.c.entity_id).where(
+    own_tasks = sa.select(ids.c.entity_id).where(
         ids.c.project_id == project, ids.c.kind == "task"
     )
-    query = _select(t).where(t.c.id.in_(mine))
+    query = _select(t).where(t.c.id.in_(own_tasks))
     return self._page(query, t.c.id, False, page)
 
   def history(
       self, project: int, kind: str, id_: int, page: query_lib.ListQuery
   ) -> Row:
-    """Every status that an entity had, in order."""
+    """Returns every status that an entity had, in order."""
     h = tables.status_history
     with database.reading(self._engine) as connection:
       self._require(connection, project, kind, id_)
@@ -142,7 +142,7 @@ class Queries:
     return self._page(query, h.c.id, False, page)
 
   def clients(self, project: int) -> Row:
-    """State of the project's clients: spools, drops, dead letters."""
+    """Returns the clients' state: spools, drops, dead letters."""
     d = tables.delivery
     with database.reading(self._engine) as connection:
       rows = connection.execute(
@@ -154,7 +154,7 @@ class Queries:
       return {"items": [_json(row) for row in rows]}
 
   def labels(self, project: int) -> Row:
-    """Labels of the project's rollouts and turns; how many have them."""
+    """Returns the project's labels, with how many rollouts have each."""
     n, r = tables.annotation, tables.rollout
     with database.reading(self._engine) as connection:
       rows = connection.execute(
@@ -170,13 +170,13 @@ class Queries:
       return {"items": [_json(row) for row in rows]}
 
   def annotations(self, project: int, name: str) -> Row:
-    """The labels and notes of a rollout and its turns, in order of time."""
+    """Returns labels and notes of a rollout and its turns, in order of time."""
     with database.reading(self._engine) as connection:
       id_ = self._rollout_id(connection, project, name)
       return {"items": annotations_of(connection, id_)}
 
   def rollout_id(self, project: int, name: str) -> int:
-    """The id of a rollout, by it or by the rollout's own name.
+    """Returns the id of a rollout, by it or by the rollout's own name.
 
     Raises:
       ApiError: 404.
@@ -187,23 +187,23 @@ class Queries:
   # --- one of them -----------------------------------------------------------
 
   def one(self, project: int, kind: str, id_: int) -> Row:
-    """An entity, with its raw values beside its columns.
+    """Returns an entity, with its raw values beside its columns.
 
     Raises:
       ApiError: 404.
     """
     with database.reading(self._engine) as connection:
       self._require(connection, project, kind, id_)
-      found = self._entity(connection, kind, id_)
+      entity = self._entity(connection, kind, id_)
       if kind == "training":
-        add_tags_and_pin(connection, project, [found])
-      return found
+        add_tags_and_pin(connection, project, [entity])
+      return entity
 
   def rollout(self, project: int, name: str) -> Row:
-    """A rollout with its environment, validations and turns.
+    """Returns a rollout with its environment, validations and turns.
 
     Args:
-      project: whose.
+      project: Project that the rollout belongs to.
       name: the server's id or the rollout's own.
 
     Raises:
@@ -211,9 +211,9 @@ class Queries:
     """
     with database.reading(self._engine) as connection:
       id_ = self._rollout_id(connection, project, name)
-      found = self._entity(connection, "rollout", id_)
-      found["training_id"] = _training_of(connection, found)
-      found["task"] = self._entity(connection, "task", found["task_id"])
+      entity = self._entity(connection, "rollout", id_)
+      entity["training_id"] = _training_of(connection, entity)
+      entity["task"] = self._entity(connection, "task", entity["task_id"])
       for key, table in (
           ("environments", tables.environment),
           ("validations", tables.validation),
@@ -223,28 +223,28 @@ class Queries:
         rows = connection.execute(
             _select(table).where(table.c.rollout_id == id_).order_by(order)
         )
-        found[key] = [_json(row) for row in rows]
-      environments = found.pop("environments")
-      found["environment"] = environments[0] if environments else None
-      self._add_raw(connection, "validation", found["validations"])
-      _add_later(connection, "validation", found["validations"])
-      found["annotations"] = annotations_of(connection, id_)
-      return found
+        entity[key] = [_json(row) for row in rows]
+      environments = entity.pop("environments")
+      entity["environment"] = environments[0] if environments else None
+      self._add_raw(connection, "validation", entity["validations"])
+      _add_later(connection, "validation", entity["validations"])
+      entity["annotations"] = annotations_of(connection, id_)
+      return entity
 
   def turns(self, project: int, name: str) -> Row:
-    """Every turn of a rollout with its actions and observations."""
+    """Returns every turn of a rollout with its actions and observations."""
     with database.reading(self._engine) as connection:
       id_ = self._rollout_id(connection, project, name)
       t = tables.turn
       rows = connection.execute(
           _select(t).where(t.c.rollout_id == id_).order_by(t.c.turn)
       )
-      found = [_json(row) for row in rows]
-      self._fill_turns(connection, found)
-      return {"items": found}
+      rows_of_turns = [_json(row) for row in rows]
+      self._fill_turns(connection, rows_of_turns)
+      return {"items": rows_of_turns}
 
   def turn(self, project: int, rollout: str, turn: int) -> Row:
-    """One turn of a rollout, by id.
+    """Returns one turn of a rollout, by id.
 
     Raises:
       ApiError: 404.
@@ -257,12 +257,12 @@ class Queries:
       ).one_or_none()
       if row is None:
         raise _absent("turn", turn)
-      found = [_json(row)]
-      self._fill_turns(connection, found)
-      return found[0]
+      turns = [_json(row)]
+      self._fill_turns(connection, turns)
+      return turns[0]
 
   def observation(self, project: int, rollout: str, id_: int) -> Row:
-    """An observation of a rollout.
+    """Returns an observation of a rollout.
 
     Raises:
       ApiError: 404.
@@ -280,8 +280,8 @@ class Queries:
       return _json(row)
 
   def timeline(self, project: int, training: int) -> list[Row]:
-    """A training's baselines, evaluations and steps, in order of time."""
-    found = []
+    """Returns a training's baselines, evaluations and steps, by time."""
+    entries = []
     with database.reading(self._engine) as connection:
       self._require(connection, project, "training", training)
       for kind in ("baseline", "eval", "step"):
@@ -289,12 +289,12 @@ class Queries:
         rows = connection.execute(
             _select(t, {"metrics_json"}).where(t.c.training_id == training)
         )
-        found += [{"kind": kind, **_json(row)} for row in rows]
-    found.sort(key=lambda e: (e["start_time"] or e["created_at"], e["id"]))
-    return found
+        entries += [{"kind": kind, **_json(row)} for row in rows]
+    entries.sort(key=lambda e: (e["start_time"] or e["created_at"], e["id"]))
+    return entries
 
   def entity_timeline(self, project: int, kind: str, id_: int) -> Row:
-    """A step, evaluation or baseline with its rollouts, group by group."""
+    """Returns a step, evaluation or baseline with its rollouts by group."""
     r = tables.rollout
     with database.reading(self._engine) as connection:
       self._require(connection, project, kind, id_)
@@ -318,7 +318,7 @@ class Queries:
     return None if row is None else _json(row)
 
   def known_screenshots(self, shas: Sequence[str]) -> dict[str, sa.Row]:
-    """Hash -> (media_type, created_at), of those of these that are known."""
+    """Maps the stored ones of the given hashes to their rows."""
     s = tables.screenshot
     query = sa.select(s.c.sha256, s.c.media_type, s.c.created_at).where(
         s.c.sha256.in_(shas)
@@ -346,17 +346,17 @@ class Queries:
     query = query.order_by(key.desc() if newest_first else key)
     with database.reading(self._engine) as connection:
       rows = [_json(r) for r in connection.execute(query.limit(limit + 1))]
-    found: Row = {"items": rows[:limit], "next": None}
+    answer: Row = {"items": rows[:limit], "next": None}
     if len(rows) > limit:
-      found["next"] = query_lib.cursor_of(rows[limit - 1][key.name])
-    return found
+      answer["next"] = query_lib.cursor_of(rows[limit - 1][key.name])
+    return answer
 
   def _entity(self, connection: sa.Connection, kind: str, id_: int) -> Row:
     t = tables.metadata.tables[kind]
-    found = _json(connection.execute(_select(t).where(t.c.id == id_)).one())
-    self._add_raw(connection, kind, [found])
-    _add_later(connection, kind, [found])
-    return found
+    entity = _json(connection.execute(_select(t).where(t.c.id == id_)).one())
+    self._add_raw(connection, kind, [entity])
+    _add_later(connection, kind, [entity])
+    return entity
 
   def _add_raw(
       self, connection: sa.Connection, kind: str, rows: list[Row]
@@ -364,12 +364,12 @@ class Queries:
     """Adds `raw`: original values that the columns do not hold."""
     raw = tables.raw_value
     by_id = {row["id"]: row for row in rows}
-    found = connection.execute(
+    values = connection.execute(
         sa.select(raw).where(
             raw.c.kind == kind, raw.c.entity_id.in_(list(by_id))
         )
     )
-    for row in found:
+    for row in values:
       by_id[row.entity_id].setdefault("raw", {})[row.field] = row.value
 
   def _fill_turns(self, connection: sa.Connection, turns: list[Row]) -> None:
@@ -384,12 +384,12 @@ class Queries:
           .where(table.c.turn_id.in_(list(by_id)))
           .order_by(table.c.id)
       )
-      found = [_json(row) for row in rows]
-      self._add_raw(connection, table.name, found)
-      _add_later(connection, table.name, found)
+      parts = [_json(row) for row in rows]
+      self._add_raw(connection, table.name, parts)
+      _add_later(connection, table.name, parts)
       for turn in turns:
         turn[key] = []
-      for row in found:
+      for row in parts:
         by_id[row["turn_id"]][key].append(row)
 
   def _rollout_id(
@@ -399,21 +399,22 @@ class Queries:
     match = r.c.rollout_id == name
     if name.isascii() and name.isdigit() and len(name) < 19:
       match = sa.or_(match, r.c.id == int(name))
-    found = connection.execute(
+    rollout_id = connection.execute(
         sa.select(r.c.id)
         .where(match, self._is_mine(project))
         # A name that looks like an id is the name first.
         .order_by(sa.case((r.c.rollout_id == name, 0), else_=1))
         .limit(1)
     ).scalar()
-    if found is None:
+    if rollout_id is None:
       raise _absent("rollout", name)
-    return found
+    return rollout_id
 
   def _is_mine(self, project: int) -> sa.ColumnElement[bool]:
     owner = tables.training_project
-    mine = sa.select(owner.c.training_id).where(owner.c.project_id == project)
-    return _in_training(mine)
+    return _in_training(
+        sa.select(owner.c.training_id).where(owner.c.project_id == project)
+    )
 
   def _require(
       self, connection: sa.Connection, project: int, kind: str, id_: int
@@ -425,10 +426,10 @@ class Queries:
     if kind == "rollout":
       query = query.where(self._is_mine(project))
     elif kind == "monitor_group":
-      mine = sa.select(owner.c.training_id).where(
+      own_runs = sa.select(owner.c.training_id).where(
           owner.c.project_id == project
       )
-      query = query.where(_in_training(mine, t))
+      query = query.where(_in_training(own_runs, t))
     elif kind == "environment":
       r = tables.rollout
       query = query.join(r, r.c.id == t.c.rollout_id).where(
@@ -453,7 +454,7 @@ class Queries:
 
 
 def annotations_of(connection: sa.Connection, rollout: int) -> list[Row]:
-  """{id, turn (None: the rollout), label, note, created_at} of a rollout."""
+  """Returns the labels and notes of a rollout and its turns."""
   n, t = tables.annotation, tables.turn
   rows = connection.execute(
       sa.select(n.c.id, t.c.turn, n.c.label, n.c.note, n.c.created_at)
@@ -465,13 +466,13 @@ def annotations_of(connection: sa.Connection, rollout: int) -> list[Row]:
 
 
 def labelled(label: str) -> sa.Select:
-  """Ids of the rollouts that have a label, or a turn with it."""
+  """Returns ids of the rollouts that have a label, or a turn with it."""
   n = tables.annotation
   return sa.select(n.c.rollout_id).where(n.c.label == label).distinct()
 
 
 def tagged(tags: Sequence[str]) -> list[sa.ColumnElement[bool]]:
-  """Conditions on trainings: each has all of these tags."""
+  """Returns conditions that hold for trainings with all of the tags."""
   t, g = tables.training, tables.training_tag
   return [
       t.c.id.in_(sa.select(g.c.training_id).where(g.c.tag == tag))
@@ -484,23 +485,23 @@ def add_tags_and_pin(
 ) -> None:
   """Adds `tags`, sorted, and `pinned` to trainings of a project."""
   g, pin = tables.training_tag, tables.pinned_baseline
-  found: dict[int, list[str]] = {}
+  by_run: dict[int, list[str]] = {}
   for id_, tag in connection.execute(
       sa.select(g.c.training_id, g.c.tag)
       .where(g.c.training_id.in_([row["id"] for row in rows]))
       .order_by(g.c.tag)
   ):
-    found.setdefault(id_, []).append(tag)
+    by_run.setdefault(id_, []).append(tag)
   pinned = connection.execute(
       sa.select(pin.c.training_id).where(pin.c.project_id == project)
   ).scalar()
   for row in rows:
-    row["tags"] = found.get(row["id"], [])
+    row["tags"] = by_run.get(row["id"], [])
     row["pinned"] = row["id"] == pinned
 
 
 def _rollouts_of(training: int) -> sa.Subquery:
-  """Ids of a training's rollouts, by the indices of their sources."""
+  """Returns ids of a training's rollouts, by the indices of their sources."""
   r = tables.rollout
   parts = []
   for kind in vocabulary.SOURCE_TYPES:
@@ -517,7 +518,7 @@ def _rollouts_of(training: int) -> sa.Subquery:
 def _in_training(
     which: sa.Select, r: sa.Table = tables.rollout
 ) -> sa.ColumnElement[bool]:
-  """Condition on rollouts, or groups: of a SELECT of trainings."""
+  """Returns the condition on rollouts or groups of selected trainings."""
   parts = []
   for kind in vocabulary.SOURCE_TYPES:
     t = tables.metadata.tables[kind]
@@ -543,8 +544,8 @@ def _add_later(
   for row in connection.execute(
       sa.select(view).where(view.c.id.in_(list(by_id)))
   ):
-    found = _json(row)
-    by_id[found["id"]].update({name: found[name] for name in names})
+    later = _json(row)
+    by_id[later["id"]].update({name: later[name] for name in names})
 
 
 def _training_of(connection: sa.Connection, rollout: Row) -> int:
@@ -562,7 +563,7 @@ def _select(table: sa.Table, without: set[str] | None = None) -> sa.Select:
 
 
 def _json(row: sa.Row) -> Row:
-  found = {}
+  content = {}
   for name, value in row._mapping.items():  # pylint: disable=protected-access
     if isinstance(value, datetime.datetime):
       value = value.isoformat(timespec="microseconds") + "Z"
@@ -574,8 +575,8 @@ def _json(row: sa.Row) -> Row:
       else:
         # An answer has levels around it, and the encoder has few: text, too.
         value = value if fields.too_deep(value, parsed) else parsed
-    found[str(name)] = value  # SQLAlchemy's names are a kind of str.
-  return found
+    content[str(name)] = value  # SQLAlchemy's names are a kind of str.
+  return content
 
 
 def _absent(kind: str, id_: Any) -> errors.ApiError:

@@ -35,7 +35,7 @@ _MAX_SEARCH = 200
 
 
 def is_id(text: str) -> bool:
-  """Whether a text is the number of a row."""
+  """Returns whether a text is the number of a row."""
   try:
     bounds.whole(text, "")
   except ValueError:
@@ -55,12 +55,12 @@ def _whole(text: Any) -> int:
 
 def _finite(text: Any) -> float:
   try:
-    found = float(text) if text.isascii() else math.nan
+    number = float(text) if text.isascii() else math.nan
   except ValueError:
-    found = math.nan
-  if not math.isfinite(found):
+    number = math.nan
+  if not math.isfinite(number):
     raise ValueError("give a number")
-  return found
+  return number
 
 
 def _flag(text: Any) -> bool:
@@ -78,21 +78,21 @@ def _cursor(text: Any) -> int | None:
     return None
   try:
     padded = text + "=" * (-len(text) % 4)
-    found = int(base64.urlsafe_b64decode(padded.encode("ascii")))
+    position = int(base64.urlsafe_b64decode(padded.encode("ascii")))
   except (ValueError, binascii.Error, UnicodeEncodeError):
-    found = None
-  if found is None or not -(1 << 63) <= found < 1 << 63:
+    position = None
+  if position is None or not -(1 << 63) <= position < 1 << 63:
     raise ValueError("give the `next` of the page before")
-  return found
+  return position
 
 
 def cursor_of(key: Any) -> str:
-  """The `next` of a page whose last row has this key."""
+  """Returns the `next` of a page whose last row has this key."""
   return base64.urlsafe_b64encode(str(key).encode()).decode().rstrip("=")
 
 
 def textual(parse: Callable[[Any], Any]) -> Any:
-  """Metadata of a parameter that `parse` reads and a client sends as text."""
+  """Returns metadata of a parameter that a client sends as text."""
   return (
       pydantic.BeforeValidator(parse),
       pydantic.WithJsonSchema(
@@ -128,23 +128,23 @@ Order = Literal["up", "down"]
 _Text = Annotated[str, pydantic.Field(max_length=bounds.MAX_PATH)]
 
 
-def _label(given: Any) -> str:
+def _label(value: Any) -> str:
   try:
-    return tags_lib.clean(given)
+    return tags_lib.clean(value)
   except ValueError as error:
     raise ValueError(str(error).replace("a tag has", "a label has")) from None
 
 
-def _note(given: Any) -> str:
-  if not isinstance(given, str):
-    raise ValueError(f"give text, not a {type(given).__name__}")
-  found = given.replace("\0", "\u2400").replace("\r\n", "\n").strip()
-  if not 0 < len(found) <= vocabulary.LONGEST_NOTE:
+def _note(value: Any) -> str:
+  if not isinstance(value, str):
+    raise ValueError(f"give text, not a {type(value).__name__}")
+  note = value.replace("\0", "\u2400").replace("\r\n", "\n").strip()
+  if not 0 < len(note) <= vocabulary.LONGEST_NOTE:
     raise ValueError(
         f"a note has 1 to {vocabulary.LONGEST_NOTE} characters, not"
-        f" {len(found)}"
+        f" {len(note)}"
     )
-  return found
+  return note
 
 
 Label = Annotated[
@@ -166,7 +166,7 @@ Note = Annotated[
 
 
 def one_of(words: typing.Iterable[str]) -> Any:
-  """The type of a parameter that takes one of these words."""
+  """Returns the type of a parameter that takes one of the given words."""
   return Literal[tuple(words)]
 
 
@@ -197,7 +197,7 @@ class Query(pydantic.BaseModel):
     Raises:
       ApiError: 400, with every wrong parameter.
     """
-    given: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     for name, field in cls.model_fields.items():
       name = field.alias or name
       values = params.getlist(name)
@@ -206,18 +206,18 @@ class Query(pydantic.BaseModel):
       if not values:
         continue
       several = typing.get_origin(field.annotation) is tuple
-      given[name] = values if several else values[-1]
+      parameters[name] = values if several else values[-1]
     try:
-      return cls.model_validate(given)
+      return cls.model_validate(parameters)
     except pydantic.ValidationError as error:
       raise refusal(cls, error) from None
 
   @classmethod
   @functools.cache
   def parameters(cls) -> dict[str, dict[str, Any]]:
-    """JSON Schema of each parameter by its name; not to be changed."""
-    found = cls.model_json_schema(mode="validation")["properties"]
-    return {name: _plain_schema(schema) for name, schema in found.items()}
+    """Returns JSON Schema of each parameter by its name; not to be changed."""
+    properties = cls.model_json_schema(mode="validation")["properties"]
+    return {name: _plain_schema(schema) for name, schema in properties.items()}
 
 
 class PageQuery(Query):
@@ -229,20 +229,20 @@ class PageQuery(Query):
 def refusal(
     model: type[pydantic.BaseModel], error: pydantic.ValidationError
 ) -> errors.ApiError:
-  """The error of a model that refuses its values: 400."""
+  """Returns the error of a model that refuses its values: 400."""
   faults = []
-  for found in error.errors(include_url=False):
-    name = str(found["loc"][0]) if found["loc"] else "body"
+  for detail in error.errors(include_url=False):
+    name = str(detail["loc"][0]) if detail["loc"] else "body"
     faults.append(
-        errors.fault(name, found["input"], _message(model, name, found))
+        errors.fault(name, detail["input"], _message(model, name, detail))
     )
   return errors.wrong(faults)
 
 
 def _message(
-    model: type[pydantic.BaseModel], name: str, found: Mapping[str, Any]
+    model: type[pydantic.BaseModel], name: str, detail: Mapping[str, Any]
 ) -> str:
-  kind, context = found["type"], found.get("ctx", {})
+  kind, context = detail["type"], detail.get("ctx", {})
   if kind == "value_error":
     return str(context["error"])
   if kind == "literal_error":
@@ -253,18 +253,18 @@ def _message(
     return f"give {schema['minimum']} to {schema['maximum']}"
   if kind in ("extra_forbidden", "model_type"):
     return f"give an object with {' and '.join(model.model_fields)}"
-  return found["msg"][0].lower() + found["msg"][1:]
+  return detail["msg"][0].lower() + detail["msg"][1:]
 
 
 def _plain_schema(schema: dict[str, Any]) -> dict[str, Any]:
-  """Without titles, and without None for an absent value."""
-  found = {k: v for k, v in schema.items() if k != "title"}
-  for branch in found.pop("anyOf", ()):
+  """Returns the schema without titles, and without None for absent values."""
+  plain = {k: v for k, v in schema.items() if k != "title"}
+  for branch in plain.pop("anyOf", ()):
     if branch.get("type") != "null":
-      found |= branch
-  if found.get("default", 0) is None:
-    del found["default"]
-  return found
+      plain |= branch
+  if plain.get("default", 0) is None:
+    del plain["default"]
+  return plain
 
 
 # --- of the API ---------------------------------------------------------------
@@ -340,12 +340,12 @@ class TagChange(pydantic.BaseModel):
   remove: Tags = ()
 
 
-def _turn(given: Any) -> int | None:
-  if given is not None and (
-      type(given) is not int or not 0 <= given <= MAX_ID
+def _turn(value: Any) -> int | None:
+  if value is not None and (
+      type(value) is not int or not 0 <= value <= MAX_ID
   ):
     raise ValueError("give the number of a turn")
-  return given
+  return value
 
 
 class Annotation(pydantic.BaseModel):
@@ -353,8 +353,8 @@ class Annotation(pydantic.BaseModel):
 
   Attributes:
     turn: number of the turn; None for the rollout.
-    label: to add; None for none.
-    note: to add; None for none.
+    label: Label to add; None for none.
+    note: Note to add; None for none.
   """
 
   model_config = pydantic.ConfigDict(frozen=True, extra="forbid")

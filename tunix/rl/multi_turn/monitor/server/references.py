@@ -35,9 +35,9 @@ class CommittedIds:
     rows = sql.rows(
         "SELECT value FROM monitor_meta WHERE key = ?", (database.GENERATION,)
     )
-    found = rows[0][0] if rows else None
-    if found != self._generation:
-      self._generation = found
+    generation = rows[0][0] if rows else None
+    if generation != self._generation:
+      self._generation = generation
       self.ids.clear()
       self.owners.clear()
 
@@ -46,11 +46,11 @@ class CommittedIds:
       ids: Mapping[tuple[int, str, str], int],
       owners: Mapping[tuple[str, int], int],
   ) -> None:
-    for known, new in ((self.ids, ids), (self.owners, owners)):
-      known.update(new)
-      if len(known) > self._most:
-        for key in list(known)[: len(known) - self._most // 2]:
-          del known[key]
+    for cache, new in ((self.ids, ids), (self.owners, owners)):
+      cache.update(new)
+      if len(cache) > self._most:
+        for key in list(cache)[: len(cache) - self._most // 2]:
+          del cache[key]
 
 
 class References:
@@ -61,47 +61,47 @@ class References:
     mine: (kind, id) that are the project's.
   """
 
-  def __init__(self, sql: sql_lib.Sql, project: int, *known: Ids):
+  def __init__(self, sql: sql_lib.Sql, project: int, *earlier: Ids):
     """Args:
 
-      sql: of the open transaction.
-      project: whose batch it is.
+      sql: Cursor of the open transaction.
+      project: Project of the batch.
       *known: ids found before.
     """
     self._sql = sql
     self._project = project
     self.ids: Ids = {}
     self.mine: set[tuple[str, int]] = set()
-    self._before = known
+    self._before = earlier
     self._found: dict[str, dict[str, int]] = collections.defaultdict(dict)
     self._absent: dict[str, set[str]] = collections.defaultdict(set)
     """Names that the database did not have, of those looked up together."""
 
   def found(self, kind: str) -> Mapping[str, int]:
-    """client id -> id, of those that were looked up or learned."""
+    """Returns the looked up and learned ids by client id."""
     return self._found[kind]
 
   def learn(self, kind: str, name: str, id_: int) -> None:
     self._found[kind][name] = id_
     self.ids[self._project, kind, name] = id_
 
-  def look_up_all(self, found: Mapping[str, Iterable[Item]]) -> None:
+  def look_up_all(self, batch: Mapping[str, Iterable[Item]]) -> None:
     """Looks up every name that items have or refer to, in one query.
 
     Args:
       found: kind -> its items.
     """
-    wanted: dict[str, set[str]] = collections.defaultdict(set)
-    for name, items in found.items():
-      kinds, own = items_lib.BY_NAME[name].parents, wanted[name]
+    names_by_kind: dict[str, set[str]] = collections.defaultdict(set)
+    for name, items in batch.items():
+      kinds, own = items_lib.BY_NAME[name].parents, names_by_kind[name]
       for item in items:
         if item.client_id is not None:
           own.add(item.client_id)
         for column, value in item.parents.items():
           if value.__class__ is str:
-            wanted[kinds[column]].add(value)
+            names_by_kind[kinds[column]].add(value)
     pairs = []
-    for kind, names in wanted.items():
+    for kind, names in names_by_kind.items():
       unknown = self._unknown(kind, names)
       self._absent[kind] |= unknown
       pairs += [(kind, name) for name in unknown]
@@ -117,10 +117,10 @@ class References:
 
   def look_up(self, kind: str, names: Iterable[str]) -> Mapping[str, int]:
     """Finds the ids of client ids that the database knows; see `found`."""
-    found = self._found[kind]
+    ids = self._found[kind]
     unknown = self._unknown(kind, names) - self._absent[kind]
     if not unknown:
-      return found
+      return ids
     rows = self._sql.among(
         "SELECT client_id, entity_id FROM monitor_client_id WHERE project_id ="
         " ? AND kind = ? AND client_id {among}",
@@ -129,44 +129,44 @@ class References:
     )
     for name, id_ in rows:
       self.learn(kind, name, id_)
-    return found
+    return ids
 
   def _unknown(self, kind: str, names: Iterable[str]) -> set[str]:
-    """Names of which no id is known yet."""
-    found = self._found[kind]
-    unknown = set(names).difference(found)
-    for known in self._before:
+    """Returns the names whose ids must be looked up."""
+    ids = self._found[kind]
+    unknown = set(names).difference(ids)
+    for earlier in self._before:
       for name in list(unknown):
-        id_ = known.get((self._project, kind, name))
+        id_ = earlier.get((self._project, kind, name))
         if id_ is not None:
-          found[name] = id_
+          ids[name] = id_
           unknown.discard(name)
     return unknown
 
-  def resolve_parents(self, kind: Kind, found: list[Item]) -> None:
+  def resolve_parents(self, kind: Kind, items: list[Item]) -> None:
     """Adds the ids of the parents of each item to its values.
 
     Raises:
       ApiError: 400, one is not known or not the project's.
     """
     numbers: dict[str, set[int]] = collections.defaultdict(set)
-    for item in found:
+    for item in items:
       for column, value in item.parents.items():
         if isinstance(value, int):
           numbers[kind.parents[column]].add(value)
-    for parent, wanted in numbers.items():
-      self.check_numbers(parent, sorted(wanted))
+    for parent, id_set in numbers.items():
+      self.check_numbers(parent, sorted(id_set))
     ids: dict[str, Mapping[Any, int]] = {
         column: self._found[parent] for column, parent in kind.parents.items()
     }
-    for item in found:
+    for item in items:
       for column, value in item.parents.items():
         item.values[column] = ids[column].get(value) or self.resolve_one(
             kind.parents[column], value, f"{item.path}.{column}"
         )
 
   def resolve_one(self, kind: str, value: int | str, path: str) -> int:
-    """The id of a reference; `path` is its place in the body."""
+    """Returns the id of a reference; `path` is its place in the body."""
     if isinstance(value, str):
       id_ = self.look_up(kind, [value]).get(value)
       if id_ is None and value.isascii() and value.isdigit():
@@ -187,7 +187,7 @@ class References:
     return value
 
   def check_numbers(self, kind: str, ids: list[int]) -> None:
-    """Learns which of these ids are the project's."""
+    """Adds the ids that belong to the project to `mine`."""
     missing = [i for i in ids if (kind, i) not in self.mine]
     query = _OF_PROJECT.get(kind)
     if missing and query:

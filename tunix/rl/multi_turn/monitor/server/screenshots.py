@@ -38,7 +38,7 @@ UPSERT = sql_lib.upsert(
 def renew(
     sql: sql_lib.Sql, shas: Sequence[str], time: str
 ) -> set[str]:
-  """Hashes among `shas` that are stored; renews their time."""
+  """Renews the time of the stored hashes; returns these hashes."""
   sql.many(
       "UPDATE monitor_screenshot SET created_at = ? WHERE sha256 = ?",
       [(time, sha) for sha in shas],
@@ -66,7 +66,7 @@ class ScreenshotFiles:
     self._directory = pathlib.Path(directory)
 
   def path(self, sha: str, media_type: str) -> pathlib.Path:
-    """Path of a screenshot's file, stored or not."""
+    """Returns the path of a screenshot's file, stored or not."""
     return self._directory / sha[:2] / f"{sha}{_SUFFIXES[media_type]}"
 
   def store(self, sha: str, data: bytes) -> Stored:
@@ -133,7 +133,7 @@ class ScreenshotFiles:
 
 
 def unpack(body: bytes) -> list[tuple[str, bytes]]:
-  """(name, file) of each screenshot of a request that carries several.
+  """Returns (name, file) of each screenshot of a request that carries several.
 
   A line of JSON, `{"images": [{"sha256": ..., "bytes": ...}, ...]}`, and the
   files one after the other.
@@ -161,11 +161,11 @@ def unpack(body: bytes) -> list[tuple[str, bytes]]:
     raise errors.ApiError(
         400, f"the images have {size} bytes, and {len(files)} follow"
     )
-  found, at = [], 0
+  images, at = [], 0
   for sha, size in listed:
-    found.append((sha, files[at : at + size]))
+    images.append((sha, files[at : at + size]))
     at += size
-  return found
+  return images
 
 
 def check_sha(sha: str) -> str:
@@ -178,7 +178,7 @@ def check_sha(sha: str) -> str:
 
 
 def problem(sha: str, data: bytes) -> str:
-  """Error text if `sha` is not the hash of these bytes; "" if it is."""
+  """Returns why `sha` is not the hash of the bytes; "" if it is."""
   try:
     _verify(sha, data)
   except errors.ApiError as error:

@@ -29,7 +29,7 @@ def note_raw_status(
 
 
 def keep_raw_values(
-    sql: sql_lib.Sql, kind: str, found: Iterable[tuple[int, items.Item]]
+    sql: sql_lib.Sql, kind: str, items_by_id: Iterable[tuple[int, items.Item]]
 ) -> None:
   """Keeps clients' original values that were normalised or have no column."""
   sql.many(
@@ -38,7 +38,7 @@ def keep_raw_values(
       ),
       [
           (kind, id_, field, value)
-          for id_, item in found
+          for id_, item in items_by_id
           for field, value in item.raw.items()
       ],
   )
@@ -68,7 +68,7 @@ class PendingEnvironments:
     )  # pyformat: disable
 
   def get(self, id_: int) -> dict[str, Any] | None:
-    """Values of a pending environment; None when it is not pending."""
+    """Returns values of a pending environment; None when it is not pending."""
     rows = self._sql.rows(
         "SELECT fields_json FROM monitor_pending_environment WHERE id = ? AND"
         " project_id = ?",
@@ -82,7 +82,7 @@ class PendingEnvironments:
     )
 
   def raw(self, id_: int) -> dict[str, str]:
-    """Raw values of an environment."""
+    """Returns raw values of an environment."""
     return dict(
         self._sql.rows(
             "SELECT field, value FROM monitor_raw_value WHERE kind ="

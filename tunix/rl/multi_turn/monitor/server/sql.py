@@ -22,7 +22,7 @@ class Sql:
     self._cursor = connection.connection.cursor()
 
   def run(self, statement: str, values: Sequence[Any] = ()) -> int:
-    """Rows that it changed."""
+    """Runs a statement; returns the number of changed rows."""
     self._cursor.execute(self._of(statement), values)
     return self._cursor.rowcount
 
@@ -38,7 +38,7 @@ class Sql:
   def among(
       self, statement: str, values: Sequence[Any], among: Iterable[Any]
   ) -> list[tuple[Any, ...]]:
-    """Rows of a statement whose last condition is `column {among}`."""
+    """Returns rows of a statement whose last condition is `column {among}`."""
     if self.sqlite:
       return self.rows(
           statement.format(among="IN (SELECT value FROM json_each(?))"),
@@ -52,12 +52,12 @@ class Sql:
       self, statement: str, pairs: Sequence[tuple[str, str]],
       values: Sequence[Any],
   ) -> list[tuple[Any, ...]]:  # pyformat: disable
-    """Rows of a statement over pairs of text.
+    """Returns the rows of a statement over pairs of text.
 
     Args:
       statement: has `{pairs} JOIN`, then `{first}` and `{second}` of a pair.
       pairs: the table's rows.
-      values: of the statement, behind the pairs.
+      values: Values of the statement, behind the pairs.
     """
     if self.sqlite:
       return self.rows(
@@ -77,7 +77,7 @@ class Sql:
     )  # pyformat: disable
 
   def next_ids(self, table: str, count: int, used: dict[str, int]) -> range:
-    """Ids for `count` new rows, never used before.
+    """Returns ids for `count` new rows, never used before.
 
     Args:
       table: they are for.
@@ -104,7 +104,7 @@ class Sql:
     return range(last + 1, last + 1 + count)
 
   def reserve(self, table: str, id_: int) -> None:
-    """No later `next_ids` has this one, though no row has it yet."""
+    """Reserves an id that no row has yet."""
     if self.sqlite and not self.run(
         "UPDATE sqlite_sequence SET seq = max(seq, ?) WHERE name = ?",
         (id_, table),
@@ -135,7 +135,7 @@ def _for_psycopg(statement: str) -> str:
 
 @functools.cache
 def columns(table: str) -> tuple[str, ...]:
-  """Every column of a table."""
+  """Returns every column of a table."""
   return tuple(c.name for c in tables.metadata.tables[table].c)
 
 

@@ -61,13 +61,13 @@ def check_source(item: items.Item, row: EntityState) -> None:
   """
   now = lambda name: item.values.get(name, row.fields.get(name))
   kind = now("source_type")
-  given = [w for w, name in _SOURCE_IDS if now(name) is not None]
-  if kind is None or given != [kind]:
+  sources = [w for w, name in _SOURCE_IDS if now(name) is not None]
+  if kind is None or sources != [kind]:
     raise errors.invalid([errors.fault(
         f"{item.path}.source_type", kind,
         "a rollout has exactly one of step_id, eval_id and baseline_id, the"
         f" one that source_type names; this one has"
-        f" {', '.join(f'{w}_id' for w in given) or 'none'}",
+        f" {', '.join(f'{w}_id' for w in sources) or 'none'}",
     )])  # pyformat: disable
 
 
@@ -145,10 +145,10 @@ def fill_defaults(kind: str, item: items.Item, now: str, project: int) -> None:
   """Sets the columns of a new entity that its client left out.
 
   Args:
-    kind: of the entity.
-    item: of the client; its values are completed.
+    kind: Kind of the entity.
+    item: Item of the client; its values are completed.
     now: the time, in the database's form.
-    project: whose it is.
+    project: Project that the entity belongs to.
   """
   values = item.values
   if kind == "training":
@@ -160,13 +160,13 @@ def fill_defaults(kind: str, item: items.Item, now: str, project: int) -> None:
     values.setdefault("name", values.get("task_id"))
     values.setdefault("description", values["name"])
   elif kind == "rollout":
-    given = [
+    sources = [
         w
         for w in vocabulary.SOURCE_TYPES
         if values.get(f"{w}_id") is not None
     ]
-    if len(given) == 1:
-      values.setdefault("source_type", given[0])
+    if len(sources) == 1:
+      values.setdefault("source_type", sources[0])
     values["is_eval"] = int(values.get("source_type") != "step")
     values.setdefault("model_path", "")
   elif kind == "turn":

@@ -39,7 +39,7 @@ class TagsAndBaseline:
   async def tag(
       self, project: int, training: int, add: Any = (), remove: Any = ()
   ) -> list[str]:
-    """Adds tags to a run and takes others away; returns all that it has.
+    """Adds and removes tags of a run; returns the tags it then has.
 
     Raises:
       ApiError: 400, one of them can be no tag or they are too many; 404, the
@@ -96,8 +96,8 @@ class TagsAndBaseline:
       raise errors.ApiError(
           400, 'the body is not JSON; give {"add": [tags], "remove": [tags]}'
       ) from None
-    found = await self._change(who.project, http_io.id_of(request), change)
-    return http_io.json_answer({"tags": found})
+    tags = await self._change(who.project, http_io.id_of(request), change)
+    return http_io.json_answer({"tags": tags})
 
   async def _pin(
       self, request: Request, who: access_lib.Principal

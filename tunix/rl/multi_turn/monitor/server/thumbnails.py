@@ -27,10 +27,10 @@ class Thumbnails:
     self._turn = threading.BoundedSemaphore(2)
 
   def of(self, sha: str, source: pathlib.Path) -> pathlib.Path:
-    """The file of a thumbnail, WebP. Blocks while it is made.
+    """Returns the file of a thumbnail, WebP. Blocks while it is made.
 
     Args:
-      sha: of the screenshot, checked.
+      sha: Hash of the screenshot, checked.
       source: its file.
 
     Raises:

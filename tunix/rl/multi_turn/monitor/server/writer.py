@@ -58,8 +58,8 @@ class Writer:
   ):
     """Args:
 
-      engine: of the upgraded database.
-      max_waiting_bytes: of batches that wait; more are answered with 503.
+      engine: Engine of the upgraded database.
+      max_waiting_bytes: Size of waiting batches; more are answered with 503.
       on_commit: called by the writing thread after each commit.
     """
     self._engine = engine
@@ -96,7 +96,7 @@ class Writer:
   def submit(
       self, batch: items.IngestBatch, project: int
   ) -> concurrent.futures.Future[dict[str, Any]]:
-    """The reply to a batch, once it is durable.
+    """Returns the reply to a batch, once it is durable.
 
     The future raises `ApiError`.
     """
@@ -105,7 +105,7 @@ class Writer:
   def run(
       self, work: Work, size: int = 1000
   ) -> concurrent.futures.Future[Any]:
-    """The result of `work`, once its writes are durable.
+    """Returns the result of `work`, once its writes are durable.
 
     Args:
       work: called by the writing thread, in a transaction with others, and
@@ -170,7 +170,7 @@ class Writer:
         self._index()
 
   def _take(self) -> list[Any]:
-    """Work that waits, `_STOP` the last of it; none if there is time to index.
+    """Returns waiting work, `_STOP` last; none if there is time to index.
     """
     timeout_s = None
     if self._index_at is not None:
@@ -238,10 +238,10 @@ class Writer:
   def _transact(
       self, calls: list[Work], *, apart: bool
   ) -> tuple[apply.Transaction, list[Any]]:
-    """(the transaction, each call's answer or error), committed.
+    """Returns (the transaction, each call's answer or error), committed.
 
     Args:
-      calls: to apply.
+      calls: Calls to apply.
       apart: undo one that fails, with a savepoint of each. A savepoint keeps
         every page that changes behind it, which costs a third of the writing.
 
@@ -271,7 +271,7 @@ class Writer:
     return transaction, answers
 
   def _answer(self, call: Work, transaction: apply.Transaction) -> Any:
-    """The call's answer, or the error that its caller gets."""
+    """Returns the call's answer, or the error that its caller gets."""
     driver = self._engine.dialect.dbapi
     try:
       return call(transaction)
@@ -282,7 +282,7 @@ class Writer:
     except (driver.OperationalError, OSError):
       raise  # No batch is at fault.
     except Exception as error:  # pylint: disable=broad-except
-      # Sent again it would fail again, and all that wait behind it.
+      # Sent again, the batch would fail again and block the ones behind it.
       _LOG.exception("a batch cannot be applied")
       return _impossible(error)
 
@@ -322,14 +322,14 @@ async def durable(future: concurrent.futures.Future[Any]) -> Any:
 
 
 def _refused(error: Exception) -> errors.ApiError:
-  """A rule of the schema that only the database could check."""
+  """Returns the error for a rule that only the database could check."""
   return errors.ApiError(
       409, f"the database refuses the batch: {str(error).splitlines()[0]}"
   )
 
 
 def _impossible(error: Exception) -> errors.ApiError:
-  """A batch that found something that was not thought of."""
+  """Returns the error for an unforeseen failure of a batch."""
   return errors.ApiError(
       422,
       f"the server cannot apply the batch ({type(error).__name__}:"
@@ -338,7 +338,7 @@ def _impossible(error: Exception) -> errors.ApiError:
 
 
 def now() -> str:
-  """UTC in the database's form."""
+  """Returns the time in UTC, in the database's form."""
   return (
       datetime.datetime.now(datetime.timezone.utc)
       .replace(tzinfo=None)
