@@ -18,6 +18,7 @@ from typing import Any, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.environments.gyms import seeds
 
 _FAMILIES = {
     "add": ("+", 10, lambda a, b: a + b),
@@ -28,7 +29,7 @@ _FAMILIES = {
 _HELD_OUT = 5  # One pair of numbers in so many.
 
 
-class ArithmeticTasks:
+class ArithmeticTasks(seeds.SplitTasks):
   """A `gyms.base.TaskSet` without end; see the module docstring."""
 
   def __init__(self, families: Sequence[str] | None = None):
@@ -44,14 +45,21 @@ class ArithmeticTasks:
         )
     self._families = tuple(families or ("add",))
 
-  def families(self) -> tuple[str, ...]:
-    return self._families
-
-  def train_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    return _task(family, "train", index, seed)
-
-  def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    return _task(family, "eval", index, seed)
+  def _task(self, family: str, split: str, index: int, seed: int) -> base.Task:
+    sign, limit, result = _FAMILIES[family]
+    draw = random.Random(f"{family}/{split}/{index}/{seed}")
+    while True:
+      a, b = draw.randrange(limit), draw.randrange(limit)
+      if _is_held_out(a, b) == (split == "eval"):
+        break
+    question = f"What is {a} {sign} {b}?"
+    return base.Task(
+        task_id=f"{family}/{split}/{index}/{seed}",
+        family=family,
+        instruction=question,
+        seed=seed,
+        params={"question": question, "answer": str(result(a, b))},
+    )
 
 
 def _is_held_out(a: int, b: int) -> bool:
@@ -61,23 +69,6 @@ def _is_held_out(a: int, b: int) -> bool:
   can be asked for it.
   """
   return (min(a, b) + 2 * max(a, b)) % _HELD_OUT == 0
-
-
-def _task(family: str, split: str, index: int, seed: int) -> base.Task:
-  sign, limit, result = _FAMILIES[family]
-  draw = random.Random(f"{family}/{split}/{index}/{seed}")
-  while True:
-    a, b = draw.randrange(limit), draw.randrange(limit)
-    if _is_held_out(a, b) == (split == "eval"):
-      break
-  question = f"What is {a} {sign} {b}?"
-  return base.Task(
-      task_id=f"{family}/{split}/{index}/{seed}",
-      family=family,
-      instruction=question,
-      seed=seed,
-      params={"question": question, "answer": str(result(a, b))},
-  )
 
 
 _PROBLEM = re.compile(r"What is (\d+) ([+*-]) (\d+)\?")

@@ -14,10 +14,10 @@ from tunix.rl.multi_turn.core import http as http_lib
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import machines as machines_lib
+from tunix.rl.multi_turn.environments.gyms import seeds
 from tunix.rl.multi_turn.environments.gyms.android_world import (
   gym as android_world,
 )
-from tunix.rl.multi_turn.environments.gyms.openenv import tasks as openenv_tasks
 
 _CALL_S = 120.0
 _SUITE_S = 600.0
@@ -29,7 +29,7 @@ def server_tasks(
     machines: Any = android_world.DEFAULT_URL,
     combinations: int = 0,
     suite_seed: int = 0,
-) -> openenv_tasks.IndexedTasks:
+) -> seeds.IndexedTasks:
   """The tasks of AndroidWorld servers.
 
   Args:
@@ -106,7 +106,7 @@ def server_tasks(
       f"android_world/{name}/{i}", name, seed=i,
       params={"android_world": {"task_type": name, "task_idx": i}},
   )  # pyformat: disable
-  return openenv_tasks.IndexedTasks(
+  return seeds.IndexedTasks(
       {n: [make(n, i) for i in range(k - 1)] for n, k in lengths.items()},
       {n: [make(n, k - 1)] for n, k in lengths.items()},
   )

@@ -24,7 +24,7 @@ from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import seeds
 from tunix.rl.multi_turn.environments.gyms.browser import hosts as hosts_lib
 
-EVAL_SEEDS_FROM = 1_000_000_000
+EVAL_SEEDS_FROM = seeds.EVAL_SEEDS_FROM
 DEFAULT_MAX_TURNS = 15
 _SEED = "{seed}"
 
@@ -98,7 +98,7 @@ def start_urls(pages: str | Mapping[str, Any]) -> tuple[str, ...]:
   return tuple(dict.fromkeys(found))
 
 
-class WebTasks:
+class WebTasks(seeds.SeededTasks):
   """Makes tasks: `browser/<family>/<seed>`. See the module docstring."""
 
   def __init__(
@@ -129,9 +129,6 @@ class WebTasks:
       self._page(name)
     self._families = tuple(families or self._pages)
 
-  def families(self) -> tuple[str, ...]:
-    return self._families
-
   def task(self, family: str, seed: int) -> base.Task:
     """The instance that a family and a seed stand for.
 
@@ -152,16 +149,6 @@ class WebTasks:
         max_turns=page.max_turns,
         params={"url": page.url.replace(_SEED, str(seed))},
     )
-
-  def train_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """The `index`-th training instance of the run with this `seed`."""
-    number = seeds.train_seed(family, index, seed, EVAL_SEEDS_FROM)
-    return self.task(family, number)
-
-  def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """The `index`-th held-out instance; see `seeds`."""
-    number = seeds.eval_seed(family, index, seed, EVAL_SEEDS_FROM)
-    return self.task(family, number)
 
   def _page(self, family: str) -> Page:
     if family not in self._pages:

@@ -36,8 +36,7 @@ QUICKSTART_FAMILIES = (
 )  # pyformat: disable
 
 _INLINE_PIXELS = 1_000_000
-# Instance seeds: training below, evaluation from here up to twice this.
-EVAL_SEEDS_FROM = 1_000_000_000
+EVAL_SEEDS_FROM = seeds.EVAL_SEEDS_FROM
 
 
 def families() -> tuple[str, ...]:
@@ -53,13 +52,11 @@ def _check_level(difficulty: int) -> int:
   return int(difficulty)
 
 
-class DesktopTasks:
+class DesktopTasks(seeds.SeededTasks):
   """Makes tasks: `desktop/<family>/<difficulty>/<seed>`.
 
-  Instance seeds below `EVAL_SEEDS_FROM` are for training and those from it
-  up to twice it for evaluation: `train_task` and `eval_task` can never return
-  the same instance seed. (Families with few instances may still show the same
-  words in another layout.)
+  Families with few instances may show the same words, in another layout, in
+  training and in evaluation.
   """
 
   def __init__(
@@ -77,9 +74,6 @@ class DesktopTasks:
       family_lib.get(name)
     self._families = names
     self._difficulty = _check_level(difficulty)
-
-  def families(self) -> tuple[str, ...]:
-    return self._families
 
   def task(
       self, family: str, seed: int, difficulty: int | None = None
@@ -99,28 +93,6 @@ class DesktopTasks:
         max_turns=kind.max_turns[level],
         params={"difficulty": level},
     )
-
-  def train_task(
-      self, family: str, index: int, seed: int = 0,
-      difficulty: int | None = None,
-  ) -> base.Task:
-    """The `index`-th training instance of the run with this `seed`.
-
-    Instance seeds are drawn from [0, EVAL_SEEDS_FROM) by hashing.
-    """
-    number = seeds.train_seed(family, index, seed, EVAL_SEEDS_FROM)
-    return self.task(family, number, difficulty)
-
-  def eval_task(
-      self, family: str, index: int, seed: int = 0,
-      difficulty: int | None = None,
-  ) -> base.Task:
-    """The `index`-th held-out instance; see `seeds`.
-
-    Instance seeds lie in [EVAL_SEEDS_FROM, 2 * EVAL_SEEDS_FROM).
-    """
-    number = seeds.eval_seed(family, index, seed, EVAL_SEEDS_FROM)
-    return self.task(family, number, difficulty)
 
 
 class DesktopGym:

@@ -14,6 +14,7 @@ from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.environments import options as options_lib
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.environments.gyms import seeds
 from tunix.rl.multi_turn.environments.gyms.genv import client as client_lib
 from tunix.rl.multi_turn.environments.gyms.genv import gym as gym_lib
 from tunix.rl.multi_turn.environments.task_sources import cua_task
@@ -25,7 +26,7 @@ _ASK_S = 130.0
 _LIST_S = 120.0
 
 
-class GenvTasks:
+class GenvTasks(seeds.SplitTasks):
   """Instances of a gym server's families, beyond its list.
 
   They are named, not fetched: `<family>@<split>:<index>:<seed>`.
@@ -53,15 +54,6 @@ class GenvTasks:
     self._gym_id = gym_id
     self._max_turns = dict(max_turns)
     self._families = tuple(families) or tuple(max_turns)
-
-  def families(self) -> tuple[str, ...]:
-    return self._families
-
-  def train_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    return self._task(family, "train", index, seed)
-
-  def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    return self._task(family, "eval", index, seed)
 
   def _task(self, family: str, split: str, index: int, seed: int) -> base.Task:
     name = f"{family}@{split}:{index}:{seed}"

@@ -24,8 +24,7 @@ from tunix.rl.multi_turn.environments.gyms.miniwob import catalogue
 PAGES_VARIABLE = "TUNIX_MINIWOB_PAGES"
 DATA_MODES = ("default", "train", "test")
 
-# Instance seeds: training below, evaluation from here up to twice this.
-EVAL_SEEDS_FROM = 1_000_000_000
+EVAL_SEEDS_FROM = seeds.EVAL_SEEDS_FROM
 
 
 class PagesNotFound(RuntimeError):
@@ -124,14 +123,12 @@ def images(family: str) -> tuple[str, ...]:
   ))
 
 
-class MiniWobTasks:
+class MiniWobTasks(seeds.SeededTasks):
   """Makes tasks: `miniwob/<family>/<seed>`.
 
-  The seed is the one that the page's own generator gets. Seeds below
-  `EVAL_SEEDS_FROM` are for training and those from it up to twice it for
-  evaluation: `train_task` and `eval_task` never return the same seed. (Small
-  families may still show the same instance.) A task's instruction is empty:
-  the page holds it, and the first observation carries it.
+  The page's own generator gets the seed. Small families may show the same
+  instance in training and in evaluation. A task's instruction is empty: the
+  page holds it, and the first observation carries it.
   """
 
   def __init__(
@@ -156,9 +153,6 @@ class MiniWobTasks:
     self._families = names
     self._data_mode = data_mode
 
-  def families(self) -> tuple[str, ...]:
-    return self._families
-
   def task(self, family: str, seed: int) -> base.Task:
     """The instance that a family and a seed >= 0 stand for.
 
@@ -180,19 +174,3 @@ class MiniWobTasks:
         ),
         params={} if not suffix else {"data_mode": self._data_mode},
     )
-
-  def train_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """The `index`-th training instance of the run with this `seed`.
-
-    Instance seeds are drawn from [0, EVAL_SEEDS_FROM) by hashing.
-    """
-    number = seeds.train_seed(family, index, seed, EVAL_SEEDS_FROM)
-    return self.task(family, number)
-
-  def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """The `index`-th held-out instance; see `seeds`.
-
-    Instance seeds lie in [EVAL_SEEDS_FROM, 2 * EVAL_SEEDS_FROM).
-    """
-    number = seeds.eval_seed(family, index, seed, EVAL_SEEDS_FROM)
-    return self.task(family, number)

@@ -16,7 +16,7 @@ from typing import Sequence
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
-from tunix.rl.multi_turn.environments.gyms.openenv import tasks as openenv_tasks
+from tunix.rl.multi_turn.environments.gyms import seeds
 from tunix.rl.multi_turn.environments.gyms.osworld import gym as osworld
 
 _LOG = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def file_tasks(
     *,
     tasks_dir: str = "",
     unsupported: str = "refuse",
-) -> openenv_tasks.IndexedTasks:
+) -> seeds.IndexedTasks:
   """The tasks of a directory.
 
   Args:
@@ -95,7 +95,7 @@ def file_tasks(
     into.setdefault(task.family, []).append(task)
   if skipped:
     _LOG.warning("%d tasks of %s cannot be played here", skipped, root)
-  found = openenv_tasks.IndexedTasks(train, held_out)
+  found = seeds.IndexedTasks(train, held_out)
   for family in families or found.families() or ("",):
     if family not in found.families():
       wrong = registry.unknown_name("domain", family, found.families())

@@ -6,16 +6,14 @@ from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import seeds
 from tunix.rl.multi_turn.environments.gyms.xdesktop import families as known
 
-# Instance seeds: training below, evaluation from here up to twice this.
-EVAL_SEEDS_FROM = 1_000_000_000
+EVAL_SEEDS_FROM = seeds.EVAL_SEEDS_FROM
 
 
-class XDesktopTasks:
+class XDesktopTasks(seeds.SeededTasks):
   """Makes tasks: `xdesktop/<family>/<seed>`.
 
-  Seeds below `EVAL_SEEDS_FROM` are for training and those from it up to twice
-  it for evaluation: `train_task` and `eval_task` never return the same seed.
-  (Families with few instances may still ask for the same thing.)
+  Families with few instances may ask for the same thing in training and in
+  evaluation.
   """
 
   def __init__(self, families: tuple[str, ...] | list[str] | None = None):
@@ -30,9 +28,6 @@ class XDesktopTasks:
     for name in names:
       known.get(name)
     self._families = names
-
-  def families(self) -> tuple[str, ...]:
-    return self._families
 
   def task(self, family: str, seed: int) -> base.Task:
     """The instance that a family and a seed stand for.
@@ -51,19 +46,3 @@ class XDesktopTasks:
         seed=seed,
         max_turns=known.get(family).max_turns,
     )
-
-  def train_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """The `index`-th training instance of the run with this `seed`.
-
-    Instance seeds are drawn from [0, EVAL_SEEDS_FROM) by hashing.
-    """
-    number = seeds.train_seed(family, index, seed, EVAL_SEEDS_FROM)
-    return self.task(family, number)
-
-  def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """The `index`-th held-out instance; see `seeds`.
-
-    Instance seeds lie in [EVAL_SEEDS_FROM, 2 * EVAL_SEEDS_FROM).
-    """
-    number = seeds.eval_seed(family, index, seed, EVAL_SEEDS_FROM)
-    return self.task(family, number)
