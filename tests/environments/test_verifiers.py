@@ -22,7 +22,6 @@ from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import line_process
 from tunix.rl.multi_turn.environments.verifiers import environment
-from tunix.rl.multi_turn.environments.verifiers import process
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
@@ -82,7 +81,7 @@ def _server():
   )
   with http_server.LoopbackServer(app_lib.OpenAIApp(service).asgi) as server:
     yield server.url
-  process.close_all()
+  environment.close_workers()
 
 
 def make(index=0, split="train", episode_s=60.0, start_s=120.0, **args):
@@ -171,9 +170,9 @@ def test_rows_are_drawn_once_a_pass_and_held_out_ones_never(server):
 )
 def test_what_fails_is_an_error_and_no_reward_of_0(server, kind, words):
   env = make(kind=kind, seconds=60.0, episode_s=2.0 if kind == "waits" else 60)
-  with pytest.raises(process.VerifiersError, match=words):
+  with pytest.raises(environment.VerifiersError, match=words):
     asyncio.run(episode(env, server))
-  process.close_all()
+  environment.close_workers()
 
 
 @installed
@@ -183,7 +182,7 @@ def test_a_process_that_hangs_is_ended_and_the_next_episode_plays(
 ):
   monkeypatch.setattr(line_process, "CANCEL_S", 0.5)
   env = make(kind="blocks", seconds=60.0, episode_s=2.0)
-  with pytest.raises(process.VerifiersError, match="not over after 2 s"):
+  with pytest.raises(environment.VerifiersError, match="not over after 2 s"):
     asyncio.run(episode(env, server))
   worker = env._worker
   until = time.monotonic() + 10
@@ -212,7 +211,7 @@ def test_a_run_trains_on_such_an_environment(tmp_path):
       "sampling.max_new_tokens=16", "eval.episodes_per_task=1",
       "eval.modes=[sampled]",
   ])  # pyformat: disable
-  process.close_all()
+  environment.close_workers()
   assert status == 0
   lines = (tmp_path / "a" / "trajectories.jsonl").read_text().splitlines()
   trained = [t for t in map(json.loads, lines) if t["split"] == "train"]
@@ -272,7 +271,7 @@ def test_an_interpreter_without_the_package_is_reported():
       module="m",
       python=sys.executable,
   )
-  with pytest.raises(process.VerifiersError, match="No module named 'verif"):
+  with pytest.raises(environment.VerifiersError, match="No module named"):
     asyncio.run(env.reset())
 
 
@@ -283,16 +282,16 @@ def test_a_start_that_failed_is_not_tried_at_each_episode(monkeypatch):
       python=sys.executable,
   )
   starts = []
-  start = process.Worker.__init__
+  start = environment.Worker.__init__
 
   def counted(*args):
     starts.append(args)
     start(*args)
 
-  monkeypatch.setattr(process.Worker, "__init__", counted)
+  monkeypatch.setattr(environment.Worker, "__init__", counted)
   for expected in (1, 1, 2):
     if expected == 2:
-      monkeypatch.setattr(process, "_RETRY_S", 0.0)
-    with pytest.raises(process.VerifiersError, match="No module named 'verif"):
+      monkeypatch.setattr(environment, "_RETRY_S", 0.0)
+    with pytest.raises(environment.VerifiersError, match="No module named"):
       asyncio.run(env.reset())
     assert len(starts) == expected

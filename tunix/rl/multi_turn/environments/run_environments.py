@@ -17,7 +17,7 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.environments import cua_env
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
-from tunix.rl.multi_turn.environments.gyms.genv import attached
+from tunix.rl.multi_turn.environments.gyms.genv import gym as genv_gym
 from tunix.rl.multi_turn.tools import screenshot
 
 
@@ -86,7 +86,7 @@ def _genv(
 ) -> tuple[Any, base.Task]:
   if not instruction:
     raise ValueError("task must be the instruction, got ''")
-  gym = attached.AttachedGym(
+  gym = genv_gym.AttachedGym(
       _text(env, "gymBaseUrl"),
       _text(env, "gymId"),
       _text(env, "executionId"),

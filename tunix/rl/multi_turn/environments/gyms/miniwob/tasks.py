@@ -15,10 +15,8 @@ from typing import Any, Iterator, Mapping
 
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.environments.gyms import chromium
 from tunix.rl.multi_turn.environments.gyms import seeds
-from tunix.rl.multi_turn.environments.gyms.chromium import (
-    needs as browser_needs,
-)
 from tunix.rl.multi_turn.environments.gyms.miniwob import catalogue
 
 PAGES_VARIABLE = "TUNIX_MINIWOB_PAGES"
@@ -63,7 +61,7 @@ def pages_directory() -> pathlib.Path:
 
 def needs(options: Mapping[str, Any]) -> Iterator[str]:
   """`GymSpec.needs`: a browser, and the pages."""
-  yield from browser_needs.browser(options)
+  yield from chromium.needs(options)
   try:
     pages_directory()
   except PagesNotFound as error:

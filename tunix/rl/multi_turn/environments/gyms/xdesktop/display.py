@@ -2,7 +2,9 @@
 
 Pictures come through MIT-SHM into memory shared with the server, input goes
 through XTEST, changes are heard of through DAMAGE. Nothing is started: no
-process, no helper.
+process, no helper. `_connect` and `_send_fd` call libxcb itself: xcffib cannot
+send descriptors, which sharing memory takes, and its `Connection(auth=…)` frees
+the credentials before libxcb reads them.
 
 Belongs to one thread at a time. Its calls wait for the server without a
 deadline of their own: the caller has one, and ends the server when it passes,
@@ -11,7 +13,9 @@ upon which they raise `DesktopLost`.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import functools
 import mmap
 import os
 import pathlib
@@ -24,13 +28,19 @@ from typing import Any, Callable, Iterable
 import numpy as np
 from tunix.rl.multi_turn.environments.gyms.xdesktop import errors
 from tunix.rl.multi_turn.environments.gyms.xdesktop import keyboard as keyboards
-from tunix.rl.multi_turn.environments.gyms.xdesktop import xcb
-import xcffib
-from xcffib import xproto
-import xcffib.damage
-import xcffib.shm
-import xcffib.xfixes
-import xcffib.xtest
+
+try:
+  import xcffib
+  from xcffib import xproto
+  import xcffib.damage
+  import xcffib.shm
+  import xcffib.xfixes
+  import xcffib.xtest
+except ImportError as error:
+  raise ImportError(
+      f"the xdesktop gym needs xcffib ({error}): pip install"
+      " 'tunix-multi-turn[xdesktop]', and sudo make desktop"
+  ) from None
 
 COOKIE_NAME = b"MIT-MAGIC-COOKIE-1"
 _PRESS, _RELEASE = 2, 3
@@ -127,7 +137,7 @@ class Display:
       raise
     try:
       # The connection owns the descriptor from here.
-      self._connection = xcb.connect(link.detach(), COOKIE_NAME, cookie)
+      self._connection = _connect(link.detach(), COOKIE_NAME, cookie)
       self._prepare()
     except (xcffib.XcffibException, KeyError) as error:
       self.close()
@@ -182,7 +192,7 @@ class Display:
           self.height, self.width, 4
       )
       self._segment = c.generate_id()
-      xcb.send_fd(c, os.dup(memory))
+      _send_fd(c, os.dup(memory))
       self._shm_ext.AttachFd(self._segment, False, is_checked=True).check()
     finally:
       os.close(memory)
@@ -549,3 +559,40 @@ class Display:
       found = self._connection.core.GetAtomName(atom).reply()
       self._atom_names[atom] = bytes(found.name.buf()).decode(errors="replace")
     return self._atom_names[atom]
+
+
+class _Auth(ctypes.Structure):
+  _fields_ = [
+      ("name_length", ctypes.c_int), ("name", ctypes.c_char_p),
+      ("data_length", ctypes.c_int), ("data", ctypes.c_char_p),
+  ]  # pyformat: disable
+
+
+@functools.lru_cache(maxsize=None)
+def _library() -> ctypes.CDLL:
+  library = ctypes.CDLL("libxcb.so.1")
+  library.xcb_connect_to_fd.argtypes = (ctypes.c_int, ctypes.POINTER(_Auth))
+  library.xcb_connect_to_fd.restype = ctypes.c_void_p
+  library.xcb_send_fd.argtypes = (ctypes.c_void_p, ctypes.c_int)
+  library.xcb_send_fd.restype = None
+  return library
+
+
+def _connect(fd: int, name: bytes, data: bytes) -> xcffib.Connection:
+  """A connection over the socket `fd`, which becomes libxcb's to close.
+
+  Args:
+    fd: a connected stream socket.
+    name, data: the credentials for the server.
+
+  Raises:
+    xcffib.ConnectionException: the server refused.
+  """
+  auth = _Auth(len(name), name, len(data), data)
+  return xcffib.wrap(_library().xcb_connect_to_fd(fd, ctypes.byref(auth)))
+
+
+def _send_fd(connection: Any, fd: int) -> None:
+  """Sends `fd` with the next request; libxcb closes it then."""
+  pointer = int(xcffib.ffi.cast("uintptr_t", connection._conn))  # pylint: disable=protected-access
+  _library().xcb_send_fd(pointer, fd)

@@ -81,7 +81,6 @@ def family(name: str, max_turns: int):
 
 def get(name: str) -> Family:
   """The family of that name. Raises ValueError with the nearest name."""
-  _load()
   if name not in FAMILIES:
     raise ValueError(
         registry.unknown_name("xdesktop task family", name, tuple(FAMILIES))
@@ -91,17 +90,7 @@ def get(name: str) -> Family:
 
 def names() -> tuple[str, ...]:
   """Names of all families, sorted."""
-  _load()
   return tuple(sorted(FAMILIES))
-
-
-@functools.lru_cache(maxsize=None)
-def _load() -> None:
-  """Imports the families late, as they import this module."""
-  # pylint: disable=g-import-not-at-top, unused-import
-  from tunix.rl.multi_turn.environments.gyms.xdesktop import families_editor  # noqa: F401
-  from tunix.rl.multi_turn.environments.gyms.xdesktop import families_files  # noqa: F401
-  from tunix.rl.multi_turn.environments.gyms.xdesktop import families_system  # noqa: F401
 
 
 @functools.lru_cache(maxsize=1024)

@@ -30,6 +30,9 @@ from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms.xdesktop import desktop as desktops
 from tunix.rl.multi_turn.environments.gyms.xdesktop import errors
 from tunix.rl.multi_turn.environments.gyms.xdesktop import families
+from tunix.rl.multi_turn.environments.gyms.xdesktop import families_editor  # noqa: F401
+from tunix.rl.multi_turn.environments.gyms.xdesktop import families_files  # noqa: F401
+from tunix.rl.multi_turn.environments.gyms.xdesktop import families_system  # noqa: F401
 from tunix.rl.multi_turn.environments.gyms.xdesktop import keyboard
 from tunix.rl.multi_turn.environments.gyms.xdesktop import programs
 from tunix.rl.multi_turn.environments.gyms.xdesktop import sandbox
@@ -43,6 +46,7 @@ MAX_SCREEN = (4096, 4096)
 _MAX_WAIT_S = 60.0
 _LONG_PRESS_S = 1.0
 _CLOSE_S = 10.0
+_DESCRIBE_S = 30.0
 # Pixels of scrolling that stand for one notch of the wheel.
 _PIXELS_A_NOTCH = 40
 _ENDS = (_Kind.ANSWER, _Kind.TERMINATE)
@@ -462,3 +466,36 @@ def _close_late(desktop: desktops.Desktop) -> None:
     desktop.close(_CLOSE_S)
   except Exception:  # pylint: disable=broad-except
     _LOG.exception("a desktop did not end")
+
+
+async def oracle_action(
+    gym: XDesktopGym,
+) -> gui_action.GuiAction | None:
+  """The next right action in the gym's episode; None when it is over.
+
+  Raises:
+    RuntimeError: no episode is running.
+    hand.Unsolvable: the screenshot does not show its target.
+  """
+  if gym.over:
+    if gym.task is None:
+      raise RuntimeError("no episode is running; call start(task) first")
+    return None
+  return next(gym.oracle(), None)
+
+
+async def describe(
+    gym: XDesktopGym, x: float, y: float
+) -> str | None:
+  """The name of the object at a pixel; None when it has none.
+
+  Raises:
+    RuntimeError: no episode is running.
+    DesktopLost.
+  """
+  if gym.desktop is None:
+    raise RuntimeError("no episode is running; call start(task) first")
+  found = await concurrency.acall(
+      gym.window_at, x, y, seconds=_DESCRIBE_S, what="xdesktop describe"
+  )
+  return None if found is None else f"the window {found!r}"

@@ -48,7 +48,6 @@ from tunix.rl.multi_turn.environments.gyms.xdesktop import errors
 from tunix.rl.multi_turn.environments.gyms.xdesktop import files
 from tunix.rl.multi_turn.environments.gyms.xdesktop import processes
 from tunix.rl.multi_turn.environments.gyms.xdesktop import programs
-from tunix.rl.multi_turn.environments.gyms.xdesktop import task_limits
 
 _LOG = logging.getLogger(__name__)
 ISOLATIONS = ("auto", "namespaces", "processes")
@@ -106,7 +105,7 @@ def no_namespaces() -> str:
   said = tried.stderr.decode(errors="replace").strip()
   if tried.returncode != 0:
     return said or f"exit {tried.returncode}"
-  return task_limits.unavailable()
+  return processes.unbounded()
 
 
 _READY = "ready\n"
@@ -361,7 +360,7 @@ class Room:
       for fd in self._mounts:
         os.close(fd)
       if self._group is not None:
-        task_limits.remove(self._group.name, due)
+        processes.remove_group(self._group.name, due)
       files.remove(self.path)
       os.close(self._own)
     if left or self.path.exists():
@@ -441,8 +440,8 @@ class Room:
       fds = (tell,)
       if os.geteuid() == 0:
         most = limits.processes + _OF_BWRAP
-        self._group = task_limits.make(self.path.name, most)
-        command = task_limits.joining(self._group, command)
+        self._group = processes.make_group(self.path.name, most)
+        command = processes.joining(self._group, command)
     try:
       with open(self.path / "log", "wb") as log:
         self._process = subprocess.Popen(
@@ -593,7 +592,7 @@ def _sweep(parent: pathlib.Path) -> None:
     finally:
       os.close(owner)
     if os.geteuid() == 0 and not no_namespaces():
-      task_limits.remove(path.name)
+      processes.remove_group(path.name)
     display = files.read_text(path, "display", "").split()
     if len(display) == 2 and display[0].isdigit():
       free_display(int(display[0]), display[1])

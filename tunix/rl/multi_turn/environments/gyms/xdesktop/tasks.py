@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import seeds
-from tunix.rl.multi_turn.environments.gyms.xdesktop import families as known
+from tunix.rl.multi_turn.environments.gyms.xdesktop import (
+  families as families_lib,
+)
+from tunix.rl.multi_turn.environments.gyms.xdesktop import families_editor  # noqa: F401
+from tunix.rl.multi_turn.environments.gyms.xdesktop import families_files  # noqa: F401
+from tunix.rl.multi_turn.environments.gyms.xdesktop import families_system  # noqa: F401
 
 EVAL_SEEDS_FROM = seeds.EVAL_SEEDS_FROM
 
@@ -24,9 +29,9 @@ class XDesktopTasks(seeds.SeededTasks):
     Raises:
       ValueError: no such family; gives the nearest.
     """
-    names = tuple(families) if families else known.names()
+    names = tuple(families) if families else families_lib.names()
     for name in names:
-      known.get(name)
+      families_lib.get(name)
     self._families = names
 
   def task(self, family: str, seed: int) -> base.Task:
@@ -42,7 +47,7 @@ class XDesktopTasks(seeds.SeededTasks):
     return base.Task(
         task_id=f"xdesktop/{family}/{seed}",
         family=family,
-        instruction=known.instance(family, seed).instruction,
+        instruction=families_lib.instance(family, seed).instruction,
         seed=seed,
-        max_turns=known.get(family).max_turns,
+        max_turns=families_lib.get(family).max_turns,
     )
