@@ -32,8 +32,17 @@ def addresses(given: Any, default: str) -> tuple[str, ...]:
   return tuple(out)
 
 
-async def take(urls: Sequence[str], seconds: float) -> str | None:
-  """Takes a free machine; None when none is free within `seconds`."""
+async def take(
+    urls: Sequence[str], seconds: float, kind: str, error: type[Exception]
+) -> str:
+  """Takes a free machine.
+
+  Args:
+    urls: Addresses of the machines.
+    seconds: Longest wait for a free one.
+    kind: Plural noun of the machines, for the message.
+    error: Class of the exception that is raised when none becomes free.
+  """
   deadline = asyncio.get_running_loop().time() + seconds
   while True:
     with _lock:
@@ -42,8 +51,34 @@ async def take(urls: Sequence[str], seconds: float) -> str | None:
           _taken.add(url)
           return url
     if asyncio.get_running_loop().time() > deadline:
-      return None
+      raise error(
+          f"none of {len(urls)} {kind} became free within {seconds:g} s; use"
+          " fewer episodes at a time (collect.concurrency) or more machines"
+      )
     await asyncio.sleep(_POLL_S)
+
+
+def check_size(
+    where: str,
+    screen: tuple[int, int],
+    size: tuple[int | None, int | None],
+    error: type[Exception],
+) -> None:
+  """Raises `error` when a screen does not have the expected width and height.
+
+  Args:
+    where: Name of the screens, for the message.
+    screen: Width and height of the screen.
+    size: Expected width and height; None takes any.
+    error: Class of the exception.
+  """
+  expected = (size[0] or screen[0], size[1] or screen[1])
+  if screen != expected:
+    width, height = screen
+    raise error(
+        f"the {where} is {width}x{height}, {expected[0]}x{expected[1]} was"
+        f" expected; set gym.width={width} gym.height={height}"
+    )
 
 
 def give_back(url: str) -> None:

@@ -152,13 +152,9 @@ class AndroidWorldGym:
           " be a whole number >= 0"
       )
     await self.close()
-    self.url = await machines_lib.take(self._machines, self._start_s)
-    if self.url is None:
-      raise AndroidWorldError(
-          f"none of {len(self._machines)} phones became free within"
-          f" {self._start_s:g} s; use fewer episodes at a time"
-          " (collect.concurrency) or more machines"
-      )
+    self.url = await machines_lib.take(
+        self._machines, self._start_s, "phones", AndroidWorldError
+    )
     where = {"task_type": given["task_type"], "task_idx": index}
     start_s = self._start_s
     await self._ask("GET", "/health", start_s)
@@ -169,13 +165,9 @@ class AndroidWorldGym:
     goal = await self._ask("GET", "/task/goal", self._call_s, params=where)
     seen = await self._look(instruction=str(goal.get("goal") or ""))
     height, width = seen.screenshot.shape[:2]
-    wanted = (self._size[0] or width, self._size[1] or height)
-    if wanted != (width, height):
-      raise AndroidWorldError(
-          f"the screen of {self.url} is {width}x{height},"
-          f" {wanted[0]}x{wanted[1]} was expected; set gym.width={width}"
-          f" gym.height={height}"
-      )
+    machines_lib.check_size(
+        f"screen of {self.url}", (width, height), self._size, AndroidWorldError
+    )
     return seen
 
   async def act(self, action: gui_action.GuiAction) -> base.Observation:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from tunix.rl.multi_turn.environments.gyms.desktop import containers
+from tunix.rl.multi_turn.environments.gyms.desktop import families_basic
 from tunix.rl.multi_turn.environments.gyms.desktop import family
 from tunix.rl.multi_turn.environments.gyms.desktop import font
 from tunix.rl.multi_turn.environments.gyms.desktop import layout
 from tunix.rl.multi_turn.environments.gyms.desktop import widgets
 from tunix.rl.multi_turn.environments.gyms.desktop import words
-
-
-def form(ep, rng, w=112, h=66):
-  """A window with a random title; returns it and its client area."""
-  win = layout.window(rng, ep.scene, rng.choice(words.WINDOW_TITLES), w, h)
-  return win, win.client()
 
 
 def submit_button(win, area, name="OK"):
@@ -73,7 +68,7 @@ class ChooseRadio(_Form):
     return family.Spec(text, {"names": names, "orders": orders})
 
   def build(self, ep, data, rng):
-    win, area = form(ep, rng, 116, 70)
+    win, area = families_basic.form(ep, rng, 116, 70)
     x, _, w, h = area
     ep.w["targets"] = []
     for place, order in enumerate(data["orders"]):
@@ -132,7 +127,7 @@ class ChooseOption(_Form):
     })
 
   def build(self, ep, data, rng):
-    win, area = form(ep, rng)
+    win, area = families_basic.form(ep, rng)
     x, y, w, h = area
     lists = []
     if ep.level == 0:
@@ -185,7 +180,7 @@ class SetSlider(_Form):
     return family.Spec(text, {"names": names, "steps": steps, "pairs": pairs})
 
   def build(self, ep, data, rng):
-    win, area = form(ep, rng, 112, 73)
+    win, area = families_basic.form(ep, rng, 112, 73)
     x, y, w, h = area
     names = data["names"]
     width = rng.randint(96, max(96, min(w - 2, 180)))
@@ -232,7 +227,7 @@ class LoginForm(_Form):
     })
 
   def build(self, ep, data, rng):
-    win, area = form(ep, rng, 116, 64)
+    win, area = families_basic.form(ep, rng, 116, 64)
     x, y, w, h = area
     label = font.text_width("password") + 5
     tops = layout.column((x, y, w, h - 18), 2, 16, 2)
@@ -286,17 +281,9 @@ class FocusField(family.Family):
     return family.Spec(text, {"names": names, "order": order})
 
   def build(self, ep, data, rng):
-    win, area = form(ep, rng, 112, 70)
-    names = data["names"]
-    label = max(font.text_width(name) for name in names) + 6
-    x, _, w, _ = area
-    for i, top in zip(data["order"], layout.column(area, len(names), 15)):
-      win.add(widgets.Label(x, top + 4, names[i]))
-      field = win.add(widgets.TextField(
-          x + label, top, w - label, 15, names[i]
-      ))
-      if i == 0:
-        ep.w["field"] = field
+    win, area = families_basic.form(ep, rng, 112, 70)
+    fields = families_basic.text_fields(win, area, data["names"], data["order"])
+    ep.w["field"] = fields[0]
 
   def solved(self, ep):
     return ep.scene.focus is ep.w["field"]
@@ -325,17 +312,10 @@ class CopyText(family.Family):
     return family.Spec(text, {"names": names, "texts": texts, "order": order})
 
   def build(self, ep, data, rng):
-    win, area = form(ep, rng, 112, 70)
-    names = data["names"]
-    label = max(font.text_width(name) for name in names) + 6
-    x, _, w, _ = area
-    fields = [None] * len(names)
-    for i, top in zip(data["order"], layout.column(area, len(names), 15)):
-      win.add(widgets.Label(x, top + 4, names[i]))
-      fields[i] = win.add(widgets.TextField(
-          x + label, top, w - label, 15, names[i], data["texts"][i]
-      ))
-    ep.w["fields"] = fields
+    win, area = families_basic.form(ep, rng, 112, 70)
+    ep.w["fields"] = families_basic.text_fields(
+        win, area, data["names"], data["order"], data["texts"]
+    )
 
   def solved(self, ep):
     texts = list(ep.spec.data["texts"])
@@ -384,7 +364,7 @@ class SwitchTab(family.Family):
     return family.Spec(text, {"names": names, "goal": goal, "pages": pages})
 
   def build(self, ep, data, rng):
-    win, area = form(ep, rng, 118, 70)
+    win, area = families_basic.form(ep, rng, 118, 70)
     view = win.add(containers.TabView(*area, data["names"]))
     ep.w.update(view=view, tab=view.tabs[data["goal"]], wrong=[])
     for place, (name, labels) in enumerate(zip(data["names"], data["pages"])):

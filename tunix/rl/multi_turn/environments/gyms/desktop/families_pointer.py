@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tunix.rl.multi_turn.environments.gyms.desktop import containers
+from tunix.rl.multi_turn.environments.gyms.desktop import families_basic
 from tunix.rl.multi_turn.environments.gyms.desktop import family
 from tunix.rl.multi_turn.environments.gyms.desktop import font
 from tunix.rl.multi_turn.environments.gyms.desktop import items
@@ -10,10 +11,6 @@ from tunix.rl.multi_turn.environments.gyms.desktop import layout
 from tunix.rl.multi_turn.environments.gyms.desktop import scene as scene_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import widgets
 from tunix.rl.multi_turn.environments.gyms.desktop import words
-from tunix.rl.multi_turn.environments.gyms.desktop.families_basic import (
-  add_buttons,  # noqa: E501
-)
-from tunix.rl.multi_turn.environments.gyms.desktop.families_forms import form
 
 
 @family.register
@@ -35,7 +32,7 @@ class ScrollAndClick(family.Family):
     return family.Spec(text, {"names": names, "goal": goal})
 
   def build(self, ep, data, rng):
-    win, (x, y, w, h) = form(ep, rng, 100, 66)
+    win, (x, y, w, h) = families_basic.form(ep, rng, 100, 66)
     h = min(h, self.ROW * (len(data["names"]) - 2))  # always worth scrolling
     area = win.add(containers.ScrollArea(
         x, y, w, h, len(data["names"]) * self.ROW
@@ -90,7 +87,7 @@ class DragToTarget(family.Family):
     return family.Spec(text, {"things": things, "boxes": boxes})
 
   def build(self, ep, data, rng):
-    win, area = form(ep, rng, 114, 68)
+    win, area = families_basic.form(ep, rng, 114, 68)
     boxes, things = data["boxes"], data["things"]
     side = 38 if len(boxes) == 1 else 32
     sizes = [(side, side)] * len(boxes) + [(18, 18)] * len(things)
@@ -182,7 +179,7 @@ class PressKey(family.Family):
     return family.Spec(text, {"combo": combo})
 
   def build(self, ep, data, rng):
-    win, (x, y, w, h) = form(ep, rng, 104, 60)
+    win, (x, y, w, h) = families_basic.form(ep, rng, 104, 60)
     lines = rng.sample(words.TYPING_WORDS, 6)
     for i in range(min(h // 12, 5)):
       text = " ".join(lines[j % 6] for j in range(i, i + 3))
@@ -240,7 +237,7 @@ class AnswerQuestion(_Question):
     })
 
   def build(self, ep, data, rng):
-    win, area = form(ep, rng, 108, 66)
+    win, area = families_basic.form(ep, rng, 108, 66)
     x, _, w, _ = area
     column = max(font.text_width(name) for name in data["names"]) + 12
     rows = layout.column(area, len(data["names"]), 12)
@@ -273,7 +270,7 @@ class CountShapes(_Question):
     return family.Spec(text, {"things": things, "answer": str(number)})
 
   def build(self, ep, data, rng):
-    win, area = form(ep, rng, 114, 68)
+    win, area = families_basic.form(ep, rng, 114, 68)
     sizes = [(s, s) for s in (rng.randint(16, 20) for _ in data["things"])]
     spots = layout.place(rng, area, sizes)
     for thing, at, size in zip(data["things"], spots, sizes):
@@ -295,10 +292,10 @@ class ClickSequence(family.Family):
     return family.Spec(text, {"labels": labels, "wanted": wanted})
 
   def build(self, ep, data, rng):
-    win, area = form(ep, rng, 114, 66)
+    win, area = families_basic.form(ep, rng, 114, 66)
     sizes = [widgets.Button.size(label) for label in data["labels"]]
     spots = layout.place(rng, area, sizes)
-    ep.w["buttons"] = add_buttons(win, data["labels"], spots)
+    ep.w["buttons"] = families_basic.add_buttons(win, data["labels"], spots)
 
   def _next(self, ep):
     for button in ep.w["buttons"][:ep.spec.data["wanted"]]:

@@ -131,15 +131,9 @@ class Scene:
     """
     if not (0 <= x < self.w and 0 <= y < self.h):
       return None
-    if self.menu is not None:
-      found = self.menu.hit(x, y)
-      if found is not None:
-        return found
-    for item in reversed(self.items):
-      found = item.hit(x, y)
-      if found is not None:
-        return found
-    return None
+    roots = [*self.items, self.menu] if self.menu else self.items
+    hits = (root.hit(x, y) for root in reversed(roots))
+    return next((widget for widget in hits if widget is not None), None)
 
   def to_px(self, x: int, y: int) -> tuple[int, int]:
     """Middle pixel of a layout position."""

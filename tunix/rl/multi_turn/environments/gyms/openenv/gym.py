@@ -32,6 +32,7 @@ from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.environments import options as options_lib
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.environments.gyms import machines
 from tunix.rl.multi_turn.environments.gyms.genv import gym as genv_gym
 from tunix.rl.multi_turn.environments.gyms.openenv import (
   actions as openenv_actions,
@@ -403,13 +404,8 @@ class OpenEnvGym:
     self._rewards, self._evaluation = [], None
     seen = await self._take(data, True)
     height, width = seen.screenshot.shape[:2]
-    wanted = (self._size[0] or width, self._size[1] or height)
-    if wanted != (width, height):
-      raise OpenEnvError(
-          f"the screens of {self._session.url} are {width}x{height},"
-          f" {wanted[0]}x{wanted[1]} was expected; set gym.width={width}"
-          f" gym.height={height}"
-      )
+    where = f"screen of {self._session.url}"
+    machines.check_size(where, (width, height), self._size, OpenEnvError)
     return seen
 
   async def act(self, action: gui_action.GuiAction) -> base.Observation:

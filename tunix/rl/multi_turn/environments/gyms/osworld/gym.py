@@ -178,13 +178,9 @@ class OSWorldGym:
     except ValueError as error:
       raise ValueError(f"task {task.task_id}: {error}") from None
     await self.close()
-    self._held = await machines_lib.take(self._machines, self._start_s)
-    if self._held is None:
-      raise OSWorldError(
-          f"none of {len(self._machines)} machines became free within"
-          f" {self._start_s:g} s; use fewer episodes at a time"
-          " (collect.concurrency) or more machines"
-      )
+    self._held = await machines_lib.take(
+        self._machines, self._start_s, "machines", OSWorldError
+    )
     self.url = self._held
     if self._reset is not None:
       moved = await concurrency.acall(
@@ -307,13 +303,9 @@ class OSWorldGym:
           raise
         await asyncio.sleep(0.5)
     width, height = size.get("width"), size.get("height")
-    wanted = (self._size[0] or width, self._size[1] or height)
-    if wanted != (width, height):
-      raise OSWorldError(
-          f"the screen of {self.url} is {width}x{height},"
-          f" {wanted[0]}x{wanted[1]} was expected; set gym.width={width}"
-          f" gym.height={height}"
-      )
+    machines_lib.check_size(
+        f"screen of {self.url}", (width, height), self._size, OSWorldError
+    )
     self._screen = (width, height)
 
   async def _look(self, **more: Any) -> base.Observation:
