@@ -99,8 +99,8 @@ def make(index=0, split="train", episode_s=60.0, start_s=120.0, **args):
 async def episode(env, url):
   """(the step's result, the session's sequences)."""
   async with httpx.AsyncClient(base_url=url, timeout=30) as client:
-    found = await client.post("/rl/start_session", json={"task_id": "t"})
-    started = found.json()
+    response = await client.post("/rl/start_session", json={"task_id": "t"})
+    started = response.json()
     session = environment.PolicySession(
         started["base_url"],
         started["api_key"],
@@ -124,10 +124,10 @@ async def episode(env, url):
 @installed
 @slow
 def test_its_tools_turns_and_rubric_are_the_packages_own(server):
-  (observation, reward, done, info), sequences = asyncio.run(
+  (observation, reward, ended, info), sequences = asyncio.run(
       episode(make(kind="tool"), server)
   )
-  assert observation == {} and done and reward == 1.0 and info["success"]
+  assert observation == {} and ended and reward == 1.0 and info["success"]
   assert info["metrics"]["has_sum"] == 1.0
   roles = [m["role"] for m in info["completion"]]
   assert roles == ["assistant", "tool", "assistant"]
@@ -216,13 +216,13 @@ def test_a_run_trains_on_such_an_environment(tmp_path):
   lines = (tmp_path / "a" / "trajectories.jsonl").read_text().splitlines()
   trained = [t for t in map(json.loads, lines) if t["split"] == "train"]
   assert len(trained) >= 4
-  for found in trained:
-    [sequence] = found["sequences"]
-    [step] = found["steps"]
+  for row in trained:
+    [sequence] = row["sequences"]
+    [step] = row["steps"]
     assert step["info"]["metrics"]["num_turns"] == 2
-    # Of the rubric, recomputed from what was said.
-    said = step["info"]["completion"][-1].get("content") or ""
-    assert found["reward"] == pytest.approx(len(said) / 100)
+    # The rubric's reward, recomputed from the reply.
+    output = step["info"]["completion"][-1].get("content") or ""
+    assert row["reward"] == pytest.approx(len(output) / 100)
     assert max(sequence["turn_ids"]) == 1
   [metrics] = map(
       json.loads, (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
@@ -250,10 +250,10 @@ def test_choosing_it_chooses_the_way_to_the_policy():
     ],
 )
 def test_an_option_that_is_wrong_is_named(options, words):
-  given = {"module": "counting-tools", "python": __file__, **options}
+  arguments = {"module": "counting-tools", "python": __file__, **options}
   with pytest.raises(ValueError, match=words):
     environment.VerifiersEnvironment(
-        {"split": "train", "index": 0, "seed": 0}, **given
+        {"split": "train", "index": 0, "seed": 0}, **arguments
     )
 
 

@@ -1,4 +1,4 @@
-"""What gyms in processes of their own are told, and tell."""
+"""Messages to and from gyms in worker processes."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,14 +45,14 @@ def test_what_is_sent_arrives(value, mapping, number, text):
     st.booleans(),
     st.dictionaries(st.text(), JSON),
 )
-def test_a_screenshot_arrives_as_it_is(size, text, done, info):
+def test_a_screenshot_arrives_as_it_is(size, text, ended, info):
   pixels = np.random.default_rng(size).integers(
       0, 256, (*size, 3), dtype=np.uint8
   )
-  got = told(base.Observation(pixels[:, ::-1], text, text, done, info))
+  got = told(base.Observation(pixels[:, ::-1], text, text, ended, info))
   assert got.screenshot.dtype == np.uint8
   np.testing.assert_array_equal(got.screenshot, pixels[:, ::-1])
-  assert (got.instruction, got.text, got.done) == (text, text, done)
+  assert (got.instruction, got.text, got.done) == (text, text, ended)
   assert got.info == info
 
 

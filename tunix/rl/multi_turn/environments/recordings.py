@@ -30,9 +30,9 @@ class Recording:
 
   Attributes:
     gym: registered name of the gym.
-    task: with the instruction that the player saw.
+    task: Task with the instruction that the player saw.
     observations: the first, and one after each action.
-    actions: in pixels of the screenshot before them.
+    actions: Actions in pixels of the screenshot before them.
     targets: name of the element that each action hit; None: unknown.
     evaluation: the gym's verdict.
     by: the player: "person", "oracle" or "script".
@@ -79,9 +79,9 @@ class Recording:
         },
         "observations": [
             wire.observation_to_json(
-                seen, picture=wire.screenshot_to_json(seen.screenshot)
+                shown, picture=wire.screenshot_to_json(shown.screenshot)
             )
-            for seen in self.observations
+            for shown in self.observations
         ],
     }
 
@@ -143,7 +143,7 @@ def read(path: str | os.PathLike[str]) -> list[Recording]:
     OSError: the file cannot be read.
     ValueError: a whole line is not a recording.
   """
-  found = []
+  recordings = []
   file = pathlib.Path(path).expanduser()
   with open(file, encoding="utf-8", errors="replace") as lines:
     for number, line in enumerate(lines, 1):
@@ -155,8 +155,8 @@ def read(path: str | os.PathLike[str]) -> list[Recording]:
         continue  # Cut.
       except ValueError as error:
         raise ValueError(f"{path}, line {number}: {error}") from None
-      found.append(Recording.from_json(data, f"{path}, line {number}"))
-  return found
+      recordings.append(Recording.from_json(data, f"{path}, line {number}"))
+  return recordings
 
 
 class ReplayGym:

@@ -35,10 +35,10 @@ def make_environment(
   """The environment of one run.
 
   Args:
-    env: of the request.
+    env: Environment that the request names.
     instruction: the task's text; "" leaves it to the gym.
     parser: the agent's grammar.
-    max_steps: turns.
+    max_steps: Turns that the run may take.
     on_parse_error: the agent's mode, "end", "retry" or "answer".
     images: stores the screenshots.
     allowed_gyms: Names for `type: gym`, the operator's.
@@ -54,7 +54,7 @@ def make_environment(
   else:
     gym, task = _gym(env, instruction, allowed_gyms, client_settings)
   retry = on_parse_error == "retry"
-  found = cua_env.CUAEnv(
+  environment = cua_env.CUAEnv(
       gym,
       screenshot.ScreenshotTool(images),
       task,
@@ -63,10 +63,10 @@ def make_environment(
       on_text="retry" if retry else "end",
       on_invalid="observe" if retry else "end",
   )
-  found.runs_inline = kind == "genv" or gyms.get(
+  environment.runs_inline = kind == "genv" or gyms.get(
       env["gym"], "operator"
   ).runs_inline
-  return found
+  return environment
 
 
 def judges_itself(env: Mapping[str, Any]) -> bool:
@@ -75,10 +75,10 @@ def judges_itself(env: Mapping[str, Any]) -> bool:
 
 
 def _text(env: Mapping[str, Any], name: str) -> str:
-  found = env.get(name)
-  if not isinstance(found, str) or not found:
-    raise ValueError(f"env.{name} must be a text, got {found!r}")
-  return found
+  value = env.get(name)
+  if not isinstance(value, str) or not value:
+    raise ValueError(f"env.{name} must be a text, got {value!r}")
+  return value
 
 
 def _genv(

@@ -45,7 +45,7 @@ class WorkerGymError(RuntimeError):
   """The gym raised, in its process; the message holds the exception.
 
   Attributes:
-    code: of the gym's exception, None when it has none.
+    code: Code of the gym's exception, None when it has none.
   """
 
   def __init__(self, message: str, code: str | None = None):
@@ -153,16 +153,16 @@ class _Worker:
 
   def __init__(self, context: Any, imports: tuple[str, ...]):
     self._loop = asyncio.get_running_loop()
-    self._pipe, theirs = context.Pipe()
+    self._pipe, child_end = context.Pipe()
     self._calls: dict[int, asyncio.Future[Any]] = {}
     self._numbers = itertools.count()
     self.ids = itertools.count()
     self.gyms: set[int] = set()
     self._process = context.Process(
-        target=_serve, args=(theirs, imports), daemon=True, name="tunix-gyms"
+        target=_serve, args=(child_end, imports), daemon=True, name="tunix-gyms"
     )
     self._process.start()
-    theirs.close()
+    child_end.close()
     self.pid = self._process.pid
     self.alive = True
     threading.Thread(
@@ -366,8 +366,8 @@ async def _answer_calls(pipe: Any) -> None:
         target = gyms.pop(gym, None) if name == "close" else gyms[gym]
         value = None
         if target is not None:
-          given = () if argument is None else (argument,)
-          value = await concurrency.acall(getattr(target, name), *given)
+          arguments = () if argument is None else (argument,)
+          value = await concurrency.acall(getattr(target, name), *arguments)
       send(number, value, None)
     except Exception as error:  # pylint: disable=broad-except
       code = getattr(error, "code", "")
@@ -402,4 +402,4 @@ async def _answer_calls(pipe: Any) -> None:
     try:
       await concurrency.acall(gym.close, seconds=2.0)
     except Exception:  # pylint: disable=broad-except
-      pass  # The process ends, with all that it holds.
+      pass  # The process ends anyway.

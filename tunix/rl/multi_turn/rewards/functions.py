@@ -33,10 +33,10 @@ def ground_truth(task: Any) -> Any:
 
 def last_number(text: str) -> float | None:
   """The last number written in the text, or None."""
-  found = _NUMBER.findall(text)
-  if not found:
+  numbers = _NUMBER.findall(text)
+  if not numbers:
     return None
-  return float(found[-1].replace(",", "").replace("$", ""))
+  return float(numbers[-1].replace(",", "").replace("$", ""))
 
 
 @registry.register("exact_match")
@@ -44,10 +44,10 @@ def exact_match(
     task: Mapping[str, Any], action: str, *, ignore_case: bool = False
 ) -> RewardOutput:
   """1 when answer and truth are equal but for the space around them."""
-  given, wanted = str(action).strip(), str(ground_truth(task)).strip()
+  answer, truth = str(action).strip(), str(ground_truth(task)).strip()
   if ignore_case:
-    given, wanted = given.casefold(), wanted.casefold()
-  score = float(given == wanted)
+    answer, truth = answer.casefold(), truth.casefold()
+  score = float(answer == truth)
   return RewardOutput(score, {"exact_match": score})
 
 
@@ -64,18 +64,18 @@ def numeric_match(
   """1 when the last number of the answer is the last of the truth.
 
   Args:
-    task: with the truth.
+    task: Task with the truth.
     action: the answer.
     tolerance: difference that counts as equal, of the truth or of 1, whichever
       is larger.
   """
-  given = last_number(str(action))
-  wanted = last_number(str(ground_truth(task)))
-  if wanted is None:
+  answer = last_number(str(action))
+  truth = last_number(str(ground_truth(task)))
+  if truth is None:
     raise ValueError(f"ground truth {ground_truth(task)!r:.60} has no number")
-  margin = tolerance * max(1.0, abs(wanted))
-  score = float(given is not None and abs(given - wanted) <= margin)
-  return RewardOutput(score, {"given": given, "wanted": wanted})
+  margin = tolerance * max(1.0, abs(truth))
+  score = float(answer is not None and abs(answer - truth) <= margin)
+  return RewardOutput(score, {"given": answer, "wanted": truth})
 
 
 @registry.register("calculate")
@@ -99,10 +99,10 @@ def calculate(task: Mapping[str, Any], action: str) -> RewardOutput:
       continue
   if best is None:
     raise ValueError(f"question {question!r:.80} holds no arithmetic")
-  given = last_number(str(action))
+  answer = last_number(str(action))
   tolerance = 1e-6 * max(1.0, abs(best))
-  score = float(given is not None and abs(given - best) <= tolerance)
-  return RewardOutput(score, {"given": given, "wanted": best})
+  score = float(answer is not None and abs(answer - best) <= tolerance)
+  return RewardOutput(score, {"given": answer, "wanted": best})
 
 
 @registry.register("success")
@@ -147,7 +147,7 @@ def gui_state(
   Args:
     task: `expect_state` in it, or in its `params`, goes before `expect`.
     action: not read.
-    info: with the gym's evaluation.
+    info: Info with the gym's evaluation.
     expect: path in the evaluation's details, such as "form.name" or "rows.0",
       -> value.
     partial: reward the share of the values that are as expected.

@@ -29,7 +29,7 @@ class RewardOutput:
 
   Attributes:
     reward: scalar.
-    metadata: for logs.
+    metadata: Further values, for logs.
   """
 
   reward: float

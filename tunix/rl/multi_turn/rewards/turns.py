@@ -113,7 +113,7 @@ def repetition_penalty(
     task: not read.
     step: the turn.
     n: words, or characters, that count as one repetition.
-    unit: of `n`; characters for scripts without spaces.
+    unit: Unit of `n`; characters for scripts without spaces.
 
   Raises:
     ValueError: n below 1.

@@ -100,10 +100,10 @@ def specs(args: argparse.Namespace) -> list[catalog.ServedGym]:
     elif isinstance(field.default, dict):
       value = options.yaml_object(value, _option(field.name))
     common[field.name] = value
-  found = []
+  gyms = []
   for gym in args.gyms:
     if not gym.endswith((".yaml", ".yml")):
-      found.append(catalog.ServedGym(gym_id=gym, gym=gym, **common))
+      gyms.append(catalog.ServedGym(gym_id=gym, gym=gym, **common))
       continue
     data = _read(gym)
     if not isinstance(data, list):
@@ -111,8 +111,8 @@ def specs(args: argparse.Namespace) -> list[catalog.ServedGym]:
           f"{gym} must hold a list of gyms, e.g. [{{gym: desktop}}]"
       )
     for i, one in enumerate(data):
-      found.append(_from_file(one, common, f"{gym}, gym {i + 1}"))
-  return found
+      gyms.append(_from_file(one, common, f"{gym}, gym {i + 1}"))
+  return gyms
 
 
 def _read(path: str) -> Any:
@@ -155,13 +155,13 @@ def _import(name: str) -> None:
 def _from_file(
     data: Any, common: Mapping[str, Any], where: str
 ) -> catalog.ServedGym:
-  known = [f.name for f in settings_lib.fields(catalog.ServedGym)]
+  field_names = [f.name for f in settings_lib.fields(catalog.ServedGym)]
   if not isinstance(data, Mapping) or "gym" not in data:
     raise ValueError(f"{where} must be an object with 'gym'")
-  unknown = sorted(set(data) - set(known))
+  unknown = sorted(set(data) - set(field_names))
   if unknown:
     raise ValueError(
-        f"{where} takes no {unknown[0]!r}; known: {', '.join(known)}"
+        f"{where} takes no {unknown[0]!r}; known: {', '.join(field_names)}"
     )
   values = {**common, "gym_id": data["gym"], **data}
   try:

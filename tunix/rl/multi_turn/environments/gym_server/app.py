@@ -95,7 +95,7 @@ class App:
     """Args:
 
       specs: the gyms to serve.
-      limits: of executions.
+      limits: Limits of executions.
       token: the bearer token of clients; "" asks for none.
       make_gym: builds a gym.
       close: called once the server has ended its executions.
@@ -252,15 +252,15 @@ class App:
   # --- tasks ------------------------------------------------------------------
 
   def _catalog(self, gym_id: str) -> catalog_lib.Catalog:
-    found = self._catalogs.get(gym_id)
-    if found is None:
+    catalog = self._catalogs.get(gym_id)
+    if catalog is None:
       raise errors.ApiError(
           404,
           f"no gym is called {gym_id!r}; there is"
           f" {', '.join(self._catalogs)}",
           code="unknown_gym",
       )
-    return found
+    return catalog
 
   def _entry(
       self, catalog: catalog_lib.Catalog, identifier: str

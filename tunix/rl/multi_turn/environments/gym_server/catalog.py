@@ -133,8 +133,8 @@ class Entry:
 def difficulty(task: base.Task) -> Literal["", "easy", "medium", "hard"]:
   """The task's level in genv's words; "" when its gym grades none.
 
-  `params["difficulty"]` is one of these words, or a number: 0 is easy, 1
-  medium, more is hard.
+  `params["difficulty"]` is "easy", "medium" or "hard", or a number: 0 is easy,
+  1 medium, more is hard.
   """
   level = task.params.get("difficulty")
   if isinstance(level, int) and not isinstance(level, bool):

@@ -308,8 +308,8 @@ class _Connection:
       await send(_dumps(answer))
 
   async def _answer_to(self, text: str) -> dict[str, Any] | None:
-    given = reading.object_of(text, "the message")
-    message = reading.validated(schemas.Message, given, "message")
+    data = reading.object_of(text, "the message")
+    message = reading.validated(schemas.Message, data, "message")
     if message.type == "reset":
       return {"type": "observation", "data": await self.reset(message.data)}
     if message.type == "step":
@@ -382,8 +382,8 @@ class _Connection:
       return await self._over()
     if action.kind is Kind.ANSWER:
       self._answer = action.text or ""
-    seen = await execution.step(action, None)
-    if seen.done or action.kind in (Kind.ANSWER, Kind.TERMINATE):
+    observation = await execution.step(action, None)
+    if observation.done or action.kind in (Kind.ANSWER, Kind.TERMINATE):
       return await self._over()
     return await self._observation(0.0)
 
@@ -397,8 +397,8 @@ class _Connection:
   async def _observation(self, reward: float | None) -> schemas.EpisodeStep:
     execution = self._running()
     picture = await execution.picture()
-    seen = wire.observation_to_json(execution.shown, picture=None)
-    done = seen["done"] or self._result is not None
+    shown = wire.observation_to_json(execution.shown, picture=None)
+    ended = shown["done"] or self._result is not None
     about: schemas.EpisodeMetadata = {
         "episode_id": self._episode_id, "task_id": execution.task.task_id,
     }  # pyformat: disable
@@ -406,14 +406,14 @@ class _Connection:
       about["evaluation"] = self._result
     return {
         "observation": {
-            "instruction": seen["instruction"],
-            "text": seen["text"],
-            "info": seen["info"],
+            "instruction": shown["instruction"],
+            "text": shown["text"],
+            "info": shown["info"],
             "screenshot": picture,
             "metadata": about,
         },
         "reward": reward,
-        "done": done,
+        "done": ended,
         "metadata": about,
     }
 

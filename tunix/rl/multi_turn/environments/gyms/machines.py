@@ -15,47 +15,51 @@ from typing import Any, Sequence
 from tunix.rl.multi_turn.core import http
 
 _POLL_S = 0.05
-_taken: set[str] = set()
+_lent: set[str] = set()
 _lock = threading.Lock()
 
 
-def addresses(given: Any, default: str) -> tuple[str, ...]:
+def addresses(machines: Any, default: str) -> tuple[str, ...]:
   """The base addresses that a setting `machines` names.
 
   Raises:
     ValueError: one is not an http address, or is given twice.
   """
-  urls = [given] if isinstance(given, str) else list(given or [default])
-  out = [http.address(url, "machines", default) for url in urls]
+  if isinstance(machines, str):
+    machines = [machines]
+  out = [
+      http.address(url, "machines", default) for url in machines or [default]
+  ]
   if len(set(out)) < len(out):
     raise ValueError(f"machines: an address is there twice: {out}")
   return tuple(out)
 
 
-async def take(
-    urls: Sequence[str], seconds: float, kind: str, error: type[Exception]
-) -> str:
-  """Takes a free machine.
-
-  Args:
-    urls: Addresses of the machines.
-    seconds: Longest wait for a free one.
-    kind: Plural noun of the machines, for the message.
-    error: Class of the exception that is raised when none becomes free.
-  """
+async def take(urls: Sequence[str], seconds: float) -> str | None:
+  """Takes a free machine; None when none is free within `seconds`."""
   deadline = asyncio.get_running_loop().time() + seconds
   while True:
     with _lock:
       for url in urls:
-        if url not in _taken:
-          _taken.add(url)
+        if url not in _lent:
+          _lent.add(url)
           return url
     if asyncio.get_running_loop().time() > deadline:
-      raise error(
-          f"none of {len(urls)} {kind} became free within {seconds:g} s; use"
-          " fewer episodes at a time (collect.concurrency) or more machines"
-      )
+      return None
     await asyncio.sleep(_POLL_S)
+
+
+async def require(
+    urls: Sequence[str], seconds: float, kind: str, error: type[Exception]
+) -> str:
+  """Takes a free machine, or raises `error`; `kind` is their plural noun."""
+  url = await take(urls, seconds)
+  if url is None:
+    raise error(
+        f"none of {len(urls)} {kind} became free within {seconds:g} s; use"
+        " fewer episodes at a time (collect.concurrency) or more machines"
+    )
+  return url
 
 
 def check_size(
@@ -83,4 +87,4 @@ def check_size(
 
 def give_back(url: str) -> None:
   with _lock:
-    _taken.discard(url)
+    _lent.discard(url)

@@ -43,20 +43,20 @@ class CUATask:
     id: unique in its list.
     name: short, for people.
     description: the goal, or notes on it.
-    difficulty, category: of the source's vocabularies, "" when not given.
+    difficulty, category: Words of the source's vocabularies, "" for none.
     max_steps: turns an episode may take; None when not given.
     validation_type: how success is decided, "" when not given.
-    validation_query, expected_result: of that decision.
-    tags: for filters.
+    validation_query, expected_result: Arguments of that decision.
+    tags: Labels for filters.
     prerequisites: conditions before the start.
     genv_identifier: the task's name at a gym server; "" = the id.
     instruction: the text for the policy; "" = the description.
-    number: as written ("011"), "" for none.
+    number: Number in its written form ("011"), "" for none.
     family: the unit that success is reported by.
     split: "train" or "eval" when the list has a split, else "".
     genv_task_data: the row as it came.
-    gym_id, gym_base_url: of the server that has it, "" for none.
-    seed, params: of the gym's `Task`.
+    gym_id, gym_base_url: Server that has it, "" for none.
+    seed, params: Fields of the gym's `Task`.
   """
 
   id: str
@@ -151,8 +151,8 @@ class CUATask:
 
     Args:
       row: a mapping.
-      where: what error messages call it, e.g. "tasks.jsonl, line 3".
-      gym_id, gym_base_url: of the server it came from.
+      where: Name of the row in error messages, e.g. "tasks.jsonl, line 3".
+      gym_id, gym_base_url: Server that the row came from.
 
     Raises:
       ValueError: naming the field, its value and what it may be.
@@ -345,10 +345,10 @@ def resolve(
   """The task that is called so; see the module docstring.
 
   Args:
-    identifier: an id, name, number ("11" is "011"), or one of these behind its
+    identifier: Id, name or number ("11" is "011"), or an id or name behind its
       number ("011-open-settings").
-    tasks: to look in.
-    ids, name, number: of a task.
+    tasks: Tasks to search.
+    ids, name, number: Functions that return these of a task.
 
   Raises:
     UnknownTaskError: none is, with the nearest one; or several are.
@@ -371,16 +371,16 @@ def resolve(
       lambda t: leading is not None and number_of(t) == prefix,
   ]
   for rule in rules:
-    found = [t for t in tasks if rule(t)]
-    if len(found) == 1:
-      return found[0]
-    if found:
-      some = ", ".join(str(ids(t)[0]) for t in found[:4])
+    matches = [t for t in tasks if rule(t)]
+    if len(matches) == 1:
+      return matches[0]
+    if matches:
+      some = ", ".join(str(ids(t)[0]) for t in matches[:4])
       raise UnknownTaskError(
-          f"{len(found)} tasks are called {identifier!r}: {some}; use an id"
+          f"{len(matches)} tasks are called {identifier!r}: {some}; use an id"
       )
-  known = [n for t in tasks for n in (*ids(t), name(t)) if n]
-  near = difflib.get_close_matches(identifier, known, n=1, cutoff=0.4)
+  identifiers = [n for t in tasks for n in (*ids(t), name(t)) if n]
+  near = difflib.get_close_matches(identifier, identifiers, n=1, cutoff=0.4)
   hint = f"; did you mean {near[0]!r}?" if near else ""
   raise UnknownTaskError(
       f"no task is called {identifier!r}{hint or '.'} There are {len(tasks)}"

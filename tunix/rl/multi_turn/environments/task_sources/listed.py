@@ -30,8 +30,8 @@ class ListedTasks(seeds.IndexedTasks):
   ):
     """Args:
 
-      train, held_out: the lists; no id may be in both.
-      families: those to offer, () for all that both lists have.
+      train, held_out: The lists; no id may be in both.
+      families: Families to offer, () for every family in both lists.
 
     Raises:
       ValueError: a task in both, or a family without tasks.
@@ -102,8 +102,8 @@ class WholeList:
 def _by_family(
     tasks: Sequence[cua_task.CUATask],
 ) -> dict[str, list[base.Task]]:
-  found: dict[str, list[base.Task]] = collections.defaultdict(list)
+  tasks_by_family: dict[str, list[base.Task]] = collections.defaultdict(list)
   for task in tasks:
-    made = task.to_task()
-    found[made.family].append(made)
-  return dict(found)
+    gym_task = task.to_task()
+    tasks_by_family[gym_task.family].append(gym_task)
+  return dict(tasks_by_family)

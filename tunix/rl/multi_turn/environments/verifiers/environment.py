@@ -1,4 +1,4 @@
-"""Plays environments of the package verifiers (0.1) as they are.
+"""Plays unmodified environments of the package verifiers (0.1).
 
 `environment=verifiers` names the module of one, whose `load_environment` makes
 it. It runs in a process of an environment of its own (`make verifiers`), since
@@ -42,11 +42,11 @@ class PolicySession:
   """A session of the run's server.
 
   Attributes:
-    base_url: of its OpenAI API.
-    api_key: of the session.
-    model: the server's name of it.
-    sampling: arguments of a completion.
-    timeout_s: of one request.
+    base_url: Address of its OpenAI API.
+    api_key: Key of the session.
+    model: Name of the policy at the server.
+    sampling: Arguments of a completion.
+    timeout_s: Deadline of one request.
   """
 
   base_url: str
@@ -85,14 +85,14 @@ class VerifiersEnvironment(base_env.BaseEnv):
   ):
     """Args:
 
-      task: with `split` ("train" or "eval"), `index` and `seed`.
-      module: that has `load_environment`, with dashes or underscores.
-      args: of it, JSON values.
-      path: directory that the module is in, where it is not installed.
+      task: Mapping with `split` ("train" or "eval"), `index` and `seed`.
+      module: Module with `load_environment`, with dashes or underscores.
+      args: Arguments of `load_environment`, JSON values.
+      path: Directory that the module is in, where it is not installed.
       python: interpreter of the environment that has verifiers.
       success_at: the reward from which an episode is solved.
-      start_s: for importing verifiers and loading the environment.
-      episode_s: for a rollout and its rewards.
+      start_s: Deadline of importing verifiers and loading the environment.
+      episode_s: Deadline of a rollout and its rewards.
 
     Raises:
       ValueError: naming the argument.
@@ -215,12 +215,12 @@ class Worker(line_process.Worker):
   """One process, which plays episodes of one environment at a time or more."""
 
   def __init__(self, python: str, request: Mapping[str, Any], start_s: float):
-    """Starts it, and waits until its environment is loaded.
+    """Starts the process and waits until its environment is loaded.
 
     Args:
-      python: interpreter of the environment that has verifiers.
-      request: `module`, `args` and `path`.
-      start_s: for that.
+      python: Interpreter of the environment that has verifiers.
+      request: Mapping with `module`, `args` and `path`.
+      start_s: Deadline of the start.
 
     Raises:
       VerifiersError: it cannot be started, or cannot load the environment.

@@ -2,7 +2,7 @@
 
 Families are the suite's task types. Of each type's instances the last is held
 out and the others train. `gym.options.combinations` (with `suite_seed`) makes
-every server build its suite anew, with so many instances of each type.
+every server build its suite anew, with that number of instances of each type.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ def server_tasks(
               n_task_combinations=count, seed=seed,
           )  # pyformat: disable
       listed = await get(urls[0], "/suite/task_list", _CALL_S, max_index=-1)
-      found = listed.get("task_list")
-      if not isinstance(found, list):
+      types = listed.get("task_list")
+      if not isinstance(types, list):
         raise android_world.AndroidWorldError(
             f"{urls[0]}/suite/task_list answered with no list 'task_list'"
         )
-      names = [str(n) for n in found]
+      names = [str(n) for n in types]
       for family in families or ():
         if family not in names:
           wrong = registry.unknown_name("task type", family, names)

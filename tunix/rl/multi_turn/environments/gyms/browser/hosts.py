@@ -145,8 +145,8 @@ class Hosts:
       port = parts.port or _PORTS.get(parts.scheme)
     except ValueError:
       return False
-    known = parts.scheme in _PORTS and parts.hostname
-    return bool(known) and self.allow(parts.hostname, port)
+    complete = parts.scheme in _PORTS and parts.hostname
+    return bool(complete) and self.allow(parts.hostname, port)
 
 
 def may_start(url: str, allowed: Iterable[str]) -> bool:
@@ -158,13 +158,13 @@ def may_start(url: str, allowed: Iterable[str]) -> bool:
   Raises:
     UrlRefused: one of them is not a plain address.
   """
-  wanted = split(url)
+  target = split(url)
   for one in allowed:
     base = split(one)
     same = (base.scheme, base.host, base.port) == (
-        wanted.scheme, wanted.host, wanted.port
+        target.scheme, target.host, target.port
     )  # pyformat: disable
     below = base.path.rstrip("/") + "/"
-    if same and (wanted.path == base.path or wanted.path.startswith(below)):
+    if same and (target.path == base.path or target.path.startswith(below)):
       return True
   return False

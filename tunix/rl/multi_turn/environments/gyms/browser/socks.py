@@ -120,12 +120,12 @@ class FilteringProxy:
       self._reply(writer, _NOT_ALLOWED)
       return None
     try:
-      found = await self._lookup(hosts_lib.normal(host), port)
-      if not found:
+      addresses = await self._lookup(hosts_lib.normal(host), port)
+      if not addresses:
         self.note(f"{host}:{port}")
         self._reply(writer, _NOT_ALLOWED)
         return None
-      upstream = await _connect(found, port)
+      upstream = await _connect(addresses, port)
     except (OSError, UnicodeError):
       self._reply(writer, _UNREACHABLE)
       return None

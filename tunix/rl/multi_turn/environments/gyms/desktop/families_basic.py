@@ -250,8 +250,8 @@ class EnterText(family.Family):
       ))
     old = ["" for _ in names]
     if level == 2:
-      others = [w for w in words.TYPING_WORDS if w != text]
-      old = rng.sample(others, len(names))
+      candidates = [w for w in words.TYPING_WORDS if w != text]
+      old = rng.sample(candidates, len(names))
     order = rng.sample(range(len(names)), len(names))
     return family.Spec(pattern.format(text, names[0]), {
         "text": text, "names": names, "old": old, "order": order,
@@ -291,10 +291,10 @@ class ClickCheckboxes(family.Family):
 
   def sample(self, rng, level):
     count = (rng.randint(2, 3), 4, 6)[level]
-    wanted = rng.randint(1, (1 if count == 2 else 2, 3, 4)[level])
+    targets = rng.randint(1, (1 if count == 2 else 2, 3, 4)[level])
     names = rng.sample(words.CHOICES, count)
     ticked = [level == 2 and rng.random() < 0.35 for _ in names]
-    if ticked == [i < wanted for i in range(count)]:
+    if ticked == [i < targets for i in range(count)]:
       ticked[0] = False  # never solved from the start
     pattern = rng.choice((
         "Tick {}.", "Check {}.", "Select {}.",
@@ -302,9 +302,9 @@ class ClickCheckboxes(family.Family):
         "Tick only {}.", "Check {} and nothing else.", "Select just {}.",
     ))
     order = rng.sample(range(count), count)
-    named = rng.sample(names[:wanted], wanted)
+    named = rng.sample(names[:targets], targets)
     return family.Spec(pattern.format(family.quote(named)), {
-        "names": names, "wanted": wanted, "ticked": ticked, "order": order,
+        "names": names, "wanted": targets, "ticked": ticked, "order": order,
     })
 
   def build(self, ep, data, rng):

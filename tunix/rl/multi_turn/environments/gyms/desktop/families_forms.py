@@ -56,9 +56,9 @@ class ChooseRadio(_Form):
   def sample(self, rng, level):
     count = (3, 3, 6)[level]
     names = rng.sample(words.CHOICES, count)
-    wanted = names[:1] if level < 2 else [names[0], names[3]]
+    targets = names[:1] if level < 2 else [names[0], names[3]]
     text = rng.choice(("Choose {}.", "Select {}.", "Pick {}.")).format(
-        family.quote(wanted)
+        family.quote(targets)
     )
     if level:
       text = text[:-1] + rng.choice((
@@ -75,9 +75,9 @@ class ChooseRadio(_Form):
       group: list[widgets.RadioButton] = []
       rows = (x, area[1], w, h - 18 if ep.level else h)
       for i, top in zip(order, layout.column(rows, 3, 14)):
-        left = x + 1 + place * (w // 2)
+        radio_x = x + 1 + place * (w // 2)
         radio = win.add(
-            widgets.RadioButton(left, top, data["names"][i], group)
+            widgets.RadioButton(radio_x, top, data["names"][i], group)
         )
         if i % 3 == 0:
           ep.w["targets"].append(radio)
@@ -105,14 +105,14 @@ class ChooseOption(_Form):
     lists = 1 + (level == 2)
     count = (3, 4, 4)[level]
     names = rng.sample(words.DROP_DOWN_NAMES, lists)
-    options, wanted, old = [], [], []
+    options, targets, old = [], [], []
     for _ in names:
       choices = rng.sample(words.CHOICES, count)
       goal, start = rng.sample(range(count), 2)
       options.append(choices)
-      wanted.append(goal)
+      targets.append(goal)
       old.append(start)
-    goals = [o[g] for o, g in zip(options, wanted)]
+    goals = [o[g] for o, g in zip(options, targets)]
     if level == 0:
       text = rng.choice((
           "Choose {} from the list.", "Select {} in the drop-down.",
@@ -123,7 +123,7 @@ class ChooseOption(_Form):
           [f"{name} to {goal}" for name, goal in zip(names, goals)]
       ) + ("." if level == 1 else ", then press OK.")
     return family.Spec(text, {
-        "names": names, "options": options, "wanted": wanted, "old": old,
+        "names": names, "options": options, "wanted": targets, "old": old,
     })
 
   def build(self, ep, data, rng):
@@ -184,14 +184,14 @@ class SetSlider(_Form):
     x, y, w, h = area
     names = data["names"]
     width = rng.randint(96, max(96, min(w - 2, 180)))
-    left = x + rng.randrange(w - width + 1)
+    slider_x = x + rng.randrange(w - width + 1)
     if ep.level < 2:
       tops = [y + rng.randrange(h - widgets.Slider.HEIGHT + 1)]
     else:
       tops = layout.column((x, y, w, h - 17), 2, widgets.Slider.HEIGHT, 0)
       ep.w["ok"] = submit_button(win, area)
     ep.w["sliders"] = [
-        win.add(widgets.Slider(left, top, width, n, data["steps"], p[1]))
+        win.add(widgets.Slider(slider_x, top, width, n, data["steps"], p[1]))
         for top, n, p in zip(tops, names, data["pairs"])
     ]
 
@@ -372,16 +372,16 @@ class SwitchTab(family.Family):
       inner = (page.x + 3, page.y + 3, page.w - 6, page.h - 6)
       sizes = [(widgets.CheckBox.width(label), 14) for label in labels]
       spots = layout.place(rng, inner, sizes) if labels else []
-      made = [
+      boxes = [
           page.add(widgets.CheckBox(*at, label))
           for at, label in zip(spots, labels)
       ]
-      if not made:
+      if not boxes:
         page.add(widgets.Label(page.x + 4, page.y + 5, name, faint=True))
       elif place == data["goal"]:
-        ep.w["box"] = made[0]
-        made = made[1:]
-      ep.w["wrong"] += made
+        ep.w["box"] = boxes[0]
+        boxes = boxes[1:]
+      ep.w["wrong"] += boxes
 
   def solved(self, ep):
     if "box" not in ep.w:

@@ -203,8 +203,8 @@ class _Question(family.Family):
 
   def judge(self, ep, event):
     if event.kind == "answer":
-      given = " ".join(str(event.value).lower().split()).strip(".!\"' ")
-      return given == ep.spec.data["answer"].lower()
+      answer = " ".join(str(event.value).lower().split()).strip(".!\"' ")
+      return answer == ep.spec.data["answer"].lower()
     return None
 
   def oracle(self, ep):
@@ -285,11 +285,11 @@ class ClickSequence(family.Family):
   max_turns = (4, 6, 8)
 
   def sample(self, rng, level):
-    wanted, count = ((2, 2), (3, 4), (4, 6))[level]
+    targets, count = ((2, 2), (3, 4), (4, 6))[level]
     labels = rng.sample(words.BUTTON_LABELS, count)
-    first = labels[:wanted]
+    first = labels[:targets]
     text = rng.choice(("Click {}.", "Press {}.")).format(", then ".join(first))
-    return family.Spec(text, {"labels": labels, "wanted": wanted})
+    return family.Spec(text, {"labels": labels, "wanted": targets})
 
   def build(self, ep, data, rng):
     win, area = families_basic.form(ep, rng, 114, 66)
@@ -372,12 +372,12 @@ class MoveWindow(family.Family):
     return all(abs(d) <= near for d in self._offsets(ep))
 
   def oracle(self, ep):
-    held = family.title_points(ep, ep.w["target"])
-    if not held:
+    points = family.title_points(ep, ep.w["target"])
+    if not points:
       return family.uncover(ep, ep.w["target"].close_box)
     dx, dy = self._offsets(ep)
     w, h = ep.scene.w, ep.scene.h
     # From where the pointer can also end up on the screen, if there is one.
-    x, y = min(held, key=lambda p: not (0 <= p[0] + dx < w
+    x, y = min(points, key=lambda p: not (0 <= p[0] + dx < w
                                         and 0 <= p[1] + dy < h))
     return family.drag(ep, x, y, x + dx, y + dy)

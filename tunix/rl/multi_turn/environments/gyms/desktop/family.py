@@ -151,7 +151,7 @@ def uncover(ep: Episode, widget: widgets.Widget) -> Action:
   drags the covering widget away.
 
   Raises:
-    RuntimeError: none of these uncovers it.
+    RuntimeError: no action uncovers the widget.
   """
   scene = ep.scene
   if scene.menu is not None:
@@ -162,14 +162,14 @@ def uncover(ep: Episode, widget: widgets.Widget) -> Action:
   if isinstance(root, containers.Window):
     dx = min(max(root.x, 0), max(0, scene.w - root.w)) - root.x
     dy = min(max(root.y, 0), max(0, scene.h - root.h)) - root.y
-    held = title_points(ep, root)
-    if held and (dx or dy):
+    points = title_points(ep, root)
+    if points and (dx or dy):
       # From where the pointer can also end up on the screen.
-      held.sort(key=lambda p: not _on_screen(scene, p[0] + dx, p[1] + dy))
-      x, y = held[0]
+      points.sort(key=lambda p: not _on_screen(scene, p[0] + dx, p[1] + dy))
+      x, y = points[0]
       return drag(ep, x, y, x + dx, y + dy)
-    if held and scene.front_window() is not root:
-      x, y = scene.to_px(*held[0])
+    if points and scene.front_window() is not root:
+      x, y = scene.to_px(*points[0])
       return Action(Kind.CLICK, x=x, y=y)
   x, y = widget.center()
   cover = scene.hit(x, y) if _on_screen(scene, x, y) else None
@@ -196,12 +196,12 @@ def title_points(ep: Episode, window) -> list[tuple[int, int]]:
   middle = window.y + 1 + containers.TITLE_HEIGHT // 2
   near = window.title_center()[0]
   for y in (middle, middle - 6, middle + 6):
-    found = [
+    points = [
         (x, y) for x in range(window.x, window.x + window.w)
         if _on_screen(scene, x, y) and scene.hit(x, y) is window
     ]
-    if found:
-      return sorted(found, key=lambda p: abs(p[0] - near))
+    if points:
+      return sorted(points, key=lambda p: abs(p[0] - near))
   return []
 
 

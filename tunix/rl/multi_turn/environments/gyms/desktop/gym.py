@@ -166,9 +166,9 @@ class DesktopGym:
   def _observe(
       self, info: Mapping[str, Any], instruction: str = ""
   ) -> base.Observation:
-    done = self.episode is not None and self.episode.outcome is not None
+    ended = self.episode is not None and self.episode.outcome is not None
     return base.Observation(
-        self.scene.screenshot(), instruction, done=done, info=info
+        self.scene.screenshot(), instruction, done=ended, info=info
     )
 
   def random_scene(self, seed: int) -> base.Observation:
@@ -228,7 +228,7 @@ def oracle_action(
   """The next right action in the gym's episode; None when it is over.
 
   Args:
-    gym: with a running episode, in whatever state.
+    gym: Gym with a running episode, in any state.
     spread: clicks go to the centre of their target at 0, anywhere in the
       middle `spread` part of it up to 1 (all of it); needs `rng`.
     rng: source of the spread.
@@ -247,17 +247,3 @@ def oracle_action(
     raise ValueError(f"spread={spread} needs an rng to draw from")
   x, y = family_lib.spread_point(episode, action.x, action.y, spread, rng)
   return dataclasses.replace(action, x=x, y=y)
-
-
-def instruction_corpus(per_family: int = 200) -> list[str]:
-  """Distinct instructions of all families and levels, for a tokenizer.
-
-  Made from training seeds 0..`per_family` - 1 only.
-  """
-  texts = (
-      family_lib.spec_of(kind, seed, level).instruction
-      for kind in family_lib.FAMILIES.values()
-      for level in family_lib.LEVELS
-      for seed in range(per_family)
-  )
-  return list(dict.fromkeys(texts))

@@ -99,7 +99,7 @@ def free_spot(
     rng: random.Random,
     area: Rect,
     size: tuple[int, int],
-    taken: Sequence[Rect],
+    occupied: Sequence[Rect],
     gap: int = 3,
     tries: int = 10,
 ) -> tuple[int, int] | None:
@@ -110,7 +110,7 @@ def free_spot(
     return None
   for _ in range(tries):
     x, y = ax + rng.randrange(aw - w + 1), ay + rng.randrange(ah - h + 1)
-    if not any(_overlap((x, y, w, h), other, gap) for other in taken):
+    if not any(_overlap((x, y, w, h), other, gap) for other in occupied):
       return x, y
   return None
 
@@ -160,19 +160,19 @@ def dialog(
   x, y, w, h = win.client()
   win.add(widgets.Label(x + 2, y + 4, message))
   gap = (w - total) // (len(labels) + 1)
-  left, buttons = x + gap, []
+  button_x, buttons = x + gap, []
   for size, label in zip(sizes, labels):
     buttons.append(
-        win.add(widgets.Button(left, y + h - 17, *size, label))
+        win.add(widgets.Button(button_x, y + h - 17, *size, label))
     )
-    left += size[0] + gap
+    button_x += size[0] + gap
   return win, buttons
 
 
 def clutter(rng: random.Random, scene: scene_lib.Scene, count: int) -> None:
   """Up to `count` icons of other names where the desktop is still free."""
-  taken = {w.name for item in scene.items for w in item.walk()}
-  names = [n for n in words.ICON_NAMES if n not in taken]
+  used = {w.name for item in scene.items for w in item.walk()}
+  names = [n for n in words.ICON_NAMES if n not in used]
   blocked = [(i.x, i.y, i.w, i.h) for i in scene.items]
   w, h = items.Icon.SIZE
   for name in rng.sample(names, min(count, len(names))):

@@ -44,12 +44,12 @@ class GenvError(http.CallError):
 
   @classmethod
   def of(cls, error: http.CallError) -> GenvError:
-    made = _kind_of(error)
-    made.answer, made.late = error.answer, error.late
-    if isinstance(made, GenvCapacityError):
+    genv_error = _kind_of(error)
+    genv_error.answer, genv_error.late = error.answer, error.late
+    if isinstance(genv_error, GenvCapacityError):
       pause = error.retry_after_s
-      made.retry_after_s = 1.0 if pause is None else max(0.05, pause)
-    return made
+      genv_error.retry_after_s = 1.0 if pause is None else max(0.05, pause)
+    return genv_error
 
 
 class GenvUnavailableError(GenvError):
@@ -60,7 +60,7 @@ class GenvCapacityError(GenvError):
   """The server had no room until the deadline.
 
   Attributes:
-    retry_after_s: when there may be, by the server.
+    retry_after_s: Seconds until there may be room, as the server says.
   """
 
 
@@ -83,8 +83,9 @@ class Timeouts:
   """Deadlines in seconds, each over all tries of a call.
 
   Attributes:
-    tasks: of a list or a task; likewise the others.
-    connect: of a connection.
+    tasks: Deadline of reading the list or one task.
+    create, step, evaluate, terminate: Deadline of that call.
+    connect: Deadline of a connection.
   """
 
   tasks: float = 60.0
@@ -136,11 +137,11 @@ class GenvClient:
   ):
     """Args:
 
-      base_url: of the server, without /api/v1.
-      gym_id: which of its gyms.
-      token: that it asks for, "" for none.
-      timeouts: deadlines.
-      retries: by kind of call, those of `RETRIES`.
+      base_url: Address of the server, without /api/v1.
+      gym_id: Name of one of its gyms.
+      token: Token that the server asks for, "" for none.
+      timeouts: Deadlines of the calls.
+      retries: Retry policy by kind of call, see `RETRIES`.
 
     Raises:
       ValueError: no http address, or an empty gym_id.
@@ -218,8 +219,8 @@ class GenvClient:
       data = await self._ask("tasks", "GET", "/api/v1/gyms")
     except GenvRequestError:
       return []  # The documented protocol has no such address.
-    found = data.get("gyms") if isinstance(data, Mapping) else None
-    return [g for g in found or () if isinstance(g, dict)]
+    rows = data.get("gyms") if isinstance(data, Mapping) else None
+    return [g for g in rows or () if isinstance(g, dict)]
 
   def _read(self, row: Any, where: str) -> cua_task.CUATask:
     return cua_task.CUATask.from_row(
@@ -237,9 +238,9 @@ class GenvClient:
     """Starts an execution; the reply has an `execution_id`.
 
     Args:
-      identifier: of the task.
-      options: of the server.
-      key: of this execution, a new one when None.
+      identifier: Id, name or number of the task.
+      options: Options that the server takes.
+      key: Idempotency key of this execution, a new one when None.
 
     Raises:
       GenvUnknownTaskError, GenvCapacityError, GenvUnavailableError, GenvError.
@@ -251,8 +252,8 @@ class GenvClient:
         {"options": dict(options or {})},
         headers={"idempotency-key": key or uuid.uuid4().hex},
     )
-    found = reply.get("execution_id")
-    if not isinstance(found, str) or not found:
+    execution_id = reply.get("execution_id")
+    if not isinstance(execution_id, str) or not execution_id:
       raise GenvError(
           f"{self.base_url} created an execution of {identifier!r} without an"
           " execution_id"
@@ -286,7 +287,7 @@ class GenvClient:
       facts: Mapping[str, Any] | None = None,
   ) -> dict[str, Any]:
     """The server's verdict; sends only the arguments given."""
-    given = {
+    arguments = {
         "answer_text": answer_text,
         "execution_data": execution_data,
         "context_text": context_text,
@@ -296,7 +297,7 @@ class GenvClient:
         "evaluate",
         "POST",
         f"executions/{_quoted(execution_id)}/evaluate",
-        {k: v for k, v in given.items() if v is not None},
+        {k: v for k, v in arguments.items() if v is not None},
     )
 
   async def terminate(self, execution_id: str) -> bool:

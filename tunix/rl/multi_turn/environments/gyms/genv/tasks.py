@@ -40,9 +40,9 @@ class GenvTasks(seeds.SplitTasks):
   ):
     """Args:
 
-      gym_id: of the server.
-      max_turns: of the tasks of each family that it has.
-      families: those to offer, () for all.
+      gym_id: Name of the server's gym.
+      max_turns: Turn limit of the tasks of each family of the gym.
+      families: Families to offer, () for all.
 
     Raises:
       ValueError: a family that it has not.
@@ -79,7 +79,7 @@ def server_tasks(
   split in two.
 
   Args:
-    families: those to offer, none or () for all.
+    families: Families to offer, None or () for all.
     base_url, gym_id, token_file, timeouts: see `GenvGym`.
 
   Raises:
@@ -99,13 +99,13 @@ def server_tasks(
       await client.aclose()
 
   try:
-    found = concurrency.call(ask, seconds=_ASK_S, what=f"asking {base_url}")
+    gym_row = concurrency.call(ask, seconds=_ASK_S, what=f"asking {base_url}")
   except client_lib.GenvUnavailableError as error:
     raise _not_there(server, error) from error
-  if found is not None and isinstance(found.get("max_turns"), dict) and (
-      found.get("instances")
+  if gym_row is not None and isinstance(gym_row.get("max_turns"), dict) and (
+      gym_row.get("instances")
   ):
-    return GenvTasks(gym_id, found["max_turns"], families or ())
+    return GenvTasks(gym_id, gym_row["max_turns"], families or ())
   tasks = list_tasks(**server)
   config = source.TaskSourceConfig(source="gym")
   split = [source.select(tasks, config, name) for name in source.SPLITS]

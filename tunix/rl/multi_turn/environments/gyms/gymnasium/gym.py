@@ -208,9 +208,9 @@ class GymnasiumGym:
       adapter: GuiAction -> environment action; raises `Untranslatable`. Or a
         mapping of one: `{"type": "keys", "keys": {…}, "wait": …}` or
         `{"type": "desktop", "width": …, "height": …}`.
-      env_kwargs: for `gymnasium.make` when `env` is an id.
-      instruction: of episodes where neither the task nor the environment's
-        `info["instruction"]` has one.
+      env_kwargs: Arguments for `gymnasium.make` when `env` is an id.
+      instruction: Instruction of episodes where neither the task nor the
+        environment's `info["instruction"]` has one.
       success_return: least sum of rewards of a success.
       success_end: how a successful episode ends: "terminated", "truncated"
         (surviving to the time limit, as in CartPole) or "any".
@@ -418,7 +418,7 @@ class GymnasiumTasks(seeds.SeededTasks):
     """Args:
 
       family: name to report success under, usually the environment's id.
-      instruction: as in `base.Task`; may be empty.
+      instruction: Instruction of the tasks, see `base.Task`; may be empty.
       max_turns: turns an episode may take, None for the run's default.
     """
     self._families = (family,)

@@ -88,8 +88,8 @@ async def oracle_action(gym: gym_lib.MiniWobGym) -> _Action | None:
   Raises:
     RuntimeError: no episode is running.
     ValueError: the family has no oracle.
-    LookupError: what should be clicked is not there, or wholly covered: this
-      page cannot be solved.
+    LookupError: the element to click is missing or wholly covered: this page
+      cannot be solved.
   """
   if gym.task is None or gym.page is None:
     raise RuntimeError("no episode is running; call start(task) first")
@@ -114,12 +114,12 @@ async def oracle_action(gym: gym_lib.MiniWobGym) -> _Action | None:
   )
   if state is None:
     return await _click(gym, "find('#subbtn')")
-  field, wanted, length, selected, focused = state
+  field, text, length, selected, focused = state
   if not focused:
     return await _click(gym, f"find('#{field}')")
   if selected < length:
     return _Action(_Kind.KEY, keys=("ctrl", "a"))
-  return _Action(_Kind.TYPE, text=wanted)
+  return _Action(_Kind.TYPE, text=text)
 
 
 async def describe(

@@ -54,7 +54,7 @@ def pages_directory() -> pathlib.Path:
   """The directory of the pages `<family>.html`.
 
   Raises:
-    PagesNotFound: with what to install.
+    PagesNotFound: they are not installed; the message names the packages.
   """
   return _pages_in(os.environ.get(PAGES_VARIABLE))
 
@@ -136,12 +136,11 @@ class MiniWobTasks(seeds.SeededTasks):
   ):
     """Args:
 
-      families: those to offer, None for all.
-      data_mode: which part of their own split the few pages that have one
-        draw from: "default", "train" or "test".
+      families: Families to offer, None for all.
+      data_mode: Part of their own split that the few pages with one draw from:
+        "default", "train" or "test".
     """
-    known = globals()["families"]()
-    names = tuple(families) if families else known
+    names = tuple(families) if families else globals()["families"]()
     for name in names:
       page_url(name)
     if data_mode not in DATA_MODES:

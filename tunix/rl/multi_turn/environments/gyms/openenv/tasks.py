@@ -61,15 +61,15 @@ def server_tasks(
   token = genv_gym.read_token(token_file)
   # A server's address may be given as that of its sessions.
   url = "http" + url[2:] if url.startswith("ws") else url
-  found = concurrency.call(
+  task_set = concurrency.call(
       lambda: _ask(url.rstrip("/"), token), seconds=_SECONDS + 5,
       what=f"asking {url}",
   )  # pyformat: disable
   for family in families or ():
-    if family not in found.families():
-      wrong = registry.unknown_name("task family", family, found.families())
+    if family not in task_set.families():
+      wrong = registry.unknown_name("task family", family, task_set.families())
       raise ValueError(f"{url}: {wrong}")
-  return found
+  return task_set
 
 
 async def _ask(url: str, token: str) -> Any:

@@ -95,12 +95,12 @@ def file_tasks(
     into.setdefault(task.family, []).append(task)
   if skipped:
     _LOG.warning("%d tasks of %s cannot be played here", skipped, root)
-  found = seeds.IndexedTasks(train, held_out)
-  for family in families or found.families() or ("",):
-    if family not in found.families():
-      wrong = registry.unknown_name("domain", family, found.families())
+  task_set = seeds.IndexedTasks(train, held_out)
+  for family in families or task_set.families() or ("",):
+    if family not in task_set.families():
+      wrong = registry.unknown_name("domain", family, task_set.families())
       raise ValueError(
           f"{root}: {wrong}; a domain needs tasks to train on and tasks that"
           " are held out"
       )
-  return found
+  return task_set

@@ -125,27 +125,27 @@ def furnish(desktop: desktops.Desktop, task: Instance) -> None:
 
 def tree_of(files: Mapping[str, str | None]) -> dict[str, str | None]:
   """`State.tree` of a home that holds just these files."""
-  found: dict[str, str | None] = {}
+  tree: dict[str, str | None] = {}
   for name, text in files.items():
     for parent in pathlib.PurePosixPath(name).parents:
       if str(parent) != ".":
-        found[str(parent)] = None
-    found[name] = text if text is None else text.rstrip("\n")
-  return found
+        tree[str(parent)] = None
+    tree[name] = text if text is None else text.rstrip("\n")
+  return tree
 
 
 def expect_tree(
-    state: state_lib.State, wanted: Mapping[str, str | None]
+    state: state_lib.State, expected: Mapping[str, str | None]
 ) -> str:
   """Differences of the home's files from `wanted`, "" for none."""
-  wanted = tree_of(wanted)
-  found = state.tree()
-  for name in sorted({*wanted, *found}):
-    if name not in found:
+  expected = tree_of(expected)
+  actual = state.tree()
+  for name in sorted({*expected, *actual}):
+    if name not in actual:
       return f"there is no {name}"
-    if name not in wanted:
+    if name not in expected:
       return f"there is {name}, which should not be"
-    if found[name] != wanted[name]:
+    if actual[name] != expected[name]:
       return f"{name} does not hold what it should"
   return ""
 

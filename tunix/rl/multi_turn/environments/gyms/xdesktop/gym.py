@@ -72,10 +72,10 @@ class XDesktopGym:
   """One desktop at a time; `start` may be called again after an episode.
 
   Attributes:
-    width, height: of the screenshots in pixels.
-    task: of the episode, None when there is none.
-    observation: the newest, None before the first.
-    desktop: of the episode, None before the first and after an error.
+    width, height: Size of the screenshots in pixels.
+    task: Task of the episode, None without one.
+    observation: The newest observation, None before the first.
+    desktop: Desktop of the episode, None before the first and after an error.
   """
 
   def __init__(
@@ -96,19 +96,19 @@ class XDesktopGym:
   ):
     """Args:
 
-      width, height: of the screenshots in pixels.
-      zoom: the screen is so many times as large as a screenshot, which is
+      width, height: Size of the screenshots in pixels.
+      zoom: Factor by which the screen is larger than a screenshot, which is
         reduced from it; 0 for the smallest that gives a screen of 800x600.
       isolation: "auto" or "namespaces"; or "processes", which lets the policy
         read and write what this user can; see `sandbox`.
-      directory: where the files of desktops lie, None for the machine's own
-        place for temporary ones.
-      disk_mb: of all files of a desktop in namespaces, in MiB; they lie in
+      directory: Directory for the files of desktops, None for the machine's own
+        place for temporary files.
+      disk_mb: Size of all files of a desktop in namespaces, in MiB; they lie in
         memory.
-      max_processes: of a desktop in namespaces, threads included.
-      settle_s: an action is over when nothing has happened for so long.
-      settle_limit_s: and at the latest after this.
-      launch_s: deadline of each program to come up.
+      max_processes: Most processes and threads of a desktop in namespaces.
+      settle_s: Seconds without any change after which an action is over.
+      settle_limit_s: Seconds after which an action is over in any case.
+      launch_s: Seconds that each program may take to come up.
       call_s: deadline of each call; that of `start` is longer by `launch_s`
         for each program.
       pointer: whether screenshots show the mouse pointer.
@@ -318,7 +318,7 @@ class XDesktopGym:
         if not w.minimized
         and w.x <= x < w.x + w.width and w.y <= y < w.y + w.height
     ]  # pyformat: disable
-    # The window with the keyboard is on top; of others, the younger one.
+    # The window with the keyboard is on top; else the youngest one.
     under.sort(key=lambda w: w.active)
     return under[-1].title if under else None
 
@@ -430,7 +430,7 @@ class XDesktopGym:
     return self.desktop.settle(self._settle_s, self._settle_limit_s)
 
   def _notches(self, pixels: float) -> int:
-    """Notches of the wheel for so many pixels; at least one."""
+    """Returns the notches of the wheel for `pixels` of scrolling."""
     notches = round(pixels * self._zoom / _PIXELS_A_NOTCH)
     return notches or int(math.copysign(1, pixels)) if pixels else 0
 
@@ -449,8 +449,8 @@ class XDesktopGym:
 
 
 def _seconds(action: gui_action.GuiAction, default: float) -> float:
-  given = default if action.duration is None else action.duration
-  return min(max(given, 0.0), _MAX_WAIT_S)
+  duration = default if action.duration is None else action.duration
+  return min(max(duration, 0.0), _MAX_WAIT_S)
 
 
 def _impossible(action: gui_action.GuiAction) -> str:
@@ -495,7 +495,7 @@ async def describe(
   """
   if gym.desktop is None:
     raise RuntimeError("no episode is running; call start(task) first")
-  found = await concurrency.acall(
+  title = await concurrency.acall(
       gym.window_at, x, y, seconds=_DESCRIBE_S, what="xdesktop describe"
   )
-  return None if found is None else f"the window {found!r}"
+  return None if title is None else f"the window {title!r}"

@@ -31,32 +31,32 @@ def members(init_pid: int | None) -> list[int]:
   if init_pid is None:
     return []
   try:
-    wanted = os.readlink(f"/proc/{init_pid}/ns/pid")
+    namespace = os.readlink(f"/proc/{init_pid}/ns/pid")
   except OSError:
     return []
-  found = []
+  pids = []
   for name in os.listdir("/proc"):
     if name.isdigit():
       try:
-        if os.readlink(f"/proc/{name}/ns/pid") == wanted:
-          found.append(int(name))
+        if os.readlink(f"/proc/{name}/ns/pid") == namespace:
+          pids.append(int(name))
       except OSError:
         pass  # Ended, or of another user.
-  return found
+  return pids
 
 
 def marked(mark: bytes) -> list[int]:
   """Processes that have `mark`, NAME=value, in their environment."""
-  found = []
+  pids = []
   for entry in os.listdir("/proc"):
     if entry.isdigit():
       try:
         with open(f"/proc/{entry}/environ", "rb") as file:
           if mark in file.read().split(b"\0"):
-            found.append(int(entry))
+            pids.append(int(entry))
       except OSError:
         pass
-  return found
+  return pids
 
 
 def is_zombie(pid: int) -> bool:
@@ -127,7 +127,7 @@ def joining(group: pathlib.Path, command: list[str]) -> list[str]:
 
 
 def _parent() -> pathlib.Path:
-  """Where groups are made: in version 1 of control groups, or version 2."""
+  """Returns the directory of groups: of version 1 of control groups, or 2."""
   first = _GROUPS / "pids"
   if first.is_dir():
     return first

@@ -24,7 +24,7 @@ class XDesktopTasks(seeds.SeededTasks):
   def __init__(self, families: tuple[str, ...] | list[str] | None = None):
     """Args:
 
-      families: those to offer, None for all.
+      families: Families to offer, None for all.
 
     Raises:
       ValueError: no such family; gives the nearest.
