@@ -124,7 +124,7 @@ class MessageHistory:
     return self._snapshot
 
   def view(self) -> MessageView:
-    """A snapshot of `seen` that later turns do not change."""
+    """Returns a snapshot of `seen` that later turns do not change."""
     return MessageView(self._seen)
 
   def append(self, message: Message, line: str = "") -> None:
@@ -230,7 +230,7 @@ def _has_image(message: Message) -> bool:
 
 
 def _without_first_image(message: Message, note: str) -> Message:
-  """A copy of the message with its first image replaced by the note."""
+  """Returns a copy of the message with its first image replaced by the note."""
   parts = list(message["content"])
   for i, part in enumerate(parts):
     if _is_image(part):

@@ -60,7 +60,7 @@ def get(name: str) -> AgentSpec:
 
   Raises:
     ValueError: unknown; the message names the nearest one.
-    ImportError: nothing at that path.
+    ImportError: no such module or attribute.
   """
   spec = AGENTS.get(name, "operator")
   return spec if isinstance(spec, AgentSpec) else AgentSpec(spec)

@@ -90,7 +90,7 @@ class RunAgent(base_agent.BaseAgent):
     return self._run_id
 
   async def output(self, index: int) -> dict[str, Any] | None:
-    """The run's model output of that index; None if it ended before.
+    """Returns the run's model output of that index; None if it ended before.
 
     Raises:
       RunServiceError: the service is gone, or answers garbage.
@@ -254,7 +254,7 @@ def _end(
 
 
 def _readable(message: Mapping[str, Any]) -> trajectory_lib.Message:
-  """The message without data URLs: a trajectory holds no pixels."""
+  """Returns the message without data URLs: a trajectory holds no pixels."""
   content = message.get("content")
   if isinstance(content, list):
     content = [_readable_part(part) for part in content]

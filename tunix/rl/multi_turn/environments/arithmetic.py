@@ -63,7 +63,7 @@ class ArithmeticTasks(seeds.SplitTasks):
 
 
 def _is_held_out(a: int, b: int) -> bool:
-  """Whether a pair of numbers, in either order, is of the evaluation.
+  """Whether a pair of numbers, in either order, is held out.
 
   Each number is in pairs of both kinds: a policy that has read it in training
   can be asked for it.
@@ -78,7 +78,7 @@ _VERBS = {"+": "add", "-": "subtract", "*": "multiply"}
 def solve(
     fields: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-  """The turns that solve a problem of this module.
+  """Returns the turns that solve a problem of this module.
 
   Args:
     fields: Fields of the task, with `question` and `answer`.

@@ -33,11 +33,12 @@ class Conversation:
 
 
 def read(path: str | os.PathLike[str]) -> list[Conversation]:
-  """Every conversation of a file, in its order.
+  """Returns every conversation of a file, in its order.
 
   Raises:
-    OSError: it cannot be read.
-    ValueError: a line that is no conversation, with its number; or no line.
+    OSError: the file cannot be read.
+    ValueError: the file is empty, or a line, whose number the message has, is
+      not a conversation.
   """
   conversations = []
   text = pathlib.Path(path).expanduser().read_text(encoding="utf-8")
@@ -88,7 +89,7 @@ def _conversation(line: str, number: int) -> Conversation:
 
 
 def text_and_calls(turn: Turn) -> tuple[str, list[trajectory.ToolCall]]:
-  """A turn's text ("" for none) and its tool calls.
+  """Returns a turn's text ("" for none) and its tool calls.
 
   Raises:
     ValueError: neither, or calls that are not of OpenAI's form.

@@ -136,7 +136,7 @@ class PythonTool(stateful.BaseTool):
     """Runs `parameters["code"]`.
 
     Raises:
-      CodeError: it failed, or took too long.
+      CodeError: the code failed, or took too long.
       UnknownInstanceError: no such instance.
     """
     del kwargs

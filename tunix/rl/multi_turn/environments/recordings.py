@@ -137,7 +137,7 @@ def _ends_with_newline(file: pathlib.Path) -> bool:
 
 
 def read(path: str | os.PathLike[str]) -> list[Recording]:
-  """All episodes of a file, in order, without lines that a crash cut.
+  """Returns all episodes of a file, in order, without lines that a crash cut.
 
   Raises:
     OSError: the file cannot be read.
@@ -204,7 +204,7 @@ class ReplayGym:
     return self._now
 
   def next_action(self) -> gui_action.GuiAction | None:
-    """The recorded next action; None at the end."""
+    """Returns the recorded next action; None at the end."""
     if self._now is None or self._step == len(self._now.actions):
       return None
     return self._now.actions[self._step]

@@ -32,7 +32,7 @@ def make_environment(
     allowed_gyms: Collection[str],
     client_settings: Collection[str] = (),
 ) -> cua_env.CUAEnv:
-  """The environment of one run.
+  """Returns the environment of one run.
 
   Args:
     env: Environment that the request names.

@@ -136,7 +136,7 @@ def get(name: str) -> EnvironmentSpec:
 
   Raises:
     ValueError: unknown; the message names the nearest one.
-    ImportError: nothing at that path.
+    ImportError: no such module or attribute.
   """
   entry = ENVIRONMENTS.get(name, "operator")
   if isinstance(entry, EnvironmentSpec):

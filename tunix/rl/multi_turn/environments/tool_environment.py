@@ -281,7 +281,7 @@ class ToolEnvironment(base_env.BaseEnv):
 
 
 def _answer(call: trajectory.ToolCall) -> str:
-  """The text that a finish call carries."""
+  """Returns the text that a finish call carries."""
   for key in ("response", "answer", "text"):
     if key in call.arguments:
       value = call.arguments[key]

@@ -88,7 +88,7 @@ def from_numbers(
   """uint8[H, W, 3] of whole numbers in [H, W, 3 or 4].
 
   Raises:
-    WireError: they are no picture.
+    WireError: the numbers are not a picture.
   """
   right = pixels.ndim == 3 and pixels.shape[2] in (3, 4) and pixels.size
   right = right and pixels.dtype.kind in "iu"
@@ -347,7 +347,7 @@ def _genv_action(
 
 
 def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
-  """The fields without those that are null, which means "not given"."""
+  """Returns the fields without those that are null, which means "not given"."""
   return {k: v for k, v in fields.items() if v is not None}
 
 

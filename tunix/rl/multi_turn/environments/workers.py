@@ -81,7 +81,7 @@ class WorkerGym:
     return await self._worker.call(self._id, "evaluate")
 
   async def close(self) -> None:
-    """Idempotent; a no-op when the process has ended."""
+    """Closes the gym; idempotent, a no-op when the process has ended."""
     if self._id not in self._worker.gyms:
       return
     self._worker.gyms.discard(self._id)
@@ -124,7 +124,7 @@ class GymWorkers:
     return tuple(w.pid for w in self._workers if w is not None and w.alive)
 
   async def make(self, settings: Mapping[str, Any]) -> WorkerGym:
-    """A gym in the least busy process; `settings` hold its name, too.
+    """Makes a gym in the least busy process; `settings` include its name.
 
     Raises:
       RuntimeError: closed, or no process starts.
@@ -264,7 +264,7 @@ _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 def encode_message(message: dict[str, Any], value: Any = None) -> bytes:
-  """A message.
+  """Encodes a message.
 
   Args:
     message: JSON values.
@@ -272,7 +272,7 @@ def encode_message(message: dict[str, Any], value: Any = None) -> bytes:
       Evaluation.
 
   Raises:
-    TypeError: it holds a value that JSON cannot.
+    TypeError: `value` holds an object that JSON does not have.
   """
   pixels = b""
   kind = "json"
@@ -300,7 +300,7 @@ def encode_message(message: dict[str, Any], value: Any = None) -> bytes:
 
 
 def decode_message(data: bytes) -> tuple[dict[str, Any], Any]:
-  """(message, value) of `encode_message`.
+  """Returns the (message, value) that `encode_message` got.
 
   Raises:
     ValueError: `data` is not such a message.

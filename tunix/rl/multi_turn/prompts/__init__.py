@@ -88,7 +88,7 @@ def register_prompt(name: str, template: str) -> None:
 
 
 def get_prompt(name: str) -> str:
-  """The template of that name.
+  """Returns the template of that name.
 
   Raises:
     ValueError: unknown; the message names the nearest one.

@@ -19,10 +19,10 @@ _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
 def ground_truth(task: Any) -> Any:
-  """The task's `ground_truth` or `answer`.
+  """Returns the task's `ground_truth` or `answer`.
 
   Raises:
-    ValueError: it has neither.
+    ValueError: the task has neither.
   """
   if isinstance(task, Mapping):
     for key in ("ground_truth", "answer"):
@@ -32,7 +32,7 @@ def ground_truth(task: Any) -> Any:
 
 
 def last_number(text: str) -> float | None:
-  """The last number written in the text, or None."""
+  """Returns the last number written in the text, or None."""
   numbers = _NUMBER.findall(text)
   if not numbers:
     return None
@@ -119,7 +119,7 @@ def success(
 def score(
     task: Any, action: Any, info: Mapping[str, Any] | None = None
 ) -> RewardOutput:
-  """The score that the environment's own evaluation gave.
+  """Returns the score that the environment's own evaluation gave.
 
   Raises:
     ValueError: the environment has none.
@@ -153,7 +153,7 @@ def gui_state(
     partial: reward the share of the values that are as expected.
 
   Raises:
-    ValueError: nothing is expected, or the environment evaluates nothing.
+    ValueError: no value is expected, or the environment has no evaluation.
   """
   del action
   evaluation = (info or {}).get("evaluation")
@@ -183,7 +183,7 @@ _ABSENT = object()
 
 
 def _at(value: Any, path: str) -> Any:
-  """The part of nested mappings and lists at a dotted path."""
+  """Returns the part of nested mappings and lists at a dotted path."""
   for key in str(path).split("."):
     if isinstance(value, Mapping):
       value = value.get(key, _ABSENT)

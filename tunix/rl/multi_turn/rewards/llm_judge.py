@@ -301,7 +301,7 @@ class LLMJudge:
       self.requests += 1
 
   def _read(self, data: Mapping[str, Any]) -> Scored:
-    """The score in a server's answer.
+    """Returns the score in a server's answer.
 
     Raises:
       http.CallError: none is in it.

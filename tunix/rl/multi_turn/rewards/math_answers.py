@@ -114,10 +114,10 @@ class Worker:
   def ask(
       self, request: dict[str, Any], seconds: float
   ) -> dict[str, Any] | None:
-    """The process's answer; None when it took too long or broke down.
+    """Returns the process's answer; None when it took too long or broke down.
 
     Raises:
-      RuntimeError: it cannot be started.
+      RuntimeError: the process cannot be started.
     """
     process = self._started()
     assert process.stdin is not None
@@ -157,7 +157,7 @@ class Worker:
 def _read_line(
     process: subprocess.Popen[bytes], seconds: float
 ) -> bytes | None:
-  """A line that the process writes; None at its end or the deadline."""
+  """Returns a line that the process writes; None at its end or the deadline."""
   assert process.stdout is not None
   due, line = time.monotonic() + seconds, b""
   while not line.endswith(b"\n"):

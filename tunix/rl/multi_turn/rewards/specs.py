@@ -178,7 +178,7 @@ class RewardPlan:
 
 
 def plan(spec: str | Mapping[str, Any]) -> RewardPlan:
-  """The reward that `environment.reward` describes.
+  """Returns the reward that `environment.reward` describes.
 
   Args:
     spec: A registered name or "package.module:function"; or a mapping of such
@@ -231,7 +231,7 @@ def kind_of(fn: Any) -> str:
 
 
 def options_of(fn: Any) -> arguments.Takes:
-  """The options that a reward takes."""
+  """Returns the options that a reward takes."""
   takes = arguments.takes(fn)
   if inspect.isclass(fn):
     options = {n: o for n, o in takes.options.items() if n != "self"}
@@ -248,11 +248,11 @@ def options_of(fn: Any) -> arguments.Takes:
 
 
 def bind(name: str, options: Mapping[str, Any]) -> registry.RewardFn:
-  """The reward of that name with its options.
+  """Returns the reward of that name with its options.
 
   Raises:
     ValueError: an unknown name; an unknown, wrong or missing option.
-    ImportError: nothing at a path.
+    ImportError: no such module or attribute.
   """
   fn = registry.get_reward_fn(name, "operator")
   takes = options_of(fn)

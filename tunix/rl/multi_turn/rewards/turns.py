@@ -20,7 +20,7 @@ def _format_options(pattern: str = "", parsed: bool = True) -> None:
 
 
 def _at_least(lowest: Mapping[str, int]) -> Callable[..., None]:
-  """A check of numbers, by their least values."""
+  """Returns a check of numbers, by their least values."""
 
   def check(**options: Any) -> None:
     for name, low in lowest.items():

@@ -75,7 +75,7 @@ class Pictures:
   urls: content_store.SignedUrls
 
   async def of(self, image: trajectory.ImageRef, form: str) -> str:
-    """A data URL ("base64"), or a signed address ("url").
+    """Returns a data URL ("base64"), or a signed address ("url").
 
     Raises:
       KeyError: the image was evicted.
@@ -287,7 +287,7 @@ class Run:
   async def _written(
       self, messages: Sequence[trajectory.Message], form: str
   ) -> list[dict[str, Any]]:
-    """The messages in OpenAI's form."""
+    """Returns the messages in OpenAI's form."""
     out = []
     for message in messages:
       content = message.get("content")
@@ -307,7 +307,7 @@ class Run:
     return {"type": "image_url", "image_url": {"url": url}}
 
   async def _shown(self, sent: list[Any]) -> list[Any]:
-    """The request's messages, as events show them."""
+    """Returns the request's messages, as events show them."""
     if self.body.images == self.body.model.images:
       return sent
     return await self._written(
@@ -400,10 +400,10 @@ class Run:
 
 
 def _reply_of(answer: bytes) -> dict[str, Any]:
-  """The model server's answer, as the run's record keeps it.
+  """Returns the model server's answer, as the run's record keeps it.
 
   Raises:
-    ModelError: it is no object of JSON that could be written again.
+    ModelError: the reply is not a JSON object that can be written again.
   """
   try:
     reply = json_models.parse(answer)
@@ -419,7 +419,7 @@ def _reply_of(answer: bytes) -> dict[str, Any]:
 
 
 def _text_of(reply: Mapping[str, Any]) -> str:
-  """The assistant's text.
+  """Returns the assistant's text.
 
   Raises:
     ModelError: the reply has none.
@@ -481,7 +481,7 @@ def _size_of(record: Any, texts: set[int]) -> int:
 
 
 def _args(gui_action: Mapping[str, Any]) -> dict[str, Any]:
-  """A GUI action's fields under the protocol's names."""
+  """Returns a GUI action's fields under the protocol's names."""
 
   def point(x: str, y: str) -> dict[str, Any] | None:
     if x in gui_action and y in gui_action:

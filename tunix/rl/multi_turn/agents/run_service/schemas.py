@@ -168,7 +168,7 @@ PRESETS: Mapping[tuple[str, str], Preset] = {
 
 
 def make_agent(body: CreateBody) -> tool_agent.ToolAgent:
-  """The agent of a run.
+  """Returns the agent of a run.
 
   Raises:
     ValueError: no such agent, or one whose grammar is not installed.

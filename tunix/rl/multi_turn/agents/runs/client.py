@@ -148,19 +148,19 @@ class RunServiceClient:
     )
 
   async def trajectory(self, run_id: str) -> list[dict[str, Any]]:
-    """The run's trajectory; [] where the service has none."""
+    """Returns the run's trajectory; [] where the service has none."""
     return await self._list(run_id, "trajectory")
 
   async def tokens(self, run_id: str) -> list[dict[str, Any]]:
-    """The run's tokens; [] where the service has none."""
+    """Returns the run's tokens; [] where the service has none."""
     return await self._list(run_id, "tokens")
 
   async def steps(self, run_id: str) -> list[dict[str, Any]]:
-    """The run's steps; [] where the service has none."""
+    """Returns the run's steps; [] where the service has none."""
     return await self._list(run_id, "steps")
 
   async def step(self, run_id: str, index: int) -> dict[str, Any] | None:
-    """A step, counted from 0; None where the service has none."""
+    """Returns a step, counted from 0; None where the service has none."""
     try:
       reply = await self._poll(run_id, f"/steps/{index}")
     except RunServiceError as error:
@@ -236,11 +236,11 @@ class RunServiceClient:
     return url.startswith(f"{self.base_url}/")
 
   async def fetch(self, url: str) -> bytes:
-    """The bytes of a screenshot that an event names.
+    """Returns the bytes of a screenshot that an event names.
 
     Raises:
-      RunServiceError: it cannot be had, or is at another server: addresses in
-        events are the service's word, and not followed anywhere.
+      RunServiceError: the screenshot cannot be read, or is at another server,
+        which is not called: addresses in events are the service's word.
     """
     if not self.owns(url):
       raise RunServiceError(
@@ -292,10 +292,10 @@ class RunServiceClient:
 
 
 async def model_name(base_url: str, seconds: float, token: str = "") -> str:
-  """The first model that an OpenAI-compatible server lists.
+  """Returns the first model that an OpenAI-compatible server lists.
 
   Raises:
-    RunServiceError: it lists none.
+    RunServiceError: the server lists no model.
     ValueError: no address.
   """
   base = http.address(base_url, "model.baseUrl", "http://127.0.0.1:8000/v1")

@@ -64,7 +64,7 @@ class Turn:
 
 
 def turns_of(events: Iterable[Mapping[str, Any]]) -> list[Turn]:
-  """The model calls of a run, in order.
+  """Returns the model calls of a run, in order.
 
   Raises:
     ValueError: a model_output that is no chat completion.
@@ -284,7 +284,7 @@ def _spans(
 
 
 def image_urls(messages: Iterable[Mapping[str, Any]]) -> list[str]:
-  """The addresses of a request's screenshots, in order."""
+  """Returns the addresses of a request's screenshots, in order."""
   urls = []
   for message in messages:
     content = message.get("content")
@@ -297,7 +297,7 @@ def image_urls(messages: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def messages_of(event: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-  """The messages of a `model_call` event, in any of its shapes."""
+  """Returns the messages of a `model_call` event, in any of its shapes."""
   messages: Any = _call_of(event)
   if messages is None:
     messages = event.get("messages")

@@ -84,7 +84,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def specs(args: argparse.Namespace) -> list[catalog.ServedGym]:
-  """The gyms of the command line and its files.
+  """Returns the gyms of the command line and its files.
 
   Raises:
     ValueError: naming the wrong argument.
@@ -116,11 +116,11 @@ def specs(args: argparse.Namespace) -> list[catalog.ServedGym]:
 
 
 def _read(path: str) -> Any:
-  """The value of a YAML file.
+  """Returns the value of a YAML file.
 
   Raises:
-    ValueError: it is no YAML, with the place.
-    OSError: it cannot be read.
+    ValueError: the file is not YAML; the message names the line.
+    OSError: the file cannot be read.
   """
   try:
     return yaml.safe_load(pathlib.Path(path).read_text(encoding="utf-8"))
@@ -141,7 +141,7 @@ def _import(name: str) -> None:
   """Imports a user's module.
 
   Raises:
-    ValueError: it cannot be imported, for whatever reason.
+    ValueError: the module cannot be imported.
   """
   try:
     registry.import_module(name)
@@ -171,7 +171,7 @@ def _from_file(
 
 
 def make_app(args: argparse.Namespace, token: str = "") -> app_lib.App:
-  """The application that the arguments describe.
+  """Returns the application that the arguments describe.
 
   Raises:
     ValueError, ImportError, OSError: naming the wrong argument.

@@ -42,5 +42,5 @@ class ApiError(Exception):
 
 
 def invalid(detail: str) -> ApiError:
-  """A 422: the request violates the protocol."""
+  """Returns a 422: the request violates the protocol."""
   return ApiError(422, detail, code="invalid_request")

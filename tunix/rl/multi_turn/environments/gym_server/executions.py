@@ -277,7 +277,7 @@ class Execution:
     return {**result, "details": wire.jsonable(verdict.details)}
 
   async def picture(self) -> wire.Screenshot:
-    """The newest screenshot in JSON's form; encoded once."""
+    """Returns the newest screenshot in JSON's form; encoded once."""
     observation = self.shown
     if self._picture is None or self._picture[0] is not observation:
       encode = lambda: wire.screenshot_to_json(observation.screenshot)
@@ -429,7 +429,7 @@ class Execution:
       self.closed.set()
 
   def describe(self) -> schemas.Execution:
-    """The state of the execution, as clients see it."""
+    """Returns the state of the execution, as clients see it."""
     data: schemas.Execution = {
         "execution_id": self.id,
         "gym_id": self.gym_id,

@@ -164,7 +164,7 @@ class OpenEnv:
     return Json([self._catalog(request).spec.gym_id])
 
   async def _no_state(self, request: Request) -> Any:
-    """The state before a reset, as OpenEnv's own servers answer."""
+    """Returns the state before a reset, as OpenEnv's own servers answer."""
     self._catalog(request)
     return Json(_state(None))
 
@@ -343,7 +343,7 @@ class _Connection:
     return await self._observation(None)
 
   def _entry(self, body: schemas.Reset) -> catalog_lib.Entry:
-    """The task that a reset asks for."""
+    """Returns the task that a reset asks for."""
     if body.task is not None:
       return self._host.entry(self._catalog, body.task)
     if body.index is not None:
@@ -418,7 +418,7 @@ class _Connection:
     }
 
   def state(self) -> schemas.EpisodeState:
-    """The episode's state; of no episode before the first reset."""
+    """Returns the episode's state; of no episode before the first reset."""
     execution = self._execution
     if execution is None:
       return _state(None)

@@ -105,7 +105,7 @@ def as_evaluation(verdict: Any, **details: Any) -> Evaluation:
     **details: Details of an Evaluation that is made of a number.
 
   Raises:
-    TypeError: it is none of them.
+    TypeError: `verdict` has another type.
   """
   if isinstance(verdict, Evaluation):
     return verdict

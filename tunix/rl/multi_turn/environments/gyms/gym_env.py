@@ -137,7 +137,7 @@ class GymEnv(desktop_env.TaskEnv):
 
     Raises:
       ValueError: the gym shows screenshots of another size.
-      DeadlineExceeded: it did not start in time.
+      DeadlineExceeded: the gym did not start in time.
     """
     self.task = self._episode.task = self.draw(seed, options)
     self._show(self._sync.reset())

@@ -20,7 +20,7 @@ _lock = threading.Lock()
 
 
 def addresses(machines: Any, default: str) -> tuple[str, ...]:
-  """The base addresses that a setting `machines` names.
+  """Returns the base addresses that a setting `machines` names.
 
   Raises:
     ValueError: one is not an http address, or is given twice.

@@ -58,7 +58,7 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str, source: registry.Source = "request") -> GymSpec:
-  """The declaration of a gym.
+  """Returns the declaration of a gym.
 
   Args:
     name: Registered, or of an operator a "module:attribute" path.

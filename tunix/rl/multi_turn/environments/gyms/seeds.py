@@ -33,14 +33,14 @@ class SeededTasks:
   def train_task(
       self, family: str, index: int, seed: int = 0, **options: Any
   ) -> base.Task:
-    """The `index`-th training instance of the run with this `seed`."""
+    """Returns the `index`-th training instance of the run with this `seed`."""
     number = train_seed(family, index, seed, EVAL_SEEDS_FROM)
     return self.task(family, number, **options)
 
   def eval_task(
       self, family: str, index: int, seed: int = 0, **options: Any
   ) -> base.Task:
-    """The `index`-th held-out instance; see `eval_seed`."""
+    """Returns the `index`-th held-out instance; see `eval_seed`."""
     number = eval_seed(family, index, seed, EVAL_SEEDS_FROM)
     return self.task(family, number, **options)
 
@@ -85,7 +85,7 @@ class IndexedTasks:
     return self._families
 
   def train_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """The `index`-th of an endless sequence of shuffled passes."""
+    """Returns the `index`-th of an endless sequence of shuffled passes."""
     tasks = self._train[family]
     epoch, place = divmod(index, len(tasks))
     order = list(range(len(tasks)))
@@ -93,19 +93,19 @@ class IndexedTasks:
     return tasks[order[place]]
 
   def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """The held-out tasks in their order, again and again."""
+    """Returns the held-out tasks in their order, again and again."""
     del seed  # Every held-out task is played, so there is nothing to choose.
     tasks = self._eval[family]
     return tasks[index % len(tasks)]
 
 
 def train_seed(family: str, index: int, seed: int, bound: int) -> int:
-  """The `index`-th training instance of the run with this `seed`."""
+  """Returns the `index`-th training instance of the run with this `seed`."""
   return _number(f"train/{family}/{index}/{seed}") % bound
 
 
 def eval_seed(family: str, index: int, seed: int, bound: int) -> int:
-  """The `index`-th held-out instance; distinct for index < bound.
+  """Returns the `index`-th held-out instance; distinct for index < bound.
 
   Families share no seeds: a generator's first numbers decide what is easy in
   many of them alike, and an evaluation would count as many what is one.

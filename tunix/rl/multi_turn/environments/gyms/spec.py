@@ -248,7 +248,7 @@ class GymSpec:
       where: The server's setting that lists them.
 
     Raises:
-      ValueError: one of them is the operator's alone.
+      ValueError: an option is the operator's alone.
     """
     for name in names:
       if name in self.operator_options:
@@ -389,7 +389,7 @@ class GymSpec:
     return factory(**own)
 
   def list_tasks(self, options: Mapping[str, Any] = _NOTHING) -> Sequence[Any]:
-    """The `CUATask`s of the gym's own list.
+    """Returns the `CUATask`s of the gym's own list.
 
     Raises:
       ValueError: the gym has no list, or a wrong option.
@@ -403,7 +403,7 @@ class GymSpec:
     return factory(**arguments.takes(factory).of(options))
 
   def load_oracle(self) -> Oracle:
-    """The oracle, imported.
+    """Returns the oracle, imported.
 
     Raises:
       ValueError: the gym has none.
@@ -462,7 +462,7 @@ def as_spec(value: Any, name: str = "") -> GymSpec:
   """`value` as a spec: itself, or a plain gym class or factory with defaults.
 
   Raises:
-    TypeError: it is neither.
+    TypeError: `value` is neither a spec nor callable.
   """
   if isinstance(value, GymSpec):
     return value if value.name else dataclasses.replace(value, name=name)

@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read_script(path: pathlib.Path) -> list[gui_action.GuiAction]:
-  """The actions of a file, one a line.
+  """Returns the actions of a file, one a line.
 
   Raises:
     ValueError: naming the line.

@@ -98,7 +98,7 @@ class Session:
     return self.seen
 
   async def finish(self) -> base.Evaluation:
-    """Judges the task as it stands, and records the episode."""
+    """Judges the current state, and records the episode."""
     if self.evaluation is None:
       self.evaluation = await self._call("evaluate")
       if self._out is not None and (
@@ -141,7 +141,7 @@ class Session:
     )
 
   async def next_right(self) -> gui_action.GuiAction | None:
-    """The oracle's next action; None when it is over.
+    """Returns the oracle's next action; None when it is over.
 
     Raises:
       ValueError: the gym has no oracle.
@@ -150,7 +150,7 @@ class Session:
     return await _value(oracle.act(self._gym), self._seconds)
 
   async def close(self) -> None:
-    """Idempotent."""
+    """Closes the gym; idempotent."""
     await self._calls.close(seconds=self._seconds)
 
   async def _target(self, action: gui_action.GuiAction) -> str | None:

@@ -40,7 +40,7 @@ def picture(pixels: np.ndarray, columns: int) -> str:
 
 
 def parse(line: str) -> Action:
-  """An action in words; see `HELP`.
+  """Parses an action in words; see `HELP`.
 
   Raises:
     ValueError: naming the word and its arguments.

@@ -28,7 +28,7 @@ DEFAULT_FAMILY = "tasks"
 
 
 class UnknownTaskError(LookupError):
-  """No task, or more than one, is called that."""
+  """No task, or more than one, has that name."""
 
   # LookupError's subclasses print their message in quotes otherwise.
   def __str__(self) -> str:
@@ -94,7 +94,7 @@ class CUATask:
     )
 
   def to_task(self) -> base.Task:
-    """The gym's view of it."""
+    """Returns the task in the gym's form."""
     params = dict(self.params)
     if self.gym_id or self.genv_identifier:
       params["genv"] = {"identifier": self.identifier, "gym_id": self.gym_id}
@@ -108,7 +108,7 @@ class CUATask:
     )
 
   def to_row(self) -> dict[str, Any]:
-    """A dataset's row: flat, the same keys for every task."""
+    """Returns a dataset's row: flat, the same keys for every task."""
     return {
         "task_id": self.id,
         "name": self.name,
@@ -128,7 +128,7 @@ class CUATask:
     }
 
   def to_record(self) -> dict[str, Any]:
-    """The row, and how success is decided."""
+    """Returns the row with the fields that decide success."""
     return {
         **self.to_row(),
         "split": self.split,
@@ -227,7 +227,7 @@ class CUATask:
 
   @classmethod
   def from_fields(cls, row: Any, *, where: str = "task") -> CUATask:
-    """A row whose fields an environment without a gym reads itself.
+    """Returns a row whose fields an environment without a gym reads itself.
 
     All of the row is kept as `params`. Its id is `task_id`, `id` or
     `extra_info.index`, else its place in the list.
@@ -319,7 +319,7 @@ T = TypeVar("T")
 
 
 def rows_of(data: Any, key: str = "tasks") -> Sequence[Any]:
-  """The rows of a reply: a bare list, or an object with one.
+  """Returns the rows of a reply: a bare list, or an object with one.
 
   Raises:
     ValueError: neither.
@@ -342,7 +342,7 @@ def resolve(
     name=lambda task: task.name,
     number=lambda task: task.number,
 ) -> T:
-  """The task that is called so; see the module docstring.
+  """Returns the task with that name; see the module docstring.
 
   Args:
     identifier: Id, name or number ("11" is "011"), or an id or name behind its
@@ -351,7 +351,8 @@ def resolve(
     ids, name, number: Functions that return these of a task.
 
   Raises:
-    UnknownTaskError: none is, with the nearest one; or several are.
+    UnknownTaskError: no task has that name, and the message names the nearest
+      one; or several tasks have it.
   """
   tasks = list(tasks)
   identifier = str(identifier)

@@ -99,7 +99,7 @@ class CurriculumSampler:
       return task
 
   def weight(self, arm: str) -> float:
-    """The arm's weight among the others."""
+    """Returns the arm's weight among the others."""
     rate = self._rates[arm]
     return max(self._floor, 4 * rate * (1 - rate))
 
@@ -153,7 +153,7 @@ class CurriculumSampler:
     """Restores the sampler from a state of `state_dict`.
 
     Raises:
-      ValueError: it is of another sampler or of other arms.
+      ValueError: the state belongs to another sampler or to other arms.
     """
     if list(state.get("arms") or ()) != list(self._arms):
       raise ValueError(

@@ -54,11 +54,11 @@ class ListedTasks(seeds.IndexedTasks):
       )
 
   def eval_tasks(self) -> dict[str, list[base.Task]]:
-    """All held-out tasks by family."""
+    """Returns all held-out tasks by family."""
     return {f: list(self._eval[f]) for f in self._families}
 
   def train_tasks(self) -> dict[str, list[base.Task]]:
-    """All training tasks by family: the arms of a curriculum."""
+    """Returns all training tasks by family: the arms of a curriculum."""
     return {f: list(self._train[f]) for f in self._families}
 
 
@@ -87,7 +87,7 @@ class WholeList:
     return self._families
 
   def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """The tasks in their order, again and again."""
+    """Returns the tasks in their order, again and again."""
     del seed
     tasks = self._tasks[family]
     return tasks[index % len(tasks)]
@@ -95,7 +95,7 @@ class WholeList:
   train_task = eval_task  # For a look at the first one; none is trained on.
 
   def eval_tasks(self) -> dict[str, list[base.Task]]:
-    """All tasks by family."""
+    """Returns all tasks by family."""
     return {f: list(self._tasks[f]) for f in self._families}
 
 

@@ -191,7 +191,7 @@ def load_tasks_from_config(
     gym: str = "genv",
     options: Mapping[str, Any] = _NO_OPTIONS,
 ) -> list[CUATask]:
-  """The tasks of a list; see the module docstring. Blocks.
+  """Returns the tasks of a list; see the module docstring. Blocks.
 
   Args:
     config: Settings whose source is not "generated".
@@ -216,7 +216,7 @@ def load_tasks_from_multiple_sources(
     *,
     gym: str = "genv",
 ) -> list[CUATask]:
-  """The tasks of several lists, one after the other.
+  """Returns the tasks of several lists, one after the other.
 
   A task that two lists have (the same id of the same server) is taken from the
   first.
@@ -258,7 +258,7 @@ def read(
     options: Mapping[str, Any] = _NO_OPTIONS,
     as_task: Callable[..., CUATask] = CUATask.from_row,
 ) -> list[CUATask]:
-  """Every task of the list, in its order; see `load_tasks_from_config`.
+  """Returns every task of the list, in its order; see `load_tasks_from_config`.
 
   `as_task` reads a row of a file or dataset: `CUATask.from_row` for a gym,
   `CUATask.from_fields` for an environment without one.
@@ -403,7 +403,7 @@ def _split(
 
 
 def to_dataset(tasks: Sequence[CUATask]) -> Any:
-  """A `datasets.Dataset` with a row a task; `params` is JSON text.
+  """Returns a `datasets.Dataset` with a row a task; `params` is JSON text.
 
   Raises:
     ImportError: datasets is not installed.

@@ -130,7 +130,7 @@ class VerifiersEnvironment(base_env.BaseEnv):
     """Loads the environment where it is not loaded yet.
 
     Raises:
-      VerifiersError: it cannot be loaded.
+      VerifiersError: the environment cannot be loaded.
     """
     self._worker = await concurrency.acall(
         shared_worker,
@@ -223,7 +223,7 @@ class Worker(line_process.Worker):
       start_s: Deadline of the start.
 
     Raises:
-      VerifiersError: it cannot be started, or cannot load the environment.
+      VerifiersError: the process cannot start, or cannot load the environment.
     """
     super().__init__(
         [python, "-u", str(_WORKER)],
@@ -243,7 +243,7 @@ _STARTING: dict[str, threading.Lock] = collections.defaultdict(threading.Lock)
 def shared_worker(
     python: str, request: Mapping[str, Any], start_s: float
 ) -> Worker:
-  """The worker of that environment, started unless it runs. Blocks.
+  """Returns the worker of that environment, started unless it runs. Blocks.
 
   A start that failed is tried again half a minute later; until then its error
   is raised at once, so that a run with a wrong module ends soon.

@@ -89,7 +89,7 @@ def load(vf, request):
 
 
 async def play(vf, env, rows, request):
-  """One episode: its reward, and what there is to know of it."""
+  """Plays one episode; returns its reward and its record."""
   import openai
 
   failed = []

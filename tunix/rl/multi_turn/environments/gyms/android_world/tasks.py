@@ -30,7 +30,7 @@ def server_tasks(
     combinations: int = 0,
     suite_seed: int = 0,
 ) -> seeds.IndexedTasks:
-  """The tasks of AndroidWorld servers.
+  """Returns the tasks of AndroidWorld servers.
 
   Args:
     families: task types to offer, none or () for all.

@@ -75,7 +75,7 @@ class PageState:
   _tab: page_lib.WebTab = dataclasses.field(repr=False)
 
   async def evaluate(self, expression: str) -> Any:
-    """The JSON value of a JavaScript expression; for async evaluators.
+    """Returns the JSON value of a JavaScript expression; for async evaluators.
 
     Raises:
       CommandFailed: the script raised; the message holds its exception.

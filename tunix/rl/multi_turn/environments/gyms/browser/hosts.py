@@ -35,7 +35,7 @@ class Origin:
 
 
 def split(url: str) -> Origin:
-  """The parts of an address that decide where a request goes.
+  """Returns the parts of an address that decide where a request goes.
 
   Raises:
     UrlRefused: not http or https, or not plain enough to be sure.
@@ -113,7 +113,7 @@ class Hosts:
       (self._below if below else self._exact).add((normal(host), one))
 
   def including(self, url: str) -> Hosts:
-    """A copy that also allows the host of `url`.
+    """Returns a copy that also allows the host of `url`.
 
     Without a port, or with 80 or 443, it allows both, as sites redirect from
     one to the other; any other port is allowed alone.
@@ -128,7 +128,7 @@ class Hosts:
     return both
 
   def allow(self, host: str, port: int) -> bool:
-    """Whether a request may go there."""
+    """Whether a request may go to a host and port."""
     host = normal(host)
     if (host, port) in self._exact:
       return True
@@ -139,7 +139,7 @@ class Hosts:
     )
 
   def allow_url(self, url: str) -> bool:
-    """Whether an address leads there, by http or https."""
+    """Whether an address leads to an allowed host, by http or https."""
     try:
       parts = urllib.parse.urlsplit(url)
       port = parts.port or _PORTS.get(parts.scheme)
@@ -156,7 +156,7 @@ def may_start(url: str, allowed: Iterable[str]) -> bool:
   after a "/".
 
   Raises:
-    UrlRefused: one of them is not a plain address.
+    UrlRefused: `url` or an allowed one is not a plain address.
   """
   target = split(url)
   for one in allowed:

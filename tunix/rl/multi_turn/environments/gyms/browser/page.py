@@ -114,7 +114,7 @@ class WebTab(tab_lib.Tab):
     """Loads the page that an episode starts at.
 
     Raises:
-      PageUnreachable: it, or a host that it redirects to, cannot be had.
+      PageUnreachable: the page, or a host that it redirects to, does not load.
     """
     self._status, self._loading = None, True
     self._touch()

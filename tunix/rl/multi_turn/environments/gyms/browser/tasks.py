@@ -131,7 +131,7 @@ class WebTasks(seeds.SeededTasks):
     self._families = tuple(families or self._pages)
 
   def task(self, family: str, seed: int) -> base.Task:
-    """The instance that a family and a seed stand for.
+    """Returns the instance that a family and a seed stand for.
 
     Raises:
       ValueError: unknown family (gives the nearest), or a seed outside

@@ -35,7 +35,7 @@ class Outcome:
   clamped: bool = False
 
   def info(self) -> dict[str, str | bool]:
-    """The fields to put into `info`: those that are not empty."""
+    """Returns the fields to put into `info`: those that are not empty."""
     notes = {"ignored": self.ignored, "clamped": self.clamped}
     return {name: value for name, value in notes.items() if value}
 

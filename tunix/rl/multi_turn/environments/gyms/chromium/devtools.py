@@ -198,8 +198,9 @@ class Chromium:
     """Starts a browser with a fresh profile and waits until it answers.
 
     Raises:
-      BrowserNotFound: nothing to start.
-      LaunchError: it did not answer in `deadline_s`; quotes its last words.
+      BrowserNotFound: no browser is installed.
+      LaunchError: the browser did not answer in `deadline_s`; the message has
+        its last output.
     """
     path = find_browser(executable)
     sweep_profiles()
@@ -519,7 +520,7 @@ class Chromium:
     _OPEN.discard(self)
 
   def _exit_status(self, wait_s: float) -> str | None:
-    """The process's end in words, or None while it runs."""
+    """Returns the process's end in words, or None while it runs."""
     end = time.monotonic() + wait_s
     while self._exit is None:
       try:
@@ -539,7 +540,7 @@ class Chromium:
     return self._exit
 
   def _last_words(self) -> str:
-    """The end of the browser's stderr, for error messages."""
+    """Returns the end of the browser's stderr, for error messages."""
     try:
       text = (self.profile / "stderr.txt").read_text(errors="replace")
     except (OSError, TypeError):

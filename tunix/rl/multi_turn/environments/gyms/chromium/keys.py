@@ -93,7 +93,7 @@ def modifier_bits(names: tuple[str, ...]) -> int:
   """Bit set of the modifier keys held during a click.
 
   Raises:
-    UnknownKey: one of them is not a modifier.
+    UnknownKey: a key is not a modifier.
   """
   bits = 0
   for name in names:

@@ -42,7 +42,7 @@ def check_pages(max_pages: Any) -> Any:
   """Returns `max_pages` if it is a number of tabs or None.
 
   Raises:
-    ValueError: it is neither.
+    ValueError: `max_pages` is neither.
   """
   is_whole = isinstance(max_pages, int) and not isinstance(max_pages, bool)
   if max_pages is not None and not (is_whole and max_pages >= 1):
@@ -139,7 +139,7 @@ class Browser(Generic[T]):
       settings: Mapping[str, Any] | None = None,
       prefer: Callable[[T], bool] | None = None,
   ) -> T:
-    """A tab for the caller alone, to be given back with `release`.
+    """Lends a tab to the caller alone, who gives it back with `release`.
 
     Args:
       deadline_s: Seconds to wait for a free one.
@@ -151,7 +151,7 @@ class Browser(Generic[T]):
         taken.
 
     Raises:
-      NoFreePage: none became free in `deadline_s` seconds.
+      NoFreePage: no tab became free in `deadline_s` seconds.
       BrowserNotFound, LaunchError, BrowserDied, PageCrashed, CommandTimeout.
     """
     try:
@@ -184,7 +184,7 @@ class Browser(Generic[T]):
     return page
 
   def _choose(self, prefer: Callable[[T], bool] | None) -> int | None:
-    """The idle tab to lend; None to open a spare one."""
+    """Returns the idle tab to lend; None to open a spare one."""
     if prefer is None:
       return 0
     for index, page in enumerate(self._idle):

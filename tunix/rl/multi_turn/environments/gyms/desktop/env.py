@@ -44,7 +44,7 @@ _Kind = gui_action.GuiActionKind
 def decode_action(
     action: dict[str, Any], width: int, height: int
 ) -> gui_action.GuiAction:
-  """An action of the env's space as a GuiAction in pixels."""
+  """Returns an action of the env's space as a GuiAction in pixels."""
   kind = ACTION_KINDS[int(action["kind"])]
   x, y = _pixels(action["position"], width, height)
   if kind in _CLICKS:
@@ -76,7 +76,7 @@ def decode_action(
 def encode_action(
     action: gui_action.GuiAction, width: int, height: int
 ) -> dict[str, Any]:
-  """A GuiAction as an action of the env's space.
+  """Returns a GuiAction as an action of the env's space.
 
   Decoding gives the same pixels again (their middle), except that scrolling
   is cut to one screen an action.

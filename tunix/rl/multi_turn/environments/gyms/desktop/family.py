@@ -103,7 +103,7 @@ class Family:
     return False
 
   def oracle(self, ep: Episode) -> Action | None:
-    """The next right action, None when nothing is left to do."""
+    """Returns the next right action, None when nothing is left to do."""
     raise NotImplementedError
 
 
@@ -127,7 +127,7 @@ def get(name: str) -> Family:
 
 
 def spec_of(family: Family, seed: int, level: int) -> Spec:
-  """The instance of `family` that a seed and a level stand for."""
+  """Returns the instance of `family` that a seed and a level stand for."""
   return family.sample(
       random.Random(f"spec/{family.name}/{level}/{seed}"), level
   )
@@ -145,7 +145,7 @@ def click(ep: Episode, widget: widgets.Widget, count: int = 1) -> Action:
 
 
 def uncover(ep: Episode, widget: widgets.Widget) -> Action:
-  """The next action that uncovers a widget.
+  """Returns the next action that uncovers a widget.
 
   Closes an open menu, drags its window back onto the screen, raises it, or
   drags the covering widget away.
@@ -216,7 +216,7 @@ def drag_to(ep: Episode, widget: widgets.Widget, x2: int, y2: int) -> Action:
 
 
 def drag(ep: Episode, x: int, y: int, x2: int, y2: int) -> Action:
-  """A drag between layout positions."""
+  """Returns a drag between layout positions."""
   x, y = ep.scene.to_px(x, y)
   x2, y2 = ep.scene.to_px(x2, y2)
   return Action(Kind.DRAG, x=x, y=y, x2=x2, y2=y2)

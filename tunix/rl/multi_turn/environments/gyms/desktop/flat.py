@@ -120,7 +120,7 @@ class FlatDesktop(
     return self._picture(observation), *outcome
 
   def decode(self, action) -> dict[str, Any]:
-    """A flat action as one of `DesktopEnv`.
+    """Returns a flat action as one of `DesktopEnv`.
 
     Raises:
       ValueError: outside the action space.
@@ -215,7 +215,7 @@ class FlatDesktop(
 
 
 def _words(instruction: str) -> tuple[str, ...]:
-  """The instruction's words without the punctuation around them."""
+  """Returns the instruction's words without the punctuation around them."""
   words = (w.strip(string.punctuation) for w in instruction.split())
   return tuple(w for w in words if w)[:WORDS]
 
@@ -230,7 +230,7 @@ def make_flat(
     clicks: bool = False,
     **settings: Any,
 ) -> FlatDesktop:
-  """A flattened `DesktopEnv`; `settings` are that one's."""
+  """Returns a flattened `DesktopEnv`; `settings` are that one's."""
   return FlatDesktop(
       env_lib.DesktopEnv(family, **settings), columns=columns, rows=rows,
       texts=texts, lines=lines, clicks=clicks,

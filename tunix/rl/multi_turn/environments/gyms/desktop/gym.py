@@ -153,7 +153,7 @@ class DesktopGym:
     return self._observe(self.episode.act(action))
 
   def evaluate_sync(self) -> base.Evaluation:
-    """The outcome so far; an undecided episode counts as not solved."""
+    """Returns the outcome so far; an undecided episode counts as not solved."""
     if self.episode is None:
       raise RuntimeError("no episode to evaluate; call start(task) first")
     won = self.episode.outcome is True
@@ -225,7 +225,7 @@ class DesktopGym:
 def oracle_action(
     gym: DesktopGym, spread: float = 0.0, rng: random.Random | None = None
 ) -> gui_action.GuiAction | None:
-  """The next right action in the gym's episode; None when it is over.
+  """Returns the next right action in the gym's episode; None when it is over.
 
   Args:
     gym: Gym with a running episode, in any state.

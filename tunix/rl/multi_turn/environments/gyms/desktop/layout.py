@@ -70,7 +70,7 @@ def place(
   back to rows in random order.
 
   Raises:
-    ValueError: they do not fit at all; a builder asked for too much.
+    ValueError: the boxes do not fit into the area.
   """
   order = sorted(range(len(sizes)), key=lambda i: -sizes[i][0] * sizes[i][1])
   for _ in range(12):
@@ -103,7 +103,7 @@ def free_spot(
     gap: int = 3,
     tries: int = 10,
 ) -> tuple[int, int] | None:
-  """A random free corner for one more box; None when none was found."""
+  """Returns a random free corner for one more box; None when none was found."""
   ax, ay, aw, ah = area
   w, h = size
   if w > aw or h > ah:

@@ -125,7 +125,7 @@ class Scene:
   # -- looking ---------------------------------------------------------------
 
   def hit(self, x: int, y: int) -> widgets.Widget | None:
-    """The frontmost widget at a layout position.
+    """Returns the frontmost widget at a layout position.
 
     None on the bare desktop and outside the screen.
     """

@@ -193,7 +193,7 @@ def field(width: int, height: int, seed: int, kind: str) -> scene_lib.Scene:
 
 
 def random_scene(width: int, height: int, seed: int) -> scene_lib.Scene:
-  """A desktop with icons, one window or more and sometimes a dialog."""
+  """Returns a desktop with icons, one window or more and sometimes a dialog."""
   rng = random.Random(f"scene/{seed}/{width}x{height}")
   theme = rng.choice((canvas.LIGHT,) * 3 + canvas.THEMES)
   scene = scene_lib.Scene(width, height, theme)

@@ -161,7 +161,7 @@ class GenvClient:
   # --- tasks ------------------------------------------------------------------
 
   async def list_tasks(self, full: bool = False) -> list[cua_task.CUATask]:
-    """The server's tasks, whatever their shape.
+    """Returns the server's tasks, whatever their shape.
 
     Args:
       full: also fetch each task of which the list is only a summary.
@@ -192,7 +192,7 @@ class GenvClient:
   async def task(
       self, identifier: str, summary: cua_task.CUATask | None = None
   ) -> cua_task.CUATask:
-    """The full task of that id, as the server resolves it."""
+    """Returns the full task of that id, as the server resolves it."""
     data = await self._ask("tasks", "GET", f"tasks/{_quoted(identifier)}")
     if summary is not None and isinstance(data, Mapping):
       # Keep fields that only the list reports.
@@ -206,7 +206,7 @@ class GenvClient:
     """Finds a task by exact id, name, number or numeric prefix.
 
     Raises:
-      GenvUnknownTaskError: none is, or several are.
+      GenvUnknownTaskError: no task, or several tasks, have that name.
     """
     try:
       return cua_task.resolve(identifier, await self.list_tasks())
@@ -286,7 +286,7 @@ class GenvClient:
       context_text: str | None = None,
       facts: Mapping[str, Any] | None = None,
   ) -> dict[str, Any]:
-    """The server's verdict; sends only the arguments given."""
+    """Returns the server's verdict; sends only the arguments given."""
     arguments = {
         "answer_text": answer_text,
         "execution_data": execution_data,

@@ -59,14 +59,14 @@ class GenvExecutionContext:
 
 
 def identifier_of(task: Any) -> str:
-  """The identifier by which a gym server finds any form of task.
+  """Returns the identifier by which a gym server finds any form of task.
 
   Args:
     task: an environment with a `task`, a `CUATask`, a `gyms.base.Task`, a
       mapping (a row) or an id.
 
   Raises:
-    ValueError: it names none.
+    ValueError: `task` has no identifier.
   """
   if isinstance(task, (str, int)) and not isinstance(task, bool):
     return str(task)
@@ -107,8 +107,8 @@ async def start_genv_execution(
 
   Raises:
     GenvUnknownTaskError: no task, or more than one, is called that.
-    GenvError: it could not be created.
-    ValueError: `task` names none.
+    GenvError: the execution could not be created.
+    ValueError: `task` has no identifier.
   """
   began = time.monotonic()
   identifier, number = identifier_of(task), ""
@@ -182,7 +182,7 @@ async def terminate_execution(
 
 
 def box_id_of(reply: Mapping[str, Any]) -> str:
-  """The machine's id, under any of its field names; "" without one."""
+  """Returns the machine's id, under any of its field names; "" without one."""
   for key in _BOX_KEYS:
     if isinstance(reply.get(key), str) and reply[key]:
       return reply[key]

@@ -31,7 +31,7 @@ TOKEN_VARIABLE = "TUNIX_GYM_TOKEN"
 
 
 def read_token(token_file: str = "") -> str:
-  """The token of a file, else of $TUNIX_GYM_TOKEN; "" for none.
+  """Returns the token of a file, else of $TUNIX_GYM_TOKEN; "" for none.
 
   Raises:
     ValueError: the file cannot be read.
@@ -47,7 +47,7 @@ def read_token(token_file: str = "") -> str:
 
 
 def make_client(settings: Mapping[str, Any]) -> client_lib.GenvClient:
-  """A client of the server that a gym's settings name.
+  """Returns a client of the server that a gym's settings name.
 
   Raises:
     ValueError: a setting that cannot be.

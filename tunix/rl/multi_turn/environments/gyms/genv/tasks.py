@@ -73,7 +73,7 @@ def server_tasks(
     token_file: str = "",
     timeouts: Mapping[str, float] | None = None,
 ) -> base.TaskSet:
-  """The tasks of a gym server.
+  """Returns the tasks of a gym server.
 
   Instances of its gym if the server names them; else the tasks of its list,
   split in two.
@@ -119,7 +119,7 @@ def list_tasks(
     token_file: str = "",
     timeouts: Mapping[str, float] | None = None,
 ) -> list[cua_task.CUATask]:
-  """Every task of a server's list, in its order. Blocks.
+  """Returns every task of a server's list, in its order. Blocks.
 
   Args:
     base_url, gym_id, token_file, timeouts: see `GenvGym`.

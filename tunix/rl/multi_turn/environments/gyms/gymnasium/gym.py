@@ -387,7 +387,7 @@ class GymnasiumGym:
 
 
 def _adapter(settings: Mapping[str, Any]) -> Adapter:
-  """The adapter that a mapping describes."""
+  """Returns the adapter that a mapping describes."""
   settings = dict(settings)
   kind = settings.pop("type", None)
   makers = {"keys": KeyAdapter, "desktop": DesktopAdapter}
@@ -399,7 +399,7 @@ def _adapter(settings: Mapping[str, Any]) -> Adapter:
 
 
 def _render(env: gymnasium.Env) -> np.ndarray:
-  """The environment's frame, uint8[H, W, 3]."""
+  """Returns the environment's frame, uint8[H, W, 3]."""
   frame = np.asarray(env.render())
   if frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8:
     raise ValueError(
@@ -426,7 +426,7 @@ class GymnasiumTasks(seeds.SeededTasks):
     self._max_turns = max_turns
 
   def task(self, family: str, seed: int) -> base.Task:
-    """The instance whose reset seed is `seed`."""
+    """Returns the instance whose reset seed is `seed`."""
     if family not in self._families:
       raise ValueError(f"family must be {self._families[0]!r}, got {family!r}")
     return base.Task(

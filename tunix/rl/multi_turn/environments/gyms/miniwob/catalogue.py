@@ -114,7 +114,7 @@ class Info:
 
 
 def about(family: str, page: pathlib.Path, oracle: bool = False) -> Info:
-  """The description of the family whose page this is."""
+  """Returns the description of the family whose page this is."""
   limit = _LIMIT.search(page.read_text(encoding="utf-8", errors="replace"))
   words = _WORDS.get(family) or _described(page.parents[2]).get(family, "")
   return Info(

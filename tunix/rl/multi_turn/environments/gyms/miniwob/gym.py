@@ -233,7 +233,7 @@ class MiniWobGym:
     return self._observe(info)
 
   async def _look(self, page: page_lib.WobPage, settle: bool) -> page_lib.Shot:
-    """The page after the time of one action."""
+    """Returns the page after the time of one action."""
     if self._final:
       return await page.shot(self._step_ms, settle)
     state = await page.advance(self._step_ms, settle)
@@ -242,7 +242,7 @@ class MiniWobGym:
     return dataclasses.replace(state, pixels=self._shot.pixels)
 
   async def evaluate(self) -> base.Evaluation:
-    """The page's verdict so far; an undecided episode scores 0.
+    """Returns the page's verdict so far; an undecided episode scores 0.
 
     The score is in [-1, 1] (pages punish mistakes); success is above 0.
     """

@@ -83,7 +83,7 @@ ORACLE_FAMILIES = tuple(sorted({**_CLICK, **_FILL}))
 
 
 async def oracle_action(gym: gym_lib.MiniWobGym) -> _Action | None:
-  """The next right action in the gym's episode; None when it is over.
+  """Returns the next right action in the gym's episode; None when it is over.
 
   Raises:
     RuntimeError: no episode is running.
@@ -125,7 +125,7 @@ async def oracle_action(gym: gym_lib.MiniWobGym) -> _Action | None:
 async def describe(
     gym: gym_lib.MiniWobGym, x: float, y: float
 ) -> str | None:
-  """The name of the element at a pixel; None when it has none.
+  """Returns the name of the element at a pixel; None when it has none.
 
   Raises:
     RuntimeError: no episode is running.

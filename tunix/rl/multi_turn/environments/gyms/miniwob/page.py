@@ -191,7 +191,7 @@ class WobPage(tab_lib.Tab):
     await self.advance(milliseconds)
 
   async def shot(self, milliseconds: float = 0, settle: bool = False) -> Shot:
-    """A screenshot of the page after some of its time, and its state.
+    """Returns the page's state and a screenshot after some of its time.
 
     Args:
       milliseconds: page time to let pass first.

@@ -51,10 +51,10 @@ def _pages_in(override: str | None) -> pathlib.Path:
 
 
 def pages_directory() -> pathlib.Path:
-  """The directory of the pages `<family>.html`.
+  """Returns the directory of the pages `<family>.html`.
 
   Raises:
-    PagesNotFound: they are not installed; the message names the packages.
+    PagesNotFound: the pages are not installed; the message names the fix.
   """
   return _pages_in(os.environ.get(PAGES_VARIABLE))
 
@@ -79,7 +79,7 @@ def families() -> tuple[str, ...]:
 
 
 def page_url(family: str) -> str:
-  """The address of a family's page.
+  """Returns the address of a family's page.
 
   Raises:
     ValueError: no such family; gives the nearest name.
@@ -92,7 +92,7 @@ def page_url(family: str) -> str:
 
 
 def about(family: str, oracle: bool = False) -> catalogue.Info:
-  """The description of a family.
+  """Returns the description of a family.
 
   Raises:
     ValueError: no such family; gives the nearest name.
@@ -151,7 +151,7 @@ class MiniWobTasks(seeds.SeededTasks):
     self._data_mode = data_mode
 
   def task(self, family: str, seed: int) -> base.Task:
-    """The instance that a family and a seed >= 0 stand for.
+    """Returns the instance that a family and a seed >= 0 stand for.
 
     Raises:
       ValueError: unknown family (gives the nearest) or a negative seed.

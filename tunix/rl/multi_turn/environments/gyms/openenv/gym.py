@@ -550,7 +550,7 @@ def _picture(value: Any, shape: Any, what: str) -> np.ndarray:
 
 
 def _at(data: Any, path: str) -> Any:
-  """The value at a dotted path; None when there is none."""
+  """Returns the value at a dotted path; None when there is none."""
   if not path:
     return None
   for name in path.split("."):

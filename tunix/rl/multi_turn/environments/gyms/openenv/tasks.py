@@ -97,7 +97,7 @@ async def _ask(url: str, token: str) -> Any:
 
 
 async def _listed(url: str, call: Any) -> Any:
-  """The tasks that the answers of `call(method, path, body)` name."""
+  """Returns the tasks that the answers of `call(method, path, body)` name."""
   about = await call("GET", "/metadata")
   name = about.get("name") if isinstance(about, dict) else None
   if not isinstance(name, str) or not name:

@@ -24,7 +24,7 @@ class Machine(Protocol):
     ...
 
   async def file(self, path: str) -> bytes | None:
-    """A file's bytes, None when there is none."""
+    """Returns a file's bytes, None when there is none."""
     ...
 
   async def ask(self, method: str, path: str, **body: Any) -> Any:

@@ -261,7 +261,7 @@ class OSWorldGym:
     return reply
 
   async def file(self, path: str) -> bytes | None:
-    """A file's bytes, None when there is none."""
+    """Returns a file's bytes, None when there is none."""
     try:
       return await self._call("POST", "/file", data={"file_path": path})
     except OSWorldError as error:
@@ -270,7 +270,7 @@ class OSWorldGym:
       raise
 
   async def ask(self, method: str, path: str, **body: Any) -> Any:
-    """The JSON object that a call answers with."""
+    """Returns the JSON object that a call answers with."""
     return await self._client().ask(
         method, self._at(path), self._call_s, body=body or None
     )

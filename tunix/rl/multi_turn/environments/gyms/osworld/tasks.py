@@ -24,7 +24,7 @@ _ON_UNSUPPORTED = ("refuse", "skip")
 
 
 def read_task(path: pathlib.Path) -> base.Task:
-  """The task of one file.
+  """Returns the task of one file.
 
   Raises:
     ValueError: no task of OSWorld.
@@ -50,7 +50,7 @@ def file_tasks(
     tasks_dir: str = "",
     unsupported: str = "refuse",
 ) -> seeds.IndexedTasks:
-  """The tasks of a directory.
+  """Returns the tasks of a directory.
 
   Args:
     families: domains to offer, none or () for all.

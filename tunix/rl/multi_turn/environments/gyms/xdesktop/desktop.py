@@ -166,7 +166,7 @@ class Desktop:
     """Waits until nothing is drawn, and no program works, for `quiet_s`.
 
     Returns:
-      False: it was not at rest after `limit_s`.
+      False: the desktop was not at rest after `limit_s`.
     """
     began = since = time.monotonic()
     spent, _ = self.room.activity()

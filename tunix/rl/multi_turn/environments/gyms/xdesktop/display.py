@@ -211,7 +211,7 @@ class Display:
   # -- pictures --------------------------------------------------------------
 
   def screenshot(self, pointer: bool = True) -> np.ndarray:
-    """The screen's pixels now: uint8[height, width, 3].
+    """Returns the screen's pixels now: uint8[height, width, 3].
 
     Args:
       pointer: draw the mouse pointer, which is no part of the picture in X.
@@ -392,7 +392,7 @@ class Display:
     """Presses keys together; the last is released first.
 
     Raises:
-      UnknownKey: one of them is not there; none is pressed.
+      UnknownKey: the keyboard lacks a key; no key is pressed.
     """
     strokes = [self.keyboard.key(name) for name in names]
     codes = [stroke.code for stroke in strokes]
@@ -510,7 +510,7 @@ class Display:
     )
 
   def clipboard(self, wait_s: float = 2.0) -> str:
-    """The text in the clipboard, "" when there is none."""
+    """Returns the text in the clipboard, "" when there is none."""
     try:
       return self._selection("CLIPBOARD", wait_s)
     except xcffib.XcffibException as error:
@@ -580,7 +580,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _connect(fd: int, name: bytes, data: bytes) -> xcffib.Connection:
-  """A connection over the socket `fd`, which becomes libxcb's to close.
+  """Connects over the socket `fd`, which libxcb closes from then on.
 
   Args:
     fd: a connected stream socket.

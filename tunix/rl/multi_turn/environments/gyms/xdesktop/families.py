@@ -95,7 +95,7 @@ def names() -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def instance(name: str, seed: int) -> Instance:
-  """The instance of a family that a seed stands for.
+  """Returns the instance of a family that a seed stands for.
 
   Raises:
     ValueError: no such family, or a negative seed.
@@ -137,7 +137,7 @@ def tree_of(files: Mapping[str, str | None]) -> dict[str, str | None]:
 def expect_tree(
     state: state_lib.State, expected: Mapping[str, str | None]
 ) -> str:
-  """Differences of the home's files from `wanted`, "" for none."""
+  """Returns the first difference of the home's files, "" for none."""
   expected = tree_of(expected)
   actual = state.tree()
   for name in sorted({*expected, *actual}):

@@ -100,7 +100,7 @@ def _delete(rng: random.Random) -> Instance:
 def _paste(
     rng: random.Random, take: str, request: str, keeps: bool
 ) -> Instance:
-  """A file goes into a folder.
+  """Returns the task to put a file into a folder.
 
   Args:
     rng: Random generator of the instance.

@@ -14,7 +14,7 @@ _MAX_READ = 1 << 20
 
 
 def read_text(directory: pathlib.Path, name: str, default: str) -> str:
-  """A file, at most 1 MiB of it; `default` when there is none."""
+  """Returns a file, at most 1 MiB of it; `default` when there is none."""
   path = real_path(directory, name)
   if path is None or not stat.S_ISREG(path.lstat().st_mode):
     return default

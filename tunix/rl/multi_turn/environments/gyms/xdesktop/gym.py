@@ -175,7 +175,7 @@ class XDesktopGym:
   # -- the protocol ------------------------------------------------------------
 
   async def start(self, task: base.Task) -> base.Observation:
-    """A fresh desktop, made ready for the task.
+    """Starts a fresh desktop and prepares it for the task.
 
     Raises:
       ValueError: unknown family (gives the nearest).
@@ -471,7 +471,7 @@ def _close_late(desktop: desktops.Desktop) -> None:
 async def oracle_action(
     gym: XDesktopGym,
 ) -> gui_action.GuiAction | None:
-  """The next right action in the gym's episode; None when it is over.
+  """Returns the next right action in the gym's episode; None when it is over.
 
   Raises:
     RuntimeError: no episode is running.
@@ -487,7 +487,7 @@ async def oracle_action(
 async def describe(
     gym: XDesktopGym, x: float, y: float
 ) -> str | None:
-  """The name of the object at a pixel; None when it has none.
+  """Returns the name of the object at a pixel; None when it has none.
 
   Raises:
     RuntimeError: no episode is running.

@@ -87,7 +87,7 @@ class Keyboard:
     return not keysym or (keysym in _MULTIMEDIA and not named)
 
   def key(self, name: str) -> Stroke:
-    """The key of a name, in any dialect.
+    """Returns the key of a name, in any dialect.
 
     Raises:
       UnknownKey: there is none.

@@ -88,7 +88,7 @@ def unbounded() -> str:
 
 
 def make_group(name: str, most: int) -> pathlib.Path:
-  """A new control group of at most `most` processes and threads.
+  """Makes a control group of at most `most` processes and threads.
 
   Raises:
     OSError: there is no controller, or no leave to use it.

@@ -44,7 +44,7 @@ _SERVERS = ("Xvfb", "xkbcomp", "openbox", "prlimit")
 
 
 def app(name: str) -> App:
-  """The application of that name, or title, in any case.
+  """Returns the application of that name, or title, in any case.
 
   Raises:
     ValueError: there is none; gives the nearest name.

@@ -133,13 +133,13 @@ _ACCOUNTS = {
 
 
 def resolve_isolation(isolation: str) -> str:
-  """"namespaces" or "processes": what `wanted` comes to on this machine.
+  """Returns "namespaces" or "processes" for a setting on this machine.
 
-  "auto" is "namespaces": less has to be asked for by name.
+  "auto" is "namespaces": less isolation must be named.
 
   Raises:
     ValueError: no such isolation.
-    IsolationUnavailable: they cannot be had.
+    IsolationUnavailable: this machine has no namespaces.
   """
   if isolation not in ISOLATIONS:
     raise ValueError(
@@ -266,7 +266,7 @@ class Room:
     )
 
   def log(self, name: str) -> str:
-    """The end of a program's output."""
+    """Returns the end of a program's output."""
     return files.read_text(self.tmp, name, "")[-500:].strip()
 
   def last_words(self) -> str:
@@ -282,8 +282,8 @@ class Room:
     return processes.marked(self._mark)
 
   def activity(self, without: str = "Xvfb") -> tuple[int, bool]:
-    """Work of the programs: (nanoseconds on a CPU or waiting for one,
-    whether one is at it now).
+    """Returns the work of the programs: (nanoseconds on a CPU or waiting for
+    one, whether a program runs now).
 
     Args:
       without: the name of a program that does not count.
@@ -304,7 +304,7 @@ class Room:
     return total, running
 
   def _proc(self) -> list[str]:
-    """The /proc/<pid> of each program."""
+    """Returns the /proc/<pid> of each program."""
     if self.isolation == "namespaces":
       inside = f"/proc/{self._init_pid}/root/proc"
       try:

@@ -113,10 +113,10 @@ class Hand:
   # -- actions and what must follow --------------------------------------------
 
   def switch(self, action: Action) -> Script:
-    """`action`, after which another window has the keyboard.
+    """Yields `action` and waits until another window has the keyboard.
 
     Raises:
-      Unsolvable: none does.
+      Unsolvable: no other window gets the keyboard.
     """
     before = self.frame()
     yield action
@@ -127,12 +127,12 @@ class Hand:
     raise Unsolvable(f"no window came after {action.to_json()}")
 
   def insist(self, action: Action) -> Script:
-    """`switch`, repeating the action while it has no effect.
+    """Does `switch`, and repeats the action while it has no effect.
 
-    A file dialog that is still looking at its folder passes over Enter.
+    A file dialog that still reads its folder ignores Enter.
 
     Raises:
-      Unsolvable: no window came.
+      Unsolvable: no other window gets the keyboard.
     """
     before = self.frame()
     for _ in range(_MAX_WAITS // 5):
@@ -144,10 +144,10 @@ class Hand:
     raise Unsolvable(f"no window came after {action.to_json()}")
 
   def change(self, action: Action) -> Script:
-    """`action`, after which the picture differs.
+    """Yields `action` and waits until the picture differs.
 
     Raises:
-      Unsolvable: it does not.
+      Unsolvable: the picture stays the same.
     """
     before = self._look()
     yield action

@@ -45,7 +45,7 @@ class State:
     return None if contents == missing else contents.rstrip("\n")
 
   def tree(self) -> dict[str, str | None]:
-    """Every file and directory of the home but hidden ones.
+    """Returns every file and directory of the home but hidden ones.
 
     Returns:
       Its path -> its text as `text` has it, None for a directory, "link" for
@@ -75,7 +75,7 @@ class State:
     return stat.S_IMODE(path.lstat().st_mode) if path else 0
 
   def setting(self, name: str, section: str, key: str) -> str | None:
-    """A value of an INI file of the home; None when there is none."""
+    """Returns a value of an INI file of the home; None when there is none."""
     parser = configparser.ConfigParser(
         interpolation=None, strict=False, allow_no_value=True
     )
@@ -86,7 +86,7 @@ class State:
       return None
 
   def editor_setting(self, group: str, key: str) -> str | None:
-    """A setting of the text editor, e.g. ("view", "word-wrap")."""
+    """Returns a setting of the text editor, e.g. ("view", "word-wrap")."""
     return self.setting(
         ".config/glib-2.0/settings/keyfile",
         f"org/xfce/mousepad/preferences/{group}",

@@ -35,7 +35,7 @@ class XDesktopTasks(seeds.SeededTasks):
     self._families = names
 
   def task(self, family: str, seed: int) -> base.Task:
-    """The instance that a family and a seed stand for.
+    """Returns the instance that a family and a seed stand for.
 
     Raises:
       ValueError: no such family, or a seed out of range.
