@@ -120,7 +120,7 @@ def screenshot_from_json(data: Any, what: str = "screenshot") -> np.ndarray:
 
 
 def screenshot_file(data: Any, what: str = "screenshot") -> bytes:
-  """The picture file inside a `Screenshot`, a base64 text or a data URI.
+  """Decodes the file in a `Screenshot`, a base64 text or a data URI.
 
   Raises:
     WireError: `data` has another form, or is not base64.
@@ -354,7 +354,7 @@ def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
 def action_from_json(
     data: Any, width: int, height: int
 ) -> gui_action.GuiAction:
-  """An action of either vocabulary, in pixels of a `width` x `height` screen.
+  """Converts an action of either vocabulary to pixels of the screen.
 
   Raises:
     WireError: names the field and the values allowed.

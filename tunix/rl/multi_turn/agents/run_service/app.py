@@ -469,7 +469,7 @@ class App:
 
 
 def _time(request: Request, name: str, default: float) -> float:
-  """A parameter in milliseconds: ISO-8601, or milliseconds themselves."""
+  """Reads a parameter in ISO-8601, or in milliseconds, as milliseconds."""
   text = request.query_params.get(name, "")
   if not text:
     return default
@@ -492,7 +492,7 @@ def _time(request: Request, name: str, default: float) -> float:
 
 
 async def _large(value: Mapping[str, Any]) -> Response:
-  """A JSON answer that is encoded in a thread: it may hold screenshots."""
+  """Encodes a JSON answer in a thread, as it may hold screenshots."""
   return await concurrency.acall(
       lambda: Json(value), what="encoding an answer"
   )

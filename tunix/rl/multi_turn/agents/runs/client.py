@@ -324,7 +324,7 @@ def event_key(event: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def milliseconds(ts: Any) -> int | None:
-  """An event's time in ms since the epoch, from ISO-8601 or a number."""
+  """Reads an event's time, ISO-8601 or a number, as ms since the epoch."""
   if isinstance(ts, (int, float)) and not isinstance(ts, bool):
     return int(ts)
   try:

@@ -271,7 +271,7 @@ class Catalog:
       family: str = "",
       full: bool = False,
   ) -> list[schemas.Task]:
-    """The tasks of the list, in one of `SHAPES`; None and "" choose all."""
+    """Lists tasks in one of `SHAPES`; None and "" choose all."""
     return [
         e.to_json(shape, full, self.env())
         for e in self.entries

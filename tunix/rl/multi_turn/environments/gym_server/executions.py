@@ -247,7 +247,7 @@ class Execution:
       return self.shown
 
   async def evaluate(self, answer: str) -> base.Evaluation:
-    """The gym's verdict; the gym receives an outstanding answer first."""
+    """Evaluates the gym, which receives an outstanding answer first."""
     async with self._turn():
       if answer and not self.answered and not self.shown.done:
         say = gui_action.GuiAction(Kind.ANSWER, text=answer)
@@ -266,7 +266,7 @@ class Execution:
   async def judge(
       self, submission: validators.Submission
   ) -> schemas.Result:
-    """The gym's verdict, weighed by `validators.judge`, with its details."""
+    """Evaluates the gym and weighs its verdict by `validators.judge`."""
     verdict = await self.evaluate(submission.answer_text)
     try:
       result = validators.judge(self.task, verdict, submission)

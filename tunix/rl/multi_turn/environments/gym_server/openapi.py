@@ -226,7 +226,7 @@ def _content(op: Operation, media: str, models: dict[str, Any]) -> Any:
 
 
 def _links() -> dict[str, Any]:
-  """A create's answer holds the addresses of the calls that follow it."""
+  """Links a create's answer to the calls that follow it."""
   return {
       name: {
           "operationId": name,

@@ -76,7 +76,7 @@ def facts(verdict, submission, settings):
 
 
 def specs(task: base.Task) -> list[dict[str, Any]]:
-  """A task's validators with their ids and weights; the state by default.
+  """Returns a task's validators with ids and weights; by default the state.
 
   Raises:
     ValueError: naming the wrong entry.
@@ -106,7 +106,7 @@ def specs(task: base.Task) -> list[dict[str, Any]]:
 def judge(
     task: base.Task, verdict: base.Evaluation, submission: Submission
 ) -> schemas.Result:
-  """The weighted mean of the task's validators; success is that all pass.
+  """Scores by the weighted mean of the task's validators; success: all pass.
 
   Raises:
     ValueError: the task's validators are wrong.

@@ -133,7 +133,7 @@ class FilteringProxy:
     return upstream
 
   async def _lookup(self, host: str, port: int) -> list[str]:
-    """The addresses of a host, resolved once; [] when none is allowed."""
+    """Resolves a host once, to its allowed addresses."""
     try:
       return [ipaddress.ip_address(host).compressed]
     except ValueError:

@@ -148,7 +148,7 @@ class Tab:
     self.scale = scale
 
   async def evaluate(self, expression: str) -> Any:
-    """The JSON value of a JavaScript expression in the page, or its promise.
+    """Evaluates a JavaScript expression, or its promise, to a JSON value.
 
     Raises:
       CommandFailed: the script raised; the message is its exception's text.

@@ -193,7 +193,7 @@ class Canvas:
     self.text(text_x, y + (h - font.ASCENT) // 2, text, color)
 
   def sub(self, x: int, y: int, w: int, h: int, fill: Color) -> Canvas:
-    """A canvas of its own for a clipped area; `put` it back when drawn."""
+    """Makes a canvas for a clipped area; `put` it back when drawn."""
     image = Image.new("RGB", (w * self.k, h * self.k), fill)
     return Canvas(image, self.k, x, y)
 

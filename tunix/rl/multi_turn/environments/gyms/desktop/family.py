@@ -137,7 +137,7 @@ def spec_of(family: Family, seed: int, level: int) -> Spec:
 
 
 def click(ep: Episode, widget: widgets.Widget, count: int = 1) -> Action:
-  """A click on a widget's centre, or the action that first uncovers it."""
+  """Returns a click on a widget's centre, or first an action to uncover it."""
   point = ep.scene.point(widget)
   if point is None:
     return uncover(ep, widget)
@@ -206,7 +206,7 @@ def title_points(ep: Episode, window) -> list[tuple[int, int]]:
 
 
 def drag_to(ep: Episode, widget: widgets.Widget, x2: int, y2: int) -> Action:
-  """A drag of a widget's centre, or the action that first uncovers it."""
+  """Returns a drag of a widget's centre, or first an action to uncover it."""
   scene = ep.scene
   if scene.menu is not None or scene.point(widget) is None or (
       not _on_screen(scene, x2, y2)
@@ -229,7 +229,7 @@ def _on_screen(scene: scene_lib.Scene, x: int, y: int) -> bool:
 def spread_point(
     ep: Episode, x: float, y: float, spread: float, rng: random.Random
 ) -> tuple[int, int]:
-  """A random pixel of the widget at (x, y), within its middle `spread`."""
+  """Draws a pixel of the widget at (x, y), within its middle `spread`."""
   scene = ep.scene
   k = scene.k
   target = scene.hit(int(x) // k, int(y) // k)

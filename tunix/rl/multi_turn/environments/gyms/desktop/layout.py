@@ -126,7 +126,7 @@ def window(
     closable: bool = True,
     modal: bool = False,
 ) -> containers.Window:
-  """A window with at least `w` x `h` inside its margins, at a random place.
+  """Adds a window of at least `w` x `h` inside its margins, at random.
 
   Grows by a random part of the room left over when `grow`.
   """
@@ -152,7 +152,7 @@ def dialog(
     message: str,
     labels: Sequence[str],
 ) -> tuple[containers.Window, list[widgets.Button]]:
-  """A modal dialog with a message over two buttons; it and its buttons."""
+  """Adds a modal dialog with a message; returns it and its buttons."""
   sizes = [widgets.Button.size(label) for label in labels]
   total = sum(w for w, _ in sizes)
   width = max(font.text_width(message), total + 6, 70) + 4

@@ -214,7 +214,7 @@ class GenvClient:
       raise GenvUnknownTaskError(f"{self.base_url}: {error}", 404) from None
 
   async def gyms(self) -> list[dict[str, Any]]:
-    """The server's list of gyms; [] from a server without that route."""
+    """Lists the server's gyms; [] from a server without that route."""
     try:
       data = await self._ask("tasks", "GET", "/api/v1/gyms")
     except GenvRequestError:

@@ -154,7 +154,7 @@ def list_tasks(
 def _not_there(
     server: Mapping[str, Any], error: client_lib.GenvError
 ) -> client_lib.GenvError:
-  """The error of a server that does not answer, with the way to start it."""
+  """Makes the error of a silent server, with the way to start one."""
   parts = urllib.parse.urlsplit(server["base_url"])
   start = shell_hints.command(
       "environments.gym_server", server["gym_id"], "--port",

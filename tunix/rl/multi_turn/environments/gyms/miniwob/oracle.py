@@ -155,7 +155,7 @@ async def describe(
 
 
 async def _click(gym: gym_lib.MiniWobGym, element: str) -> _Action:
-  """A click on a point of the element (an expression) that nothing covers."""
+  """Returns a click on an uncovered point of the element (an expression)."""
   point: list[Any] | None = await gym.page.evaluate(
       """(() => {
         %s

@@ -164,7 +164,7 @@ class Session:
   async def ask(
       self, kind: str, data: Mapping[str, Any] | None, seconds: float
   ) -> dict[str, Any]:
-    """The `data` of the answer; after a failure to answer the session is over.
+    """Returns the answer's `data`; without an answer the session is over.
 
     Raises:
       OpenEnvError: the server answered with an error, or not at all.

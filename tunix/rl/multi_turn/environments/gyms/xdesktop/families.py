@@ -80,7 +80,7 @@ def family(name: str, max_turns: int):
 
 
 def get(name: str) -> Family:
-  """The family of that name. Raises ValueError with the nearest name."""
+  """Looks a family up. Raises ValueError with the nearest name."""
   if name not in FAMILIES:
     raise ValueError(
         registry.unknown_name("xdesktop task family", name, tuple(FAMILIES))

@@ -305,7 +305,7 @@ class XDesktopGym:
     return self._oracle
 
   def window_at(self, x: float, y: float) -> str | None:
-    """The title of the topmost window at a pixel of the screenshot; blocks.
+    """Reads the title of the topmost window at a screenshot's pixel; blocks.
 
     Raises:
       DesktopLost.
