@@ -28,14 +28,14 @@ def click(thought):
 
 
 def play(agent, turns):
-  """What the policy saw at each of `turns` turns."""
+  """Returns the view of the policy at each of `turns` turns."""
   agent.update_from_env({"screenshot": image(0), "instruction": "Buy milk."})
-  seen = []
+  views = []
   for i in range(turns):
-    seen.append(list(agent.chat_completions))
+    views.append(list(agent.chat_completions))
     agent.update_from_model(click(f"Hm.\nAction: Press {i}."))
     agent.update_from_env({"screenshot": image(i + 1)})
-  return seen
+  return views
 
 
 def images_of(messages):
@@ -61,10 +61,10 @@ def make(**kwargs):
 
 class TestSummary:
   def test_older_turns_become_lines_of_the_task_s_message(self):
-    seen = play(make(max_images=2, summary=True), 5)
-    assert [len(messages) for messages in seen] == [2, 4, 4, 4, 4]
-    assert text_of(seen[1][1]) == "Buy milk."
-    last = seen[4]
+    views = play(make(max_images=2, summary=True), 5)
+    assert [len(messages) for messages in views] == [2, 4, 4, 4, 4]
+    assert text_of(views[1][1]) == "Buy milk."
+    last = views[4]
     assert [m["role"] for m in last] == ["system", "user", "assistant", "user"]
     assert text_of(last[1]) == (
         "Buy milk.\n\nPrevious actions:\n"
@@ -75,15 +75,15 @@ class TestSummary:
     assert text_of(last[3]) == ""
 
   def test_one_screenshot_is_the_task_and_the_list_of_steps(self):
-    seen = play(make(max_images=1, summary=True), 3)
-    assert [len(messages) for messages in seen] == [2, 2, 2]
-    assert text_of(seen[2][1]).endswith("Step 1: Press 0.\nStep 2: Press 1.")
+    views = play(make(max_images=1, summary=True), 3)
+    assert [len(messages) for messages in views] == [2, 2, 2]
+    assert text_of(views[2][1]).endswith("Step 1: Press 0.\nStep 2: Press 1.")
 
   def test_a_stride_rewrites_rarely(self):
     agent = make(max_images=4, image_stride=3, summary=True)
-    seen = play(agent, 12)
+    views = play(agent, 12)
     assert agent.history_rewrites == 3
-    for before, after in zip(seen, seen[1:]):
+    for before, after in zip(views, views[1:]):
       if len(after) > len(before):
         assert all(a is b for a, b in zip(before, after))
 
@@ -129,32 +129,32 @@ MESSAGES = st.lists(
     summary=st.booleans(),
 )
 def test_the_newest_images_are_seen_in_order(messages, window, stride, summary):
-  kept = history_lib.MessageHistory(
+  history = history_lib.MessageHistory(
       window, min(stride, window), summary=summary
   )
-  kept.append({"role": "system", "content": "s"})
+  history.append({"role": "system", "content": "s"})
   every, lines = [], []
   for n, (role, images) in enumerate(messages):
     if role == "assistant":
       lines.append(f"turn {n}")
-      kept.append({"role": role, "content": f"did {n}"}, lines[-1])
+      history.append({"role": role, "content": f"did {n}"}, lines[-1])
     else:
       refs = [image(100 * n + i) for i in range(images)]
       every += refs
       parts = [{"type": "image", "image": ref} for ref in refs]
-      kept.append({
+      history.append({
           "role": role,
           "content": [*parts, {"type": "text", "text": f"see {n}"}],
       })
-    seen = images_of(kept.seen)
-    assert len(seen) <= max(window, images)
-    assert seen == every[len(every) - len(seen) :]
-    assert kept.seen[0] == {"role": "system", "content": "s"}
-    # Every turn is there, as it was or as a line.
-    text = "\n".join(map(text_of, kept.seen))
+    visible = images_of(history.seen)
+    assert len(visible) <= max(window, images)
+    assert visible == every[len(every) - len(visible) :]
+    assert history.seen[0] == {"role": "system", "content": "s"}
+    # Every turn remains, as its messages or as a line.
+    text = "\n".join(map(text_of, history.seen))
     for line in lines:
       assert line in text or line.replace("turn", "did") in text
-  assert len(kept.full) == len(messages) + 1
+  assert len(history.full) == len(messages) + 1
 
 
 class TestOlderScreenshots:
@@ -162,19 +162,17 @@ class TestOlderScreenshots:
 
   def agent(self, **options):
     store = images_lib.ImageStore()
-    made = tool_agent.ToolAgent(
-        "s", "glm_v", older_scale=0.5, image_store=store, **options
-    )
-    return made, store
+    options |= {"older_scale": 0.5, "image_store": store}
+    return tool_agent.ToolAgent("s", "glm_v", **options), store
 
   def play(self, agent, store, turns):
-    seen = []
+    views = []
     for turn in range(turns):
       shot = store.put(np.full((48, 61, 3), turn, np.uint8))
       agent.update_from_env({"screenshot": shot, "instruction": f"t{turn}"})
-      seen.append(agent.chat_completions)
+      views.append(agent.chat_completions)
       agent.update_from_model(f"turn {turn}")
-    return seen
+    return views
 
   def sizes(self, messages):
     return [

@@ -136,25 +136,25 @@ def step_once(config, response):
     finally:
       await env.close()
 
-  observation, _, done, info = asyncio.run(run())
-  return observation, done, info
+  observation, _, ended, info = asyncio.run(run())
+  return observation, ended, info
 
 
 def test_a_call_of_several_actions_is_carried_out_in_order():
-  _, done, info = step_once(
+  _, ended, info = step_once(
       load("agent=gemini_computer"),
       '{"functionCall": {"name": "type_text_at", "args": {"x": 1, "y": 1,'
       ' "text": "hi"}}}',
   )
   kinds = [action["kind"] for action in info["gui_actions"]]
-  assert kinds == ["click", "key", "key", "type", "key"] and not done
+  assert kinds == ["click", "key", "key", "type", "key"] and not ended
 
 
 def test_plain_text_is_the_answer_where_a_format_ends_so():
-  _, done, info = step_once(load("agent=openai_computer"), "All done.")
-  assert done and info["answer"] == "All done." and info["status"] == "failed"
-  _, done, info = step_once(load("agent=mai_ui"), "All done.")
-  assert done and info["status"] == "parse_error"
+  _, ended, info = step_once(load("agent=openai_computer"), "All done.")
+  assert ended and info["answer"] == "All done." and info["status"] == "failed"
+  _, ended, info = step_once(load("agent=mai_ui"), "All done.")
+  assert ended and info["status"] == "parse_error"
 
 
 def test_every_key_may_be_overridden():

@@ -75,8 +75,9 @@ def kinds(events):
 async def test_a_run_s_events_are_in_order_and_hold_the_whole_reply():
   reply = run_services.completion(MOVE) | {"extra": {"nested": [1, None]}}
   replies = [reply, run_services.completion(TERMINATE)]
+  answer = lambda *_: (200, replies.pop(0))
   with (
-      run_services.scripted(lambda *_: (200, replies.pop(0))) as (model, asked),
+      run_services.scripted(answer) as (model, server),
       run_services.serving() as (url, _),
   ):
     status, reason, events = await played(url, body(model))
@@ -97,7 +98,7 @@ async def test_a_run_s_events_are_in_order_and_hold_the_whole_reply():
     names = [s["name"] for s in executed["action"]["obs"]["screenshots"]]
     assert names == ["screenshot_before", "screenshot_after"]
     assert events[-1]["ok"] and "evaluation" in events[-1]
-    first, second = (json.loads(r[-1]) for r in asked.requests)
+    first, second = (json.loads(r[-1]) for r in server.requests)
     assert first["logprobs"] and first["return_token_ids"]
     assert "top_logprobs" not in first
     assert second["messages"][: len(first["messages"])] == first["messages"]
@@ -105,20 +106,20 @@ async def test_a_run_s_events_are_in_order_and_hold_the_whole_reply():
 
 @pytest.mark.parametrize("form", ["url", "base64"])
 async def test_log_probs_are_asked_for_by_setting_and_change_no_event(form):
-  found = {}
+  events_by_setting = {}
   for asked_for in (True, False):
     with (
-        run_services.scripted(says(MOVE, TERMINATE)) as (model, asked),
+        run_services.scripted(says(MOVE, TERMINATE)) as (model, server),
         run_services.serving() as (url, _),
     ):
       request = body(model, images=form)
       request["model"]["logprobs"] = asked_for
       request["model"]["topLogprobs"] = 1
       _, _, events = await played(url, request)
-      found[asked_for] = kinds(events)
-      sent = json.loads(asked.requests[0][-1])
+      events_by_setting[asked_for] = kinds(events)
+      sent = json.loads(server.requests[0][-1])
       assert ("logprobs" in sent) == ("top_logprobs" in sent) == asked_for
-  assert found[True] == found[False]
+  assert events_by_setting[True] == events_by_setting[False]
 
 
 @pytest.mark.parametrize(
@@ -126,13 +127,13 @@ async def test_log_probs_are_asked_for_by_setting_and_change_no_event(form):
 )
 async def test_each_agent_asks_for_log_probs(agent, space):
   with (
-      run_services.scripted(says("no action at all")) as (model, asked),
+      run_services.scripted(says("no action at all")) as (model, server),
       run_services.serving() as (url, _),
   ):
     request = body(model, agent=agent, standardActionSpace=space, maxSteps=1)
     request["model"] |= {"logprobs": True, "topLogprobs": 1}
     await played(url, request)
-  sent = json.loads(asked.requests[0][-1])
+  sent = json.loads(server.requests[0][-1])
   assert sent["logprobs"] is True and sent["top_logprobs"] == 1
 
 
@@ -149,14 +150,14 @@ async def test_a_server_without_log_probs_still_works():
 
 async def test_events_hold_addresses_of_screenshots_and_no_base64():
   with (
-      run_services.scripted(says(MOVE, TERMINATE)) as (model, asked),
+      run_services.scripted(says(MOVE, TERMINATE)) as (model, server),
       run_services.serving() as (url, app),
   ):
     request = body(model)
     request["model"]["images"] = "url"
     _, _, events = await played(url, request)
     assert "base64" not in json.dumps(events)
-    sent = json.loads(asked.requests[0][-1])
+    sent = json.loads(server.requests[0][-1])
     (part,) = [
         p for p in sent["messages"][-1]["content"] if p["type"] == "image_url"
     ]
@@ -375,9 +376,10 @@ async def test_strangers_are_refused():
   with run_services.serving(token="secret") as (url, _):
     async with httpx.AsyncClient() as http:
       assert (await http.get(f"{url}/runs/x")).status_code == 401
-      mine = {"authorization": "Bearer secret"}
-      assert (await http.get(f"{url}/runs/x", headers=mine)).status_code == 404
-      page = {**mine, "origin": "http://evil.example"}
+      headers = {"authorization": "Bearer secret"}
+      reply = await http.get(f"{url}/runs/x", headers=headers)
+      assert reply.status_code == 404
+      page = {**headers, "origin": "http://evil.example"}
       assert (await http.get(f"{url}/runs/x", headers=page)).status_code == 403
   with run_services.serving() as (url, _):
     async with httpx.AsyncClient() as http:
@@ -397,8 +399,8 @@ async def test_strangers_are_refused():
 def test_the_command_refuses_what_cannot_be(argv, words, capsys, monkeypatch):
   monkeypatch.delenv(command.TOKEN_VARIABLE, raising=False)
   assert command.main([*argv, "--port", "0"]) == 2
-  said = capsys.readouterr().err
-  assert said.startswith("error: ") and words in said
+  output = capsys.readouterr().err
+  assert output.startswith("error: ") and words in output
 
 
 async def test_a_gym_that_is_missing_or_breaks_ends_the_run_with_a_reason():
@@ -429,9 +431,9 @@ def test_the_service_needs_no_jax():
       "app.App()\n"
       "import sys; assert 'jax' not in sys.modules\n"
   )
-  done = subprocess.run(
+  process = subprocess.run(
       [sys.executable, "-c", program],
       cwd=pathlib.Path(__file__).resolve().parents[2],
       capture_output=True, text=True, timeout=60, check=False,
   )  # pyformat: disable
-  assert done.returncode == 0, done.stderr
+  assert process.returncode == 0, process.stderr

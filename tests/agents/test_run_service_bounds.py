@@ -1,4 +1,4 @@
-"""What one request may cost the run service, and what a reason may say."""
+"""Bounds of one request to the run service, and of the text of a reason."""
 
 import asyncio
 import time
@@ -129,10 +129,10 @@ async def test_health_is_answered_while_large_screens_are_drawn():
 async def test_a_server_that_echoes_the_key_puts_it_into_no_record(
     status, as_json, caplog
 ):
-  seen = {"error": {"code": "context_length_exceeded", "message": f"no {KEY}"}}
-  content = seen if as_json else f"you sent {KEY}".encode()
+  error = {"code": "context_length_exceeded", "message": f"no {KEY}"}
+  content = {"error": error} if as_json else f"you sent {KEY}".encode()
   with (
-      run_services.scripted(lambda *_: (status, content)) as (model, asked),
+      run_services.scripted(lambda *_: (status, content)) as (model, server),
       run_services.serving() as (url, _),
   ):
     runs = client_lib.RunServiceClient(url, poll_s=0.02)
@@ -140,7 +140,7 @@ async def test_a_server_that_echoes_the_key_puts_it_into_no_record(
     events = [e async for e in runs.follow(run, 30)]
     ended, reason = await runs.status(run)
     await runs.aclose()
-  assert asked.requests[0][3]["authorization"] == f"Bearer {KEY}"
+  assert server.requests[0][3]["authorization"] == f"Bearer {KEY}"
   if status == 200 and as_json:  # A reply is recorded whole.
     events = [e for e in events if e["type"] != "model_output"]
   assert KEY not in str(events) and KEY not in reason

@@ -52,14 +52,14 @@ async def test_bare_and_wrapped_answers_are_read(wrapped):
     status = {"status": "completed", "reason": "done"}
     return 200, {"run": status} if wrapped else status
 
-  with run_services.scripted(answer) as (url, asked):
+  with run_services.scripted(answer) as (url, service):
     runs = client_lib.RunServiceClient(url, token="t")
     for name, expected in rows.items():
       assert await getattr(runs, name)("r/1") == expected
     assert await runs.step("r/1", 0) == {"text": "a"}
     assert await runs.status("r/1") == ("completed", "done")
     await runs.events("r/1", first="2025-01-01T00:00:00Z", last=5)
-    _, path, query, headers, _ = asked.requests[-1]
+    _, path, query, headers, _ = service.requests[-1]
     assert query == "from=2025-01-01T00%3A00%3A00Z&to=5"
     assert headers["authorization"] == "Bearer t"
     await runs.aclose()
@@ -91,16 +91,16 @@ async def test_a_run_is_followed_to_its_end_and_no_event_is_seen_twice():
     poll = next(polls)
     if poll == 3:
       return 503, {"detail": "busy"}
-    done = poll > 12
+    ended = poll > 12
     if path.endswith("/events"):
       # The bounds are ignored: all events of every poll come again.
-      return 200, events if done else events[: 1 + poll // 3]
-    return 200, {"status": "completed" if done else "running"}
+      return 200, events if ended else events[: 1 + poll // 3]
+    return 200, {"status": "completed" if ended else "running"}
 
   with run_services.scripted(answer) as (url, _):
     runs = client_lib.RunServiceClient(url, poll_s=0.01)
-    found = [e async for e in runs.follow("r", 20.0)]
-    assert found == events
+    followed = [e async for e in runs.follow("r", 20.0)]
+    assert followed == events
     await runs.aclose()
 
 
@@ -146,7 +146,7 @@ async def test_an_agent_plays_by_the_service_s_documented_exchange(names):
       if poll < 3:
         return 404, {"detail": "no events"}
       return 200, rows[:6] if poll < 7 else rows[:8] if poll < 11 else rows
-    # It has ended before its last events are there.
+    # The run ends before its last events arrive.
     return 200, {"status": "running" if poll < 10 else "completed"}
 
   body = {
@@ -157,7 +157,7 @@ async def test_an_agent_plays_by_the_service_s_documented_exchange(names):
               "executionId": "e"},
       "standardActionSpace": "mobile",
   }  # pyformat: disable
-  with run_services.scripted(answer) as (url, asked):
+  with run_services.scripted(answer) as (url, service):
     runs = client_lib.RunServiceClient(url, poll_s=0.01)
     agent = run_agent.RunAgent()
     assert await agent.start(runs, body, 20.0) == "run-1"
@@ -172,12 +172,12 @@ async def test_an_agent_plays_by_the_service_s_documented_exchange(names):
     assert await agent.output(2) is None
     await agent.close()
     await runs.aclose()
-    first, *rest = asked.requests
+    first, *later = service.requests
     assert first[:2] == ("POST", "/runs") and json.loads(first[-1]) == body
-    assert {r[:2] for r in rest} == {
+    assert {r[:2] for r in later} == {
         ("GET", "/runs/run-1"), ("GET", "/runs/run-1/events"),
     }  # pyformat: disable
-    bounds = [r[2] for r in rest if r[1].endswith("events")]
+    bounds = [r[2] for r in later if r[1].endswith("events")]
     assert not bounds[0]
     assert bounds[-1] == "from=2026-01-01T00%3A00%3A07.000Z"
 
@@ -210,7 +210,7 @@ async def test_an_agent_that_is_closed_ends_its_run():
       return 200, {"runId": "r"}
     return 200, [] if path.endswith("/events") else {"status": "running"}
 
-  with run_services.scripted(answer) as (url, asked):
+  with run_services.scripted(answer) as (url, service):
     runs = client_lib.RunServiceClient(url, poll_s=0.01)
     agent = run_agent.RunAgent()
     with pytest.raises(RuntimeError, match="start first"):
@@ -220,7 +220,7 @@ async def test_an_agent_that_is_closed_ends_its_run():
       await agent.start(runs, {}, 30.0)
     await agent.close()
     await agent.close()
-    ended = [r for r in asked.requests if r[1] == "/runs/r/cancel"]
+    ended = [r for r in service.requests if r[1] == "/runs/r/cancel"]
     assert len(ended) == 1
     await runs.aclose()
 
@@ -242,16 +242,16 @@ def test_turns_that_extend_one_another_are_one_sequence():
   assert [conversion.image_urls(t.messages) for t in turns] == [
       ["a"], ["a", "b"],
   ]  # pyformat: disable
-  (found,), made = conversion.sequences_of(
+  (sequence,), encoded = conversion.sequences_of(
       turns, [IMAGES[:1], IMAGES[:2]], PAD, version=4
   )
-  assert made == 0
-  assert found.tokens.tolist() == [*second, 7]
-  assert found.loss_mask.tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 0, 1]
-  assert found.logprobs[found.loss_mask].tolist() == [-0.5, -0.25, -0.125]
-  assert found.versions.tolist() == [-1] * 4 + [4, 4] + [-1] * 3 + [4]
-  assert found.turn_ids.tolist() == [0] * 6 + [1] * 4
-  assert [(s.image, s.offset, s.num_tokens) for s in found.images] == [
+  assert encoded == 0
+  assert sequence.tokens.tolist() == [*second, 7]
+  assert sequence.loss_mask.tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 0, 1]
+  assert sequence.logprobs[sequence.loss_mask].tolist() == [-0.5, -0.25, -0.125]
+  assert sequence.versions.tolist() == [-1] * 4 + [4, 4] + [-1] * 3 + [4]
+  assert sequence.turn_ids.tolist() == [0] * 6 + [1] * 4
+  assert [(s.image, s.offset, s.num_tokens) for s in sequence.images] == [
       (IMAGES[0], 1, 2), (IMAGES[1], 7, 1),
   ]  # pyformat: disable
 
@@ -269,13 +269,14 @@ def test_images_of_rows_are_read_with_their_breaks():
   read = functools.partial(
       conversion.sequences_of, turns, [IMAGES[:2]], PAD, version=0
   )
-  ((found,), _) = read(image_break_id=brk)
+  ((sequence,), _) = read(image_break_id=brk)
   assert [
-      (s.offset, s.num_tokens, s.row, s.num_placeholders) for s in found.images
-  ] == [(1, 7, 3, 6), (9, 2, 0, 2)]  # pyformat: disable
-  assert [s.image for s in found.images] == list(IMAGES[:2])
-  again = trajectory.TokenSequence.from_json(found.to_json())
-  assert again == found and again.images == found.images
+      (s.offset, s.num_tokens, s.row, s.num_placeholders)
+      for s in sequence.images
+  ] == [(1, 7, 3, 6), (9, 2, 0, 2)]
+  assert [s.image for s in sequence.images] == list(IMAGES[:2])
+  again = trajectory.TokenSequence.from_json(sequence.to_json())
+  assert again == sequence and again.images == sequence.images
   with pytest.raises(ValueError, match="3 runs of image placeholders for 2"):
     read()
   uneven = [1, PAD, PAD, brk, PAD, end, *flat, 2]
@@ -297,18 +298,18 @@ def test_a_rewritten_history_begins_another_sequence():
       event("model_output", 2, modelOutput=said([1, 2])),
       event("model_output", 3, modelOutput=said([1, 3])),
   ])
-  found, _ = conversion.sequences_of(turns, [(), ()], None)
-  assert [s.tokens.tolist() for s in found] == [[1, 2, 5, 6], [1, 3, 5, 6]]
-  assert sum(s.num_sampled for s in found) == 4
-  assert [set(s.turn_ids.tolist()) for s in found] == [{0}, {1}]
+  sequences, _ = conversion.sequences_of(turns, [(), ()], None)
+  assert [s.tokens.tolist() for s in sequences] == [[1, 2, 5, 6], [1, 3, 5, 6]]
+  assert sum(s.num_sampled for s in sequences) == 4
+  assert [set(s.turn_ids.tolist()) for s in sequences] == [{0}, {1}]
 
 
 def test_versions_of_the_reply_win():
   reply = said([1], ids=(5, 6, 7), logprobs=(-1.0, -1.0, -1.0))
   reply["choices"][0]["policy_versions"] = [[0, 2], [2, 3]]
   turns = conversion.turns_of([event("model_output", 1, modelOutput=reply)])
-  (found,), _ = conversion.sequences_of(turns, [()], None, version=9)
-  assert found.versions.tolist() == [-1, 2, 2, 3]
+  (sequence,), _ = conversion.sequences_of(turns, [()], None, version=9)
+  assert sequence.versions.tolist() == [-1, 2, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -330,14 +331,14 @@ def test_what_the_server_did_not_report_is_refused_or_counted(reply, missing):
   assert not turn.is_exact
   with pytest.raises(conversion.MissingTokens, match=missing):
     conversion.sequences_of([turn], [()], None)
-  (found,), made = conversion.sequences_of(
+  (sequence,), encoded = conversion.sequences_of(
       [turn], [()], None, on_missing="fallback",
       encode=lambda _: ([1, 2], [8, 8, 8]),
   )  # pyformat: disable
-  assert made == 1
-  assert not found.logprobs.any() and found.num_sampled >= 2
+  assert encoded == 1
+  assert not sequence.logprobs.any() and sequence.num_sampled >= 2
   if turn.token_ids is not None:  # Ids that are known stay.
-    assert found.tokens[-2:].tolist() == [5, 6]
+    assert sequence.tokens[-2:].tolist() == [5, 6]
 
 
 @pytest.mark.parametrize(
@@ -396,22 +397,22 @@ def test_data_urls_become_addresses_that_expire():
       "http://h:1/", lifetime_s=60, key=b"k", clock=lambda: now[0]
   )
   value = {"a": ["data:image/png;base64,aGk=", "text", 1], "b": "http://x"}
-  found = content_store.externalize(value, store, urls)
+  message = content_store.externalize(value, store, urls)
   assert value["a"][0].startswith("data:")
-  assert found["a"][1:] == ["text", 1] and found["b"] == "http://x"
-  address, _, query = found["a"][0].partition("?")
+  assert message["a"][1:] == ["text", 1] and message["b"] == "http://x"
+  address, _, query = message["a"][0].partition("?")
   name = address.rpartition("/")[2]
   assert address == f"http://h:1/images/{name}"
   assert store.get(name) == (b"hi", "image/png")
-  given = dict(part.split("=") for part in query.split("&"))
-  assert urls.problem(name, given) == ""
-  assert "signature" in urls.problem(name, {**given, "expires": "2000"})
-  assert "signature" in urls.problem("0" * 64, given)
-  assert urls.problem("../x", given) and urls.problem(name, {})
+  parameters = dict(part.split("=") for part in query.split("&"))
+  assert urls.problem(name, parameters) == ""
+  assert "signature" in urls.problem(name, {**parameters, "expires": "2000"})
+  assert "signature" in urls.problem("0" * 64, parameters)
+  assert urls.problem("../x", parameters) and urls.problem(name, {})
   other = content_store.SignedUrls(key=b"other", clock=lambda: now[0])
-  assert "signature" in other.problem(name, given)
+  assert "signature" in other.problem(name, parameters)
   now[0] += 61
-  assert "expired" in urls.problem(name, given)
+  assert "expired" in urls.problem(name, parameters)
 
 
 def test_a_content_store_is_bounded():

@@ -27,15 +27,15 @@ def contents(agent):
 
 def play(agent, turns, text=CALL):
   """`turns` turns of screenshots; returns what the model saw at each."""
-  seen = []
+  views = []
   agent.update_from_env(
     {"screenshot": image(0), "instruction": "go"}, 0.0, False, {}
   )
   for i in range(turns):
-    seen.append(list(agent.chat_completions))
+    views.append(list(agent.chat_completions))
     agent.update_from_model(text)
     agent.update_from_env({"screenshot": image(i + 1)}, 0.0, False, {})
-  return seen
+  return views
 
 
 class TestBaseAgent:
@@ -226,8 +226,8 @@ class TestEpisode:
 
 class TestSharing:
   def test_messages_are_the_same_objects_every_turn(self):
-    seen = play(make(), 5)
-    for before, after in zip(seen, seen[1:]):
+    views = play(make(), 5)
+    for before, after in zip(views, views[1:]):
       assert len(after) == len(before) + 2
       assert all(a is b for a, b in zip(before, after))
 
@@ -270,9 +270,9 @@ class TestWindow:
 
   def test_only_the_newest_images_are_seen(self):
     agent = make(max_images=2)
-    for turn, seen in enumerate(play(agent, 6)):
+    for turn, view in enumerate(play(agent, 6)):
       newest = [image(i) for i in range(max(0, turn - 1), turn + 1)]
-      assert self.images(seen) == newest
+      assert self.images(view) == newest
 
   def test_full_history_is_kept(self):
     agent, unlimited = make(max_images=2), make()
@@ -289,10 +289,10 @@ class TestWindow:
 
   def test_rewrite_shows_as_another_prefix_and_older_snapshots_stay(self):
     agent = make(max_images=2)
-    seen = play(agent, 3)
-    assert all(a is b for a, b in zip(seen[0], seen[1]))
-    assert seen[1][1] is not seen[2][1]
-    assert agent.trajectory.steps[1].chat_completions[:-1] == seen[1]
+    views = play(agent, 3)
+    assert all(a is b for a, b in zip(views[0], views[1]))
+    assert views[1][1] is not views[2][1]
+    assert agent.trajectory.steps[1].chat_completions[:-1] == views[1]
 
   def test_stride_makes_rewrites_rare(self):
     agent = make(max_images=5, image_stride=4)

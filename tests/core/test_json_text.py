@@ -17,7 +17,7 @@ from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.environments import conversations
 from tunix.rl.multi_turn.environments import recordings
-from tunix.rl.multi_turn.environments import worker_messages
+from tunix.rl.multi_turn.environments import workers
 from tunix.rl.multi_turn.environments.gyms.osworld import tasks as osworld
 from tunix.rl.multi_turn.environments.play import __main__ as play
 from tunix.rl.multi_turn.environments.task_sources import source
@@ -233,9 +233,9 @@ def test_what_a_policy_writes_is_no_deeper(levels):
 @pytest.mark.parametrize("levels", LEVELS)
 def test_a_gyms_process_sends_nothing_deeper(levels):
   body = deep(levels).encode()
-  length = worker_messages._LENGTH.pack(len(body))
+  length = workers._LENGTH.pack(len(body))
   with pytest.raises(ValueError, match="nested"):
-    worker_messages.decode(length + body)
+    workers.decode_message(length + body)
 
 
 @pytest.mark.slow

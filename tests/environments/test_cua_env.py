@@ -34,10 +34,10 @@ class ButtonGym:
     self.solved = False
     self.end_on_click = end_on_click
 
-  def observe(self, done=False, **kwargs):
+  def observe(self, ended=False, **kwargs):
     pixels = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
     pixels[0, 0, 0] = len(self.acted)
-    return gym_base.Observation(pixels, done=done, **kwargs)
+    return gym_base.Observation(pixels, done=ended, **kwargs)
 
   async def start(self, task):
     self.calls.append("start")
@@ -49,8 +49,8 @@ class ButtonGym:
     self.acted.append(action)
     if action.kind is Kind.CLICK:
       self.solved = abs(action.x - 70) <= 10 and abs(action.y - 20) <= 10
-    done = self.end_on_click and action.kind is Kind.CLICK
-    return self.observe(done, text="beep" if self.solved else "")
+    ended = self.end_on_click and action.kind is Kind.CLICK
+    return self.observe(ended, text="beep" if self.solved else "")
 
   async def evaluate(self):
     self.calls.append("evaluate")
@@ -137,9 +137,9 @@ class TestReset:
 class TestActions:
   def test_coordinates_reach_the_gym_in_its_pixels(self):
     gym = ButtonGym()
-    _, ((observation, reward, done, info),) = run(make(gym), [HIT])
+    _, ((observation, reward, ended, info),) = run(make(gym), [HIT])
     assert gym.acted == [Action(Kind.CLICK, x=70, y=20)]
-    assert (reward, done) == (0.0, False)
+    assert (reward, ended) == (0.0, False)
     assert observation["text"] == "beep" and "instruction" not in observation
     assert info == {"gui_actions": [{"kind": "click", "x": 70.0, "y": 20.0}]}
 
@@ -283,13 +283,13 @@ class TestInvalid:
   )
   def test_is_told_and_the_episode_goes_on(self, call, reason):
     gym = ButtonGym()
-    first, (told, hit, end) = run(make(gym), [call], [HIT], [DONE])
-    observation, reward, done, info = told
+    first, (reply, hit, end) = run(make(gym), [call], [HIT], [DONE])
+    observation, reward, ended, info = reply
     assert reason in observation["text"] and observation["text"].startswith(
       "Error:"
     )
     assert observation["screenshot"] == first[0]["screenshot"]
-    assert (reward, done, info["gui_actions"]) == (0.0, False, [])
+    assert (reward, ended, info["gui_actions"]) == (0.0, False, [])
     assert reason in info["invalid_actions"][0]
     assert "Error" not in hit[0]["text"] and end[1] == 0.75
 
@@ -299,32 +299,32 @@ class TestInvalid:
     assert [a.kind for a in gym.acted] == [Kind.WAIT]
 
   def test_may_end_the_episode(self):
-    _, ((_, reward, done, info),) = run(
+    _, ((_, reward, ended, info),) = run(
       make(on_invalid="end"), [use(action="fly")]
     )
-    assert (reward, done, info["status"]) == (0.0, True, "parse_error")
+    assert (reward, ended, info["status"]) == (0.0, True, "parse_error")
 
   def test_what_ends_the_episode_touches_the_gym_with_no_call_of_its_turn(self):
     gym = ButtonGym()
     env = make(gym, on_invalid="end")
-    _, ((_, _, done, info),) = run(env, [WAIT, HIT, use(action="fly")])
-    assert done and info["status"] == "parse_error"
+    _, ((_, _, ended, info),) = run(env, [WAIT, HIT, use(action="fly")])
+    assert ended and info["status"] == "parse_error"
     assert not gym.acted and info["gui_actions"] == []
 
   def test_no_call_is_a_turn_without_action(self):
     gym = ButtonGym()
-    _, ((observation, _, done, _),) = run(make(gym), [])
-    assert not gym.acted and not done and set(observation) == {"screenshot"}
+    _, ((observation, _, ended, _),) = run(make(gym), [])
+    assert not gym.acted and not ended and set(observation) == {"screenshot"}
 
   def test_plain_text_by_choice(self):
-    for on_text, done, status in (
+    for on_text, ends, status in (
       ("end", True, "parse_error"),
       ("retry", False, None),
       ("answer", True, "failed"),
     ):
       gym = ButtonGym()
       _, ((_, _, ended, info),) = run(make(gym, on_text=on_text), "it is 8")
-      assert (ended, info.get("status")) == (done, status)
+      assert (ended, info.get("status")) == (ends, status)
       answered = [Action(Kind.ANSWER, text="it is 8")]
       assert gym.acted == (answered if on_text == "answer" else [])
 
@@ -333,9 +333,9 @@ class TestEnd:
   @pytest.mark.parametrize("last", [DONE, use(action="answer", text="8")])
   def test_terminate_and_answer_reach_the_gym_and_end(self, last):
     gym = ButtonGym()
-    _, (_, (_, reward, done, info)) = run(make(gym), [HIT], [last, MISS])
+    _, (_, (_, reward, ended, info)) = run(make(gym), [HIT], [last, MISS])
     assert len(gym.acted) == 2  # Nothing after the end.
-    assert (reward, done) == (0.75, True)
+    assert (reward, ended) == (0.75, True)
     assert info["success"] and info["status"] == "succeeded"
     assert info["evaluation"]["score"] == 0.75
     assert gym.calls == ["start", "act", "act", "evaluate", "close"]
@@ -346,8 +346,8 @@ class TestEnd:
 
   def test_gym_may_end_it(self):
     gym = ButtonGym(end_on_click=True)
-    _, ((observation, reward, done, _),) = run(make(gym), [HIT, WAIT])
-    assert (reward, done, len(gym.acted)) == (0.75, True, 1)
+    _, ((observation, reward, ended, _),) = run(make(gym), [HIT, WAIT])
+    assert (reward, ended, len(gym.acted)) == (0.75, True, 1)
     assert observation["screenshot"]
 
   def test_last_step_is_evaluated(self):
@@ -376,29 +376,29 @@ class TestEnd:
     assert asyncio.run(main())[2] is False and env.step_count == 1
 
   @pytest.mark.parametrize(
-    "reward, wanted",
+    "reward, expected",
     [
       ("score", 0.75),
       ("success", 1.0),
       (lambda task, action, info: info["evaluation"]["score"] * 2, 1.5),
     ],
   )
-  def test_reward_modes(self, reward, wanted):
+  def test_reward_modes(self, reward, expected):
     _, (_, result) = run(make(reward=reward), [HIT], [DONE])
-    assert result[1] == wanted
+    assert result[1] == expected
 
   def test_a_reward_function_has_the_callers_deadline_only(self, monkeypatch):
-    given = []
+    deadlines = []
     real = rewards.evaluate_async
 
     async def watched(*args, timeout=30.0):
-      given.append(timeout)
+      deadlines.append(timeout)
       return await real(*args, timeout=timeout)
 
     monkeypatch.setattr(rewards, "evaluate_async", watched)
     env = make(reward=lambda task, action, info: 0.5)
     assert run(env, [DONE])[1][-1][1] == 0.5
-    assert given == [None]
+    assert deadlines == [None]
 
   def test_nothing_but_pixels_state_and_no_image_bytes_in_the_trajectory(self):
     agent = agents.ToolAgent("", "computer_use", on_parse_error="retry")

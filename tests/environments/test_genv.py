@@ -276,11 +276,11 @@ async def test_an_execution_is_started_by_any_form_of_a_task():
     client = genv.GenvClient(url, "desktop")
     listed = (await client.list_tasks())[1]
     row = listed.to_row()
-    made = []
+    contexts = []
     for form in (listed, row, listed.to_task(), _Env(listed.to_task()),
                  listed.id, listed.name, "2"):  # pyformat: disable
       context = await genv.start_genv_execution(form, client)
-      made.append(context.task_identifier)
+      contexts.append(context.task_identifier)
       assert context.agent_env() == {
           "type": "genv", "gymBaseUrl": url, "gymId": "desktop",
           "executionId": context.execution_id,
@@ -292,7 +292,7 @@ async def test_an_execution_is_started_by_any_form_of_a_task():
       )
       assert (reward, success) == (0.0, False)
       assert await genv.terminate_execution(context, client)
-    assert set(made) == {listed.id}
+    assert set(contexts) == {listed.id}
     with pytest.raises(genv.GenvUnknownTaskError):
       await genv.start_genv_execution({"task_id": "none"}, client)
     assert app.store.open == 0
@@ -328,22 +328,22 @@ class _Policy:
 
 
 async def _episode(gym, shown, task, seed):
-  """All that a policy sees of an episode, and what it gets."""
+  """Everything that a policy sees of an episode, and its reward."""
   env = cua_env.CUAEnv(
       gym, screenshot.ScreenshotTool(images.ImageStore()), shown, max_steps=6
   )
   policy = _Policy(task, seed)
   observation, _ = await env.reset()
-  seen = [(observation["screenshot"].sha256, observation.get("instruction"))]
-  done = False
-  while not done:
-    observation, reward, done, info = await env.step(policy())
-    seen.append((
+  shots = [(observation["screenshot"].sha256, observation.get("instruction"))]
+  ended = False
+  while not ended:
+    observation, reward, ended, info = await env.step(policy())
+    shots.append((
         observation["screenshot"].sha256, observation.get("text"), reward,
-        done, info.get("status"), info["gui_actions"],
+        ended, info.get("status"), info["gui_actions"],
     ))  # pyformat: disable
   await env.close()
-  return seen
+  return shots
 
 
 @pytest.mark.slow
@@ -393,9 +393,9 @@ async def test_an_episode_is_these_calls_and_no_others():
         max_steps=2,
     )
     await env.reset()
-    done = False
-    while not done:
-      *_, done, _ = await env.step(gui_action.GuiAction("wait"))
+    ended = False
+    while not ended:
+      *_, ended, _ = await env.step(gui_action.GuiAction("wait"))
     await env.close()
     await env.close()
   assert calls == ["enter-text", "step", "step", "evaluate", "terminate"]
@@ -435,10 +435,10 @@ async def test_an_action_that_cannot_be_is_told_and_no_failure_of_the_gym():
         (gyms[0], gym_servers.instance("enter-text", 0)),
         (gyms[1], base.Task("t", "f", params={"openenv": {"seed": 1}})),
     ):
-      seen = await gym.start(task)
-      told = await gym.act(gui_action.GuiAction("wait", duration=1e9))
-      assert told.text.startswith("Error: action.duration") and not told.done
-      assert (told.screenshot == seen.screenshot).all()
+      observation = await gym.start(task)
+      reply = await gym.act(gui_action.GuiAction("wait", duration=1e9))
+      assert reply.text.startswith("Error: action.duration") and not reply.done
+      assert (reply.screenshot == observation.screenshot).all()
       after = await gym.act(gui_action.GuiAction("move", x=1, y=1))
       assert not after.text
     assert [e.steps for e in app.store.live()] == [1, 1]
@@ -529,7 +529,7 @@ async def test_the_token_is_sent(tmp_path):
 async def test_two_hundred_executions_are_open_at_once():
   with gym_servers.serving(capacity=200) as (url, app):
     gyms = [gym_servers.gym(url) for _ in range(200)]
-    seen = await asyncio.gather(*(
+    observations = await asyncio.gather(*(
         g.start(gym_servers.instance("click-button", i))
         for i, g in enumerate(gyms)
     ))  # pyformat: disable
@@ -546,7 +546,7 @@ async def test_two_hundred_executions_are_open_at_once():
       expected = own.start_sync(
           desktop.DesktopTasks().train_task("click-button", i, 0)
       )
-      assert (seen[i].screenshot == expected.screenshot).all()
+      assert (observations[i].screenshot == expected.screenshot).all()
     await asyncio.gather(*(g.close() for g in gyms))
     assert app.store.open == 0
 
@@ -563,10 +563,11 @@ async def test_creates_in_bursts_of_64_are_all_answered():
       await gym.close()
       return identity
 
-    made = []
+    replies = []
     for burst in range(3):
-      made += await asyncio.gather(*(play(burst * 64 + i) for i in range(64)))
-    assert len(set(made)) == 192
+      numbers = range(burst * 64, burst * 64 + 64)
+      replies += await asyncio.gather(*map(play, numbers))
+    assert len(set(replies)) == 192
     assert app.store.open == 0
 
 
@@ -585,7 +586,7 @@ def test_a_server_that_is_not_there_says_how_to_start_one(monkeypatch):
   for ask in (genv_tasks.server_tasks, genv_tasks.list_tasks):
     with pytest.raises(genv.GenvError) as refused:
       ask(base_url="http://127.0.0.1:9", gym_id="big")
-    said = str(refused.value)
-    assert "no gym server answers at http://127.0.0.1:9" in said
-    assert "environments.gym_server big --port 9" in said
-    assert "gym.options.base_url" in said
+    message = str(refused.value)
+    assert "no gym server answers at http://127.0.0.1:9" in message
+    assert "environments.gym_server big --port 9" in message
+    assert "gym.options.base_url" in message

@@ -36,8 +36,8 @@ Naughty = gym_servers.NaughtyGym
 def _server():
   with gym_servers.serving(
       gym_servers.desktop(client_settings=("width", "height"))
-  ) as found:
-    yield found
+  ) as server:
+    yield server
 
 
 @pytest.fixture(name="http")
@@ -115,19 +115,20 @@ def test_training_and_held_out_tasks_of_the_list_do_not_meet(http):
 
 
 def test_create_step_screenshot_evaluate_terminate(http, server):
-  made = create(http, options={"observe": True})
-  assert made["box_id"] == made["execution_id"]
-  assert made["env_build"]["stages"][0]["name"] == "create_execution"
+  created = create(http, options={"observe": True})
+  assert created["box_id"] == created["execution_id"]
+  assert created["env_build"]["stages"][0]["name"] == "create_execution"
   own = desktop.DesktopGym()
   task = desktop.DesktopTasks().train_task("click-button", 0, 0)
-  seen = own.start_sync(task)
-  shown = wire.observation_from_json(made["observation"])
-  np.testing.assert_array_equal(shown.screenshot, seen.screenshot)
-  assert shown.instruction == seen.instruction
-  at = f"/executions/{made['execution_id']}"
+  observation = own.start_sync(task)
+  shown = wire.observation_from_json(created["observation"])
+  np.testing.assert_array_equal(shown.screenshot, observation.screenshot)
+  assert shown.instruction == observation.instruction
+  at = f"/executions/{created['execution_id']}"
   png = http.get(at + "/screenshot")
   assert png.headers["content-type"] == "image/png"
-  np.testing.assert_array_equal(wire.from_png(png.content), seen.screenshot)
+  pixels = wire.from_png(png.content)
+  np.testing.assert_array_equal(pixels, observation.screenshot)
   action = desktop.oracle_action(own)
   stepped = http.post(at + "/step", json={"action": action.to_json()}).json()
   expected = own.act_sync(action)
@@ -187,13 +188,14 @@ def test_a_create_that_is_sent_again_is_one_execution(http, server):
   headers = {"idempotency-key": "mine"}
   body = {"options": {"lease_s": 30}}
   task = "/tasks/click-button-train-0"
-  made = [http.post(task, json=body, headers=headers).json() for _ in range(3)]
-  assert len({m["execution_id"] for m in made}) == 1
-  assert [m["replayed"] for m in made] == [False, True, True]
+  send = lambda: http.post(task, json=body, headers=headers).json()
+  created = [send() for _ in range(3)]
+  assert len({m["execution_id"] for m in created}) == 1
+  assert [m["replayed"] for m in created] == [False, True, True]
   assert server[1].store.open == 1
   other = http.post("/tasks/enter-text-train-0", json=body, headers=headers)
   assert other.json()["code"] == "key_reused"
-  http.post(f"/executions/{made[0]['execution_id']}/terminate")
+  http.post(f"/executions/{created[0]['execution_id']}/terminate")
   again = http.post(task, json=body, headers=headers)
   assert (again.status_code, again.json()["code"]) == (410, "terminated")
 
@@ -207,8 +209,8 @@ def test_an_execution_can_be_ended_by_the_key_of_its_create(http, server):
 
 
 def test_clients_set_what_the_server_allows_and_nothing_else(http):
-  made = create(http, options={"gym": {"width": 160}})
-  assert made["screen"] == {"width": 160, "height": 96}
+  created = create(http, options={"gym": {"width": 160}})
+  assert created["screen"] == {"width": 160, "height": 96}
   for gym in ({"time_decay": 0.5}, {"width": 10**9}, {"height": "tall"}):
     reply = http.post("/tasks/001", json={"options": {"gym": gym}})
     assert reply.status_code == 422, gym
@@ -282,8 +284,8 @@ def test_a_body_that_drips_is_given_up():
           b"content-length: 100\r\n\r\n{"
       )
       # Until the connection is closed: head and body may come one by one.
-      said = b"".join(iter(lambda: client.recv(4096), b""))
-      assert said.startswith(b"HTTP/1.1 408 ") and b"too_slow" in said
+      reply = b"".join(iter(lambda: client.recv(4096), b""))
+      assert reply.startswith(b"HTTP/1.1 408 ") and b"too_slow" in reply
 
 
 def test_addresses_that_are_not_served_have_the_same_shape(server):
@@ -303,13 +305,13 @@ def test_addresses_that_are_not_served_have_the_same_shape(server):
 def test_validators_have_weights():
   with gym_servers.serving(gym_servers.naughty("answers")) as (url, _):
     with httpx.Client(base_url=url + "/api/v1/naughty") as http:
-      for said, score in ((" BLUE ", 0.25 / 4 + 3 / 4), ("red", 0.25 / 4)):
-        made = create(http, "naughty/answers/0")
-        at = f"/executions/{made['execution_id']}"
+      for answer, score in ((" BLUE ", 0.25 / 4 + 3 / 4), ("red", 0.25 / 4)):
+        created = create(http, "naughty/answers/0")
+        at = f"/executions/{created['execution_id']}"
         # The answer's two names, in the two places that clients write it.
-        body = {"answer_text": said}
-        if said == "red":
-          body = {"execution_data": {"answer": said}}
+        body = {"answer_text": answer}
+        if answer == "red":
+          body = {"execution_data": {"answer": answer}}
         result = http.post(at + "/evaluate", json=body).json()["result"]
         assert result["score"] == pytest.approx(score)
         assert [v["weight"] for v in result["validators"]] == [1, 3]
@@ -393,8 +395,9 @@ def test_a_wrong_file_is_one_clear_message(text, words, tmp_path, capsys):
   listed = tmp_path / "gyms.yaml"
   listed.write_bytes(text.encode("utf-8", "surrogateescape"))
   assert command.main([str(listed), "--port", "0"]) == 2
-  said = capsys.readouterr().err
-  assert words in said and said.count("\n") == 1 and "Traceback" not in said
+  output = capsys.readouterr().err
+  assert words in output and output.count("\n") == 1
+  assert "Traceback" not in output
 
 
 @pytest.mark.parametrize(
@@ -428,10 +431,10 @@ def test_the_command_serves_what_a_file_lists(tmp_path):
     for task, size in (
         ("big/tasks/001", (256, 192)), ("gymnasium/tasks/001", None)
     ):  # pyformat: disable
-      made = httpx.post(f"{url}/api/v1/{task}", timeout=30).json()
-      assert made["status"] == "running"
+      created = httpx.post(f"{url}/api/v1/{task}", timeout=30).json()
+      assert created["status"] == "running"
       if size:
-        assert tuple(made["screen"].values()) == size
+        assert tuple(created["screen"].values()) == size
   finally:
     process.terminate()
     assert process.wait(20) in (0, -15)
@@ -452,14 +455,14 @@ def serving_naughty(lease):
   with gym_servers.serving(
       gym_servers.naughty(*families), gym_servers.desktop(),
       start=3.0, step=2.0, evaluate=2.0, close=1.0, lease=lease,
-  ) as found:  # pyformat: disable
-    yield found
+  ) as server:  # pyformat: disable
+    yield server
 
 
 @pytest.fixture(name="naughty")
 def _naughty():
-  with serving_naughty(lease=30.0) as found:
-    yield found
+  with serving_naughty(lease=30.0) as server:
+    yield server
 
 
 @pytest.mark.parametrize(
@@ -507,8 +510,8 @@ async def test_terminate_does_not_wait_for_a_call_that_hangs(naughty):
   async with httpx.AsyncClient(
       base_url=url + "/api/v1/naughty", timeout=30
   ) as http:
-    made = (await http.post("/tasks/slow-start-train-0")).json()
-    at = f"/executions/{made['execution_id']}"
+    created = (await http.post("/tasks/slow-start-train-0")).json()
+    at = f"/executions/{created['execution_id']}"
     ended = await http.post(at + "/terminate")
     assert ended.json()["status"] == "terminated"
     # One that is still starting, known by its key only.
@@ -529,8 +532,8 @@ async def test_a_gym_that_will_not_close_gives_its_place_back(naughty):
   async with httpx.AsyncClient(
       base_url=url + "/api/v1/naughty", timeout=30
   ) as http:
-    made = (await http.post("/tasks/fail-close-train-0")).json()
-    await http.post(f"/executions/{made['execution_id']}/terminate")
+    created = (await http.post("/tasks/fail-close-train-0")).json()
+    await http.post(f"/executions/{created['execution_id']}/terminate")
     assert app.store.open == 0
 
 
@@ -539,18 +542,18 @@ async def test_executions_of_a_client_that_vanished_are_closed():
     async with httpx.AsyncClient(base_url=url + "/api/v1", timeout=30) as http:
       for _ in range(5):
         await http.post("/naughty/tasks/ok-train-0")
-      kept = (await http.post("/desktop/tasks/001")).json()["execution_id"]
+      renewed = (await http.post("/desktop/tasks/001")).json()["execution_id"]
       assert app.store.open == 6
       began = time.monotonic()
       while app.store.open > 1:
         assert time.monotonic() - began < 20
-        await http.post(f"/desktop/executions/{kept}/heartbeat")
+        await http.post(f"/desktop/executions/{renewed}/heartbeat")
         await asyncio.sleep(0.1)
       assert Naughty.open_now == 0 and Naughty.closed == 5
       metrics = (await http.get("/metrics".join([url, ""]))).text
       assert 'gym_executions_ended_total{code="lease_expired"} 5.0' in metrics
       assert "gym_executions_open 1" in metrics
-      alive = await http.get(f"/desktop/executions/{kept}")
+      alive = await http.get(f"/desktop/executions/{renewed}")
       assert alive.json()["status"] == "running"
 
 
@@ -566,8 +569,8 @@ async def test_a_full_server_says_when_to_come_again():
       full = next(r for r in replies if r.status_code == 429)
       assert int(full.headers["retry-after"]) >= 1
       assert full.json()["code"] == "no_capacity"
-      made = next(r for r in replies if r.status_code == 200).json()
-      await http.post(f"/executions/{made['execution_id']}/terminate")
+      created = next(r for r in replies if r.status_code == 200).json()
+      await http.post(f"/executions/{created['execution_id']}/terminate")
       assert (await http.post("/tasks/001")).status_code == 200
       assert app.store.open == 3
 
@@ -658,10 +661,10 @@ def test_no_request_makes_the_server_fail(
 ):
   url, app = server
   with httpx.Client(base_url=url + "/api/v1/desktop", timeout=30) as http:
-    asked = http.post("/tasks/001", json={"options": options})
-    assert asked.status_code in (200, 422), asked.text
-    if asked.status_code == 200:
-      at = f"/executions/{asked.json()['execution_id']}"
+    response = http.post("/tasks/001", json={"options": options})
+    assert response.status_code in (200, 422), response.text
+    if response.status_code == 200:
+      at = f"/executions/{response.json()['execution_id']}"
     else:
       at = f"/executions/{create(http)['execution_id']}"
     for path, body in (

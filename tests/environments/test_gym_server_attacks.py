@@ -28,8 +28,8 @@ def test_bodies_are_bounded(server):
 
 
 def test_who_sends_too_much_hears_so_at_the_end(server):
-  found, said = server.post((4 << 20) + 1)
-  assert found == 413 and said["code"] == "too_large"
+  status, body = server.post((4 << 20) + 1)
+  assert status == 413 and body["code"] == "too_large"
 
 
 def test_strangers_hold_nothing():

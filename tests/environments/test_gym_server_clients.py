@@ -44,8 +44,8 @@ class Loader:
     self.rows = {}
     reply = http.get("/tasks", params={"shape": shape} if shape else {}).json()
     for row in reply["tasks"]:
-      if (found := self.id_of(row)) is not None:
-        self.rows[found] = row
+      if (row_id := self.id_of(row)) is not None:
+        self.rows[row_id] = row
 
   @staticmethod
   def id_of(row):
@@ -58,36 +58,36 @@ class Loader:
     return row.get("task_number") or (row.get("meta") or {}).get("number")
 
   def split(self, eval_numbers):
-    held = [
+    held_out = [
         i for i, row in self.rows.items()
         if (number := self.number_of(row)) and int(number) in eval_numbers
     ]  # pyformat: disable
-    return sorted(set(self.rows) - set(held)), sorted(held)
+    return sorted(set(self.rows) - set(held_out)), sorted(held_out)
 
   def cut(self, ratio, seed=42):
     order = list(self.rows)
     random.Random(seed).shuffle(order)
     return order[: int(len(order) * ratio)], order[int(len(order) * ratio) :]
 
-  def tagged(self, *wanted):
+  def tagged(self, *tags):
     return [
         i for i, row in self.rows.items()
-        if {t.lower() for t in row.get("tags") or ()} & set(wanted)
+        if {t.lower() for t in row.get("tags") or ()} & set(tags)
     ]  # pyformat: disable
 
   def pick(self, hint):
     names, numbers = {}, {}
-    for found, row in self.rows.items():
+    for row_id, row in self.rows.items():
       meta = row.get("meta") or {}
-      names[row.get("name") or meta.get("displayName")] = found
-      numbers[meta.get("number")] = found
+      names[row.get("name") or meta.get("displayName")] = row_id
+      numbers[meta.get("number")] = row_id
     for where in (dict(zip(self.rows, self.rows)), names, numbers):
       if hint in where:
         return where[hint]
     digits = re.search(r"\d+", hint)
-    for number, found in numbers.items():
+    for number, row_id in numbers.items():
       if digits and number and int(number) == int(digits[0]):
-        return found
+        return row_id
     return next(iter(self.rows))
 
   def full(self, identifier):
@@ -120,12 +120,13 @@ def test_a_row_carries_every_name_in_each_shape(http, shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_loader_finds_the_held_out_tasks(http, shape):
   loader = Loader(http, shape)
-  train, held = loader.split(range(9, 13))
-  assert (len(train), len(held)) == (8, 4)
-  assert {loader.rows[i]["split"] for i in held} == {"eval"}
+  train, held_out = loader.split(range(9, 13))
+  assert (len(train), len(held_out)) == (8, 4)
+  assert {loader.rows[i]["split"] for i in held_out} == {"eval"}
   assert {loader.rows[i]["split"] for i in train} == {"train"}
-  train, held = loader.cut(0.75)
-  assert (len(train), len(held)) == (9, 3) and not set(train) & set(held)
+  train, held_out = loader.cut(0.75)
+  assert (len(train), len(held_out)) == (9, 3)
+  assert not set(train) & set(held_out)
   assert loader.tagged("eval") == list(loader.rows)[8:]
   assert len(loader.tagged("medium")) == 12 and not loader.tagged("hard")
 
@@ -152,20 +153,20 @@ def test_each_name_of_a_row_leads_the_server_to_that_task(http, shape):
         row["name"].replace("-", " ").capitalize(), row["name"].upper(),
     ):  # pyformat: disable
       params = {"shape": shape} if shape else {}
-      found = http.get(f"/tasks/{name}", params=params)
-      assert found.status_code == 200, (name, found.text)
-      assert found.json()["task_id"] == identifier, name
-      assert LONG <= set(found.json())
+      response = http.get(f"/tasks/{name}", params=params)
+      assert response.status_code == 200, (name, response.text)
+      assert response.json()["task_id"] == identifier, name
+      assert LONG <= set(response.json())
 
 
 def test_a_summary_is_completed_and_played_to_a_reward(http):
   loader = Loader(http, None)
-  _, held = loader.split(range(9, 11))
-  for identifier in held:
+  _, held_out = loader.split(range(9, 11))
+  for identifier in held_out:
     row = loader.full(identifier)
     assert row["env_config"]["seed"] >= 0 and row["evaluation"]["validators"]
-    made = http.post(f"/tasks/{identifier}", json={"options": {}}).json()
-    at = f"/executions/{made['execution_id']}"
+    created = http.post(f"/tasks/{identifier}", json={"options": {}}).json()
+    at = f"/executions/{created['execution_id']}"
     verdict = http.post(at + "/evaluate", json={"answer_text": "?"}).json()
     assert (verdict["success"], verdict["score"], verdict["reward"]) == (
         False, 0.0, 0.0,

@@ -23,8 +23,8 @@ CHECKS = [
 
 @pytest.fixture(scope="module", name="server")
 def _server():
-  with gym_servers.serving(lease=30.0, capacity=64) as found:
-    yield found
+  with gym_servers.serving(lease=30.0, capacity=64) as server:
+    yield server
 
 
 def test_every_operation_answers_as_its_document_says(server):

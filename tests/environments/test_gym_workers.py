@@ -91,7 +91,7 @@ async def test_kill_9_of_a_worker_ends_its_episodes_and_no_other():
     for gym in fresh:
       await gym.start(gym_servers.instance("enter-text", 9))
       await gym.act(WAIT)
-    # Nobody has to call for a loss to be noticed.
+    # A loss is noticed without any call.
     os.kill(workers.pids[0], signal.SIGKILL)
     await gym_servers.until(
         lambda: any(e.code == "worker_died" for e in app.store.reap())

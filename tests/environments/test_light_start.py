@@ -45,16 +45,16 @@ def python(*argv, **options):
 
 
 def test_clients_import_nothing_heavy():
-  done = python("-c", PROGRAM, ",".join(CLIENTS))
-  assert done.returncode == 0, done.stderr[-2000:]
-  found = json.loads(done.stdout)
-  assert not set(HEAVY) & set(found["modules"])
-  assert found["mib"] <= MOST_MIB
+  process = python("-c", PROGRAM, ",".join(CLIENTS))
+  assert process.returncode == 0, process.stderr[-2000:]
+  modules = json.loads(process.stdout)
+  assert not set(HEAVY) & set(modules["modules"])
+  assert modules["mib"] <= MOST_MIB
 
 
 @pytest.mark.slow
 def test_google_tunix_is_there_once_it_is_asked_for():
-  done = python("-c", """
+  process = python("-c", """
 import tunix_multi_turn, sys
 tunix_multi_turn.light()
 tunix_multi_turn.light()
@@ -68,7 +68,7 @@ assert not tunix_multi_turn.is_light() and "jax" in sys.modules
 from tunix.rl.multi_turn.core import images as again
 assert again is images
 """)
-  assert done.returncode == 0, done.stderr[-2000:]
+  assert process.returncode == 0, process.stderr[-2000:]
 
 
 def test_the_gym_server_and_its_processes_are_light():
@@ -80,12 +80,12 @@ def test_the_gym_server_and_its_processes_are_light():
   try:
     url = re.search(r"http://\S+", process.stdout.readline())[0]
     with httpx.Client(base_url=url, timeout=60, verify=False) as http:
-      made = http.post("/api/v1/desktop/tasks/001")
-      assert made.status_code == 200, made.text
+      created = http.post("/api/v1/desktop/tasks/001")
+      assert created.status_code == 200, created.text
     group = [
-        int(found.name)
-        for found in pathlib.Path("/proc").iterdir()
-        if found.name.isdigit() and _group(found.name) == process.pid
+        int(entry.name)
+        for entry in pathlib.Path("/proc").iterdir()
+        if entry.name.isdigit() and _group(entry.name) == process.pid
     ]
     assert len(group) > 1  # The server, its fork server, and the gyms.
     for pid in group:
@@ -108,5 +108,5 @@ def _group(pid):
 
 
 def test_a_command_without_a_module_says_how():
-  done = python("-m", "tunix_multi_turn")
-  assert done.returncode == 2 and "environments.gym_server" in done.stderr
+  process = python("-m", "tunix_multi_turn")
+  assert process.returncode == 2 and "environments.gym_server" in process.stderr

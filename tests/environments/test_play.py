@@ -37,8 +37,8 @@ def session(out=None, **options):
 
 def play(capsys, *arguments):
   status = command.main([str(a) for a in arguments])
-  said = capsys.readouterr()
-  return status, said.out, said.err
+  printed = capsys.readouterr()
+  return status, printed.out, printed.err
 
 
 # --- recordings ---------------------------------------------------------------
@@ -46,26 +46,27 @@ def play(capsys, *arguments):
 
 def test_an_oracle_records_what_it_plays(tmp_path, capsys):
   out = tmp_path / "deep" / "demos.jsonl"
-  status, said, _ = play(
+  status, output, _ = play(
       capsys, "desktop", "enter-text", "--by", "oracle", "--episodes", 3,
       "--out", out,
   )  # pyformat: disable
-  assert status == 0 and said.count("solved") == 3
-  found = recordings.read(out)
-  assert [r.task.task_id for r in found] == [task(i).task_id for i in range(3)]
-  for recording in found:
+  assert status == 0 and output.count("solved") == 3
+  episodes = recordings.read(out)
+  ids = [r.task.task_id for r in episodes]
+  assert ids == [task(i).task_id for i in range(3)]
+  for recording in episodes:
     assert recording.success and recording.by == "oracle"
     # What is shown, done and named is what the gym shows, takes and names.
     gym = desktop.DesktopGym()
-    seen = gym.start_sync(recording.task)
+    observation = gym.start_sync(recording.task)
     for i, action in enumerate(recording.actions):
       np.testing.assert_array_equal(
-          recording.observations[i].screenshot, seen.screenshot
+          recording.observations[i].screenshot, observation.screenshot
       )
       if action.kind.value == "click":
         assert recording.targets[i] == gym.describe(action.x, action.y)
         assert recording.targets[i]
-      seen = gym.act_sync(action)
+      observation = gym.act_sync(action)
     assert gym.evaluate_sync() == dataclasses.replace(
         recording.evaluation, details=dict(recording.evaluation.details)
     )
@@ -95,8 +96,8 @@ def test_a_file_survives_a_crash_in_the_middle_of_a_line(tmp_path, capsys):
   out = tmp_path / "d.jsonl"
   arguments = ("desktop", "click-button", "--by", "oracle", "--out", out)
   play(capsys, *arguments)
-  whole = out.read_bytes()
-  out.write_bytes(whole + whole[: len(whole) // 2])
+  contents = out.read_bytes()
+  out.write_bytes(contents + contents[: len(contents) // 2])
   assert len(recordings.read(out)) == 1
   play(capsys, *arguments, "--index", 1)
   assert len(recordings.read(out)) == 2
@@ -132,8 +133,8 @@ def test_a_script_plays_a_task(tmp_path, capsys):
   assert "-> solved in 2 turns" in play(capsys, *arguments)[1]
   out = tmp_path / "d.jsonl"
   # Another instance: the same actions are wrong, and not worth recording.
-  said = play(capsys, *arguments, "--index", 1, "--out", out, "--only-solved")
-  assert "not solved" in said[1] and not out.exists()
+  output = play(capsys, *arguments, "--index", 1, "--out", out, "--only-solved")
+  assert "not solved" in output[1] and not out.exists()
 
 
 def test_a_task_of_a_gym_server_is_played(tmp_path, capsys):
@@ -142,11 +143,11 @@ def test_a_task_of_a_gym_server_is_played(tmp_path, capsys):
     script.write_text('{"kind": "wait"}\n{"kind": "answer", "text": "x"}')
     out = tmp_path / "d.jsonl"
     for name in ("enter-text", "002"):  # A family, and a number.
-      status, said, _ = play(
+      status, output, _ = play(
           capsys, "genv", name, "--by", "script", "--script", script, "--out",
           out, "--settings", f"{{base_url: '{url}'}}",
       )  # pyformat: disable
-      assert status == 0 and "not solved" in said
+      assert status == 0 and "not solved" in output
     assert app.store.open == 0
   assert [len(r.actions) for r in recordings.read(out)] == [2, 2]
 
@@ -281,11 +282,11 @@ async def test_a_person_plays_in_a_browser(page):
     failures = []
     tab.on("pageerror", lambda error: failures.append(str(error)))
     await tab.goto(f"{http.base_url}#{http.headers['x-play-key']}")
-    done = tab.locator("#actions li")
+    entries = tab.locator("#actions li")
 
     async def until(count):
-      await playwright.expect(done).to_have_count(count, timeout=30_000)
-      return json.loads(await done.last.text_content())
+      await playwright.expect(entries).to_have_count(count, timeout=30_000)
+      return json.loads(await entries.last.text_content())
 
     async def at(x, y):
       box = await tab.locator("#screen").bounding_box()
@@ -306,10 +307,10 @@ async def test_a_person_plays_in_a_browser(page):
         await tab.fill("#keys", "+".join(right.keys))
         await tab.click("button[data-do=key]")
       turns += 1
-      made = await until(turns)
-      assert made["kind"] == right.kind
+      rows = await until(turns)
+      assert rows["kind"] == right.kind
       if right.kind == "click":
-        assert (made["x"], made["y"]) == (int(right.x), int(right.y))
+        assert (rows["x"], rows["y"]) == (int(right.x), int(right.y))
     assert turns >= 2
     verdict = tab.locator("#verdict")
     await playwright.expect(verdict).to_have_text("Solved, score 1")
@@ -359,9 +360,9 @@ def test_the_command_serves_the_page():
       stdout=subprocess.PIPE, text=True, env={**os.environ},
   )  # pyformat: disable
   try:
-    found = re.search(r"(http://127\S+)/#(\S+)", process.stdout.readline())
+    match = re.search(r"(http://127\S+)/#(\S+)", process.stdout.readline())
     reply = httpx.post(
-        found[1] + "/state", headers={"x-play-key": found[2]}, timeout=30
+        match[1] + "/state", headers={"x-play-key": match[2]}, timeout=30
     )
     assert reply.json()["task_id"] == task().task_id
   finally:

@@ -20,11 +20,11 @@ sandboxed = pytest.mark.skipif(
 
 def run(*codes, **options):
   """Texts of calls in one episode."""
-  found = registry.ToolSet([{"python": options}] if options else ["python"])
+  tools = registry.ToolSet([{"python": options}] if options else ["python"])
 
   async def play():
     env = environments.ToolEnvironment(
-        "q", found.for_task({}), max_steps=99, tool_timeout=60.0
+        "q", tools.for_task({}), max_steps=99, tool_timeout=60.0
     )
     env.reset()
     texts = []
@@ -133,19 +133,19 @@ def test_tool_success_rewards_code_that_runs():
 
 @sandboxed
 def test_episodes_at_once_do_not_mix():
-  found = registry.ToolSet(["python"])
-  seen = {}
+  tools = registry.ToolSet(["python"])
+  outputs = {}
 
   async def play(i):
     env = environments.ToolEnvironment(
-        "q", found.for_task({}), tool_timeout=60.0
+        "q", tools.for_task({}), tool_timeout=60.0
     )
     env.reset()
     code = f"open('x', 'a').write('{i} '); print(open('x').read())"
     for _ in range(2):
       call = trajectory.ToolCall("python", {"code": code})
       text = (await env.step([call]))[0]["tool_outputs"][call.call_id]
-    seen[i] = text.split()
+    outputs[i] = text.split()
     await env.close()
 
   async def all_():
@@ -153,5 +153,5 @@ def test_episodes_at_once_do_not_mix():
 
   before = threading.active_count()
   asyncio.run(all_())
-  assert seen == {i: [str(i)] * 2 for i in range(12)}
+  assert outputs == {i: [str(i)] * 2 for i in range(12)}
   assert threading.active_count() < before + 100

@@ -43,12 +43,12 @@ def load(path, **changes):
 
 
 def test_the_split_is_seeded_complete_and_without_overlap(path):
-  train, held = load(path, split="train"), load(path, split="eval")
-  assert (len(train), len(held)) == (32, 8)
-  assert not set(train) & set(held)
-  assert set(train) | set(held) == set(load(path))
+  train, held_out = load(path, split="train"), load(path, split="eval")
+  assert (len(train), len(held_out)) == (32, 8)
+  assert not set(train) & set(held_out)
+  assert set(train) | set(held_out) == set(load(path))
   assert train == load(path, split="train")
-  assert held != load(path, split="eval", seed=7)
+  assert held_out != load(path, split="eval", seed=7)
   assert len(load(path, split="train", train_ratio=0.51)) == 20
 
 
@@ -77,27 +77,27 @@ _LIMITS = {"train": "limit", "eval": "eval_limit"}
 def test_no_choice_of_tags_and_limits_trains_on_what_is_held_out(
     path, seed, ratio, choices
 ):
-  found = []
+  ids = []
   for split, chosen in zip(("train", "eval"), choices):
     try:
-      found.append(set(load(
+      ids.append(set(load(
           path, split=split, seed=seed, train_ratio=ratio,
           **{_LIMITS[split] if k == "limit" else k: v
              for k, v in chosen.items()},
       )))  # pyformat: disable
     except ValueError as error:
       assert "none of 40 tasks is left" in str(error)
-      found.append(set())
+      ids.append(set())
     if "limit" in chosen:
-      assert len(found[-1]) <= chosen["limit"]
-  assert not found[0] & found[1]
+      assert len(ids[-1]) <= chosen["limit"]
+  assert not ids[0] & ids[1]
 
 
 def test_a_range_of_numbers_is_held_out_whatever_the_ratio(path):
-  held = load(path, split="eval", eval_number_range="005-008")
-  assert held == ["t5", "t6", "t7", "t8"]
+  held_out = load(path, split="eval", eval_number_range="005-008")
+  assert held_out == ["t5", "t6", "t7", "t8"]
   train = load(path, split="train", eval_number_range="005-008")
-  assert len(train) == 36 and not set(train) & set(held)
+  assert len(train) == 36 and not set(train) & set(held_out)
 
 
 def test_named_tasks_are_held_out_and_never_trained_on(path):
@@ -187,13 +187,13 @@ def test_a_dataset_has_the_rows_of_its_tasks(tmp_path, path):
   tasks = task_sources.load_tasks_from_config(
       Config(source="jsonl", path=path, limit=6)
   )
-  made = task_sources.to_dataset(tasks)
+  dataset = task_sources.to_dataset(tasks)
   assert {
       "task_id", "name", "description", "instruction", "task_number", "tags",
       "gym_base_url", "gym_id", "difficulty", "category",
-  } <= set(made.column_names)  # pyformat: disable
-  made.save_to_disk(str(tmp_path / "plain"))
-  datasets.DatasetDict({"train": made}).save_to_disk(str(tmp_path / "dict"))
+  } <= set(dataset.column_names)  # pyformat: disable
+  dataset.save_to_disk(str(tmp_path / "plain"))
+  datasets.DatasetDict({"train": dataset}).save_to_disk(str(tmp_path / "dict"))
   for name in ("plain", "dict"):
     again = task_sources.load_tasks_from_config(
         Config(source="huggingface", path=str(tmp_path / name))
@@ -273,22 +273,24 @@ def test_a_list_is_gone_through_again_and_again():
       for e in range(6)
   }
   assert len(passes) > 1  # Shuffled anew.
-  held = [tasks.eval_task("f", i, 0).task_id for i in range(4)]
-  assert held == ["f5", "f6", "f7", "f5"]
+  held_out = [tasks.eval_task("f", i, 0).task_id for i in range(4)]
+  assert held_out == ["f5", "f6", "f7", "f5"]
 
 
 @pytest.mark.parametrize(
-    "train, held, families, words",
+    "train, held_out, families, words",
     [
         ([0, 1], [1], (), "'f1' is for training and held out"),
         ([0], [], (), "no family has both"),
         ([0], [1], ("g",), "did you mean 'f'"),
     ],
 )
-def test_lists_that_make_no_run_are_refused(train, held, families, words):
+def test_lists_that_make_no_run_are_refused(
+    train, held_out, families, words
+):
   with pytest.raises(ValueError, match=words):
     task_sources.ListedTasks(
-        [cua(i) for i in train], [cua(i) for i in held], families
+        [cua(i) for i in train], [cua(i) for i in held_out], families
     )
 
 
@@ -314,12 +316,12 @@ def test_a_server_without_instances_is_played_by_its_list():
 
 def sampler(rates, **changes):
   """(sampler, a function that tells how a drawn task's group went)."""
-  found = task_sources.CurriculumSampler(
+  curriculum = task_sources.CurriculumSampler(
       tuple(rates),
       lambda arm, index: base.Task(f"{arm}/{index}", arm),
       **{"round_size": 4, **changes},
   )
-  return found
+  return curriculum
 
 
 def group(task, rate, size=4):
@@ -336,16 +338,16 @@ def group(task, rate, size=4):
   return trajectory.TrajectoryGroup("train-0", task.task_id, tuple(members))
 
 
-def tell(found, task, rate, outcome="accepted"):
-  found.on_event(events.GroupFinished(group(task, rate), outcome))
+def tell(curriculum, task, rate, outcome="accepted"):
+  curriculum.on_event(events.GroupFinished(group(task, rate), outcome))
 
 
-def run(found, rates, draws):
+def run(curriculum, rates, draws):
   drawn = []
   for _ in range(draws):
-    task = next(found)
+    task = next(curriculum)
     drawn.append(task.task_id)
-    tell(found, task, rates[task.family])
+    tell(curriculum, task, rates[task.family])
   return drawn
 
 
@@ -353,13 +355,13 @@ RATES = {"won": 1.0, "hopeless": 0.0, "half": 0.5}
 
 
 def test_what_is_half_solved_comes_most_often():
-  found = sampler(RATES)
-  drawn = run(found, RATES, 400)
+  curriculum = sampler(RATES)
+  drawn = run(curriculum, RATES, 400)
   late = collections.Counter(t.split("/")[0] for t in drawn[100:])
   assert late["half"] > 3 * max(late["won"], late["hopeless"])
   assert min(late["won"], late["hopeless"]) > 5  # The floor.
-  assert found.rates["half"] == pytest.approx(0.5)
-  assert found.rates["won"] > 0.9 > 0.1 > found.rates["hopeless"]
+  assert curriculum.rates["half"] == pytest.approx(0.5)
+  assert curriculum.rates["won"] > 0.9 > 0.1 > curriculum.rates["hopeless"]
 
 
 def test_equal_seeds_draw_equally_and_each_draw_is_a_new_task():
@@ -372,19 +374,19 @@ def test_when_results_come_within_a_round_changes_nothing():
   """Of a synchronous run: all of a round are in before the next but one."""
   drawn = []
   for late in (False, True):
-    found, tasks = sampler(RATES), []
+    curriculum, tasks = sampler(RATES), []
     for _ in range(10):
-      of_round = [next(found) for _ in range(4)]
+      of_round = [next(curriculum) for _ in range(4)]
       tasks += [t.task_id for t in of_round]
       for task in reversed(of_round) if late else of_round:
-        tell(found, task, RATES[task.family])
+        tell(curriculum, task, RATES[task.family])
     drawn.append(tasks)
   assert drawn[0] == drawn[1]
 
 
 @pytest.mark.parametrize("stop", [1, 7, 30])
 def test_a_curriculum_goes_on_from_its_state(stop):
-  whole = run(sampler(RATES), RATES, 60)
+  uninterrupted = run(sampler(RATES), RATES, 60)
   before = sampler(RATES)
   drawn = run(before, RATES, stop)
   pending = next(before)
@@ -394,18 +396,18 @@ def test_a_curriculum_goes_on_from_its_state(stop):
   # What was under way ends in the run that goes on.
   tell(after, pending, RATES[pending.family])
   drawn += [pending.task_id] + run(after, RATES, 59 - stop)
-  assert drawn == whole
+  assert drawn == uninterrupted
 
 
 def test_broken_groups_and_evaluations_teach_nothing():
-  found = sampler(RATES)
+  curriculum = sampler(RATES)
   for outcome in ("dropped", "requeued"):
     for _ in range(8):
-      tell(found, next(found), 1.0, outcome)
-  tell(found, base.Task("strange", "won"), 1.0)
+      tell(curriculum, next(curriculum), 1.0, outcome)
+  tell(curriculum, base.Task("strange", "won"), 1.0)
   for _ in range(16):
-    next(found)
-  assert set(found.rates.values()) == {0.5}
+    next(curriculum)
+  assert set(curriculum.rates.values()) == {0.5}
 
 
 def test_the_state_of_another_curriculum_is_refused():

@@ -136,8 +136,8 @@ class TestToolEnvironment:
       False,
       {"tool_calls": 1, "tool_errors": 0},
     )
-    observation, reward, done, info = second
-    assert (observation, reward, done) == ({}, 1.0, True)
+    observation, reward, ended, info = second
+    assert (observation, reward, ended) == ({}, 1.0, True)
     assert info["success"] and info["answer"] == "2"
     assert env.step_count == 2
 
@@ -154,8 +154,8 @@ class TestToolEnvironment:
     ],
   )
   def test_finish_and_answer_in_every_shape(self, action):
-    _, ((_, reward, done, info),) = run(make(), action)
-    assert (reward, done, info["answer"]) == (1.0, True, "2")
+    _, ((_, reward, ended, info),) = run(make(), action)
+    assert (reward, ended, info["answer"]) == (1.0, True, "2")
 
   def test_finish_in_the_tool_map_ends_the_episode_too(self):
     class Finish(tools.CalculatorTool):
@@ -165,8 +165,8 @@ class TestToolEnvironment:
     env = environments.ToolEnvironment(
       TASK, {**TOOLS, "finish": Finish}, "exact_match"
     )
-    _, ((_, reward, done, info),) = run(env, [finish(response="2")])
-    assert (reward, done, info["answer"]) == (1.0, True, "2")
+    _, ((_, reward, ended, info),) = run(env, [finish(response="2")])
+    assert (reward, ended, info["answer"]) == (1.0, True, "2")
 
   def test_beside_finish_no_tool_is_run(self):
     ran = []
@@ -180,10 +180,10 @@ class TestToolEnvironment:
     assert not ran
 
   def test_last_step_ends_with_a_reward_and_runs_no_tool(self):
-    seen = []
+    answers = []
 
     def reward_fn(task, action, info):
-      seen.append((action, [c["output"] for c in info["tool_calls"]]))
+      answers.append((action, [c["output"] for c in info["tool_calls"]]))
       return 0.25
 
     env = make(max_steps=2, reward_fn=reward_fn)
@@ -191,7 +191,7 @@ class TestToolEnvironment:
     assert not first[2]
     assert last[1:3] == (0.25, True)
     assert last[3]["status"] == "max_turns"
-    assert seen == [("", ["2"])]
+    assert answers == [("", ["2"])]
 
   def test_default_is_ten_steps(self):
     _, results = run(make(), *[[add()]] * 10)
@@ -199,13 +199,13 @@ class TestToolEnvironment:
 
   def test_failing_tools_are_observations(self):
     call = trajectory.ToolCall("nope", {})
-    _, ((observation, _, done, info),) = run(make(), [call, add("1/0")])
-    assert not done and info["tool_errors"] == 2
+    _, ((observation, _, ended, info),) = run(make(), [call, add("1/0")])
+    assert not ended and info["tool_errors"] == 2
     assert "unknown tool 'nope'" in observation["tool_outputs"][call.call_id]
 
   def test_no_call_at_all_is_told(self):
-    _, ((observation, reward, done, _),) = run(make(), [])
-    assert "no tool call" in observation["text"] and not done and reward == 0
+    _, ((observation, reward, ended, _),) = run(make(), [])
+    assert "no tool call" in observation["text"] and not ended and reward == 0
 
   @pytest.mark.parametrize(
     "fn",
@@ -223,8 +223,8 @@ class TestToolEnvironment:
       assert reward == 0.5 and type(reward) is float
 
   def test_no_reward_function_rewards_zero(self):
-    _, ((_, reward, done, _),) = run(make(reward_fn=None), "2")
-    assert (reward, done) == (0.0, True)
+    _, ((_, reward, ended, _),) = run(make(reward_fn=None), "2")
+    assert (reward, ended) == (0.0, True)
 
   def test_failing_reward_is_the_environments_failure(self):
     def broken(task, action):
@@ -270,9 +270,9 @@ class TestToolEnvironment:
       agent.update_from_env(observation, 0.0, False, info)
       for text in script:
         action = agent.update_from_model(text)
-        observation, reward, done, info = await env.step(action)
-        agent.update_from_env(observation, reward, done, info)
-      return reward, done
+        observation, reward, ended, info = await env.step(action)
+        agent.update_from_env(observation, reward, ended, info)
+      return reward, ended
 
     assert asyncio.run(episode()) == (1.0, True)
     assert agent.chat_completions[3]["content"] == "Tool returned result: 2"
@@ -316,8 +316,8 @@ class TestStatefulTools:
         env.reset()
         env.step([self.COUNT, trajectory.ToolCall("count", {})])
         assert tool.open == 1
-        _, reward, done, info = env.step("2")
-        assert (reward, done, info["success"]) == (3.0, True, True)
+        _, reward, ended, info = env.step("2")
+        assert (reward, ended, info["success"]) == (3.0, True, True)
         assert info["tool_rewards"] == {"count": 2.0}
         assert tool.open == 0
     assert len(tool.released) == 2
@@ -388,8 +388,8 @@ class TestGsm8k:
       tool = gsm8k_tool.Gsm8kTool()
       env = gsm8k_env.Gsm8kEnv(tool, self.SAMPLE)
       assert await env.reset() == "user: 3 apples and 5 more?"
-      observation, reward, done, info = await env.step("8")
-      assert (observation, reward, done) == ("", 1.0, True) and info["success"]
+      observation, reward, ended, info = await env.step("8")
+      assert (observation, reward, ended) == ("", 1.0, True) and info["success"]
       with pytest.raises(RuntimeError, match="call reset first"):
         await env.step("8")
       await env.reset()

@@ -52,12 +52,12 @@ async def test_calls_then_an_answer():
   observation, info = await env.reset()
   assert observation == {"question": "What is 5 + 3?"}
   assert info["task"]["task_id"] == "t" and box.log == ["create"]
-  observation, reward, done, _ = await env.step(call("7"))
+  observation, reward, ended, _ = await env.step(call("7"))
   assert observation == {"tool_outputs": {"c1": "The answer is wrong."}}
-  assert (reward, done) == (0.0, False)
+  assert (reward, ended) == (0.0, False)
   await env.step(call("8", "c2"))
-  _, reward, done, info = await env.step(trajectory.Action("It is 8."))
-  assert (reward, done, info["success"]) == (1.0, True, True)
+  _, reward, ended, info = await env.step(trajectory.Action("It is 8."))
+  assert (reward, ended, info["success"]) == (1.0, True, True)
   assert info["call_rewards"] == [0.0, 1.0]
   assert info["finish_reason"] == "stop" and box.log == ["create", "release"]
   assert env.request.state is State.COMPLETED
@@ -68,8 +68,8 @@ async def test_calls_then_an_answer():
 async def test_the_last_turn_ends_with_what_the_tools_are_worth():
   env, box = made(max_steps=1)
   await env.reset()
-  _, reward, done, info = await env.step(call("8"))
-  assert (reward, done, info["status"]) == (1.0, True, "max_turns")
+  _, reward, ended, info = await env.step(call("8"))
+  assert (reward, ended, info["status"]) == (1.0, True, "max_turns")
   assert box.log == ["create", "release"]
 
 

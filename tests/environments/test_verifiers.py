@@ -22,7 +22,6 @@ from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import line_process
 from tunix.rl.multi_turn.environments.verifiers import environment
-from tunix.rl.multi_turn.environments.verifiers import process
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
@@ -82,7 +81,7 @@ def _server():
   )
   with http_server.LoopbackServer(app_lib.OpenAIApp(service).asgi) as server:
     yield server.url
-  process.close_all()
+  environment.close_workers()
 
 
 def make(index=0, split="train", episode_s=60.0, start_s=120.0, **args):
@@ -100,8 +99,8 @@ def make(index=0, split="train", episode_s=60.0, start_s=120.0, **args):
 async def episode(env, url):
   """(the step's result, the session's sequences)."""
   async with httpx.AsyncClient(base_url=url, timeout=30) as client:
-    found = await client.post("/rl/start_session", json={"task_id": "t"})
-    started = found.json()
+    response = await client.post("/rl/start_session", json={"task_id": "t"})
+    started = response.json()
     session = environment.PolicySession(
         started["base_url"],
         started["api_key"],
@@ -125,10 +124,10 @@ async def episode(env, url):
 @installed
 @slow
 def test_its_tools_turns_and_rubric_are_the_packages_own(server):
-  (observation, reward, done, info), sequences = asyncio.run(
+  (observation, reward, ended, info), sequences = asyncio.run(
       episode(make(kind="tool"), server)
   )
-  assert observation == {} and done and reward == 1.0 and info["success"]
+  assert observation == {} and ended and reward == 1.0 and info["success"]
   assert info["metrics"]["has_sum"] == 1.0
   roles = [m["role"] for m in info["completion"]]
   assert roles == ["assistant", "tool", "assistant"]
@@ -171,9 +170,9 @@ def test_rows_are_drawn_once_a_pass_and_held_out_ones_never(server):
 )
 def test_what_fails_is_an_error_and_no_reward_of_0(server, kind, words):
   env = make(kind=kind, seconds=60.0, episode_s=2.0 if kind == "waits" else 60)
-  with pytest.raises(process.VerifiersError, match=words):
+  with pytest.raises(environment.VerifiersError, match=words):
     asyncio.run(episode(env, server))
-  process.close_all()
+  environment.close_workers()
 
 
 @installed
@@ -183,7 +182,7 @@ def test_a_process_that_hangs_is_ended_and_the_next_episode_plays(
 ):
   monkeypatch.setattr(line_process, "CANCEL_S", 0.5)
   env = make(kind="blocks", seconds=60.0, episode_s=2.0)
-  with pytest.raises(process.VerifiersError, match="not over after 2 s"):
+  with pytest.raises(environment.VerifiersError, match="not over after 2 s"):
     asyncio.run(episode(env, server))
   worker = env._worker
   until = time.monotonic() + 10
@@ -212,18 +211,18 @@ def test_a_run_trains_on_such_an_environment(tmp_path):
       "sampling.max_new_tokens=16", "eval.episodes_per_task=1",
       "eval.modes=[sampled]",
   ])  # pyformat: disable
-  process.close_all()
+  environment.close_workers()
   assert status == 0
   lines = (tmp_path / "a" / "trajectories.jsonl").read_text().splitlines()
   trained = [t for t in map(json.loads, lines) if t["split"] == "train"]
   assert len(trained) >= 4
-  for found in trained:
-    [sequence] = found["sequences"]
-    [step] = found["steps"]
+  for row in trained:
+    [sequence] = row["sequences"]
+    [step] = row["steps"]
     assert step["info"]["metrics"]["num_turns"] == 2
-    # Of the rubric, recomputed from what was said.
-    said = step["info"]["completion"][-1].get("content") or ""
-    assert found["reward"] == pytest.approx(len(said) / 100)
+    # The rubric's reward, recomputed from the reply.
+    output = step["info"]["completion"][-1].get("content") or ""
+    assert row["reward"] == pytest.approx(len(output) / 100)
     assert max(sequence["turn_ids"]) == 1
   [metrics] = map(
       json.loads, (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
@@ -251,10 +250,10 @@ def test_choosing_it_chooses_the_way_to_the_policy():
     ],
 )
 def test_an_option_that_is_wrong_is_named(options, words):
-  given = {"module": "counting-tools", "python": __file__, **options}
+  arguments = {"module": "counting-tools", "python": __file__, **options}
   with pytest.raises(ValueError, match=words):
     environment.VerifiersEnvironment(
-        {"split": "train", "index": 0, "seed": 0}, **given
+        {"split": "train", "index": 0, "seed": 0}, **arguments
     )
 
 
@@ -272,7 +271,7 @@ def test_an_interpreter_without_the_package_is_reported():
       module="m",
       python=sys.executable,
   )
-  with pytest.raises(process.VerifiersError, match="No module named 'verif"):
+  with pytest.raises(environment.VerifiersError, match="No module named"):
     asyncio.run(env.reset())
 
 
@@ -283,16 +282,16 @@ def test_a_start_that_failed_is_not_tried_at_each_episode(monkeypatch):
       python=sys.executable,
   )
   starts = []
-  start = process.Worker.__init__
+  start = environment.Worker.__init__
 
   def counted(*args):
     starts.append(args)
     start(*args)
 
-  monkeypatch.setattr(process.Worker, "__init__", counted)
+  monkeypatch.setattr(environment.Worker, "__init__", counted)
   for expected in (1, 1, 2):
     if expected == 2:
-      monkeypatch.setattr(process, "_RETRY_S", 0.0)
-    with pytest.raises(process.VerifiersError, match="No module named 'verif"):
+      monkeypatch.setattr(environment, "_RETRY_S", 0.0)
+    with pytest.raises(environment.VerifiersError, match="No module named"):
       asyncio.run(env.reset())
     assert len(starts) == expected

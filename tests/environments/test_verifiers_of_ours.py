@@ -55,23 +55,23 @@ def _server():
 
 
 def play(url, rows, settings, **more):
-  asked = {
+  request = {
       "url": f"{url}/v1", "model": "nano", "rows": rows,
       "args": {"settings": settings, "train": 3, "eval": 2,
                "python": sys.executable},
       "sampling": {"max_tokens": 16, "temperature": 1.0, "seed": 3}, **more,
   }  # pyformat: disable
-  done = subprocess.run(
-      [str(PYTHON), str(PLAYER), json.dumps(asked)],
+  process = subprocess.run(
+      [str(PYTHON), str(PLAYER), json.dumps(request)],
       cwd=_ROOT,
       env={**os.environ, "PYTHONPATH": str(_ROOT)},
       capture_output=True,
       text=True,
       timeout=300,
   )
-  if done.returncode:
-    return done.stderr
-  return json.loads(done.stdout.splitlines()[-1])
+  if process.returncode:
+    return process.stderr
+  return json.loads(process.stdout.splitlines()[-1])
 
 
 def images_of(messages):
@@ -91,7 +91,7 @@ def test_a_policy_plays_the_desktop_and_its_session_has_the_tokens(server):
         "gym": "desktop", "tasks": ["click-button"],
         "agent.on_parse_error": "retry", "environment.max_turns": 3,
     }  # pyformat: disable
-    (found,) = play(
+    (result,) = play(
         started["base_url"].removesuffix("/v1"), [("train", 1)], settings,
         key=started["api_key"],
     )  # pyformat: disable
@@ -99,9 +99,9 @@ def test_a_policy_plays_the_desktop_and_its_session_has_the_tokens(server):
         "/export_trajectories",
         json={"session_id": started["session_id"], "style": "concat"},
     ).json()["interactions"]
-  assert found["error"] is None, found
-  assert found["stop"] == "has_final_env_response"
-  turns = found["turns"]
+  assert result["error"] is None, result
+  assert result["stop"] == "has_final_env_response"
+  turns = result["turns"]
   assert len(turns) >= 2
   for number, (prompt, completion) in enumerate(turns):
     urls = images_of(prompt)
@@ -109,13 +109,13 @@ def test_a_policy_plays_the_desktop_and_its_session_has_the_tokens(server):
     assert all(url.startswith("data:image/png;base64,") for url in urls)
     assert [m["role"] for m in completion] == ["assistant"]
   assert prompt[0]["role"] == "system" and "left_click" in str(prompt[0])
-  assert found["info"]["instruction"] in str(found["prompt"])
+  assert result["info"]["instruction"] in str(result["prompt"])
   # Every turn once, and what the environment showed between them.
-  roles = [m["role"] for m in found["completion"]]
+  roles = [m["role"] for m in result["completion"]]
   assert roles == ["assistant", "user"] * (len(turns) - 1) + ["assistant"]
-  assert found["metrics"]["num_turns"] == len(turns)
-  assert found["reward"] == found["metrics"]["reward"]
-  assert found["metrics"]["parse_errors"] <= len(turns)
+  assert result["metrics"]["num_turns"] == len(turns)
+  assert result["reward"] == result["metrics"]["reward"]
+  assert result["metrics"]["parse_errors"] <= len(turns)
   # The history was only extended, so the session is one token sequence.
   (sequence,) = exported.values()
   mask = sequence["tensor_dict"]["loss_mask"][0]
@@ -126,7 +126,7 @@ def test_a_policy_plays_the_desktop_and_its_session_has_the_tokens(server):
 def test_vf_eval_finds_it_by_its_name(server, tmp_path):
   args = {"settings": {"gym": "desktop", "environment.max_turns": 1},
           "train": 2, "eval": 2, "python": sys.executable}  # pyformat: disable
-  done = subprocess.run(
+  process = subprocess.run(
       # The command vf-eval; a venv that was moved has no scripts.
       [str(PYTHON), "-m", "verifiers.scripts.eval", "tunix-multi-turn",
        "-m", "nano",
@@ -138,15 +138,15 @@ def test_vf_eval_finds_it_by_its_name(server, tmp_path):
       text=True,
       timeout=400,
   )  # pyformat: disable
-  assert done.returncode == 0, done.stderr[-2000:]
-  assert "reward" in done.stdout and "parse_errors" in done.stdout
+  assert process.returncode == 0, process.stderr[-2000:]
+  assert "reward" in process.stdout and "parse_errors" in process.stdout
 
 
 def test_text_tasks_and_a_process_that_died_are_played(server):
-  found = play(
+  result = play(
       server, [("train", 0), ("eval", 1)], {"environment": "gsm8k"}
   )
-  for one in found:
+  for one in result:
     assert one["error"] is None and one["metrics"]["num_turns"] == 1
   (after,) = play(
       server, [("train", 0)], {"environment": "gsm8k"}, kill=True
@@ -156,9 +156,9 @@ def test_text_tasks_and_a_process_that_died_are_played(server):
 
 def test_an_environment_that_fails_is_an_error_and_no_reward(server):
   settings = {"gym": "desktop", "collect.deadlines.model": 0.001}
-  (found,) = play(server, [("train", 0)], settings)
-  assert "status=timeout" in found["error"] or (
-      "status=model_error" in found["error"]
+  (result,) = play(server, [("train", 0)], settings)
+  assert "status=timeout" in result["error"] or (
+      "status=model_error" in result["error"]
   )
 
 
@@ -170,5 +170,5 @@ def test_an_environment_that_fails_is_an_error_and_no_reward(server):
     ({"turn_s": 0}, "turn_s=0 must be"),
 ])  # pyformat: disable
 def test_a_wrong_argument_is_named(server, args, words):
-  told = play(server, [], {}, args={"python": sys.executable, **args})
-  assert isinstance(told, str) and words in told.splitlines()[-1], told
+  message = play(server, [], {}, args={"python": sys.executable, **args})
+  assert isinstance(message, str) and words in message.splitlines()[-1], message

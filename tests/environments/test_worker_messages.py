@@ -1,11 +1,11 @@
-"""What gyms in processes of their own are told, and tell."""
+"""Messages to and from gyms in worker processes."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.environments import worker_messages
+from tunix.rl.multi_turn.environments import workers
 from tunix.rl.multi_turn.environments.gyms import base
 
 JSON = st.recursive(
@@ -18,7 +18,7 @@ JSON = st.recursive(
 
 def told(value):
   message = {"number": 7, "error": None}
-  again, got = worker_messages.decode(worker_messages.encode(message, value))
+  again, got = workers.decode_message(workers.encode_message(message, value))
   assert again == message
   return got
 
@@ -45,14 +45,14 @@ def test_what_is_sent_arrives(value, mapping, number, text):
     st.booleans(),
     st.dictionaries(st.text(), JSON),
 )
-def test_a_screenshot_arrives_as_it_is(size, text, done, info):
+def test_a_screenshot_arrives_as_it_is(size, text, ended, info):
   pixels = np.random.default_rng(size).integers(
       0, 256, (*size, 3), dtype=np.uint8
   )
-  got = told(base.Observation(pixels[:, ::-1], text, text, done, info))
+  got = told(base.Observation(pixels[:, ::-1], text, text, ended, info))
   assert got.screenshot.dtype == np.uint8
   np.testing.assert_array_equal(got.screenshot, pixels[:, ::-1])
-  assert (got.instruction, got.text, got.done) == (text, text, done)
+  assert (got.instruction, got.text, got.done) == (text, text, ended)
   assert got.info == info
 
 
@@ -74,13 +74,13 @@ def test_what_has_no_json_is_refused_by_its_type():
         b"\0\0\0\x02{}",
         b"\0\0\0\xff{",
         b"\x80\x04N.",
-        worker_messages.encode({}, {})[:-1],
-        worker_messages.encode({}).replace(b'"json"', b'"exec"'),
-        worker_messages.encode({}).replace(b'"json"', b'"task"'),
-        worker_messages.encode({}, base.Observation(np.zeros((2, 2, 3), "u1")))
+        workers.encode_message({}, {})[:-1],
+        workers.encode_message({}).replace(b'"json"', b'"exec"'),
+        workers.encode_message({}).replace(b'"json"', b'"task"'),
+        workers.encode_message({}, base.Observation(np.zeros((2, 2, 3), "u1")))
         [:-1],
     ],
 )  # pyformat: disable
 def test_what_is_no_message_is_refused(data):
   with pytest.raises(ValueError):
-    worker_messages.decode(data)
+    workers.decode_message(data)

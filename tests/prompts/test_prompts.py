@@ -5,37 +5,32 @@ from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn.parser import tool_parser
 
 
+def rendered(name, tools_prompt):
+  return prompts.insert_tools(prompts.get_prompt(name), tools_prompt)
+
+
 @pytest.mark.parametrize("name", prompts.prompt_names())
 def test_every_template_carries_the_tool_prompt_unchanged(name):
   tools_prompt = '<tools>\n{"a": "$5 {x}"}\n</tools>'
-  text = prompts.render_system_prompt(name, tools_prompt=tools_prompt)
+  text = rendered(name, tools_prompt)
   assert text.count(tools_prompt) == 1
   assert "$tools_prompt" not in text
 
 
 def test_desktop_prompt_for_small_contexts_is_short():
   parser = tool_parser.make_tool_parser("computer_use_compact")
-  text = prompts.render_system_prompt(
-    "desktop_compact", tools_prompt=parser.get_tool_prompt()
-  )
+  text = rendered("desktop_compact", parser.get_tool_prompt())
   assert len(text.split()) <= 45
 
 
-def test_own_template_with_fields():
-  prompts.register_prompt("own", "You use $app. $tools_prompt")
+def test_own_template():
+  prompts.register_prompt("own", "You cost $5. $tools_prompt")
   try:
-    assert (
-      prompts.render_system_prompt("own", "TOOLS", app="Gimp")
-      == "You use Gimp. TOOLS"
-    )
-    with pytest.raises(ValueError, match="'own' needs app"):
-      prompts.render_system_prompt("own", "TOOLS")
-    with pytest.raises(ValueError, match="has no colour"):
-      prompts.render_system_prompt("own", "TOOLS", app="x", colour="red")
+    assert rendered("own", "TOOLS") == "You cost $5. TOOLS"
     with pytest.raises(ValueError, match="already registered"):
       prompts.register_prompt("own", "again")
   finally:
-    prompts.templates._PROMPTS.unregister("own")  # pylint: disable=protected-access
+    prompts._PROMPTS.unregister("own")  # pylint: disable=protected-access
 
 
 def test_tools_follow_a_text_without_their_field():
@@ -46,4 +41,4 @@ def test_tools_follow_a_text_without_their_field():
 
 def test_unknown_name_names_the_nearest():
   with pytest.raises(ValueError, match="did you mean 'desktop'"):
-    prompts.render_system_prompt("desktp")
+    prompts.get_prompt("desktp")

@@ -48,7 +48,7 @@ async def test_a_task_is_played_on_a_phone(phone):
     shown = await gym.act(action)
     assert not shown.text
   assert fake.gym.evaluate_sync().success
-  # Nobody has said that it is done.
+  # The policy has not ended the episode.
   unfinished = await gym.evaluate()
   assert unfinished.score == 0.0 and unfinished.details["state_score"] == 1.0
   assert (await gym.act(GuiAction("terminate", success=True))).done
@@ -158,14 +158,14 @@ async def test_the_suite_is_a_task_set(phone):
       families,
       {"machines": url, **options},
   )
-  found = await ask({})
-  assert found.families() == ("click-button", "enter-text")
-  found = await ask({"combinations": 4, "suite_seed": 7}, ("enter-text",))
+  task_set = await ask({})
+  assert task_set.families() == ("click-button", "enter-text")
+  task_set = await ask({"combinations": 4, "suite_seed": 7}, ("enter-text",))
   assert ("/suite/reinitialize", {"n_task_combinations": "4", "seed": "7"}) in (
       fake.log
   )
-  train = {found.train_task("enter-text", i).task_id for i in range(9)}
-  held_out = found.eval_task("enter-text", 0)
+  train = {task_set.train_task("enter-text", i).task_id for i in range(9)}
+  held_out = task_set.eval_task("enter-text", 0)
   assert len(train) == 3 and held_out.task_id not in train
   assert held_out.params["android_world"]["task_idx"] == 3
   with pytest.raises(ValueError, match="enter-text"):

@@ -55,18 +55,18 @@ def _site(ears):
 
 @pytest_asyncio.fixture(loop_scope="module", name="make")
 async def _make(pool, site):
-  made = []
+  gyms = []
 
   def make(**settings):
     settings = {
         "start_urls": [site.url], "evaluator": web_sites.greeted,
         "width": 400, "height": 420, "browser": pool, **settings,
     }  # pyformat: disable
-    made.append(browser.WebGym(**settings))
-    return made[-1]
+    gyms.append(browser.WebGym(**settings))
+    return gyms[-1]
 
   yield make
-  for gym in made:
+  for gym in gyms:
     await gym.close()
   assert pool.lent == 0
 
@@ -79,32 +79,33 @@ def task(site, path="/", seed=7):
 
 async def test_an_episode_from_the_start_page_to_the_verdict(make, site):
   gym = make()
-  asked = base.Task("t", "greet", seed=7, params={"url": f"{site.url}/?seed=7"})
-  seen = await gym.start(asked)
-  assert seen.instruction == "Greet seed 7."
-  assert seen.screenshot.shape == (420, 400, 3)
-  assert seen.screenshot.dtype == np.uint8 and not seen.done
+  url = f"{site.url}/?seed=7"
+  request = base.Task("t", "greet", seed=7, params={"url": url})
+  observation = await gym.start(request)
+  assert observation.instruction == "Greet seed 7."
+  assert observation.screenshot.shape == (420, 400, 3)
+  assert observation.screenshot.dtype == np.uint8 and not observation.done
   assert not (await gym.evaluate()).success
   await gym.act(click(FIELD))
   typed = await gym.act(Action(Kind.TYPE, text="7"))
-  assert (typed.screenshot != seen.screenshot).any()
-  seen = await gym.act(click(GREET))
-  assert seen.info["url"].endswith("/greeted?name=7")
+  assert (typed.screenshot != observation.screenshot).any()
+  observation = await gym.act(click(GREET))
+  assert observation.info["url"].endswith("/greeted?name=7")
   verdict = await gym.evaluate()
   assert verdict.success and verdict.score == 1.0
   assert verdict.details["url"].endswith("name=7")
-  seen = await gym.act(Action(Kind.SYSTEM_BUTTON, text="back"))
-  assert seen.info["url"].endswith("/?seed=7")
-  seen = await gym.act(Action(Kind.SYSTEM_BUTTON, text="back"))
-  assert "no page before" in seen.info["ignored"]
-  seen = await gym.act(Action(Kind.ANSWER, text="seven"))
-  assert seen.done and gym.answer == "seven"
+  observation = await gym.act(Action(Kind.SYSTEM_BUTTON, text="back"))
+  assert observation.info["url"].endswith("/?seed=7")
+  observation = await gym.act(Action(Kind.SYSTEM_BUTTON, text="back"))
+  assert "no page before" in observation.info["ignored"]
+  observation = await gym.act(Action(Kind.ANSWER, text="seven"))
+  assert observation.done and gym.answer == "seven"
   assert "over" in (await gym.act(WAIT)).info["ignored"]
 
 
 async def test_nothing_gets_past_the_hosts_of_the_task(make, site, ears):
   gym = make()
-  seen = await gym.start(task(site, "/leaky"))
+  observation = await gym.start(task(site, "/leaky"))
   outcomes = dict(await gym.page.evaluate("window.outcomes"))
   assert outcomes.pop("beacon") == "sent"  # Into nothing.
   assert outcomes.pop("rtc") == "quiet"
@@ -115,11 +116,11 @@ async def test_nothing_gets_past_the_hosts_of_the_task(make, site, ears):
           "service", "transport",
       )
   }  # pyformat: disable
-  seen = await gym.act(WAIT)
+  observation = await gym.act(WAIT)
   place = f"127.0.0.1:{ears.port}"
-  assert seen.info["blocked"][place] > 3
-  assert f"localhost:{ears.port}" in seen.info["blocked"]
-  assert seen.info["url"] == f"{site.url}/leaky"
+  assert observation.info["blocked"][place] > 3
+  assert f"localhost:{ears.port}" in observation.info["blocked"]
+  assert observation.info["url"] == f"{site.url}/leaky"
   frames = await gym.page.evaluate(
       "[...document.querySelectorAll('iframe')].map(f => {"
       " try { return f.contentDocument.body.innerText } catch (e) { return ''"
@@ -127,7 +128,7 @@ async def test_nothing_gets_past_the_hosts_of_the_task(make, site, ears):
   )
   assert "root:" not in frames
   assert ears.heard() == []
-  # The same page may do all that where its host is one of the task's.
+  # The same page may do this where its host is one of the task's.
   assert (await _fetched(make(hosts=[place]), site, ears)) == "tcp"
 
 
@@ -152,13 +153,14 @@ async def test_links_elsewhere_windows_downloads_and_choosers(make, site, ears):
       (FILE, "refused: download of 'file.zip'"),
       (CHOOSER, "closed: a file chooser"),
   ):
-    seen = await gym.act(click(place))
-    assert note in seen.text, place
-    assert seen.info["url"] == f"{site.url}/" and "busy" not in seen.info
-  seen = await gym.act(click(SECOND))  # Its window is this tab.
-  if not seen.info["url"].endswith("/second"):
-    seen = await gym.act(WAIT)
-  assert seen.info["url"] == f"{site.url}/second"
+    observation = await gym.act(click(place))
+    assert note in observation.text, place
+    assert observation.info["url"] == f"{site.url}/"
+    assert "busy" not in observation.info
+  observation = await gym.act(click(SECOND))  # Its window is this tab.
+  if not observation.info["url"].endswith("/second"):
+    observation = await gym.act(WAIT)
+  assert observation.info["url"] == f"{site.url}/second"
   assert await gym.page.evaluate("document.title") == "Second"
   targets = await gym.page.chromium.call("Target.getTargets")
   own = [
@@ -171,7 +173,7 @@ async def test_links_elsewhere_windows_downloads_and_choosers(make, site, ears):
 
 
 async def test_no_address_but_a_sites_is_opened(make, site, ears):
-  """Whatever the scheme, and however a page spells another host."""
+  """Refuses every scheme and every spelling of another host."""
   gym = make()
   await gym.start(task(site, "/second"))
   there = [
@@ -188,8 +190,8 @@ async def test_no_address_but_a_sites_is_opened(make, site, ears):
         f"try {{ window.open({url!r}); }} catch (e) {{}}"
         f"try {{ location.href = {url!r}; }} catch (e) {{}} 1"
     )
-    seen = await gym.act(WAIT)
-    assert seen.info["url"] == f"{site.url}/second", url
+    observation = await gym.act(WAIT)
+    assert observation.info["url"] == f"{site.url}/second", url
   assert ears.heard() == []
 
 
@@ -213,9 +215,9 @@ async def test_a_site_that_redirects_away_at_the_start(make, site, ears):
 async def test_dialogs_are_answered_and_told(make, site, accept, title):
   gym = make(accept_dialogs=accept)
   await gym.start(task(site))
-  seen = await gym.act(click(ASK))
+  observation = await gym.act(click(ASK))
   word = "yes" if accept else "no"
-  assert seen.text.split("\n") == [
+  assert observation.text.split("\n") == [
       f"confirm: Sure? (answered {word})", f"prompt: Who? (answered {word})"
   ]
   assert await gym.page.evaluate("document.title") == title
@@ -232,8 +234,8 @@ async def test_a_dialog_swallows_nothing_of_what_is_typed(make, site):
   words = "the quick brown fox jumps over the lazy dog"
   for _ in range(5):
     await gym.act(Action(Kind.KEY, keys=("ctrl", "a")))
-    seen = await gym.act(Action(Kind.TYPE, text=words))
-    assert "alert: the" in seen.text
+    observation = await gym.act(Action(Kind.TYPE, text=words))
+    assert "alert: the" in observation.text
     assert await gym.page.evaluate("text.value") == words
 
 
@@ -241,9 +243,10 @@ async def test_what_an_action_loads_is_waited_for(make, site):
   gym = make(settle_s=20)
   await gym.start(task(site))
   before = (await gym.act(WAIT)).screenshot
-  seen = await gym.act(click(LOAD))  # The site takes 0.4 s.
+  observation = await gym.act(click(LOAD))  # The site takes 0.4 s.
   assert await gym.page.evaluate("document.title") == "loaded"
-  assert (seen.screenshot[262:274, 10:210] != before[262:274, 10:210]).any()
+  area = np.s_[262:274, 10:210]
+  assert (observation.screenshot[area] != before[area]).any()
   hasty = make(settle_s=0.05)
   await hasty.start(task(site))
   assert (await hasty.act(click(LOAD))).info["busy"]
@@ -266,23 +269,23 @@ async def test_hostile_typing_is_text_and_nothing_else(make, site):
     await gym.act(Action(Kind.TYPE, text=text))
     value = await gym.page.evaluate("text.value")
     plain = "".join(c for c in text if c.isascii() and c.isprintable())
-    kept = "".join(c for c in value if c.isascii() and c.isprintable())
+    expected = "".join(c for c in value if c.isascii() and c.isprintable())
     if "\t" in text:  # A tab leaves the field, as on a keyboard.
       assert value == "a\nb"
     else:
-      assert kept == plain, (text, value)
+      assert expected == plain, (text, value)
     assert await gym.page.evaluate("document.title") == "Index"
-  seen = await gym.act(Action(Kind.TYPE, text="x" * 20_001))
-  assert "at most 20000" in seen.info["ignored"]
+  observation = await gym.act(Action(Kind.TYPE, text="x" * 20_001))
+  assert "at most 20000" in observation.info["ignored"]
   for keys in (
       ("ctrl", "w"), ("ctrl", "t"), ("ctrl", "n"), ("ctrl", "o"),
       ("ctrl", "p"), ("ctrl", "s"), ("ctrl", "u"), ("ctrl", "l"), ("f5",),
       ("f11",), ("f12",), ("alt", "f4"), ("ctrl", "shift", "i"),
       ("alt", "left"), ("escape",),
   ):  # pyformat: disable
-    seen = await gym.act(Action(Kind.KEY, keys=keys))
-    assert seen.info["url"].startswith(f"{site.url}/"), keys
-  assert not seen.done
+    observation = await gym.act(Action(Kind.KEY, keys=keys))
+    assert observation.info["url"].startswith(f"{site.url}/"), keys
+  assert not observation.done
 
 
 async def test_episodes_share_nothing_and_play_side_by_side(make, site):
@@ -291,8 +294,8 @@ async def test_episodes_share_nothing_and_play_side_by_side(make, site):
       one.start(task(site, "/cookie")), two.start(task(site, "/cookie"))
   )
   await one.page.evaluate("localStorage.x = document.cookie")
-  seen = [await gym.page.evaluate("document.title") for gym in (one, two)]
-  assert seen == ["None", "None"]
+  titles = [await gym.page.evaluate("document.title") for gym in (one, two)]
+  assert titles == ["None", "None"]
   assert await two.page.evaluate("localStorage.x || ''") == ""
   await one.start(task(site, "/cookie"))
   assert await one.page.evaluate("document.title + localStorage.x") == (
@@ -327,10 +330,10 @@ async def test_a_killed_browser_is_replaced(make, site):
 
 
 async def test_evaluators(make, site):
-  seen = {}
+  arguments = {}
 
   async def deep(page, task, answer):
-    seen[task.family] = await page.evaluate("1 + 1"), answer, page.html[:6]
+    arguments[task.family] = await page.evaluate("1 + 1"), answer, page.html[:6]
     return 0.25
 
   for evaluator, score, success in (
@@ -344,7 +347,7 @@ async def test_evaluators(make, site):
     verdict = await gym.evaluate()
     assert (verdict.score, verdict.success) == (score, success)
     await gym.close()
-  assert seen == {"greet": (2, "", "<html>")}
+  assert arguments == {"greet": (2, "", "<html>")}
   gym = make(evaluator=lambda *_: "yes")
   await gym.start(task(site))
   with pytest.raises(TypeError, match="got 'yes'"):

@@ -33,9 +33,9 @@ def test_a_script_plays_a_page_of_a_file(tmp_path, capsys):
   ]  # pyformat: disable
   try:
     assert play.main(argv) == 0
-    said = capsys.readouterr().out
-    assert f"Greet seed {number}. -> solved in 4 turns" in said
-    assert "1 recorded" in said and out.exists()
+    output = capsys.readouterr().out
+    assert f"Greet seed {number}. -> solved in 4 turns" in output
+    assert "1 recorded" in output and out.exists()
     without = ["{evaluator: 'web_sites:greeted'}" if a == settings else a
                for a in argv]  # pyformat: disable
     assert play.main(without) == 2

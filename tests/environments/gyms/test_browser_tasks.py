@@ -108,7 +108,7 @@ class TestHosts:
 
 
 @pytest.mark.parametrize(
-    "addresses, kept",
+    "addresses, allowed",
     [
         (["10.0.0.5", "127.0.0.1", "::1"], ["10.0.0.5", "127.0.0.1", "::1"]),
         (["93.184.215.14", "127.0.0.1", "10.0.0.5"], ["93.184.215.14"]),
@@ -117,8 +117,8 @@ class TestHosts:
         (["224.0.0.1", "93.184.215.14", "93.184.215.14"], ["93.184.215.14"]),
     ],
 )
-def test_a_name_never_means_where_credentials_are(addresses, kept):
-  assert socks.may_mean(addresses) == kept
+def test_a_name_never_means_where_credentials_are(addresses, allowed):
+  assert socks.may_mean(addresses) == allowed
 
 
 @pytest.mark.asyncio

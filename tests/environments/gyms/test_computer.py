@@ -82,11 +82,11 @@ def is_won(desk, task, answer):
 @pytest.mark.parametrize("form", ["array", "rgba", "pil", "png"])
 async def test_an_object_is_played_like_any_gym(form):
   own = desktop.DesktopGym()
-  seen = own.start_sync(TASK)
+  observation = own.start_sync(TASK)
   gym = computer_lib.ComputerGym(Desk, options={"form": form})
   shown = await gym.start(TASK)
-  np.testing.assert_array_equal(shown.screenshot, seen.screenshot)
-  assert shown.instruction == seen.instruction
+  np.testing.assert_array_equal(shown.screenshot, observation.screenshot)
+  assert shown.instruction == observation.instruction
   action = desktop.oracle_action(own)
   own.act_sync(action)
   assert (await gym.act(action)).done

@@ -38,12 +38,12 @@ def test_either_module_registers_the_same_ids(monkeypatch):
     )
     register()
     register()
-    found = dict(gymnasium.registry)
-    kinds = {i: type(gymnasium.make(i)) for i in list(found)[:1]}
-    registries.append((set(found), kinds))
-  (light, made), (own, also) = registries
+    registry = dict(gymnasium.registry)
+    kinds = {i: type(gymnasium.make(i)) for i in list(registry)[:1]}
+    registries.append((set(registry), kinds))
+  (light, light_ids), (own, also) = registries
   assert {i for i in light if i.startswith("TunixDesktop")} == own
-  assert len(own) == 2 * len(desktop.families()) and made == also
+  assert len(own) == 2 * len(desktop.families()) and light_ids == also
 
 
 def test_made_by_the_light_module_and_id():
@@ -63,7 +63,7 @@ def test_made_by_the_light_module_and_id():
 def test_passes_gymnasiums_own_checker(clicks):
   with warnings.catch_warnings():
     warnings.simplefilter("error")
-    # Any wrapper is told that it is one.
+    # The checker warns about every wrapper.
     warnings.filterwarnings("ignore", ".*different from the unwrapped version")
     env_checker.check_env(
         flat_lib.make_flat(clicks=clicks), skip_render_check=True
@@ -101,13 +101,13 @@ def test_oracle_solves_through_the_flat_space(family, size):
   env = make(family, split="eval", width=size[0], height=size[1])
   encode = env.get_wrapper_attr("encode")
   for seed in range(8):
-    seen, info = env.reset(seed=seed)
+    observation, info = env.reset(seed=seed)
     ended = cut = False
     while not (ended or cut):
       action = encode(desktop.oracle_action(env.unwrapped.gym))
       assert env.action_space.contains(action)
-      seen, reward, ended, cut, info = env.step(action)
-      assert env.observation_space.contains(seen)
+      observation, reward, ended, cut, info = env.step(action)
+      assert env.observation_space.contains(observation)
     assert (ended, cut, reward, info["success"]) == (True, False, 1.0, True)
 
 
@@ -123,15 +123,15 @@ def test_the_instruction_is_written_below_the_screenshot():
   flat, plain = make("enter-text"), gymnasium.make("TunixDesktop/enter-text-v0")
   bands = {}
   for seed in range(6):
-    seen, info = flat.reset(seed=seed)
+    observation, info = flat.reset(seed=seed)
     own, _ = plain.reset(seed=seed)
-    assert np.array_equal(seen[:96], own["screenshot"])
-    assert seen.shape == (96 + 4 * 9 + 4, 128, 3)
-    bands.setdefault(info["instruction"], seen[96:].tobytes())
-    assert bands[info["instruction"]] == seen[96:].tobytes()
+    assert np.array_equal(observation[:96], own["screenshot"])
+    assert observation.shape == (96 + 4 * 9 + 4, 128, 3)
+    bands.setdefault(info["instruction"], observation[96:].tobytes())
+    assert bands[info["instruction"]] == observation[96:].tobytes()
     # It stays while the screen changes.
     after, *_ = flat.step(np.zeros(6, np.int64))
-    assert np.array_equal(after[96:], seen[96:])
+    assert np.array_equal(after[96:], observation[96:])
   assert len(set(bands.values())) == len(bands) > 1
 
 
@@ -172,8 +172,8 @@ def test_a_spec_makes_the_same_environment_again():
         one == two
     )
   many = gymnasium.make_vec("TunixDesktopFlat/open-icon-v0", num_envs=2)
-  seen, _ = many.reset(seed=[3, 4])
-  assert seen.shape == (2, 136, 128, 3)
+  observation, _ = many.reset(seed=[3, 4])
+  assert observation.shape == (2, 136, 128, 3)
 
 
 @pytest.mark.parametrize("kwargs, message", (

@@ -52,8 +52,8 @@ def scene_with(*things, size=(160, 120)):
 
 def test_the_wrong_button_ends_the_episode_without_reward():
   gym = start("click-button")
-  seen = press(gym, gym.episode.w["buttons"][1])
-  assert seen.done and gym.evaluate_sync() == base.Evaluation(
+  observation = press(gym, gym.episode.w["buttons"][1])
+  assert observation.done and gym.evaluate_sync() == base.Evaluation(
       0.0, False, {"decided": True, "turns": 1}
   )
 
@@ -61,26 +61,26 @@ def test_the_wrong_button_ends_the_episode_without_reward():
 def test_a_click_on_the_background_decides_nothing():
   gym = start("click-button", 3)
   window = gym.scene.items[0]
-  seen = gym.act_sync(GuiAction("click", x=window.x + 5, y=window.y + 7))
-  assert not seen.done
+  observation = gym.act_sync(GuiAction("click", x=window.x + 5, y=window.y + 7))
+  assert not observation.done
   assert press(gym, gym.episode.w["buttons"][0]).done
   assert gym.evaluate_sync().success
 
 
 def test_after_the_end_nothing_changes_any_more():
   gym = start("click-button")
-  done = press(gym, gym.episode.w["buttons"][0])
+  last = press(gym, gym.episode.w["buttons"][0])
   again = press(gym, gym.episode.w["buttons"][1])
   assert again.done and again.info["ignored"] == "the episode is over"
-  assert np.array_equal(done.screenshot, again.screenshot)
+  assert np.array_equal(last.screenshot, again.screenshot)
   assert gym.evaluate_sync().success
   assert gym.evaluate_sync().details["turns"] == 1
 
 
 def test_closing_the_window_of_a_task_loses_it():
   gym = start("enter-text")
-  seen = press(gym, gym.scene.items[-1].close_box)
-  assert seen.done and not gym.evaluate_sync().success
+  observation = press(gym, gym.scene.items[-1].close_box)
+  assert observation.done and not gym.evaluate_sync().success
 
 
 def test_time_decay():
@@ -100,10 +100,10 @@ def test_success_is_read_from_state_not_from_pixels(monkeypatch):
   gym = start("enter-text")
   field = gym.episode.w["fields"][0]
   press(gym, field)
-  seen = gym.act_sync(
+  observation = gym.act_sync(
       GuiAction("type", text=gym.episode.spec.data["text"])
   )
-  assert seen.done
+  assert observation.done
   monkeypatch.setattr(scene_lib.Scene, "screenshot", no_picture)
   assert gym.evaluate_sync().success
 
@@ -114,11 +114,11 @@ def test_success_is_read_from_state_not_from_pixels(monkeypatch):
 def test_typing_without_focus_does_nothing():
   gym = start("enter-text")
   before = gym.scene.screenshot()
-  seen = gym.act_sync(
+  observation = gym.act_sync(
       GuiAction("type", text=gym.episode.spec.data["text"])
   )
-  assert not seen.done and "focus" in seen.info["ignored"]
-  assert np.array_equal(before, seen.screenshot)
+  assert not observation.done and "focus" in observation.info["ignored"]
+  assert np.array_equal(before, observation.screenshot)
 
 
 @pytest.mark.parametrize("level", (0, 1, 2))
@@ -138,15 +138,15 @@ def test_a_wrong_word_can_be_mended(level):
 @pytest.mark.parametrize("level", (0, 1, 2))
 def test_a_wrong_tick_can_be_undone(level):
   gym = start("click-checkboxes", 2, level)
-  wanted = gym.episode.spec.data["wanted"]
-  wrong = gym.episode.w["boxes"][wanted:]
+  targets = gym.episode.spec.data["wanted"]
+  wrong = gym.episode.w["boxes"][targets:]
   assert wrong
   box = wrong[0]
   was = box.ticked
   if was:
     return  # the oracle test covers ticked ones
   assert not press(gym, box).done
-  for other in gym.episode.w["boxes"][:wanted]:
+  for other in gym.episode.w["boxes"][:targets]:
     if not other.ticked:
       assert not press(gym, other).done  # right set, and one too many
   while desktop.oracle_action(gym) is not None:
@@ -162,8 +162,8 @@ def test_a_drop_beside_the_box_can_be_mended():
   x, y = gym.scene.point(shape)
   box = gym.episode.w["boxes"][0]
   x2 = 20 if box.x > 60 else 110
-  seen = gym.act_sync(GuiAction("drag", x=x, y=y, x2=x2, y2=50))
-  assert not seen.done
+  observation = gym.act_sync(GuiAction("drag", x=x, y=y, x2=x2, y2=50))
+  assert not observation.done
   gym.act_sync(desktop.oracle_action(gym))
   assert gym.evaluate_sync().success
 
@@ -207,8 +207,8 @@ def test_a_login_by_keyboard_alone():
   keys(gym, "tab")
   gym.act_sync(GuiAction("type", text=user))
   keys(gym, "Tab")
-  seen = gym.act_sync(GuiAction("type", text=secret + "\n"))
-  assert seen.done and gym.evaluate_sync().success
+  observation = gym.act_sync(GuiAction("type", text=secret + "\n"))
+  assert observation.done and gym.evaluate_sync().success
 
 
 def test_submitting_a_wrong_form_loses():
@@ -425,12 +425,12 @@ def test_positions_that_are_no_numbers_are_ignored(bad):
 
 def test_unsupported_kinds_are_ignored_with_a_reason():
   gym = start("click-button")
-  seen = gym.act_sync(GuiAction("open_app", text="Mail"))
-  assert "open_app" in seen.info["ignored"] and not seen.done
-  seen = gym.act_sync(GuiAction("system_button", text="home"))
-  assert "home" in seen.info["ignored"]
-  seen = gym.act_sync(GuiAction("drag", x2=3, y2=4))
-  assert "pointer" in seen.info["ignored"]
+  observation = gym.act_sync(GuiAction("open_app", text="Mail"))
+  assert "open_app" in observation.info["ignored"] and not observation.done
+  observation = gym.act_sync(GuiAction("system_button", text="home"))
+  assert "home" in observation.info["ignored"]
+  observation = gym.act_sync(GuiAction("drag", x2=3, y2=4))
+  assert "pointer" in observation.info["ignored"]
 
 
 @pytest.mark.parametrize("call,message", (
@@ -515,9 +515,10 @@ def test_no_session_raises_and_sessions_repeat(
     gym = start(name, seed, level, size)
     shown = []
     for action in session:
-      seen = gym.act_sync(action)
-      assert seen.screenshot.shape == (size[1], size[0], 3)
-      shown.append((seen.screenshot.tobytes(), seen.done, dict(seen.info)))
+      observation = gym.act_sync(action)
+      assert observation.screenshot.shape == (size[1], size[0], 3)
+      pixels = observation.screenshot.tobytes()
+      shown.append((pixels, observation.done, dict(observation.info)))
     gym.referring_expressions()
     result = gym.evaluate_sync()
     shown.append((result.score, result.success))

@@ -85,13 +85,13 @@ def test_train_and_eval_seeds_never_meet():
       for i in range(200) for seed in range(3)
   }
   # Families that shared seeds would share what is easy, too.
-  held = {
+  held_out = {
       TASKS.eval_task(name, i, seed).seed
       for name in desktop.QUICKSTART_FAMILIES
       for i in range(200) for seed in range(3)
   }
-  assert len(train) == len(held) == 6 * 200 * 3
-  assert max(train) < desktop.EVAL_SEEDS_FROM <= min(held)
+  assert len(train) == len(held_out) == 6 * 200 * 3
+  assert max(train) < desktop.EVAL_SEEDS_FROM <= min(held_out)
 
 
 def test_tasks_are_data():
@@ -108,9 +108,9 @@ def test_the_asynchronous_protocol():
   async def run():
     gym = desktop.DesktopGym()
     for seed in range(2):
-      seen = await gym.start(TASKS.task("close-dialog", seed))
-      while not seen.done:
-        seen = await gym.act(desktop.oracle_action(gym))
+      observation = await gym.start(TASKS.task("close-dialog", seed))
+      while not observation.done:
+        observation = await gym.act(desktop.oracle_action(gym))
       assert (await gym.evaluate()).success
     await gym.close()
     await gym.close()
@@ -130,14 +130,14 @@ def test_screenshots_are_read_only_and_shared_until_a_change():
 
 def test_every_glyph_differs_from_every_other():
   printable = [chr(c) for c in range(33, 127)]
-  seen = {}
+  glyphs = {}
   for factor in (1, 2, 3, 4):
     for char in printable:
       mask = font.text_mask(char, factor)
       assert mask.size[1] == font.LINE * factor
       key = (mask.size, mask.tobytes())
-      assert key not in seen, (char, seen[key], factor)
-      seen[key] = char
+      assert key not in glyphs, (char, glyphs[key], factor)
+      glyphs[key] = char
 
 
 def test_text_width_is_the_width_that_is_drawn():

@@ -34,16 +34,16 @@ def serving(monkeypatch, answers=None, family="enter-text", key=fake_gbox.KEY):
 
 async def test_a_task_is_played_in_a_box_of_its_own(monkeypatch):
   own = desktop.DesktopGym()
-  seen = own.start_sync(own_task())
+  observation = own.start_sync(own_task())
   with serving(monkeypatch) as (fake, url):
     gym = gyms.from_config({"name": "gbox", "base_url": url})
     shown = await gym.start(task(setup=["true"]))
-    np.testing.assert_array_equal(shown.screenshot, seen.screenshot)
+    np.testing.assert_array_equal(shown.screenshot, observation.screenshot)
     assert not (await gym.evaluate()).success
     while (action := desktop.oracle_action(own)) is not None:
-      seen = own.act_sync(action)
+      observation = own.act_sync(action)
       shown = await gym.act(action)
-      np.testing.assert_array_equal(shown.screenshot, seen.screenshot)
+      np.testing.assert_array_equal(shown.screenshot, observation.screenshot)
     verdict = await gym.evaluate()
     assert (verdict.score, verdict.success) == (1.0, True)
     paths = [path for path, _ in fake.log]

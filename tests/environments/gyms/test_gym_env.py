@@ -64,8 +64,8 @@ def test_it_plays_the_episodes_of_the_desktops_own_environment(split):
       assert a["instruction"] == b["instruction"] == info["instruction"]
       action = act(desktop.oracle_action(two.gym))
       a, *ends, info = one.step(action)
-      b, *others, _ = two.step(action)
-      assert ends == others
+      b, *outcome, _ = two.step(action)
+      assert ends == outcome
       over = ends[1] or ends[2]
     assert ends == [1.0, True, False] and info["success"] is True
     with pytest.raises(RuntimeError, match="call reset"):
@@ -110,17 +110,17 @@ def test_what_the_instructions_space_lacks_is_a_question_mark():
   class Gym(gym_servers.NaughtyGym):
 
     async def start(self, task):
-      seen = await super().start(task)
-      return base.Observation(seen.screenshot, "Drück “OK” ☺")
+      observation = await super().start(task)
+      return base.Observation(observation.screenshot, "Drück “OK” ☺")
 
   spec = gyms.GymSpec(make=Gym, tasks=gym_servers.NaughtyTasks)
   gyms.register("umlauts", spec)
   try:
     env = gym_env.GymEnv("umlauts", "ok", width=48, height=32)
-    seen, info = env.reset(seed=0)
-    assert seen["instruction"] == "Dr?ck ?OK? ?"
+    observation, info = env.reset(seed=0)
+    assert observation["instruction"] == "Dr?ck ?OK? ?"
     assert info["instruction"] == "Drück “OK” ☺"
-    assert env.observation_space.contains(seen)
+    assert env.observation_space.contains(observation)
     env.close()
   finally:
     gyms.unregister("umlauts")
@@ -154,8 +154,8 @@ class TestWithABrowser:
 
   def test_pages_are_made_and_solved_by_their_id(self):
     env = gymnasium.make("Tunix/miniwob-v0", family="click-test-2")
-    seen, _ = env.reset(seed=0)
-    assert seen["screenshot"].shape == (210, 160, 3)
+    observation, _ = env.reset(seed=0)
+    assert observation["screenshot"].shape == (210, 160, 3)
     world = env.unwrapped
     # pylint: disable-next=protected-access
     oracle = asyncio.run_coroutine_threadsafe(

@@ -48,16 +48,16 @@ def test_oracle_solves_through_the_action_space(family, difficulty):
       render_mode="rgb_array",
   )
   for seed in range(8):
-    seen, info = env.reset(seed=seed)
-    assert seen["instruction"] == info["instruction"] != ""
+    observation, info = env.reset(seed=seed)
+    assert observation["instruction"] == info["instruction"] != ""
     ended = cut = False
     while not (ended or cut):
       action = desktop.oracle_action(env.unwrapped.gym)
       encoded = env_lib.encode_action(action, 224, 160)
       assert env.action_space.contains(encoded)
-      seen, reward, ended, cut, info = env.step(encoded)
-      assert env.observation_space.contains(seen)
-      assert np.array_equal(env.render(), seen["screenshot"])
+      observation, reward, ended, cut, info = env.step(encoded)
+      assert env.observation_space.contains(observation)
+      assert np.array_equal(env.render(), observation["screenshot"])
     assert (ended, cut, reward, info["success"]) == (True, False, 1.0, True)
 
 
@@ -88,8 +88,8 @@ def test_seeds_repeat_and_instances_can_be_named():
     b, second = two.reset()
     assert first["task_id"] == second["task_id"]
   _, info = one.reset(options={"instance": 7})
-  wanted = desktop.DesktopTasks().train_task("open-icon", 7)
-  assert info["task_id"] == wanted.task_id
+  expected = desktop.DesktopTasks().train_task("open-icon", 7)
+  assert info["task_id"] == expected.task_id
 
 
 @given(

@@ -66,10 +66,10 @@ def run(coroutine):
 
 
 async def play(gym, actions, task=TASK):
-  seen = [await gym.start(task)]
+  observations = [await gym.start(task)]
   for action in actions:
-    seen.append(await gym.act(action))
-  return seen, await gym.evaluate()
+    observations.append(await gym.act(action))
+  return observations, await gym.evaluate()
 
 
 def test_an_episode_to_success():
@@ -77,17 +77,17 @@ def test_an_episode_to_success():
 
   async def body():
     gym = gymnasium_gym.GymnasiumGym(lambda: env, KEYS)
-    seen, result = await play(gym, [key("right")] * 6)
+    observations, result = await play(gym, [key("right")] * 6)
     await gym.close()
     await gym.close()
-    return seen, result
+    return observations, result
 
-  seen, result = run(body())
-  assert seen[0].instruction == "Walk right."
-  assert seen[0].screenshot.shape == (8, 40, 3)
-  assert seen[-1].done and result.success and result.score == 1.0
-  assert seen[-1].info["ignored"] == "the episode is over"
-  first, last = seen[0].screenshot, seen[-1].screenshot
+  observations, result = run(body())
+  assert observations[0].instruction == "Walk right."
+  assert observations[0].screenshot.shape == (8, 40, 3)
+  assert observations[-1].done and result.success and result.score == 1.0
+  assert observations[-1].info["ignored"] == "the episode is over"
+  first, last = observations[0].screenshot, observations[-1].screenshot
   assert last[0, -1].all() and not first[0, -1].any()  # frames are copies
   assert not first.flags.writeable
   assert env.closed == 1 and env.threads == {"gymnasium-gym"}
@@ -104,8 +104,8 @@ def test_the_success_criterion(end, least, won):
     )
     return await play(gym, [key("left")] * 10)
 
-  seen, result = run(body())
-  assert seen[-1].done and result.success is won
+  observations, result = run(body())
+  assert observations[-1].done and result.success is won
   assert result.details == {"return": 0.0, "end": "truncated", "turns": 10}
 
 
@@ -130,12 +130,12 @@ def test_terminate_ends_without_a_step_and_unmapped_keys_do_nothing():
         GuiAction("screenshot"), GuiAction("terminate", success=True),
     ])
 
-  seen, result = run(body())
-  assert [("ignored" in o.info) for o in seen] == [
+  observations, result = run(body())
+  assert [("ignored" in o.info) for o in observations] == [
       False, True, True, True, False, False
   ]
-  assert "left, right" in seen[1].info["ignored"]
-  assert seen[-1].done and not result.success and env.steps == 0
+  assert "left, right" in observations[1].info["ignored"]
+  assert observations[-1].done and not result.success and env.steps == 0
 
 
 def test_the_same_seed_starts_the_same_and_options_arrive():
@@ -165,8 +165,8 @@ def test_frames_are_resized_and_positions_scaled_back():
         GuiAction("click", x=60, y=12), GuiAction("scroll", x=8, y=3, dy=6),
     ])
 
-  seen, _ = run(body())
-  assert seen[0].screenshot.shape == (24, 80, 3)
+  observations, _ = run(body())
+  assert observations[0].screenshot.shape == (24, 80, 3)
   assert (seen_actions[0].x, seen_actions[0].y) == (30, 4)
   assert (seen_actions[1].x, seen_actions[1].y) == (4, 1)
   assert (seen_actions[1].dx, seen_actions[1].dy) == (0, 2)
@@ -175,13 +175,13 @@ def test_frames_are_resized_and_positions_scaled_back():
 class Hanging(Corridor):
   """Hangs in the first step of the first instance."""
 
-  made = []
+  instances = []
 
   def __init__(self):
     super().__init__()
     self.free = threading.Event()
-    self.number = len(self.made)
-    self.made.append(self)
+    self.number = len(self.instances)
+    self.instances.append(self)
 
   def step(self, action):
     if self.number == 0:
@@ -190,7 +190,7 @@ class Hanging(Corridor):
 
 
 def test_a_hanging_environment_is_left_and_replaced():
-  Hanging.made.clear()
+  Hanging.instances.clear()
 
   async def body():
     gym = gymnasium_gym.GymnasiumGym(Hanging, KEYS)
@@ -215,7 +215,7 @@ def test_a_hanging_environment_is_left_and_replaced():
     _, result = await play(gym, [key("right")] * 4)
     assert result.success
     await gym.close()
-    hung, fresh = Hanging.made
+    hung, fresh = Hanging.instances
     hung.free.set()
     for _ in range(500):  # once free, its thread closes it
       if hung.closed:
@@ -227,7 +227,7 @@ def test_a_hanging_environment_is_left_and_replaced():
 
 
 def test_a_cancelled_call_leaves_the_environment():
-  Hanging.made.clear()
+  Hanging.instances.clear()
 
   async def body():
     gym = gymnasium_gym.GymnasiumGym(Hanging, KEYS)
@@ -236,7 +236,7 @@ def test_a_cancelled_call_leaves_the_environment():
       await asyncio.wait_for(gym.act(key("right")), 0.1)
     _, result = await play(gym, [key("right")] * 4)
     assert result.success
-    Hanging.made[0].free.set()
+    Hanging.instances[0].free.set()
     await gym.close()
 
   run(body())
@@ -335,25 +335,25 @@ def test_wrong_settings_are_named(config, message):
 
 @pytest.mark.peer("gymnasium")
 def test_our_desktop_through_gymnasium():
-  made = []
+  envs = []
 
   def make():
-    made.append(gymnasium.make(
+    envs.append(gymnasium.make(
         "TunixDesktop/login-form-v0", render_mode="rgb_array", width=160,
         height=112,
     ))
-    return made[-1]
+    return envs[-1]
 
   async def body():
     gym = gymnasium_gym.GymnasiumGym(
         make, gymnasium_gym.DesktopAdapter(160, 112)
     )
     for seed in range(3):
-      seen = await gym.start(base.Task(f"t/{seed}", "login", seed=seed))
-      assert '"' in seen.instruction
-      while not seen.done:
-        action = desktop.oracle_action(made[0].unwrapped.gym)
-        seen = await gym.act(action)
+      observation = await gym.start(base.Task(f"t/{seed}", "login", seed=seed))
+      assert '"' in observation.instruction
+      while not observation.done:
+        action = desktop.oracle_action(envs[0].unwrapped.gym)
+        observation = await gym.act(action)
       assert (await gym.evaluate()).success
     await gym.close()
 
@@ -367,10 +367,10 @@ def test_a_config_builds_the_desktop():
         "env_kwargs": {"width": 160}, "adapter": {"type": "desktop",
                                                   "width": 160},
     })
-    seen = await gym.start(TASK)
-    assert seen.screenshot.shape == (96, 160, 3)
-    seen = await gym.act(GuiAction("key", keys=("f12",)))
-    assert seen.done and not (await gym.evaluate()).success
+    observation = await gym.start(TASK)
+    assert observation.screenshot.shape == (96, 160, 3)
+    observation = await gym.act(GuiAction("key", keys=("f12",)))
+    assert observation.done and not (await gym.evaluate()).success
     await gym.close()
 
   run(body())
@@ -386,8 +386,8 @@ def test_families_may_name_the_module_that_registers_them():
 
   async def body():
     gym = gymnasium_gym.GymnasiumGym(family, **settings)
-    seen = await gym.start(tasks.train_task(family, 0))
-    assert seen.screenshot.shape == (96, 128, 3)
+    observation = await gym.start(tasks.train_task(family, 0))
+    assert observation.screenshot.shape == (96, 128, 3)
     await gym.close()
 
   run(body())
@@ -400,8 +400,8 @@ def test_families_may_name_the_module_that_registers_them():
 def test_tasks_of_an_environment():
   tasks = gymnasium_gym.GymnasiumTasks("CartPole-v1", "Balance.", 50)
   train = {tasks.train_task("CartPole-v1", i).seed for i in range(200)}
-  held = {tasks.eval_task("CartPole-v1", i).seed for i in range(200)}
-  assert max(train) < gymnasium_gym.EVAL_SEEDS_FROM <= min(held)
+  held_out = {tasks.eval_task("CartPole-v1", i).seed for i in range(200)}
+  assert max(train) < gymnasium_gym.EVAL_SEEDS_FROM <= min(held_out)
   assert tasks.task("CartPole-v1", 4).task_id == "gymnasium/CartPole-v1/4"
   with pytest.raises(ValueError, match="CartPole-v1"):
     tasks.task("Acrobot-v1", 0)
@@ -426,11 +426,12 @@ def test_a_real_environment(env_id, keys, moves):
         env_kwargs={"is_slippery": False} if frozen else None,
         size=(128, 96),
     )
-    seen, result = await play(gym, [key(name) for name in moves])
+    observations, result = await play(gym, [key(name) for name in moves])
     await gym.close()
-    return seen, result
+    return observations, result
 
-  seen, result = run(body())
-  assert all(o.screenshot.shape == (96, 128, 3) for o in seen)
-  assert not np.array_equal(seen[0].screenshot, seen[-1].screenshot)
+  observations, result = run(body())
+  assert all(o.screenshot.shape == (96, 128, 3) for o in observations)
+  first, last = observations[0].screenshot, observations[-1].screenshot
+  assert not np.array_equal(first, last)
   assert result.success is frozen

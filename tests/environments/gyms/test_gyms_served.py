@@ -41,7 +41,7 @@ def client(url: str, gym_id: str) -> genv.GenvGym:
 
 def children(parent: int) -> list[int]:
   """Chromium processes below a process; they lead groups of their own."""
-  found = []
+  pids = []
   for entry in pathlib.Path("/proc").iterdir():
     if not entry.name.isdigit():
       continue
@@ -51,8 +51,8 @@ def children(parent: int) -> list[int]:
     except OSError:
       continue
     if chromium and int(fields[1]) == parent and fields[0] != "Z":
-      found.append(int(entry.name))
-  return found
+      pids.append(int(entry.name))
+  return pids
 
 
 async def test_both_are_served_from_processes_that_may_die():
@@ -91,8 +91,8 @@ async def _play(url: str, workers: workers_lib.GymWorkers) -> None:
   action = await miniwob.oracle_action(own)
   served = named("click-test@train:0:0")
   one, two = (client(url, "miniwob") for _ in range(2))
-  seen = [await gym.start(served) for gym in (one, two)]
-  for observation in seen:
+  observations = [await gym.start(served) for gym in (one, two)]
+  for observation in observations:
     np.testing.assert_array_equal(observation.screenshot, expected.screenshot)
     assert observation.instruction == expected.instruction
   site = client(url, "site")

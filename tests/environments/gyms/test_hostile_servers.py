@@ -1,4 +1,4 @@
-"""Servers of others that answer what they like, and clients that hold.
+"""Hostile third-party servers, and clients that withstand them.
 
 Each of the clients is led to servers that redirect, drip, stop in the middle,
 send too much or something else: it must raise its own kind of error, in time,
@@ -63,11 +63,11 @@ class Server:
           size = int(value) if name.lower() == "content-length" else size
         await reader.readexactly(size)
         self.log.append((method, path))
-        said = self._answer(path, writer)
-        said = await said if asyncio.iscoroutine(said) else said
-        if said is None:
+        answer = self._answer(path, writer)
+        answer = await answer if asyncio.iscoroutine(answer) else answer
+        if answer is None:
           return
-        writer.write(said)
+        writer.write(answer)
         await writer.drain()
     except (
         ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError,
@@ -80,11 +80,11 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def serving(answer):
-  found = Server(answer)
-  listening = await asyncio.start_server(found.serve, "127.0.0.1", 0)
+  server = Server(answer)
+  listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
   port = listening.sockets[0].getsockname()[1]
   try:
-    yield f"http://127.0.0.1:{port}", found
+    yield f"http://127.0.0.1:{port}", server
   finally:
     listening.close()
 
@@ -274,9 +274,9 @@ async def test_a_picture_too_large_or_none_is_refused_before_it_is_decoded(
 
   def as_genv(path, writer):
     del path, writer
-    seen = {"screenshot": {"data": text}}
-    made = {"execution_id": "x", "observation": seen}
-    return http(json.dumps(made).encode())
+    observation = {"screenshot": {"data": text}}
+    created = {"execution_id": "x", "observation": observation}
+    return http(json.dumps(created).encode())
 
   for name, answer in (
       ("gbox", as_gbox), ("osworld", as_osworld), ("genv", as_genv)
@@ -382,29 +382,29 @@ async def test_a_box_that_nobody_waits_for_is_terminated_when_it_comes():
 
 @pytest.mark.parametrize("name", ["gbox", "android_world", "genv"])
 async def test_a_close_that_is_given_up_still_ends_what_it_holds(name):
-  """However soon: before the first byte is sent, and while it is answered."""
+  """Gives up before the first byte is sent, and during the answer."""
   ends = {
       "gbox": "terminate", "android_world": "tear_down", "genv": "terminate",
   }[name]  # pyformat: disable
   answering = _playing(cut)
-  seen = {"screenshot": {"data": base64.b64encode(png()).decode()}}
-  made = {"execution_id": "x", "observation": seen}
+  shot = {"screenshot": {"data": base64.b64encode(png()).decode()}}
+  created = {"execution_id": "x", "observation": shot}
   ended = 0
-  asked, may_end = asyncio.Event(), asyncio.Event()
+  arrived, may_end = asyncio.Event(), asyncio.Event()
 
   async def answer(path, writer):
     nonlocal ended
     if ends in path:
-      asked.set()
+      arrived.set()
       await may_end.wait()
       ended += 1
     if name == "genv":
-      return http(json.dumps(made).encode())
+      return http(json.dumps(created).encode())
     return answering(path, writer)
 
   make = CLIENTS[name][0]
   for i, given_up in enumerate(("before the first byte", "answered")):
-    asked.clear()
+    arrived.clear()
     may_end.clear()
     async with serving(answer) as (url, server):
       gym = make(url, seconds=30.0, close_s=30.0)  # Given up, not run out.
@@ -412,7 +412,7 @@ async def test_a_close_that_is_given_up_still_ends_what_it_holds(name):
       closing = asyncio.ensure_future(gym.close())
       await asyncio.sleep(0)
       if given_up == "answered":
-        await asyncio.wait_for(asked.wait(), 20)
+        await asyncio.wait_for(arrived.wait(), 20)
       closing.cancel()
       with pytest.raises(asyncio.CancelledError):
         await closing
@@ -457,7 +457,7 @@ SEEN = {
 
 @contextlib.asynccontextmanager
 async def sessions(answers):
-  """`answers(message)` gives all that is sent after it."""
+  """`answers(message)` returns every message that is sent after it."""
 
   async def serve(socket):
     async for text in socket:
@@ -502,8 +502,8 @@ async def test_a_session_is_not_led_to_another_server():
     "picture", [[[[10**30, 0, 0]]], [[["x", 0, 0]]], [], 7]
 )
 async def test_numbers_that_are_no_picture_are_refused(picture):
-  seen = {"observation": {"screenshot": picture}}
-  async with sessions(lambda m: [{**SEEN, "data": seen}]) as url:
+  data = {"observation": {"screenshot": picture}}
+  async with sessions(lambda m: [{**SEEN, "data": data}]) as url:
     gym = openenv.OpenEnvGym(url)
     with pytest.raises(openenv.OpenEnvError, match="screenshot"):
       await gym.start(base.Task("t", "f"))

@@ -1,4 +1,4 @@
-"""What the shared browser promises when things break, with real breakage."""
+"""Promises of the shared browser when things break, with real breakage."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ TASK = "click-test"
 
 def group_members(leader: int) -> list[int]:
   """Living processes of a process group."""
-  found = []
+  pids = []
   for name in os.listdir("/proc"):
     if not name.isdigit():
       continue
@@ -37,18 +37,18 @@ def group_members(leader: int) -> list[int]:
       continue
     state, _, group = fields[1].split()[:3]
     if int(group) == leader and state != "Z":
-      found.append(int(name))
-  return found
+      pids.append(int(name))
+  return pids
 
 
 def descriptors() -> set[tuple[str, str]]:
-  """(number, what it leads to) of all that this process has open."""
-  found = set()
+  """Returns (number, target) of each open descriptor of this process."""
+  open_files = set()
   for number in os.listdir("/proc/self/fd"):
     with contextlib.suppress(OSError):  # The one that lists them, say.
       name = os.readlink(f"/proc/self/fd/{number}")
-      found.add((number, name.removesuffix(" (deleted)")))
-  return found
+      open_files.add((number, name.removesuffix(" (deleted)")))
+  return open_files
 
 
 async def gone(leader: int, seconds: float = 20.0) -> bool:
@@ -224,22 +224,22 @@ async def test_a_browser_outlives_neither_its_use_nor_its_loop():
   await gym.close()
   assert await gone(pid)
 
-  found = {}
+  browsers = {}
 
   def another_loop():
     async def use():
       gym = miniwob.MiniWobGym()
       await gym.start(miniwob.MiniWobTasks().task(TASK, 1))
-      found["pid"] = miniwob.shared_browser().pid
+      browsers["pid"] = miniwob.shared_browser().pid
 
     asyncio.run(use())  # Closes nothing.
 
   thread = threading.Thread(target=another_loop)
   thread.start()
   await asyncio.to_thread(thread.join)
-  assert group_members(found["pid"])
+  assert group_members(browsers["pid"])
   miniwob.shared_browser()  # The next user cleans up after closed loops.
-  assert await gone(found["pid"])
+  assert await gone(browsers["pid"])
 
 
 _CHILD = """
@@ -273,7 +273,7 @@ async def test_a_browser_ends_with_its_owner(end, tmp_path):
     child.kill()
   await asyncio.to_thread(child.wait, 30)
   assert await gone(int(pid))
-  if end == "killed":  # Nobody was left to remove it; the next launch does.
+  if end == "killed":  # Its owner was killed; the next launch removes it.
     assert pathlib.Path(profile).exists()
     sweep = (
         "import importlib.util, sys;"
@@ -347,7 +347,7 @@ async def test_a_worn_tab_is_replaced_between_episodes(monkeypatch):
     await gym.start(tasks.task(TASK, seed))
     targets.append(gym.page.target)
   assert targets[0] == targets[1] != targets[2] == targets[3]
-  await gym.close()  # Worn, so nobody gets it.
+  await gym.close()  # Worn, so it is not lent again.
   (other,) = await started(browser)
   assert other.page.target not in targets
   assert browser.lent == 1 and browser.launches == 1 and browser.crashes == 0
@@ -435,12 +435,12 @@ async def test_a_gym_has_the_shared_browser_allow_as_many_as_are_used_at_once():
 
 @pytest.mark.asyncio
 async def test_pages_have_no_network_and_do_not_leave():
-  asked = []
+  requests = []
 
   class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
-      asked.append(self.path)
+      requests.append(self.path)
       self.send_response(200)
       self.send_header("Access-Control-Allow-Origin", "*")
       self.end_headers()
@@ -485,7 +485,7 @@ async def test_pages_have_no_network_and_do_not_leave():
     server.shutdown()
     server.server_close()
     await browser.close()
-  assert asked == []
+  assert requests == []
 
 
 @pytest.mark.asyncio

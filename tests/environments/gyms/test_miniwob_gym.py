@@ -22,13 +22,13 @@ WAIT = Action(Kind.WAIT, duration=1.0)
 
 @contextlib.asynccontextmanager
 async def gyms_on(browser: miniwob.Browser, count: int, **settings):
-  made = [
+  gyms = [
       miniwob.MiniWobGym(browser=browser, **settings) for _ in range(count)
   ]
   try:
-    yield made
+    yield gyms
   finally:
-    for gym in made:
+    for gym in gyms:
       await gym.close()
     await browser.close()
 
@@ -115,8 +115,8 @@ async def test_things_are_called_what_a_person_would_call_them():
       for index in range(3):
         await gym.start(tasks.eval_task(family, index))
         action = await miniwob.oracle_action(gym)
-        found = await miniwob.describe(gym, action.x, action.y)
-        assert re.fullmatch(name, found), (family, found)
+        phrase = await miniwob.describe(gym, action.x, action.y)
+        assert re.fullmatch(name, phrase), (family, phrase)
         assert await miniwob.describe(gym, 159, 1) is None
 
 
@@ -205,12 +205,12 @@ async def test_equal_actions_give_equal_pixels_whenever_they_come():
 
   async def play(gym, family, pause_s):
     observation = await gym.start(tasks.task(family, 11))
-    seen = [observation.screenshot]
+    pictures = [observation.screenshot]
     for action in _SCRIPTS[family]:
       await asyncio.sleep(pause_s)  # A policy that thinks.
       observation = await gym.act(action)
-      seen.append(observation.screenshot)
-    return observation.done, seen
+      pictures.append(observation.screenshot)
+    return observation.done, pictures
 
   async with gyms_on(miniwob.Browser(), len(_SCRIPTS)) as quick:
     async with gyms_on(miniwob.Browser(), len(_SCRIPTS)) as slow:
@@ -318,33 +318,33 @@ async def test_mouse_and_keyboard_do_what_people_do_with_them():
     opened = await gym.act(Action(Kind.CLICK, **await centre(gym, "select")))
     assert (opened.screenshot != before).any(-1).sum() > 1000
     spot = await centre(gym, "option:nth-of-type(3)")
-    wanted = await gym.page.evaluate(
+    target = await gym.page.evaluate(
         "document.querySelector('option:nth-of-type(3)').value"
     )
     await gym.act(Action(Kind.CLICK, **spot))
     value = await gym.page.evaluate("document.querySelector('select').value")
-    assert value == wanted
+    assert value == target
 
     # Dragging marks text.
     await gym.start(tasks.task("highlight-text", 3))
-    left, top, right, bottom = await gym.page.evaluate(
+    x0, y0, x1, y1 = await gym.page.evaluate(
         "(r => [r.left, r.top, r.right, r.bottom])"
         "(document.querySelector('#randomText').getBoundingClientRect())"
     )
     await gym.act(
-        Action(Kind.DRAG, x=left, y=top + 3, x2=right - 1, y2=bottom - 2)
+        Action(Kind.DRAG, x=x0, y=y0 + 3, x2=x1 - 1, y2=y1 - 2)
     )
     assert await score_after_submit() == 1.0
 
-    # The wheel scrolls what lies under it, and the page is told.
+    # The wheel scrolls the element under it, and the page gets the event.
     await gym.start(tasks.task("scroll-text-2", 3))
-    _, wanted = await gym.page.evaluate(
+    _, target = await gym.page.evaluate(
         "[core.getUtterance(), core.getUtterance().includes('bottom')]"
     )
     spot = await centre(gym, "textarea")
     for _ in range(4):
       await gym.act(
-          Action(Kind.SCROLL, **spot, dy=500 if wanted else -500)
+          Action(Kind.SCROLL, **spot, dy=500 if target else -500)
       )
     assert await score_after_submit() == 1.0
 
@@ -437,8 +437,8 @@ async def test_a_larger_view_shows_the_same_area_and_what_is_around_it():
       )
       picture = Image.open(io.BytesIO(base64.b64decode(captured["data"])))
       own = np.asarray(picture.convert("RGB"))[:480, :640]
-      seen = await gym.act(Action(Kind.MOVE, x=600, y=400))
-      assert (seen.screenshot == own).all()
+      observation = await gym.act(Action(Kind.MOVE, x=600, y=400))
+      assert (observation.screenshot == own).all()
       assert (await gym.act(action)).done
       assert (await gym.evaluate()).success
       # Outside the small one's screenshot, inside these.

@@ -70,8 +70,8 @@ class TestTasks:
       gyms.get("miniwob").make_tasks((), {"datamode": "test"})
     with pytest.raises(ValueError, match="data_mode must be one of"):
       miniwob.MiniWobTasks(data_mode="eval")
-    made = gyms.get("miniwob").make_tasks(["click-test"])
-    assert made.families() == ("click-test",)
+    task_set = gyms.get("miniwob").make_tasks(["click-test"])
+    assert task_set.families() == ("click-test",)
 
   def test_pictures_that_a_page_makes_later_are_known(self):
     names = {url.rsplit("/", 1)[1] for url in tasks_lib.images("tic-tac-toe")}
@@ -198,7 +198,7 @@ class TestKeys:
     assert down[1][1]["text"] == "!"
 
   @pytest.mark.parametrize(
-      "name, known",
+      "name, canonical",
       [
           ("Return", "enter"), ("ArrowDown", "down"), ("Page_Up", "pageup"),
           ("CTRL", "ctrl"), ("cmd", "meta"), ("F5", "f5"), (" ", "space"),
@@ -207,8 +207,8 @@ class TestKeys:
           ("Super_L", "meta"), ("numpad7", "7"),
       ],
   )  # pyformat: disable
-  def test_names_have_dialects(self, name, known):
-    assert keys.normalise(name) == known
+  def test_names_have_dialects(self, name, canonical):
+    assert keys.normalise(name) == canonical
 
   def test_every_key_of_a_grammar_is_a_key_here_or_refused(self):
     for name in sorted(parser_keys.NAMED_KEYS):

@@ -28,8 +28,8 @@ WAIT = GuiAction("wait")
 
 @pytest.fixture(scope="module", name="server")
 def _server():
-  with gym_servers.serving(lease=60.0, capacity=64) as found:
-    yield found
+  with gym_servers.serving(lease=60.0, capacity=64) as server:
+    yield server
 
 
 def gym(url, gym_id="desktop", **settings):
@@ -44,14 +44,14 @@ def task(name="enter-text", number=0, /, **reset):
 @contextlib.asynccontextmanager
 async def answering(*answers):
   """A server that gives these answers, and then closes; and what it got."""
-  got, left = [], list(answers)
+  got, queue = [], list(answers)
 
   async def serve(socket):
     async for text in socket:
       got.append(json.loads(text))
-      if not left:
+      if not queue:
         return
-      answer = left.pop(0)
+      answer = queue.pop(0)
       if answer is None:
         await asyncio.sleep(1.5)
       await socket.send(
@@ -63,9 +63,9 @@ async def answering(*answers):
     yield f"http://127.0.0.1:{port}", got
 
 
-def seen(reward=None, done=False, **observation):
+def seen(reward=None, ended=False, **observation):
   observation = observation or {"screenshot": [[[1, 2, 3]] * 4] * 2}
-  data = {"observation": observation, "reward": reward, "done": done}
+  data = {"observation": observation, "reward": reward, "done": ended}
   return {"type": "observation", "data": data}
 
 
@@ -346,13 +346,13 @@ async def test_a_run_draws_the_tasks_that_the_server_lists(server):
   ask = lambda families: asyncio.to_thread(
       gyms.get("openenv").make_tasks, families, options
   )
-  found = await ask(())
-  assert set(found.families()) == set(gym_servers.FAMILIES)
-  train = {found.train_task("enter-text", i, 0).task_id for i in range(32)}
-  held_out = {found.eval_task("enter-text", i).task_id for i in range(8)}
+  task_set = await ask(())
+  assert set(task_set.families()) == set(gym_servers.FAMILIES)
+  train = {task_set.train_task("enter-text", i, 0).task_id for i in range(32)}
+  held_out = {task_set.eval_task("enter-text", i).task_id for i in range(8)}
   assert len(train) == 16 and len(held_out) == 4 and not train & held_out
   far = gym(url)
-  one = found.eval_task("enter-text", 1)
+  one = task_set.eval_task("enter-text", 1)
   shown = await far.start(one)
   assert shown.instruction
   await far.close()
@@ -367,7 +367,7 @@ def test_seeds_of_a_server_without_tasks_do_not_meet():
   assert len(train) == 200 and not train & held_out
 
 
-# --- servers of others --------------------------------------------------------
+# --- third-party servers ------------------------------------------------------
 
 
 async def test_pictures_come_in_several_forms():
@@ -412,8 +412,8 @@ async def test_what_an_environment_has_not_is_told_and_not_sent():
   async with answering(seen()) as (url, got):
     far = openenv.OpenEnvGym(url, actions="browsergym")
     await far.start(base.Task("t", "f"))
-    told = await far.act(GuiAction("open_app", text="maps"))
-    assert told.text.startswith("Error") and not told.done
+    reply = await far.act(GuiAction("open_app", text="maps"))
+    assert reply.text.startswith("Error") and not reply.done
     assert (await far.act(GuiAction("terminate", success=True))).done
     assert len(got) == 1
     with pytest.raises(openenv.OpenEnvError, match="no reward"):
@@ -489,7 +489,7 @@ async def test_a_screen_of_another_size_is_refused_with_the_setting(server):
 
 
 @pytest.mark.parametrize(
-    "action, said",
+    "action, words",
     [
         (GuiAction("click", x=1, y=2, count=2), "mouse_dblclick(1, 2, 'left')"),
         (GuiAction("key", keys=("ctrl", "a")), "keyboard_press('Control+a')"),
@@ -501,5 +501,5 @@ async def test_a_screen_of_another_size_is_refused_with_the_setting(server):
         (GuiAction("system_button", text="back"), "go_back()"),
     ],
 )  # pyformat: disable
-def test_actions_in_browsergyms_words(action, said):
-  assert openenv_actions.browsergym(action) == {"action_str": said}
+def test_actions_in_browsergyms_words(action, words):
+  assert openenv_actions.browsergym(action) == {"action_str": words}

@@ -70,8 +70,8 @@ def result(command, **more):
   return {"type": "vm_command_line", "command": command, **more}
 
 
-def rules(**found):
-  return {"type": "rule", "rules": found}
+def rules(**entries):
+  return {"type": "rule", "rules": entries}
 
 
 WHICH = {
@@ -167,7 +167,7 @@ async def test_what_a_machine_has_not_is_told_and_not_run(machine, action):
     )
 )
 def test_what_a_policy_types_is_never_code(action):
-  """Whatever it is: calls of pyautogui, with literals."""
+  """Every action becomes calls of pyautogui, with literals."""
   try:
     code = osworld_actions.code(action, 40.0)
   except ValueError:
@@ -338,9 +338,9 @@ def test_task_files_are_a_task_set(tmp_path):
   options = {"tasks_dir": str(tmp_path)}
   skip = {**options, "unsupported": "skip"}
   make = gyms.get("osworld").make_tasks
-  found = make((), options)
-  train = {found.train_task("os", i).task_id for i in range(60)}
-  held_out = {found.eval_task("os", i).task_id for i in range(60)}
+  task_set = make((), options)
+  train = {task_set.train_task("os", i).task_id for i in range(60)}
+  held_out = {task_set.eval_task("os", i).task_id for i in range(60)}
   assert len(train) + len(held_out) == 30 and not train & held_out and held_out
   (domain / "x.json").write_text(json.dumps({
       "id": "x", "instruction": "i", "evaluator": {"func": "compare_table"},

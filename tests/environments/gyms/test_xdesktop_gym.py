@@ -63,9 +63,9 @@ def room(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gym(room):
-  made = xdesktop.XDesktopGym(directory=str(room), **PATIENT)
-  yield made
-  asyncio.run(made.close())
+  desktop_gym = xdesktop.XDesktopGym(directory=str(room), **PATIENT)
+  yield desktop_gym
+  asyncio.run(desktop_gym.close())
 
 
 # --- tasks --------------------------------------------------------------------
@@ -205,9 +205,9 @@ async def test_keys_give_something_else_when_programs_are_at_rest(gym):
 
 @marked
 async def test_what_does_nothing_says_why_and_the_edge_is_a_wall(gym):
-  seen = await gym.start(TASKS.task("window-move", 1))
-  assert seen.screenshot.shape == (768, 1024, 3)
-  assert seen.screenshot.dtype == np.uint8 and not seen.done
+  observation = await gym.start(TASKS.task("window-move", 1))
+  assert observation.screenshot.shape == (768, 1024, 3)
+  assert observation.screenshot.dtype == np.uint8 and not observation.done
   for action, words in (
       (Action(Kind.KEY, keys=("hyper",)), "no key 'hyper'"),
       (Action(Kind.TYPE, text="a\x07b"), "no key for '\\x07'"),
@@ -215,10 +215,10 @@ async def test_what_does_nothing_says_why_and_the_edge_is_a_wall(gym):
       (Action(Kind.SYSTEM_BUTTON, text="home"), "no button 'home'"),
       (Action(Kind.OPEN_APP, text="editr"), "did you mean 'editor'"),
   ):
-    seen = await gym.act(action)
-    assert words in seen.info["ignored"]
-  seen = await gym.act(Action(Kind.MOVE, x=5000, y=-3))
-  assert seen.info["clamped"]
+    observation = await gym.act(action)
+    assert words in observation.info["ignored"]
+  observation = await gym.act(Action(Kind.MOVE, x=5000, y=-3))
+  assert observation.info["clamped"]
   display = gym.desktop.display
   assert display.pointer() == (1023, 0)
   # The pointer is in the picture, unless it is not wanted there.
@@ -240,10 +240,10 @@ async def test_an_application_opens_and_the_end_is_the_end(gym):
       break
     await gym.act(Action(Kind.WAIT, duration=0.1))
   assert titles == ["XTerm", "Galculator"]
-  seen = await gym.act(Action(Kind.TERMINATE, success=True))
-  assert seen.done and await xdesktop.oracle_action(gym) is None
-  seen = await gym.act(Action(Kind.TYPE, text="mkdir late\n"))
-  assert seen.done and "over" in seen.info["ignored"]
+  observation = await gym.act(Action(Kind.TERMINATE, success=True))
+  assert observation.done and await xdesktop.oracle_action(gym) is None
+  observation = await gym.act(Action(Kind.TYPE, text="mkdir late\n"))
+  assert observation.done and "over" in observation.info["ignored"]
   assert not (await gym.evaluate()).success
 
 

@@ -45,23 +45,23 @@ def need(kind: str) -> None:
 
 @pytest.fixture
 def directory():
-  made = pathlib.Path("/tmp") / f"xs-{os.getpid()}"
-  made.mkdir()
-  yield made
-  assert list(made.iterdir()) == []
-  made.rmdir()
+  path = pathlib.Path("/tmp") / f"xs-{os.getpid()}"
+  path.mkdir()
+  yield path
+  assert list(path.iterdir()) == []
+  path.rmdir()
 
 
 def said(room, *command: str) -> str:
-  """What a command writes in the room."""
-  done = f"{room.inside_tmp}/done"
+  """Returns the output of a command in the room."""
+  marker = f"{room.inside_tmp}/done"
   text = 'out="$1"; shift; "$@" > "$out" 2>&1; echo ok > "$out.ok"'
-  room.run(("sh", "-c", text, "sh", done, *command), log="command.log")
+  room.run(("sh", "-c", text, "sh", marker, *command), log="command.log")
   for _ in range(3000):
     if (room.tmp / "done.ok").exists():
-      found = (room.tmp / "done").read_text(errors="replace")
+      output = (room.tmp / "done").read_text(errors="replace")
       (room.tmp / "done.ok").unlink()
-      return found
+      return output
     time.sleep(0.02)
   raise AssertionError(f"{command} did not end; {room.last_words()}")
 
@@ -105,8 +105,8 @@ def test_a_namespace_hides_the_machine(directory, monkeypatch):
     # No way out, no other process, no power, no further namespace.
     interfaces = said(room, "cat", "/proc/net/dev").splitlines()[2:]
     assert [line.split(":")[0].strip() for line in interfaces] == ["lo"]
-    seen = [p for p in said(room, "ls", "/proc").split() if p.isdigit()]
-    assert len(seen) <= 6
+    pids = [p for p in said(room, "ls", "/proc").split() if p.isdigit()]
+    assert len(pids) <= 6
     status = said(room, "cat", "/proc/self/status")
     assert "CapEff:\t0000000000000000" in status
     assert "CapBnd:\t0000000000000000" in status
@@ -162,9 +162,9 @@ def test_no_socket_of_a_namespace_leads_out_of_it(directory):
     try:
       (room.tmp / "ways.pl").write_text(_WAYS_OUT)
       arguments = (str(port), path, name, str(os.getpid()))
-      found = said(room, "perl", "/tmp/ways.pl", *arguments).splitlines()
-      assert found[-1] == "done" and len(found) == 13, found
-      assert not [line for line in found if line.endswith("open")]
+      ways = said(room, "perl", "/tmp/ways.pl", *arguments).splitlines()
+      assert ways[-1] == "done" and len(ways) == 13, ways
+      assert not [line for line in ways if line.endswith("open")]
       # Nor do the processes of another room, or their windows, exist in it.
       other = sandbox.Room(isolation="namespaces", directory=directory)
       try:
@@ -176,7 +176,7 @@ def test_no_socket_of_a_namespace_leads_out_of_it(directory):
         other.close()
     finally:
       room.close()
-    # The same ways are open to whoever is not walled in.
+    # The same ways are open to a program outside of a namespace.
     (directory / "ways.pl").write_text(_WAYS_OUT)
     free = subprocess.run(
         ["perl", directory / "ways.pl", *arguments], capture_output=True,
@@ -245,8 +245,8 @@ def test_a_namespace_has_so_many_processes_and_no_more(directory):
   )  # pyformat: disable
   try:
     (room.tmp / "bomb.pl").write_text(_BOMB)
-    made, _, why = said(room, "perl", "/tmp/bomb.pl").partition(" and then ")
-    assert 50 < int(made) <= 100 and "unavailable" in why
+    count, _, why = said(room, "perl", "/tmp/bomb.pl").partition(" and then ")
+    assert 50 < int(count) <= 100 and "unavailable" in why
     assert len(room.pids()) <= 110
     # One that goes on and on ends with the room.
     room.run(("sh", "-c", "f() { f | f & }; f"), log="bomb.log")
@@ -285,9 +285,9 @@ def test_a_namespace_has_so_much_disk_and_no_more(directory):
 def test_less_than_namespaces_has_to_be_asked_for(monkeypatch):
   monkeypatch.setattr(sandbox, "no_namespaces", lambda: "not allowed")
   assert sandbox.resolve_isolation("processes") == "processes"
-  for wanted in ("auto", "namespaces"):
+  for isolation in ("auto", "namespaces"):
     with pytest.raises(errors.IsolationUnavailable, match="'processes'"):
-      sandbox.resolve_isolation(wanted)
+      sandbox.resolve_isolation(isolation)
   monkeypatch.setattr(programs, "missing", lambda: ())
   with pytest.raises(config_lib.ConfigError) as caught:
     config_lib.load_config(("gym=xdesktop",))
@@ -303,32 +303,32 @@ def test_less_than_namespaces_has_to_be_asked_for(monkeypatch):
 def test_two_desktops_share_nothing_and_leave_nothing(directory, kind):
   need(kind)
   sockets = set(pathlib.Path("/tmp").glob(".X11-unix/*"))
-  made = [
+  pair = [
       desktops.Desktop(
           800, 600, isolation=kind, directory=directory, launch_s=60
       )
       for _ in range(2)
   ]
   try:
-    for number, desktop in enumerate(made):
+    for number, desktop in enumerate(pair):
       desktop.start()
       assert desktop.room.isolation == kind
       (desktop.room.home / f"{number}.txt").write_text("x")
       desktop.open("terminal")
-    pids = [set(desktop.room.pids()) for desktop in made]
-    assert all(len(found) >= 4 for found in pids) and not pids[0] & pids[1]
-    for number, desktop in enumerate(made):
+    pids = [set(desktop.room.pids()) for desktop in pair]
+    assert all(len(group) >= 4 for group in pids) and not pids[0] & pids[1]
+    for number, desktop in enumerate(pair):
       assert len(desktop.display.windows()) == 1
       assert [p.name for p in desktop.room.home.glob("*.txt")] == [
           f"{number}.txt"
       ]
     # One that has left its group and session is found as well.
-    made[0].room.run(("setsid", "-f", "sleep", "1000"), log="sleep.log")
+    pair[0].room.run(("setsid", "-f", "sleep", "1000"), log="sleep.log")
   finally:
-    for desktop in made:
+    for desktop in pair:
       desktop.close()
       desktop.close()
-  assert all(gone(pid, kind) for found in pids for pid in found)
+  assert all(gone(pid, kind) for group in pids for pid in group)
   assert set(pathlib.Path("/tmp").glob(".X11-unix/*")) <= sockets
 
 
@@ -361,11 +361,11 @@ sys.stdin.read()
     owner.kill()
     owner.communicate()
   due = time.monotonic() + 30
-  left = [int(pid) for pid in pids]
-  while left and time.monotonic() < due:
+  alive = [int(pid) for pid in pids]
+  while alive and time.monotonic() < due:
     time.sleep(0.05)
-    left = [pid for pid in left if not gone(pid, kind)]
-  assert not left
+    alive = [pid for pid in alive if not gone(pid, kind)]
+  assert not alive
   display = files.read_text(pathlib.Path(path), "display", "")
   assert bool(display) == (kind == "processes")
   os.utime(path, (0, 0))  # As when some time has passed.

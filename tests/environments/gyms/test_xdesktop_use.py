@@ -54,13 +54,13 @@ async def test_a_server_serves_desktops():
   with gym_servers.serving(spec) as (url, _):
     gym = gym_servers.gym(url, "xdesktop", width=1024, height=768)
     try:
-      seen = await gym.start(task)
-      assert seen.instruction == local.instruction
-      assert seen.screenshot.shape == (768, 1024, 3)
+      observation = await gym.start(task)
+      assert observation.instruction == local.instruction
+      assert observation.screenshot.shape == (768, 1024, 3)
       assert not (await gym.evaluate()).success
-      actions = script(local, seen.screenshot)
+      actions = script(local, observation.screenshot)
       for action in actions:
-        seen = await gym.act(action)
+        observation = await gym.act(action)
       assert (await gym.evaluate()).success
     finally:
       await gym.close()

@@ -124,7 +124,7 @@ class MessageHistory:
     return self._snapshot
 
   def view(self) -> MessageView:
-    """A snapshot of `seen` that later turns do not change."""
+    """Returns a snapshot of `seen` that later turns do not change."""
     return MessageView(self._seen)
 
   def append(self, message: Message, line: str = "") -> None:
@@ -132,7 +132,7 @@ class MessageHistory:
 
     Args:
       message: shared, never copied; treat it as frozen.
-      line: of an assistant's message: the turn in a line, for a summary.
+      line: The turn of an assistant's message in one line, for a summary.
     """
     self._full.append(message)
     if self._summary:
@@ -171,29 +171,29 @@ class MessageHistory:
             else part
             for part in message["content"]
         ]
-        seen = list(self._seen)
-        seen[index] = {**message, "content": parts}
-        self._seen = seen
+        messages = list(self._seen)
+        messages[index] = {**message, "content": parts}
+        self._seen = messages
         return
 
   def _drop_images(self, count: int) -> None:
     dropped = self._with_images[:count]
     del self._with_images[:count]
-    seen = list(self._seen)
+    messages = list(self._seen)
     for index in dropped:
-      seen[index] = _without_first_image(seen[index], self._note)
+      messages[index] = _without_first_image(messages[index], self._note)
     if self._summary:
-      seen = self._summarized(seen)
-    self._seen = seen
+      messages = self._summarized(messages)
+    self._seen = messages
 
-  def _summarized(self, seen: list[Message]) -> list[Message]:
+  def _summarized(self, messages: list[Message]) -> list[Message]:
     """The history from the oldest image that is left, with the summary."""
     first = self._with_images[0]
     head = next(
-        (i for i, m in enumerate(seen) if m.get("role") != "system"), 0
+        (i for i, m in enumerate(messages) if m.get("role") != "system"), 0
     )
     self._lines += [
-        self._line_of[id(m)] for m in seen[head:first]
+        self._line_of[id(m)] for m in messages[head:first]
         if id(m) in self._line_of
     ]
     steps = "\n".join(
@@ -204,11 +204,11 @@ class MessageHistory:
         for part in (self._task, steps and f"Previous actions:\n{steps}")
         if part
     )
-    parts = [*seen[first]["content"], {"type": "text", "text": about}]
+    parts = [*messages[first]["content"], {"type": "text", "text": about}]
     shift = first - head
     self._with_images = [index - shift for index in self._with_images]
-    message = {**seen[first], "content": parts if about else parts[:-1]}
-    return [*seen[:head], message, *seen[first + 1 :]]
+    message = {**messages[first], "content": parts if about else parts[:-1]}
+    return [*messages[:head], message, *messages[first + 1 :]]
 
 
 def _text_of(message: Message) -> str:
@@ -230,7 +230,7 @@ def _has_image(message: Message) -> bool:
 
 
 def _without_first_image(message: Message, note: str) -> Message:
-  """A copy of the message with its first image replaced by the note."""
+  """Returns a copy of the message with its first image replaced by the note."""
   parts = list(message["content"])
   for i, part in enumerate(parts):
     if _is_image(part):

@@ -33,7 +33,7 @@ def _preset(
     parser: the grammar.
     prompt: name of the system prompt; "" where the grammar's is the whole.
     images: newest screenshots in the prompt; 0 for all.
-    new_tokens: of a turn.
+    new_tokens: Longest completion of a turn, in tokens.
     **agent: other settings of the section `agent`.
   """
   return {

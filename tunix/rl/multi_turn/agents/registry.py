@@ -60,7 +60,7 @@ def get(name: str) -> AgentSpec:
 
   Raises:
     ValueError: unknown; the message names the nearest one.
-    ImportError: nothing at that path.
+    ImportError: no such module or attribute.
   """
   spec = AGENTS.get(name, "operator")
   return spec if isinstance(spec, AgentSpec) else AgentSpec(spec)
@@ -100,14 +100,14 @@ class Builder:
       system_prompt: the text that `config.system_prompt` names.
       tools: name -> tool, shown to the policy; None for the parser's own.
       screen: (width, height) of the screenshots; None without any.
-      image_store: that holds them.
+      image_store: Store that holds the screenshots.
 
     Raises:
       ValueError: lists the settings that the agent does not take, a line
         each.
     """
     self.make = get(config.name).factory
-    known = arguments.takes(self.make)
+    takes = arguments.takes(self.make)
     values: dict[str, Any] = {
         "system_prompt": system_prompt,
         "parser": config.parser,
@@ -119,28 +119,28 @@ class Builder:
         "on_parse_error": config.on_parse_error,
     }
     default = settings.AgentConfig()
-    found = [
+    problems = [
         f"agent.options.{text}"
-        for _, text in known.wrong(config.options, f"agent.name={config.name}")
+        for _, text in takes.wrong(config.options, f"agent.name={config.name}")
     ]
     self._values: dict[str, Any] = {}
     for field, names in _PARAMETERS.items():
-      name = next((n for n in names if n in known.options), None)
+      name = next((n for n in names if n in takes.options), None)
       if name is not None:
         self._values[name] = values[field]
       elif field in _OWN and getattr(config, field) != getattr(default, field):
-        found.append(
+        problems.append(
             f"agent.{field}={getattr(config, field)}: agent.name={config.name}"
             f" takes no {names[0]}; leave it out"
         )
-    if tools is not None and "tool_map" in known.options:
+    if tools is not None and "tool_map" in takes.options:
       self._values["tool_map"] = tools
-    if screen is not None and "screen" in known.options:
+    if screen is not None and "screen" in takes.options:
       self._values["screen"] = screen
-    if image_store is not None and "image_store" in known.options:
+    if image_store is not None and "image_store" in takes.options:
       self._values["image_store"] = image_store
-    if found:
-      raise ValueError("\n".join(found))
+    if problems:
+      raise ValueError("\n".join(problems))
     self._values |= config.options
 
   def __call__(self) -> Any:
@@ -181,7 +181,7 @@ def screenshot_size(
   """(width, height) of the screenshots of a screen of width x height.
 
   Raises:
-    ValueError: as `screenshot_options`.
+    ValueError: see `screenshot_options`.
   """
   options = screenshot_options(config)
   if not options:

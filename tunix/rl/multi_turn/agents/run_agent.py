@@ -29,12 +29,12 @@ class RunFailed(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class RunEnd:
-  """How a run ended.
+  """Outcome of a run.
 
   Attributes:
     status: "completed" or "failed".
-    reason: the service's word.
-    answer: of the policy, "" for none.
+    reason: Reason in the service's words.
+    answer: Answer of the policy, "" for none.
     evaluation: {score, success}, where the service judged it.
     message: Text of the model server's refusal that ended it, "" for none.
   """
@@ -50,7 +50,7 @@ class RunAgent(base_agent.BaseAgent):
   """Follows one run at a time; see the module docstring.
 
   Attributes:
-    events: of the run, so far.
+    events: Events of the run so far.
   """
 
   def __init__(self) -> None:
@@ -74,8 +74,8 @@ class RunAgent(base_agent.BaseAgent):
     """Starts the run; returns its id.
 
     Args:
-      client: of the service.
-      body: of `POST /runs`.
+      client: Client of the service.
+      body: Body of `POST /runs`.
       seconds: Deadline of the whole run, and of a full service's refusals.
 
     Raises:
@@ -90,7 +90,7 @@ class RunAgent(base_agent.BaseAgent):
     return self._run_id
 
   async def output(self, index: int) -> dict[str, Any] | None:
-    """The run's model output of that index; None if it ended before.
+    """Returns the run's model output of that index; None if it ended before.
 
     Raises:
       RunServiceError: the service is gone, or answers garbage.
@@ -101,10 +101,11 @@ class RunAgent(base_agent.BaseAgent):
   async def actions(self, index: int) -> list[dict[str, Any]]:
     """Actions after model output `index`, once the next call begins.
 
-    Raises: as `output`.
+    Raises:
+      RunServiceError, RunFailed: see `output`.
     """
     await self._nth("model_call", index + 1)
-    found: list[dict[str, Any]] = []
+    executed: list[dict[str, Any]] = []
     outputs = -1
     for event in self.events:
       outputs += event.get("type") == "model_output"
@@ -112,13 +113,14 @@ class RunAgent(base_agent.BaseAgent):
         break
       if outputs == index and event.get("type") == "action_executed":
         action = event.get("action")
-        found.append(dict(action) if isinstance(action, Mapping) else {})
-    return found
+        executed.append(dict(action) if isinstance(action, Mapping) else {})
+    return executed
 
   async def finished(self) -> RunEnd:
     """Waits for the run's end.
 
-    Raises: as `output`.
+    Raises:
+      RunServiceError, RunFailed: see `output`.
     """
     while self._ended is None and self._failure is None:
       if self._pump is None:
@@ -136,7 +138,7 @@ class RunAgent(base_agent.BaseAgent):
 
   @property
   def ended(self) -> RunEnd | None:
-    """How the run ended; None while it runs."""
+    """Outcome of the run; None while it runs."""
     return self._ended
 
   async def close(self) -> None:
@@ -169,9 +171,9 @@ class RunAgent(base_agent.BaseAgent):
   async def _nth(self, kind: str, index: int) -> dict[str, Any] | None:
     while True:
       self._news.clear()
-      seen = [e for e in self.events if e.get("type") == kind]
-      if len(seen) > index:
-        return seen[index]
+      events = [e for e in self.events if e.get("type") == kind]
+      if len(events) > index:
+        return events[index]
       if self._failure is not None:
         raise self._failure
       if self._ended is not None:
@@ -239,8 +241,8 @@ def _end(
       reason = str(event.get("reason") or reason)
       message = str(event.get("message") or "")
       answer = str(event.get("answer") or answer)
-      found = event.get("evaluation")
-      evaluation = found if isinstance(found, Mapping) else None
+      verdict = event.get("evaluation")
+      evaluation = verdict if isinstance(verdict, Mapping) else None
     action = event.get("action")
     if isinstance(action, Mapping) and action.get("name") in (
         "finished", "answer",
@@ -252,7 +254,7 @@ def _end(
 
 
 def _readable(message: Mapping[str, Any]) -> trajectory_lib.Message:
-  """The message without data URLs: a trajectory holds no pixels."""
+  """Returns the message without data URLs: a trajectory holds no pixels."""
   content = message.get("content")
   if isinstance(content, list):
     content = [_readable_part(part) for part in content]

@@ -74,7 +74,7 @@ class ToolAgent(base_agent.BaseAgent):
 
       system_prompt: text; the tool prompt replaces `$tools_prompt` in it, or
         follows it.
-      parser_name: of the tool parser; or its class or an instance.
+      parser_name: Name of the tool parser; or its class or an instance.
       tool_map: name -> tool class or tool, shown to the model.
       tools_schema: instead of `tool_map`, OpenAI schemas or their text. Without
         either, the parser's own tools are shown.
@@ -90,7 +90,7 @@ class ToolAgent(base_agent.BaseAgent):
         grammars state.
       older_scale: the share of their sides at which screenshots before the
         newest are seen, in (0, 1].
-      image_store: of the screenshots; needed for that.
+      image_store: Store of the screenshots; `older_scale` needs it.
 
     Raises:
       ValueError: naming the argument.

@@ -5,7 +5,7 @@ numbers below a hundred. A problem is a function of family, split, index and
 seed; training and held-out problems share no pair of numbers, but have the same
 numbers.
 
-`solve` demonstrates them with the tools that there are: one that evaluates an
+`solve` demonstrates them with the tools of the run: one that evaluates an
 `expression` (calculator), one that runs Python `code`, or one of two numbers
 called `add`, `subtract` or `multiply`; without any tool, by answering.
 """
@@ -18,6 +18,7 @@ from typing import Any, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.environments.gyms import seeds
 
 _FAMILIES = {
     "add": ("+", 10, lambda a, b: a + b),
@@ -25,14 +26,14 @@ _FAMILIES = {
     "multiply": ("*", 10, lambda a, b: a * b),
     "add_tens": ("+", 100, lambda a, b: a + b),
 }
-_HELD_OUT = 5  # One pair of numbers in so many.
+_HELD_OUT = 5  # One pair of numbers in five is held out.
 
 
-class ArithmeticTasks:
+class ArithmeticTasks(seeds.SplitTasks):
   """A `gyms.base.TaskSet` without end; see the module docstring."""
 
   def __init__(self, families: Sequence[str] | None = None):
-    """`families`: those to offer, none or empty for `add` alone.
+    """`families`: Families to offer, None or empty for `add` alone.
 
     Raises:
       ValueError: an unknown family, naming the nearest one.
@@ -44,40 +45,30 @@ class ArithmeticTasks:
         )
     self._families = tuple(families or ("add",))
 
-  def families(self) -> tuple[str, ...]:
-    return self._families
-
-  def train_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    return _task(family, "train", index, seed)
-
-  def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    return _task(family, "eval", index, seed)
+  def _task(self, family: str, split: str, index: int, seed: int) -> base.Task:
+    sign, limit, result = _FAMILIES[family]
+    draw = random.Random(f"{family}/{split}/{index}/{seed}")
+    while True:
+      a, b = draw.randrange(limit), draw.randrange(limit)
+      if _is_held_out(a, b) == (split == "eval"):
+        break
+    question = f"What is {a} {sign} {b}?"
+    return base.Task(
+        task_id=f"{family}/{split}/{index}/{seed}",
+        family=family,
+        instruction=question,
+        seed=seed,
+        params={"question": question, "answer": str(result(a, b))},
+    )
 
 
 def _is_held_out(a: int, b: int) -> bool:
-  """Whether a pair of numbers, in either order, is of the evaluation.
+  """Whether a pair of numbers, in either order, is held out.
 
   Each number is in pairs of both kinds: a policy that has read it in training
   can be asked for it.
   """
   return (min(a, b) + 2 * max(a, b)) % _HELD_OUT == 0
-
-
-def _task(family: str, split: str, index: int, seed: int) -> base.Task:
-  sign, limit, result = _FAMILIES[family]
-  draw = random.Random(f"{family}/{split}/{index}/{seed}")
-  while True:
-    a, b = draw.randrange(limit), draw.randrange(limit)
-    if _is_held_out(a, b) == (split == "eval"):
-      break
-  question = f"What is {a} {sign} {b}?"
-  return base.Task(
-      task_id=f"{family}/{split}/{index}/{seed}",
-      family=family,
-      instruction=question,
-      seed=seed,
-      params={"question": question, "answer": str(result(a, b))},
-  )
 
 
 _PROBLEM = re.compile(r"What is (\d+) ([+*-]) (\d+)\?")
@@ -87,10 +78,10 @@ _VERBS = {"+": "add", "-": "subtract", "*": "multiply"}
 def solve(
     fields: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-  """The turns that solve a problem of this module.
+  """Returns the turns that solve a problem of this module.
 
   Args:
-    fields: of the task, with `question` and `answer`.
+    fields: Fields of the task, with `question` and `answer`.
     tools: OpenAI schemas; the first that can compute the problem is used.
 
   Returns:
@@ -99,8 +90,8 @@ def solve(
   Raises:
     LookupError: another question, or tools of which none can compute it.
   """
-  found = _PROBLEM.fullmatch(str(fields.get("question", "")))
-  if found is None:
+  match = _PROBLEM.fullmatch(str(fields.get("question", "")))
+  if match is None:
     raise LookupError(
         f"{fields.get('question')!r:.80} is not an arithmetic problem of"
         " environment.name=tool"
@@ -110,14 +101,14 @@ def solve(
     return [answer]
   for tool in tools:
     function = tool.get("function", tool)
-    arguments = _arguments(function, *found.groups())
+    arguments = _arguments(function, *match.groups())
     if arguments is not None:
       call = {"name": function["name"], "arguments": arguments}
       calls = [{"type": "function", "function": call}]
       return [{"role": "assistant", "tool_calls": calls}, answer]
   names = ", ".join(str(t.get("function", t).get("name")) for t in tools)
   raise LookupError(
-      f"none of the tools {names} can compute {found.group(0)!r}; offer one"
+      f"none of the tools {names} can compute {match.group(0)!r}; offer one"
       " with a parameter `expression` or `code`, or of two numbers called"
       f" {', '.join(_VERBS.values())}"
   )

@@ -33,20 +33,21 @@ class Conversation:
 
 
 def read(path: str | os.PathLike[str]) -> list[Conversation]:
-  """Every conversation of a file, in its order.
+  """Returns every conversation of a file, in its order.
 
   Raises:
-    OSError: it cannot be read.
-    ValueError: a line that is no conversation, with its number; or no line.
+    OSError: the file cannot be read.
+    ValueError: the file is empty, or a line, whose number the message has, is
+      not a conversation.
   """
-  found = []
+  conversations = []
   text = pathlib.Path(path).expanduser().read_text(encoding="utf-8")
   for number, line in enumerate(text.splitlines(), 1):
     if line.strip():
-      found.append(_conversation(line, number))
-  if not found:
+      conversations.append(_conversation(line, number))
+  if not conversations:
     raise ValueError("it holds no conversation; give one a line, as JSON")
-  return found
+  return conversations
 
 
 def _conversation(line: str, number: int) -> Conversation:
@@ -70,8 +71,9 @@ def _conversation(line: str, number: int) -> Conversation:
       text_and_calls(turn)
     except ValueError as error:
       raise ValueError(f"{where}: {error}") from None
-  asked = next((m for m in messages if m.get("role") == "user"), {})
-  question = row.get("question") or asked.get("content")
+  from_user = (m for m in messages if m.get("role") == "user")
+  first_user_message = next(from_user, {})
+  question = row.get("question") or first_user_message.get("content")
   if not isinstance(question, str) or not question:
     raise ValueError(
         f"{where} has no question; give a user message with text first"
@@ -87,7 +89,7 @@ def _conversation(line: str, number: int) -> Conversation:
 
 
 def text_and_calls(turn: Turn) -> tuple[str, list[trajectory.ToolCall]]:
-  """A turn's text ("" for none) and its tool calls.
+  """Returns a turn's text ("" for none) and its tool calls.
 
   Raises:
     ValueError: neither, or calls that are not of OpenAI's form.

@@ -53,7 +53,7 @@ class CUAEnv(base_env.BaseEnv):
     max_steps: turns an episode may take.
     step_count: turns taken.
     image: the newest screenshot.
-    evaluation_seconds: that the gym's verdict took, None before it.
+    evaluation_seconds: Duration of the gym's verdict, None before it.
   """
 
   def __init__(
@@ -144,16 +144,16 @@ class CUAEnv(base_env.BaseEnv):
     self.step_count = 0
     self.evaluation_seconds = None
     self._answer = ""
-    seen = await self._calls.call("start", self.task)
-    observation: dict[str, Any] = {"screenshot": await self._capture(seen)}
-    instruction = self.task.instruction or seen.instruction
+    first = await self._calls.call("start", self.task)
+    observation: dict[str, Any] = {"screenshot": await self._capture(first)}
+    instruction = self.task.instruction or first.instruction
     if instruction:
       observation["instruction"] = instruction
-    if seen.text:
-      observation["text"] = seen.text
+    if first.text:
+      observation["text"] = first.text
     self._running = True
     task = {**self.task.to_json(), "instruction": instruction}
-    return observation, {"task": task, "gym": dict(seen.info)}
+    return observation, {"task": task, "gym": dict(first.info)}
 
   async def step(self, action: Any) -> base_env.StepResult:
     """Carries out the actions of a turn.
@@ -173,28 +173,28 @@ class CUAEnv(base_env.BaseEnv):
     self.step_count += 1
     actions, errors, kinds, status = self._read(action, self.image)
     carried_out: list[dict[str, Any]] = []
-    seen = None
-    done = status is not None
+    latest = None
+    ended = status is not None
     for gui in actions:
       carried_out.append(gui.to_json())
       if gui.kind is Kind.ANSWER:
         self._answer = gui.text or ""
       if gui.kind is not Kind.SCREENSHOT:
-        seen = await self._calls.call("act", gui.scaled(*self._scale))
-        if not isinstance(seen, gym_base.Observation):
+        latest = await self._calls.call("act", gui.scaled(*self._scale))
+        if not isinstance(latest, gym_base.Observation):
           raise TypeError(
               f"{type(self.gym).__name__}.act must return an Observation, got"
-              f" {type(seen).__name__}"
+              f" {type(latest).__name__}"
           )
-        done = done or seen.done
-      if done or gui.kind in (Kind.ANSWER, Kind.TERMINATE):
-        done = True
+        ended = ended or latest.done
+      if ended or gui.kind in (Kind.ANSWER, Kind.TERMINATE):
+        ended = True
         break
     observation: dict[str, Any] = {}
-    if seen is not None:
-      await self._capture(seen)
+    if latest is not None:
+      await self._capture(latest)
     observation["screenshot"] = self.image
-    texts = [seen.text] if seen is not None and seen.text else []
+    texts = [latest.text] if latest is not None and latest.text else []
     texts.extend(f"Error: {error}" for error in errors)
     if texts:
       observation["text"] = "\n".join(texts)
@@ -202,11 +202,11 @@ class CUAEnv(base_env.BaseEnv):
     if errors:
       info["invalid_actions"] = errors
       info["invalid_kinds"] = kinds
-    if seen is not None and seen.info:
-      info["gym"] = dict(seen.info)
-    if not done and self.step_count >= self.max_steps:
-      done, status = True, Status.MAX_TURNS
-    if not done:
+    if latest is not None and latest.info:
+      info["gym"] = dict(latest.info)
+    if not ended and self.step_count >= self.max_steps:
+      ended, status = True, Status.MAX_TURNS
+    if not ended:
       return observation, 0.0, False, info
     self._running = False
     reward = await self._evaluate(info)
@@ -328,14 +328,14 @@ class CUAEnv(base_env.BaseEnv):
     return actions, errors, kinds, status
 
   async def _capture(
-      self, seen: gym_base.Observation
+      self, gym_observation: gym_base.Observation
   ) -> trajectory.ImageRef:
-    if not isinstance(seen, gym_base.Observation):
+    if not isinstance(gym_observation, gym_base.Observation):
       raise TypeError(
           f"{type(self.gym).__name__} must return an Observation, got"
-          f" {type(seen).__name__}"
+          f" {type(gym_observation).__name__}"
       )
-    pixels = seen.screenshot
+    pixels = gym_observation.screenshot
     if getattr(pixels, "nbytes", 0) > _INLINE_BYTES:
       shot = await concurrency.acall(self.screenshot_tool.capture, pixels)
     else:

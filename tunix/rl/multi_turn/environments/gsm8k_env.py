@@ -19,8 +19,8 @@ class Gsm8kEnv(text_env.BaseEnv):
   def __init__(self, tool: stateful.BaseTool, sample: Mapping[str, Any]):
     """Args:
 
-      tool: judges the answer.
-      sample: with `question` and `answer`.
+      tool: Tool that judges the answer.
+      sample: Mapping with `question` and `answer`.
     """
     for key in ("question", "answer"):
       if key not in sample:

@@ -11,7 +11,7 @@ _LONGEST_S = 10**7  # Four months; a longer one is a mistake for "never".
 
 
 def yaml_object(text: str, name: str) -> dict[str, Any]:
-  """The object that a command's option holds as YAML.
+  """Returns the object that a command's option holds as YAML.
 
   Raises:
     ValueError: `text` is not an object.

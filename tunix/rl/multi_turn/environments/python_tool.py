@@ -63,12 +63,12 @@ class PythonLimits:
   """Options of the tool.
 
   Attributes:
-    seconds: a call may take.
-    memory_mb: of address space of each process.
-    processes: and threads of an episode.
-    disk_mb: of files of an episode, in memory.
-    output_chars: of a call's output; the rest is cut off.
-    calls_at_once: of all episodes; others wait.
+    seconds: Seconds that a call may take.
+    memory_mb: Address space of each process, in MiB.
+    processes: Most processes and threads of an episode.
+    disk_mb: Size of the files of an episode, in memory, in MiB.
+    output_chars: Length of a call's output; the rest is cut off.
+    calls_at_once: Calls of all episodes that run at a time; others wait.
     isolation: "namespaces", or by name "processes"; see the module docstring.
   """
 
@@ -97,8 +97,8 @@ class PythonTool(stateful.BaseTool):
   ):
     """Args:
 
-      config: fields of `PythonLimits`.
-      tool_schema: another than `PYTHON_SCHEMA`.
+      config: Fields of `PythonLimits`.
+      tool_schema: Schema to use instead of `PYTHON_SCHEMA`.
 
     Raises:
       ValueError: an unknown or wrong option; or there is no Python, or no
@@ -111,10 +111,10 @@ class PythonTool(stateful.BaseTool):
     if wrong:
       raise ValueError("\n".join(f"{where}.{text}" for text in wrong))
     self.limits = PythonLimits(**self.config)
-    found = shutil.which("python3", path=programs.SEARCH)
-    if found is None:
+    interpreter = shutil.which("python3", path=programs.SEARCH)
+    if interpreter is None:
       raise ValueError(f"{where}: there is no python3 in {programs.SEARCH}")
-    self._python = found
+    self._python = interpreter
     try:
       self._isolation = sandbox.resolve_isolation(self.limits.isolation)
     except errors.IsolationUnavailable as error:
@@ -136,7 +136,7 @@ class PythonTool(stateful.BaseTool):
     """Runs `parameters["code"]`.
 
     Raises:
-      CodeError: it failed, or took too long.
+      CodeError: the code failed, or took too long.
       UnknownInstanceError: no such instance.
     """
     del kwargs
@@ -170,7 +170,7 @@ class PythonTool(stateful.BaseTool):
       if len(text) > limit:
         text = f"{text[:limit]}\n(cut off)"
       if status is None or status == _KILLED:
-        instance.drop()  # With all that the code has started.
+        instance.drop()  # With every process that the code has started.
         raise CodeError(
             f"{text}\nkilled: it took longer than {self.limits.seconds:g} s, or"
             " too much memory; the working directory is empty now".strip()

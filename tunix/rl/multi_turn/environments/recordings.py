@@ -30,9 +30,9 @@ class Recording:
 
   Attributes:
     gym: registered name of the gym.
-    task: with the instruction that the player saw.
+    task: Task with the instruction that the player saw.
     observations: the first, and one after each action.
-    actions: in pixels of the screenshot before them.
+    actions: Actions in pixels of the screenshot before them.
     targets: name of the element that each action hit; None: unknown.
     evaluation: the gym's verdict.
     by: the player: "person", "oracle" or "script".
@@ -79,9 +79,9 @@ class Recording:
         },
         "observations": [
             wire.observation_to_json(
-                seen, picture=wire.screenshot_to_json(seen.screenshot)
+                shown, picture=wire.screenshot_to_json(shown.screenshot)
             )
-            for seen in self.observations
+            for shown in self.observations
         ],
     }
 
@@ -137,13 +137,13 @@ def _ends_with_newline(file: pathlib.Path) -> bool:
 
 
 def read(path: str | os.PathLike[str]) -> list[Recording]:
-  """All episodes of a file, in order, without lines that a crash cut.
+  """Returns all episodes of a file, in order, without lines that a crash cut.
 
   Raises:
     OSError: the file cannot be read.
     ValueError: a whole line is not a recording.
   """
-  found = []
+  recordings = []
   file = pathlib.Path(path).expanduser()
   with open(file, encoding="utf-8", errors="replace") as lines:
     for number, line in enumerate(lines, 1):
@@ -155,8 +155,8 @@ def read(path: str | os.PathLike[str]) -> list[Recording]:
         continue  # Cut.
       except ValueError as error:
         raise ValueError(f"{path}, line {number}: {error}") from None
-      found.append(Recording.from_json(data, f"{path}, line {number}"))
-  return found
+      recordings.append(Recording.from_json(data, f"{path}, line {number}"))
+  return recordings
 
 
 class ReplayGym:
@@ -204,7 +204,7 @@ class ReplayGym:
     return self._now
 
   def next_action(self) -> gui_action.GuiAction | None:
-    """The recorded next action; None at the end."""
+    """Returns the recorded next action; None at the end."""
     if self._now is None or self._step == len(self._now.actions):
       return None
     return self._now.actions[self._step]

@@ -27,7 +27,7 @@ def unregister_env(name: str) -> bool:
 
 
 def get_env(name: str) -> Any:
-  """The environment class of that name.
+  """Returns the environment class of that name.
 
   Raises:
     ValueError: unknown; the message names the nearest one.

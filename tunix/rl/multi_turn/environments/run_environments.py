@@ -17,7 +17,7 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.environments import cua_env
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
-from tunix.rl.multi_turn.environments.gyms.genv import attached
+from tunix.rl.multi_turn.environments.gyms.genv import gym as genv_gym
 from tunix.rl.multi_turn.tools import screenshot
 
 
@@ -32,13 +32,13 @@ def make_environment(
     allowed_gyms: Collection[str],
     client_settings: Collection[str] = (),
 ) -> cua_env.CUAEnv:
-  """The environment of one run.
+  """Returns the environment of one run.
 
   Args:
-    env: of the request.
+    env: Environment that the request names.
     instruction: the task's text; "" leaves it to the gym.
     parser: the agent's grammar.
-    max_steps: turns.
+    max_steps: Turns that the run may take.
     on_parse_error: the agent's mode, "end", "retry" or "answer".
     images: stores the screenshots.
     allowed_gyms: Names for `type: gym`, the operator's.
@@ -54,7 +54,7 @@ def make_environment(
   else:
     gym, task = _gym(env, instruction, allowed_gyms, client_settings)
   retry = on_parse_error == "retry"
-  found = cua_env.CUAEnv(
+  environment = cua_env.CUAEnv(
       gym,
       screenshot.ScreenshotTool(images),
       task,
@@ -63,10 +63,10 @@ def make_environment(
       on_text="retry" if retry else "end",
       on_invalid="observe" if retry else "end",
   )
-  found.runs_inline = kind == "genv" or gyms.get(
+  environment.runs_inline = kind == "genv" or gyms.get(
       env["gym"], "operator"
   ).runs_inline
-  return found
+  return environment
 
 
 def judges_itself(env: Mapping[str, Any]) -> bool:
@@ -75,10 +75,10 @@ def judges_itself(env: Mapping[str, Any]) -> bool:
 
 
 def _text(env: Mapping[str, Any], name: str) -> str:
-  found = env.get(name)
-  if not isinstance(found, str) or not found:
-    raise ValueError(f"env.{name} must be a text, got {found!r}")
-  return found
+  value = env.get(name)
+  if not isinstance(value, str) or not value:
+    raise ValueError(f"env.{name} must be a text, got {value!r}")
+  return value
 
 
 def _genv(
@@ -86,7 +86,7 @@ def _genv(
 ) -> tuple[Any, base.Task]:
   if not instruction:
     raise ValueError("task must be the instruction, got ''")
-  gym = attached.AttachedGym(
+  gym = genv_gym.AttachedGym(
       _text(env, "gymBaseUrl"),
       _text(env, "gymId"),
       _text(env, "executionId"),

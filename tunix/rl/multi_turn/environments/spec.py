@@ -136,7 +136,7 @@ def get(name: str) -> EnvironmentSpec:
 
   Raises:
     ValueError: unknown; the message names the nearest one.
-    ImportError: nothing at that path.
+    ImportError: no such module or attribute.
   """
   entry = ENVIRONMENTS.get(name, "operator")
   if isinstance(entry, EnvironmentSpec):
@@ -155,7 +155,7 @@ class Builder:
   ):
     """Args:
 
-      config: names the environment and its options. The option `tools` names
+      config: Names the environment and its options. The option `tools` names
         the tools of an environment that takes a `tool_map`.
       reward: a function; or "score" or "success", which an environment with a
         gym knows itself.
@@ -177,17 +177,17 @@ class Builder:
       if "tools" in self._options:
         self.tools = tool_registry.ToolSet(self._options.pop("tools"))
     name = f"environment.name={config.name}"
-    found = [
+    problems = [
         f"environment.options.{text}"
         for _, text in takes.wrong(self._options, name)
     ]
     if reward != "score" and not self._takes_any(REWARD_NAMES):
-      found.append(
+      problems.append(
           f"environment.reward={config.reward}: environment.name={config.name}"
           " takes no reward function and rewards by itself; leave it at score"
       )
-    if found:
-      raise ValueError("\n".join(found))
+    if problems:
+      raise ValueError("\n".join(problems))
     self._provided: dict[str, Any] = {}
     if reward != "score" or self.spec.gym:
       self._provided |= {name: reward for name in REWARD_NAMES}
@@ -200,7 +200,7 @@ class Builder:
 
     Args:
       task: its `params` are the fields of a task without a gym.
-      **provided: further arguments, for parameters of these names.
+      **provided: Further arguments by name of the parameter.
 
     Raises:
       ValueError: a required parameter that nothing fills.

@@ -64,10 +64,10 @@ class TextEnvAdapter(base_env.BaseEnv):
           f" {type(action).__name__}"
       )
     self.step_count += 1
-    text, reward, done, info = await self._call("step", action)
+    text, reward, ended, info = await self._call("step", action)
     observation = {"text": text} if text else {}
-    done = bool(done) or self.step_count >= self.max_steps
-    return observation, float(reward), done, dict(info)
+    ended = bool(ended) or self.step_count >= self.max_steps
+    return observation, float(reward), ended, dict(info)
 
   async def close(self) -> None:
     if getattr(self.env, "close", None) is not None:

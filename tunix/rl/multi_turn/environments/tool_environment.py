@@ -45,8 +45,8 @@ class ToolEnvironment(base_env.BaseEnv):
   """See the module docstring.
 
   Attributes:
-    task: with a `question` (or `instruction`, `prompt`), and what the reward
-      function needs.
+    task: Mapping with a `question` (or `instruction`, `prompt`), and the fields
+      that the reward function needs.
     tool_manager: runs the tools.
     reward_fn: function or registered name, see `rewards`; None rewards 0.
     max_steps: turns an episode may take.
@@ -197,7 +197,7 @@ class ToolEnvironment(base_env.BaseEnv):
       texts: dict[str, str],
   ) -> dict[str, list[trajectory.ImageRef]]:
     """Stored images of each call that returned any; notes go to `texts`."""
-    found: dict[str, list[trajectory.ImageRef]] = {}
+    stored: dict[str, list[trajectory.ImageRef]] = {}
     for call_id, output in outputs.items():
       images = list(output.metadata.get("images", ()))
       if isinstance(output.metadata.get("image"), trajectory.ImageRef):
@@ -212,8 +212,8 @@ class ToolEnvironment(base_env.BaseEnv):
         else:
           texts[call_id] += "\n(an image, which is not shown here)"
       if refs:
-        found[call_id] = refs
-    return found
+        stored[call_id] = refs
+    return stored
 
   async def _finish(
       self, answer: str, info: dict[str, Any]
@@ -281,7 +281,7 @@ class ToolEnvironment(base_env.BaseEnv):
 
 
 def _answer(call: trajectory.ToolCall) -> str:
-  """The text that a finish call carries."""
+  """Returns the text that a finish call carries."""
   for key in ("response", "answer", "text"):
     if key in call.arguments:
       value = call.arguments[key]

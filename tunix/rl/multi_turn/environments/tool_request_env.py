@@ -28,7 +28,8 @@ class ToolRequestEnvironment(base_env.BaseEnv):
   """See the module docstring.
 
   Attributes:
-    request: of the running or last episode; None before the first reset.
+    request: Request of the running or last episode; None before the first
+      reset.
   """
 
   action_grammar = "tool"
@@ -101,8 +102,8 @@ class ToolRequestEnvironment(base_env.BaseEnv):
       RuntimeError: no episode is running, or a tool's reward is not known.
       ValueError: no such action.
     """
-    request, held = self.request, self._held
-    if request is None or held is None or request.state is not State.RUNNING:
+    request, tools = self.request, self._held
+    if request is None or tools is None or request.state is not State.RUNNING:
       raise RuntimeError("no episode is running; call reset first")
     if not isinstance(action, str) and hasattr(action, "action"):
       action = action.action
@@ -111,7 +112,7 @@ class ToolRequestEnvironment(base_env.BaseEnv):
     if isinstance(action, str):
       request.messages.append({"role": "assistant", "content": action})
       more = {"answer": action}
-      return await self._finish(request, held, FinishReason.STOP, more)
+      return await self._finish(request, tools, FinishReason.STOP, more)
     calls = tools_base.normalize_calls(action)
     if not calls and not last:
       return {"text": "Error: no tool call and no answer."}, 0.0, False, {}
@@ -119,14 +120,14 @@ class ToolRequestEnvironment(base_env.BaseEnv):
     done_before = len(request.call_rewards)
     if calls:
       request.move(State.TOOL_CALLING)
-      texts = await held.execute(calls)
+      texts = await tools.execute(calls)
     rewards = request.call_rewards[done_before:]
     info: dict[str, Any] = {
         "tool_calls": len(calls), "tool_errors": len(calls) - len(rewards)
     }  # pyformat: disable
     if last:
       info["status"] = trajectory.TrajectoryStatus.MAX_TURNS.value
-      return await self._finish(request, held, FinishReason.LENGTH, info)
+      return await self._finish(request, tools, FinishReason.LENGTH, info)
     request.move(State.RUNNING)
     reward = math.fsum(rewards) if self._per_turn else 0.0
     return {"tool_outputs": texts}, reward, False, info
@@ -134,13 +135,13 @@ class ToolRequestEnvironment(base_env.BaseEnv):
   async def _finish(
       self,
       request: request_lib.ToolRequest,
-      held: request_lib.RequestTools,
+      tools: request_lib.RequestTools,
       reason: FinishReason,
       more: dict[str, Any],
   ) -> base_env.StepResult:
-    rewards = await held.calc_rewards()
+    rewards = await tools.calc_rewards()
     self._held = None
-    await held.release()
+    await tools.release()
     request.finalize(rewards, reason)
     if request.error is not None:
       raise RuntimeError(f"the tools' reward is not known: {request.error}")
@@ -159,10 +160,10 @@ class ToolRequestEnvironment(base_env.BaseEnv):
 
   async def close(self) -> None:
     """Releases the instances of an episode that was broken off; idempotent."""
-    request, held = self.request, self._held
+    request, tools = self.request, self._held
     self._held = None
-    if request is None or held is None:
+    if request is None or tools is None:
       return
-    await held.release()
+    await tools.release()
     request.error = request.error or "the episode was broken off"
     request.finalize({}, None)

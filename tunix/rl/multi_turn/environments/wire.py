@@ -88,7 +88,7 @@ def from_numbers(
   """uint8[H, W, 3] of whole numbers in [H, W, 3 or 4].
 
   Raises:
-    WireError: they are no picture.
+    WireError: the numbers are not a picture.
   """
   right = pixels.ndim == 3 and pixels.shape[2] in (3, 4) and pixels.size
   right = right and pixels.dtype.kind in "iu"
@@ -114,16 +114,16 @@ def screenshot_from_json(data: Any, what: str = "screenshot") -> np.ndarray:
   """uint8[H, W, 3] of a `Screenshot`, a base64 text or a data URI.
 
   Raises:
-    WireError: none of these.
+    WireError: `data` has another form, or holds no picture.
   """
   return from_png(screenshot_file(data, what), what)
 
 
 def screenshot_file(data: Any, what: str = "screenshot") -> bytes:
-  """The picture file inside a `Screenshot`, a base64 text or a data URI.
+  """Decodes the file in a `Screenshot`, a base64 text or a data URI.
 
   Raises:
-    WireError: none of these.
+    WireError: `data` has another form, or is not base64.
   """
   text = data.get("data") if isinstance(data, Mapping) else data
   if not isinstance(text, str):
@@ -153,14 +153,14 @@ class Observation(TypedDict):
 
 
 def observation_to_json(
-    seen: base.Observation, *, picture: Screenshot | None
+    observation: base.Observation, *, picture: Screenshot | None
 ) -> Observation:
   """`picture` is `screenshot_to_json`'s, or None to leave it out."""
   data: Observation = {
-      "instruction": seen.instruction,
-      "text": seen.text,
-      "done": bool(seen.done),
-      "info": jsonable(seen.info),
+      "instruction": observation.instruction,
+      "text": observation.text,
+      "done": bool(observation.done),
+      "info": jsonable(observation.info),
   }
   if picture is not None:
     data["screenshot"] = picture
@@ -198,7 +198,7 @@ def reward_of(reply: Any) -> tuple[float, bool]:
   one falls through; a zero is a score.
 
   Raises:
-    WireError: none of them is there, or the score is not a finite number.
+    WireError: the reply has no score, or one that is not a finite number.
   """
   if not isinstance(reply, Mapping):
     raise WireError(
@@ -347,14 +347,14 @@ def _genv_action(
 
 
 def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
-  """The fields without those that are null, which means "not given"."""
+  """Returns the fields without those that are null, which means "not given"."""
   return {k: v for k, v in fields.items() if v is not None}
 
 
 def action_from_json(
     data: Any, width: int, height: int
 ) -> gui_action.GuiAction:
-  """An action of either vocabulary, in pixels of a `width` x `height` screen.
+  """Converts an action of either vocabulary to pixels of the screen.
 
   Raises:
     WireError: names the field and the values allowed.
@@ -370,8 +370,8 @@ def action_from_json(
   try:
     if "kind" not in data:
       return _genv_action(data, width, height)
-    given = {**_given(data), "kind": data["kind"]}
-    fields = json_models.validate(_Fields, given, "action")
+    own_fields = {**_given(data), "kind": data["kind"]}
+    fields = json_models.validate(_Fields, own_fields, "action")
     return gui_action.GuiAction(**fields)
   except ValueError as error:
     text = str(error)  # `GuiAction` raises without the word "action".
@@ -382,15 +382,15 @@ def action_from_json(
 
 def kind_schemas(extra: Mapping[str, Any] | None = None) -> list[Any]:
   """A JSON Schema of each kind of `GuiAction`, with `extra` properties."""
-  known = json_models.adapter(_Fields).json_schema()["properties"]
-  known["keys"]["minItems"] = 1
-  found = []
+  field_schemas = json_models.adapter(_Fields).json_schema()["properties"]
+  field_schemas["keys"]["minItems"] = 1
+  variants = []
   for kind in Kind:
     required, optional = gui_action.fields_of(kind)
     fields = {
-        n: s for n, s in known.items() if n in required or n in optional
+        n: s for n, s in field_schemas.items() if n in required or n in optional
     }
-    found.append({
+    variants.append({
         "type": "object",
         "properties": {
             "kind": {"const": kind.value}, **fields, **(extra or {}),
@@ -398,7 +398,7 @@ def kind_schemas(extra: Mapping[str, Any] | None = None) -> list[Any]:
         "required": ["kind", *sorted(required)],
         "additionalProperties": False,
     })  # pyformat: disable
-  return found
+  return variants
 
 
 def _action_schema() -> dict[str, Any]:
@@ -459,9 +459,9 @@ def number(value: Any, what: str) -> float:
       raise WireError(
           f"{what} must be a number, got {json_models.short(value)}"
       )
-    found = float(value)
+    result = float(value)
   except OverflowError:
-    found = math.inf
-  if not math.isfinite(found):
+    result = math.inf
+  if not math.isfinite(result):
     raise WireError(f"{what} must be finite, got {json_models.short(value)}")
-  return found
+  return result

@@ -14,18 +14,22 @@ and memory, not against malice.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import itertools
+import json
 import logging
 import multiprocessing
 import signal
+import struct
 import sys
 import threading
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
+import numpy as np
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.environments import worker_messages
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.environments.gyms import base
 
 _LOG = logging.getLogger(__name__)
@@ -41,7 +45,7 @@ class WorkerGymError(RuntimeError):
   """The gym raised, in its process; the message holds the exception.
 
   Attributes:
-    code: of the gym's exception, None when it has none.
+    code: Code of the gym's exception, None when it has none.
   """
 
   def __init__(self, message: str, code: str | None = None):
@@ -77,7 +81,7 @@ class WorkerGym:
     return await self._worker.call(self._id, "evaluate")
 
   async def close(self) -> None:
-    """Idempotent; a no-op when the process has ended."""
+    """Closes the gym; idempotent, a no-op when the process has ended."""
     if self._id not in self._worker.gyms:
       return
     self._worker.gyms.discard(self._id)
@@ -120,7 +124,7 @@ class GymWorkers:
     return tuple(w.pid for w in self._workers if w is not None and w.alive)
 
   async def make(self, settings: Mapping[str, Any]) -> WorkerGym:
-    """A gym in the least busy process; `settings` hold its name, too.
+    """Makes a gym in the least busy process; `settings` include its name.
 
     Raises:
       RuntimeError: closed, or no process starts.
@@ -149,16 +153,16 @@ class _Worker:
 
   def __init__(self, context: Any, imports: tuple[str, ...]):
     self._loop = asyncio.get_running_loop()
-    self._pipe, theirs = context.Pipe()
+    self._pipe, child_end = context.Pipe()
     self._calls: dict[int, asyncio.Future[Any]] = {}
     self._numbers = itertools.count()
     self.ids = itertools.count()
     self.gyms: set[int] = set()
     self._process = context.Process(
-        target=_serve, args=(theirs, imports), daemon=True, name="tunix-gyms"
+        target=_serve, args=(child_end, imports), daemon=True, name="tunix-gyms"
     )
     self._process.start()
-    theirs.close()
+    child_end.close()
     self.pid = self._process.pid
     self.alive = True
     threading.Thread(
@@ -170,7 +174,7 @@ class _Worker:
       raise self._died()
     number = next(self._numbers)
     message = {"number": number, "gym": gym, "name": name}
-    sent = worker_messages.encode(message, argument)
+    sent = encode_message(message, argument)
     future = self._calls[number] = self._loop.create_future()
     try:
       self._pipe.send_bytes(sent)
@@ -182,7 +186,7 @@ class _Worker:
       if self.alive:
         try:
           self._pipe.send_bytes(
-              worker_messages.encode({**message, "name": "cancel"})
+              encode_message({**message, "name": "cancel"})
           )
         except (OSError, ValueError):
           pass
@@ -194,7 +198,7 @@ class _Worker:
     """Thread: hands answers to their callers until the process ends."""
     try:
       while True:
-        message, value = worker_messages.decode(self._pipe.recv_bytes())
+        message, value = decode_message(self._pipe.recv_bytes())
         self._loop.call_soon_threadsafe(
             self._answer, message["number"], value, message["error"]
         )
@@ -233,7 +237,7 @@ class _Worker:
   def close(self) -> None:
     """Ends the process; blocks for up to 10 seconds."""
     try:
-      self._pipe.send_bytes(worker_messages.encode({"name": "end"}))
+      self._pipe.send_bytes(encode_message({"name": "end"}))
     except (OSError, ValueError):
       pass
     self._process.join(5.0)
@@ -243,6 +247,86 @@ class _Worker:
     # The loop that `_read` reports to may have ended before.
     self.alive = self._process.is_alive()
     self._pipe.close()
+
+
+# --- messages: JSON and raw pixels -------------------------------------------
+#
+# A message is the length of its JSON (4 bytes, big-endian), the JSON, and the
+# bytes of the screenshot whose shape the JSON gives, if there is one. Decoding
+# never evaluates or imports any part of a message.
+
+_LENGTH = struct.Struct(">I")
+_DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "task": base.Task.from_json,
+    "action": gui_action.GuiAction.from_json,
+    "evaluation": lambda data: base.Evaluation(**data),
+}
+
+
+def encode_message(message: dict[str, Any], value: Any = None) -> bytes:
+  """Encodes a message.
+
+  Args:
+    message: JSON values.
+    value: sent with it: None, JSON, or a Task, GuiAction, Observation or
+      Evaluation.
+
+  Raises:
+    TypeError: `value` holds an object that JSON does not have.
+  """
+  pixels = b""
+  kind = "json"
+  if isinstance(value, base.Task):
+    kind, value = "task", value.to_json()
+  elif isinstance(value, gui_action.GuiAction):
+    kind, value = "action", value.to_json()
+  elif isinstance(value, base.Evaluation):
+    kind, value = "evaluation", dataclasses.asdict(value)
+  elif isinstance(value, base.Observation):
+    kind = "observation"
+    screenshot = np.ascontiguousarray(value.screenshot, np.uint8)
+    pixels = screenshot.tobytes()
+    value = {
+        "shape": screenshot.shape,
+        "instruction": value.instruction,
+        "text": value.text,
+        "done": value.done,
+        "info": dict(value.info),
+    }
+  header = json.dumps(
+      {**message, "kind": kind, "value": value}, default=_plain
+  ).encode()
+  return _LENGTH.pack(len(header)) + header + pixels
+
+
+def decode_message(data: bytes) -> tuple[dict[str, Any], Any]:
+  """Returns the (message, value) that `encode_message` got.
+
+  Raises:
+    ValueError: `data` is not such a message.
+  """
+  try:
+    (length,) = _LENGTH.unpack_from(data)
+    start = _LENGTH.size + length
+    message = json_text.parse(data[_LENGTH.size : start])
+    kind, value = message.pop("kind"), message.pop("value")
+    if kind == "observation":
+      shape = value.pop("shape")
+      screenshot = np.frombuffer(data, np.uint8, offset=start).reshape(shape)
+      return message, base.Observation(screenshot, **value)
+    return message, value if kind == "json" else _DECODERS[kind](value)
+  except (KeyError, TypeError, AttributeError, struct.error) as error:
+    raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+  """JSON of the arrays that gyms put into `info`."""
+  if isinstance(value, (np.ndarray, np.generic)):
+    return value.tolist()
+  raise TypeError(
+      f"{type(value).__name__} {value!r:.80} has no JSON; a gym in a worker"
+      " process receives and returns JSON values only"
+  )
 
 
 # --- in the process -----------------------------------------------------------
@@ -266,7 +350,7 @@ async def _answer_calls(pipe: Any) -> None:
 
   def send(number: int, value: Any, error: Any) -> None:
     message = {"number": number, "error": error}
-    sent = worker_messages.encode(message, value)
+    sent = encode_message(message, value)
     try:
       pipe.send_bytes(sent)
     except OSError:
@@ -282,8 +366,8 @@ async def _answer_calls(pipe: Any) -> None:
         target = gyms.pop(gym, None) if name == "close" else gyms[gym]
         value = None
         if target is not None:
-          given = () if argument is None else (argument,)
-          value = await concurrency.acall(getattr(target, name), *given)
+          arguments = () if argument is None else (argument,)
+          value = await concurrency.acall(getattr(target, name), *arguments)
       send(number, value, None)
     except Exception as error:  # pylint: disable=broad-except
       code = getattr(error, "code", "")
@@ -294,7 +378,7 @@ async def _answer_calls(pipe: Any) -> None:
 
   def readable() -> None:
     try:
-      message, argument = worker_messages.decode(pipe.recv_bytes())
+      message, argument = decode_message(pipe.recv_bytes())
     except (EOFError, OSError):
       message = {"name": "end"}  # The parent has ended.
     if message["name"] == "end":
@@ -318,4 +402,4 @@ async def _answer_calls(pipe: Any) -> None:
     try:
       await concurrency.acall(gym.close, seconds=2.0)
     except Exception:  # pylint: disable=broad-except
-      pass  # The process ends, with all that it holds.
+      pass  # The process ends anyway.

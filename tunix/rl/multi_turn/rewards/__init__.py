@@ -13,7 +13,6 @@ from tunix.rl.multi_turn.rewards.registry import RewardOutput
 from tunix.rl.multi_turn.rewards.registry import unregister
 from tunix.rl.multi_turn.rewards.specs import EpisodeOutput
 from tunix.rl.multi_turn.rewards.specs import EpisodeReward
-from tunix.rl.multi_turn.rewards.specs import make_reward
 from tunix.rl.multi_turn.rewards.specs import plan
 from tunix.rl.multi_turn.rewards.specs import RewardPlan
 

@@ -19,10 +19,10 @@ _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
 def ground_truth(task: Any) -> Any:
-  """The task's `ground_truth` or `answer`.
+  """Returns the task's `ground_truth` or `answer`.
 
   Raises:
-    ValueError: it has neither.
+    ValueError: the task has neither.
   """
   if isinstance(task, Mapping):
     for key in ("ground_truth", "answer"):
@@ -32,11 +32,11 @@ def ground_truth(task: Any) -> Any:
 
 
 def last_number(text: str) -> float | None:
-  """The last number written in the text, or None."""
-  found = _NUMBER.findall(text)
-  if not found:
+  """Returns the last number written in the text, or None."""
+  numbers = _NUMBER.findall(text)
+  if not numbers:
     return None
-  return float(found[-1].replace(",", "").replace("$", ""))
+  return float(numbers[-1].replace(",", "").replace("$", ""))
 
 
 @registry.register("exact_match")
@@ -44,10 +44,10 @@ def exact_match(
     task: Mapping[str, Any], action: str, *, ignore_case: bool = False
 ) -> RewardOutput:
   """1 when answer and truth are equal but for the space around them."""
-  given, wanted = str(action).strip(), str(ground_truth(task)).strip()
+  answer, truth = str(action).strip(), str(ground_truth(task)).strip()
   if ignore_case:
-    given, wanted = given.casefold(), wanted.casefold()
-  score = float(given == wanted)
+    answer, truth = answer.casefold(), truth.casefold()
+  score = float(answer == truth)
   return RewardOutput(score, {"exact_match": score})
 
 
@@ -64,18 +64,18 @@ def numeric_match(
   """1 when the last number of the answer is the last of the truth.
 
   Args:
-    task: with the truth.
+    task: Task with the truth.
     action: the answer.
     tolerance: difference that counts as equal, of the truth or of 1, whichever
       is larger.
   """
-  given = last_number(str(action))
-  wanted = last_number(str(ground_truth(task)))
-  if wanted is None:
+  answer = last_number(str(action))
+  truth = last_number(str(ground_truth(task)))
+  if truth is None:
     raise ValueError(f"ground truth {ground_truth(task)!r:.60} has no number")
-  margin = tolerance * max(1.0, abs(wanted))
-  score = float(given is not None and abs(given - wanted) <= margin)
-  return RewardOutput(score, {"given": given, "wanted": wanted})
+  margin = tolerance * max(1.0, abs(truth))
+  score = float(answer is not None and abs(answer - truth) <= margin)
+  return RewardOutput(score, {"given": answer, "wanted": truth})
 
 
 @registry.register("calculate")
@@ -99,10 +99,10 @@ def calculate(task: Mapping[str, Any], action: str) -> RewardOutput:
       continue
   if best is None:
     raise ValueError(f"question {question!r:.80} holds no arithmetic")
-  given = last_number(str(action))
+  answer = last_number(str(action))
   tolerance = 1e-6 * max(1.0, abs(best))
-  score = float(given is not None and abs(given - best) <= tolerance)
-  return RewardOutput(score, {"given": given, "wanted": best})
+  score = float(answer is not None and abs(answer - best) <= tolerance)
+  return RewardOutput(score, {"given": answer, "wanted": best})
 
 
 @registry.register("success")
@@ -119,7 +119,7 @@ def success(
 def score(
     task: Any, action: Any, info: Mapping[str, Any] | None = None
 ) -> RewardOutput:
-  """The score that the environment's own evaluation gave.
+  """Returns the score that the environment's own evaluation gave.
 
   Raises:
     ValueError: the environment has none.
@@ -147,13 +147,13 @@ def gui_state(
   Args:
     task: `expect_state` in it, or in its `params`, goes before `expect`.
     action: not read.
-    info: with the gym's evaluation.
+    info: Info with the gym's evaluation.
     expect: path in the evaluation's details, such as "form.name" or "rows.0",
       -> value.
     partial: reward the share of the values that are as expected.
 
   Raises:
-    ValueError: nothing is expected, or the environment evaluates nothing.
+    ValueError: no value is expected, or the environment has no evaluation.
   """
   del action
   evaluation = (info or {}).get("evaluation")
@@ -183,7 +183,7 @@ _ABSENT = object()
 
 
 def _at(value: Any, path: str) -> Any:
-  """The part of nested mappings and lists at a dotted path."""
+  """Returns the part of nested mappings and lists at a dotted path."""
   for key in str(path).split("."):
     if isinstance(value, Mapping):
       value = value.get(key, _ABSENT)

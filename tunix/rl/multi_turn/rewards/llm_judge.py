@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -68,8 +69,8 @@ class LLMJudge:
   """See the module docstring. Thread-safe.
 
   Attributes:
-    deadline_s: as given.
-    requests: sent so far.
+    deadline_s: Deadline of one episode, in seconds.
+    requests: Number of requests sent so far.
   """
 
   def __init__(
@@ -95,7 +96,8 @@ class LLMJudge:
   ):
     """Args:
 
-      base_url: of the server, with its version, e.g. http://judge:8000/v1.
+      base_url: Address of the server with its version, e.g.
+        http://judge:8000/v1.
       model: name that the server knows the judge by.
       template: the prompt, or a file with it; {question}, {ground_truth},
         {answer} and {transcript} stand for the episode's texts.
@@ -104,13 +106,13 @@ class LLMJudge:
         the judge's answer is the score.
       lowest, highest: scores that become 0 and 1; others are brought in range.
       api_key_env: environment variable with the token; "" for none.
-      temperature, max_tokens: of the judge's sampling.
-      deadline_s: for one episode, all attempts included. Below
+      temperature, max_tokens: Sampling of the judge.
+      deadline_s: Seconds for one episode, all attempts included. Below
         `collect.deadlines.evaluate`.
       tries: attempts, of which each counts against `budget`.
       budget: requests in a run; None for no limit.
       cache_size: prompts whose score is remembered.
-      max_chars: of each text in the prompt; the middle of a longer one is cut.
+      max_chars: Longest text in the prompt; the middle of a longer one is cut.
       concurrency: requests at a time.
       on_failure: "fail": the episode ends as an environment's error, and is
         not trained on. "zero": the judge's part is 0. "skip": the sum is made
@@ -230,43 +232,43 @@ class LLMJudge:
     written = json.dumps(body, sort_keys=True).encode()
     digest = hashlib.sha256(written).hexdigest()
     with self._lock:
-      found = self._scores.get(digest)
-      if found is not None:
+      scored = self._scores.get(digest)
+      if scored is not None:
         self._scores.move_to_end(digest)
-        return found, True
+        return scored, True
       of_loop = self._of_this_loop()
     task = of_loop.under_way.get(digest)
     first = task is None
     if task is None:
       task = asyncio.ensure_future(self._ask(of_loop.http, body))
       of_loop.under_way[digest] = task
-      task.add_done_callback(lambda done: self._keep(of_loop, digest, done))
+      task.add_done_callback(functools.partial(self._keep, of_loop, digest))
     # One caller's cancellation must not take the score from the others.
     return await asyncio.shield(task), not first
 
   def _keep(
-      self, of_loop: _OfLoop, digest: str, done: asyncio.Task[Scored]
+      self, of_loop: _OfLoop, digest: str, task: asyncio.Task[Scored]
   ) -> None:
     of_loop.under_way.pop(digest, None)
-    if done.cancelled() or done.exception() is not None:
+    if task.cancelled() or task.exception() is not None:
       return  # Asked again the next time.
     with self._lock:
-      self._scores[digest] = done.result()
+      self._scores[digest] = task.result()
       while len(self._scores) > self._cache_size:
         self._scores.popitem(last=False)
 
   def _of_this_loop(self) -> _OfLoop:
     loop = asyncio.get_running_loop()
-    found = self._loops.get(loop)
-    if found is None:
-      found = self._loops[loop] = _OfLoop(
+    of_loop = self._loops.get(loop)
+    if of_loop is None:
+      of_loop = self._loops[loop] = _OfLoop(
           http.Http(
               headers=self._headers,
               proxies=True,
               connections=self._connections,
           )
       )
-    return found
+    return of_loop
 
   async def _ask(self, client: http.Http, body: Mapping[str, Any]) -> Scored:
     url = f"{self._url}/chat/completions"
@@ -299,7 +301,7 @@ class LLMJudge:
       self.requests += 1
 
   def _read(self, data: Mapping[str, Any]) -> Scored:
-    """The score in a server's answer.
+    """Returns the score in a server's answer.
 
     Raises:
       http.CallError: none is in it.
@@ -344,12 +346,13 @@ def transcript(trajectory: trajectory_lib.Trajectory | None) -> str:
   lines = []
   for k, step in enumerate(trajectory.steps if trajectory is not None else ()):
     lines.append(f"[turn {k + 1}] {step.model_response}")
-    seen = step.observation if isinstance(step.observation, Mapping) else {}
-    outputs = seen.get("tool_outputs")
+    observation = step.observation
+    observation = observation if isinstance(observation, Mapping) else {}
+    outputs = observation.get("tool_outputs")
     if isinstance(outputs, Mapping):
       lines += [f"[tool] {text}" for text in outputs.values()]
-    if isinstance(seen.get("text"), str):
-      lines.append(f"[environment] {seen['text']}")
+    if isinstance(observation.get("text"), str):
+      lines.append(f"[environment] {observation['text']}")
   return "\n".join(lines)
 
 

@@ -48,8 +48,8 @@ class MathReward:
 
       precision: decimal places that numbers are compared to.
       strict: variables must have the same names, and sets are no tuples.
-      deadline_s: for one answer.
-      memory_mb: of address space of a process.
+      deadline_s: Seconds for one answer.
+      memory_mb: Address space of a process, in MiB.
       workers: processes, started as answers come at once.
 
     Raises:
@@ -114,10 +114,10 @@ class Worker:
   def ask(
       self, request: dict[str, Any], seconds: float
   ) -> dict[str, Any] | None:
-    """The process's answer; None when it took too long or broke down.
+    """Returns the process's answer; None when it took too long or broke down.
 
     Raises:
-      RuntimeError: it cannot be started.
+      RuntimeError: the process cannot be started.
     """
     process = self._started()
     assert process.stdin is not None
@@ -157,12 +157,13 @@ class Worker:
 def _read_line(
     process: subprocess.Popen[bytes], seconds: float
 ) -> bytes | None:
-  """A line that the process writes; None at its end or the deadline."""
+  """Returns a line that the process writes; None at its end or the deadline."""
   assert process.stdout is not None
   due, line = time.monotonic() + seconds, b""
   while not line.endswith(b"\n"):
-    left = due - time.monotonic()
-    if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
+    remaining = due - time.monotonic()
+    pipes = [process.stdout]
+    if remaining <= 0 or not select.select(pipes, [], [], remaining)[0]:
       return None
     # Unbuffered: what `select` does not see would be waited for in vain.
     part = process.stdout.raw.read(65536)  # type: ignore[attr-defined]

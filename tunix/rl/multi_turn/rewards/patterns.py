@@ -19,7 +19,7 @@ def check(pattern: str, name: str) -> None:
 
 
 def found(pattern: str, text: str, name: str) -> list[regex.Match[str]]:
-  """All matches, in order.
+  """Returns all matches, in order.
 
   Raises:
     ValueError: no regular expression, or it takes longer than `SECONDS`.

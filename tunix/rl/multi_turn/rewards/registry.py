@@ -29,7 +29,7 @@ class RewardOutput:
 
   Attributes:
     reward: scalar.
-    metadata: for logs.
+    metadata: Further values, for logs.
   """
 
   reward: float
@@ -73,7 +73,7 @@ def unregister(name: str) -> bool:
 def get_reward_fn(
     name: str, source: registry.Source = "request"
 ) -> RewardFn:
-  """The function of that name.
+  """Returns the function of that name.
 
   Args:
     name: Registered, or of an operator "package.module:function".
@@ -82,7 +82,7 @@ def get_reward_fn(
   Raises:
     ValueError: unknown, the message names the nearest one; or a path that a
       request names.
-    ImportError: nothing at that path.
+    ImportError: no such module or attribute.
   """
   return REWARDS.get(name, source)
 
@@ -92,7 +92,7 @@ def reward_names() -> tuple[str, ...]:
 
 
 def as_reward(value: Any, source: str = "reward function") -> RewardOutput:
-  """A reward function's result as a RewardOutput.
+  """Returns a reward function's result as a RewardOutput.
 
   Raises:
     ValueError: no finite number in it, naming `source`.
@@ -188,7 +188,7 @@ async def evaluate_async(
 
 
 def combine_rewards(weights: Mapping[str, float]) -> RewardFn:
-  """A weighted sum of rewards; metadata keep each one's name.
+  """Returns a weighted sum of rewards; metadata keep each one's name.
 
   The sum is a plain function if all of its parts are.
 
@@ -197,7 +197,7 @@ def combine_rewards(weights: Mapping[str, float]) -> RewardFn:
 
   Raises:
     ValueError: an unknown name, naming the nearest one.
-    ImportError: nothing at a path.
+    ImportError: no such module or attribute.
   """
   return combine_parts(
       {

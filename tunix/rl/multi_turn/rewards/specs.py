@@ -40,7 +40,7 @@ class EpisodeOutput(registry.RewardOutput):
   """A reward of which each turn has its share.
 
   Attributes:
-    reward: of the whole episode, `turns` included.
+    reward: Reward of the whole episode, `turns` included.
     turns: reward of each turn, in order; the rest of `reward` is the last
       turn's. Empty: all of it is.
   """
@@ -58,12 +58,12 @@ class Part:
   """One reward of a sum.
 
   Attributes:
-    name: as registered.
+    name: Registered name.
     fn: takes its arguments alone; options are bound.
     kind: "answer", "turn" or "episode".
-    weight: of its value in the sum.
-    per: of a turn's reward. "episode": the mean over the turns is the
-      episode's. "turn": each turn gets its own.
+    weight: Weight of its value in the sum.
+    per: Use of a turn's reward. "episode": the mean over the turns is the
+      episode's reward. "turn": each turn gets its own.
   """
 
   name: str
@@ -147,12 +147,12 @@ async def _judge_turns(
 ) -> registry.RewardOutput | None:
   what = f"reward {part.name!r}"
   if concurrency.is_async(part.fn):
-    found = [await part.fn(task, step) for step in steps]
+    verdicts = [await part.fn(task, step) for step in steps]
   else:
-    found = await concurrency.acall(
+    verdicts = await concurrency.acall(
         lambda: [part.fn(task, step) for step in steps], what=what
     )
-  outs = [None if v is None else registry.as_reward(v, what) for v in found]
+  outs = [None if v is None else registry.as_reward(v, what) for v in verdicts]
   counted = [out.reward for out in outs if out is not None]
   if not counted:
     return None
@@ -168,9 +168,9 @@ class RewardPlan:
   """A run's reward, by where it is computed.
 
   Attributes:
-    environment: for the environment: a function; or "score" or "success",
-      which environments with an evaluation of their own know.
-    episode: for the collector, None without a part that needs it.
+    environment: Reward for the environment: a function; or "score" or
+      "success", which environments with an evaluation of their own know.
+    episode: Reward for the collector, None without a part that needs it.
   """
 
   environment: registry.RewardFn | str
@@ -178,11 +178,12 @@ class RewardPlan:
 
 
 def plan(spec: str | Mapping[str, Any]) -> RewardPlan:
-  """The reward that `environment.reward` describes.
+  """Returns the reward that `environment.reward` describes.
 
   Args:
-    spec: a registered name, "package.module:function"; or a mapping of these to
-      a weight, or to `{weight: …, per: …}` with the reward's own options.
+    spec: A registered name or "package.module:function"; or a mapping of such
+      names to a weight, or to `{weight: …, per: …}` with the reward's own
+      options.
 
   Raises:
     ValueError: listing what is wrong, a line each.
@@ -199,13 +200,13 @@ def plan(spec: str | Mapping[str, Any]) -> RewardPlan:
   if problems:
     raise ValueError("\n".join(problems))
   answers = [part for part in parts if part.kind == "answer"]
-  others = [part for part in parts if part.kind != "answer"]
+  later = [part for part in parts if part.kind != "answer"]
   own = ""
   environment: registry.RewardFn | str
-  known = answers and answers[0].name in ("score", "success")
+  built_in = answers and answers[0].name in ("score", "success")
   if isinstance(spec, str) and answers:
-    environment = spec if known else answers[0].fn
-  elif others and len(answers) == 1 and known and answers[0].weight == 1.0:
+    environment = spec if built_in else answers[0].fn
+  elif later and len(answers) == 1 and built_in and answers[0].weight == 1.0:
     # An environment that takes no reward function has one of its own.
     environment = own = answers[0].name
   elif answers:
@@ -214,23 +215,7 @@ def plan(spec: str | Mapping[str, Any]) -> RewardPlan:
     )
   else:
     environment = registry.get_reward_fn("zero")
-  return RewardPlan(environment, EpisodeReward(others, own) if others else None)
-
-
-def make_reward(spec: str | Mapping[str, Any]) -> registry.RewardFn | str:
-  """The function of `spec`, see `plan`, for an environment of one's own.
-
-  Raises:
-    ValueError: as `plan`; or a part judges turns or whole episodes, which only
-      the collector has.
-  """
-  found = plan(spec)
-  if found.episode is not None:
-    raise ValueError(
-        f"environment.reward={spec} judges turns or whole episodes; build it"
-        " with rewards.plan, and give `episode` to the collector"
-    )
-  return found.environment
+  return RewardPlan(environment, EpisodeReward(later, own) if later else None)
 
 
 def kind_of(fn: Any) -> str:
@@ -246,11 +231,11 @@ def kind_of(fn: Any) -> str:
 
 
 def options_of(fn: Any) -> arguments.Takes:
-  """The options that a reward takes."""
+  """Returns the options that a reward takes."""
   takes = arguments.takes(fn)
   if inspect.isclass(fn):
-    known = {n: o for n, o in takes.options.items() if n != "self"}
-    return arguments.Takes(known, takes.anything)
+    options = {n: o for n, o in takes.options.items() if n != "self"}
+    return arguments.Takes(options, takes.anything)
   try:
     parameters = inspect.signature(fn).parameters
   except (TypeError, ValueError):
@@ -263,11 +248,11 @@ def options_of(fn: Any) -> arguments.Takes:
 
 
 def bind(name: str, options: Mapping[str, Any]) -> registry.RewardFn:
-  """The reward of that name with its options.
+  """Returns the reward of that name with its options.
 
   Raises:
     ValueError: an unknown name; an unknown, wrong or missing option.
-    ImportError: nothing at a path.
+    ImportError: no such module or attribute.
   """
   fn = registry.get_reward_fn(name, "operator")
   takes = options_of(fn)

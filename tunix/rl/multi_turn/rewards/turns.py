@@ -20,7 +20,7 @@ def _format_options(pattern: str = "", parsed: bool = True) -> None:
 
 
 def _at_least(lowest: Mapping[str, int]) -> Callable[..., None]:
-  """A check of numbers, by their least values."""
+  """Returns a check of numbers, by their least values."""
 
   def check(**options: Any) -> None:
     for name, low in lowest.items():
@@ -113,7 +113,7 @@ def repetition_penalty(
     task: not read.
     step: the turn.
     n: words, or characters, that count as one repetition.
-    unit: of `n`; characters for scripts without spaces.
+    unit: Unit of `n`; characters for scripts without spaces.
 
   Raises:
     ValueError: n below 1.

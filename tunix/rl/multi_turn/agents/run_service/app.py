@@ -15,8 +15,8 @@ beyond `max_kept` and `record_memory`; without a token only requests to a
 loopback host name are answered, and never a web page's; screens are drawn and
 encoded in threads.
 
-Does not play runs (`runs` does), or check where a model's URL leads: whoever
-may start runs may let this process call that address.
+Does not play runs (`runs` does), or check where a model's URL leads: a client
+that may start runs may let this process call that address.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class App:
   Attributes:
     asgi: the ASGI application.
     urls: signs the addresses of screenshots; its `base_url` is this server's.
-    runs: by id, in order of creation.
+    runs: Runs by id, in order of creation.
   """
 
   def __init__(
@@ -138,9 +138,9 @@ class App:
 
       gyms: Names of gyms that runs with `env.type=gym` may play.
       client_settings: Gym options that a run may choose.
-      limits: of runs and screenshots.
-      token: that clients must present; "" asks for none.
-      base_url: of this server, for addresses of screenshots.
+      limits: Limits of runs and screenshots.
+      token: Token that clients must present; "" asks for none.
+      base_url: Address of this server, for addresses of screenshots.
 
     Raises:
       ValueError: a gym that does not exist, or an option that is no client's.
@@ -402,8 +402,8 @@ class App:
     run = self._run(request)
     first = _time(request, "from", -math.inf)
     last = _time(request, "to", math.inf)
-    found = [e for e in list(run.events) if first <= e["tsMs"] < last]
-    return await _large({"events": found})
+    events = [e for e in list(run.events) if first <= e["tsMs"] < last]
+    return await _large({"events": events})
 
   async def _trajectory(self, request: Request) -> Response:
     run = self._run(request)
@@ -415,13 +415,13 @@ class App:
 
   async def _tokens(self, request: Request) -> Response:
     run = self._run(request)
-    found = []
+    rows = []
     for event in list(run.events):
       if event["type"] != "model_output":
         continue
       reply = event["modelOutput"]
       choice = reply["choices"][0] if reply.get("choices") else {}
-      found.append({
+      rows.append({
           "step": event["step"],
           "prompt_token_ids": reply.get("prompt_token_ids"),
           "token_ids": choice.get("token_ids"),
@@ -430,7 +430,7 @@ class App:
               for entry in (choice.get("logprobs") or {}).get("content") or ()
           ],
       })
-    return await _large({"tokens": found})
+    return await _large({"tokens": rows})
 
   async def _steps(self, request: Request) -> Response:
     return await _large({"steps": list(self._run(request).steps)})
@@ -454,12 +454,12 @@ class App:
     problem = self.urls.problem(name, request.query_params)
     if problem:
       raise ServiceError(403, problem, "bad_signature")
-    found = self._pictures.store.get(name)
-    if found is None:
+    picture = self._pictures.store.get(name)
+    if picture is None:
       raise ServiceError(404, "the image is no longer kept", "unknown_image")
     return Response(
-        found[0],
-        media_type=found[1],
+        picture[0],
+        media_type=picture[1],
         headers={"x-content-type-options": "nosniff"},
     )
 
@@ -469,7 +469,7 @@ class App:
 
 
 def _time(request: Request, name: str, default: float) -> float:
-  """A parameter in milliseconds: ISO-8601, or milliseconds themselves."""
+  """Reads a parameter in ISO-8601, or in milliseconds, as milliseconds."""
   text = request.query_params.get(name, "")
   if not text:
     return default
@@ -492,7 +492,7 @@ def _time(request: Request, name: str, default: float) -> float:
 
 
 async def _large(value: Mapping[str, Any]) -> Response:
-  """A JSON answer that is encoded in a thread: it may hold screenshots."""
+  """Encodes a JSON answer in a thread, as it may hold screenshots."""
   return await concurrency.acall(
       lambda: Json(value), what="encoding an answer"
   )

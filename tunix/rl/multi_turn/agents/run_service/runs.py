@@ -75,7 +75,7 @@ class Pictures:
   urls: content_store.SignedUrls
 
   async def of(self, image: trajectory.ImageRef, form: str) -> str:
-    """A data URL ("base64"), or a signed address ("url").
+    """Returns a data URL ("base64"), or a signed address ("url").
 
     Raises:
       KeyError: the image was evicted.
@@ -90,7 +90,7 @@ class Run:
   """One run; see the module docstring.
 
   Attributes:
-    id: of the run.
+    id: Id of the run.
     body: the request.
     status, reason: see the module docstring.
     events: so far, oldest first.
@@ -193,11 +193,11 @@ class Run:
     """(status, reason, fields of run_end)."""
     body, agent = self.body, self._agent
     limit = body.maxStepTimeSec
-    seen, info = await concurrency.with_deadline(
+    observation, info = await concurrency.with_deadline(
         self._env.reset(), limit, "the environment's start"
     )
     agent.reset()
-    agent.update_from_env(seen, 0.0, False, info)
+    agent.update_from_env(observation, 0.0, False, info)
     for step in range(1, body.maxSteps + 1):
       self._step = step
       self._emit("step_start")
@@ -242,10 +242,10 @@ class Run:
     text = _text_of(reply)
     action = agent.update_from_model(text)
     started = self._now()
-    seen, reward, done, info = await env.step(action)
+    observation, reward, over, info = await env.step(action)
     await self._record(text, action, info, shown, (before, env.image), started)
-    agent.update_from_env(seen, reward, done, info)
-    if not done:
+    agent.update_from_env(observation, reward, over, info)
+    if not over:
       return None
     self._answer = str(info.get("answer") or "")
     reason = {"max_turns": "max_steps", "parse_error": "parse_error"}.get(
@@ -256,14 +256,14 @@ class Run:
     )
 
   def _verdict(self, score: float, success: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {"answer": self._answer} if self._answer else {}
+    fields: dict[str, Any] = {"answer": self._answer} if self._answer else {}
     if self._judges_itself:
-      found["evaluation"] = {
+      fields["evaluation"] = {
           "score": score,
           "success": success,
           "seconds": getattr(self._env, "evaluation_seconds", None),
       }
-    return found
+    return fields
 
   def _request(self, messages: list[Any]) -> dict[str, Any]:
     model = self.body.model
@@ -287,7 +287,7 @@ class Run:
   async def _written(
       self, messages: Sequence[trajectory.Message], form: str
   ) -> list[dict[str, Any]]:
-    """The messages in OpenAI's form."""
+    """Returns the messages in OpenAI's form."""
     out = []
     for message in messages:
       content = message.get("content")
@@ -307,7 +307,7 @@ class Run:
     return {"type": "image_url", "image_url": {"url": url}}
 
   async def _shown(self, sent: list[Any]) -> list[Any]:
-    """The request's messages, as events show them."""
+    """Returns the request's messages, as events show them."""
     if self.body.images == self.body.model.images:
       return sent
     return await self._written(
@@ -334,15 +334,15 @@ class Run:
     ended = self._now()
     calls = action.tool_calls
     actions = []
-    for index, done in enumerate(info.get("gui_actions") or ()):
+    for index, gui_action in enumerate(info.get("gui_actions") or ()):
       call_id = calls[index].call_id if index < len(calls) else ""
       executed = {
-          "name": done["kind"],
+          "name": gui_action["kind"],
           "toolName": calls[index].name if index < len(calls) else None,
-          "args": _args(done),
+          "args": _args(gui_action),
           "callId": call_id,
           "rawFeedback": "; ".join(info.get("invalid_actions") or ()),
-          "rawResult": done,
+          "rawResult": gui_action,
           "obs": {"screenshots": shots},
       }
       actions.append(executed)
@@ -400,10 +400,10 @@ class Run:
 
 
 def _reply_of(answer: bytes) -> dict[str, Any]:
-  """The model server's answer, as the run's record keeps it.
+  """Returns the model server's answer, as the run's record keeps it.
 
   Raises:
-    ModelError: it is no object of JSON that could be written again.
+    ModelError: the reply is not a JSON object that can be written again.
   """
   try:
     reply = json_models.parse(answer)
@@ -419,7 +419,7 @@ def _reply_of(answer: bytes) -> dict[str, Any]:
 
 
 def _text_of(reply: Mapping[str, Any]) -> str:
-  """The assistant's text.
+  """Returns the assistant's text.
 
   Raises:
     ModelError: the reply has none.
@@ -480,26 +480,26 @@ def _size_of(record: Any, texts: set[int]) -> int:
   return size
 
 
-def _args(done: Mapping[str, Any]) -> dict[str, Any]:
-  """A GUI action's fields under the protocol's names."""
+def _args(gui_action: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a GUI action's fields under the protocol's names."""
 
   def point(x: str, y: str) -> dict[str, Any] | None:
-    if x in done and y in done:
-      return {"x": done[x], "y": done[y]}
+    if x in gui_action and y in gui_action:
+      return {"x": gui_action[x], "y": gui_action[y]}
     return None
 
-  found: dict[str, Any] = {}
+  fields: dict[str, Any] = {}
   first, second = point("x", "y"), point("x2", "y2")
   if second is not None:
-    found |= {"startPoint": first, "endPoint": second}
+    fields |= {"startPoint": first, "endPoint": second}
   elif first is not None:
-    found["point"] = first
-  if done.get("keys"):
-    found["key"] = "+".join(done["keys"])
-  if "text" in done:
-    found["content"] = done["text"]
-  if done.get("duration") is not None:
-    found["durationMs"] = int(1000 * done["duration"])
-  return found
+    fields["point"] = first
+  if gui_action.get("keys"):
+    fields["key"] = "+".join(gui_action["keys"])
+  if "text" in gui_action:
+    fields["content"] = gui_action["text"]
+  if gui_action.get("duration") is not None:
+    fields["durationMs"] = int(1000 * gui_action["duration"])
+  return fields
 
 

@@ -32,7 +32,8 @@ class Sampling(_Body):
   """Sampling of every turn; a field left out is the model server's own.
 
   Attributes:
-    seed: of the run; the request of turn t, from 0, has `derive_seed(seed, t)`.
+    seed: Seed of the run; the request of turn t, from 0, has
+      `derive_seed(seed, t)`.
   """
 
   temperature: float | None = pydantic.Field(default=None, ge=0, le=100)
@@ -167,17 +168,17 @@ PRESETS: Mapping[tuple[str, str], Preset] = {
 
 
 def make_agent(body: CreateBody) -> tool_agent.ToolAgent:
-  """The agent of a run.
+  """Returns the agent of a run.
 
   Raises:
     ValueError: no such agent, or one whose grammar is not installed.
   """
   preset = PRESETS.get((body.agent, body.standardActionSpace))
   if preset is None:
-    known = ", ".join(f"{a} ({s})" for a, s in PRESETS)
+    offered = ", ".join(f"{a} ({s})" for a, s in PRESETS)
     raise ValueError(
         f"agent={body.agent!r} with standardActionSpace="
-        f"{body.standardActionSpace!r} is not played here; known: {known}"
+        f"{body.standardActionSpace!r} is not played here; known: {offered}"
     )
   chosen = body.agentConfig
   parser = preset.parser if chosen.parser is None else chosen.parser

@@ -65,11 +65,11 @@ class RunServiceClient:
   ):
     """Args:
 
-      base_url: of the service.
-      token: that it asks for, "" for none.
-      timeout_s: deadline of a call, its retries included.
-      poll_s: seconds between two polls of a run.
-      connections: open at a time.
+      base_url: Address of the service.
+      token: Token that the service asks for, "" for none.
+      timeout_s: Deadline of a call, its retries included.
+      poll_s: Seconds between two polls of a run.
+      connections: Most connections open at a time.
 
     Raises:
       ValueError: naming the argument.
@@ -104,12 +104,12 @@ class RunServiceClient:
 
     due = asyncio.get_running_loop().time() + wait_s
     reply = await _STARTS.run(ask, due=due)
-    found = reply.get("runId")
-    if not isinstance(found, str) or not found:
+    run_id = reply.get("runId")
+    if not isinstance(run_id, str) or not run_id:
       raise RunServiceError(
           f"{self.base_url} started a run without a runId: {str(reply)[:80]!r}"
       )
-    return found
+    return run_id
 
   async def status(self, run_id: str) -> tuple[str, str]:
     """(status, reason) of a run.
@@ -120,13 +120,13 @@ class RunServiceClient:
     reply = await self._poll(run_id, "")
     inner = reply.get("run") if isinstance(reply, Mapping) else None
     reply = inner if isinstance(inner, Mapping) else reply
-    found = reply.get("status") if isinstance(reply, Mapping) else None
-    if not isinstance(found, str):
+    name = reply.get("status") if isinstance(reply, Mapping) else None
+    if not isinstance(name, str):
       raise RunServiceError(
           f"{self.base_url} names no status of run {run_id}:"
           f" {str(reply)[:80]!r}"
       )
-    return found, str(reply.get("reason") or "")
+    return name, str(reply.get("reason") or "")
 
   async def events(
       self, run_id: str, first: Any = None, last: Any = None
@@ -134,7 +134,7 @@ class RunServiceClient:
     """Events from `first` (inclusive) to `last` (exclusive).
 
     Args:
-      run_id: of the run.
+      run_id: Id of the run.
       first, last: times as the service writes them; None for no bound.
 
     Raises:
@@ -148,19 +148,19 @@ class RunServiceClient:
     )
 
   async def trajectory(self, run_id: str) -> list[dict[str, Any]]:
-    """The run's trajectory; [] where the service has none."""
+    """Returns the run's trajectory; [] where the service has none."""
     return await self._list(run_id, "trajectory")
 
   async def tokens(self, run_id: str) -> list[dict[str, Any]]:
-    """The run's tokens; [] where the service has none."""
+    """Returns the run's tokens; [] where the service has none."""
     return await self._list(run_id, "tokens")
 
   async def steps(self, run_id: str) -> list[dict[str, Any]]:
-    """The run's steps; [] where the service has none."""
+    """Returns the run's steps; [] where the service has none."""
     return await self._list(run_id, "steps")
 
   async def step(self, run_id: str, index: int) -> dict[str, Any] | None:
-    """A step, counted from 0; None where the service has none."""
+    """Returns a step, counted from 0; None where the service has none."""
     try:
       reply = await self._poll(run_id, f"/steps/{index}")
     except RunServiceError as error:
@@ -180,7 +180,7 @@ class RunServiceClient:
     One that ends without a `run_end` is asked for late events once more.
 
     Args:
-      run_id: of the run.
+      run_id: Id of the run.
       seconds: deadline of all of it; time in which the caller works on an event
         counts.
 
@@ -189,14 +189,14 @@ class RunServiceClient:
       RunServiceError: the service does not answer, or with none of the
         protocol.
     """
-    seen: set[tuple[Any, ...]] = set()
+    keys: set[tuple[Any, ...]] = set()
     newest: Any = None
     complete = late = False
     due = asyncio.get_running_loop().time() + seconds
     while True:
       try:
         async with asyncio.timeout_at(due):
-          # Asked first: events up to the end are there once it has ended.
+          # Read first: once a run has ended, its events are complete.
           status, _ = await self.status(run_id)
           events = await self.events(run_id, first=newest)
       except TimeoutError:
@@ -205,9 +205,9 @@ class RunServiceClient:
         ) from None
       for event in events:
         key = event_key(event)
-        if key in seen:
+        if key in keys:
           continue
-        seen.add(key)
+        keys.add(key)
         newest = event.get("ts", newest)
         complete = complete or event.get("type") == "run_end"
         yield event
@@ -236,11 +236,11 @@ class RunServiceClient:
     return url.startswith(f"{self.base_url}/")
 
   async def fetch(self, url: str) -> bytes:
-    """The bytes of a screenshot that an event names.
+    """Returns the bytes of a screenshot that an event names.
 
     Raises:
-      RunServiceError: it cannot be had, or is at another server: addresses in
-        events are the service's word, and not followed anywhere.
+      RunServiceError: the screenshot cannot be read, or is at another server,
+        which is not called: addresses in events are the service's word.
     """
     if not self.owns(url):
       raise RunServiceError(
@@ -292,10 +292,10 @@ class RunServiceClient:
 
 
 async def model_name(base_url: str, seconds: float, token: str = "") -> str:
-  """The first model that an OpenAI-compatible server lists.
+  """Returns the first model that an OpenAI-compatible server lists.
 
   Raises:
-    RunServiceError: it lists none.
+    RunServiceError: the server lists no model.
     ValueError: no address.
   """
   base = http.address(base_url, "model.baseUrl", "http://127.0.0.1:8000/v1")
@@ -309,12 +309,12 @@ async def model_name(base_url: str, seconds: float, token: str = "") -> str:
   finally:
     await client.aclose()
   try:
-    found = reply["data"][0]["id"]
+    name = reply["data"][0]["id"]
   except (KeyError, IndexError, TypeError):
-    found = None
-  if not isinstance(found, str) or not found:
+    name = None
+  if not isinstance(name, str) or not name:
     raise RunServiceError(f"{base}/models lists no model: {str(reply)[:80]!r}")
-  return found
+  return name
 
 
 def event_key(event: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -324,7 +324,7 @@ def event_key(event: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def milliseconds(ts: Any) -> int | None:
-  """An event's time in ms since the epoch, from ISO-8601 or a number."""
+  """Reads an event's time, ISO-8601 or a number, as ms since the epoch."""
   if isinstance(ts, (int, float)) and not isinstance(ts, bool):
     return int(ts)
   try:

@@ -34,12 +34,13 @@ class Turn:
   """One model call of a run.
 
   Attributes:
-    messages: of the request.
-    text: the reply's.
+    messages: Messages of the request.
+    text: Text of the reply.
     prompt_ids: int32[T]; None where the server did not report them.
-    token_ids: int32[S], sampled; None likewise.
-    logprobs: float32[S]; None likewise, or of another length.
-    versions: int32[S], of the weights.
+    token_ids: int32[S], sampled; None where the server did not report them.
+    logprobs: float32[S]; None where the server reported none, or another
+      number of them.
+    versions: int32[S], versions of the weights.
     request: the model call's fields, as the service reports them.
     reply_id: the model server's id of the reply, "" for none.
     untrained: why a proxy in front of the model server excludes the reply from
@@ -63,7 +64,7 @@ class Turn:
 
 
 def turns_of(events: Iterable[Mapping[str, Any]]) -> list[Turn]:
-  """The model calls of a run, in order.
+  """Returns the model calls of a run, in order.
 
   Raises:
     ValueError: a model_output that is no chat completion.
@@ -130,14 +131,14 @@ def sequences_of(
   """(training sequences, turns that were made by `encode`).
 
   Args:
-    turns: of one run.
-    images: of each turn's request, in the order of its prompt.
-    image_token_id: placeholder of images; None for a policy without.
+    turns: Turns of one run.
+    images: Images of each turn's request, in the order of its prompt.
+    image_token_id: Placeholder of images; None for a policy without images.
     image_break_id: token between rows of placeholders (Pixtral); None for a
       policy whose images are one run each.
-    on_missing: for a turn without tokens or log-probs, "refuse" or "fallback".
+    on_missing: "refuse" or "fallback", for a turn without tokens or log-probs.
     encode: turn -> (prompt ids, ids of its text), for "fallback".
-    version: of the weights, where replies name none.
+    version: Version of the weights where replies name none.
     untrained: Indices of turns whose tokens are not trained on.
 
   Raises:
@@ -148,8 +149,8 @@ def sequences_of(
     raise ValueError(
         f"on_missing must be one of {', '.join(ON_MISSING)}; got {on_missing!r}"
     )
-  found: list[_Growing] = []
-  made = 0
+  sequences: list[_Growing] = []
+  encoded = 0
   for index, turn in enumerate(turns):
     if not turn.is_exact:
       if on_missing == "refuse" or encode is None:
@@ -158,12 +159,12 @@ def sequences_of(
             " model for logprobs and return_token_ids, or set"
             " on_missing=fallback"
         )
-      turn, made = _encoded(turn, encode), made + 1
-    if not found or not found[-1].extends(turn):
-      found.append(_Growing(image_token_id, image_break_id))
-    found[-1].add(turn, index, images[index], version)
+      turn, encoded = _encoded(turn, encode), encoded + 1
+    if not sequences or not sequences[-1].extends(turn):
+      sequences.append(_Growing(image_token_id, image_break_id))
+    sequences[-1].add(turn, index, images[index], version)
   context = frozenset(untrained)
-  return [one.build().without_turns(context) for one in found], made
+  return [one.build().without_turns(context) for one in sequences], encoded
 
 
 def _missing(turn: Turn) -> str:
@@ -201,9 +202,9 @@ class _Growing:
 
   def extends(self, turn: Turn) -> bool:
     assert turn.prompt_ids is not None
-    known = len(self._tokens)
-    return len(turn.prompt_ids) >= known and bool(
-        np.array_equal(turn.prompt_ids[:known], self._tokens)
+    length = len(self._tokens)
+    return len(turn.prompt_ids) >= length and bool(
+        np.array_equal(turn.prompt_ids[:length], self._tokens)
     )
 
   def add(
@@ -214,8 +215,8 @@ class _Growing:
       version: int,
   ) -> None:
     assert turn.prompt_ids is not None and turn.token_ids is not None
-    known = list(self._images)
-    if list(images[: len(known)]) != known:
+    earlier = list(self._images)
+    if list(images[: len(earlier)]) != earlier:
       raise ValueError(
           f"turn {index}: its tokens extend the turn before, its screenshots"
           " do not; are its events complete?"
@@ -269,34 +270,34 @@ def _spans(
         f" {len(images)} screenshots; let the model server return prompts with"
         " placeholders expanded"
     )
-  found = []
+  spans = []
   for image, start, end in zip(images, starts, ends):
     breaks = np.flatnonzero(is_break[start:end])
     row = int(breaks[0]) if len(breaks) else 0
-    found.append(
+    spans.append(
         trajectory.ImageSpan(image, int(start), int(end - start), row)
     )
-  return tuple(found)
+  return tuple(spans)
 
 
 # --- reading replies ----------------------------------------------------------
 
 
 def image_urls(messages: Iterable[Mapping[str, Any]]) -> list[str]:
-  """The addresses of a request's screenshots, in order."""
-  found = []
+  """Returns the addresses of a request's screenshots, in order."""
+  urls = []
   for message in messages:
     content = message.get("content")
     for part in content if isinstance(content, list) else ():
       if isinstance(part, Mapping) and part.get("type") == "image_url":
         url = part.get("image_url")
         url = url.get("url") if isinstance(url, Mapping) else url
-        found.append(str(url))
-  return found
+        urls.append(str(url))
+  return urls
 
 
 def messages_of(event: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-  """The messages of a `model_call` event, in any of its shapes."""
+  """Returns the messages of a `model_call` event, in any of its shapes."""
   messages: Any = _call_of(event)
   if messages is None:
     messages = event.get("messages")
@@ -360,24 +361,24 @@ def _logprobs(value: Any) -> np.ndarray | None:
   content = value.get("content") if isinstance(value, Mapping) else None
   if not isinstance(content, list) or not content:
     return None
-  found = [
+  values = [
       entry.get("logprob") if isinstance(entry, Mapping) else None
       for entry in content
   ]
   if not all(
       isinstance(n, (int, float)) and math.isfinite(n) and n <= 1e-4
-      for n in found
+      for n in values
   ):
     return None
-  return np.array(found, np.float32)
+  return np.array(values, np.float32)
 
 
 def _versions(spans: list[Any], length: int) -> np.ndarray | None:
   """Versions of `length` tokens from [[first token, version], …]."""
-  found = np.zeros(length, np.int32)
+  versions = np.zeros(length, np.int32)
   try:
     for first, version in spans:
-      found[int(first) :] = int(version)
+      versions[int(first) :] = int(version)
   except (TypeError, ValueError, OverflowError):
     return None
-  return found
+  return versions

@@ -84,7 +84,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def specs(args: argparse.Namespace) -> list[catalog.ServedGym]:
-  """The gyms of the command line and its files.
+  """Returns the gyms of the command line and its files.
 
   Raises:
     ValueError: naming the wrong argument.
@@ -100,10 +100,10 @@ def specs(args: argparse.Namespace) -> list[catalog.ServedGym]:
     elif isinstance(field.default, dict):
       value = options.yaml_object(value, _option(field.name))
     common[field.name] = value
-  found = []
+  gyms = []
   for gym in args.gyms:
     if not gym.endswith((".yaml", ".yml")):
-      found.append(catalog.ServedGym(gym_id=gym, gym=gym, **common))
+      gyms.append(catalog.ServedGym(gym_id=gym, gym=gym, **common))
       continue
     data = _read(gym)
     if not isinstance(data, list):
@@ -111,16 +111,16 @@ def specs(args: argparse.Namespace) -> list[catalog.ServedGym]:
           f"{gym} must hold a list of gyms, e.g. [{{gym: desktop}}]"
       )
     for i, one in enumerate(data):
-      found.append(_from_file(one, common, f"{gym}, gym {i + 1}"))
-  return found
+      gyms.append(_from_file(one, common, f"{gym}, gym {i + 1}"))
+  return gyms
 
 
 def _read(path: str) -> Any:
-  """The value of a YAML file.
+  """Returns the value of a YAML file.
 
   Raises:
-    ValueError: it is no YAML, with the place.
-    OSError: it cannot be read.
+    ValueError: the file is not YAML; the message names the line.
+    OSError: the file cannot be read.
   """
   try:
     return yaml.safe_load(pathlib.Path(path).read_text(encoding="utf-8"))
@@ -141,7 +141,7 @@ def _import(name: str) -> None:
   """Imports a user's module.
 
   Raises:
-    ValueError: it cannot be imported, for whatever reason.
+    ValueError: the module cannot be imported.
   """
   try:
     registry.import_module(name)
@@ -155,13 +155,13 @@ def _import(name: str) -> None:
 def _from_file(
     data: Any, common: Mapping[str, Any], where: str
 ) -> catalog.ServedGym:
-  known = [f.name for f in settings_lib.fields(catalog.ServedGym)]
+  field_names = [f.name for f in settings_lib.fields(catalog.ServedGym)]
   if not isinstance(data, Mapping) or "gym" not in data:
     raise ValueError(f"{where} must be an object with 'gym'")
-  unknown = sorted(set(data) - set(known))
+  unknown = sorted(set(data) - set(field_names))
   if unknown:
     raise ValueError(
-        f"{where} takes no {unknown[0]!r}; known: {', '.join(known)}"
+        f"{where} takes no {unknown[0]!r}; known: {', '.join(field_names)}"
     )
   values = {**common, "gym_id": data["gym"], **data}
   try:
@@ -171,7 +171,7 @@ def _from_file(
 
 
 def make_app(args: argparse.Namespace, token: str = "") -> app_lib.App:
-  """The application that the arguments describe.
+  """Returns the application that the arguments describe.
 
   Raises:
     ValueError, ImportError, OSError: naming the wrong argument.

@@ -95,7 +95,7 @@ class App:
     """Args:
 
       specs: the gyms to serve.
-      limits: of executions.
+      limits: Limits of executions.
       token: the bearer token of clients; "" asks for none.
       make_gym: builds a gym.
       close: called once the server has ended its executions.
@@ -180,7 +180,7 @@ class App:
         _LOG.exception("reaping failed")
 
   def _guarded(self, route: str, handler: Handler) -> Handler:
-    """A handler that authorizes, counts and shapes failures."""
+    """Returns a handler that authorizes, counts and shapes failures."""
 
     async def run(request: Request) -> Response:
       self._authorize(request.headers, public=route in _PUBLIC)
@@ -252,15 +252,15 @@ class App:
   # --- tasks ------------------------------------------------------------------
 
   def _catalog(self, gym_id: str) -> catalog_lib.Catalog:
-    found = self._catalogs.get(gym_id)
-    if found is None:
+    catalog = self._catalogs.get(gym_id)
+    if catalog is None:
       raise errors.ApiError(
           404,
           f"no gym is called {gym_id!r}; there is"
           f" {', '.join(self._catalogs)}",
           code="unknown_gym",
       )
-    return found
+    return catalog
 
   def _entry(
       self, catalog: catalog_lib.Catalog, identifier: str
@@ -523,7 +523,7 @@ class App:
 def _screen(
     gym: gyms.GymSpec, settings: Mapping[str, Any]
 ) -> tuple[int, int]:
-  """(width, height) of a gym's screen; (1024, 1024) where nothing says it."""
+  """(width, height) of a gym's screen; (1024, 1024) without a setting."""
   size = []
   for name in ("width", "height"):
     option = gym.options.get(name)
@@ -535,7 +535,7 @@ def _screen(
 async def _observation(
     execution: executions_lib.Execution, screenshot: bool
 ) -> wire.Observation:
-  """The newest observation, with its screenshot or without."""
+  """Returns the newest observation, with its screenshot or without."""
   picture = await execution.picture() if screenshot else None
   return wire.observation_to_json(execution.shown, picture=picture)
 

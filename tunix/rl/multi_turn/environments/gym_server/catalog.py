@@ -83,7 +83,7 @@ class Entry:
   def to_json(
       self, shape: str, full: bool, env: Mapping[str, Any]
   ) -> schemas.Task:
-    """The task, with all its names; long fields when `full`, or flat.
+    """Returns the task, with all its names; long fields when `full`, or flat.
 
     `meta.displayName` is the name: clients compare an identifier with either.
     """
@@ -131,10 +131,10 @@ class Entry:
 
 
 def difficulty(task: base.Task) -> Literal["", "easy", "medium", "hard"]:
-  """The task's level in genv's words; "" when its gym grades none.
+  """Returns the task's level in genv's words; "" when its gym grades none.
 
-  `params["difficulty"]` is one of these words, or a number: 0 is easy, 1
-  medium, more is hard.
+  `params["difficulty"]` is "easy", "medium" or "hard", or a number: 0 is easy,
+  1 medium, more is hard.
   """
   level = task.params.get("difficulty")
   if isinstance(level, int) and not isinstance(level, bool):
@@ -143,7 +143,7 @@ def difficulty(task: base.Task) -> Literal["", "easy", "medium", "hard"]:
 
 
 def _spelling(name: str) -> str:
-  """A name without case, and with dashes between its words."""
+  """Returns a name without case, and with dashes between its words."""
   return re.sub(r"[\s_-]+", "-", name.strip()).casefold()
 
 
@@ -236,7 +236,7 @@ class Catalog:
     return Entry(task, number, name, str(uid), split)
 
   def find(self, identifier: str) -> Entry:
-    """The task of that id, name (in whatever case), number or instance.
+    """Returns the task of that id, name (in whatever case), number or instance.
 
     Raises:
       UnknownTaskError: no task, or several.
@@ -260,7 +260,7 @@ class Catalog:
     )
 
   def env(self) -> dict[str, Any]:
-    """The gym's own part of a task's `env_config`."""
+    """Returns the gym's own part of a task's `env_config`."""
     return {"gym": self.spec.gym, "gym_id": self.spec.gym_id}
 
   def list(
@@ -271,7 +271,7 @@ class Catalog:
       family: str = "",
       full: bool = False,
   ) -> list[schemas.Task]:
-    """The tasks of the list, in one of `SHAPES`; None and "" choose all."""
+    """Lists tasks in one of `SHAPES`; None and "" choose all."""
     return [
         e.to_json(shape, full, self.env())
         for e in self.entries

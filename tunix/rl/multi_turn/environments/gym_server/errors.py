@@ -8,7 +8,7 @@ class ApiError(Exception):
 
   Attributes:
     status: HTTP status.
-    detail: for people.
+    detail: Message for people.
     code: short, stable, for programs: see the table in docs/gym_server.md.
     retry_after_s: seconds until the same request may succeed; None: never.
   """
@@ -42,5 +42,5 @@ class ApiError(Exception):
 
 
 def invalid(detail: str) -> ApiError:
-  """A 422: the request violates the protocol."""
+  """Returns a 422: the request violates the protocol."""
   return ApiError(422, detail, code="invalid_request")

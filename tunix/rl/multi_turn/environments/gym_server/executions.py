@@ -119,8 +119,8 @@ class Execution:
     task: given to the gym's `start`.
     names: {"identifier", "number", "key"} of the task and the create.
     state: see `TRANSITIONS`.
-    reason: for its end, in words; "" while it runs.
-    code: of that reason, for programs.
+    reason: Why it ended, in words; "" while it runs.
+    code: Name of that reason, for programs.
     pixels: Size of its screen.
     steps: actions carried out.
     seen: the newest observation.
@@ -199,9 +199,9 @@ class Execution:
       began = time.monotonic()
       gym = await concurrency.maybe_await(make_gym())
       self._gym = concurrency.Guarded(gym, name="the gym")
-      seen = await self._observe(due, "start", self.task)
+      observation = await self._observe(due, "start", self.task)
       self.started_s = time.monotonic() - began
-      return seen
+      return observation
 
     self.seen = await self._guard(begin, self._limits.start, "start")
     self._become(State.RUNNING)
@@ -212,9 +212,9 @@ class Execution:
     """Carries out an action, once.
 
     Args:
-      action: in pixels of the gym's screen.
-      number: of this step, from 1; the previous number with the same action
-        returns the same observation again. None: the next one.
+      action: GUI action in pixels of the gym's screen.
+      number: Number of this step, from 1; the previous number with the same
+        action returns the same observation again. None: the next number.
 
     Raises:
       ApiError: out of order, after the end, or a failure of the gym.
@@ -247,7 +247,7 @@ class Execution:
       return self.shown
 
   async def evaluate(self, answer: str) -> base.Evaluation:
-    """The gym's verdict; the gym receives an outstanding answer first."""
+    """Evaluates the gym, which receives an outstanding answer first."""
     async with self._turn():
       if answer and not self.answered and not self.shown.done:
         say = gui_action.GuiAction(Kind.ANSWER, text=answer)
@@ -266,7 +266,7 @@ class Execution:
   async def judge(
       self, submission: validators.Submission
   ) -> schemas.Result:
-    """The gym's verdict, weighed by `validators.judge`, with its details."""
+    """Evaluates the gym and weighs its verdict by `validators.judge`."""
     verdict = await self.evaluate(submission.answer_text)
     try:
       result = validators.judge(self.task, verdict, submission)
@@ -277,17 +277,17 @@ class Execution:
     return {**result, "details": wire.jsonable(verdict.details)}
 
   async def picture(self) -> wire.Screenshot:
-    """The newest screenshot in JSON's form; encoded once."""
-    seen = self.shown
-    if self._picture is None or self._picture[0] is not seen:
-      encode = lambda: wire.screenshot_to_json(seen.screenshot)
-      if seen.screenshot.nbytes > _INLINE_BYTES:
+    """Returns the newest screenshot in JSON's form; encoded once."""
+    observation = self.shown
+    if self._picture is None or self._picture[0] is not observation:
+      encode = lambda: wire.screenshot_to_json(observation.screenshot)
+      if observation.screenshot.nbytes > _INLINE_BYTES:
         picture = await concurrency.acall(
             encode, seconds=self._limits.step, what="encoding a screenshot"
         )
       else:
         picture = encode()
-      self._picture = seen, picture
+      self._picture = observation, picture
     return self._picture[1]
 
   @contextlib.asynccontextmanager
@@ -429,7 +429,7 @@ class Execution:
       self.closed.set()
 
   def describe(self) -> schemas.Execution:
-    """The state of the execution, as clients see it."""
+    """Returns the state of the execution, as clients see it."""
     data: schemas.Execution = {
         "execution_id": self.id,
         "gym_id": self.gym_id,
@@ -449,13 +449,13 @@ class Execution:
 _CLOSING: set[asyncio.Task[None]] = set()
 
 
-def _observation(seen: Any, what: str) -> base.Observation:
-  if not isinstance(seen, base.Observation):
+def _observation(value: Any, what: str) -> base.Observation:
+  if not isinstance(value, base.Observation):
     raise TypeError(
         f"the gym's {what} must return an Observation, got"
-        f" {type(seen).__name__}"
+        f" {type(value).__name__}"
     )
-  pixels = seen.screenshot
+  pixels = value.screenshot
   if getattr(pixels, "ndim", 0) != 3 or pixels.shape[2] != 3 or (
       str(pixels.dtype) != "uint8"
   ):
@@ -463,4 +463,4 @@ def _observation(seen: Any, what: str) -> base.Observation:
         f"the gym's {what} must show uint8[H, W, 3], got"
         f" {getattr(pixels, 'dtype', '?')}{getattr(pixels, 'shape', '')}"
     )
-  return seen
+  return value

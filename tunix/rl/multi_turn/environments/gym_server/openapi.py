@@ -52,9 +52,9 @@ class Operation:
   """One route.
 
   Attributes:
-    name: of the operation and of its handler.
+    name: Name of the operation and of its handler.
     method: HTTP method.
-    path: as Starlette has it.
+    path: Path in Starlette's notation.
     answer: model of a 200; None where `media` are not JSON.
     failures: statuses beside 401 and 403.
     query: model of the address's parameters.
@@ -163,10 +163,11 @@ def _models() -> tuple[dict[str, Any], dict[str, Any]]:
   for key, model in declared.items():
     if model is not None:
       inputs.append((key, "validation", json_models.adapter(model)))
-  found, rest = pydantic.TypeAdapter.json_schemas(
+  schemas_by_key, definitions = pydantic.TypeAdapter.json_schemas(
       inputs, ref_template="#/components/schemas/{model}"
   )
-  return {key: schema for (key, _), schema in found.items()}, rest["$defs"]
+  by_name = {key: schema for (key, _), schema in schemas_by_key.items()}
+  return by_name, definitions["$defs"]
 
 
 def _describe(
@@ -225,7 +226,7 @@ def _content(op: Operation, media: str, models: dict[str, Any]) -> Any:
 
 
 def _links() -> dict[str, Any]:
-  """A create's answer holds the addresses of the calls that follow it."""
+  """Links a create's answer to the calls that follow it."""
   return {
       name: {
           "operationId": name,

@@ -164,7 +164,7 @@ class OpenEnv:
     return Json([self._catalog(request).spec.gym_id])
 
   async def _no_state(self, request: Request) -> Any:
-    """The state before a reset, as OpenEnv's own servers answer."""
+    """Returns the state before a reset, as OpenEnv's own servers answer."""
     self._catalog(request)
     return Json(_state(None))
 
@@ -308,8 +308,8 @@ class _Connection:
       await send(_dumps(answer))
 
   async def _answer_to(self, text: str) -> dict[str, Any] | None:
-    given = reading.object_of(text, "the message")
-    message = reading.validated(schemas.Message, given, "message")
+    data = reading.object_of(text, "the message")
+    message = reading.validated(schemas.Message, data, "message")
     if message.type == "reset":
       return {"type": "observation", "data": await self.reset(message.data)}
     if message.type == "step":
@@ -343,7 +343,7 @@ class _Connection:
     return await self._observation(None)
 
   def _entry(self, body: schemas.Reset) -> catalog_lib.Entry:
-    """The task that a reset asks for."""
+    """Returns the task that a reset asks for."""
     if body.task is not None:
       return self._host.entry(self._catalog, body.task)
     if body.index is not None:
@@ -382,8 +382,8 @@ class _Connection:
       return await self._over()
     if action.kind is Kind.ANSWER:
       self._answer = action.text or ""
-    seen = await execution.step(action, None)
-    if seen.done or action.kind in (Kind.ANSWER, Kind.TERMINATE):
+    observation = await execution.step(action, None)
+    if observation.done or action.kind in (Kind.ANSWER, Kind.TERMINATE):
       return await self._over()
     return await self._observation(0.0)
 
@@ -397,8 +397,8 @@ class _Connection:
   async def _observation(self, reward: float | None) -> schemas.EpisodeStep:
     execution = self._running()
     picture = await execution.picture()
-    seen = wire.observation_to_json(execution.shown, picture=None)
-    done = seen["done"] or self._result is not None
+    shown = wire.observation_to_json(execution.shown, picture=None)
+    ended = shown["done"] or self._result is not None
     about: schemas.EpisodeMetadata = {
         "episode_id": self._episode_id, "task_id": execution.task.task_id,
     }  # pyformat: disable
@@ -406,19 +406,19 @@ class _Connection:
       about["evaluation"] = self._result
     return {
         "observation": {
-            "instruction": seen["instruction"],
-            "text": seen["text"],
-            "info": seen["info"],
+            "instruction": shown["instruction"],
+            "text": shown["text"],
+            "info": shown["info"],
             "screenshot": picture,
             "metadata": about,
         },
         "reward": reward,
-        "done": done,
+        "done": ended,
         "metadata": about,
     }
 
   def state(self) -> schemas.EpisodeState:
-    """The episode's state; of no episode before the first reset."""
+    """Returns the episode's state; of no episode before the first reset."""
     execution = self._execution
     if execution is None:
       return _state(None)

@@ -20,7 +20,7 @@ MAX_BODY = 4 << 20
 
 
 async def read_object(request: starlette_requests.Request) -> dict[str, Any]:
-  """The body's object; an empty body is {}.
+  """Returns the body's object; an empty body is {}.
 
   Raises:
     ApiError: no JSON, or no object.
@@ -31,7 +31,7 @@ async def read_object(request: starlette_requests.Request) -> dict[str, Any]:
 
 
 def object_of(text: str | bytes, what: str) -> dict[str, Any]:
-  """The object that JSON holds; null is {}.
+  """Returns the object that JSON holds; null is {}.
 
   Raises:
     ApiError: no JSON, or no object.
@@ -64,10 +64,10 @@ def validated(model: type[T], data: Mapping[str, Any], what: str = "") -> T:
 
 
 async def read(request: starlette_requests.Request, model: type[T]) -> T:
-  """The body as the model."""
+  """Returns the body as the model."""
   return validated(model, await read_object(request))
 
 
 def query(request: starlette_requests.Request, model: type[T]) -> T:
-  """The parameters of the address as the model."""
+  """Returns the parameters of the address as the model."""
   return validated(model, dict(request.query_params))

@@ -305,13 +305,13 @@ class Reset(json_models.Request):
   @pydantic.model_validator(mode="after")
   def _one_way(self) -> Reset:
     ways = ("task", "index", "seed")
-    given = [name for name in ways if getattr(self, name) is not None]
-    if len(given) > 1:
+    chosen = [name for name in ways if getattr(self, name) is not None]
+    if len(chosen) > 1:
       raise ValueError(
-          f"{given[0]} and {given[1]} both choose the task; give one"
+          f"{chosen[0]} and {chosen[1]} both choose the task; give one"
       )
-    if self.seed is None and given and self.family is not None:
-      raise ValueError(f"{given[0]} chooses the task; leave family out")
+    if self.seed is None and chosen and self.family is not None:
+      raise ValueError(f"{chosen[0]} chooses the task; leave family out")
     if self.task is not None and self.split is not None:
       raise ValueError("task chooses the task; leave split out")
     if self.index is not None and self.split is None:

@@ -74,14 +74,14 @@ class ExecutionStore:
     if kind == "key" and (keyed := self._keys.get((gym_id, key))):
       # The client never got the answer to its create.
       return keyed.execution
-    found = self._all.get(execution_id) or self._ended.get(execution_id)
-    if found is None or found.gym_id != gym_id:
+    execution = self._all.get(execution_id) or self._ended.get(execution_id)
+    if execution is None or execution.gym_id != gym_id:
       raise errors.ApiError(
           404,
           f"gym {gym_id!r} has no execution {execution_id!r}",
           code="unknown_execution",
       )
-    return found
+    return execution
 
   async def create(
       self,
@@ -112,19 +112,19 @@ class ExecutionStore:
       ApiError: no room (429), another request under the key (409), the gym
         failed (502, 504), or the execution of that key has ended (410).
     """
-    known = self._keys.get((gym_id, key)) if key else None
-    if known is not None:
-      if known.request != request:
+    earlier = self._keys.get((gym_id, key)) if key else None
+    if earlier is not None:
+      if earlier.request != request:
         raise errors.ApiError(
             409,
             f"idempotency key {key!r} was used for another request; choose a"
             " new one for each execution",
             code="key_reused",
         )
-      await asyncio.shield(known.started)
-      known.execution.check()
-      known.execution.touch()
-      return known.execution, True
+      await asyncio.shield(earlier.started)
+      earlier.execution.check()
+      earlier.execution.touch()
+      return earlier.execution, True
     if self._closed:
       raise errors.ApiError(
           503, "the server is stopping", code="ending", retry_after_s=10.0
@@ -209,7 +209,7 @@ class ExecutionStore:
     self._on_end(execution)
 
   async def terminate(self, execution: Execution) -> None:
-    """Ends it and waits until its gym is closed; idempotent."""
+    """Ends an execution and waits for its gym to close; idempotent."""
     execution.end(
         State.TERMINATED, "terminated by its client", "terminated"
     )

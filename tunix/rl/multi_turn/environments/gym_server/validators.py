@@ -56,12 +56,12 @@ def answer(verdict, submission, settings):
   del verdict
   expected = settings.get("expected", "")
   options = expected if isinstance(expected, (list, tuple)) else [expected]
-  given = " ".join(submission.answer_text.casefold().split())
-  wanted = [" ".join(str(o).casefold().split()) for o in options]
+  text = " ".join(submission.answer_text.casefold().split())
+  accepted = [" ".join(str(o).casefold().split()) for o in options]
   if settings.get("contains"):
-    passed = any(w in given for w in wanted)
+    passed = any(w in text for w in accepted)
   else:
-    passed = given in wanted
+    passed = text in accepted
   return float(passed), passed
 
 
@@ -76,16 +76,16 @@ def facts(verdict, submission, settings):
 
 
 def specs(task: base.Task) -> list[dict[str, Any]]:
-  """A task's validators with their ids and weights; the state by default.
+  """Returns a task's validators with ids and weights; by default the state.
 
   Raises:
     ValueError: naming the wrong entry.
   """
-  given = task.params.get("validators")
-  if given is None:
+  entries = task.params.get("validators")
+  if entries is None:
     return [{"id": "state", "type": "state", "weight": 1.0}]
   out = []
-  for i, one in enumerate(given):
+  for i, one in enumerate(entries):
     kind = one.get("type") if isinstance(one, Mapping) else None
     if not isinstance(kind, str) or kind not in CHECKS:
       wrong = registry.unknown_name("validator", kind, CHECKS.names())
@@ -106,15 +106,15 @@ def specs(task: base.Task) -> list[dict[str, Any]]:
 def judge(
     task: base.Task, verdict: base.Evaluation, submission: Submission
 ) -> schemas.Result:
-  """The weighted mean of the task's validators; success is that all pass.
+  """Scores by the weighted mean of the task's validators; success: all pass.
 
   Raises:
     ValueError: the task's validators are wrong.
   """
-  found: list[schemas.ValidatorResult] = []
+  results: list[schemas.ValidatorResult] = []
   for one in specs(task):
     score, passed = CHECKS.get(one["type"])(verdict, submission, one)
-    found.append({
+    results.append({
         "id": str(one["id"]),
         "type": one["type"],
         "pass": bool(passed),
@@ -122,14 +122,14 @@ def judge(
         "weight": one["weight"],
     })
   return {
-      "score": _mean(found),
-      "success": all(v["pass"] for v in found),
-      "validators": found,
+      "score": _mean(results),
+      "success": all(v["pass"] for v in results),
+      "validators": results,
   }
 
 
-def _mean(found: Sequence[schemas.ValidatorResult]) -> float:
-  if len(found) == 1:
-    return found[0]["score"]  # To the last bit.
-  weights = sum(v["weight"] for v in found)
-  return sum(v["weight"] * v["score"] for v in found) / weights
+def _mean(results: Sequence[schemas.ValidatorResult]) -> float:
+  if len(results) == 1:
+    return results[0]["score"]  # To the last bit.
+  weights = sum(v["weight"] for v in results)
+  return sum(v["weight"] * v["score"] for v in results) / weights

@@ -64,7 +64,7 @@ class Observation:
     instruction: set by `start` when the task's own is empty.
     text: anything the policy should read beside the picture ("" for none).
     done: the gym has ended the episode; `evaluate` is meaningful now.
-    info: for logs.
+    info: Further facts, for logs.
   """
 
   screenshot: np.ndarray
@@ -88,7 +88,7 @@ class Evaluation:
   Attributes:
     score: reward, usually in [0, 1].
     success: whether the task counts as solved.
-    details: for logs.
+    details: Further facts, for logs.
   """
 
   score: float
@@ -102,10 +102,10 @@ def as_evaluation(verdict: Any, **details: Any) -> Evaluation:
   Args:
     verdict: an Evaluation, a bool, or a number in [0, 1], which is a success
       from 1 on.
-    **details: of an Evaluation that is made of a number.
+    **details: Details of an Evaluation that is made of a number.
 
   Raises:
-    TypeError: it is none of them.
+    TypeError: `verdict` has another type.
   """
   if isinstance(verdict, Evaluation):
     return verdict

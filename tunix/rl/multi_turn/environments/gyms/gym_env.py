@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from typing import Any, Mapping
 
-import gymnasium
 import numpy as np
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import gui_action
@@ -28,12 +27,11 @@ from tunix.rl.multi_turn.environments.gyms import spec as spec_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import env as desktop_env
 
 MAX_INSTRUCTION = 2048
-_INDICES = 1_000_000_000  # Instances that `reset` draws from.
 _CLOSE_S = 30.0
 
 
 class _Episode:
-  """What `SyncEnv` drives: a gym, from its start to its verdict."""
+  """One episode of a gym for `SyncEnv`, from its start to its verdict."""
 
   def __init__(self, gym: base.Gym, spec: spec_lib.GymSpec, turns: int):
     self._calls = concurrency.Guarded(gym, name="the gym")
@@ -54,11 +52,11 @@ class _Episode:
       self, action: gui_action.GuiAction
   ) -> tuple[base.Observation, base.Evaluation | None]:
     """(the observation, the verdict if the episode is over)."""
-    seen = await self._calls.call("act", action)
+    observation = await self._calls.call("act", action)
     self.turns += 1
-    if not seen.done and self.turns < self.most_turns:
-      return seen, None
-    return seen, await self._calls.call("evaluate")
+    if not observation.done and self.turns < self.most_turns:
+      return observation, None
+    return observation, await self._calls.call("evaluate")
 
   async def close(self) -> None:
     try:
@@ -68,10 +66,8 @@ class _Episode:
         await close()
 
 
-class GymEnv(gymnasium.Env):
+class GymEnv(desktop_env.TaskEnv):
   """One family of a gym's tasks; see the module docstring."""
-
-  metadata = {"render_modes": ["rgb_array"], "render_fps": 4}
 
   def __init__(
       self,
@@ -89,12 +85,12 @@ class GymEnv(gymnasium.Env):
     """Args:
 
       gym: registered name, or a "module:attribute" path.
-      family: of its tasks; "" for the first of its preset, or of its list.
-      width, height: of the screenshots in pixels; None: the gym's preset.
+      family: Family of tasks; "" for the first of its preset, or of its list.
+      width, height: Size of the screenshots in pixels; None: the gym's preset.
       split: "train" or "eval": from which instances are drawn.
-      turns: of an episode whose task has no number of its own.
+      turns: Turn limit of an episode whose task has none of its own.
       timeout: seconds that a start or an action may take.
-      options: of the gym and its tasks.
+      options: Options of the gym and its tasks.
       render_mode: "rgb_array" or None.
 
     Raises:
@@ -141,17 +137,9 @@ class GymEnv(gymnasium.Env):
 
     Raises:
       ValueError: the gym shows screenshots of another size.
-      DeadlineExceeded: it did not start in time.
+      DeadlineExceeded: the gym did not start in time.
     """
-    super().reset(seed=seed)
-    index = (options or {}).get("instance")
-    if index is None:
-      index = int(self.np_random.integers(_INDICES))
-    make = (
-        self.tasks.train_task if self.split == "train"
-        else self.tasks.eval_task
-    )
-    self.task = self._episode.task = make(self.family, index, 0)
+    self.task = self._episode.task = self.draw(seed, options)
     self._show(self._sync.reset())
     self._instruction = self.task.instruction or self._seen.instruction
     self._over = False
@@ -160,17 +148,17 @@ class GymEnv(gymnasium.Env):
   def step(self, action):
     if self._over:
       raise RuntimeError("call reset() before step()")
-    seen, verdict = self._sync.step(
+    observation, verdict = self._sync.step(
         desktop_env.decode_action(action, *self._size)
     )
-    self._show(seen)
+    self._show(observation)
     self._over = verdict is not None
-    info = self._info(seen.info)
+    info = self._info(observation.info)
     reward = 0.0
     if verdict is not None:
       reward, info["success"] = float(verdict.score), bool(verdict.success)
-    truncated = self._over and not seen.done
-    return self._observation(), reward, bool(seen.done), truncated, info
+    truncated = self._over and not observation.done
+    return self._observation(), reward, bool(observation.done), truncated, info
 
   def render(self):
     """uint8[height, width, 3] of the last screenshot; None before a reset."""
@@ -183,19 +171,19 @@ class GymEnv(gymnasium.Env):
     self._over = True
     self._sync.close()
 
-  def _show(self, seen: base.Observation) -> None:
-    height, width = seen.screenshot.shape[:2]
+  def _show(self, observation: base.Observation) -> None:
+    height, width = observation.screenshot.shape[:2]
     if (width, height) != self._size:
       raise ValueError(
           f"the gym shows {width}x{height}, not"
           f" {self._size[0]}x{self._size[1]}: give width={width},"
           f" height={height}"
       )
-    self._seen = seen
+    self._seen = observation
 
   def _observation(self) -> dict[str, Any]:
-    known = self.observation_space["instruction"].character_set
-    text = "".join(c if c in known else "?" for c in self._instruction)
+    characters = self.observation_space["instruction"].character_set
+    text = "".join(c if c in characters else "?" for c in self._instruction)
     return {
         "screenshot": np.array(self._seen.screenshot),
         "instruction": text[:MAX_INSTRUCTION],

@@ -34,13 +34,13 @@ def register(
   """Adds a gym; without one, a decorator of a gym class.
 
   Args:
-    name: to register.
-    gym: its spec; a class or function that makes it; or the "module:attribute"
-      path of one of these.
+    name: Name to register.
+    gym: A spec, a class or function that makes the gym, or the
+      "module:attribute" path of a spec, class or function.
 
   Raises:
     ValueError: the name is taken.
-    TypeError: `gym` is none of these.
+    TypeError: `gym` is neither a spec nor callable.
   """
   if gym is not None and not isinstance(gym, str):
     spec_lib.as_spec(gym, name)
@@ -58,7 +58,7 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str, source: registry.Source = "request") -> GymSpec:
-  """The declaration of a gym.
+  """Returns the declaration of a gym.
 
   Args:
     name: Registered, or of an operator a "module:attribute" path.

@@ -83,7 +83,7 @@ class Oracle:
     act: gym -> the next right action, None at the end. LookupError: this task
       cannot be solved.
     describe: (gym, x, y) -> the phrase for the thing at a pixel, or None.
-    families: those that it solves; None = every family of the gym.
+    families: Families that it solves; None = every family of the gym.
   """
 
   act: Callable[[Any], Any]
@@ -134,7 +134,7 @@ class GymSpec:
       has started; a run then starts it once to check the size.
     close_shared: coroutine function that closes what the gyms of an event loop
       share (a browser); called on that loop after the last episode.
-    box: what its worlds are, a computer ("linux") or a phone ("android").
+    box: Kind of its worlds, a computer ("linux") or a phone ("android").
     bounds: option -> (lowest, highest) number that a client of a service may
       choose, beside `BOUNDS`; a number without bounds is the operator's.
     runs_inline: whether its calls are cheap enough (well under a millisecond)
@@ -202,8 +202,9 @@ class GymSpec:
 
     Args:
       options: gym.options.
-      width, height: of the screenshots, in pixels.
-      families: that the run names; None where a list of tasks names them.
+      width, height: Size of the screenshots, in pixels.
+      families: Families that the run names; None where a list of tasks names
+        them.
       levels: task_source.levels.
     """
     if strange := [level for level in levels if level not in self.levels]:
@@ -225,11 +226,11 @@ class GymSpec:
       )
     own = {k: v for k, v in options.items() if k not in of_run}
     try:
-      found = dict(self._wrong(own))
+      mistakes = dict(self._wrong(own))
     except ImportError:
       return  # Building the gym reports what to install.
-    yield from (f"gym.options.{text}" for text in found.values())
-    if not found:
+    yield from (f"gym.options.{text}" for text in mistakes.values())
+    if not mistakes:
       yield from self.misfits(own, width, height)
 
   def misfits(
@@ -247,7 +248,7 @@ class GymSpec:
       where: The server's setting that lists them.
 
     Raises:
-      ValueError: one of them is the operator's alone.
+      ValueError: an option is the operator's alone.
     """
     for name in names:
       if name in self.operator_options:
@@ -313,7 +314,7 @@ class GymSpec:
           )
 
   def missing(self, options: Mapping[str, Any] = _NOTHING) -> Iterator[str]:
-    """What this machine lacks for the gym, with what to do; see `needs`."""
+    """Yields what this machine lacks for the gym, with the fix; see `needs`."""
     if self.needs is not None:
       yield from _loaded(self.needs)(options)
 
@@ -327,7 +328,7 @@ class GymSpec:
     """Options for episodes of a family: its defaults, and the run's facts.
 
     Args:
-      family: of the tasks.
+      family: Family of the tasks.
       size: (width, height) of the screenshots; None leaves it to the gym.
       concurrency: episodes that run at a time; None leaves it to the gym.
     """
@@ -366,8 +367,8 @@ class GymSpec:
     """Builds the tasks of the gym; options of the gym alone are left out.
 
     Args:
-      families: those to offer; none or empty for all.
-      options: of the gym and its tasks.
+      families: Families to offer; None or empty for all.
+      options: Options of the gym and its tasks.
 
     Raises:
       ValueError: a gym without tasks, an unknown family, or an unknown,
@@ -388,7 +389,7 @@ class GymSpec:
     return factory(**own)
 
   def list_tasks(self, options: Mapping[str, Any] = _NOTHING) -> Sequence[Any]:
-    """The `CUATask`s of the gym's own list.
+    """Returns the `CUATask`s of the gym's own list.
 
     Raises:
       ValueError: the gym has no list, or a wrong option.
@@ -402,7 +403,7 @@ class GymSpec:
     return factory(**arguments.takes(factory).of(options))
 
   def load_oracle(self) -> Oracle:
-    """The oracle, imported.
+    """Returns the oracle, imported.
 
     Raises:
       ValueError: the gym has none.
@@ -430,19 +431,19 @@ class GymSpec:
 
   @functools.cached_property
   def _tasks_take(self) -> arguments.Takes:
-    found = arguments.Takes({})
+    takes = arguments.Takes({})
     if self.tasks is not None:
-      found = arguments.takes(_loaded(self.tasks))
-    options = {k: v for k, v in found.options.items() if k != "families"}
-    return arguments.Takes(options, found.anything)
+      takes = arguments.takes(_loaded(self.tasks))
+    options = {k: v for k, v in takes.options.items() if k != "families"}
+    return arguments.Takes(options, takes.anything)
 
   def _wrong(self, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(option, message) of each that is unknown or of another type."""
     if not options:
       return  # Nothing is imported for nothing.
     anything = self._gym_takes.anything or self._tasks_take.anything
-    known = arguments.Takes(self.options, anything)
-    yield from known.wrong(options, f"gym {self.name!r}")
+    takes = arguments.Takes(self.options, anything)
+    yield from takes.wrong(options, f"gym {self.name!r}")
 
   def _refuse(self, options: Mapping[str, Any], takes: arguments.Takes) -> None:
     problems = [text for _, text in self._wrong(options)]
@@ -461,7 +462,7 @@ def as_spec(value: Any, name: str = "") -> GymSpec:
   """`value` as a spec: itself, or a plain gym class or factory with defaults.
 
   Raises:
-    TypeError: it is neither.
+    TypeError: `value` is neither a spec nor callable.
   """
   if isinstance(value, GymSpec):
     return value if value.name else dataclasses.replace(value, name=name)

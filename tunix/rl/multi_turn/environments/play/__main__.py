@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read_script(path: pathlib.Path) -> list[gui_action.GuiAction]:
-  """The actions of a file, one a line.
+  """Returns the actions of a file, one a line.
 
   Raises:
     ValueError: naming the line.
@@ -83,8 +83,8 @@ def read_script(path: pathlib.Path) -> list[gui_action.GuiAction]:
 def _check(args: argparse.Namespace) -> None:
   """Raises ValueError naming every number that cannot be."""
   wrong = [
-      f"--{name}={getattr(args, name)} must be {wanted}"
-      for name, right, wanted in (
+      f"--{name}={getattr(args, name)} must be {rule}"
+      for name, right, rule in (
           ("index", 0 <= args.index < 2**63, "0 or more"),
           ("seed", 0 <= args.seed < 2**63, "0 or more, below 2**63"),
           ("episodes", args.episodes >= 1, "1 or more"),

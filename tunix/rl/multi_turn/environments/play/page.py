@@ -73,8 +73,8 @@ class Page:
 
     async def run(request: starlette_requests.Request) -> Any:
       # Another site's form cannot send a custom header.
-      given = request.headers.get("x-play-key", "")
-      if not hmac.compare_digest(given.encode(), self.key.encode()):
+      key = request.headers.get("x-play-key", "")
+      if not hmac.compare_digest(key.encode(), self.key.encode()):
         return _error(401, "open the address that the command printed")
       try:
         body = await request_bodies.read(request, _MAX_BODY)

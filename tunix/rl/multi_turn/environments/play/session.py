@@ -28,8 +28,8 @@ class Session:
   Attributes:
     task: the current one, with the instruction that was shown.
     seen: the newest observation.
-    actions: made so far.
-    evaluation: of the task when it is over, else None.
+    actions: Actions played so far.
+    evaluation: Evaluation of the task when it is over, else None.
     recorded: episodes written.
   """
 
@@ -98,7 +98,7 @@ class Session:
     return self.seen
 
   async def finish(self) -> base.Evaluation:
-    """Judges the task as it stands, and records the episode."""
+    """Judges the current state, and records the episode."""
     if self.evaluation is None:
       self.evaluation = await self._call("evaluate")
       if self._out is not None and (
@@ -141,7 +141,7 @@ class Session:
     )
 
   async def next_right(self) -> gui_action.GuiAction | None:
-    """The oracle's next action; None when it is over.
+    """Returns the oracle's next action; None when it is over.
 
     Raises:
       ValueError: the gym has no oracle.
@@ -150,7 +150,7 @@ class Session:
     return await _value(oracle.act(self._gym), self._seconds)
 
   async def close(self) -> None:
-    """Idempotent."""
+    """Closes the gym; idempotent."""
     await self._calls.close(seconds=self._seconds)
 
   async def _target(self, action: gui_action.GuiAction) -> str | None:
@@ -164,10 +164,10 @@ class Session:
     return await self._calls.call(name, *args, seconds=self._seconds)
 
 
-async def _value(found: Any, seconds: float) -> Any:
-  if inspect.isawaitable(found):
-    return await concurrency.with_deadline(found, seconds, "the oracle")
-  return found
+async def _value(result: Any, seconds: float) -> Any:
+  if inspect.isawaitable(result):
+    return await concurrency.with_deadline(result, seconds, "the oracle")
+  return result
 
 
 def find_tasks(
@@ -180,8 +180,8 @@ def find_tasks(
     gym_name: the registered name.
     identifier: a family of the gym; where a task's id is enough to start it,
       also such an id.
-    split, index, seed: which of the family's comes first.
-    options: of the gym and its tasks.
+    split, index, seed: The family's task that comes first.
+    options: Options of the gym and its tasks.
 
   Raises:
     ValueError: no such gym or family.

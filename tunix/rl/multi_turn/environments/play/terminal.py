@@ -40,21 +40,21 @@ def picture(pixels: np.ndarray, columns: int) -> str:
 
 
 def parse(line: str) -> Action:
-  """An action in words; see `HELP`.
+  """Parses an action in words; see `HELP`.
 
   Raises:
     ValueError: naming the word and its arguments.
   """
-  word, _, rest = line.strip().partition(" ")
+  word, _, arguments = line.strip().partition(" ")
   word = word.lower()
   if word in ("type", "answer"):
-    return Action(word, text=rest)
+    return Action(word, text=arguments)
   if word in ("done", "terminate"):
     return Action("terminate")
   if word == "wait":
     return Action("wait")
   if word == "key":
-    keys = tuple(k for k in rest.strip().lower().split("+") if k)
+    keys = tuple(k for k in arguments.strip().lower().split("+") if k)
     return Action("key", keys=keys)
   counts = {
       "click": 2, "double": 2, "right": 2, "move": 2, "drag": 4, "scroll": 3,
@@ -62,11 +62,11 @@ def parse(line: str) -> Action:
   if word not in counts:
     raise ValueError(f"{word!r} is not an action; write one of\n{HELP}")
   try:
-    numbers = [float(n) for n in shlex.split(rest)]
+    numbers = [float(n) for n in shlex.split(arguments)]
   except ValueError:
     numbers = []
   if len(numbers) != counts[word]:
-    raise ValueError(f"{word} needs {counts[word]} numbers, got {rest!r}")
+    raise ValueError(f"{word} needs {counts[word]} numbers, got {arguments!r}")
   x, y = numbers[:2]
   if word == "move":
     return Action("move", x=x, y=y)

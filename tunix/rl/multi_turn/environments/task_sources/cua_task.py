@@ -28,7 +28,7 @@ DEFAULT_FAMILY = "tasks"
 
 
 class UnknownTaskError(LookupError):
-  """No task, or more than one, is called that."""
+  """No task, or more than one, has that name."""
 
   # LookupError's subclasses print their message in quotes otherwise.
   def __str__(self) -> str:
@@ -43,20 +43,20 @@ class CUATask:
     id: unique in its list.
     name: short, for people.
     description: the goal, or notes on it.
-    difficulty, category: of the source's vocabularies, "" when not given.
+    difficulty, category: Words of the source's vocabularies, "" for none.
     max_steps: turns an episode may take; None when not given.
     validation_type: how success is decided, "" when not given.
-    validation_query, expected_result: of that decision.
-    tags: for filters.
+    validation_query, expected_result: Arguments of that decision.
+    tags: Labels for filters.
     prerequisites: conditions before the start.
     genv_identifier: the task's name at a gym server; "" = the id.
     instruction: the text for the policy; "" = the description.
-    number: as written ("011"), "" for none.
+    number: Number in its written form ("011"), "" for none.
     family: the unit that success is reported by.
     split: "train" or "eval" when the list has a split, else "".
     genv_task_data: the row as it came.
-    gym_id, gym_base_url: of the server that has it, "" for none.
-    seed, params: of the gym's `Task`.
+    gym_id, gym_base_url: Server that has it, "" for none.
+    seed, params: Fields of the gym's `Task`.
   """
 
   id: str
@@ -94,7 +94,7 @@ class CUATask:
     )
 
   def to_task(self) -> base.Task:
-    """The gym's view of it."""
+    """Returns the task in the gym's form."""
     params = dict(self.params)
     if self.gym_id or self.genv_identifier:
       params["genv"] = {"identifier": self.identifier, "gym_id": self.gym_id}
@@ -108,7 +108,7 @@ class CUATask:
     )
 
   def to_row(self) -> dict[str, Any]:
-    """A dataset's row: flat, the same keys for every task."""
+    """Returns a dataset's row: flat, the same keys for every task."""
     return {
         "task_id": self.id,
         "name": self.name,
@@ -128,7 +128,7 @@ class CUATask:
     }
 
   def to_record(self) -> dict[str, Any]:
-    """The row, and how success is decided."""
+    """Returns the row with the fields that decide success."""
     return {
         **self.to_row(),
         "split": self.split,
@@ -151,8 +151,8 @@ class CUATask:
 
     Args:
       row: a mapping.
-      where: what error messages call it, e.g. "tasks.jsonl, line 3".
-      gym_id, gym_base_url: of the server it came from.
+      where: Name of the row in error messages, e.g. "tasks.jsonl, line 3".
+      gym_id, gym_base_url: Server that the row came from.
 
     Raises:
       ValueError: naming the field, its value and what it may be.
@@ -227,7 +227,7 @@ class CUATask:
 
   @classmethod
   def from_fields(cls, row: Any, *, where: str = "task") -> CUATask:
-    """A row whose fields an environment without a gym reads itself.
+    """Returns a row whose fields an environment without a gym reads itself.
 
     All of the row is kept as `params`. Its id is `task_id`, `id` or
     `extra_info.index`, else its place in the list.
@@ -319,7 +319,7 @@ T = TypeVar("T")
 
 
 def rows_of(data: Any, key: str = "tasks") -> Sequence[Any]:
-  """The rows of a reply: a bare list, or an object with one.
+  """Returns the rows of a reply: a bare list, or an object with one.
 
   Raises:
     ValueError: neither.
@@ -342,16 +342,17 @@ def resolve(
     name=lambda task: task.name,
     number=lambda task: task.number,
 ) -> T:
-  """The task that is called so; see the module docstring.
+  """Returns the task with that name; see the module docstring.
 
   Args:
-    identifier: an id, name, number ("11" is "011"), or one of these behind its
+    identifier: Id, name or number ("11" is "011"), or an id or name behind its
       number ("011-open-settings").
-    tasks: to look in.
-    ids, name, number: of a task.
+    tasks: Tasks to search.
+    ids, name, number: Functions that return these of a task.
 
   Raises:
-    UnknownTaskError: none is, with the nearest one; or several are.
+    UnknownTaskError: no task has that name, and the message names the nearest
+      one; or several tasks have it.
   """
   tasks = list(tasks)
   identifier = str(identifier)
@@ -371,16 +372,16 @@ def resolve(
       lambda t: leading is not None and number_of(t) == prefix,
   ]
   for rule in rules:
-    found = [t for t in tasks if rule(t)]
-    if len(found) == 1:
-      return found[0]
-    if found:
-      some = ", ".join(str(ids(t)[0]) for t in found[:4])
+    matches = [t for t in tasks if rule(t)]
+    if len(matches) == 1:
+      return matches[0]
+    if matches:
+      some = ", ".join(str(ids(t)[0]) for t in matches[:4])
       raise UnknownTaskError(
-          f"{len(found)} tasks are called {identifier!r}: {some}; use an id"
+          f"{len(matches)} tasks are called {identifier!r}: {some}; use an id"
       )
-  known = [n for t in tasks for n in (*ids(t), name(t)) if n]
-  near = difflib.get_close_matches(identifier, known, n=1, cutoff=0.4)
+  identifiers = [n for t in tasks for n in (*ids(t), name(t)) if n]
+  near = difflib.get_close_matches(identifier, identifiers, n=1, cutoff=0.4)
   hint = f"; did you mean {near[0]!r}?" if near else ""
   raise UnknownTaskError(
       f"no task is called {identifier!r}{hint or '.'} There are {len(tasks)}"

@@ -5,11 +5,11 @@ with a weight of `4 p (1 - p)`, at least `floor`, where p is its success rate,
 a moving average that begins at 1/2. GRPO learns from groups whose episodes
 differ, and this weight measures their share.
 
-Promises: the draws are a function of the seed and of the results that were in
-when each was made; and those are settled: draw i, of round `i // round_size`,
-uses the results of rounds before the last one only. In a synchronous run all
-of these are in, whatever the timing, so that equal seeds give equal runs. The
-state is JSON; a sampler restored from it draws the same tasks.
+Promises: each draw is a function of the seed and of earlier results: draw i, of
+round `i // round_size`, uses the results of rounds before the previous one
+only. In a synchronous run these rounds are complete, whatever the timing, so
+that equal seeds give equal runs. The state is JSON; a sampler restored from it
+draws the same tasks.
 
 A sampler of `CollectLoop`, and an observer: attach it to the run's events.
 """
@@ -46,11 +46,11 @@ class CurriculumSampler:
 
       arms: names, in an order that does not change.
       draw: makes an arm's next task.
-      seed: of the draws.
+      seed: Seed of the draws.
       round_size: draws between two looks at the results: groups of an update.
       floor: least weight of an arm; 1 draws all equally often.
-      decay: what an arm's success rate keeps when a group of it comes in; the
-        rest is the group's.
+      decay: Weight of an arm's old success rate when a group of it ends; the
+        group's own rate has the rest.
 
     Raises:
       ValueError: no arms, one twice, or a number out of range.
@@ -99,7 +99,7 @@ class CurriculumSampler:
       return task
 
   def weight(self, arm: str) -> float:
-    """The arm's weight among the others."""
+    """Returns the arm's weight among the others."""
     rate = self._rates[arm]
     return max(self._floor, 4 * rate * (1 - rate))
 
@@ -113,8 +113,8 @@ class CurriculumSampler:
     for index in sorted(i for i in self._results if i < before):
       arm, rate = self._results.pop(index)
       if arm in self._rates:
-        kept = self._decay * self._rates[arm]
-        self._rates[arm] = kept + (1 - self._decay) * rate
+        carried = self._decay * self._rates[arm]
+        self._rates[arm] = carried + (1 - self._decay) * rate
 
   def on_event(self, event: events.Event) -> None:
     """Learns how a group of a drawn task went."""
@@ -150,10 +150,10 @@ class CurriculumSampler:
       }
 
   def load_state_dict(self, state: Mapping[str, Any]) -> None:
-    """Goes on from `state_dict`'s.
+    """Restores the sampler from a state of `state_dict`.
 
     Raises:
-      ValueError: it is of another sampler or of other arms.
+      ValueError: the state belongs to another sampler or to other arms.
     """
     if list(state.get("arms") or ()) != list(self._arms):
       raise ValueError(

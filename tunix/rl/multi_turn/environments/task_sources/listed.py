@@ -7,15 +7,15 @@ seed.
 from __future__ import annotations
 
 import collections
-import random
 from typing import Sequence
 
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.environments.gyms import seeds
 from tunix.rl.multi_turn.environments.task_sources import cua_task
 
 
-class ListedTasks:
+class ListedTasks(seeds.IndexedTasks):
   """Training and held-out tasks of two lists that share none.
 
   Attributes:
@@ -30,8 +30,8 @@ class ListedTasks:
   ):
     """Args:
 
-      train, held_out: the lists; no id may be in both.
-      families: those to offer, () for all that both lists have.
+      train, held_out: The lists; no id may be in both.
+      families: Families to offer, () for every family in both lists.
 
     Raises:
       ValueError: a task in both, or a family without tasks.
@@ -40,44 +40,25 @@ class ListedTasks:
     both = {t.id for t in train} & {t.id for t in held_out}
     if both:
       raise ValueError(f"task {min(both)!r} is for training and held out")
-    self._train, self._eval = _by_family(train), _by_family(held_out)
-    known = [f for f in self._train if f in self._eval]
+    super().__init__(_by_family(train), _by_family(held_out), families)
     for family in families:
       for name, tasks in (("training", self._train), ("held-out", self._eval)):
         if family not in tasks:
           wrong = registry.unknown_name("task family", family, tasks)
           raise ValueError(f"no {name} task: {wrong}")
-    if not known and not families:
+    if not self._families:
       raise ValueError(
           "no family has both training and held-out tasks: training"
           f" {sorted(self._train)}, held out {sorted(self._eval)}; change"
           " task_source.train_ratio or eval_number_range"
       )
-    self._families = tuple(families) or tuple(known)
-
-  def families(self) -> tuple[str, ...]:
-    return self._families
-
-  def train_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """The `index`-th of an endless sequence of shuffled passes."""
-    tasks = self._train[family]
-    epoch, place = divmod(index, len(tasks))
-    order = list(range(len(tasks)))
-    random.Random(f"{seed}/{family}/{epoch}").shuffle(order)
-    return tasks[order[place]]
-
-  def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """The held-out tasks in their order, again and again."""
-    del seed  # All of them, so there is nothing to choose.
-    tasks = self._eval[family]
-    return tasks[index % len(tasks)]
 
   def eval_tasks(self) -> dict[str, list[base.Task]]:
-    """All held-out tasks by family."""
+    """Returns all held-out tasks by family."""
     return {f: list(self._eval[f]) for f in self._families}
 
   def train_tasks(self) -> dict[str, list[base.Task]]:
-    """All training tasks by family: the arms of a curriculum."""
+    """Returns all training tasks by family: the arms of a curriculum."""
     return {f: list(self._train[f]) for f in self._families}
 
 
@@ -106,7 +87,7 @@ class WholeList:
     return self._families
 
   def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """The tasks in their order, again and again."""
+    """Returns the tasks in their order, again and again."""
     del seed
     tasks = self._tasks[family]
     return tasks[index % len(tasks)]
@@ -114,15 +95,15 @@ class WholeList:
   train_task = eval_task  # For a look at the first one; none is trained on.
 
   def eval_tasks(self) -> dict[str, list[base.Task]]:
-    """All tasks by family."""
+    """Returns all tasks by family."""
     return {f: list(self._tasks[f]) for f in self._families}
 
 
 def _by_family(
     tasks: Sequence[cua_task.CUATask],
 ) -> dict[str, list[base.Task]]:
-  found: dict[str, list[base.Task]] = collections.defaultdict(list)
+  tasks_by_family: dict[str, list[base.Task]] = collections.defaultdict(list)
   for task in tasks:
-    made = task.to_task()
-    found[made.family].append(made)
-  return dict(found)
+    gym_task = task.to_task()
+    tasks_by_family[gym_task.family].append(gym_task)
+  return dict(tasks_by_family)

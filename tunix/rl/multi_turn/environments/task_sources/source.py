@@ -191,13 +191,13 @@ def load_tasks_from_config(
     gym: str = "genv",
     options: Mapping[str, Any] = _NO_OPTIONS,
 ) -> list[CUATask]:
-  """The tasks of a list; see the module docstring. Blocks.
+  """Returns the tasks of a list; see the module docstring. Blocks.
 
   Args:
-    config: whose source is not "generated".
+    config: Settings whose source is not "generated".
     split: "train" or "eval"; None for both.
-    gym: whose list is read, for source="gym".
-    options: of that gym, e.g. base_url, gym_id, token_file.
+    gym: Name of the gym whose list is read, for source="gym".
+    options: Options of that gym, e.g. base_url, gym_id, token_file.
 
   Raises:
     ValueError: a row that is not a task, or nothing is left.
@@ -216,7 +216,7 @@ def load_tasks_from_multiple_sources(
     *,
     gym: str = "genv",
 ) -> list[CUATask]:
-  """The tasks of several lists, one after the other.
+  """Returns the tasks of several lists, one after the other.
 
   A task that two lists have (the same id of the same server) is taken from the
   first.
@@ -224,25 +224,25 @@ def load_tasks_from_multiple_sources(
   Args:
     sources: configurations, one with source="gym" in a pair with its gym's
       options.
-    split, gym: as in `load_tasks_from_config`.
+    split, gym: See `load_tasks_from_config`.
 
   Raises:
     ValueError: two servers or files have different tasks of one id; and as
       `load_tasks_from_config`.
   """
-  found: dict[str, CUATask] = {}
+  tasks_by_id: dict[str, CUATask] = {}
   for item in sources:
     config, options = item if isinstance(item, tuple) else (item, _NO_OPTIONS)
     tasks = load_tasks_from_config(config, split, gym=gym, options=options)
     for task in tasks:
-      other = found.setdefault(task.id, task)
+      other = tasks_by_id.setdefault(task.id, task)
       if (other.gym_base_url, other.gym_id) != (task.gym_base_url, task.gym_id):
         raise ValueError(
             f"two sources have a task {task.id!r}:"
             f" {_place(other)} and {_place(task)}; leave it out of one, by"
             " names or tags"
         )
-  return list(found.values())
+  return list(tasks_by_id.values())
 
 
 def _place(task: CUATask) -> str:
@@ -258,7 +258,7 @@ def read(
     options: Mapping[str, Any] = _NO_OPTIONS,
     as_task: Callable[..., CUATask] = CUATask.from_row,
 ) -> list[CUATask]:
-  """Every task of the list, in its order; see `load_tasks_from_config`.
+  """Returns every task of the list, in its order; see `load_tasks_from_config`.
 
   `as_task` reads a row of a file or dataset: `CUATask.from_row` for a gym,
   `CUATask.from_fields` for an environment without one.
@@ -276,14 +276,14 @@ def read(
         f"source={config.source} is not a list; set it to gym, jsonl or"
         " huggingface"
     )
-  seen: dict[str, int] = {}
+  positions: dict[str, int] = {}
   for i, task in enumerate(tasks, 1):
-    if task.id in seen:
+    if task.id in positions:
       raise ValueError(
-          f"{_name(config, tasks)}: tasks {seen[task.id]} and {i} have one id,"
-          f" {task.id!r}; an id stands for one task"
+          f"{_name(config, tasks)}: tasks {positions[task.id]} and {i} have one"
+          f" id, {task.id!r}; an id stands for one task"
       )
-    seen[task.id] = i
+    positions[task.id] = i
   return tasks
 
 
@@ -351,8 +351,8 @@ def select(
   if split is not None:
     chosen = sorted(_split(tasks, config)[split])
   if config.names and not (split == "eval" and config.eval_names):
-    wanted = {cua_task.resolve(n, tasks).id for n in config.names}
-    chosen = [i for i in chosen if tasks[i].id in wanted]
+    ids = {cua_task.resolve(n, tasks).id for n in config.names}
+    chosen = [i for i in chosen if tasks[i].id in ids]
   if config.tags:
     tags = {t.lower() for t in config.tags}
     chosen = [
@@ -384,15 +384,15 @@ def _split(
     return {"train": everything - eval_tasks, "eval": eval_tasks}
   numbers = number_range(config.eval_number_range)
   if numbers is not None:
-    held = {
+    held_out = {
         i for i in everything
         if re.fullmatch(r"[0-9]{1,9}", tasks[i].number)
         and int(tasks[i].number) in numbers
     }  # pyformat: disable
-    return {"train": everything - held, "eval": held}
+    return {"train": everything - held_out, "eval": held_out}
   if tasks and all(t.split for t in tasks):
-    held = {i for i in everything if tasks[i].split == "eval"}
-    return {"train": everything - held, "eval": held}
+    held_out = {i for i in everything if tasks[i].split == "eval"}
+    return {"train": everything - held_out, "eval": held_out}
   order = list(everything)
   random.Random(config.seed).shuffle(order)
   cut = int(len(order) * config.train_ratio)
@@ -403,7 +403,7 @@ def _split(
 
 
 def to_dataset(tasks: Sequence[CUATask]) -> Any:
-  """A `datasets.Dataset` with a row a task; `params` is JSON text.
+  """Returns a `datasets.Dataset` with a row a task; `params` is JSON text.
 
   Raises:
     ImportError: datasets is not installed.

@@ -1,4 +1,4 @@
-"""Plays environments of the package verifiers (0.1) as they are.
+"""Plays unmodified environments of the package verifiers (0.1).
 
 `environment=verifiers` names the module of one, whose `load_environment` makes
 it. It runs in a process of an environment of its own (`make verifiers`), since
@@ -17,18 +17,22 @@ Does not support rewards that compare the rollouts of a group.
 
 from __future__ import annotations
 
+import atexit
+import collections
 import dataclasses
 import json
 import pathlib
+import threading
+import time
 from typing import Any, Mapping, Sequence
 import uuid
 import weakref
 
 from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.core import line_process
 from tunix.rl.multi_turn.environments import base_env
 from tunix.rl.multi_turn.environments import options
 from tunix.rl.multi_turn.environments.gyms import base
-from tunix.rl.multi_turn.environments.verifiers import process
 
 _FAMILY = "verifiers"
 
@@ -38,11 +42,11 @@ class PolicySession:
   """A session of the run's server.
 
   Attributes:
-    base_url: of its OpenAI API.
-    api_key: of the session.
-    model: the server's name of it.
-    sampling: arguments of a completion.
-    timeout_s: of one request.
+    base_url: Address of its OpenAI API.
+    api_key: Key of the session.
+    model: Name of the policy at the server.
+    sampling: Arguments of a completion.
+    timeout_s: Deadline of one request.
   """
 
   base_url: str
@@ -81,14 +85,14 @@ class VerifiersEnvironment(base_env.BaseEnv):
   ):
     """Args:
 
-      task: with `split` ("train" or "eval"), `index` and `seed`.
-      module: that has `load_environment`, with dashes or underscores.
-      args: of it, JSON values.
-      path: directory that the module is in, where it is not installed.
+      task: Mapping with `split` ("train" or "eval"), `index` and `seed`.
+      module: Module with `load_environment`, with dashes or underscores.
+      args: Arguments of `load_environment`, JSON values.
+      path: Directory that the module is in, where it is not installed.
       python: interpreter of the environment that has verifiers.
       success_at: the reward from which an episode is solved.
-      start_s: for importing verifiers and loading the environment.
-      episode_s: for a rollout and its rewards.
+      start_s: Deadline of importing verifiers and loading the environment.
+      episode_s: Deadline of a rollout and its rewards.
 
     Raises:
       ValueError: naming the argument.
@@ -120,16 +124,16 @@ class VerifiersEnvironment(base_env.BaseEnv):
     self._task = {key: task[key] for key in ("split", "index", "seed")}
     self._success_at = success_at
     self._start_s, self._episode_s = start_s, episode_s
-    self._worker: process.Worker | None = None
+    self._worker: Worker | None = None
 
   async def reset(self) -> base_env.ResetResult:
     """Loads the environment where it is not loaded yet.
 
     Raises:
-      VerifiersError: it cannot be loaded.
+      VerifiersError: the environment cannot be loaded.
     """
     self._worker = await concurrency.acall(
-        process.shared,
+        shared_worker,
         self._python,
         self._request,
         self._start_s,
@@ -197,3 +201,74 @@ def _task(family: str, split: str, index: int, seed: int) -> base.Task:
       seed=seed,
       params={"split": split, "index": index, "seed": seed},
   )
+
+
+_WORKER = pathlib.Path(__file__).parent / "worker.py"
+_RETRY_S = 30.0  # Between two starts, the first of which failed.
+
+
+class VerifiersError(line_process.WorkerError):
+  """The environment, or the process that it runs in, failed."""
+
+
+class Worker(line_process.Worker):
+  """One process, which plays episodes of one environment at a time or more."""
+
+  def __init__(self, python: str, request: Mapping[str, Any], start_s: float):
+    """Starts the process and waits until its environment is loaded.
+
+    Args:
+      python: Interpreter of the environment that has verifiers.
+      request: Mapping with `module`, `args` and `path`.
+      start_s: Deadline of the start.
+
+    Raises:
+      VerifiersError: the process cannot start, or cannot load the environment.
+    """
+    super().__init__(
+        [python, "-u", str(_WORKER)],
+        request["module"],
+        request,
+        start_s,
+        late="environment.options.episode_s and collect.deadlines.step",
+        error=VerifiersError,
+    )
+
+
+_SHARED: dict[str, Worker] = {}
+_FAILED: dict[str, tuple[float, str]] = {}  # When a start failed, and why.
+_STARTING: dict[str, threading.Lock] = collections.defaultdict(threading.Lock)
+
+
+def shared_worker(
+    python: str, request: Mapping[str, Any], start_s: float
+) -> Worker:
+  """Returns the worker of that environment, started unless it runs. Blocks.
+
+  A start that failed is tried again half a minute later; until then its error
+  is raised at once, so that a run with a wrong module ends soon.
+
+  Raises:
+    VerifiersError: see `Worker`.
+  """
+  key = json.dumps([python, request], sort_keys=True)
+  with _STARTING[key]:
+    worker = _SHARED.get(key)
+    if worker is not None and worker.alive:
+      return worker
+    when, why = _FAILED.get(key, (0.0, ""))
+    if why and time.monotonic() < when + _RETRY_S:
+      raise VerifiersError(why)
+    try:
+      worker = _SHARED[key] = Worker(python, request, start_s)
+    except VerifiersError as error:
+      _FAILED[key] = time.monotonic(), str(error)
+      raise
+    return worker
+
+
+@atexit.register
+def close_workers() -> None:
+  """Ends all shared workers."""
+  while _SHARED:
+    _SHARED.popitem()[1].end("this process ends")

@@ -29,7 +29,7 @@ import random
 import sys
 import threading
 
-_HELD_OUT = 5  # One row in so many, where there is no list for evaluation.
+_HELD_OUT = 5  # One row in five, where no list is for evaluation.
 _REWARD_ERRORS = contextvars.ContextVar("_REWARD_ERRORS")
 
 
@@ -38,9 +38,9 @@ class _RewardErrors(logging.Handler):
 
   def emit(self, record):
     text = record.getMessage()
-    found = _REWARD_ERRORS.get(None)
-    if found is not None and "reward function" in text:
-      found.append(text)
+    texts = _REWARD_ERRORS.get(None)
+    if texts is not None and "reward function" in text:
+      texts.append(text)
 
 
 class Rows:
@@ -89,7 +89,7 @@ def load(vf, request):
 
 
 async def play(vf, env, rows, request):
-  """One episode: its reward, and what there is to know of it."""
+  """Plays one episode; returns its reward and its record."""
   import openai
 
   failed = []

@@ -97,7 +97,7 @@ class AndroidWorldGym:
   """A gym on phones of AndroidWorld servers; see the module docstring.
 
   Attributes:
-    url: of the phone that the episode has, None without one.
+    url: Address of the episode's phone, None without one.
   """
 
   def __init__(
@@ -114,7 +114,7 @@ class AndroidWorldGym:
     """Args:
 
       machines: addresses of servers, one or a list of them.
-      width, height: that screens must have; None takes what comes.
+      width, height: Size that screens must have; None takes any.
       stabilize: wait for the screen to stand still before it is shown.
       call_s: deadline of a call.
       start_s: deadline of waiting for a phone, and of a task's start.
@@ -137,29 +137,25 @@ class AndroidWorldGym:
     self.url: str | None = None
 
   async def start(self, task: base.Task) -> base.Observation:
-    given = task.params.get("android_world")
-    if not isinstance(given, Mapping) or not isinstance(
-        given.get("task_type"), str
+    spec = task.params.get("android_world")
+    if not isinstance(spec, Mapping) or not isinstance(
+        spec.get("task_type"), str
     ):
       raise ValueError(
           f"task {task.task_id}: params.android_world must be an object with"
           " 'task_type' and 'task_idx'"
       )
-    index = given.get("task_idx", 0)
+    index = spec.get("task_idx", 0)
     if isinstance(index, bool) or not isinstance(index, int) or index < 0:
       raise ValueError(
           f"task {task.task_id}: params.android_world.task_idx={index!r} must"
           " be a whole number >= 0"
       )
     await self.close()
-    self.url = await machines_lib.take(self._machines, self._start_s)
-    if self.url is None:
-      raise AndroidWorldError(
-          f"none of {len(self._machines)} phones became free within"
-          f" {self._start_s:g} s; use fewer episodes at a time"
-          " (collect.concurrency) or more machines"
-      )
-    where = {"task_type": given["task_type"], "task_idx": index}
+    self.url = await machines_lib.require(
+        self._machines, self._start_s, "phones", AndroidWorldError
+    )
+    where = {"task_type": spec["task_type"], "task_idx": index}
     start_s = self._start_s
     await self._ask("GET", "/health", start_s)
     await self._ask("POST", "/reset", start_s, params={"go_home": "true"})
@@ -167,16 +163,12 @@ class AndroidWorldGym:
     self._where, self._initialized, self._ended = where, True, False
     await self._ask("POST", "/task/initialize", start_s, params=where)
     goal = await self._ask("GET", "/task/goal", self._call_s, params=where)
-    seen = await self._look(instruction=str(goal.get("goal") or ""))
-    height, width = seen.screenshot.shape[:2]
-    wanted = (self._size[0] or width, self._size[1] or height)
-    if wanted != (width, height):
-      raise AndroidWorldError(
-          f"the screen of {self.url} is {width}x{height},"
-          f" {wanted[0]}x{wanted[1]} was expected; set gym.width={width}"
-          f" gym.height={height}"
-      )
-    return seen
+    first = await self._look(instruction=str(goal.get("goal") or ""))
+    height, width = first.screenshot.shape[:2]
+    machines_lib.check_size(
+        f"screen of {self.url}", (width, height), self._size, AndroidWorldError
+    )
+    return first
 
   async def act(self, action: gui_action.GuiAction) -> base.Observation:
     if self._where is None:
@@ -197,10 +189,10 @@ class AndroidWorldGym:
     reply = await self._ask(
         "GET", "/task/score", self._call_s, params=self._where
     )
-    found = reply.get("score")
+    raw = reply.get("score")
     try:
-      state = wire.number(float(found) if found is True or found is False
-                          else found, "score")  # pyformat: disable
+      state = wire.number(float(raw) if raw is True or raw is False
+                          else raw, "score")  # pyformat: disable
     except wire.WireError as error:
       raise AndroidWorldError(f"{self.url}: {error}") from None
     score = state if self._ended else 0.0

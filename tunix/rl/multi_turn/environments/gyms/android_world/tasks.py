@@ -2,7 +2,7 @@
 
 Families are the suite's task types. Of each type's instances the last is held
 out and the others train. `gym.options.combinations` (with `suite_seed`) makes
-every server build its suite anew, with so many instances of each type.
+every server build its suite anew, with that number of instances of each type.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from tunix.rl.multi_turn.core import http as http_lib
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import machines as machines_lib
+from tunix.rl.multi_turn.environments.gyms import seeds
 from tunix.rl.multi_turn.environments.gyms.android_world import (
   gym as android_world,
 )
-from tunix.rl.multi_turn.environments.gyms.openenv import tasks as openenv_tasks
 
 _CALL_S = 120.0
 _SUITE_S = 600.0
@@ -29,8 +29,8 @@ def server_tasks(
     machines: Any = android_world.DEFAULT_URL,
     combinations: int = 0,
     suite_seed: int = 0,
-) -> openenv_tasks.IndexedTasks:
-  """The tasks of AndroidWorld servers.
+) -> seeds.IndexedTasks:
+  """Returns the tasks of AndroidWorld servers.
 
   Args:
     families: task types to offer, none or () for all.
@@ -67,12 +67,12 @@ def server_tasks(
               n_task_combinations=count, seed=seed,
           )  # pyformat: disable
       listed = await get(urls[0], "/suite/task_list", _CALL_S, max_index=-1)
-      found = listed.get("task_list")
-      if not isinstance(found, list):
+      types = listed.get("task_list")
+      if not isinstance(types, list):
         raise android_world.AndroidWorldError(
             f"{urls[0]}/suite/task_list answered with no list 'task_list'"
         )
-      names = [str(n) for n in found]
+      names = [str(n) for n in types]
       for family in families or ():
         if family not in names:
           wrong = registry.unknown_name("task type", family, names)
@@ -106,7 +106,7 @@ def server_tasks(
       f"android_world/{name}/{i}", name, seed=i,
       params={"android_world": {"task_type": name, "task_idx": i}},
   )  # pyformat: disable
-  return openenv_tasks.IndexedTasks(
+  return seeds.IndexedTasks(
       {n: [make(n, i) for i in range(k - 1)] for n, k in lengths.items()},
       {n: [make(n, k - 1)] for n, k in lengths.items()},
   )

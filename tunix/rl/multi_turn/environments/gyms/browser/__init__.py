@@ -10,7 +10,7 @@ GYM = spec.GymSpec(
     tasks=f"{__name__}.tasks:WebTasks",
     preset={"gym.width": 640, "gym.height": 480},
     lists_tasks=True,
-    needs="tunix.rl.multi_turn.environments.gyms.chromium.needs:browser",
+    needs="tunix.rl.multi_turn.environments.gyms.chromium:needs",
     # Each episode holds a tab of the browser.
     set_by_run={**spec.SIZE, "max_pages": "concurrency"},
     close_shared=f"{__name__}.gym:shared_browser.close",

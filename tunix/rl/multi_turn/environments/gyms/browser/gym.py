@@ -63,9 +63,9 @@ class PageState:
   """The page as an evaluator sees it.
 
   Attributes:
-    url, title: of the document.
-    text: the visible text, as `innerText` has it.
-    html: the document as it is now. Both up to a million characters.
+    url, title: Address and title of the document.
+    text: The visible text, `innerText`.
+    html: The current document. Both hold up to a million characters.
   """
 
   url: str
@@ -75,10 +75,10 @@ class PageState:
   _tab: page_lib.WebTab = dataclasses.field(repr=False)
 
   async def evaluate(self, expression: str) -> Any:
-    """The JSON value of a JavaScript expression; for async evaluators.
+    """Returns the JSON value of a JavaScript expression; for async evaluators.
 
     Raises:
-      CommandFailed: with the script's exception.
+      CommandFailed: the script raised; the message holds its exception.
     """
     return await self._tab.evaluate(expression)
 
@@ -99,8 +99,8 @@ class WebGym:
   """One page of a site; `start` may be called again after an episode.
 
   Attributes:
-    width, height: of the screenshots in pixels.
-    task: of the episode, None before the first.
+    width, height: Size of the screenshots in pixels.
+    task: Task of the episode, None before the first.
     page: its tab, None where there is none.
     answer: the policy's answer, "" for none.
   """
@@ -130,22 +130,22 @@ class WebGym:
         of it; or one for each task family.
       start_urls: addresses that episodes may start at and below; () for those
         of `pages`. A query is not compared.
-      hosts: that pages may talk to besides the start page's own, e.g.
+      hosts: Hosts that pages may talk to besides the start page's own, e.g.
         "cdn.test", "*.shop.test", "api.test:8443".
-      pages: of the task set (see `tasks.WebTasks`), to start at them.
-      width, height: of the screenshots in pixels.
-      scale: pixels for each CSS pixel.
-      settle_s: how long an action may keep the page busy before the screenshot
-        is taken nevertheless.
-      load_s: the same for the start page.
+      pages: Pages of the task set (see `tasks.WebTasks`), to start at them.
+      width, height: Size of the screenshots in pixels.
+      scale: Pixels for each CSS pixel.
+      settle_s: Seconds that an action may keep the page busy before the
+        screenshot is taken in any case.
+      load_s: The same for the start page.
       accept_dialogs: whether a page's questions are answered yes or no.
       end_on_success: ask the evaluator after each action, and end the episode
         when the task is solved.
       timeout_s: deadline of the evaluator, and of commands to the browser.
-      page_deadline_s: how long to wait for a free tab.
-      max_pages: gyms that will be used at once, each of which holds a tab for
-        an episode: the shared browser allows so many then. None for its 32.
-      browser: to use instead of the event loop's shared one.
+      page_deadline_s: Seconds to wait for a free tab.
+      max_pages: Number of gyms used at once, each of which holds a tab for an
+        episode; the shared browser allows that number of tabs. None: 32.
+      browser: Browser to use instead of the event loop's shared one.
 
     Raises:
       ValueError: names the setting, its value and the values allowed.
@@ -302,7 +302,7 @@ class WebGym:
     return self._observe(info)
 
   async def evaluate(self) -> base.Evaluation:
-    """The evaluator's verdict on the page as it is.
+    """Returns the evaluator's verdict on the current page.
 
     Raises:
       RuntimeError: no episode is running.
@@ -334,13 +334,13 @@ class WebGym:
       self._proxy = None
 
   def _judge(self, task: base.Task) -> Evaluator:
-    found = self._judges.get(task.family, self._judges.get(""))
-    if found is None:
+    evaluator = self._judges.get(task.family, self._judges.get(""))
+    if evaluator is None:
       raise ValueError(
           f"task {task.task_id!r}: there is no evaluator for family"
           f" {task.family!r}; there are for {', '.join(self._judges)}"
       )
-    return found
+    return evaluator
 
   def _observe(
       self, info: Mapping[str, Any], instruction: str = ""
@@ -358,10 +358,10 @@ def _is_number(value: Any) -> bool:
   return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _judges(given: Any) -> dict[str, Evaluator]:
+def _judges(setting: Any) -> dict[str, Evaluator]:
   """Family -> evaluator, "" for all others."""
-  named = given if isinstance(given, Mapping) else {"": given}
-  found = {}
+  named = setting if isinstance(setting, Mapping) else {"": setting}
+  evaluators = {}
   for family, one in named.items():
     where = f"evaluator of {family!r}" if family else "evaluator"
     if isinstance(one, str):
@@ -374,5 +374,5 @@ def _judges(given: Any) -> dict[str, Evaluator]:
           f"{where}={one!r} must be a function (page, task, answer) or"
           " 'package.module:function'"
       )
-    found[family] = one
-  return found
+    evaluators[family] = one
+  return evaluators

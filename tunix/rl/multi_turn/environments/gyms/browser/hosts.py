@@ -35,7 +35,7 @@ class Origin:
 
 
 def split(url: str) -> Origin:
-  """The parts of an address that decide where a request goes.
+  """Returns the parts of an address that decide where a request goes.
 
   Raises:
     UrlRefused: not http or https, or not plain enough to be sure.
@@ -113,7 +113,7 @@ class Hosts:
       (self._below if below else self._exact).add((normal(host), one))
 
   def including(self, url: str) -> Hosts:
-    """A copy that also allows the host of `url`.
+    """Returns a copy that also allows the host of `url`.
 
     Without a port, or with 80 or 443, it allows both, as sites redirect from
     one to the other; any other port is allowed alone.
@@ -128,7 +128,7 @@ class Hosts:
     return both
 
   def allow(self, host: str, port: int) -> bool:
-    """Whether a request may go there."""
+    """Whether a request may go to a host and port."""
     host = normal(host)
     if (host, port) in self._exact:
       return True
@@ -139,14 +139,14 @@ class Hosts:
     )
 
   def allow_url(self, url: str) -> bool:
-    """Whether an address leads there, by http or https."""
+    """Whether an address leads to an allowed host, by http or https."""
     try:
       parts = urllib.parse.urlsplit(url)
       port = parts.port or _PORTS.get(parts.scheme)
     except ValueError:
       return False
-    known = parts.scheme in _PORTS and parts.hostname
-    return bool(known) and self.allow(parts.hostname, port)
+    complete = parts.scheme in _PORTS and parts.hostname
+    return bool(complete) and self.allow(parts.hostname, port)
 
 
 def may_start(url: str, allowed: Iterable[str]) -> bool:
@@ -156,15 +156,15 @@ def may_start(url: str, allowed: Iterable[str]) -> bool:
   after a "/".
 
   Raises:
-    UrlRefused: one of them is not a plain address.
+    UrlRefused: `url` or an allowed one is not a plain address.
   """
-  wanted = split(url)
+  target = split(url)
   for one in allowed:
     base = split(one)
     same = (base.scheme, base.host, base.port) == (
-        wanted.scheme, wanted.host, wanted.port
+        target.scheme, target.host, target.port
     )  # pyformat: disable
     below = base.path.rstrip("/") + "/"
-    if same and (wanted.path == base.path or wanted.path.startswith(below)):
+    if same and (target.path == base.path or target.path.startswith(below)):
       return True
   return False

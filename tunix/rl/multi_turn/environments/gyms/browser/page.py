@@ -4,7 +4,7 @@ Promises:
 * No window opens beside it: a window that a click opens is shown in this tab,
   one that a script opens by itself is closed.
 * Dialogs are answered at once, downloads and file choosers are refused, and a
-  link to a host that is not allowed leaves the page as it is. `notes` returns
+  link to a host that is not allowed does not change the page. `notes` returns
   a line for each.
 * `settle` waits until an action's effects are over, up to its time limit.
 
@@ -47,7 +47,7 @@ class WebTab(tab_lib.Tab):
   """A tab that shows a site; see the module docstring.
 
   Attributes:
-    width, height: of the viewport in CSS pixels.
+    width, height: Size of the viewport in CSS pixels.
   """
 
   VIEW = (1280, 720)
@@ -78,10 +78,11 @@ class WebTab(tab_lib.Tab):
     """Sets the tab up.
 
     Args:
-      width, height, scale: of the view; see the attributes.
-      hosts: those that documents may be loaded from.
-      proxy: records the refused connections.
-      accept_dialogs: whether questions are answered with yes or no.
+      width, height: Size of the viewport in CSS pixels.
+      scale: Pixels for each CSS pixel.
+      hosts: Hosts that documents may be loaded from.
+      proxy: Proxy that records the refused connections.
+      accept_dialogs: Whether questions are answered with yes or no.
     """
     self.width, self.height = width, height
     self._hosts, self._proxy, self._accept = hosts, proxy, accept_dialogs
@@ -113,7 +114,7 @@ class WebTab(tab_lib.Tab):
     """Loads the page that an episode starts at.
 
     Raises:
-      PageUnreachable: it, or a host that it redirects to, cannot be had.
+      PageUnreachable: the page, or a host that it redirects to, does not load.
     """
     self._status, self._loading = None, True
     self._touch()
@@ -139,7 +140,7 @@ class WebTab(tab_lib.Tab):
     Args:
       limit_s: a page that is never quiet, e.g. by long polling, is waited for
         no longer.
-      quiet_s: how long no request may begin or end.
+      quiet_s: Seconds in which no request may begin or end.
 
     Returns:
       Whether it became quiet.
@@ -306,10 +307,10 @@ class WebTab(tab_lib.Tab):
       answer["promptText"] = params.get("defaultPrompt", "")
     self.send("Page.handleJavaScriptDialog", answer)
     if kind != "beforeunload":
-      said = f"{kind}: {params['message']}"
+      note = f"{kind}: {params['message']}"
       if kind != "alert":
-        said += f" (answered {'yes' if accept else 'no'})"
-      self._note(said)
+        note += f" (answered {'yes' if accept else 'no'})"
+      self._note(note)
 
   # The end.
 

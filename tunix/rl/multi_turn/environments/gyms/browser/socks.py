@@ -120,12 +120,12 @@ class FilteringProxy:
       self._reply(writer, _NOT_ALLOWED)
       return None
     try:
-      found = await self._lookup(hosts_lib.normal(host), port)
-      if not found:
+      addresses = await self._lookup(hosts_lib.normal(host), port)
+      if not addresses:
         self.note(f"{host}:{port}")
         self._reply(writer, _NOT_ALLOWED)
         return None
-      upstream = await _connect(found, port)
+      upstream = await _connect(addresses, port)
     except (OSError, UnicodeError):
       self._reply(writer, _UNREACHABLE)
       return None
@@ -133,7 +133,7 @@ class FilteringProxy:
     return upstream
 
   async def _lookup(self, host: str, port: int) -> list[str]:
-    """The addresses of a host, resolved once; [] when none is allowed."""
+    """Resolves a host once, to its allowed addresses."""
     try:
       return [ipaddress.ip_address(host).compressed]
     except ValueError:

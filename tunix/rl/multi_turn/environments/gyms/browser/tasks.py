@@ -24,7 +24,7 @@ from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import seeds
 from tunix.rl.multi_turn.environments.gyms.browser import hosts as hosts_lib
 
-EVAL_SEEDS_FROM = 1_000_000_000
+EVAL_SEEDS_FROM = seeds.EVAL_SEEDS_FROM
 DEFAULT_MAX_TURNS = 15
 _SEED = "{seed}"
 
@@ -36,7 +36,7 @@ class Page:
   Attributes:
     url: http or https; may hold "{seed}".
     instruction: "" where the page carries it.
-    max_turns: that an episode may take.
+    max_turns: Turns that an episode may take.
   """
 
   url: str
@@ -56,35 +56,36 @@ def read_pages(pages: str | Mapping[str, Any]) -> dict[str, Page]:
     pages = yaml_text.read(pathlib.Path(pages))
   if not isinstance(pages, Mapping) or not pages:
     raise ValueError(f"{where} must hold names with a url each, got {pages!r}")
-  known = {f.name: f.type for f in dataclasses.fields(Page)}
-  found = {}
+  field_types = {f.name: f.type for f in dataclasses.fields(Page)}
+  parsed = {}
   for name, fields in pages.items():
     if isinstance(fields, str):
       fields = {"url": fields}
     if not isinstance(fields, Mapping) or "url" not in fields:
       raise ValueError(f"{where}, {name!r}: needs a url, got {fields!r}")
     for field, value in fields.items():
-      if field not in known:
+      if field not in field_types:
         raise ValueError(
-            f"{where}, {name!r}: takes no {field!r}; known: {', '.join(known)}"
+            f"{where}, {name!r}: takes no {field!r}; known:"
+            f" {', '.join(field_types)}"
         )
-      wanted = int if field == "max_turns" else str
-      wrong = not isinstance(value, wanted) or isinstance(value, bool)
-      if wrong or (wanted is int and value < 1):
-        what = "a whole number >= 1" if wanted is int else "text"
+      expected = int if field == "max_turns" else str
+      wrong = not isinstance(value, expected) or isinstance(value, bool)
+      if wrong or (expected is int and value < 1):
+        what = "a whole number >= 1" if expected is int else "text"
         raise ValueError(f"{where}, {name!r}: {field}={value!r} must be {what}")
     page = Page(**fields)
     try:
       hosts_lib.split(page.url.replace(_SEED, "0"))
     except hosts_lib.UrlRefused as error:
       raise ValueError(f"{where}, {name!r}: {error}") from None
-    found[str(name)] = page
-  return found
+    parsed[str(name)] = page
+  return parsed
 
 
 def start_urls(pages: str | Mapping[str, Any]) -> tuple[str, ...]:
   """Start addresses of the pages, each cut before its `{seed}`."""
-  found = []
+  urls = []
   for page in read_pages(pages).values():
     path, _, _ = page.url.partition("?")
     before, seed, _ = path.partition(_SEED)
@@ -94,11 +95,11 @@ def start_urls(pages: str | Mapping[str, Any]) -> tuple[str, ...]:
         raise ValueError(
             f"pages: url={page.url!r} has {_SEED} in its host; list start_urls"
         )
-    found.append(before.partition("#")[0])
-  return tuple(dict.fromkeys(found))
+    urls.append(before.partition("#")[0])
+  return tuple(dict.fromkeys(urls))
 
 
-class WebTasks:
+class WebTasks(seeds.SeededTasks):
   """Makes tasks: `browser/<family>/<seed>`. See the module docstring."""
 
   def __init__(
@@ -109,7 +110,7 @@ class WebTasks:
   ):
     """Args:
 
-      families: those to offer, None for all.
+      families: Families to offer, None for all.
       pages: name -> page, or the YAML file that holds them.
 
     Raises:
@@ -129,11 +130,8 @@ class WebTasks:
       self._page(name)
     self._families = tuple(families or self._pages)
 
-  def families(self) -> tuple[str, ...]:
-    return self._families
-
   def task(self, family: str, seed: int) -> base.Task:
-    """The instance that a family and a seed stand for.
+    """Returns the instance that a family and a seed stand for.
 
     Raises:
       ValueError: unknown family (gives the nearest), or a seed outside
@@ -152,16 +150,6 @@ class WebTasks:
         max_turns=page.max_turns,
         params={"url": page.url.replace(_SEED, str(seed))},
     )
-
-  def train_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """The `index`-th training instance of the run with this `seed`."""
-    number = seeds.train_seed(family, index, seed, EVAL_SEEDS_FROM)
-    return self.task(family, number)
-
-  def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """The `index`-th held-out instance; see `seeds`."""
-    number = seeds.eval_seed(family, index, seed, EVAL_SEEDS_FROM)
-    return self.task(family, number)
 
   def _page(self, family: str) -> Page:
     if family not in self._pages:

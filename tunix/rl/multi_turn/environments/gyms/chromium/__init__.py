@@ -2,3 +2,18 @@
 
 Shared by the gyms with web pages (`miniwob`, `browser`).
 """
+
+from __future__ import annotations
+
+from typing import Any, Iterator, Mapping
+
+from tunix.rl.multi_turn.environments.gyms.chromium import devtools
+
+
+def needs(options: Mapping[str, Any]) -> Iterator[str]:
+  """`GymSpec.needs` of a gym in a browser."""
+  del options
+  try:
+    devtools.find_browser()
+  except devtools.BrowserNotFound as error:
+    yield str(error)

@@ -35,7 +35,7 @@ class Outcome:
   clamped: bool = False
 
   def info(self) -> dict[str, str | bool]:
-    """The fields to put into `info`: those that are not empty."""
+    """Returns the fields to put into `info`: those that are not empty."""
     notes = {"ignored": self.ignored, "clamped": self.clamped}
     return {name: value for name, value in notes.items() if value}
 
@@ -51,9 +51,9 @@ async def perform(
 
   Args:
     tab: the tab.
-    action: in pixels of the screenshot.
-    width, height: of the screenshot.
-    scale: its pixels for each CSS pixel of the page.
+    action: GUI action in pixels of the screenshot.
+    width, height: Size of the screenshot.
+    scale: Pixels of the screenshot for each CSS pixel of the page.
 
   Raises:
     DevToolsError: the browser failed.
@@ -99,8 +99,8 @@ async def _do(
   if seconds is not None:
     seconds = min(max(seconds, 0.0), MAX_WAIT_S)
   if kind is _Kind.CLICK:
-    held = keys_lib.modifier_bits(action.keys)
-    await tab.click(*start, action.button, action.count, held)
+    modifiers = keys_lib.modifier_bits(action.keys)
+    await tab.click(*start, action.button, action.count, modifiers)
   elif kind is _Kind.MOVE:
     await tab.move(*start)
   elif kind is _Kind.DRAG:

@@ -139,20 +139,20 @@ def find_browser(executable: str | None = None) -> str:
   """Path of a Chromium executable.
 
   Args:
-    executable: name or path; None means `$TUNIX_CHROMIUM`, else the first of
-      `EXECUTABLES` that is there.
+    executable: Name or path; None means `$TUNIX_CHROMIUM`, else the first of
+      `EXECUTABLES` that is installed.
 
   Raises:
-    BrowserNotFound: in one line, with what to do.
+    BrowserNotFound: there is none; the message, one line, names the fix.
   """
-  wanted = executable or os.environ.get(EXECUTABLE_VARIABLE)
-  for name in (wanted,) if wanted else EXECUTABLES:
+  chosen = executable or os.environ.get(EXECUTABLE_VARIABLE)
+  for name in (chosen,) if chosen else EXECUTABLES:
     path = shutil.which(name)
     if path:
       return path
-  if wanted:
+  if chosen:
     source = "executable" if executable else f"${EXECUTABLE_VARIABLE}"
-    raise BrowserNotFound(f"{source} names {wanted!r}, which cannot be run")
+    raise BrowserNotFound(f"{source} names {chosen!r}, which cannot be run")
   raise BrowserNotFound(
       "no Chromium found: run `make browser` (Debian: apt-get install"
       f" chromium-headless-shell) or set ${EXECUTABLE_VARIABLE} to one"
@@ -163,7 +163,7 @@ class Chromium:
   """A running browser. Use it on the event loop that launched it.
 
   Attributes:
-    pid: of the browser process, which leads its own session and group.
+    pid: Id of the browser process, which leads its own session and group.
     profile: its user data directory; gone after `close`.
     death: None while it runs, else why it does not.
     on_death: called once, with the error, when it ends without `close`.
@@ -198,8 +198,9 @@ class Chromium:
     """Starts a browser with a fresh profile and waits until it answers.
 
     Raises:
-      BrowserNotFound: nothing to start.
-      LaunchError: it did not answer in `deadline_s`; quotes its last words.
+      BrowserNotFound: no browser is installed.
+      LaunchError: the browser did not answer in `deadline_s`; the message has
+        its last output.
     """
     path = find_browser(executable)
     sweep_profiles()
@@ -399,8 +400,8 @@ class Chromium:
       self._chunks.append(data)
       return
     self._chunks.append(data)
-    *messages, rest = b"".join(self._chunks).split(b"\0")
-    self._chunks = [rest] if rest else []
+    *messages, tail = b"".join(self._chunks).split(b"\0")
+    self._chunks = [tail] if tail else []
     for message in messages:
       try:
         parsed = json_text.parse(message)
@@ -519,7 +520,7 @@ class Chromium:
     _OPEN.discard(self)
 
   def _exit_status(self, wait_s: float) -> str | None:
-    """The process's end in words, or None while it runs."""
+    """Returns the process's end in words, or None while it runs."""
     end = time.monotonic() + wait_s
     while self._exit is None:
       try:
@@ -539,7 +540,7 @@ class Chromium:
     return self._exit
 
   def _last_words(self) -> str:
-    """The end of the browser's stderr, for error messages."""
+    """Returns the end of the browser's stderr, for error messages."""
     try:
       text = (self.profile / "stderr.txt").read_text(errors="replace")
     except (OSError, TypeError):
@@ -574,15 +575,15 @@ def _kill_all() -> None:
 
 def _inheritable_fds() -> list[int]:
   """Descriptors >= 3 of this process that a child would inherit."""
-  found = []
+  descriptors = []
   for name in os.listdir("/proc/self/fd"):
     fd = int(name)
     try:
       if fd >= 3 and os.get_inheritable(fd):
-        found.append(fd)
+        descriptors.append(fd)
     except OSError:
       pass  # The listing's own descriptor.
-  return found
+  return descriptors
 
 
 def _remove(directory: pathlib.Path) -> None:

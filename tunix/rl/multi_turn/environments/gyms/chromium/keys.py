@@ -76,16 +76,16 @@ class UnknownKey(ValueError):
 
 
 def normalise(name: str) -> str:
-  """The one name of a key: a single character or one of the named keys.
+  """Returns the name of a key: a single character or one of the named keys.
 
   Raises:
     UnknownKey: naming it.
   """
   if len(name) == 1 and name in _CHARACTERS:
     return "space" if name == " " else name
-  known = key_names.key_name(name.strip())
-  if known in _NAMED or known in _CHARACTERS:
-    return known
+  key = key_names.key_name(name.strip())
+  if key in _NAMED or key in _CHARACTERS:
+    return key
   raise UnknownKey(f"there is no key {name!r}")
 
 
@@ -93,14 +93,14 @@ def modifier_bits(names: tuple[str, ...]) -> int:
   """Bit set of the modifier keys held during a click.
 
   Raises:
-    UnknownKey: one of them is not a modifier.
+    UnknownKey: a key is not a modifier.
   """
   bits = 0
   for name in names:
-    known = normalise(name)
-    if known not in MODIFIERS:
+    key = normalise(name)
+    if key not in MODIFIERS:
       raise UnknownKey(f"{name!r} cannot be held during a click")
-    bits |= MODIFIERS[known]
+    bits |= MODIFIERS[key]
   return bits
 
 
@@ -111,15 +111,15 @@ def key_events(names: tuple[str, ...]) -> tuple[list[Command], list[Command]]:
     UnknownKey: a name is not known.
   """
   keys = [normalise(name) for name in names]
-  held = 0
+  modifiers = 0
   down: list[Command] = []
   up: list[Command] = []
   for key in keys:
-    held |= MODIFIERS.get(key, 0)
-    down.append(_event(key, held, True))
+    modifiers |= MODIFIERS.get(key, 0)
+    down.append(_event(key, modifiers, True))
   for key in reversed(keys):
-    held &= ~MODIFIERS.get(key, 0)
-    up.append(_event(key, held, False))
+    modifiers &= ~MODIFIERS.get(key, 0)
+    up.append(_event(key, modifiers, False))
   return down, up
 
 
@@ -137,29 +137,29 @@ def text_events(text: str) -> list[Command]:
     name = {"\n": "enter", "\t": "tab", " ": "space"}.get(piece, piece)
     if len(piece) == 1 and (name in _NAMED or name in _CHARACTERS):
       shift = name in _CHARACTERS and _CHARACTERS[name][2]
-      held = MODIFIERS["shift"] if shift else 0
-      commands += [_event(name, held, True), _event(name, held, False)]
+      modifiers = MODIFIERS["shift"] if shift else 0
+      commands += [_event(name, modifiers, down) for down in (True, False)]
     else:  # No key makes it: an input method would insert it.
       commands.append(("Input.insertText", {"text": piece}))
   return commands
 
 
-def _event(key: str, held: int, pressed: bool) -> Command:
+def _event(key: str, modifiers: int, pressed: bool) -> Command:
   if key in _NAMED:
     name, code, number, text = _NAMED[key]
   else:
     code, number, shifted, other = _CHARACTERS[key]
     # With Shift held, the key gives its upper character.
-    shift_held = bool(held & MODIFIERS["shift"])
+    shift_held = bool(modifiers & MODIFIERS["shift"])
     name = key if shift_held == shifted or shifted else other
     text = name
-  if held & ~MODIFIERS["shift"]:
+  if modifiers & ~MODIFIERS["shift"]:
     text = ""  # A shortcut, not input.
   params: dict[str, Any] = {
       "key": name,
       "code": code,
       "windowsVirtualKeyCode": number,
-      "modifiers": held,
+      "modifiers": modifiers,
   }
   if not pressed:
     params["type"] = "keyUp"

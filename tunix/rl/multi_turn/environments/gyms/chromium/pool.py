@@ -42,10 +42,10 @@ def check_pages(max_pages: Any) -> Any:
   """Returns `max_pages` if it is a number of tabs or None.
 
   Raises:
-    ValueError: it is neither.
+    ValueError: `max_pages` is neither.
   """
-  whole = isinstance(max_pages, int) and not isinstance(max_pages, bool)
-  if max_pages is not None and not (whole and max_pages >= 1):
+  is_whole = isinstance(max_pages, int) and not isinstance(max_pages, bool)
+  if max_pages is not None and not (is_whole and max_pages >= 1):
     raise ValueError(f"max_pages={max_pages!r} must be a whole number >= 1")
   return max_pages
 
@@ -83,12 +83,12 @@ class Browser(Generic[T]):
         at once, 64 in all; about 10 MB each. They are opened when none that
         waits is what the caller prefers.
       executable: Chromium to run, None to look for one.
-      deadline_s: for each command to a tab.
-      idle_s: how long a browser without lent tabs stays up.
+      deadline_s: Deadline of each command to a tab, in seconds.
+      idle_s: Seconds that a browser without lent tabs stays up.
       max_launches: starts allowed within `launch_window_s`, so that a browser
         that always dies does not start for ever.
       launch_window_s: seconds.
-      flags: of Chromium, besides those of `devtools`.
+      flags: Flags of Chromium, besides those of `devtools`.
     """
     check_pages(max_pages)
     if spare < 0:
@@ -139,19 +139,19 @@ class Browser(Generic[T]):
       settings: Mapping[str, Any] | None = None,
       prefer: Callable[[T], bool] | None = None,
   ) -> T:
-    """A tab for the caller alone, to be given back with `release`.
+    """Lends a tab to the caller alone, who gives it back with `release`.
 
     Args:
-      deadline_s: how long to wait for a free one.
-      context: of the browser context, e.g. its proxy. Given, the tab is a new
-        one; so it is with settings.
-      settings: that the tab is opened with.
+      deadline_s: Seconds to wait for a free one.
+      context: Parameters of the browser context, e.g. its proxy. With them, or
+        with `settings`, the tab is always a new one.
+      settings: Settings that the tab is opened with.
       prefer: tab -> whether an idle tab suits best. When none does, a spare
         tab is opened; else the oldest idle tab of the most frequent page is
         taken.
 
     Raises:
-      NoFreePage: none became free in `deadline_s` seconds.
+      NoFreePage: no tab became free in `deadline_s` seconds.
       BrowserNotFound, LaunchError, BrowserDied, PageCrashed, CommandTimeout.
     """
     try:
@@ -184,7 +184,7 @@ class Browser(Generic[T]):
     return page
 
   def _choose(self, prefer: Callable[[T], bool] | None) -> int | None:
-    """The idle tab to lend; None to open a spare one."""
+    """Returns the idle tab to lend; None to open a spare one."""
     if prefer is None:
       return 0
     for index, page in enumerate(self._idle):

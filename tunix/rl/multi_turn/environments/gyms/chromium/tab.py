@@ -33,10 +33,10 @@ class Tab:
   Attributes:
     chromium: the browser.
     target, context: its DevTools ids.
-    url: of the page it shows, "" when it shows none.
-    dead: why it is of no more use, or None.
+    url: Address of the page it shows, "" when it shows none.
+    dead: Error that made it unusable, or None.
     scale: pixels of the screen for each CSS pixel.
-    pointer: where the mouse is, in CSS pixels.
+    pointer: Position of the mouse, in CSS pixels.
   """
 
   VIEW = (360, 240)
@@ -76,8 +76,8 @@ class Tab:
     Args:
       chromium: the browser.
       context: id of a browser context made for this tab alone.
-      deadline_s: for each command and each wait of this tab, seconds.
-      settings: of the kind of tab; see its `_prepare`.
+      deadline_s: Deadline of each command and each wait of this tab, seconds.
+      settings: Arguments of `_prepare` of this kind of tab.
 
     Raises:
       DevToolsError
@@ -148,10 +148,10 @@ class Tab:
     self.scale = scale
 
   async def evaluate(self, expression: str) -> Any:
-    """The JSON value of a JavaScript expression in the page, or its promise.
+    """Evaluates a JavaScript expression, or its promise, to a JSON value.
 
     Raises:
-      CommandFailed: with the text of the script's exception.
+      CommandFailed: the script raised; the message is its exception's text.
     """
     result = await self.post(
         "Runtime.evaluate",

@@ -63,16 +63,17 @@ class ComputerGym:
     if isinstance(evaluator, str):
       evaluator = _imported("evaluator", evaluator)
     options_lib.check_seconds({"timeout_s": timeout_s})
-    made = inspect.isclass(computer) or not hasattr(computer, "screenshot")
-    if made and not callable(computer):
+    has_screen = hasattr(computer, "screenshot")
+    is_factory = inspect.isclass(computer) or not has_screen
+    if is_factory and not callable(computer):
       raise ValueError(
           f"computer={computer!r} has no screenshot() and makes none"
       )
-    if options and not made:
+    if options and not is_factory:
       raise ValueError("options are for what makes a computer; it is there")
     self._make: Callable[[], Any] | None = None
     self.computer: Any = None
-    if made:
+    if is_factory:
       self._make = lambda: computer(**(options or {}))
     else:
       self.computer = computer
@@ -95,10 +96,11 @@ class ComputerGym:
           " no evaluator: nothing decides whether a task is solved"
       )
     self._task, self.answer = task, ""
-    said = None
+    result = None
     if hasattr(self.computer, "start"):
-      said = await self._method("start", task)
-    return await self._look(instruction=said if isinstance(said, str) else "")
+      result = await self._method("start", task)
+    instruction = result if isinstance(result, str) else ""
+    return await self._look(instruction=instruction)
 
   async def act(self, action: gui_action.GuiAction) -> base.Observation:
     if self._task is None:
@@ -109,11 +111,11 @@ class ComputerGym:
     result = None
     if action.kind is not gui_action.GuiActionKind.SCREENSHOT:
       result = await self._method("act", action)
-    done = result is True
-    if not done and hasattr(self.computer, "done"):
-      done = bool(await self._method("done"))
+    ended = result is True
+    if not ended and hasattr(self.computer, "done"):
+      ended = bool(await self._method("done"))
     text = result if isinstance(result, str) else ""
-    return await self._look(text=text, done=done)
+    return await self._look(text=text, done=ended)
 
   async def evaluate(self) -> base.Evaluation:
     if self._task is None:

@@ -31,7 +31,7 @@ __getattr__ = registry.lazy_attributes(
     __name__,
     gym=(
         "DesktopGym DesktopTasks EVAL_SEEDS_FROM QUICKSTART_FAMILIES families"
-        " instruction_corpus oracle_action"
+        " oracle_action"
     ),
     env="DesktopEnv register_envs",
     flat="FlatDesktop make_flat",

@@ -189,11 +189,11 @@ class Canvas:
   ) -> None:
     """One line centred in a box, cut to its width."""
     text = font.fit(text, w)
-    left = x + (w - font.text_width(text)) // 2
-    self.text(left, y + (h - font.ASCENT) // 2, text, color)
+    text_x = x + (w - font.text_width(text)) // 2
+    self.text(text_x, y + (h - font.ASCENT) // 2, text, color)
 
   def sub(self, x: int, y: int, w: int, h: int, fill: Color) -> Canvas:
-    """A canvas of its own for a clipped area; `put` it back when drawn."""
+    """Makes a canvas for a clipped area; `put` it back when drawn."""
     image = Image.new("RGB", (w * self.k, h * self.k), fill)
     return Canvas(image, self.k, x, y)
 

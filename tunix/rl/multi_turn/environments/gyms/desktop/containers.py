@@ -23,19 +23,20 @@ class Container(widgets.Widget):
     self.children.append(child)
     return child
 
+  def visible(self):
+    """The children that are drawn and can be hit, from back to front."""
+    return self.children
+
   def walk(self):
     yield self
-    for child in self.children:
+    for child in self.visible():
       yield from child.walk()
 
   def hit(self, x, y):
     if not self.contains(x, y):
       return None
-    for child in reversed(self.children):
-      found = child.hit(x, y)
-      if found is not None:
-        return found
-    return self
+    hits = (child.hit(x, y) for child in reversed(self.visible()))
+    return next((widget for widget in hits if widget is not None), self)
 
   def shift(self, dx, dy):
     super().shift(dx, dy)
@@ -43,7 +44,7 @@ class Container(widgets.Widget):
       child.shift(dx, dy)
 
   def draw(self, c, ui):
-    for child in self.children:
+    for child in self.visible():
       child.draw(c, ui)
 
 
@@ -150,12 +151,10 @@ class ScrollArea(Container):
   def hit(self, x, y):
     if not self.contains(x, y):
       return None
+    hits = ()
     if x < self.x + self.w - self.BAR:
-      for child in reversed(self.children):
-        found = child.hit(x, y + self.offset)
-        if found is not None:
-          return found
-    return self
+      hits = (c.hit(x, y + self.offset) for c in reversed(self.children))
+    return next((widget for widget in hits if widget is not None), self)
 
   def _thumb(self) -> tuple[int, int]:
     """Top and height of the thumb, relative to the area."""
@@ -227,22 +226,8 @@ class TabView(Container):
     """Name of the page in front."""
     return next(tab.name for tab in self.tabs if tab.front)
 
-  def _shown(self):
+  def visible(self):
     return [self.pages[self.front()]] + self.tabs
-
-  def walk(self):
-    yield self
-    for child in self._shown():
-      yield from child.walk()
-
-  def hit(self, x, y):
-    if not self.contains(x, y):
-      return None
-    for child in reversed(self._shown()):
-      found = child.hit(x, y)
-      if found is not None:
-        return found
-    return self
 
   def shift(self, dx, dy):
     super().shift(dx, dy)
@@ -255,8 +240,7 @@ class TabView(Container):
            t.button_edge)
     c.rect(self.x + 1, self.y + self.HEAD, self.w - 2,
            self.h - self.HEAD - 1, t.field)
-    for child in self._shown():
-      child.draw(c, ui)
+    super().draw(c, ui)
 
 
 class MenuItem(widgets.Widget):

@@ -44,7 +44,7 @@ _Kind = gui_action.GuiActionKind
 def decode_action(
     action: dict[str, Any], width: int, height: int
 ) -> gui_action.GuiAction:
-  """An action of the env's space as a GuiAction in pixels."""
+  """Returns an action of the env's space as a GuiAction in pixels."""
   kind = ACTION_KINDS[int(action["kind"])]
   x, y = _pixels(action["position"], width, height)
   if kind in _CLICKS:
@@ -76,7 +76,7 @@ def decode_action(
 def encode_action(
     action: gui_action.GuiAction, width: int, height: int
 ) -> dict[str, Any]:
-  """A GuiAction as an action of the env's space.
+  """Returns a GuiAction as an action of the env's space.
 
   Decoding gives the same pixels again (their middle), except that scrolling
   is cut to one screen an action.
@@ -164,10 +164,27 @@ def check_choices(split: str, render_mode: str | None) -> None:
     )
 
 
-class DesktopEnv(gymnasium.Env):
-  """One family of desktop tasks; see the module docstring."""
+class TaskEnv(gymnasium.Env):
+  """Base of environments that play instances of one family of a task set."""
 
   metadata = {"render_modes": ["rgb_array"], "render_fps": 4}
+  tasks: base.TaskSet
+  family: str
+  split: str
+
+  def draw(self, seed: int | None, options: dict | None) -> base.Task:
+    """Draws a task by `seed`, or takes `options["instance"]` of the split."""
+    super().reset(seed=seed)
+    index = (options or {}).get("instance")
+    if index is None:
+      index = int(self.np_random.integers(gym_lib.EVAL_SEEDS_FROM))
+    train = self.split == "train"
+    make = self.tasks.train_task if train else self.tasks.eval_task
+    return make(self.family, index, 0)
+
+
+class DesktopEnv(TaskEnv):
+  """One family of desktop tasks; see the module docstring."""
 
   def __init__(
       self,
@@ -203,34 +220,26 @@ class DesktopEnv(gymnasium.Env):
     """Starts an instance drawn by `seed`.
 
     Args:
-      seed: as in gymnasium; the same one gives the same episodes.
+      seed: Seed in gymnasium's sense; equal seeds give equal episodes.
       options: {"instance": n} starts the n-th instance of the split instead.
     """
-    super().reset(seed=seed)
-    index = (options or {}).get("instance")
-    if index is None:
-      index = int(self.np_random.integers(gym_lib.EVAL_SEEDS_FROM))
-    make = (
-        self.tasks.train_task if self.split == "train"
-        else self.tasks.eval_task
-    )
-    self.task = make(self.family, index)
+    self.task = self.draw(seed, options)
     self.gym.start_sync(self.task)
     return self._observation(), self._info({})
 
   def step(self, action):
     if self.task is None:
       raise RuntimeError("call reset() before step()")
-    seen = self.gym.act_sync(
+    observation = self.gym.act_sync(
         decode_action(action, self.gym.width, self.gym.height)
     )
     result = self.gym.evaluate_sync()
     turns = result.details["turns"]
-    truncated = not seen.done and turns >= self.task.max_turns
-    reward = result.score if seen.done else 0.0
-    info = self._info(seen.info)
+    truncated = not observation.done and turns >= self.task.max_turns
+    reward = result.score if observation.done else 0.0
+    info = self._info(observation.info)
     info["success"] = result.success
-    return self._observation(), reward, seen.done, truncated, info
+    return self._observation(), reward, observation.done, truncated, info
 
   def render(self):
     """uint8[height, width, 3] of the current screen."""

@@ -18,8 +18,55 @@ def add_buttons(parent, names, spots, height=16):
   ]
 
 
+def form(ep, rng, w=112, h=66):
+  """A window with a random title; returns it and its client area."""
+  win = layout.window(rng, ep.scene, rng.choice(words.WINDOW_TITLES), w, h)
+  return win, win.client()
+
+
+def text_fields(win, area, names, order, texts=None, height=15):
+  """Adds a column of labelled text fields.
+
+  Args:
+    win: Window that gets them.
+    area: Rectangle of the column.
+    names: Labels of the fields.
+    order: Indices of `names`, from the top of the column.
+    texts: Text of each field; None leaves all of them empty.
+    height: Height of a field in layout units.
+
+  Returns:
+    The fields in the order of `names`.
+  """
+  x, _, w, _ = area
+  label = max(font.text_width(name) for name in names) + 6
+  fields = [None] * len(names)
+  for i, top in zip(order, layout.column(area, len(names), height)):
+    win.add(widgets.Label(x, top + height - 11, names[i]))
+    fields[i] = win.add(widgets.TextField(
+        x + label, top, w - label, height, names[i], texts[i] if texts else ""
+    ))
+  return fields
+
+
+class _Pick(family.Family):
+  """Won when `event` hits the first of `ep.w[widgets]`, lost on another."""
+
+  event = "press"
+  widgets = "buttons"
+  clicks = 1
+
+  def judge(self, ep, event):
+    if event.kind == self.event:
+      return event.widget is ep.w[self.widgets][0]
+    return None
+
+  def oracle(self, ep):
+    return family.click(ep, ep.w[self.widgets][0], count=self.clicks)
+
+
 @family.register
-class ClickButton(family.Family):
+class ClickButton(_Pick):
   """Click the named one of several buttons; another one loses."""
 
   name = "click-button"
@@ -35,8 +82,7 @@ class ClickButton(family.Family):
     return family.Spec(text, {"labels": labels})
 
   def build(self, ep, data, rng):
-    title = rng.choice(words.WINDOW_TITLES)
-    win = layout.window(rng, ep.scene, title, 112, 66)
+    win, _ = form(ep, rng)
     labels = list(data["labels"])
     sizes = [widgets.Button.size(label) for label in labels]
     extra = []
@@ -48,20 +94,13 @@ class ClickButton(family.Family):
     for name, at in zip(extra, spots[len(labels):]):
       win.add(widgets.CheckBox(*at, name))
 
-  def judge(self, ep, event):
-    if event.kind == "press":
-      return event.widget is ep.w["buttons"][0]
-    return None
-
-  def oracle(self, ep):
-    return family.click(ep, ep.w["buttons"][0])
-
 
 @family.register
-class ClickColor(family.Family):
+class ClickColor(_Pick):
   """Click the shape of the named colour (and form, at level 2)."""
 
   name = "click-color"
+  widgets = "shapes"
 
   def sample(self, rng, level):
     if level < 2:
@@ -82,9 +121,7 @@ class ClickColor(family.Family):
     return family.Spec(text, {"things": things})
 
   def build(self, ep, data, rng):
-    win = layout.window(
-        rng, ep.scene, rng.choice(words.WINDOW_TITLES), 112, 66
-    )
+    win, _ = form(ep, rng)
     low, high = ((22, 26), (18, 22), (20, 24))[ep.level]
     sizes = [rng.randint(low, high) for _ in data["things"]]
     spots = layout.place(rng, win.client(2), [(s, s) for s in sizes])
@@ -92,14 +129,6 @@ class ClickColor(family.Family):
         win.add(items.Shape(*at, size, *thing))
         for thing, size, at in zip(data["things"], sizes, spots)
     ]
-
-  def judge(self, ep, event):
-    if event.kind == "press":
-      return event.widget is ep.w["shapes"][0]
-    return None
-
-  def oracle(self, ep):
-    return family.click(ep, ep.w["shapes"][0])
 
 
 def _head_shows(scene, win):
@@ -221,8 +250,8 @@ class EnterText(family.Family):
       ))
     old = ["" for _ in names]
     if level == 2:
-      others = [w for w in words.TYPING_WORDS if w != text]
-      old = rng.sample(others, len(names))
+      candidates = [w for w in words.TYPING_WORDS if w != text]
+      old = rng.sample(candidates, len(names))
     order = rng.sample(range(len(names)), len(names))
     return family.Spec(pattern.format(text, names[0]), {
         "text": text, "names": names, "old": old, "order": order,
@@ -230,23 +259,15 @@ class EnterText(family.Family):
 
   def build(self, ep, data, rng):
     names = data["names"]
-    win = layout.window(
-        rng, ep.scene, rng.choice(words.WINDOW_TITLES), 104, 64
-    )
-    area = win.client()
-    ep.w["fields"] = [None] * len(names)
+    win, area = form(ep, rng, 104, 64)
     if ep.level == 0:
       width = rng.randint(64, max(64, min(area[2], 140)))
       (spot,) = layout.place(rng, area, [(width, 16)])
-      ep.w["fields"][0] = win.add(widgets.TextField(*spot, width, 16, ""))
+      ep.w["fields"] = [win.add(widgets.TextField(*spot, width, 16, ""))]
       return
-    label = max(font.text_width(name) for name in names) + 6
-    x, _, w, _ = area
-    for i, y in zip(data["order"], layout.column(area, len(names), 16)):
-      win.add(widgets.Label(x, y + 5, names[i]))
-      ep.w["fields"][i] = win.add(widgets.TextField(
-          x + label, y, w - label, 16, names[i], data["old"][i]
-      ))
+    ep.w["fields"] = text_fields(
+        win, area, names, data["order"], data["old"], 16
+    )
 
   def solved(self, ep):
     want = [ep.spec.data["text"]] + list(ep.spec.data["old"][1:])
@@ -270,10 +291,10 @@ class ClickCheckboxes(family.Family):
 
   def sample(self, rng, level):
     count = (rng.randint(2, 3), 4, 6)[level]
-    wanted = rng.randint(1, (1 if count == 2 else 2, 3, 4)[level])
+    targets = rng.randint(1, (1 if count == 2 else 2, 3, 4)[level])
     names = rng.sample(words.CHOICES, count)
     ticked = [level == 2 and rng.random() < 0.35 for _ in names]
-    if ticked == [i < wanted for i in range(count)]:
+    if ticked == [i < targets for i in range(count)]:
       ticked[0] = False  # never solved from the start
     pattern = rng.choice((
         "Tick {}.", "Check {}.", "Select {}.",
@@ -281,17 +302,14 @@ class ClickCheckboxes(family.Family):
         "Tick only {}.", "Check {} and nothing else.", "Select just {}.",
     ))
     order = rng.sample(range(count), count)
-    named = rng.sample(names[:wanted], wanted)
+    named = rng.sample(names[:targets], targets)
     return family.Spec(pattern.format(family.quote(named)), {
-        "names": names, "wanted": wanted, "ticked": ticked, "order": order,
+        "names": names, "wanted": targets, "ticked": ticked, "order": order,
     })
 
   def build(self, ep, data, rng):
     names = data["names"]
-    win = layout.window(
-        rng, ep.scene, rng.choice(words.WINDOW_TITLES), 116, 68
-    )
-    area = win.client()
+    win, area = form(ep, rng, 116, 68)
     boxes = [None] * len(names)
     if ep.level == 0:
       sizes = [(widgets.CheckBox.width(name), 14) for name in names]
@@ -325,10 +343,13 @@ class ClickCheckboxes(family.Family):
 
 
 @family.register
-class OpenIcon(family.Family):
+class OpenIcon(_Pick):
   """Double-click the named icon; a single click only selects it."""
 
   name = "open-icon"
+  event = "open"
+  widgets = "icons"
+  clicks = 2
 
   def sample(self, rng, level):
     count = (3, 4, 6)[level]
@@ -354,13 +375,5 @@ class OpenIcon(family.Family):
     icons = [items.Icon(*at, n) for at, n in zip(spots, data["names"])]
     scene.items[:0] = icons
     ep.w["icons"] = icons
-
-  def judge(self, ep, event):
-    if event.kind == "open":
-      return event.widget is ep.w["icons"][0]
-    return None
-
-  def oracle(self, ep):
-    return family.click(ep, ep.w["icons"][0], count=2)
 
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from tunix.rl.multi_turn.environments.gyms.desktop import containers
+from tunix.rl.multi_turn.environments.gyms.desktop import families_basic
 from tunix.rl.multi_turn.environments.gyms.desktop import family
 from tunix.rl.multi_turn.environments.gyms.desktop import font
 from tunix.rl.multi_turn.environments.gyms.desktop import layout
 from tunix.rl.multi_turn.environments.gyms.desktop import widgets
 from tunix.rl.multi_turn.environments.gyms.desktop import words
-
-
-def form(ep, rng, w=112, h=66):
-  """A window with a random title; returns it and its client area."""
-  win = layout.window(rng, ep.scene, rng.choice(words.WINDOW_TITLES), w, h)
-  return win, win.client()
 
 
 def submit_button(win, area, name="OK"):
@@ -61,9 +56,9 @@ class ChooseRadio(_Form):
   def sample(self, rng, level):
     count = (3, 3, 6)[level]
     names = rng.sample(words.CHOICES, count)
-    wanted = names[:1] if level < 2 else [names[0], names[3]]
+    targets = names[:1] if level < 2 else [names[0], names[3]]
     text = rng.choice(("Choose {}.", "Select {}.", "Pick {}.")).format(
-        family.quote(wanted)
+        family.quote(targets)
     )
     if level:
       text = text[:-1] + rng.choice((
@@ -73,16 +68,16 @@ class ChooseRadio(_Form):
     return family.Spec(text, {"names": names, "orders": orders})
 
   def build(self, ep, data, rng):
-    win, area = form(ep, rng, 116, 70)
+    win, area = families_basic.form(ep, rng, 116, 70)
     x, _, w, h = area
     ep.w["targets"] = []
     for place, order in enumerate(data["orders"]):
       group: list[widgets.RadioButton] = []
       rows = (x, area[1], w, h - 18 if ep.level else h)
       for i, top in zip(order, layout.column(rows, 3, 14)):
-        left = x + 1 + place * (w // 2)
+        radio_x = x + 1 + place * (w // 2)
         radio = win.add(
-            widgets.RadioButton(left, top, data["names"][i], group)
+            widgets.RadioButton(radio_x, top, data["names"][i], group)
         )
         if i % 3 == 0:
           ep.w["targets"].append(radio)
@@ -110,14 +105,14 @@ class ChooseOption(_Form):
     lists = 1 + (level == 2)
     count = (3, 4, 4)[level]
     names = rng.sample(words.DROP_DOWN_NAMES, lists)
-    options, wanted, old = [], [], []
+    options, targets, old = [], [], []
     for _ in names:
       choices = rng.sample(words.CHOICES, count)
       goal, start = rng.sample(range(count), 2)
       options.append(choices)
-      wanted.append(goal)
+      targets.append(goal)
       old.append(start)
-    goals = [o[g] for o, g in zip(options, wanted)]
+    goals = [o[g] for o, g in zip(options, targets)]
     if level == 0:
       text = rng.choice((
           "Choose {} from the list.", "Select {} in the drop-down.",
@@ -128,11 +123,11 @@ class ChooseOption(_Form):
           [f"{name} to {goal}" for name, goal in zip(names, goals)]
       ) + ("." if level == 1 else ", then press OK.")
     return family.Spec(text, {
-        "names": names, "options": options, "wanted": wanted, "old": old,
+        "names": names, "options": options, "wanted": targets, "old": old,
     })
 
   def build(self, ep, data, rng):
-    win, area = form(ep, rng)
+    win, area = families_basic.form(ep, rng)
     x, y, w, h = area
     lists = []
     if ep.level == 0:
@@ -185,18 +180,18 @@ class SetSlider(_Form):
     return family.Spec(text, {"names": names, "steps": steps, "pairs": pairs})
 
   def build(self, ep, data, rng):
-    win, area = form(ep, rng, 112, 73)
+    win, area = families_basic.form(ep, rng, 112, 73)
     x, y, w, h = area
     names = data["names"]
     width = rng.randint(96, max(96, min(w - 2, 180)))
-    left = x + rng.randrange(w - width + 1)
+    slider_x = x + rng.randrange(w - width + 1)
     if ep.level < 2:
       tops = [y + rng.randrange(h - widgets.Slider.HEIGHT + 1)]
     else:
       tops = layout.column((x, y, w, h - 17), 2, widgets.Slider.HEIGHT, 0)
       ep.w["ok"] = submit_button(win, area)
     ep.w["sliders"] = [
-        win.add(widgets.Slider(left, top, width, n, data["steps"], p[1]))
+        win.add(widgets.Slider(slider_x, top, width, n, data["steps"], p[1]))
         for top, n, p in zip(tops, names, data["pairs"])
     ]
 
@@ -232,7 +227,7 @@ class LoginForm(_Form):
     })
 
   def build(self, ep, data, rng):
-    win, area = form(ep, rng, 116, 64)
+    win, area = families_basic.form(ep, rng, 116, 64)
     x, y, w, h = area
     label = font.text_width("password") + 5
     tops = layout.column((x, y, w, h - 18), 2, 16, 2)
@@ -286,17 +281,9 @@ class FocusField(family.Family):
     return family.Spec(text, {"names": names, "order": order})
 
   def build(self, ep, data, rng):
-    win, area = form(ep, rng, 112, 70)
-    names = data["names"]
-    label = max(font.text_width(name) for name in names) + 6
-    x, _, w, _ = area
-    for i, top in zip(data["order"], layout.column(area, len(names), 15)):
-      win.add(widgets.Label(x, top + 4, names[i]))
-      field = win.add(widgets.TextField(
-          x + label, top, w - label, 15, names[i]
-      ))
-      if i == 0:
-        ep.w["field"] = field
+    win, area = families_basic.form(ep, rng, 112, 70)
+    fields = families_basic.text_fields(win, area, data["names"], data["order"])
+    ep.w["field"] = fields[0]
 
   def solved(self, ep):
     return ep.scene.focus is ep.w["field"]
@@ -325,17 +312,10 @@ class CopyText(family.Family):
     return family.Spec(text, {"names": names, "texts": texts, "order": order})
 
   def build(self, ep, data, rng):
-    win, area = form(ep, rng, 112, 70)
-    names = data["names"]
-    label = max(font.text_width(name) for name in names) + 6
-    x, _, w, _ = area
-    fields = [None] * len(names)
-    for i, top in zip(data["order"], layout.column(area, len(names), 15)):
-      win.add(widgets.Label(x, top + 4, names[i]))
-      fields[i] = win.add(widgets.TextField(
-          x + label, top, w - label, 15, names[i], data["texts"][i]
-      ))
-    ep.w["fields"] = fields
+    win, area = families_basic.form(ep, rng, 112, 70)
+    ep.w["fields"] = families_basic.text_fields(
+        win, area, data["names"], data["order"], data["texts"]
+    )
 
   def solved(self, ep):
     texts = list(ep.spec.data["texts"])
@@ -384,7 +364,7 @@ class SwitchTab(family.Family):
     return family.Spec(text, {"names": names, "goal": goal, "pages": pages})
 
   def build(self, ep, data, rng):
-    win, area = form(ep, rng, 118, 70)
+    win, area = families_basic.form(ep, rng, 118, 70)
     view = win.add(containers.TabView(*area, data["names"]))
     ep.w.update(view=view, tab=view.tabs[data["goal"]], wrong=[])
     for place, (name, labels) in enumerate(zip(data["names"], data["pages"])):
@@ -392,16 +372,16 @@ class SwitchTab(family.Family):
       inner = (page.x + 3, page.y + 3, page.w - 6, page.h - 6)
       sizes = [(widgets.CheckBox.width(label), 14) for label in labels]
       spots = layout.place(rng, inner, sizes) if labels else []
-      made = [
+      boxes = [
           page.add(widgets.CheckBox(*at, label))
           for at, label in zip(spots, labels)
       ]
-      if not made:
+      if not boxes:
         page.add(widgets.Label(page.x + 4, page.y + 5, name, faint=True))
       elif place == data["goal"]:
-        ep.w["box"] = made[0]
-        made = made[1:]
-      ep.w["wrong"] += made
+        ep.w["box"] = boxes[0]
+        boxes = boxes[1:]
+      ep.w["wrong"] += boxes
 
   def solved(self, ep):
     if "box" not in ep.w:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tunix.rl.multi_turn.environments.gyms.desktop import containers
+from tunix.rl.multi_turn.environments.gyms.desktop import families_basic
 from tunix.rl.multi_turn.environments.gyms.desktop import family
 from tunix.rl.multi_turn.environments.gyms.desktop import font
 from tunix.rl.multi_turn.environments.gyms.desktop import items
@@ -10,10 +11,6 @@ from tunix.rl.multi_turn.environments.gyms.desktop import layout
 from tunix.rl.multi_turn.environments.gyms.desktop import scene as scene_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import widgets
 from tunix.rl.multi_turn.environments.gyms.desktop import words
-from tunix.rl.multi_turn.environments.gyms.desktop.families_basic import (
-  add_buttons,  # noqa: E501
-)
-from tunix.rl.multi_turn.environments.gyms.desktop.families_forms import form
 
 
 @family.register
@@ -35,7 +32,7 @@ class ScrollAndClick(family.Family):
     return family.Spec(text, {"names": names, "goal": goal})
 
   def build(self, ep, data, rng):
-    win, (x, y, w, h) = form(ep, rng, 100, 66)
+    win, (x, y, w, h) = families_basic.form(ep, rng, 100, 66)
     h = min(h, self.ROW * (len(data["names"]) - 2))  # always worth scrolling
     area = win.add(containers.ScrollArea(
         x, y, w, h, len(data["names"]) * self.ROW
@@ -90,7 +87,7 @@ class DragToTarget(family.Family):
     return family.Spec(text, {"things": things, "boxes": boxes})
 
   def build(self, ep, data, rng):
-    win, area = form(ep, rng, 114, 68)
+    win, area = families_basic.form(ep, rng, 114, 68)
     boxes, things = data["boxes"], data["things"]
     side = 38 if len(boxes) == 1 else 32
     sizes = [(side, side)] * len(boxes) + [(18, 18)] * len(things)
@@ -182,7 +179,7 @@ class PressKey(family.Family):
     return family.Spec(text, {"combo": combo})
 
   def build(self, ep, data, rng):
-    win, (x, y, w, h) = form(ep, rng, 104, 60)
+    win, (x, y, w, h) = families_basic.form(ep, rng, 104, 60)
     lines = rng.sample(words.TYPING_WORDS, 6)
     for i in range(min(h // 12, 5)):
       text = " ".join(lines[j % 6] for j in range(i, i + 3))
@@ -206,8 +203,8 @@ class _Question(family.Family):
 
   def judge(self, ep, event):
     if event.kind == "answer":
-      given = " ".join(str(event.value).lower().split()).strip(".!\"' ")
-      return given == ep.spec.data["answer"].lower()
+      answer = " ".join(str(event.value).lower().split()).strip(".!\"' ")
+      return answer == ep.spec.data["answer"].lower()
     return None
 
   def oracle(self, ep):
@@ -240,7 +237,7 @@ class AnswerQuestion(_Question):
     })
 
   def build(self, ep, data, rng):
-    win, area = form(ep, rng, 108, 66)
+    win, area = families_basic.form(ep, rng, 108, 66)
     x, _, w, _ = area
     column = max(font.text_width(name) for name in data["names"]) + 12
     rows = layout.column(area, len(data["names"]), 12)
@@ -273,7 +270,7 @@ class CountShapes(_Question):
     return family.Spec(text, {"things": things, "answer": str(number)})
 
   def build(self, ep, data, rng):
-    win, area = form(ep, rng, 114, 68)
+    win, area = families_basic.form(ep, rng, 114, 68)
     sizes = [(s, s) for s in (rng.randint(16, 20) for _ in data["things"])]
     spots = layout.place(rng, area, sizes)
     for thing, at, size in zip(data["things"], spots, sizes):
@@ -288,17 +285,17 @@ class ClickSequence(family.Family):
   max_turns = (4, 6, 8)
 
   def sample(self, rng, level):
-    wanted, count = ((2, 2), (3, 4), (4, 6))[level]
+    targets, count = ((2, 2), (3, 4), (4, 6))[level]
     labels = rng.sample(words.BUTTON_LABELS, count)
-    first = labels[:wanted]
+    first = labels[:targets]
     text = rng.choice(("Click {}.", "Press {}.")).format(", then ".join(first))
-    return family.Spec(text, {"labels": labels, "wanted": wanted})
+    return family.Spec(text, {"labels": labels, "wanted": targets})
 
   def build(self, ep, data, rng):
-    win, area = form(ep, rng, 114, 66)
+    win, area = families_basic.form(ep, rng, 114, 66)
     sizes = [widgets.Button.size(label) for label in data["labels"]]
     spots = layout.place(rng, area, sizes)
-    ep.w["buttons"] = add_buttons(win, data["labels"], spots)
+    ep.w["buttons"] = families_basic.add_buttons(win, data["labels"], spots)
 
   def _next(self, ep):
     for button in ep.w["buttons"][:ep.spec.data["wanted"]]:
@@ -375,12 +372,12 @@ class MoveWindow(family.Family):
     return all(abs(d) <= near for d in self._offsets(ep))
 
   def oracle(self, ep):
-    held = family.title_points(ep, ep.w["target"])
-    if not held:
+    points = family.title_points(ep, ep.w["target"])
+    if not points:
       return family.uncover(ep, ep.w["target"].close_box)
     dx, dy = self._offsets(ep)
     w, h = ep.scene.w, ep.scene.h
     # From where the pointer can also end up on the screen, if there is one.
-    x, y = min(held, key=lambda p: not (0 <= p[0] + dx < w
+    x, y = min(points, key=lambda p: not (0 <= p[0] + dx < w
                                         and 0 <= p[1] + dy < h))
     return family.drag(ep, x, y, x + dx, y + dy)

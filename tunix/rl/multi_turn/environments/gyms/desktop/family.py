@@ -103,7 +103,7 @@ class Family:
     return False
 
   def oracle(self, ep: Episode) -> Action | None:
-    """The next right action, None when nothing is left to do."""
+    """Returns the next right action, None when nothing is left to do."""
     raise NotImplementedError
 
 
@@ -127,7 +127,7 @@ def get(name: str) -> Family:
 
 
 def spec_of(family: Family, seed: int, level: int) -> Spec:
-  """The instance of `family` that a seed and a level stand for."""
+  """Returns the instance of `family` that a seed and a level stand for."""
   return family.sample(
       random.Random(f"spec/{family.name}/{level}/{seed}"), level
   )
@@ -137,7 +137,7 @@ def spec_of(family: Family, seed: int, level: int) -> Spec:
 
 
 def click(ep: Episode, widget: widgets.Widget, count: int = 1) -> Action:
-  """A click on a widget's centre, or the action that first uncovers it."""
+  """Returns a click on a widget's centre, or first an action to uncover it."""
   point = ep.scene.point(widget)
   if point is None:
     return uncover(ep, widget)
@@ -145,13 +145,13 @@ def click(ep: Episode, widget: widgets.Widget, count: int = 1) -> Action:
 
 
 def uncover(ep: Episode, widget: widgets.Widget) -> Action:
-  """The next action that uncovers a widget.
+  """Returns the next action that uncovers a widget.
 
   Closes an open menu, drags its window back onto the screen, raises it, or
   drags the covering widget away.
 
   Raises:
-    RuntimeError: none of these uncovers it.
+    RuntimeError: no action uncovers the widget.
   """
   scene = ep.scene
   if scene.menu is not None:
@@ -162,14 +162,14 @@ def uncover(ep: Episode, widget: widgets.Widget) -> Action:
   if isinstance(root, containers.Window):
     dx = min(max(root.x, 0), max(0, scene.w - root.w)) - root.x
     dy = min(max(root.y, 0), max(0, scene.h - root.h)) - root.y
-    held = title_points(ep, root)
-    if held and (dx or dy):
+    points = title_points(ep, root)
+    if points and (dx or dy):
       # From where the pointer can also end up on the screen.
-      held.sort(key=lambda p: not _on_screen(scene, p[0] + dx, p[1] + dy))
-      x, y = held[0]
+      points.sort(key=lambda p: not _on_screen(scene, p[0] + dx, p[1] + dy))
+      x, y = points[0]
       return drag(ep, x, y, x + dx, y + dy)
-    if held and scene.front_window() is not root:
-      x, y = scene.to_px(*held[0])
+    if points and scene.front_window() is not root:
+      x, y = scene.to_px(*points[0])
       return Action(Kind.CLICK, x=x, y=y)
   x, y = widget.center()
   cover = scene.hit(x, y) if _on_screen(scene, x, y) else None
@@ -196,17 +196,17 @@ def title_points(ep: Episode, window) -> list[tuple[int, int]]:
   middle = window.y + 1 + containers.TITLE_HEIGHT // 2
   near = window.title_center()[0]
   for y in (middle, middle - 6, middle + 6):
-    found = [
+    points = [
         (x, y) for x in range(window.x, window.x + window.w)
         if _on_screen(scene, x, y) and scene.hit(x, y) is window
     ]
-    if found:
-      return sorted(found, key=lambda p: abs(p[0] - near))
+    if points:
+      return sorted(points, key=lambda p: abs(p[0] - near))
   return []
 
 
 def drag_to(ep: Episode, widget: widgets.Widget, x2: int, y2: int) -> Action:
-  """A drag of a widget's centre, or the action that first uncovers it."""
+  """Returns a drag of a widget's centre, or first an action to uncover it."""
   scene = ep.scene
   if scene.menu is not None or scene.point(widget) is None or (
       not _on_screen(scene, x2, y2)
@@ -216,7 +216,7 @@ def drag_to(ep: Episode, widget: widgets.Widget, x2: int, y2: int) -> Action:
 
 
 def drag(ep: Episode, x: int, y: int, x2: int, y2: int) -> Action:
-  """A drag between layout positions."""
+  """Returns a drag between layout positions."""
   x, y = ep.scene.to_px(x, y)
   x2, y2 = ep.scene.to_px(x2, y2)
   return Action(Kind.DRAG, x=x, y=y, x2=x2, y2=y2)
@@ -229,7 +229,7 @@ def _on_screen(scene: scene_lib.Scene, x: int, y: int) -> bool:
 def spread_point(
     ep: Episode, x: float, y: float, spread: float, rng: random.Random
 ) -> tuple[int, int]:
-  """A random pixel of the widget at (x, y), within its middle `spread`."""
+  """Draws a pixel of the widget at (x, y), within its middle `spread`."""
   scene = ep.scene
   k = scene.k
   target = scene.hit(int(x) // k, int(y) // k)

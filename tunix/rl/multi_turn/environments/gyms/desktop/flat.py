@@ -59,10 +59,10 @@ class FlatDesktop(
     """Args:
 
       env: a `DesktopEnv`, or a wrapper of one that keeps its spaces.
-      columns, rows: of the grid that positions are chosen from.
-      texts: to type, press or answer, beside the instruction's words.
-      lines: of the written instruction.
-      clicks: a click into a cell is the only action.
+      columns, rows: Size of the grid that positions are chosen from.
+      texts: Texts to type, press or answer, beside the instruction's words.
+      lines: Number of lines of the written instruction.
+      clicks: Whether a click into a cell is the only action.
 
     Raises:
       TypeError: `env` is no DesktopEnv.
@@ -110,17 +110,17 @@ class FlatDesktop(
     Raises:
       ValueError: the instruction does not fit into its lines.
     """
-    seen, info = self.env.reset(seed=seed, options=options)
-    self._words = _words(seen["instruction"])
-    self._band = self._written(seen["instruction"])
-    return self._picture(seen), info
+    observation, info = self.env.reset(seed=seed, options=options)
+    self._words = _words(observation["instruction"])
+    self._band = self._written(observation["instruction"])
+    return self._picture(observation), info
 
   def step(self, action):
-    seen, *rest = self.env.step(self.decode(action))
-    return self._picture(seen), *rest
+    observation, *outcome = self.env.step(self.decode(action))
+    return self._picture(observation), *outcome
 
   def decode(self, action) -> dict[str, Any]:
-    """A flat action as one of `DesktopEnv`.
+    """Returns a flat action as one of `DesktopEnv`.
 
     Raises:
       ValueError: outside the action space.
@@ -166,13 +166,13 @@ class FlatDesktop(
       end = np.clip(self._grid // 2 + way, 0, self._grid - 1)
     index = 0
     if full["text"]:
-      known = (*self._texts, *self._words)
-      if full["text"] not in known:
+      choices = (*self._texts, *self._words)
+      if full["text"] not in choices:
         raise ValueError(
             f"the flat action space has no text {full['text']!r}: it is"
             " neither among `texts` nor a word of the instruction"
         )
-      index = known.index(full["text"])
+      index = choices.index(full["text"])
     return np.array([full["kind"], *start, *end, index], np.int64)
 
   def _cell(self, fractions: np.ndarray) -> np.ndarray:
@@ -185,8 +185,8 @@ class FlatDesktop(
     index -= len(self._texts)
     return self._words[index] if index < len(self._words) else ""
 
-  def _picture(self, seen: dict[str, Any]) -> np.ndarray:
-    return np.concatenate([seen["screenshot"], self._band])
+  def _picture(self, observation: dict[str, Any]) -> np.ndarray:
+    return np.concatenate([observation["screenshot"], self._band])
 
   def _written(self, instruction: str) -> np.ndarray:
     """uint8[band, width, 3]: the instruction, black on white."""
@@ -215,7 +215,7 @@ class FlatDesktop(
 
 
 def _words(instruction: str) -> tuple[str, ...]:
-  """The instruction's words without the punctuation around them."""
+  """Returns the instruction's words without the punctuation around them."""
   words = (w.strip(string.punctuation) for w in instruction.split())
   return tuple(w for w in words if w)[:WORDS]
 
@@ -230,7 +230,7 @@ def make_flat(
     clicks: bool = False,
     **settings: Any,
 ) -> FlatDesktop:
-  """A flattened `DesktopEnv`; `settings` are that one's."""
+  """Returns a flattened `DesktopEnv`; `settings` are that one's."""
   return FlatDesktop(
       env_lib.DesktopEnv(family, **settings), columns=columns, rows=rows,
       texts=texts, lines=lines, clicks=clicks,

@@ -157,11 +157,12 @@ def fit(text: str, width: int, tail: bool = False) -> str:
 
 def _scale2x(bits: np.ndarray) -> np.ndarray:
   p = np.pad(bits, 1)
-  up, down, left, right = p[:-2, 1:-1], p[2:, 1:-1], p[1:-1, :-2], p[1:-1, 2:]
+  north, south = p[:-2, 1:-1], p[2:, 1:-1]
+  west, east = p[1:-1, :-2], p[1:-1, 2:]
   out = np.repeat(np.repeat(bits, 2, 0), 2, 1)
   corners = (
-      (0, 0, left, up, down, right), (0, 1, up, right, left, down),
-      (1, 0, down, left, right, up), (1, 1, right, down, up, left),
+      (0, 0, west, north, south, east), (0, 1, north, east, west, south),
+      (1, 0, south, west, east, north), (1, 1, east, south, north, west),
   )  # pyformat: disable
   for dy, dx, a, b, c, d in corners:
     out[dy::2, dx::2] = bits | (a & b & ~c & ~d)

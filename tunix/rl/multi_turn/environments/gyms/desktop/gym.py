@@ -36,8 +36,7 @@ QUICKSTART_FAMILIES = (
 )  # pyformat: disable
 
 _INLINE_PIXELS = 1_000_000
-# Instance seeds: training below, evaluation from here up to twice this.
-EVAL_SEEDS_FROM = 1_000_000_000
+EVAL_SEEDS_FROM = seeds.EVAL_SEEDS_FROM
 
 
 def families() -> tuple[str, ...]:
@@ -53,13 +52,11 @@ def _check_level(difficulty: int) -> int:
   return int(difficulty)
 
 
-class DesktopTasks:
+class DesktopTasks(seeds.SeededTasks):
   """Makes tasks: `desktop/<family>/<difficulty>/<seed>`.
 
-  Instance seeds below `EVAL_SEEDS_FROM` are for training and those from it
-  up to twice it for evaluation: `train_task` and `eval_task` can never return
-  the same instance seed. (Families with few instances may still show the same
-  words in another layout.)
+  Families with few instances may show the same words, in another layout, in
+  training and in evaluation.
   """
 
   def __init__(
@@ -77,9 +74,6 @@ class DesktopTasks:
       family_lib.get(name)
     self._families = names
     self._difficulty = _check_level(difficulty)
-
-  def families(self) -> tuple[str, ...]:
-    return self._families
 
   def task(
       self, family: str, seed: int, difficulty: int | None = None
@@ -99,28 +93,6 @@ class DesktopTasks:
         max_turns=kind.max_turns[level],
         params={"difficulty": level},
     )
-
-  def train_task(
-      self, family: str, index: int, seed: int = 0,
-      difficulty: int | None = None,
-  ) -> base.Task:
-    """The `index`-th training instance of the run with this `seed`.
-
-    Instance seeds are drawn from [0, EVAL_SEEDS_FROM) by hashing.
-    """
-    number = seeds.train_seed(family, index, seed, EVAL_SEEDS_FROM)
-    return self.task(family, number, difficulty)
-
-  def eval_task(
-      self, family: str, index: int, seed: int = 0,
-      difficulty: int | None = None,
-  ) -> base.Task:
-    """The `index`-th held-out instance; see `seeds`.
-
-    Instance seeds lie in [EVAL_SEEDS_FROM, 2 * EVAL_SEEDS_FROM).
-    """
-    number = seeds.eval_seed(family, index, seed, EVAL_SEEDS_FROM)
-    return self.task(family, number, difficulty)
 
 
 class DesktopGym:
@@ -181,7 +153,7 @@ class DesktopGym:
     return self._observe(self.episode.act(action))
 
   def evaluate_sync(self) -> base.Evaluation:
-    """The outcome so far; an undecided episode counts as not solved."""
+    """Returns the outcome so far; an undecided episode counts as not solved."""
     if self.episode is None:
       raise RuntimeError("no episode to evaluate; call start(task) first")
     won = self.episode.outcome is True
@@ -194,9 +166,9 @@ class DesktopGym:
   def _observe(
       self, info: Mapping[str, Any], instruction: str = ""
   ) -> base.Observation:
-    done = self.episode is not None and self.episode.outcome is not None
+    ended = self.episode is not None and self.episode.outcome is not None
     return base.Observation(
-        self.scene.screenshot(), instruction, done=done, info=info
+        self.scene.screenshot(), instruction, done=ended, info=info
     )
 
   def random_scene(self, seed: int) -> base.Observation:
@@ -253,10 +225,10 @@ class DesktopGym:
 def oracle_action(
     gym: DesktopGym, spread: float = 0.0, rng: random.Random | None = None
 ) -> gui_action.GuiAction | None:
-  """The next right action in the gym's episode; None when it is over.
+  """Returns the next right action in the gym's episode; None when it is over.
 
   Args:
-    gym: with a running episode, in whatever state.
+    gym: Gym with a running episode, in any state.
     spread: clicks go to the centre of their target at 0, anywhere in the
       middle `spread` part of it up to 1 (all of it); needs `rng`.
     rng: source of the spread.
@@ -275,17 +247,3 @@ def oracle_action(
     raise ValueError(f"spread={spread} needs an rng to draw from")
   x, y = family_lib.spread_point(episode, action.x, action.y, spread, rng)
   return dataclasses.replace(action, x=x, y=y)
-
-
-def instruction_corpus(per_family: int = 200) -> list[str]:
-  """Distinct instructions of all families and levels, for a tokenizer.
-
-  Made from training seeds 0..`per_family` - 1 only.
-  """
-  texts = (
-      family_lib.spec_of(kind, seed, level).instruction
-      for kind in family_lib.FAMILIES.values()
-      for level in family_lib.LEVELS
-      for seed in range(per_family)
-  )
-  return list(dict.fromkeys(texts))

@@ -70,7 +70,7 @@ def place(
   back to rows in random order.
 
   Raises:
-    ValueError: they do not fit at all; a builder asked for too much.
+    ValueError: the boxes do not fit into the area.
   """
   order = sorted(range(len(sizes)), key=lambda i: -sizes[i][0] * sizes[i][1])
   for _ in range(12):
@@ -99,18 +99,18 @@ def free_spot(
     rng: random.Random,
     area: Rect,
     size: tuple[int, int],
-    taken: Sequence[Rect],
+    occupied: Sequence[Rect],
     gap: int = 3,
     tries: int = 10,
 ) -> tuple[int, int] | None:
-  """A random free corner for one more box; None when none was found."""
+  """Returns a random free corner for one more box; None when none was found."""
   ax, ay, aw, ah = area
   w, h = size
   if w > aw or h > ah:
     return None
   for _ in range(tries):
     x, y = ax + rng.randrange(aw - w + 1), ay + rng.randrange(ah - h + 1)
-    if not any(_overlap((x, y, w, h), other, gap) for other in taken):
+    if not any(_overlap((x, y, w, h), other, gap) for other in occupied):
       return x, y
   return None
 
@@ -126,7 +126,7 @@ def window(
     closable: bool = True,
     modal: bool = False,
 ) -> containers.Window:
-  """A window with at least `w` x `h` inside its margins, at a random place.
+  """Adds a window of at least `w` x `h` inside its margins, at random.
 
   Grows by a random part of the room left over when `grow`.
   """
@@ -152,7 +152,7 @@ def dialog(
     message: str,
     labels: Sequence[str],
 ) -> tuple[containers.Window, list[widgets.Button]]:
-  """A modal dialog with a message over two buttons; it and its buttons."""
+  """Adds a modal dialog with a message; returns it and its buttons."""
   sizes = [widgets.Button.size(label) for label in labels]
   total = sum(w for w, _ in sizes)
   width = max(font.text_width(message), total + 6, 70) + 4
@@ -160,19 +160,19 @@ def dialog(
   x, y, w, h = win.client()
   win.add(widgets.Label(x + 2, y + 4, message))
   gap = (w - total) // (len(labels) + 1)
-  left, buttons = x + gap, []
+  button_x, buttons = x + gap, []
   for size, label in zip(sizes, labels):
     buttons.append(
-        win.add(widgets.Button(left, y + h - 17, *size, label))
+        win.add(widgets.Button(button_x, y + h - 17, *size, label))
     )
-    left += size[0] + gap
+    button_x += size[0] + gap
   return win, buttons
 
 
 def clutter(rng: random.Random, scene: scene_lib.Scene, count: int) -> None:
   """Up to `count` icons of other names where the desktop is still free."""
-  taken = {w.name for item in scene.items for w in item.walk()}
-  names = [n for n in words.ICON_NAMES if n not in taken]
+  used = {w.name for item in scene.items for w in item.walk()}
+  names = [n for n in words.ICON_NAMES if n not in used]
   blocked = [(i.x, i.y, i.w, i.h) for i in scene.items]
   w, h = items.Icon.SIZE
   for name in rng.sample(names, min(count, len(names))):

@@ -125,21 +125,15 @@ class Scene:
   # -- looking ---------------------------------------------------------------
 
   def hit(self, x: int, y: int) -> widgets.Widget | None:
-    """The frontmost widget at a layout position.
+    """Returns the frontmost widget at a layout position.
 
     None on the bare desktop and outside the screen.
     """
     if not (0 <= x < self.w and 0 <= y < self.h):
       return None
-    if self.menu is not None:
-      found = self.menu.hit(x, y)
-      if found is not None:
-        return found
-    for item in reversed(self.items):
-      found = item.hit(x, y)
-      if found is not None:
-        return found
-    return None
+    roots = [*self.items, self.menu] if self.menu else self.items
+    hits = (root.hit(x, y) for root in reversed(roots))
+    return next((widget for widget in hits if widget is not None), None)
 
   def to_px(self, x: int, y: int) -> tuple[int, int]:
     """Middle pixel of a layout position."""
@@ -156,7 +150,7 @@ class Scene:
 
   def referring_expressions(self) -> list[tuple[str, int, int]]:
     """(phrase, x, y) of each visible object that a phrase names uniquely."""
-    found: dict[str, list[tuple[int, int] | None]] = {}
+    centres: dict[str, list[tuple[int, int] | None]] = {}
     roots = self.items + ([self.menu] if self.menu else [])
     for root in roots:
       for widget in root.walk():
@@ -164,17 +158,17 @@ class Scene:
         if phrases:
           point = self.point(widget)
           for phrase in phrases:
-            found.setdefault(phrase, []).append(point)
+            centres.setdefault(phrase, []).append(point)
         if isinstance(widget, containers.Window):
           x, y = widget.title_center()
           inside = 0 <= x < self.w and 0 <= y < self.h
           point = self.to_px(x, y) if (
               inside and self.hit(x, y) is widget
           ) else None
-          found.setdefault(widget.title_phrase(), []).append(point)
+          centres.setdefault(widget.title_phrase(), []).append(point)
     return [
         (phrase, *points[0])
-        for phrase, points in found.items()
+        for phrase, points in centres.items()
         if len(points) == 1 and points[0] is not None
     ]
 

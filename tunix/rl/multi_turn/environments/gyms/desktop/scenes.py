@@ -26,10 +26,10 @@ class _Names:
     self._left: dict[tuple[str, ...], list[str]] = {}
 
   def take(self, pool: tuple[str, ...]) -> str:
-    left = self._left.get(pool)
-    if not left:
-      left = self._left[pool] = self._rng.sample(pool, len(pool))
-    return left.pop()
+    remaining = self._left.get(pool)
+    if not remaining:
+      remaining = self._left[pool] = self._rng.sample(pool, len(pool))
+    return remaining.pop()
 
 
 def _pieces(rng: random.Random, names: _Names):
@@ -128,15 +128,15 @@ def _fill_window(rng, win, names, limit) -> None:
   """Adds random pieces until four did not fit."""
   x, y, w, h = win.client()
   pieces = _pieces(rng, names)
-  taken: list[layout.Rect] = []
+  occupied: list[layout.Rect] = []
   misses = 0
-  while misses < 4 and len(taken) < limit:
+  while misses < 4 and len(occupied) < limit:
     width, height, build = rng.choice(pieces)()
-    spot = layout.free_spot(rng, (x, y, w, h), (width, height), taken)
+    spot = layout.free_spot(rng, (x, y, w, h), (width, height), occupied)
     if spot is None:
       misses += 1
       continue
-    taken.append((*spot, width, height))
+    occupied.append((*spot, width, height))
     build(win, *spot)
 
 
@@ -170,16 +170,16 @@ def field(width: int, height: int, seed: int, kind: str) -> scene_lib.Scene:
       "button": widgets.Button.size,
       "check box": lambda name: (widgets.CheckBox.width(name), 14),
   }
-  taken: list[layout.Rect] = []
+  occupied: list[layout.Rect] = []
   for _ in range(min(rng.randint(5, 8), len(pools[kind]))):
     name = names.take(pools[kind])
     edge = rng.randint(14, 22)
     w, h = sizes[kind](name) if kind in sizes else (edge, edge)
     area = (1, 1, scene.w - 2, scene.h - 2)
-    spot = layout.free_spot(rng, area, (w, h), taken)
+    spot = layout.free_spot(rng, area, (w, h), occupied)
     if spot is None:
       continue
-    taken.append((*spot, w, h))
+    occupied.append((*spot, w, h))
     if kind == "icon":
       scene.add(items.Icon(*spot, name))
     elif kind == "button":
@@ -193,7 +193,7 @@ def field(width: int, height: int, seed: int, kind: str) -> scene_lib.Scene:
 
 
 def random_scene(width: int, height: int, seed: int) -> scene_lib.Scene:
-  """A desktop with icons, one window or more and sometimes a dialog."""
+  """Returns a desktop with icons, one window or more and sometimes a dialog."""
   rng = random.Random(f"scene/{seed}/{width}x{height}")
   theme = rng.choice((canvas.LIGHT,) * 3 + canvas.THEMES)
   scene = scene_lib.Scene(width, height, theme)

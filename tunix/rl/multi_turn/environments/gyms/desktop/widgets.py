@@ -2,7 +2,7 @@
 
 A widget lives in layout units, draws itself from its state and answers to
 `press`, `drag`, `key` and `insert`; it reports events to the scene with
-`ui.emit(kind, widget, value)`, which is all that a task's judge sees.
+`ui.emit(kind, widget, value)`, and a task's judge sees nothing else.
 The controls of forms are here; shapes, icons, rows and tabs are in `items.py`,
 widgets that hold others in `containers.py`.
 """
@@ -167,23 +167,23 @@ class TextField(Widget):
       first += 1
     part = font.fit(shown[first:], room)
     top = self.y + (self.h - font.ASCENT) // 2
-    left = self.x + 4
+    text_x = self.x + 4
     low, high = self.selection()
     if focused and low < high:
       a = font.text_width(shown[first:max(low, first)])
       b = min(room, font.text_width(shown[first:high]))
-      c.rect(left + a + bool(a) - 1, self.y + 2, b - a + 2 - bool(a),
+      c.rect(text_x + a + bool(a) - 1, self.y + 2, b - a + 2 - bool(a),
              self.h - 4, t.accent)
       cut = max(0, low - first), max(0, high - first)
-      c.text(left, top, part[:cut[0]], t.text)
+      c.text(text_x, top, part[:cut[0]], t.text)
       gap = 1 if cut[0] else 0
-      c.text(left + a + gap, top, part[cut[0]:cut[1]], t.accent_text)
-      c.text(left + b + 1, top, part[cut[1]:], t.text)
+      c.text(text_x + a + gap, top, part[cut[0]:cut[1]], t.accent_text)
+      c.text(text_x + b + 1, top, part[cut[1]:], t.text)
     else:
-      c.text(left, top, part, t.text)
+      c.text(text_x, top, part, t.text)
     if focused:
       at = font.text_width(shown[first:self.caret])
-      c.rect(left + at + (1 if at else 0), self.y + 2, 1, self.h - 4, t.text)
+      c.rect(text_x + at + (1 if at else 0), self.y + 2, 1, self.h - 4, t.text)
 
   def press(self, ui, x, y, count):
     if count >= 2:
@@ -412,12 +412,12 @@ class Slider(Widget):
     c.text(self.x + 1, self.y + 1, font.fit(self.name, room), t.text)
     c.text(self.x + self.w - 1 - font.text_width(shown), self.y + 1, shown,
            t.text)
-    left, right = self.x + 5, self.x + self.w - 6
+    track_x, right = self.x + 5, self.x + self.w - 6
     for step in range(self.steps + 1):
       c.rect(self.knob_x(step), mid + 6, 1, 2, t.faint)
-    c.rect(left - 2, mid - 1, right - left + 5, 3, t.button_edge)
+    c.rect(track_x - 2, mid - 1, right - track_x + 5, 3, t.button_edge)
     knob = self.knob_x()
-    c.rect(left - 2, mid - 1, knob - left + 2, 3, t.accent)
+    c.rect(track_x - 2, mid - 1, knob - track_x + 2, 3, t.accent)
     c.box(knob - 4, mid - 6, 9, 12, t.accent,
           t.text if ui.focus is self else t.button_edge)
 

@@ -88,7 +88,7 @@ FACT_NAMES = (
 
 
 def all_words() -> tuple[str, ...]:
-  """Every distinct word above, in a fixed order."""
+  """Returns every distinct word above, in a fixed order."""
   groups = (
       TYPING_WORDS, BUTTON_LABELS, tuple(COLORS), SHAPES, ICON_NAMES, CHOICES,
       FIELD_NAMES, DROP_DOWN_NAMES, SLIDER_NAMES, MENU_ITEMS, TAB_NAMES,

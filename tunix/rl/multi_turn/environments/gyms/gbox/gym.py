@@ -55,7 +55,7 @@ class GboxGym:
   """A gym on one gbox machine an episode; see the module docstring.
 
   Attributes:
-    box_id: of the running episode, None without one.
+    box_id: Id of the box of the running episode, None without one.
   """
 
   def __init__(
@@ -72,12 +72,12 @@ class GboxGym:
   ):
     """Args:
 
-      base_url: of the service; "" for $GBOX_CLIENT_BASE_URL, else gbox's own.
-        The key comes from $GBOX_API_KEY.
+      base_url: Address of the service; "" for $GBOX_CLIENT_BASE_URL, else
+        gbox's own. The key comes from $GBOX_API_KEY.
       kind: "linux" or "android".
       box: a box's `config`, e.g. {"expiresIn": "30m", "envs": {…}}.
       evaluator: function, or "package.module:function".
-      settle_s: between an action and its screenshot.
+      settle_s: Seconds between an action and its screenshot.
       call_s, create_s, close_s: deadlines of a call, of a box's creation, and
         of its end.
 
@@ -158,7 +158,7 @@ class GboxGym:
       return await self._look()
     if action.kind in (Kind.ANSWER, Kind.TERMINATE):
       self._answer = action.text or self._answer
-      return await self._look(done=True)
+      return await self._look(ended=True)
     if action.kind is Kind.SCREENSHOT:
       return await self._look()
     calls = self._calls(action)
@@ -216,22 +216,22 @@ class GboxGym:
     """(exit code, stdout, stderr) of a command in the box."""
     limit = min(seconds or self._call_s, self._call_s)
     words = ["sh", "-c", command] if isinstance(command, str) else command
-    done = await self._post(
+    reply = await self._post(
         f"/boxes/{self._id()}/commands",
         {"command": words, "timeout": f"{max(1, int(limit))}s"},
         self._call_s,
     )
-    code = done.get("exitCode")
+    code = reply.get("exitCode")
     if isinstance(code, bool) or not isinstance(code, int):
       raise GboxError(f"box {self.box_id}: a command ended without exitCode")
-    return code, str(done.get("stdout") or ""), str(done.get("stderr") or "")
+    return code, str(reply.get("stdout") or ""), str(reply.get("stderr") or "")
 
   # --- actions ----------------------------------------------------------------
 
   def _calls(
       self, action: gui_action.GuiAction
   ) -> list[tuple[str, dict[str, Any]]] | str:
-    """gbox's calls for an action, or the reason that there are none."""
+    """Returns gbox's calls for an action, or the reason that it has none."""
     kind = action.kind
     at = {} if action.x is None else {"x": action.x, "y": action.y}
     to = {} if action.x2 is None else {"x": action.x2, "y": action.y2}
@@ -280,10 +280,10 @@ class GboxGym:
     )  # pyformat: disable
 
   async def _look(
-      self, text: str = "", done: bool = False
+      self, text: str = "", ended: bool = False
   ) -> base.Observation:
     shot = await self._action("screenshot", {"outputFormat": "base64"})
-    return base.Observation(await self._pixels(shot), text=text, done=done)
+    return base.Observation(await self._pixels(shot), text=text, done=ended)
 
   async def _pixels(self, shot: Mapping[str, Any]) -> Any:
     uri = shot.get("uri")
@@ -311,17 +311,17 @@ class GboxGym:
     """
     url, http = self._url, self._client()
     seconds = max(1, min(300, int(self._create_s)))
-    wanted = {"config": self._config, "timeout": f"{seconds}s", "wait": True}
+    body = {"config": self._config, "timeout": f"{seconds}s", "wait": True}
     waits = True
 
     async def make() -> str:
       try:
-        made = await _post(
-            http, f"{url}/boxes/{self._kind}", wanted, self._create_s
+        reply = await _post(
+            http, f"{url}/boxes/{self._kind}", body, self._create_s
         )
-        box, status = made.get("id"), made.get("status")
+        box, status = reply.get("id"), reply.get("status")
         if not isinstance(box, str) or not box:
-          raise GboxError(f"{url} made a box without an id: {str(made)[:200]}")
+          raise GboxError(f"{url} made a box without an id: {str(reply)[:200]}")
         if not waits or status not in (None, "running"):
           await self._terminate(http, box)
         if status not in (None, "running"):

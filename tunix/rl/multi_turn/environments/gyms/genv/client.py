@@ -44,12 +44,12 @@ class GenvError(http.CallError):
 
   @classmethod
   def of(cls, error: http.CallError) -> GenvError:
-    made = _kind_of(error)
-    made.answer, made.late = error.answer, error.late
-    if isinstance(made, GenvCapacityError):
+    genv_error = _kind_of(error)
+    genv_error.answer, genv_error.late = error.answer, error.late
+    if isinstance(genv_error, GenvCapacityError):
       pause = error.retry_after_s
-      made.retry_after_s = 1.0 if pause is None else max(0.05, pause)
-    return made
+      genv_error.retry_after_s = 1.0 if pause is None else max(0.05, pause)
+    return genv_error
 
 
 class GenvUnavailableError(GenvError):
@@ -60,7 +60,7 @@ class GenvCapacityError(GenvError):
   """The server had no room until the deadline.
 
   Attributes:
-    retry_after_s: when there may be, by the server.
+    retry_after_s: Seconds until there may be room, as the server says.
   """
 
 
@@ -83,8 +83,9 @@ class Timeouts:
   """Deadlines in seconds, each over all tries of a call.
 
   Attributes:
-    tasks: of a list or a task; likewise the others.
-    connect: of a connection.
+    tasks: Deadline of reading the list or one task.
+    create, step, evaluate, terminate: Deadline of that call.
+    connect: Deadline of a connection.
   """
 
   tasks: float = 60.0
@@ -136,11 +137,11 @@ class GenvClient:
   ):
     """Args:
 
-      base_url: of the server, without /api/v1.
-      gym_id: which of its gyms.
-      token: that it asks for, "" for none.
-      timeouts: deadlines.
-      retries: by kind of call, those of `RETRIES`.
+      base_url: Address of the server, without /api/v1.
+      gym_id: Name of one of its gyms.
+      token: Token that the server asks for, "" for none.
+      timeouts: Deadlines of the calls.
+      retries: Retry policy by kind of call, see `RETRIES`.
 
     Raises:
       ValueError: no http address, or an empty gym_id.
@@ -160,7 +161,7 @@ class GenvClient:
   # --- tasks ------------------------------------------------------------------
 
   async def list_tasks(self, full: bool = False) -> list[cua_task.CUATask]:
-    """The server's tasks, whatever their shape.
+    """Returns the server's tasks, whatever their shape.
 
     Args:
       full: also fetch each task of which the list is only a summary.
@@ -191,7 +192,7 @@ class GenvClient:
   async def task(
       self, identifier: str, summary: cua_task.CUATask | None = None
   ) -> cua_task.CUATask:
-    """The full task of that id, as the server resolves it."""
+    """Returns the full task of that id, as the server resolves it."""
     data = await self._ask("tasks", "GET", f"tasks/{_quoted(identifier)}")
     if summary is not None and isinstance(data, Mapping):
       # Keep fields that only the list reports.
@@ -205,7 +206,7 @@ class GenvClient:
     """Finds a task by exact id, name, number or numeric prefix.
 
     Raises:
-      GenvUnknownTaskError: none is, or several are.
+      GenvUnknownTaskError: no task, or several tasks, have that name.
     """
     try:
       return cua_task.resolve(identifier, await self.list_tasks())
@@ -213,13 +214,13 @@ class GenvClient:
       raise GenvUnknownTaskError(f"{self.base_url}: {error}", 404) from None
 
   async def gyms(self) -> list[dict[str, Any]]:
-    """The server's list of gyms; [] from a server without that route."""
+    """Lists the server's gyms; [] from a server without that route."""
     try:
       data = await self._ask("tasks", "GET", "/api/v1/gyms")
     except GenvRequestError:
       return []  # The documented protocol has no such address.
-    found = data.get("gyms") if isinstance(data, Mapping) else None
-    return [g for g in found or () if isinstance(g, dict)]
+    rows = data.get("gyms") if isinstance(data, Mapping) else None
+    return [g for g in rows or () if isinstance(g, dict)]
 
   def _read(self, row: Any, where: str) -> cua_task.CUATask:
     return cua_task.CUATask.from_row(
@@ -237,9 +238,9 @@ class GenvClient:
     """Starts an execution; the reply has an `execution_id`.
 
     Args:
-      identifier: of the task.
-      options: of the server.
-      key: of this execution, a new one when None.
+      identifier: Id, name or number of the task.
+      options: Options that the server takes.
+      key: Idempotency key of this execution, a new one when None.
 
     Raises:
       GenvUnknownTaskError, GenvCapacityError, GenvUnavailableError, GenvError.
@@ -251,8 +252,8 @@ class GenvClient:
         {"options": dict(options or {})},
         headers={"idempotency-key": key or uuid.uuid4().hex},
     )
-    found = reply.get("execution_id")
-    if not isinstance(found, str) or not found:
+    execution_id = reply.get("execution_id")
+    if not isinstance(execution_id, str) or not execution_id:
       raise GenvError(
           f"{self.base_url} created an execution of {identifier!r} without an"
           " execution_id"
@@ -285,8 +286,8 @@ class GenvClient:
       context_text: str | None = None,
       facts: Mapping[str, Any] | None = None,
   ) -> dict[str, Any]:
-    """The server's verdict; sends only the arguments given."""
-    given = {
+    """Returns the server's verdict; sends only the arguments given."""
+    arguments = {
         "answer_text": answer_text,
         "execution_data": execution_data,
         "context_text": context_text,
@@ -296,7 +297,7 @@ class GenvClient:
         "evaluate",
         "POST",
         f"executions/{_quoted(execution_id)}/evaluate",
-        {k: v for k, v in given.items() if v is not None},
+        {k: v for k, v in arguments.items() if v is not None},
     )
 
   async def terminate(self, execution_id: str) -> bool:

@@ -31,11 +31,11 @@ class GenvExecutionContext:
   """An execution and how it was made.
 
   Attributes:
-    gym_base_url, gym_id, execution_id: where it is.
-    task_identifier, task_number: of its task.
+    gym_base_url, gym_id, execution_id: Address of the execution.
+    task_identifier, task_number: Names of its task.
     env_build: `{status, total_time, stages, prehook_executed,
       prehook_output}`, the server's or the client's own measure.
-    box_id: of the machine behind it, "" when the server does not send it.
+    box_id: Id of the machine behind it, "" when the server does not send it.
     reply: the server's whole answer.
   """
 
@@ -59,14 +59,14 @@ class GenvExecutionContext:
 
 
 def identifier_of(task: Any) -> str:
-  """The identifier by which a gym server finds any form of task.
+  """Returns the identifier by which a gym server finds any form of task.
 
   Args:
     task: an environment with a `task`, a `CUATask`, a `gyms.base.Task`, a
       mapping (a row) or an id.
 
   Raises:
-    ValueError: it names none.
+    ValueError: `task` has no identifier.
   """
   if isinstance(task, (str, int)) and not isinstance(task, bool):
     return str(task)
@@ -80,9 +80,9 @@ def identifier_of(task: Any) -> str:
   if isinstance(genv, Mapping) and genv.get("identifier"):
     return str(genv["identifier"])
   for name in ("identifier", "genv_identifier", "task_id", "id"):
-    found = getattr(task, name, None)
-    if isinstance(found, str) and found:
-      return found
+    value = getattr(task, name, None)
+    if isinstance(value, str) and value:
+      return value
   raise ValueError(
       f"{type(task).__name__} names no task; give an id, a row with 'task_id',"
       " a task, or an environment with a 'task'"
@@ -100,21 +100,21 @@ async def start_genv_execution(
 
   Args:
     task: see `identifier_of`.
-    client: of the server.
-    options: of the server.
+    client: Client of the server.
+    options: Options that the server takes.
     resolve: find the task in the server's list first, by id, name, number or
       numeric prefix; False leaves that to the server.
 
   Raises:
     GenvUnknownTaskError: no task, or more than one, is called that.
-    GenvError: it could not be created.
-    ValueError: `task` names none.
+    GenvError: the execution could not be created.
+    ValueError: `task` has no identifier.
   """
   began = time.monotonic()
   identifier, number = identifier_of(task), ""
   if resolve:
-    found = await client.resolve(identifier)
-    identifier, number = found.identifier, found.number
+    row = await client.resolve(identifier)
+    identifier, number = row.identifier, row.number
   reply = await client.create(identifier, options)
   seconds = time.monotonic() - began
   build = reply.get("env_build")
@@ -150,9 +150,9 @@ async def evaluate_execution(
   """(reward, success, the server's answer).
 
   Args:
-    context: of the execution.
-    client: of its server.
-    result: of a run; its `answer` is submitted as answer_text.
+    context: The execution.
+    client: Client of its server.
+    result: Result of a run; its `answer` is submitted as answer_text.
     **submission: answer_text, execution_data, context_text, facts.
 
   Raises:
@@ -177,12 +177,12 @@ async def evaluate_execution(
 async def terminate_execution(
     context: GenvExecutionContext, client: client_lib.GenvClient
 ) -> bool:
-  """Ends it; True when it is over now. Never raises `GenvError`."""
+  """Ends an execution; True when it is over now. Never raises `GenvError`."""
   return await client.terminate(context.execution_id)
 
 
 def box_id_of(reply: Mapping[str, Any]) -> str:
-  """The machine's id, under any of its field names; "" without one."""
+  """Returns the machine's id, under any of its field names; "" without one."""
   for key in _BOX_KEYS:
     if isinstance(reply.get(key), str) and reply[key]:
       return reply[key]

@@ -31,7 +31,7 @@ TOKEN_VARIABLE = "TUNIX_GYM_TOKEN"
 
 
 def read_token(token_file: str = "") -> str:
-  """The token of a file, else of $TUNIX_GYM_TOKEN; "" for none.
+  """Returns the token of a file, else of $TUNIX_GYM_TOKEN; "" for none.
 
   Raises:
     ValueError: the file cannot be read.
@@ -47,17 +47,17 @@ def read_token(token_file: str = "") -> str:
 
 
 def make_client(settings: Mapping[str, Any]) -> client_lib.GenvClient:
-  """A client of the server that a gym's settings name.
+  """Returns a client of the server that a gym's settings name.
 
   Raises:
     ValueError: a setting that cannot be.
   """
   timeouts = settings.get("timeouts") or {}
-  known = {f.name for f in dataclasses.fields(client_lib.Timeouts)}
-  if not isinstance(timeouts, Mapping) or set(timeouts) - known:
+  names = {f.name for f in dataclasses.fields(client_lib.Timeouts)}
+  if not isinstance(timeouts, Mapping) or set(timeouts) - names:
     raise ValueError(
         f"timeouts={timeouts!r} must be an object with seconds for"
-        f" {', '.join(sorted(known))}"
+        f" {', '.join(sorted(names))}"
     )
   return client_lib.GenvClient(
       settings.get("base_url") or client_lib.DEFAULT_BASE_URL,
@@ -71,7 +71,7 @@ class GenvGym:
   """A gym behind a gym server; see the module docstring.
 
   Attributes:
-    execution_id: of the running episode, None without one.
+    execution_id: Id of the running episode, None without one.
   """
 
   def __init__(
@@ -89,14 +89,14 @@ class GenvGym:
   ):
     """Args:
 
-      base_url, gym_id: where it is.
-      token_file: holds the server's token; without it $TUNIX_GYM_TOKEN does.
-      width, height: that screenshots must have; None takes what comes.
-      lease_s: an execution that is not called for so long is closed by the
-        server; None for the server's own.
-      gym_options: settings of the server's gym, those it lets clients set.
+      base_url, gym_id: Address of the server and name of its gym.
+      token_file: File with the server's token; without it $TUNIX_GYM_TOKEN.
+      width, height: Size that screenshots must have; None takes any.
+      lease_s: Seconds without a call after which the server closes an
+        execution; None for the server's own.
+      gym_options: Settings of the server's gym, those it lets clients set.
       timeouts: deadlines by name, see `client.Timeouts`.
-      client: instead of one made from the settings.
+      client: Client to use instead of one made from the settings.
 
     Raises:
       ValueError: a setting that cannot be.
@@ -124,28 +124,28 @@ class GenvGym:
     if isinstance(where, Mapping) and where.get("identifier"):
       identifier = str(where["identifier"])
     key = uuid.uuid4().hex
-    # Until the answer is there, the key is all that it can be named by.
+    # Before the answer comes, only the key names the execution.
     self.execution_id, self._steps = f"key:{key}", 0
     reply = await self._client.create(identifier, self._options, key)
     self.execution_id = reply["execution_id"]
     shown = reply.get("observation")
     if shown is None:
       shown = await self._screenshot()
-    seen = await self._read(shown)
+    observation = await self._read(shown)
     expected = (
-        self._size[0] or seen.screenshot.shape[1],
-        self._size[1] or seen.screenshot.shape[0],
+        self._size[0] or observation.screenshot.shape[1],
+        self._size[1] or observation.screenshot.shape[0],
     )
-    height, width = seen.screenshot.shape[:2]
+    height, width = observation.screenshot.shape[:2]
     if (width, height) != expected:
       raise client_lib.GenvError(
           f"the screens of {self._client.base_url} are {width}x{height},"
           f" {expected[0]}x{expected[1]} was expected; set gym.width={width}"
           f" gym.height={height}, or serve the gym at the other size"
       )
-    self._seen = seen
-    info = {**seen.info, "execution_id": self.execution_id}
-    return dataclasses.replace(seen, info=info)
+    self._seen = observation
+    info = {**observation.info, "execution_id": self.execution_id}
+    return dataclasses.replace(observation, info=info)
 
   async def act(self, action: gui_action.GuiAction) -> base.Observation:
     try:
@@ -219,6 +219,51 @@ class GenvGym:
       )  # pyformat: disable
     except wire.WireError as error:
       raise client_lib.GenvError(f"{self._client.base_url}: {error}") from None
+
+
+class AttachedGym(GenvGym):
+  """Acts on an execution that another program has made and will judge.
+
+  An agent service is given `{gymBaseUrl, gymId, executionId}` and no task list:
+  `start` shows the current state of the execution, `act` carries out its steps.
+  Does not create, evaluate or terminate the execution: its owner does. The
+  evaluation here is empty, with `details["evaluated_by"]`.
+  """
+
+  def __init__(
+      self, base_url: str, gym_id: str, execution_id: str, **options: Any
+  ):
+    """Args:
+
+      base_url, gym_id: Address of the gym server and name of its gym.
+      execution_id: Id of an execution on which no step was taken yet.
+      **options: Further arguments of `GenvGym`.
+
+    Raises:
+      ValueError: a value that cannot be.
+    """
+    super().__init__(base_url, gym_id, **options)
+    if not execution_id:
+      raise ValueError("execution_id must name an execution, got ''")
+    self._attached = execution_id
+
+  async def start(self, task: base.Task) -> base.Observation:
+    del task
+    if self._steps:
+      raise RuntimeError(
+          f"execution {self._attached} has been played; create another one"
+      )
+    self.execution_id = self._attached
+    self._seen = await self._read(await self._screenshot())
+    return self._seen
+
+  async def evaluate(self) -> base.Evaluation:
+    return base.Evaluation(0.0, False, {"evaluated_by": "the caller"})
+
+  async def close(self) -> None:
+    """Ends the connections; the execution goes on. Idempotent."""
+    self.execution_id = None
+    await self._client.aclose()
 
 
 def _size(data: Any) -> int:

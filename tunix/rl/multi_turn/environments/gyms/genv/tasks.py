@@ -14,6 +14,7 @@ from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.environments import options as options_lib
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.environments.gyms import seeds
 from tunix.rl.multi_turn.environments.gyms.genv import client as client_lib
 from tunix.rl.multi_turn.environments.gyms.genv import gym as gym_lib
 from tunix.rl.multi_turn.environments.task_sources import cua_task
@@ -25,7 +26,7 @@ _ASK_S = 130.0
 _LIST_S = 120.0
 
 
-class GenvTasks:
+class GenvTasks(seeds.SplitTasks):
   """Instances of a gym server's families, beyond its list.
 
   They are named, not fetched: `<family>@<split>:<index>:<seed>`.
@@ -39,9 +40,9 @@ class GenvTasks:
   ):
     """Args:
 
-      gym_id: of the server.
-      max_turns: of the tasks of each family that it has.
-      families: those to offer, () for all.
+      gym_id: Name of the server's gym.
+      max_turns: Turn limit of the tasks of each family of the gym.
+      families: Families to offer, () for all.
 
     Raises:
       ValueError: a family that it has not.
@@ -53,15 +54,6 @@ class GenvTasks:
     self._gym_id = gym_id
     self._max_turns = dict(max_turns)
     self._families = tuple(families) or tuple(max_turns)
-
-  def families(self) -> tuple[str, ...]:
-    return self._families
-
-  def train_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    return self._task(family, "train", index, seed)
-
-  def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    return self._task(family, "eval", index, seed)
 
   def _task(self, family: str, split: str, index: int, seed: int) -> base.Task:
     name = f"{family}@{split}:{index}:{seed}"
@@ -81,13 +73,13 @@ def server_tasks(
     token_file: str = "",
     timeouts: Mapping[str, float] | None = None,
 ) -> base.TaskSet:
-  """The tasks of a gym server.
+  """Returns the tasks of a gym server.
 
   Instances of its gym if the server names them; else the tasks of its list,
   split in two.
 
   Args:
-    families: those to offer, none or () for all.
+    families: Families to offer, None or () for all.
     base_url, gym_id, token_file, timeouts: see `GenvGym`.
 
   Raises:
@@ -107,13 +99,13 @@ def server_tasks(
       await client.aclose()
 
   try:
-    found = concurrency.call(ask, seconds=_ASK_S, what=f"asking {base_url}")
+    gym_row = concurrency.call(ask, seconds=_ASK_S, what=f"asking {base_url}")
   except client_lib.GenvUnavailableError as error:
     raise _not_there(server, error) from error
-  if found is not None and isinstance(found.get("max_turns"), dict) and (
-      found.get("instances")
+  if gym_row is not None and isinstance(gym_row.get("max_turns"), dict) and (
+      gym_row.get("instances")
   ):
-    return GenvTasks(gym_id, found["max_turns"], families or ())
+    return GenvTasks(gym_id, gym_row["max_turns"], families or ())
   tasks = list_tasks(**server)
   config = source.TaskSourceConfig(source="gym")
   split = [source.select(tasks, config, name) for name in source.SPLITS]
@@ -127,7 +119,7 @@ def list_tasks(
     token_file: str = "",
     timeouts: Mapping[str, float] | None = None,
 ) -> list[cua_task.CUATask]:
-  """Every task of a server's list, in its order. Blocks.
+  """Returns every task of a server's list, in its order. Blocks.
 
   Args:
     base_url, gym_id, token_file, timeouts: see `GenvGym`.
@@ -162,7 +154,7 @@ def list_tasks(
 def _not_there(
     server: Mapping[str, Any], error: client_lib.GenvError
 ) -> client_lib.GenvError:
-  """The error of a server that does not answer, with the way to start it."""
+  """Makes the error of a silent server, with the way to start one."""
   parts = urllib.parse.urlsplit(server["base_url"])
   start = shell_hints.command(
       "environments.gym_server", server["gym_id"], "--port",

@@ -39,7 +39,7 @@ _ENDINGS = ("terminated", "truncated", "any")
 _LOG = logging.getLogger(__name__)
 MAX_ABANDONED = 64
 """Threads of hanging environments that a process may hold at once."""
-EVAL_SEEDS_FROM = 1_000_000_000
+EVAL_SEEDS_FROM = seeds.EVAL_SEEDS_FROM
 
 
 class Untranslatable(ValueError):
@@ -208,9 +208,9 @@ class GymnasiumGym:
       adapter: GuiAction -> environment action; raises `Untranslatable`. Or a
         mapping of one: `{"type": "keys", "keys": {…}, "wait": …}` or
         `{"type": "desktop", "width": …, "height": …}`.
-      env_kwargs: for `gymnasium.make` when `env` is an id.
-      instruction: of episodes where neither the task nor the environment's
-        `info["instruction"]` has one.
+      env_kwargs: Arguments for `gymnasium.make` when `env` is an id.
+      instruction: Instruction of episodes where neither the task nor the
+        environment's `info["instruction"]` has one.
       success_return: least sum of rewards of a success.
       success_end: how a successful episode ends: "terminated", "truncated"
         (surviving to the time limit, as in CartPole) or "any".
@@ -387,7 +387,7 @@ class GymnasiumGym:
 
 
 def _adapter(settings: Mapping[str, Any]) -> Adapter:
-  """The adapter that a mapping describes."""
+  """Returns the adapter that a mapping describes."""
   settings = dict(settings)
   kind = settings.pop("type", None)
   makers = {"keys": KeyAdapter, "desktop": DesktopAdapter}
@@ -399,7 +399,7 @@ def _adapter(settings: Mapping[str, Any]) -> Adapter:
 
 
 def _render(env: gymnasium.Env) -> np.ndarray:
-  """The environment's frame, uint8[H, W, 3]."""
+  """Returns the environment's frame, uint8[H, W, 3]."""
   frame = np.asarray(env.render())
   if frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8:
     raise ValueError(
@@ -409,12 +409,8 @@ def _render(env: gymnasium.Env) -> np.ndarray:
   return frame
 
 
-class GymnasiumTasks:
-  """Tasks of one environment; the instance is its reset seed.
-
-  Seeds below `EVAL_SEEDS_FROM` are for training, those from it up to twice it
-  for evaluation, so the two never meet.
-  """
+class GymnasiumTasks(seeds.SeededTasks):
+  """Tasks of one environment; the instance is its reset seed."""
 
   def __init__(
       self, family: str, instruction: str = "", max_turns: int | None = None
@@ -422,34 +418,21 @@ class GymnasiumTasks:
     """Args:
 
       family: name to report success under, usually the environment's id.
-      instruction: as in `base.Task`; may be empty.
+      instruction: Instruction of the tasks, see `base.Task`; may be empty.
       max_turns: turns an episode may take, None for the run's default.
     """
-    self._family = family
+    self._families = (family,)
     self._instruction = instruction
     self._max_turns = max_turns
 
-  def families(self) -> tuple[str, ...]:
-    return (self._family,)
-
   def task(self, family: str, seed: int) -> base.Task:
-    """The instance whose reset seed is `seed`."""
-    if family != self._family:
-      raise ValueError(f"family must be {self._family!r}, got {family!r}")
+    """Returns the instance whose reset seed is `seed`."""
+    if family not in self._families:
+      raise ValueError(f"family must be {self._families[0]!r}, got {family!r}")
     return base.Task(
         task_id=f"gymnasium/{family}/{seed}", family=family,
         instruction=self._instruction, seed=seed, max_turns=self._max_turns,
     )
-
-  def train_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """The `index`-th training instance of the run with this `seed`."""
-    number = seeds.train_seed(family, index, seed, EVAL_SEEDS_FROM)
-    return self.task(family, number)
-
-  def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """The `index`-th held-out instance."""
-    number = seeds.eval_seed(family, index, seed, EVAL_SEEDS_FROM)
-    return self.task(family, number)
 
 
 class FamilyTasks:

@@ -90,23 +90,23 @@ async def _smoke(args: argparse.Namespace) -> int:
   names = _chosen(args.part)
   tasks = tasks_lib.MiniWobTasks()
   browser = gym_lib.Browser(max_pages=args.parallel)
-  left = list(reversed(names))
+  queue = list(reversed(names))
   failed = 0
   began = time.perf_counter()
 
   async def work() -> None:
     nonlocal failed
-    while left:
-      name = left.pop()
+    while queue:
+      name = queue.pop()
       task = tasks.train_task(name, args.index, args.seed)
       report = await smoke.try_family(name, task, browser, args.seed)
       failed += bool(report.problem)
       if args.json:
         print(json.dumps(dataclasses.asdict(report)), flush=True)
         continue
-      said = "FAIL" if report.problem else "pass"
+      verdict = "FAIL" if report.problem else "pass"
       print(
-          f"{said}  {name:28} {report.turns:3} turns"
+          f"{verdict}  {name:28} {report.turns:3} turns"
           f"  {'decided' if report.decided else 'open':7}"
           f" {report.score:6.2f}  start {report.start_ms:5.0f} ms"
           f"  step {report.step_ms:4.0f} ms  {report.problem}",

@@ -98,7 +98,7 @@ class Info:
   Attributes:
     family: its name.
     max_turns: actions that an episode may take.
-    limit_s: of the page's own time, after which it ends with -1 where
+    limit_s: Seconds of the page's own time, after which it ends with -1 where
       `time_limit` is set.
     quick: whether an instance may be started without loading the page anew.
     oracle: whether `oracle_action` can play it.
@@ -114,13 +114,13 @@ class Info:
 
 
 def about(family: str, page: pathlib.Path, oracle: bool = False) -> Info:
-  """The description of the family whose page this is."""
-  found = _LIMIT.search(page.read_text(encoding="utf-8", errors="replace"))
+  """Returns the description of the family whose page this is."""
+  limit = _LIMIT.search(page.read_text(encoding="utf-8", errors="replace"))
   words = _WORDS.get(family) or _described(page.parents[2]).get(family, "")
   return Info(
       family=family,
       max_turns=MAX_TURNS.get(family, DEFAULT_MAX_TURNS),
-      limit_s=int(found[1]) / 1000 if found else _DEFAULT_LIMIT_S,
+      limit_s=int(limit[1]) / 1000 if limit else _DEFAULT_LIMIT_S,
       quick=family in QUICK_FAMILIES,
       oracle=oracle,
       words=words,
@@ -130,7 +130,7 @@ def about(family: str, page: pathlib.Path, oracle: bool = False) -> Info:
 @functools.lru_cache(maxsize=None)
 def _described(package: pathlib.Path) -> dict[str, str]:
   """Family -> the first sentence of its environment's description."""
-  found = {}
+  sentences = {}
   for file in sorted((package / "envs").glob("*.py")):
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
       if not isinstance(node, ast.ClassDef):
@@ -144,5 +144,5 @@ def _described(package: pathlib.Path) -> dict[str, str]:
             and isinstance(line.value, ast.Constant)
             and words
         ):
-          found[line.value.value] = words[1].strip()
-  return found
+          sentences[line.value.value] = words[1].strip()
+  return sentences

@@ -57,9 +57,9 @@ class MiniWobGym:
   """One MiniWoB++ page; `start` may be called again after an episode.
 
   Attributes:
-    width, height: of the screenshots in pixels.
-    scale: their pixels for each CSS pixel of the page.
-    task: of the episode, None before the first.
+    width, height: Size of the screenshots in pixels.
+    scale: Their pixels for each CSS pixel of the page.
+    task: Task of the episode, None before the first.
     page: its tab, None before the first episode and after an error. What
       reads it (oracles, tests) must not act on it.
   """
@@ -81,9 +81,9 @@ class MiniWobGym:
   ):
     """Args:
 
-      width, height: of the screenshots in pixels; None for the task's area,
-        160 x 210 CSS pixels. Larger ones show the page around it, which lies
-        in the top left corner.
+      width, height: Size of the screenshots in pixels; None for the task's
+        area, 160 x 210 CSS pixels. Larger ones show the page around it, which
+        lies in the top left corner.
       scale: pixels for each CSS pixel: 2 draws all twice as large.
       reward: "raw", the page's verdict, or "timed", the page's verdict made
         smaller by the page time it took; this needs `time_limit`.
@@ -94,13 +94,13 @@ class MiniWobGym:
         same family and its page is known to show the same pixels either way
         (`catalogue.QUICK_FAMILIES`): several times faster. False loads it
         always.
-      final_screenshot: whether the observation that ends an episode shows the
-        page as it is then; without, it repeats the last one, which saves a
+      final_screenshot: Whether the observation that ends an episode shows the
+        final page; without, it repeats the last screenshot, which saves a
         frame.
-      page_deadline_s: how long to wait for a free tab.
-      max_pages: gyms that will be used at once, each of which holds a tab for
-        an episode: the shared browser allows so many then. None for its 32.
-      browser: to use instead of the event loop's shared one.
+      page_deadline_s: Seconds to wait for a free tab.
+      max_pages: Number of gyms used at once, each of which holds a tab for an
+        episode; the shared browser allows that number of tabs. None: 32.
+      browser: Browser to use instead of the event loop's shared one.
     """
     if not 0.5 <= scale <= 8:
       raise ValueError(f"scale={scale!r} must be in [0.5, 8]")
@@ -134,24 +134,24 @@ class MiniWobGym:
     self._answer: str | None = None
     self._turns = 0
 
-  def _side(self, name: str, given: int | None, least: int) -> int:
+  def _side(self, name: str, side: int | None, least: int) -> int:
     smallest = round(least * self.scale)
-    if given is None:
+    if side is None:
       return smallest
-    if not smallest <= given <= _MAX_SIDE:
+    if not smallest <= side <= _MAX_SIDE:
       raise ValueError(
-          f"{name}={given!r} must be in [{smallest}, {_MAX_SIDE}]: the task's"
+          f"{name}={side!r} must be in [{smallest}, {_MAX_SIDE}]: the task's"
           f" area is {page_lib.WIDTH}x{page_lib.HEIGHT}, at"
           f" scale={self.scale:g}"
       )
-    return int(given)
+    return int(side)
 
   async def start(self, task: base.Task) -> base.Observation:
     """Starts an instance; the observation carries the page's instruction.
 
     Raises:
       ValueError: unknown family (gives the nearest) or data mode.
-      PagesNotFound, BrowserNotFound: with what to install.
+      PagesNotFound, BrowserNotFound: a part is not installed.
       DevToolsError: the browser failed, twice.
     """
     url = tasks_lib.page_url(task.family)
@@ -233,7 +233,7 @@ class MiniWobGym:
     return self._observe(info)
 
   async def _look(self, page: page_lib.WobPage, settle: bool) -> page_lib.Shot:
-    """The page after the time of one action."""
+    """Returns the page after the time of one action."""
     if self._final:
       return await page.shot(self._step_ms, settle)
     state = await page.advance(self._step_ms, settle)
@@ -242,7 +242,7 @@ class MiniWobGym:
     return dataclasses.replace(state, pixels=self._shot.pixels)
 
   async def evaluate(self) -> base.Evaluation:
-    """The page's verdict so far; an undecided episode scores 0.
+    """Returns the page's verdict so far; an undecided episode scores 0.
 
     The score is in [-1, 1] (pages punish mistakes); success is above 0.
     """

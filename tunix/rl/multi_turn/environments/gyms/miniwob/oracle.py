@@ -83,13 +83,13 @@ ORACLE_FAMILIES = tuple(sorted({**_CLICK, **_FILL}))
 
 
 async def oracle_action(gym: gym_lib.MiniWobGym) -> _Action | None:
-  """The next right action in the gym's episode; None when it is over.
+  """Returns the next right action in the gym's episode; None when it is over.
 
   Raises:
     RuntimeError: no episode is running.
     ValueError: the family has no oracle.
-    LookupError: what should be clicked is not there, or wholly covered: this
-      page cannot be solved.
+    LookupError: the element to click is missing or wholly covered: this page
+      cannot be solved.
   """
   if gym.task is None or gym.page is None:
     raise RuntimeError("no episode is running; call start(task) first")
@@ -114,18 +114,18 @@ async def oracle_action(gym: gym_lib.MiniWobGym) -> _Action | None:
   )
   if state is None:
     return await _click(gym, "find('#subbtn')")
-  field, wanted, length, selected, focused = state
+  field, text, length, selected, focused = state
   if not focused:
     return await _click(gym, f"find('#{field}')")
   if selected < length:
     return _Action(_Kind.KEY, keys=("ctrl", "a"))
-  return _Action(_Kind.TYPE, text=wanted)
+  return _Action(_Kind.TYPE, text=text)
 
 
 async def describe(
     gym: gym_lib.MiniWobGym, x: float, y: float
 ) -> str | None:
-  """The name of the element at a pixel; None when it has none.
+  """Returns the name of the element at a pixel; None when it has none.
 
   Raises:
     RuntimeError: no episode is running.
@@ -155,7 +155,7 @@ async def describe(
 
 
 async def _click(gym: gym_lib.MiniWobGym, element: str) -> _Action:
-  """A click on a point of the element (an expression) that nothing covers."""
+  """Returns a click on an uncovered point of the element (an expression)."""
   point: list[Any] | None = await gym.page.evaluate(
       """(() => {
         %s

@@ -37,9 +37,9 @@ from tunix.rl.multi_turn.environments.gyms import miniwob
 from tunix.rl.multi_turn.environments.gyms.chromium import devtools
 from tunix.rl.multi_turn.environments.gyms.chromium import tab as tab_lib
 
-WIDTH, HEIGHT = miniwob.PAGE_SIZE  # All that a policy sees.
+WIDTH, HEIGHT = miniwob.PAGE_SIZE  # The part that a policy sees.
 _VIEW_WIDTH, _VIEW_HEIGHT = 360, 240  # Smaller ones make pages scroll.
-_MARGIN = 40  # Beside what a screenshot shows; the marker is there.
+_MARGIN = 40  # Room for the marker, beside the part in a screenshot.
 _MARKER_SIZE = 8
 _FRAME_WAITS_S = (0.08, 0.16, 0.32, 0.64, 1.0, 1.0, 2.0, 2.0, 2.0)
 _NO_LIMIT_MS = 2_000_000_000  # Fits the 31 bits of a timer.
@@ -81,8 +81,8 @@ class WobPage(tab_lib.Tab):
   """A tab that shows MiniWoB++ pages; see the module docstring.
 
   Attributes:
-    url: of the page it shows, "" when it shows none.
-    width, height: of a screenshot, in CSS pixels.
+    url: Address of the page it shows, "" when it shows none.
+    width, height: Size of a screenshot, in CSS pixels.
   """
 
   VIEW = (_VIEW_WIDTH, _VIEW_HEIGHT)
@@ -143,7 +143,7 @@ class WobPage(tab_lib.Tab):
     """Starts an instance; returns its first screenshot and its goal.
 
     Args:
-      url: of the task's page.
+      url: Address of the task's page.
       seed: decides the instance.
       data_mode: "default", "train" or "test", for pages that have a split.
       time_limit: keep the page's own limit (in its time).
@@ -191,7 +191,7 @@ class WobPage(tab_lib.Tab):
     await self.advance(milliseconds)
 
   async def shot(self, milliseconds: float = 0, settle: bool = False) -> Shot:
-    """A screenshot of the page after some of its time, and its state.
+    """Returns the page's state and a screenshot after some of its time.
 
     Args:
       milliseconds: page time to let pass first.
@@ -222,11 +222,11 @@ class WobPage(tab_lib.Tab):
     )
 
   async def _step(self, milliseconds: float, settle: bool) -> Shot:
-    done, raw, timed, reason, page_ms = await self.evaluate(
+    ended, raw, timed, reason, page_ms = await self.evaluate(
         f"__tunix.step({self._number}, {milliseconds}, {json.dumps(settle)})"
     )
     return Shot(
-        None, bool(done), float(raw), float(timed), reason, float(page_ms)
+        None, bool(ended), float(raw), float(timed), reason, float(page_ms)
     )
 
   def _acknowledge(self, identifier: int) -> None:

@@ -48,8 +48,8 @@ class Report:
     problem: why it failed, "" when it passed.
     turns: actions in the played episode.
     decided: whether the page ended it.
-    score: of the played episode.
-    start_ms, step_ms: medians are the caller's; these are means here.
+    score: Score of the played episode.
+    start_ms, step_ms: Time of the start, and mean time of a step.
   """
 
   family: str
@@ -102,16 +102,16 @@ async def _try(
 
   plays = family in oracle_lib.ORACLE_FAMILIES
   steps: list[float] = []
-  seen = first
-  while not seen.done and len(steps) < task.max_turns:
+  latest = first
+  while not latest.done and len(steps) < task.max_turns:
     if plays:
       action = await oracle_lib.oracle_action(gym)
     else:
       action = await _any_action(gym, rng)
     began = time.perf_counter()
-    seen = await gym.act(action)
+    latest = await gym.act(action)
     steps.append(time.perf_counter() - began)
-    _check(not seen.info.get("ignored"), str(dict(seen.info)))
+    _check(not latest.info.get("ignored"), str(dict(latest.info)))
   verdict = await gym.evaluate()
   decided = bool(verdict.details["decided"])
   _check(-1 <= verdict.score <= 1, f"score {verdict.score}")
@@ -124,11 +124,11 @@ async def _try(
     differ = int((again.screenshot != first.screenshot).any(-1).sum())
     _check(differ == 0, f"{differ} other pixels when started again")
   for _ in range(6):  # 60 s of the page's time: twice the longest limit.
-    seen = await gym.act(_Action(_Kind.WAIT, duration=10))
-    if seen.done:
+    latest = await gym.act(_Action(_Kind.WAIT, duration=10))
+    if latest.done:
       break
   timed_out = await gym.evaluate()
-  _check(seen.done, "its time limit does not end it")
+  _check(latest.done, "its time limit does not end it")
   # chase-circle pays for the time it took, and ends otherwise.
   if timed_out.details["reason"] == "timed out":
     _check(timed_out.score == -1, f"timed out with {timed_out.score}")

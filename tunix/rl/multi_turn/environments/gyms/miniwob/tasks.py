@@ -15,17 +15,14 @@ from typing import Any, Iterator, Mapping
 
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.environments.gyms import chromium
 from tunix.rl.multi_turn.environments.gyms import seeds
-from tunix.rl.multi_turn.environments.gyms.chromium import (
-    needs as browser_needs,
-)
 from tunix.rl.multi_turn.environments.gyms.miniwob import catalogue
 
 PAGES_VARIABLE = "TUNIX_MINIWOB_PAGES"
 DATA_MODES = ("default", "train", "test")
 
-# Instance seeds: training below, evaluation from here up to twice this.
-EVAL_SEEDS_FROM = 1_000_000_000
+EVAL_SEEDS_FROM = seeds.EVAL_SEEDS_FROM
 
 
 class PagesNotFound(RuntimeError):
@@ -54,17 +51,17 @@ def _pages_in(override: str | None) -> pathlib.Path:
 
 
 def pages_directory() -> pathlib.Path:
-  """The directory of the pages `<family>.html`.
+  """Returns the directory of the pages `<family>.html`.
 
   Raises:
-    PagesNotFound: with what to install.
+    PagesNotFound: the pages are not installed; the message names the fix.
   """
   return _pages_in(os.environ.get(PAGES_VARIABLE))
 
 
 def needs(options: Mapping[str, Any]) -> Iterator[str]:
   """`GymSpec.needs`: a browser, and the pages."""
-  yield from browser_needs.browser(options)
+  yield from chromium.needs(options)
   try:
     pages_directory()
   except PagesNotFound as error:
@@ -82,7 +79,7 @@ def families() -> tuple[str, ...]:
 
 
 def page_url(family: str) -> str:
-  """The address of a family's page.
+  """Returns the address of a family's page.
 
   Raises:
     ValueError: no such family; gives the nearest name.
@@ -95,7 +92,7 @@ def page_url(family: str) -> str:
 
 
 def about(family: str, oracle: bool = False) -> catalogue.Info:
-  """The description of a family.
+  """Returns the description of a family.
 
   Raises:
     ValueError: no such family; gives the nearest name.
@@ -124,14 +121,12 @@ def images(family: str) -> tuple[str, ...]:
   ))
 
 
-class MiniWobTasks:
+class MiniWobTasks(seeds.SeededTasks):
   """Makes tasks: `miniwob/<family>/<seed>`.
 
-  The seed is the one that the page's own generator gets. Seeds below
-  `EVAL_SEEDS_FROM` are for training and those from it up to twice it for
-  evaluation: `train_task` and `eval_task` never return the same seed. (Small
-  families may still show the same instance.) A task's instruction is empty:
-  the page holds it, and the first observation carries it.
+  The page's own generator gets the seed. Small families may show the same
+  instance in training and in evaluation. A task's instruction is empty: the
+  page holds it, and the first observation carries it.
   """
 
   def __init__(
@@ -141,12 +136,11 @@ class MiniWobTasks:
   ):
     """Args:
 
-      families: those to offer, None for all.
-      data_mode: which part of their own split the few pages that have one
-        draw from: "default", "train" or "test".
+      families: Families to offer, None for all.
+      data_mode: Part of their own split that the few pages with one draw from:
+        "default", "train" or "test".
     """
-    known = globals()["families"]()
-    names = tuple(families) if families else known
+    names = tuple(families) if families else globals()["families"]()
     for name in names:
       page_url(name)
     if data_mode not in DATA_MODES:
@@ -156,11 +150,8 @@ class MiniWobTasks:
     self._families = names
     self._data_mode = data_mode
 
-  def families(self) -> tuple[str, ...]:
-    return self._families
-
   def task(self, family: str, seed: int) -> base.Task:
-    """The instance that a family and a seed >= 0 stand for.
+    """Returns the instance that a family and a seed >= 0 stand for.
 
     Raises:
       ValueError: unknown family (gives the nearest) or a negative seed.
@@ -180,19 +171,3 @@ class MiniWobTasks:
         ),
         params={} if not suffix else {"data_mode": self._data_mode},
     )
-
-  def train_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """The `index`-th training instance of the run with this `seed`.
-
-    Instance seeds are drawn from [0, EVAL_SEEDS_FROM) by hashing.
-    """
-    number = seeds.train_seed(family, index, seed, EVAL_SEEDS_FROM)
-    return self.task(family, number)
-
-  def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """The `index`-th held-out instance; see `seeds`.
-
-    Instance seeds lie in [EVAL_SEEDS_FROM, 2 * EVAL_SEEDS_FROM).
-    """
-    number = seeds.eval_seed(family, index, seed, EVAL_SEEDS_FROM)
-    return self.task(family, number)

@@ -90,7 +90,7 @@ GRAMMARS.register("browsergym", browsergym)
 
 
 def get(grammar: Any) -> Grammar:
-  """The function of that name or path, or the function itself.
+  """Returns the function of that name or path, or the function itself.
 
   Raises:
     ValueError: there is none.

@@ -32,6 +32,7 @@ from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.environments import options as options_lib
 from tunix.rl.multi_turn.environments import wire
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.environments.gyms import machines
 from tunix.rl.multi_turn.environments.gyms.genv import gym as genv_gym
 from tunix.rl.multi_turn.environments.gyms.openenv import (
   actions as openenv_actions,
@@ -92,10 +93,10 @@ class Timeouts:
   """Deadlines in seconds.
 
   Attributes:
-    connect: of a connection.
-    start: of a start in all, waiting for a full server included.
-    step: of a step; likewise of a verdict.
-    close: of a session's end.
+    connect: Deadline of a connection.
+    start: Deadline of a whole start, with the wait for a full server.
+    step: Deadline of a step, and of a verdict.
+    close: Deadline of a session's end.
   """
 
   connect: float = 20.0
@@ -163,10 +164,10 @@ class Session:
   async def ask(
       self, kind: str, data: Mapping[str, Any] | None, seconds: float
   ) -> dict[str, Any]:
-    """The `data` of the answer; after a failure to answer the session is over.
+    """Returns the answer's `data`; without an answer the session is over.
 
     Raises:
-      OpenEnvError: with the server's error text, or for want of an answer.
+      OpenEnvError: the server answered with an error, or not at all.
     """
     _, exceptions = _websockets()
     if self._socket is None:
@@ -327,15 +328,15 @@ class OpenEnvGym:
   ):
     """Args:
 
-      base_url: of the environment.
-      token_file: holds a bearer token; without it $TUNIX_GYM_TOKEN does.
-      width, height: that screenshots must have; None takes what comes.
+      base_url: Address of the environment.
+      token_file: File with a bearer token; without it $TUNIX_GYM_TOKEN.
+      width, height: Size that screenshots must have; None takes any.
       actions: "gui" (GuiAction's JSON, what our servers take), "browsergym",
         or a function or its path `GuiAction -> a step's data`; a str from it
         is shown to the policy instead, None is not sent.
-      fields: where in an observation things are, dotted: `screenshot` (a
-        picture in base64, an object with `data`, or numbers), `shape` (of
-        numbers without one), `instruction`, `text`; "" for none.
+      fields: Dotted places in an observation: `screenshot` (a picture in
+        base64, an object with `data`, or numbers), `shape` (of numbers without
+        one), `instruction`, `text`; "" for none.
       reset: arguments of every reset.
       score: "return" is the sum of an episode's rewards, "last" the last one.
       success_at: the score from which an episode is solved.
@@ -358,11 +359,11 @@ class OpenEnvGym:
     if score not in _SCORES:
       raise ValueError(f"score={score!r} must be one of {', '.join(_SCORES)}")
     self._score, self._success_at = score, float(success_at)
-    known = {f.name for f in dataclasses.fields(Timeouts)}
-    if not isinstance(timeouts or {}, Mapping) or set(timeouts or {}) - known:
+    names = {f.name for f in dataclasses.fields(Timeouts)}
+    if not isinstance(timeouts or {}, Mapping) or set(timeouts or {}) - names:
       raise ValueError(
           f"timeouts={timeouts!r} must be an object with seconds for"
-          f" {', '.join(sorted(known))}"
+          f" {', '.join(sorted(names))}"
       )
     self._timeouts = Timeouts(**(timeouts or {}))
     self._seen: base.Observation | None = None
@@ -383,12 +384,13 @@ class OpenEnvGym:
     async def attempt() -> Any:
       nonlocal full
       await self.close()
-      left = deadline - loop.time()
+      seconds = deadline - loop.time()
       try:
-        await self._session.connect(min(self._timeouts.connect, max(left, .01)))
-        left = max(deadline - loop.time(), .01)
+        seconds = min(self._timeouts.connect, max(seconds, .01))
+        await self._session.connect(seconds)
+        seconds = max(deadline - loop.time(), .01)
         return await self._session.ask(
-            "reset", {**self._reset, **arguments}, left
+            "reset", {**self._reset, **arguments}, seconds
         )
       except OpenEnvCapacityError as error:
         full = error
@@ -401,16 +403,11 @@ class OpenEnvGym:
         raise full from None
       raise
     self._rewards, self._evaluation = [], None
-    seen = await self._take(data, True)
-    height, width = seen.screenshot.shape[:2]
-    wanted = (self._size[0] or width, self._size[1] or height)
-    if wanted != (width, height):
-      raise OpenEnvError(
-          f"the screens of {self._session.url} are {width}x{height},"
-          f" {wanted[0]}x{wanted[1]} was expected; set gym.width={width}"
-          f" gym.height={height}"
-      )
-    return seen
+    observation = await self._take(data, True)
+    height, width = observation.screenshot.shape[:2]
+    where = f"screen of {self._session.url}"
+    machines.check_size(where, (width, height), self._size, OpenEnvError)
+    return observation
 
   async def act(self, action: gui_action.GuiAction) -> base.Observation:
     if self._seen is None:
@@ -532,7 +529,7 @@ def _picture(value: Any, shape: Any, what: str) -> np.ndarray:
   """uint8[H, W, 3] of an observation's picture.
 
   Raises:
-    WireError: that is not a picture.
+    WireError: the value is not a picture.
   """
   if not isinstance(value, list):
     return wire.screenshot_from_json(value, what)
@@ -553,7 +550,7 @@ def _picture(value: Any, shape: Any, what: str) -> np.ndarray:
 
 
 def _at(data: Any, path: str) -> Any:
-  """The value at a dotted path; None when there is none."""
+  """Returns the value at a dotted path; None when there is none."""
   if not path:
     return None
   for name in path.split("."):

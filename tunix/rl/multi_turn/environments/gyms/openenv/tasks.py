@@ -8,7 +8,6 @@ API is given seeds: even ones to train, odd ones to evaluate.
 from __future__ import annotations
 
 import hashlib
-import random
 from typing import Any, Mapping, Sequence
 import urllib.parse
 
@@ -16,6 +15,7 @@ from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import http as http_lib
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
+from tunix.rl.multi_turn.environments.gyms import seeds
 from tunix.rl.multi_turn.environments.gyms.genv import gym as genv_gym
 from tunix.rl.multi_turn.environments.gyms.openenv import gym as openenv
 
@@ -23,20 +23,11 @@ _MOST = 4096  # Tasks that are read of a split.
 _SECONDS = 60.0
 
 
-class SeededTasks:
+class SeededTasks(seeds.SplitTasks):
   """Endless tasks of an environment that knows seeds only."""
 
   def __init__(self, family: str):
-    self._family = family
-
-  def families(self) -> tuple[str, ...]:
-    return (self._family,)
-
-  def train_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    return self._task(family, "train", index, seed)
-
-  def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    return self._task(family, "eval", index, seed)
+    self._families = (family,)
 
   def _task(self, family: str, split: str, index: int, seed: int) -> base.Task:
     text = f"{family}/{split}/{index}/{seed}".encode()
@@ -46,34 +37,6 @@ class SeededTasks:
         f"{family}/{split}/{number}", family, seed=number,
         params={"openenv": {"seed": number}},
     )  # pyformat: disable
-
-
-class IndexedTasks:
-  """Tasks of a task API, each a split and an index."""
-
-  def __init__(
-      self,
-      train: Mapping[str, Sequence[base.Task]],
-      held_out: Mapping[str, Sequence[base.Task]],
-  ):
-    """Both by family."""
-    self._tasks = {"train": train, "eval": held_out}
-
-  def families(self) -> tuple[str, ...]:
-    return tuple(f for f in self._tasks["train"] if f in self._tasks["eval"])
-
-  def train_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """The `index`-th of an endless sequence of shuffled passes."""
-    tasks = self._tasks["train"][family]
-    epoch, place = divmod(index, len(tasks))
-    order = list(range(len(tasks)))
-    random.Random(f"{seed}/{family}/{epoch}").shuffle(order)
-    return tasks[order[place]]
-
-  def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    del seed  # All of them, so there is nothing to choose.
-    tasks = self._tasks["eval"][family]
-    return tasks[index % len(tasks)]
 
 
 def server_tasks(
@@ -98,15 +61,15 @@ def server_tasks(
   token = genv_gym.read_token(token_file)
   # A server's address may be given as that of its sessions.
   url = "http" + url[2:] if url.startswith("ws") else url
-  found = concurrency.call(
+  task_set = concurrency.call(
       lambda: _ask(url.rstrip("/"), token), seconds=_SECONDS + 5,
       what=f"asking {url}",
   )  # pyformat: disable
   for family in families or ():
-    if family not in found.families():
-      wrong = registry.unknown_name("task family", family, found.families())
+    if family not in task_set.families():
+      wrong = registry.unknown_name("task family", family, task_set.families())
       raise ValueError(f"{url}: {wrong}")
-  return found
+  return task_set
 
 
 async def _ask(url: str, token: str) -> Any:
@@ -134,7 +97,7 @@ async def _ask(url: str, token: str) -> Any:
 
 
 async def _listed(url: str, call: Any) -> Any:
-  """The tasks that the answers of `call(method, path, body)` name."""
+  """Returns the tasks that the answers of `call(method, path, body)` name."""
   about = await call("GET", "/metadata")
   name = about.get("name") if isinstance(about, dict) else None
   if not isinstance(name, str) or not name:
@@ -167,7 +130,7 @@ async def _listed(url: str, call: Any) -> Any:
     train = {f: [t for i, t in enumerate(ts) if i % 5 < 4]
              for f, ts in both.items()}  # pyformat: disable
     held_out = {f: ts[4::5] for f, ts in both.items() if len(ts) > 4}
-  return IndexedTasks(train, held_out)
+  return seeds.IndexedTasks(train, held_out)
 
 
 def _task(name: str, split: str, index: int, row: Any) -> base.Task:

@@ -36,8 +36,8 @@ def code(action: gui_action.GuiAction, scroll_px: float) -> str | None:
   """pyautogui statements, without `PREFIX`; None when there is none to run.
 
   Args:
-    action: in pixels of the machine's screen.
-    scroll_px: that one notch of the wheel stands for.
+    action: GUI action in pixels of the machine's screen.
+    scroll_px: Pixels that one notch of the wheel stands for.
 
   Raises:
     ValueError: this machine has no such action; the text has the reason.

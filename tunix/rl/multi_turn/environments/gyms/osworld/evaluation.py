@@ -24,7 +24,7 @@ class Machine(Protocol):
     ...
 
   async def file(self, path: str) -> bytes | None:
-    """A file's bytes, None when there is none."""
+    """Returns a file's bytes, None when there is none."""
     ...
 
   async def ask(self, method: str, path: str, **body: Any) -> Any:
@@ -46,14 +46,14 @@ async def rule(machine, config):
 
 @GETTERS.register("vm_command_line")
 async def vm_command_line(machine, config):
-  done = await machine.execute(config["command"], config.get("shell", False))
-  return done.get("output")
+  reply = await machine.execute(config["command"], config.get("shell", False))
+  return reply.get("output")
 
 
 @GETTERS.register("vm_command_error")
 async def vm_command_error(machine, config):
-  done = await machine.execute(config["command"], config.get("shell", False))
-  return done.get("error")
+  reply = await machine.execute(config["command"], config.get("shell", False))
+  return reply.get("error")
 
 
 @GETTERS.register("vm_file")
@@ -179,9 +179,9 @@ async def judge(
   """(score, the metrics' values), as OSWorld's `DesktopEnv.evaluate` does.
 
   Args:
-    machine: as the episode left it, `postconfig` done.
-    evaluator: of the task.
-    failed: whether the policy said that it cannot be done.
+    machine: Machine in the state that the episode left, after `postconfig`.
+    evaluator: Evaluator of the task.
+    failed: Whether the policy said that the task cannot be done.
 
   Raises:
     ValueError: a metric does not fit its arguments.
@@ -194,8 +194,8 @@ async def judge(
   either = evaluator.get("conj", "and") == "or"
   values: list[float] = []
   for name, result, expected, options in parts:
-    found = await GETTERS.get(result["type"])(machine, result)
-    arguments = [found]
+    actual = await GETTERS.get(result["type"])(machine, result)
+    arguments = [actual]
     if expected is not None:
       arguments.append(
           await GETTERS.get(expected["type"])(machine, expected)

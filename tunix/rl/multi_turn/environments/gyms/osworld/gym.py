@@ -71,7 +71,7 @@ class OSWorldError(http_lib.CallError):
 def check_task(task: Mapping[str, Any]) -> None:
   """Raises:
 
-    ValueError: what of the task cannot be done by the machine's server alone.
+    ValueError: the machine's server alone cannot do a part of the task.
   """
   osworld_evaluation.plan(task.get("evaluator"))
   evaluator = task["evaluator"]
@@ -96,7 +96,7 @@ class OSWorldGym:
   """A gym on machines with OSWorld's server; see the module docstring.
 
   Attributes:
-    url: of the machine that the episode has, None without one.
+    url: Address of the episode's machine, None without one.
   """
 
   def __init__(
@@ -119,8 +119,8 @@ class OSWorldGym:
       reset: a function `url -> address | None`, sync or async, or its path,
         called before each episode, that resets the machine and returns its
         address, as it may move; "none" for no reset.
-      width, height: that screens must have; None takes what comes.
-      settle_s: between an action and its screenshot.
+      width, height: Size that screens must have; None takes any.
+      settle_s: Seconds between an action and its screenshot.
       scroll_px: pixels that one notch of the wheel stands for.
       upload_root: the directory that tasks may upload files from; "" for none.
       call_s: deadline of a call; OSWorld's server ends commands after 120 s.
@@ -167,24 +167,20 @@ class OSWorldGym:
   # --- the protocol of gyms ---------------------------------------------------
 
   async def start(self, task: base.Task) -> base.Observation:
-    given = task.params.get("osworld")
-    if not isinstance(given, Mapping):
+    spec = task.params.get("osworld")
+    if not isinstance(spec, Mapping):
       raise ValueError(
           f"task {task.task_id}: params.osworld must be a task of OSWorld, an"
           " object with 'instruction', 'config' and 'evaluator'"
       )
     try:
-      check_task(given)
+      check_task(spec)
     except ValueError as error:
       raise ValueError(f"task {task.task_id}: {error}") from None
     await self.close()
-    self._held = await machines_lib.take(self._machines, self._start_s)
-    if self._held is None:
-      raise OSWorldError(
-          f"none of {len(self._machines)} machines became free within"
-          f" {self._start_s:g} s; use fewer episodes at a time"
-          " (collect.concurrency) or more machines"
-      )
+    self._held = await machines_lib.require(
+        self._machines, self._start_s, "machines", OSWorldError
+    )
     self.url = self._held
     if self._reset is not None:
       moved = await concurrency.acall(
@@ -194,9 +190,9 @@ class OSWorldGym:
       if moved:
         (self.url,) = machines_lib.addresses(moved, DEFAULT_URL)
     await self._ready()
-    self._task, self._failed = given, False
-    await self._set_up("config", given.get("config"))
-    return await self._look(instruction=str(given.get("instruction") or ""))
+    self._task, self._failed = spec, False
+    await self._set_up("config", spec.get("config"))
+    return await self._look(instruction=str(spec.get("instruction") or ""))
 
   async def act(self, action: gui_action.GuiAction) -> base.Observation:
     if self._task is None:
@@ -215,11 +211,11 @@ class OSWorldGym:
       return await self._look(text=f"Error: {error}")
     if code is not None:
       command = [self._python, "-c", osworld_actions.PREFIX + code]
-      done = await self.execute(command)
-      if done.get("returncode"):
+      reply = await self.execute(command)
+      if reply.get("returncode"):
         raise OSWorldError(
-            f"{self.url}: an action ended with {done['returncode']}:"
-            f" {str(done.get('error'))[-500:]}"
+            f"{self.url}: an action ended with {reply['returncode']}:"
+            f" {str(reply.get('error'))[-500:]}"
         )
       await asyncio.sleep(self._settle_s)
     return await self._look()
@@ -239,14 +235,14 @@ class OSWorldGym:
 
   async def close(self) -> None:
     """Gives the machine back; idempotent."""
-    held, self._held, self.url, self._task = self._held, None, None, None
+    machine, self._held, self.url, self._task = self._held, None, None, None
     http, self._http = self._http, None
     stuck, self._stuck = self._stuck, None
-    if held is not None and stuck is not None:
+    if machine is not None and stuck is not None:
       # A machine is returned to the pool only once its reset has ended.
-      stuck.then(lambda: machines_lib.give_back(held))
-    elif held is not None:
-      machines_lib.give_back(held)
+      stuck.then(lambda: machines_lib.give_back(machine))
+    elif machine is not None:
+      machines_lib.give_back(machine)
     if http is not None:
       await concurrency.to_the_end(http.aclose())
 
@@ -259,13 +255,13 @@ class OSWorldGym:
       self, command: str | list[str], shell: bool = False
   ) -> Mapping[str, Any]:
     """{"output", "error", "returncode"} of a command, run once."""
-    done = await self.ask("POST", "/execute", command=command, shell=shell)
-    if done.get("status") != "success":
-      raise OSWorldError(f"{self.url}/execute: {str(done)[:500]}")
-    return done
+    reply = await self.ask("POST", "/execute", command=command, shell=shell)
+    if reply.get("status") != "success":
+      raise OSWorldError(f"{self.url}/execute: {str(reply)[:500]}")
+    return reply
 
   async def file(self, path: str) -> bytes | None:
-    """A file's bytes, None when there is none."""
+    """Returns a file's bytes, None when there is none."""
     try:
       return await self._call("POST", "/file", data={"file_path": path})
     except OSWorldError as error:
@@ -274,7 +270,7 @@ class OSWorldGym:
       raise
 
   async def ask(self, method: str, path: str, **body: Any) -> Any:
-    """The JSON object that a call answers with."""
+    """Returns the JSON object that a call answers with."""
     return await self._client().ask(
         method, self._at(path), self._call_s, body=body or None
     )
@@ -307,13 +303,9 @@ class OSWorldGym:
           raise
         await asyncio.sleep(0.5)
     width, height = size.get("width"), size.get("height")
-    wanted = (self._size[0] or width, self._size[1] or height)
-    if wanted != (width, height):
-      raise OSWorldError(
-          f"the screen of {self.url} is {width}x{height},"
-          f" {wanted[0]}x{wanted[1]} was expected; set gym.width={width}"
-          f" gym.height={height}"
-      )
+    machines_lib.check_size(
+        f"screen of {self.url}", (width, height), self._size, OSWorldError
+    )
     self._screen = (width, height)
 
   async def _look(self, **more: Any) -> base.Observation:
@@ -357,11 +349,11 @@ class OSWorldGym:
     command, until = self._filled(fields["command"]), fields.get("until") or {}
     deadline = asyncio.get_running_loop().time() + self._start_s
     while True:
-      done = await self.execute(command, fields.get("shell", False))
+      reply = await self.execute(command, fields.get("shell", False))
       if not until or any((
-          "returncode" in until and done["returncode"] == until["returncode"],
-          "stdout" in until and until["stdout"] in done["output"],
-          "stderr" in until and until["stderr"] in done["error"],
+          "returncode" in until and reply["returncode"] == until["returncode"],
+          "stdout" in until and until["stdout"] in reply["output"],
+          "stderr" in until and until["stderr"] in reply["error"],
       )):
         return
       if asyncio.get_running_loop().time() > deadline:

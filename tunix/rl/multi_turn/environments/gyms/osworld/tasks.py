@@ -16,7 +16,7 @@ from typing import Sequence
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
-from tunix.rl.multi_turn.environments.gyms.openenv import tasks as openenv_tasks
+from tunix.rl.multi_turn.environments.gyms import seeds
 from tunix.rl.multi_turn.environments.gyms.osworld import gym as osworld
 
 _LOG = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ _ON_UNSUPPORTED = ("refuse", "skip")
 
 
 def read_task(path: pathlib.Path) -> base.Task:
-  """The task of one file.
+  """Returns the task of one file.
 
   Raises:
     ValueError: no task of OSWorld.
@@ -49,8 +49,8 @@ def file_tasks(
     *,
     tasks_dir: str = "",
     unsupported: str = "refuse",
-) -> openenv_tasks.IndexedTasks:
-  """The tasks of a directory.
+) -> seeds.IndexedTasks:
+  """Returns the tasks of a directory.
 
   Args:
     families: domains to offer, none or () for all.
@@ -95,12 +95,12 @@ def file_tasks(
     into.setdefault(task.family, []).append(task)
   if skipped:
     _LOG.warning("%d tasks of %s cannot be played here", skipped, root)
-  found = openenv_tasks.IndexedTasks(train, held_out)
-  for family in families or found.families() or ("",):
-    if family not in found.families():
-      wrong = registry.unknown_name("domain", family, found.families())
+  task_set = seeds.IndexedTasks(train, held_out)
+  for family in families or task_set.families() or ("",):
+    if family not in task_set.families():
+      wrong = registry.unknown_name("domain", family, task_set.families())
       raise ValueError(
           f"{root}: {wrong}; a domain needs tasks to train on and tasks that"
           " are held out"
       )
-  return found
+  return task_set

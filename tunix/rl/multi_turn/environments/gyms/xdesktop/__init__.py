@@ -27,8 +27,8 @@ GYM = spec.GymSpec(
         "collect.deadlines.reset": 120.0,
         "collect.deadlines.step": 60.0,
     },
-    oracle=f"{__name__}.oracle:oracle_action",
-    describe=f"{__name__}.oracle:describe",
+    oracle=f"{__name__}.gym:oracle_action",
+    describe=f"{__name__}.gym:describe",
     set_by_run=spec.SIZE,
     check=f"{__name__}.gym:unusable",
     bounds={
@@ -40,8 +40,7 @@ GYM = spec.GymSpec(
 __getattr__ = registry.lazy_attributes(
     __name__,
     errors="DesktopError ProgramsNotFound",
-    gym="XDesktopGym",
-    oracle="describe oracle_action",
+    gym="XDesktopGym describe oracle_action",
     programs="missing",
     tasks="XDesktopTasks",
 )

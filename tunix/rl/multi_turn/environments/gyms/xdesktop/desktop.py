@@ -47,11 +47,11 @@ class Desktop:
     """Starts nothing yet.
 
     Args:
-      width, height: of the screen in pixels.
-      isolation: see `sandbox`.
-      directory: where its files lie, None for the machine's own.
-      limits: of each program.
-      launch_s: deadline of each program to come up.
+      width, height: Size of the screen in pixels.
+      isolation: See `sandbox`.
+      directory: Directory of its files, None for the machine's own.
+      limits: Limits of each program.
+      launch_s: Seconds that each program may take to come up.
 
     Raises:
       ProgramsNotFound, ValueError.
@@ -121,11 +121,11 @@ class Desktop:
 
     Args:
       name: see `programs.APPS`.
-      *arguments: of its command, e.g. a file.
+      *arguments: Arguments of its command, e.g. a file.
 
     Raises:
       ValueError: no such application.
-      AppNotShown: with the program's output.
+      AppNotShown: no window came; the message has the program's output.
       DesktopLost.
     """
     app = programs.app(name)
@@ -166,7 +166,7 @@ class Desktop:
     """Waits until nothing is drawn, and no program works, for `quiet_s`.
 
     Returns:
-      False: it was not at rest after `limit_s`.
+      False: the desktop was not at rest after `limit_s`.
     """
     began = since = time.monotonic()
     spent, _ = self.room.activity()
@@ -250,7 +250,7 @@ class Desktop:
     )  # pyformat: disable
     address = self.room.tmp / ".X11-unix" / "X0"
     if not private:
-      self._number = int(self._await(self._told_number, "Xvfb"))
+      self._number = int(self._await(self._display_number, "Xvfb"))
       address = sandbox.SOCKETS / f"X{self._number}"
       self._socket = sandbox.socket_identity(self._number)
       # For the process that finds this room without its owner.
@@ -265,9 +265,9 @@ class Desktop:
     self._display = self._await(connect, "Xvfb")
     self._display.paint_root(_BACKGROUND)
 
-  def _told_number(self) -> str:
-    found = re.search(r"^(\d+)$", self.room.log("Xvfb.log"), re.MULTILINE)
-    return found[1] if found else ""
+  def _display_number(self) -> str:
+    match = re.search(r"^(\d+)$", self.room.log("Xvfb.log"), re.MULTILINE)
+    return match[1] if match else ""
 
   def _start_manager(self) -> None:
     self._run(
@@ -278,22 +278,22 @@ class Desktop:
     self._await(self.display.managed, "openbox")
 
   def _await(self, look: Callable[[], T], what: str) -> T:
-    found = self._within(self._launch_s, look)
-    if not found:
+    result = self._within(self._launch_s, look)
+    if not result:
       raise errors.LaunchError(
           f"{what} did not come up in {self._launch_s:g} s; its output:"
           f" {self.room.log(what + '.log') or 'nothing'}; of its supervisor,"
           f" {self.room.last_words()}"
       )
-    return found
+    return result
 
   def _within(self, seconds: float, look: Callable[[], T]) -> T | None:
     """Waits until `look` finds something, and returns that."""
     due = time.monotonic() + seconds
     while True:
-      found = look()
-      if found or time.monotonic() >= due:
-        return found
+      result = look()
+      if result or time.monotonic() >= due:
+        return result
       if not self.room.alive:
         raise errors.DesktopLost(
             f"the desktop ended while it came up; {self.room.last_words()}"

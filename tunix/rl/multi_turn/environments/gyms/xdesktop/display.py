@@ -2,7 +2,9 @@
 
 Pictures come through MIT-SHM into memory shared with the server, input goes
 through XTEST, changes are heard of through DAMAGE. Nothing is started: no
-process, no helper.
+process, no helper. `_connect` and `_send_fd` call libxcb itself: xcffib cannot
+send descriptors, which sharing memory takes, and its `Connection(auth=…)` frees
+the credentials before libxcb reads them.
 
 Belongs to one thread at a time. Its calls wait for the server without a
 deadline of their own: the caller has one, and ends the server when it passes,
@@ -11,7 +13,9 @@ upon which they raise `DesktopLost`.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import functools
 import mmap
 import os
 import pathlib
@@ -24,13 +28,19 @@ from typing import Any, Callable, Iterable
 import numpy as np
 from tunix.rl.multi_turn.environments.gyms.xdesktop import errors
 from tunix.rl.multi_turn.environments.gyms.xdesktop import keyboard as keyboards
-from tunix.rl.multi_turn.environments.gyms.xdesktop import xcb
-import xcffib
-from xcffib import xproto
-import xcffib.damage
-import xcffib.shm
-import xcffib.xfixes
-import xcffib.xtest
+
+try:
+  import xcffib
+  from xcffib import xproto
+  import xcffib.damage
+  import xcffib.shm
+  import xcffib.xfixes
+  import xcffib.xtest
+except ImportError as error:
+  raise ImportError(
+      f"the xdesktop gym needs xcffib ({error}): pip install"
+      " 'tunix-multi-turn[xdesktop]', and sudo make desktop"
+  ) from None
 
 COOKIE_NAME = b"MIT-MAGIC-COOKIE-1"
 _PRESS, _RELEASE = 2, 3
@@ -38,7 +48,7 @@ _BUTTON_PRESS, _BUTTON_RELEASE, _MOTION = 4, 5, 6
 BUTTONS = {"left": 1, "middle": 2, "right": 3, "back": 8, "forward": 9}
 _DRAG_STEPS = 12
 _DRAG_PAUSE_S = 0.012
-# So long do programs need to learn that a key gives something else.
+# Time that programs need to learn that a key gives something else.
 _REMAP_S = 0.05
 # A hand holds a key, and takes its time between two: programs count on it.
 _HOLD_S = 0.02
@@ -58,11 +68,11 @@ class Window:
   """A window that the window manager manages.
 
   Attributes:
-    title: in its title bar.
-    window_class: of its application (WM_CLASS).
-    x, y, width, height: pixels, with its frame.
-    states: of _NET_WM_STATE, e.g. "MAXIMIZED_VERT", "HIDDEN".
-    active: has the keyboard.
+    title: Text of its title bar.
+    window_class: WM_CLASS of its application.
+    x, y, width, height: Rectangle in pixels, with its frame.
+    states: Values of _NET_WM_STATE, e.g. "MAXIMIZED_VERT", "HIDDEN".
+    active: Whether it has the keyboard.
   """
 
   title: str
@@ -127,7 +137,7 @@ class Display:
       raise
     try:
       # The connection owns the descriptor from here.
-      self._connection = xcb.connect(link.detach(), COOKIE_NAME, cookie)
+      self._connection = _connect(link.detach(), COOKIE_NAME, cookie)
       self._prepare()
     except (xcffib.XcffibException, KeyError) as error:
       self.close()
@@ -182,7 +192,7 @@ class Display:
           self.height, self.width, 4
       )
       self._segment = c.generate_id()
-      xcb.send_fd(c, os.dup(memory))
+      _send_fd(c, os.dup(memory))
       self._shm_ext.AttachFd(self._segment, False, is_checked=True).check()
     finally:
       os.close(memory)
@@ -201,18 +211,18 @@ class Display:
   # -- pictures --------------------------------------------------------------
 
   def screenshot(self, pointer: bool = True) -> np.ndarray:
-    """The screen's pixels now: uint8[height, width, 3].
+    """Returns the screen's pixels now: uint8[height, width, 3].
 
     Args:
       pointer: draw the mouse pointer, which is no part of the picture in X.
     """
     try:
-      asked = self._shm_ext.GetImage(
+      picture = self._shm_ext.GetImage(
           self._root, 0, 0, self.width, self.height, 0xFFFFFFFF,
           xproto.ImageFormat.ZPixmap, self._segment, 0,
       )  # pyformat: disable
       where = self._connection.core.QueryPointer(self._root)
-      asked.reply()
+      picture.reply()
       at = where.reply()
       self._read_events()
       if pointer and self._cursor is None:
@@ -229,22 +239,22 @@ class Display:
 
   def _load_cursor(self) -> tuple[np.ndarray, np.ndarray, int, int]:
     """(premultiplied RGB float32[h, w, 3], transparency, hot spot x, y)."""
-    found = self._xfixes.GetCursorImage().reply()
-    argb = np.array(list(found.cursor_image), np.uint32)
-    argb = argb.reshape(found.height, found.width)
+    cursor = self._xfixes.GetCursorImage().reply()
+    argb = np.array(list(cursor.cursor_image), np.uint32)
+    argb = argb.reshape(cursor.height, cursor.width)
     parts = [(argb >> shift & 0xFF).astype(np.float32) for shift in (16, 8, 0)]
     clear = 1 - (argb >> 24).astype(np.float32) / 255
-    return np.stack(parts, -1), clear[..., None], found.xhot, found.yhot
+    return np.stack(parts, -1), clear[..., None], cursor.xhot, cursor.yhot
 
   def _draw_cursor(self, pixels: np.ndarray, x: int, y: int) -> None:
     color, clear, hot_x, hot_y = self._cursor
-    left, top = x - hot_x, y - hot_y
+    cursor_x, cursor_y = x - hot_x, y - hot_y
     height, width = color.shape[:2]
-    y0, y1 = max(top, 0), min(top + height, self.height)
-    x0, x1 = max(left, 0), min(left + width, self.width)
+    y0, y1 = max(cursor_y, 0), min(cursor_y + height, self.height)
+    x0, x1 = max(cursor_x, 0), min(cursor_x + width, self.width)
     if y0 >= y1 or x0 >= x1:
       return
-    part = np.s_[y0 - top : y1 - top, x0 - left : x1 - left]
+    part = np.s_[y0 - cursor_y : y1 - cursor_y, x0 - cursor_x : x1 - cursor_x]
     under = pixels[y0:y1, x0:x1].astype(np.float32)
     mixed = under * clear[part] + color[part]
     pixels[y0:y1, x0:x1] = np.clip(mixed + 0.5, 0, 255).astype(np.uint8)
@@ -268,7 +278,7 @@ class Display:
 
   def _read_events(self) -> list[Any]:
     """Takes the server's pending events; returns the rest of them."""
-    others = []
+    unhandled = []
     while True:
       try:
         event = self._connection.poll_for_event()
@@ -277,13 +287,13 @@ class Display:
       except xcffib.XcffibException:
         continue  # Of a request about a window that has gone since.
       if event is None:
-        return others
+        return unhandled
       if isinstance(event, xcffib.damage.NotifyEvent):
         self._damaged = True
       elif isinstance(event, xcffib.xfixes.CursorNotifyEvent):
         self._cursor = None
       else:
-        others.append(event)
+        unhandled.append(event)
 
   # -- input -----------------------------------------------------------------
 
@@ -315,14 +325,14 @@ class Display:
 
   def click(
       self, x: int, y: int, button: str = "left", count: int = 1,
-      held: Iterable[str] = (),
+      modifiers: Iterable[str] = (),
   ) -> None:  # pyformat: disable
     """Clicks `count` times, kept apart from clicks before and after.
 
     Raises:
-      UnknownKey: one of the keys `held` meanwhile is not there.
+      UnknownKey: the keyboard lacks one of the `modifiers`.
     """
-    codes = [self.keyboard.key(name).code for name in held]
+    codes = [self.keyboard.key(name).code for name in modifiers]
     self._keep_apart(x, y, button)
     self._fake(_MOTION, 0, x, y)
     for code in codes:
@@ -369,7 +379,7 @@ class Display:
     self._clicked = (button, x, y, time.monotonic())
 
   def scroll(self, x: int, y: int, right: int, down: int) -> None:
-    """Turns the wheel by so many notches."""
+    """Turns the wheel by `right` and `down` notches."""
     self._fake(_MOTION, 0, x, y)
     for notches, more, less in ((down, 5, 4), (right, 7, 6)):
       button = more if notches > 0 else less
@@ -382,7 +392,7 @@ class Display:
     """Presses keys together; the last is released first.
 
     Raises:
-      UnknownKey: one of them is not there; none is pressed.
+      UnknownKey: the keyboard lacks a key; no key is pressed.
     """
     strokes = [self.keyboard.key(name) for name in names]
     codes = [stroke.code for stroke in strokes]
@@ -397,20 +407,21 @@ class Display:
       after_s = 0.0
     self._flush()
 
-  def type(self, text: str, rest: Callable[[], Any] = lambda: None) -> None:
+  def type(self, text: str, settle: Callable[[], Any] = lambda: None) -> None:
     """Types text; a line break is Enter.
 
     Args:
       text: any Unicode.
-      rest: returns when the programs have taken what was typed so far, which
-        must be before keys give something else; called for long texts.
+      settle: Function that returns when the programs have taken the text typed
+        so far, which must be before keys give something else; called for long
+        texts.
 
     Raises:
       UnknownKey: a control character; nothing is typed.
     """
     for number, batch in enumerate(self.keyboard.text(text)):
       if number:
-        rest()
+        settle()
       borrowed = {s.code: s.keysym for s in batch if s.keysym}
       for code, keysym in borrowed.items():
         self._connection.core.ChangeKeyboardMapping(
@@ -419,16 +430,16 @@ class Display:
       if borrowed:
         self._flush()
         time.sleep(_REMAP_S)
-      held = False
+      shifted = False
       for stroke in batch:
-        if stroke.shift != held:
+        if stroke.shift != shifted:
           self._fake(_PRESS if stroke.shift else _RELEASE, self.keyboard.shift)
-          held = stroke.shift
+          shifted = stroke.shift
         self._fake(_PRESS, stroke.code)
         self._fake(_RELEASE, stroke.code)
         self._connection.flush()
         time.sleep(_TYPE_S)
-      if held:
+      if shifted:
         self._fake(_RELEASE, self.keyboard.shift)
       self._flush()
       if borrowed:
@@ -453,23 +464,23 @@ class Display:
     core = self._connection.core
     listed = self._atom("_NET_CLIENT_LIST")
     try:
-      found = core.GetProperty(False, self._root, listed, 0, 0, 1).reply()
+      client_list = core.GetProperty(False, self._root, listed, 0, 0, 1).reply()
     except xcffib.XcffibException as error:
       raise self._lost(error) from None
-    return bool(found.type)
+    return bool(client_list.type)
 
   def windows(self) -> list[Window]:
     """Windows that the window manager manages, in the order they opened."""
     try:
       active = self._words(self._property(self._root, "_NET_ACTIVE_WINDOW"))
       listed = self._words(self._property(self._root, "_NET_CLIENT_LIST"))
-      found = []
+      described = []
       for window in listed:
         try:
-          found.append(self._describe(window, window in active))
+          described.append(self._describe(window, window in active))
         except _GONE:
           continue
-      return found
+      return described
     except xcffib.XcffibException as error:
       raise self._lost(error) from None
 
@@ -478,7 +489,7 @@ class Display:
     size = core.GetGeometry(window).reply()
     at = core.TranslateCoordinates(window, self._root, 0, 0).reply()
     frame = self._words(self._property(window, "_NET_FRAME_EXTENTS"))
-    left, right, top, bottom = frame if len(frame) == 4 else (0, 0, 0, 0)
+    west, east, north, south = frame if len(frame) == 4 else (0, 0, 0, 0)
     names = bytes(self._property(window, "WM_CLASS")).split(b"\0")
     prefix = "_NET_WM_STATE_"
     states = [
@@ -490,16 +501,16 @@ class Display:
             "utf-8", errors="replace"
         ),
         window_class=(names + [b"", b""])[1].decode(errors="replace"),
-        x=at.dst_x - left,
-        y=at.dst_y - top,
-        width=size.width + left + right,
-        height=size.height + top + bottom,
+        x=at.dst_x - west,
+        y=at.dst_y - north,
+        width=size.width + west + east,
+        height=size.height + north + south,
         states=frozenset(s.removeprefix(prefix) for s in states),
         active=active,
     )
 
   def clipboard(self, wait_s: float = 2.0) -> str:
-    """The text in the clipboard, "" when there is none."""
+    """Returns the text in the clipboard, "" when there is none."""
     try:
       return self._selection("CLIPBOARD", wait_s)
     except xcffib.XcffibException as error:
@@ -517,21 +528,21 @@ class Display:
     self._connection.flush()
     due = time.monotonic() + wait_s
     fd = self._connection.get_file_descriptor()
-    while (left := due - time.monotonic()) > 0:
+    while (seconds := due - time.monotonic()) > 0:
       for event in self._read_events():
         if isinstance(event, xproto.SelectionNotifyEvent):
           if not event.property:
             return ""
           data = bytes(self._property(self._window, "TUNIX_SELECTION"))
           return data.decode("utf-8", errors="replace")
-      select.select([fd], [], [], min(left, 0.05))
+      select.select([fd], [], [], min(seconds, 0.05))
     return ""  # Its owner has hung, or wants to give it in parts.
 
   def _property(self, window: int, name: str) -> Any:
-    found = self._connection.core.GetProperty(
+    reply = self._connection.core.GetProperty(
         False, window, self._atom(name), 0, 0, _MAX_PROPERTY
     ).reply()
-    return found.value.buf() if found.value_len else b""
+    return reply.value.buf() if reply.value_len else b""
 
   @staticmethod
   def _words(data: Any) -> tuple[int, ...]:
@@ -540,12 +551,49 @@ class Display:
 
   def _atom(self, name: str) -> int:
     if name not in self._atoms:
-      asked = self._connection.core.InternAtom(False, len(name), name)
-      self._atoms[name] = asked.reply().atom
+      request = self._connection.core.InternAtom(False, len(name), name)
+      self._atoms[name] = request.reply().atom
     return self._atoms[name]
 
   def _atom_name(self, atom: int) -> str:
     if atom not in self._atom_names:
-      found = self._connection.core.GetAtomName(atom).reply()
-      self._atom_names[atom] = bytes(found.name.buf()).decode(errors="replace")
+      reply = self._connection.core.GetAtomName(atom).reply()
+      self._atom_names[atom] = bytes(reply.name.buf()).decode(errors="replace")
     return self._atom_names[atom]
+
+
+class _Auth(ctypes.Structure):
+  _fields_ = [
+      ("name_length", ctypes.c_int), ("name", ctypes.c_char_p),
+      ("data_length", ctypes.c_int), ("data", ctypes.c_char_p),
+  ]  # pyformat: disable
+
+
+@functools.lru_cache(maxsize=None)
+def _library() -> ctypes.CDLL:
+  library = ctypes.CDLL("libxcb.so.1")
+  library.xcb_connect_to_fd.argtypes = (ctypes.c_int, ctypes.POINTER(_Auth))
+  library.xcb_connect_to_fd.restype = ctypes.c_void_p
+  library.xcb_send_fd.argtypes = (ctypes.c_void_p, ctypes.c_int)
+  library.xcb_send_fd.restype = None
+  return library
+
+
+def _connect(fd: int, name: bytes, data: bytes) -> xcffib.Connection:
+  """Connects over the socket `fd`, which libxcb closes from then on.
+
+  Args:
+    fd: a connected stream socket.
+    name, data: the credentials for the server.
+
+  Raises:
+    xcffib.ConnectionException: the server refused.
+  """
+  auth = _Auth(len(name), name, len(data), data)
+  return xcffib.wrap(_library().xcb_connect_to_fd(fd, ctypes.byref(auth)))
+
+
+def _send_fd(connection: Any, fd: int) -> None:
+  """Sends `fd` with the next request; libxcb closes it then."""
+  pointer = int(xcffib.ffi.cast("uintptr_t", connection._conn))  # pylint: disable=protected-access
+  _library().xcb_send_fd(pointer, fd)

@@ -80,8 +80,7 @@ def family(name: str, max_turns: int):
 
 
 def get(name: str) -> Family:
-  """The family of that name. Raises ValueError with the nearest name."""
-  _load()
+  """Looks a family up. Raises ValueError with the nearest name."""
   if name not in FAMILIES:
     raise ValueError(
         registry.unknown_name("xdesktop task family", name, tuple(FAMILIES))
@@ -91,22 +90,12 @@ def get(name: str) -> Family:
 
 def names() -> tuple[str, ...]:
   """Names of all families, sorted."""
-  _load()
   return tuple(sorted(FAMILIES))
-
-
-@functools.lru_cache(maxsize=None)
-def _load() -> None:
-  """Imports the families late, as they import this module."""
-  # pylint: disable=g-import-not-at-top, unused-import
-  from tunix.rl.multi_turn.environments.gyms.xdesktop import families_editor  # noqa: F401
-  from tunix.rl.multi_turn.environments.gyms.xdesktop import families_files  # noqa: F401
-  from tunix.rl.multi_turn.environments.gyms.xdesktop import families_system  # noqa: F401
 
 
 @functools.lru_cache(maxsize=1024)
 def instance(name: str, seed: int) -> Instance:
-  """The instance of a family that a seed stands for.
+  """Returns the instance of a family that a seed stands for.
 
   Raises:
     ValueError: no such family, or a negative seed.
@@ -136,27 +125,27 @@ def furnish(desktop: desktops.Desktop, task: Instance) -> None:
 
 def tree_of(files: Mapping[str, str | None]) -> dict[str, str | None]:
   """`State.tree` of a home that holds just these files."""
-  found: dict[str, str | None] = {}
+  tree: dict[str, str | None] = {}
   for name, text in files.items():
     for parent in pathlib.PurePosixPath(name).parents:
       if str(parent) != ".":
-        found[str(parent)] = None
-    found[name] = text if text is None else text.rstrip("\n")
-  return found
+        tree[str(parent)] = None
+    tree[name] = text if text is None else text.rstrip("\n")
+  return tree
 
 
 def expect_tree(
-    state: state_lib.State, wanted: Mapping[str, str | None]
+    state: state_lib.State, expected: Mapping[str, str | None]
 ) -> str:
-  """Differences of the home's files from `wanted`, "" for none."""
-  wanted = tree_of(wanted)
-  found = state.tree()
-  for name in sorted({*wanted, *found}):
-    if name not in found:
+  """Returns the first difference of the home's files, "" for none."""
+  expected = tree_of(expected)
+  actual = state.tree()
+  for name in sorted({*expected, *actual}):
+    if name not in actual:
       return f"there is no {name}"
-    if name not in wanted:
+    if name not in expected:
       return f"there is {name}, which should not be"
-    if found[name] != wanted[name]:
+    if actual[name] != expected[name]:
       return f"{name} does not hold what it should"
   return ""
 

@@ -46,10 +46,10 @@ def _rename(rng: random.Random) -> Instance:
     yield hand.type(new)
     yield from hand.switch(hand.key("enter"))
 
-  wanted = {new if n == old else n: text for n, text in files.items()}
+  expected = {new if n == old else n: text for n, text in files.items()}
   return Instance(
       f"Rename the file {old} in the file manager to {new}.",
-      lambda state: families.expect_tree(state, wanted),
+      lambda state: families.expect_tree(state, expected),
       script,
       files,
       _OPENS,
@@ -80,17 +80,17 @@ def _new_folder(rng: random.Random) -> Instance:
 @families.family("files-delete", 8)
 def _delete(rng: random.Random) -> Instance:
   files, shown = _home(rng, 2, 5)
-  gone = rng.choice(shown[2:])
+  target = rng.choice(shown[2:])
 
   def script(hand: Hand):
-    yield hand.click(*_point(shown.index(gone)))
+    yield hand.click(*_point(shown.index(target)))
     yield from hand.switch(hand.key("delete"))
     yield from hand.switch(hand.key("enter"))
 
-  wanted = {n: text for n, text in files.items() if n != gone}
+  expected = {n: text for n, text in files.items() if n != target}
   return Instance(
-      f"Move the file {gone} to the trash.",
-      lambda state: families.expect_tree(state, wanted),
+      f"Move the file {target} to the trash.",
+      lambda state: families.expect_tree(state, expected),
       script,
       files,
       _OPENS,
@@ -100,13 +100,13 @@ def _delete(rng: random.Random) -> Instance:
 def _paste(
     rng: random.Random, take: str, request: str, keeps: bool
 ) -> Instance:
-  """A file goes into a folder.
+  """Returns the task to put a file into a folder.
 
   Args:
-    rng: of the instance.
-    take: the key that takes it.
-    request: with {name} and {folder}.
-    keeps: whether it stays where it was, too.
+    rng: Random generator of the instance.
+    take: Key that cuts or copies the file.
+    request: Instruction with {name} and {folder}.
+    keeps: Whether the file also stays in its old place.
   """
   files, shown = _home(rng, 2, 3)
   name, folder = rng.choice(shown[2:]), rng.choice(shown[:2])
@@ -121,11 +121,11 @@ def _paste(
     yield from hand.change(hand.key("ctrl+v"))
     yield hand.wait(0.5)
 
-  wanted = {n: text for n, text in files.items() if keeps or n != name}
-  wanted[f"{folder}/{name}"] = files[name]
+  expected = {n: text for n, text in files.items() if keeps or n != name}
+  expected[f"{folder}/{name}"] = files[name]
   return Instance(
       request.format(name=name, folder=folder),
-      lambda state: families.expect_tree(state, wanted),
+      lambda state: families.expect_tree(state, expected),
       script,
       files,
       _OPENS,
@@ -167,17 +167,17 @@ def _show_hidden(rng: random.Random) -> Instance:
 def _answer(rng: random.Random) -> Instance:
   people = [w.capitalize() for w in rng.sample(families.WORDS, 4)]
   numbers = [f"555-{rng.randrange(1000, 10000)}" for _ in people]
-  asked = rng.randrange(4)
+  person = rng.randrange(4)
   text = "".join(f"{p}: {n}\n" for p, n in zip(people, numbers))
 
   def script(hand: Hand):
-    yield hand_lib.Action(hand_lib.Kind.ANSWER, text=numbers[asked])
+    yield hand_lib.Action(hand_lib.Kind.ANSWER, text=numbers[person])
 
   return Instance(
-      f"What is {people[asked]}'s number in contacts.txt? Answer with the"
+      f"What is {people[person]}'s number in contacts.txt? Answer with the"
       " number alone.",
       lambda state: (
-          "" if state.answer.strip() == numbers[asked]
+          "" if state.answer.strip() == numbers[person]
           else "the answer is not the number"
       ),
       script,

@@ -83,10 +83,10 @@ def _minimize(rng: random.Random) -> Instance:
     yield from hand.switch(hand.click(_CALCULATOR_WIDTH - _MINIMIZE, _BUTTON_Y))
 
   def check(state) -> str:
-    found = state.windows("calculator")
-    if not found:
+    windows = state.windows("calculator")
+    if not windows:
       return "the calculator was closed"
-    if not found[0].minimized:
+    if not windows[0].minimized:
       return "the calculator is not minimized"
     hidden = any(w.minimized for w in state.windows("editor"))
     return "the text editor is minimized too" if hidden else ""
@@ -107,15 +107,16 @@ def _move(rng: random.Random) -> Instance:
   side = rng.choice(("left", "right"))
 
   def script(hand: Hand):
-    left, top = hand.corner()
+    window_x, window_y = hand.corner()
     goal = 0 if side == "left" else 400
-    yield hand.drag(280, _BUTTON_Y, 280 + goal - left, 300 + _BUTTON_Y - top)
+    x, y = 280 + goal - window_x, 300 + _BUTTON_Y - window_y
+    yield hand.drag(280, _BUTTON_Y, x, y)
 
   def check(state) -> str:
-    found = state.windows("editor")
-    if not found:
+    windows = state.windows("editor")
+    if not windows:
       return "the text editor was closed"
-    window = found[0]
+    window = windows[0]
     if window.y < 150:
       return "the text editor is not lower than it was"
     if side == "left":
@@ -225,7 +226,7 @@ def _count_lines(rng: random.Random) -> Instance:
 def _press(hand: Hand, keys: str):
   """Clicks keys of the calculator, then the one with the equals sign."""
   for key in keys:
-    row = next(i for i, found in enumerate(_KEYS) if key in found)
+    row = next(i for i, keys_of_row in enumerate(_KEYS) if key in keys_of_row)
     column = _KEYS[row].index(key)
     x, y = _KEY_FIRST
     yield hand.click(x + _KEY_STEP[0] * column, y + _KEY_STEP[1] * row)

@@ -14,12 +14,12 @@ _MAX_READ = 1 << 20
 
 
 def read_text(directory: pathlib.Path, name: str, default: str) -> str:
-  """A file, at most 1 MiB of it; `default` when there is none."""
-  found = real_path(directory, name)
-  if found is None or not stat.S_ISREG(found.lstat().st_mode):
+  """Returns a file, at most 1 MiB of it; `default` when there is none."""
+  path = real_path(directory, name)
+  if path is None or not stat.S_ISREG(path.lstat().st_mode):
     return default
   # It may have been exchanged since: still no link, and no waiting.
-  fd = os.open(found, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+  fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
   with open(fd, "rb") as file:
     return file.read(_MAX_READ).decode("utf-8", errors="replace")
 

@@ -30,6 +30,9 @@ from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms.xdesktop import desktop as desktops
 from tunix.rl.multi_turn.environments.gyms.xdesktop import errors
 from tunix.rl.multi_turn.environments.gyms.xdesktop import families
+from tunix.rl.multi_turn.environments.gyms.xdesktop import families_editor  # noqa: F401
+from tunix.rl.multi_turn.environments.gyms.xdesktop import families_files  # noqa: F401
+from tunix.rl.multi_turn.environments.gyms.xdesktop import families_system  # noqa: F401
 from tunix.rl.multi_turn.environments.gyms.xdesktop import keyboard
 from tunix.rl.multi_turn.environments.gyms.xdesktop import programs
 from tunix.rl.multi_turn.environments.gyms.xdesktop import sandbox
@@ -43,6 +46,7 @@ MAX_SCREEN = (4096, 4096)
 _MAX_WAIT_S = 60.0
 _LONG_PRESS_S = 1.0
 _CLOSE_S = 10.0
+_DESCRIBE_S = 30.0
 # Pixels of scrolling that stand for one notch of the wheel.
 _PIXELS_A_NOTCH = 40
 _ENDS = (_Kind.ANSWER, _Kind.TERMINATE)
@@ -68,10 +72,10 @@ class XDesktopGym:
   """One desktop at a time; `start` may be called again after an episode.
 
   Attributes:
-    width, height: of the screenshots in pixels.
-    task: of the episode, None when there is none.
-    observation: the newest, None before the first.
-    desktop: of the episode, None before the first and after an error.
+    width, height: Size of the screenshots in pixels.
+    task: Task of the episode, None without one.
+    observation: The newest observation, None before the first.
+    desktop: Desktop of the episode, None before the first and after an error.
   """
 
   def __init__(
@@ -92,19 +96,19 @@ class XDesktopGym:
   ):
     """Args:
 
-      width, height: of the screenshots in pixels.
-      zoom: the screen is so many times as large as a screenshot, which is
+      width, height: Size of the screenshots in pixels.
+      zoom: Factor by which the screen is larger than a screenshot, which is
         reduced from it; 0 for the smallest that gives a screen of 800x600.
       isolation: "auto" or "namespaces"; or "processes", which lets the policy
         read and write what this user can; see `sandbox`.
-      directory: where the files of desktops lie, None for the machine's own
-        place for temporary ones.
-      disk_mb: of all files of a desktop in namespaces, in MiB; they lie in
+      directory: Directory for the files of desktops, None for the machine's own
+        place for temporary files.
+      disk_mb: Size of all files of a desktop in namespaces, in MiB; they lie in
         memory.
-      max_processes: of a desktop in namespaces, threads included.
-      settle_s: an action is over when nothing has happened for so long.
-      settle_limit_s: and at the latest after this.
-      launch_s: deadline of each program to come up.
+      max_processes: Most processes and threads of a desktop in namespaces.
+      settle_s: Seconds without any change after which an action is over.
+      settle_limit_s: Seconds after which an action is over in any case.
+      launch_s: Seconds that each program may take to come up.
       call_s: deadline of each call; that of `start` is longer by `launch_s`
         for each program.
       pointer: whether screenshots show the mouse pointer.
@@ -171,7 +175,7 @@ class XDesktopGym:
   # -- the protocol ------------------------------------------------------------
 
   async def start(self, task: base.Task) -> base.Observation:
-    """A fresh desktop, made ready for the task.
+    """Starts a fresh desktop and prepares it for the task.
 
     Raises:
       ValueError: unknown family (gives the nearest).
@@ -301,7 +305,7 @@ class XDesktopGym:
     return self._oracle
 
   def window_at(self, x: float, y: float) -> str | None:
-    """The title of the topmost window at a pixel of the screenshot; blocks.
+    """Reads the title of the topmost window at a screenshot's pixel; blocks.
 
     Raises:
       DesktopLost.
@@ -314,7 +318,7 @@ class XDesktopGym:
         if not w.minimized
         and w.x <= x < w.x + w.width and w.y <= y < w.y + w.height
     ]  # pyformat: disable
-    # The window with the keyboard is on top; of others, the younger one.
+    # The window with the keyboard is on top; else the youngest one.
     under.sort(key=lambda w: w.active)
     return under[-1].title if under else None
 
@@ -426,7 +430,7 @@ class XDesktopGym:
     return self.desktop.settle(self._settle_s, self._settle_limit_s)
 
   def _notches(self, pixels: float) -> int:
-    """Notches of the wheel for so many pixels; at least one."""
+    """Returns the notches of the wheel for `pixels` of scrolling."""
     notches = round(pixels * self._zoom / _PIXELS_A_NOTCH)
     return notches or int(math.copysign(1, pixels)) if pixels else 0
 
@@ -445,8 +449,8 @@ class XDesktopGym:
 
 
 def _seconds(action: gui_action.GuiAction, default: float) -> float:
-  given = default if action.duration is None else action.duration
-  return min(max(given, 0.0), _MAX_WAIT_S)
+  duration = default if action.duration is None else action.duration
+  return min(max(duration, 0.0), _MAX_WAIT_S)
 
 
 def _impossible(action: gui_action.GuiAction) -> str:
@@ -462,3 +466,36 @@ def _close_late(desktop: desktops.Desktop) -> None:
     desktop.close(_CLOSE_S)
   except Exception:  # pylint: disable=broad-except
     _LOG.exception("a desktop did not end")
+
+
+async def oracle_action(
+    gym: XDesktopGym,
+) -> gui_action.GuiAction | None:
+  """Returns the next right action in the gym's episode; None when it is over.
+
+  Raises:
+    RuntimeError: no episode is running.
+    hand.Unsolvable: the screenshot does not show its target.
+  """
+  if gym.over:
+    if gym.task is None:
+      raise RuntimeError("no episode is running; call start(task) first")
+    return None
+  return next(gym.oracle(), None)
+
+
+async def describe(
+    gym: XDesktopGym, x: float, y: float
+) -> str | None:
+  """Returns the name of the object at a pixel; None when it has none.
+
+  Raises:
+    RuntimeError: no episode is running.
+    DesktopLost.
+  """
+  if gym.desktop is None:
+    raise RuntimeError("no episode is running; call start(task) first")
+  title = await concurrency.acall(
+      gym.window_at, x, y, seconds=_DESCRIBE_S, what="xdesktop describe"
+  )
+  return None if title is None else f"the window {title!r}"

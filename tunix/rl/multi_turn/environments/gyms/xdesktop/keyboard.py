@@ -49,7 +49,7 @@ class Stroke:
 
 
 def keysym_of(character: str) -> int:
-  """X's number of a character: Latin-1 as it is, others by code point."""
+  """Returns X's number of a character: its code point, flagged above 0xFF."""
   if character in _TYPED:
     return _TYPED[character]
   point = ord(character)
@@ -87,15 +87,15 @@ class Keyboard:
     return not keysym or (keysym in _MULTIMEDIA and not named)
 
   def key(self, name: str) -> Stroke:
-    """The key of a name, in any dialect.
+    """Returns the key of a name, in any dialect.
 
     Raises:
       UnknownKey: there is none.
     """
-    known = key_names.key_name(name) if len(name) > 1 else name
-    keysym = _NAMED.get(known or "")
-    if keysym is None and known and len(known) == 1:
-      keysym = keysym_of(known)
+    canonical = key_names.key_name(name) if len(name) > 1 else name
+    keysym = _NAMED.get(canonical or "")
+    if keysym is None and canonical and len(canonical) == 1:
+      keysym = keysym_of(canonical)
     if keysym not in self._strokes:
       raise UnknownKey(f"there is no key {name!r}")
     return self._strokes[keysym]

@@ -44,21 +44,21 @@ _SERVERS = ("Xvfb", "xkbcomp", "openbox", "prlimit")
 
 
 def app(name: str) -> App:
-  """The application of that name, or title, in any case.
+  """Returns the application of that name, or title, in any case.
 
   Raises:
     ValueError: there is none; gives the nearest name.
   """
-  wanted = name.strip().lower()
-  for key, found in APPS.items():
-    if wanted in (key, found.title.lower(), found.command[0]):
-      return found
+  query = name.strip().lower()
+  for key, candidate in APPS.items():
+    if query in (key, candidate.title.lower(), candidate.command[0]):
+      return candidate
   raise ValueError(registry.unknown_name("application", name, tuple(APPS)))
 
 
 def missing() -> tuple[str, ...]:
   """Names of the programs and libraries that are not installed."""
-  commands = [*_SERVERS, *(found.command[0] for found in APPS.values())]
+  commands = [*_SERVERS, *(program.command[0] for program in APPS.values())]
   absent = [c for c in commands if shutil.which(c, path=SEARCH) is None]
   try:
     ctypes.CDLL("libxcb.so.1")

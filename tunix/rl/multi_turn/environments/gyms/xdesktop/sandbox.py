@@ -48,7 +48,6 @@ from tunix.rl.multi_turn.environments.gyms.xdesktop import errors
 from tunix.rl.multi_turn.environments.gyms.xdesktop import files
 from tunix.rl.multi_turn.environments.gyms.xdesktop import processes
 from tunix.rl.multi_turn.environments.gyms.xdesktop import programs
-from tunix.rl.multi_turn.environments.gyms.xdesktop import task_limits
 
 _LOG = logging.getLogger(__name__)
 ISOLATIONS = ("auto", "namespaces", "processes")
@@ -103,10 +102,10 @@ def no_namespaces() -> str:
     )  # pyformat: disable
   except (OSError, subprocess.TimeoutExpired) as error:
     return f"bwrap could not be tried: {error}"
-  said = tried.stderr.decode(errors="replace").strip()
+  output = tried.stderr.decode(errors="replace").strip()
   if tried.returncode != 0:
-    return said or f"exit {tried.returncode}"
-  return task_limits.unavailable()
+    return output or f"exit {tried.returncode}"
+  return processes.unbounded()
 
 
 _READY = "ready\n"
@@ -133,27 +132,27 @@ _ACCOUNTS = {
 }
 
 
-def resolve_isolation(wanted: str) -> str:
-  """"namespaces" or "processes": what `wanted` comes to on this machine.
+def resolve_isolation(isolation: str) -> str:
+  """Returns "namespaces" or "processes" for a setting on this machine.
 
-  "auto" is "namespaces": less has to be asked for by name.
+  "auto" is "namespaces": less isolation must be named.
 
   Raises:
     ValueError: no such isolation.
-    IsolationUnavailable: they cannot be had.
+    IsolationUnavailable: this machine has no namespaces.
   """
-  if wanted not in ISOLATIONS:
+  if isolation not in ISOLATIONS:
     raise ValueError(
-        f"isolation must be one of {', '.join(ISOLATIONS)}; got {wanted!r}"
+        f"isolation must be one of {', '.join(ISOLATIONS)}; got {isolation!r}"
     )
-  if wanted == "processes":
-    return wanted
+  if isolation == "processes":
+    return isolation
   why = no_namespaces()
   if not why:
     return "namespaces"
   raise errors.IsolationUnavailable(
-      f"isolation={wanted!r}: namespaces cannot be had here: {why}. Allow them;"
-      " or, in a container that holds nothing else, set"
+      f"isolation={isolation!r}: namespaces cannot be had here: {why}. Allow"
+      " them; or, in a container that holds nothing else, set"
       " isolation='processes', with which the policy reads and writes what this"
       " user can"
   )
@@ -165,10 +164,10 @@ class Room:
   Attributes:
     isolation: "namespaces" or "processes".
     path: its directory.
-    home, tmp, etc: as this process sees them; etc is configuration that its
-      programs cannot change. They stay as they are when the programs have
-      ended, until `close`.
-    inside_home, inside_tmp, inside_etc: as its programs see them.
+    home, tmp, etc: Its directories as this process sees them; etc is
+      configuration that its programs cannot change. All three are kept after
+      the programs have ended, until `close`.
+    inside_home, inside_tmp, inside_etc: The same as its programs see them.
   """
 
   def __init__(
@@ -188,13 +187,13 @@ class Room:
     parent = pathlib.Path(directory or tempfile.gettempdir()).absolute()
     _sweep(parent)
     try:
-      made = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
+      path = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
     except OSError as error:
       raise ValueError(
           f"directory={str(parent)!r} cannot hold a desktop: {error}; name one"
           " that can be written"
       ) from None
-    self.path = pathlib.Path(made)
+    self.path = pathlib.Path(path)
     self.home, self.tmp = self.path / "home", self.path / "tmp"
     self.etc = self.path / "etc"
     self._lock = threading.Lock()
@@ -267,14 +266,14 @@ class Room:
     )
 
   def log(self, name: str) -> str:
-    """The end of a program's output."""
+    """Returns the end of a program's output."""
     return files.read_text(self.tmp, name, "")[-500:].strip()
 
   def last_words(self) -> str:
     """Output of the room's supervisor, for error messages."""
-    said = files.read_text(self.path, "log", "")
-    said = said.replace(_READY, "", 1)[-500:].strip()
-    return f"its output: {said}" if said else "it printed nothing"
+    output = files.read_text(self.path, "log", "")
+    output = output.replace(_READY, "", 1)[-500:].strip()
+    return f"its output: {output}" if output else "it printed nothing"
 
   def pids(self) -> list[int]:
     """Process ids of the room's programs, as this process sees them."""
@@ -283,8 +282,8 @@ class Room:
     return processes.marked(self._mark)
 
   def activity(self, without: str = "Xvfb") -> tuple[int, bool]:
-    """Work of the programs: (nanoseconds on a CPU or waiting for one,
-    whether one is at it now).
+    """Returns the work of the programs: (nanoseconds on a CPU or waiting for
+    one, whether a program runs now).
 
     Args:
       without: the name of a program that does not count.
@@ -293,7 +292,7 @@ class Room:
     for directory in self._proc():
       try:
         with open(f"{directory}/stat", "rb") as file:
-          head, _, rest = file.read().rpartition(b")")
+          head, _, fields = file.read().rpartition(b")")
         if head.endswith(b"(" + without.encode()):
           continue
         with open(f"{directory}/schedstat", "rb") as file:
@@ -301,11 +300,11 @@ class Room:
       except (OSError, ValueError):
         continue  # Ended since.
       total += int(ran) + int(waited)
-      running = running or rest.split(None, 1)[0] in (b"R", b"D")
+      running = running or fields.split(None, 1)[0] in (b"R", b"D")
     return total, running
 
   def _proc(self) -> list[str]:
-    """The /proc/<pid> of each program."""
+    """Returns the /proc/<pid> of each program."""
     if self.isolation == "namespaces":
       inside = f"/proc/{self._init_pid}/root/proc"
       try:
@@ -348,26 +347,26 @@ class Room:
         return
       self._closed = True
     due = time.monotonic() + deadline_s
-    left: list[int] = []
+    survivors: list[int] = []
     try:
       self._end(due)
-      left = [pid for pid in self.pids() if not processes.is_zombie(pid)]
-      while left and time.monotonic() < due:
+      survivors = [pid for pid in self.pids() if not processes.is_zombie(pid)]
+      while survivors and time.monotonic() < due:
         self.kill()
         time.sleep(0.005)
-        left = [pid for pid in self.pids() if not processes.is_zombie(pid)]
+        survivors = [pid for pid in self.pids() if not processes.is_zombie(pid)]
     finally:
       _ROOMS.discard(self)
       for fd in self._mounts:
         os.close(fd)
       if self._group is not None:
-        task_limits.remove(self._group.name, due)
+        processes.remove_group(self._group.name, due)
       files.remove(self.path)
       os.close(self._own)
-    if left or self.path.exists():
+    if survivors or self.path.exists():
       raise errors.DesktopError(
-          f"a desktop did not end within {deadline_s:g} s: processes {left},"
-          f" directory {self.path}"
+          f"a desktop did not end within {deadline_s:g} s: processes"
+          f" {survivors}, directory {self.path}"
       )
 
   def _end(self, due: float) -> None:
@@ -430,52 +429,52 @@ class Room:
         f"--fsize={limits.file_size}",
     ]  # pyformat: disable
     if self.isolation == "namespaces":
-      # Elsewhere it would count all that the user runs.
+      # Elsewhere the limit would count every process of the user.
       limited.append(f"--nproc={limits.processes}")
     limited += ["sh", "-c", _SUPERVISOR]
-    told, tell = os.pipe()
+    read_end, write_end = os.pipe()
     fds: tuple[int, ...] = ()
     command = limited
     if self.isolation == "namespaces":
-      command = [*self._bwrap(env, tell, limits), *limited]
-      fds = (tell,)
+      command = [*self._bwrap(env, write_end, limits), *limited]
+      fds = (write_end,)
       if os.geteuid() == 0:
         most = limits.processes + _OF_BWRAP
-        self._group = task_limits.make(self.path.name, most)
-        command = task_limits.joining(self._group, command)
+        self._group = processes.make_group(self.path.name, most)
+        command = processes.joining(self._group, command)
     try:
       with open(self.path / "log", "wb") as log:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=env,
             cwd=self.path, start_new_session=True, pass_fds=fds,
         )  # pyformat: disable
-      os.close(tell)
-      tell = -1
+      os.close(write_end)
+      write_end = -1
       if fds:
         began = time.monotonic()
-        self._init_pid = self._told_pid(told, deadline_s)
+        self._init_pid = self._child_pid(read_end, deadline_s)
         self._open_mounts(began, deadline_s)
     except OSError as error:
       raise errors.LaunchError(f"no program can be started: {error}") from None
     finally:
-      os.close(told)
-      if tell >= 0:
-        os.close(tell)
+      os.close(read_end)
+      if write_end >= 0:
+        os.close(write_end)
 
-  def _told_pid(self, told: int, deadline_s: float) -> int:
+  def _child_pid(self, info_fd: int, deadline_s: float) -> int:
     due = time.monotonic() + deadline_s
-    said = b""
-    while b"}" not in said:
-      left = due - time.monotonic()
-      ready = left > 0 and select.select([told], [], [], left)[0]
-      part = os.read(told, 4096) if ready else b""
+    message = b""
+    while b"}" not in message:
+      seconds = due - time.monotonic()
+      ready = seconds > 0 and select.select([info_fd], [], [], seconds)[0]
+      part = os.read(info_fd, 4096) if ready else b""
       if not part:
         raise errors.LaunchError(
             f"bubblewrap did not come up in {deadline_s:g} s;"
             f" {self.last_words()}"
         )
-      said += part
-    return int(json.loads(said)["child-pid"])
+      message += part
+    return int(json.loads(message)["child-pid"])
 
   def _open_mounts(self, began: float, deadline_s: float) -> None:
     """Opens the places in memory: paths by which this process sees them.
@@ -491,14 +490,14 @@ class Room:
         what = f"did not come up in {deadline_s:g} s" if late else "ended"
         raise errors.LaunchError(f"bubblewrap {what}; {self.last_words()}")
       time.sleep(0.001)
-    found = []
+    places = []
     for name in (self.inside_home, self.inside_tmp):
       fd = os.open(
           f"/proc/{self._init_pid}/root{name}", os.O_PATH | os.O_DIRECTORY
       )
       self._mounts.append(fd)
-      found.append(pathlib.Path(f"/proc/self/fd/{fd}"))
-    self.home, self.tmp = found
+      places.append(pathlib.Path(f"/proc/self/fd/{fd}"))
+    self.home, self.tmp = places
 
   def _bwrap(
       self, env: Mapping[str, str], info_fd: int, limits: Limits
@@ -523,7 +522,7 @@ class Room:
     command += ["--ro-bind-try", cache, cache]
     for place, size in limits.mounts().items():
       command += ["--perms", "0700", "--size", str(size), "--tmpfs", place]
-    # Last: what all of these are mounted in, which has no size.
+    # Last: the root that holds these mounts, which has no size of its own.
     command += ["--remount-ro", "/dev", "--remount-ro", "/"]
     command += ["--chdir", "/home/user"]
     for name, value in env.items():
@@ -554,10 +553,10 @@ SOCKETS = pathlib.Path("/tmp/.X11-unix")
 def socket_identity(number: int) -> str:
   """Identity of a display's socket: each server's differs; "" for none."""
   try:
-    found = (SOCKETS / f"X{number}").lstat()
+    status = (SOCKETS / f"X{number}").lstat()
   except OSError:
     return ""
-  return f"{found.st_ino}-{found.st_mtime_ns}"
+  return f"{status.st_ino}-{status.st_mtime_ns}"
 
 
 def free_display(number: int, identity: str) -> None:
@@ -578,10 +577,10 @@ def _sweep(parent: pathlib.Path) -> None:
   _SWEPT.add(parent)
   for path in parent.glob(f"{PREFIX}*"):
     try:
-      found = path.lstat()
+      status = path.lstat()
       # A young one may not have been locked yet.
-      young = time.time() - found.st_mtime < 60
-      if found.st_uid != os.getuid() or path.is_symlink() or young:
+      young = time.time() - status.st_mtime < 60
+      if status.st_uid != os.getuid() or path.is_symlink() or young:
         continue
       owner = os.open(path / "owner", os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
@@ -593,7 +592,7 @@ def _sweep(parent: pathlib.Path) -> None:
     finally:
       os.close(owner)
     if os.geteuid() == 0 and not no_namespaces():
-      task_limits.remove(path.name)
+      processes.remove_group(path.name)
     display = files.read_text(path, "display", "").split()
     if len(display) == 2 and display[0].isdigit():
       free_display(int(display[0]), display[1])

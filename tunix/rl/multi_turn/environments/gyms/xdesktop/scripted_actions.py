@@ -57,9 +57,9 @@ class Hand:
     if not rows.size:
       return None
     bar = near[rows[0] : rows[0] + TITLE_HEIGHT // self._zoom]
-    left = int(np.flatnonzero(bar.any(0))[0])
+    bar_x = int(np.flatnonzero(bar.any(0))[0])
     border = 0.0 if mixed else 1.0
-    return left * self._zoom - border, int(rows[0]) * self._zoom - border
+    return bar_x * self._zoom - border, int(rows[0]) * self._zoom - border
 
   def corner(self) -> tuple[float, float]:
     """Top left corner of the window that has the keyboard.
@@ -67,10 +67,10 @@ class Hand:
     Raises:
       Unsolvable: no window has the keyboard.
     """
-    found = self.frame()
-    if found is None:
+    frame = self.frame()
+    if frame is None:
       raise Unsolvable("no window has the keyboard")
-    return found
+    return frame
 
   # -- single actions ----------------------------------------------------------
 
@@ -89,15 +89,15 @@ class Hand:
       self, dx: float, dy: float, *, button: str = "left", count: int = 1
   ) -> Action:
     """Clicks a point of the focused window, relative to its corner."""
-    left, top = self.corner()
-    x, y = self.at(left + dx, top + dy)
+    window_x, window_y = self.corner()
+    x, y = self.at(window_x + dx, window_y + dy)
     return Action(Kind.CLICK, x=x, y=y, button=button, count=count)
 
   def drag(self, dx: float, dy: float, dx2: float, dy2: float) -> Action:
     """Drags between two points of that window."""
-    left, top = self.corner()
-    x, y = self.at(left + dx, top + dy)
-    x2, y2 = self.at(left + dx2, top + dy2)
+    window_x, window_y = self.corner()
+    x, y = self.at(window_x + dx, window_y + dy)
+    x2, y2 = self.at(window_x + dx2, window_y + dy2)
     return Action(Kind.DRAG, x=x, y=y, x2=x2, y2=y2)
 
   def click_desktop(
@@ -113,10 +113,10 @@ class Hand:
   # -- actions and what must follow --------------------------------------------
 
   def switch(self, action: Action) -> Script:
-    """`action`, after which another window has the keyboard.
+    """Yields `action` and waits until another window has the keyboard.
 
     Raises:
-      Unsolvable: none does.
+      Unsolvable: no other window gets the keyboard.
     """
     before = self.frame()
     yield action
@@ -127,12 +127,12 @@ class Hand:
     raise Unsolvable(f"no window came after {action.to_json()}")
 
   def insist(self, action: Action) -> Script:
-    """`switch`, repeating the action while it has no effect.
+    """Does `switch`, and repeats the action while it has no effect.
 
-    A file dialog that is still looking at its folder passes over Enter.
+    A file dialog that still reads its folder ignores Enter.
 
     Raises:
-      Unsolvable: no window came.
+      Unsolvable: no other window gets the keyboard.
     """
     before = self.frame()
     for _ in range(_MAX_WAITS // 5):
@@ -144,10 +144,10 @@ class Hand:
     raise Unsolvable(f"no window came after {action.to_json()}")
 
   def change(self, action: Action) -> Script:
-    """`action`, after which the picture differs.
+    """Yields `action` and waits until the picture differs.
 
     Raises:
-      Unsolvable: it does not.
+      Unsolvable: the picture stays the same.
     """
     before = self._look()
     yield action

@@ -41,41 +41,41 @@ class State:
   def text(self, name: str) -> str | None:
     """A file of the home, without the line breaks at its end; or None."""
     missing = "\0"
-    found = files_lib.read_text(self._desktop.room.home, name, missing)
-    return None if found == missing else found.rstrip("\n")
+    contents = files_lib.read_text(self._desktop.room.home, name, missing)
+    return None if contents == missing else contents.rstrip("\n")
 
   def tree(self) -> dict[str, str | None]:
-    """Every file and directory of the home but hidden ones.
+    """Returns every file and directory of the home but hidden ones.
 
     Returns:
       Its path -> its text as `text` has it, None for a directory, "link" for
       a link, which is not followed.
     """
     home = self._desktop.room.home
-    found: dict[str, str | None] = {}
+    entries: dict[str, str | None] = {}
     for folder, folders, files in os.walk(home):
       folders[:] = sorted(f for f in folders if not f.startswith("."))
       base = pathlib.Path(folder)
       for name in sorted([*folders, *files]):
-        if name.startswith(".") or len(found) >= _MAX_ENTRIES:
+        if name.startswith(".") or len(entries) >= _MAX_ENTRIES:
           continue
         path = base / name
         key = path.relative_to(home).as_posix()
         if path.is_symlink():
-          found[key] = "link"
+          entries[key] = "link"
         elif name in folders:
-          found[key] = None
+          entries[key] = None
         else:
-          found[key] = self.text(key)
-    return found
+          entries[key] = self.text(key)
+    return entries
 
   def mode(self, name: str) -> int:
     """Permission bits of a file, 0 when there is none."""
-    found = files_lib.real_path(self._desktop.room.home, name)
-    return stat.S_IMODE(found.lstat().st_mode) if found else 0
+    path = files_lib.real_path(self._desktop.room.home, name)
+    return stat.S_IMODE(path.lstat().st_mode) if path else 0
 
   def setting(self, name: str, section: str, key: str) -> str | None:
-    """A value of an INI file of the home; None when there is none."""
+    """Returns a value of an INI file of the home; None when there is none."""
     parser = configparser.ConfigParser(
         interpolation=None, strict=False, allow_no_value=True
     )
@@ -86,7 +86,7 @@ class State:
       return None
 
   def editor_setting(self, group: str, key: str) -> str | None:
-    """A setting of the text editor, e.g. ("view", "word-wrap")."""
+    """Returns a setting of the text editor, e.g. ("view", "word-wrap")."""
     return self.setting(
         ".config/glib-2.0/settings/keyfile",
         f"org/xfce/mousepad/preferences/{group}",
@@ -95,10 +95,9 @@ class State:
 
   def windows(self, app: str) -> list[displays.Window]:
     """Windows of an application, dialogs included."""
-    wanted = programs.app(app).window_class
-    return [
-        w for w in self._desktop.display.windows() if w.window_class == wanted
-    ]
+    window_class = programs.app(app).window_class
+    windows = self._desktop.display.windows()
+    return [w for w in windows if w.window_class == window_class]
 
   def clipboard(self) -> str:
     return self._desktop.display.clipboard()

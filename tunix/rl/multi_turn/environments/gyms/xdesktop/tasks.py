@@ -4,38 +4,38 @@ from __future__ import annotations
 
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import seeds
-from tunix.rl.multi_turn.environments.gyms.xdesktop import families as known
+from tunix.rl.multi_turn.environments.gyms.xdesktop import (
+  families as families_lib,
+)
+from tunix.rl.multi_turn.environments.gyms.xdesktop import families_editor  # noqa: F401
+from tunix.rl.multi_turn.environments.gyms.xdesktop import families_files  # noqa: F401
+from tunix.rl.multi_turn.environments.gyms.xdesktop import families_system  # noqa: F401
 
-# Instance seeds: training below, evaluation from here up to twice this.
-EVAL_SEEDS_FROM = 1_000_000_000
+EVAL_SEEDS_FROM = seeds.EVAL_SEEDS_FROM
 
 
-class XDesktopTasks:
+class XDesktopTasks(seeds.SeededTasks):
   """Makes tasks: `xdesktop/<family>/<seed>`.
 
-  Seeds below `EVAL_SEEDS_FROM` are for training and those from it up to twice
-  it for evaluation: `train_task` and `eval_task` never return the same seed.
-  (Families with few instances may still ask for the same thing.)
+  Families with few instances may ask for the same thing in training and in
+  evaluation.
   """
 
   def __init__(self, families: tuple[str, ...] | list[str] | None = None):
     """Args:
 
-      families: those to offer, None for all.
+      families: Families to offer, None for all.
 
     Raises:
       ValueError: no such family; gives the nearest.
     """
-    names = tuple(families) if families else known.names()
+    names = tuple(families) if families else families_lib.names()
     for name in names:
-      known.get(name)
+      families_lib.get(name)
     self._families = names
 
-  def families(self) -> tuple[str, ...]:
-    return self._families
-
   def task(self, family: str, seed: int) -> base.Task:
-    """The instance that a family and a seed stand for.
+    """Returns the instance that a family and a seed stand for.
 
     Raises:
       ValueError: no such family, or a seed out of range.
@@ -47,23 +47,7 @@ class XDesktopTasks:
     return base.Task(
         task_id=f"xdesktop/{family}/{seed}",
         family=family,
-        instruction=known.instance(family, seed).instruction,
+        instruction=families_lib.instance(family, seed).instruction,
         seed=seed,
-        max_turns=known.get(family).max_turns,
+        max_turns=families_lib.get(family).max_turns,
     )
-
-  def train_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """The `index`-th training instance of the run with this `seed`.
-
-    Instance seeds are drawn from [0, EVAL_SEEDS_FROM) by hashing.
-    """
-    number = seeds.train_seed(family, index, seed, EVAL_SEEDS_FROM)
-    return self.task(family, number)
-
-  def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """The `index`-th held-out instance; see `seeds`.
-
-    Instance seeds lie in [EVAL_SEEDS_FROM, 2 * EVAL_SEEDS_FROM).
-    """
-    number = seeds.eval_seed(family, index, seed, EVAL_SEEDS_FROM)
-    return self.task(family, number)
