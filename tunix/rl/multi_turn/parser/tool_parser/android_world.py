@@ -184,7 +184,7 @@ class AndroidWorldParser(gui_table.TableParser, scanning.JsonCallsParser):
   def format(
       self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
-    lines = [f"Reason: {thought}"] if thought else []
-    if calls:
-      lines.append(f"Action: {self.format_calls(calls)}")
-    return "\n".join(lines)
+    return base.with_thought(
+        thought and f"Reason: {thought}",
+        *((f"Action: {self.format_calls(calls)}",) if calls else ()),
+    )

@@ -308,6 +308,12 @@ def require_text(model_response: Any) -> str:
   return model_response
 
 
+def with_thought(thought: str | None, *blocks: str) -> str:
+  """Returns the blocks of calls one a line, after the thought if there is one.
+  """
+  return "\n".join((thought, *blocks) if thought else blocks)
+
+
 def as_schemas(tools_schema: ToolsSchema) -> list[dict[str, Any]]:
   """Tool schemas as a list of dicts.
 

@@ -60,24 +60,15 @@ class FunctionGemmaParser(scanning.ScanningParser):
       )
     arguments, end = _read_object(text, named.end(), 0)
     call = trajectory.ToolCall(named.group(1), arguments)
-    tail = scanning.skip_space(text, end)
-    if text.startswith(_CLOSE, tail):
-      return (call,), tail + len(_CLOSE)
-    if tail == len(text) or text.startswith(_OPEN, tail):
-      return (call,), tail
-    raise base.ToolParseError(
-        f"expected {_CLOSE} after the call of {call.name!r}, found"
-        f" {scanning.quote(text, tail)}",
-        tail,
+    return (call,), scanning.end_of_block(
+        text, end, (_CLOSE,), _OPEN, f"{_CLOSE} after the call of {call.name!r}"
     )
 
   def format(
       self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
-    blocks = [thought] if thought else []
-    if calls:
-      blocks.append("".join(map(self._write, calls)))
-    return "\n".join(blocks)
+    block = "".join(map(self._write, calls))
+    return base.with_thought(thought, *((block,) if calls else ()))
 
   def _write(self, call: trajectory.ToolCall) -> str:
     if not _NAME.fullmatch(call.name):

@@ -376,6 +376,120 @@ def point_of(kind: Kind, *names: str, **fields: Any) -> Reader:
   return lambda a: GuiAction(kind, **a.point(*names), **fields)
 
 
+def clicks_of(
+    clicks: dict[str, tuple[str, int]],
+    *fields: str,
+    held: Sequence[str] = (),
+) -> dict[str, Reader]:
+  """Returns readers of clicks at the point that is in one of the fields.
+
+  Args:
+    clicks: Name of an action -> (button, count).
+    *fields: Fields of the point.
+    held: Fields of the keys that a click holds; the first that names any
+      counts.
+  """
+
+  def reader(button: str, count: int) -> Reader:
+    return lambda a: GuiAction(
+        Kind.CLICK,
+        **a.point(*fields),
+        button=button,
+        count=count,
+        keys=next(filter(None, map(a.held_keys, held)), ()),
+    )
+
+  return {name: reader(*which) for name, which in clicks.items()}
+
+
+def drag_from_pointer(start: str, end: str) -> Reader:
+  """Reads a drag that begins at the pointer unless the field `start` is set."""
+
+  def read(a: Arguments) -> GuiAction:
+    begin = a.point(start) if a.has(start) else {}
+    return GuiAction(Kind.DRAG, **begin, **a.point(end, end=True))
+
+  return read
+
+
+def scroll_of(
+    way: str, *place: str, step: str = "", notches: float = 1
+) -> Reader:
+  """Reads a scroll whose direction is in the field `way`.
+
+  Args:
+    way: Field of the direction.
+    *place: Fields of the point, which may be absent.
+    step: Field of the number of notches; "" where the grammar has none.
+    notches: Length of a scroll without that field.
+  """
+
+  def read(a: Arguments) -> GuiAction:
+    dx, dy = a.choice(way, DIRECTIONS)
+    pixels = (a.seconds(step, notches) if step else notches) * NOTCH_PX
+    at = a.point(*place) if a.has(*place) else {}
+    return GuiAction(Kind.SCROLL, **at, dx=dx * pixels, dy=dy * pixels)
+
+  return read
+
+
+def read_url(a: Arguments) -> list[GuiAction]:
+  """Reads a visit to the page in the field `url`, by the browser's shortcut."""
+  return [
+      GuiAction(Kind.KEY, keys=("ctrl", "l")),
+      GuiAction(Kind.TYPE, text=a.name("url")),
+      GuiAction(Kind.KEY, keys=("enter",)),
+  ]
+
+
+def write_clicks(
+    clicks: dict[str, tuple[str, int]],
+    place: Callable[[Writing], dict[str, Any]],
+    held: str = "",
+) -> Writer:
+  """Writes clicks as the first name of their button and count.
+
+  Args:
+    clicks: Name of an action -> (button, count).
+    place: Returns the arguments of the point.
+    held: Field of the keys that a click holds; "" where it can hold none.
+  """
+  names = {which: name for name, which in reversed(clicks.items())}
+
+  def write(w: Writing) -> Call | None:
+    name, keys = names.get((w.action.button, w.action.count)), w.action.keys
+    if name is None or (keys and not held):
+      return None
+    return name, {**place(w), **({held: "+".join(keys)} if keys else {})}
+
+  return write
+
+
+def write_drag(
+    name: str, start: str, end: str, form: Callable[[Sequence[Any]], Any] = list
+) -> Writer:
+  """Writes a drag with the left button, `form` being the text of a point."""
+
+  def write(w: Writing) -> Call | None:
+    if w.anywhere or w.action.button != "left":
+      return None
+    return name, {start: form(w.start()), end: form(w.end())}
+
+  return write
+
+
+def write_keys(name: str, field: str, joint: str | None) -> Writer:
+  """Writes keys that are pressed at once, as a list or joined to a text."""
+
+  def write(w: Writing) -> Call | None:
+    if w.action.duration:
+      return None
+    keys = list(w.action.keys)
+    return name, {field: keys if joint is None else joint.join(keys)}
+
+  return write
+
+
 def writes(name: str, **fields: str) -> Writer:
   """Writes an action by fields of it: argument="field of the action"."""
   return lambda w: (

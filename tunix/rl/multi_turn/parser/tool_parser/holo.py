@@ -59,12 +59,6 @@ def _write_element(a: gui_table.Arguments) -> list[GuiAction]:
   ]
 
 
-def _scroll(a: gui_table.Arguments) -> GuiAction:
-  dx, dy = a.choice("direction", gui_table.DIRECTIONS)
-  notch = gui_table.NOTCH_PX
-  return GuiAction(Kind.SCROLL, dx=dx * notch, dy=dy * notch)
-
-
 def _wait(a: gui_table.Arguments) -> GuiAction:
   return GuiAction(Kind.WAIT, duration=a.seconds("seconds", _WAIT_S))
 
@@ -75,7 +69,7 @@ _READERS: dict[str, gui_table.Reader] = {
     "click_absolute": lambda a: GuiAction(Kind.CLICK, **a.xy()),
     "write_element_abs": _write_element,
     "write_element": _write_element,
-    "scroll": _scroll,
+    "scroll": gui_table.scroll_of("direction"),
     "go_back": gui_table.always(Kind.SYSTEM_BUTTON, text="back"),
     "refresh": gui_table.always(Kind.KEY, keys=("f5",)),
     "wait": _wait,

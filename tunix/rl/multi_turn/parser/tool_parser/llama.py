@@ -67,10 +67,8 @@ class LlamaPythonicParser(scanning.ScanningParser):
   def format(
       self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
-    lines = [thought] if thought else []
-    if calls:
-      lines.append(f"[{', '.join(map(write_tool_call, calls))}]")
-    return "\n".join(lines)
+    block = f"[{', '.join(map(write_tool_call, calls))}]"
+    return base.with_thought(thought, *((block,) if calls else ()))
 
 
 def as_tool_call(call: python_calls.PythonCall) -> trajectory.ToolCall:

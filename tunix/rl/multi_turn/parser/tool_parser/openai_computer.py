@@ -120,11 +120,7 @@ def _write_drag(w: gui_table.Writing) -> gui_table.Call | None:
 _WRITERS: dict[Kind, gui_table.Writer] = {
     Kind.CLICK: _write_click,
     Kind.DRAG: _write_drag,
-    Kind.KEY: lambda w: (
-        ("keypress", {"keys": list(w.action.keys)})
-        if not w.action.duration
-        else None
-    ),
+    Kind.KEY: gui_table.write_keys("keypress", "keys", None),
     Kind.MOVE: lambda w: ("move", w.xy()),
     Kind.SCREENSHOT: gui_table.writes("screenshot"),
     Kind.SCROLL: lambda w: (

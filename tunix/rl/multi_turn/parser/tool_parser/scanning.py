@@ -195,10 +195,9 @@ class JsonCallsParser(ScanningParser):
   def format(
       self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
-    blocks = [thought] if thought else []
-    if calls:
-      blocks.append(self.format_calls(calls))
-    return "\n".join(blocks)
+    return base.with_thought(
+        thought, *((self.format_calls(calls),) if calls else ())
+    )
 
   def format_calls(self, calls: Sequence[trajectory.ToolCall]) -> str:
     """The text of one or more calls."""
@@ -269,6 +268,33 @@ class JsonCallsParser(ScanningParser):
 def skip_space(text: str, position: int) -> int:
   """Offset of the next character that is no space."""
   return _SPACE.match(text, position).end()  # type: ignore[union-attr]
+
+
+def end_of_block(
+    text: str, position: int, close: Sequence[str], opening: str, expected: str
+) -> int:
+  """Returns where a block ends whose last call ends at `position`.
+
+  Args:
+    text: A response.
+    position: Offset behind the last call.
+    close: Marks that close a block. They may be missing at the end of the text
+      and before another block.
+    opening: Mark that opens another block.
+    expected: What the error names.
+
+  Raises:
+    ToolParseError: Other text follows the call.
+  """
+  tail = skip_space(text, position)
+  for mark in close:
+    if text.startswith(mark, tail):
+      return tail + len(mark)
+  if tail == len(text) or text.startswith(opening, tail):
+    return tail
+  raise base.ToolParseError(
+      f"expected {expected}, found {quote(text, tail)}", tail
+  )
 
 
 def quote(text: str, position: int) -> str:
