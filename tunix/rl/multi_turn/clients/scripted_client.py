@@ -29,11 +29,11 @@ class ScriptedClient:
   ):
     """Args:
 
-      policy_fn: returns the completion's token ids, end-of-turn id included;
-        may be a coroutine function.
-      version: of every token; may be changed at any time.
-      context_length: a prompt that leaves no room in it is refused, as by an
-        engine; None accepts any.
+      policy_fn: Function that returns the completion's token ids, end-of-turn
+        id included; may be a coroutine function.
+      version: Version of every token; may be changed at any time.
+      context_length: Context in tokens. A prompt that leaves no room in it is
+        refused, as by an engine; None accepts any.
     """
     if version < 0:
       raise ValueError(f"version must be >= 0, got {version}")

@@ -72,17 +72,18 @@ class McpTools:
     """Connects once, and reads the server's list of tools.
 
     Args:
-      command: program and arguments of a server that is started here; the
+      command: Program and arguments of a server that is started here; the
         program `python` is this process's interpreter.
-      url: of a server that runs; give one of the two.
-      env, cwd: of the program, which otherwise gets the few variables that
-        the package `mcp` passes on.
-      token_env: environment variable with a token that is sent to `url`.
-      per: whose the session is; a server that keeps state needs "episode".
-      only: names of the tools to offer; all by default.
-      prefix: put before the tools' names.
-      start_s, call_s, close_s: deadlines in seconds.
-      max_chars: of a call's text; the rest is cut off.
+      url: Address of a server that runs; give this or a command.
+      env, cwd: Environment and working directory of the program, which
+        otherwise gets the few variables that the package `mcp` passes on.
+      token_env: Environment variable with a token that is sent to `url`.
+      per: Owner of the session; a server that keeps state needs "episode".
+      only: Names of the tools to offer; all by default.
+      prefix: Text before the tools' names.
+      start_s, call_s, close_s: Deadlines in seconds.
+      max_chars: Largest number of characters of a call's result; the rest is
+        cut off.
 
     Raises:
       ValueError: naming the option; the package is not installed; or the server
@@ -162,7 +163,7 @@ class McpTool(stateful.EpisodeTool):
   """One tool of a server.
 
   Attributes:
-    session: that its calls go to; None until the episode's is made.
+    session: Session that its calls go to; None until the episode's is made.
   """
 
   def __init__(

@@ -56,14 +56,14 @@ class ToolSet:
       make = TOOLS.get(path, "operator")
     except (ImportError, ValueError) as error:
       raise type(error)(f"{_FIELD}: {error}") from None
-    made: Mapping[str, Any] = {name: make}
+    tools: Mapping[str, Any] = {name: make}
     if isinstance(make, type) and issubclass(make, stateful.BaseTool):
       self._stateful[name] = make(dict(options)) if options else make()
     elif getattr(make, "is_toolbox", False):
-      made = _make(name, make, options).tools
+      tools = _make(name, make, options).tools
     elif options:
-      made = {name: _make(name, make, options)}
-    for key, tool in made.items():
+      tools = {name: _make(name, make, options)}
+    for key, tool in tools.items():
       if key in self.classes:
         raise ValueError(
             f"environment.options.tools has two tools {key!r}; give one of them"
@@ -148,10 +148,10 @@ def _make(name: str, make: Any, options: Mapping[str, Any]) -> Any:
   wrong = [f"{where}.{text}" for _, text in takes.wrong(options, name)]
   if wrong:
     raise ValueError("\n".join(wrong))
-  given = dict(options)
+  settings = dict(options)
   if isinstance(make, type) and issubclass(make, base.BaseTool):
-    given.setdefault("name", name)
+    settings.setdefault("name", name)
   try:
-    return make(**given)
+    return make(**settings)
   except (TypeError, ValueError) as error:
     raise ValueError(f"{where}: {error}") from None

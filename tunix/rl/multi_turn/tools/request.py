@@ -82,9 +82,9 @@ class ToolRequest:
     messages: OpenAI format, grows.
     tools_kwargs: tool name -> `{"create_kwargs": {…}, …}`.
     data_source: data set of the row.
-    index: of the row.
+    index: Index of the row.
     state: see the module docstring; change it with `move`.
-    finish_reason: of the last generation.
+    finish_reason: Finish reason of the last generation.
     rewards: tool name -> `calc_reward`, filled at the end.
     call_rewards: reward of each execution, in order.
     error: kind and text of the failure, None without one.

@@ -28,8 +28,8 @@ class Screenshot:
 
   Attributes:
     image: the stored screenshot, at the policy's size.
-    width: of the gym's own picture, in pixels.
-    height: likewise.
+    width: Width of the gym's own picture, in pixels.
+    height: Height of that picture, in pixels.
   """
 
   image: trajectory.ImageRef

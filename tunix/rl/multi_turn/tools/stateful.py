@@ -2,8 +2,8 @@
 
 The second family of tools. A stateful tool does part of an environment's work:
 it keeps state for each request (the answer so far, a session) and rewards it.
-The first family (`base.BaseTool`) is a plain function; the adapter at the end
-makes a stateful tool one of those.
+The first family (`base.BaseTool`) is a plain function; `StatefulToolAdapter`
+makes a plain tool of a stateful one.
 
 Promises: instances never share state; `release` may be called twice.
 """
@@ -189,11 +189,10 @@ class EpisodeTool(plain.BaseTool):
 
   @abc.abstractmethod
   def fresh(self, shared: dict[Any, Any]) -> EpisodeTool:
-    """A copy that has nothing of an episode yet.
+    """Returns a copy without an episode's state.
 
     Args:
-      shared: of the copies of one environment's tools, which keep there what
-        they have in common.
+      shared: State that the copies of one environment's tools have in common.
     """
 
   async def calc_reward(self) -> float:
@@ -288,7 +287,7 @@ class StatefulToolAdapter(EpisodeTool):
     if not first:
       return await asyncio.wrap_future(creation)
     try:
-      made = await self.tool.create(**kwargs)
+      created_id = await self.tool.create(**kwargs)
     except BaseException as error:
       with self._lock:
         if self._creation is creation:
@@ -303,11 +302,11 @@ class StatefulToolAdapter(EpisodeTool):
     with self._lock:
       released = self._creation is not creation
       if not released:
-        self._open[self._open.index(instance_id)] = made
-    creation.set_result(made)
+        self._open[self._open.index(instance_id)] = created_id
+    creation.set_result(created_id)
     if released:
-      await self.tool.release(made, **self._kwargs["release_kwargs"])
-    return made
+      await self.tool.release(created_id, **self._kwargs["release_kwargs"])
+    return created_id
 
 
 async def release_all(
@@ -321,7 +320,7 @@ async def release_all(
 
   Args:
     releases: (name, function that releases).
-    seconds: for each of them; None for `RELEASE_SECONDS`.
+    seconds: Deadline of each release; None for `RELEASE_SECONDS`.
   """
 
   async def one(name: str, release: Callable[[], Awaitable[None]]) -> None:

@@ -111,9 +111,9 @@ def make_renderer(
   """The renderer of a policy.
 
   Args:
-    tokenizer: a `tokenizers.Tokenizer`.
-    num_image_tokens: of the policy's processor.
-    template: of the checkpoint; None where it has none.
+    tokenizer: A `tokenizers.Tokenizer`.
+    num_image_tokens: The policy's `Processor.num_image_tokens`.
+    template: Template of the checkpoint; None where it has none.
     kind: "auto", "template" (the checkpoint's, or an error) or "qwen" (ChatML,
       whatever the checkpoint's template says).
 

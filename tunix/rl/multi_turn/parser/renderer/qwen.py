@@ -40,7 +40,8 @@ _PROBE = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
 
 class QwenRenderer(base.TokenRenderer):
-  """Renders for one tokenizer; thread-safe. Attributes: as the base class."""
+  """Renderer of one tokenizer; thread-safe. It has the base class's attributes.
+  """
 
   format_name = "ChatML"
 
@@ -109,7 +110,7 @@ class QwenRenderer(base.TokenRenderer):
     """Tokens to append after a sampled completion.
 
     Args:
-      new_messages: what came since: user and tool messages.
+      new_messages: Messages since the completion, of users and tools.
       last_sampled_is_eot: the completion ends with `<|im_end|>`. Otherwise
         (length limit) the bridge closes the turn.
 

@@ -52,7 +52,7 @@ GOAL_STATUS = {
 
 
 class Places:
-  """Where an AndroidWorld action keeps its place: `x` and `y`, in pixels."""
+  """Fields of an AndroidWorld action's place: `x` and `y`, in pixels."""
 
   def has(self, a: gui_table.Arguments) -> bool:
     if a.has("index") and not a.has("x", "y"):

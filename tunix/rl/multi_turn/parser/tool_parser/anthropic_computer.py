@@ -55,7 +55,7 @@ _CLICKS = {
 }
 
 _READERS: dict[str, gui_table.Reader] = {
-    **gui_table.clicks_of(_CLICKS, "coordinate", held=("text", "key")),
+    **gui_table.clicks_of(_CLICKS, "coordinate", modifiers=("text", "key")),
     "key": lambda a: GuiAction(Kind.KEY, keys=a.keys("text")),
     "hold_key": lambda a: GuiAction(
         Kind.KEY, keys=a.keys("text"), duration=a.seconds("duration", 1.0)

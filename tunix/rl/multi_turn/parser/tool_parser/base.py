@@ -245,7 +245,7 @@ class GuiActionParser(ToolParser):
     """The actions of a call that may stand for several ("click, then type").
 
     Raises:
-      GuiActionError: as `to_gui_action`.
+      GuiActionError: See `to_gui_action`.
     """
     return [self.to_gui_action(call, width, height)]
 
@@ -287,9 +287,9 @@ class GuiActionParser(ToolParser):
     the format's coordinates.
 
     Args:
-      action: in pixels of the screenshot.
-      width, height: of the screenshot.
-      thought: reasoning before the action.
+      action: Action in pixels of the screenshot.
+      width, height: Size of the screenshot in pixels.
+      thought: Reasoning before the action.
       grid: (columns, rows); each coordinate becomes the centre of its bin, so
         that a small policy has few values to learn.
 

@@ -198,7 +198,7 @@ def read_terminate(a: gui_table.Arguments) -> GuiAction:
 
 
 READERS: dict[str, gui_table.Reader] = {
-    **gui_table.clicks_of(_CLICKS, "coordinate", held=("text",)),
+    **gui_table.clicks_of(_CLICKS, "coordinate", modifiers=("text",)),
     "mouse_move": gui_table.point_of(Kind.MOVE, "coordinate"),
     "left_click_drag": gui_table.drag_from_pointer(
         "start_coordinate", "coordinate"

@@ -104,9 +104,9 @@ class DeepSeekToolParser(scanning.JsonCallsParser):
 
 
 def _word(text: str, start: int, what: str) -> tuple[str, int]:
-  found = _WORD.match(text, start)
-  if found is None:
+  match = _WORD.match(text, start)
+  if match is None:
     raise base.ToolParseError(
         f"expected {what}, found {scanning.quote(text, start)}", start
     )
-  return found.group(1), found.end()
+  return match.group(1), match.end()

@@ -102,7 +102,7 @@ def _key(key: str) -> str:
 def _read_object(
     text: str, start: int, depth: int
 ) -> tuple[dict[str, Any], int]:
-  found: dict[str, Any] = {}
+  items: dict[str, Any] = {}
   end = scanning.skip_space(text, start + 1)
   while not text.startswith("}", end):
     if text.startswith(_ESCAPE, end):
@@ -115,9 +115,9 @@ def _read_object(
       raise base.ToolParseError(
           f"expected key:value or }}, found {scanning.quote(text, end)}", end
       )
-    found[key], end = _read_value(text, colon.end(), depth + 1)
+    items[key], end = _read_value(text, colon.end(), depth + 1)
     end = _next(text, end, "}")
-  return found, end + 1
+  return items, end + 1
 
 
 def _read_value(text: str, start: int, depth: int) -> tuple[Any, int]:
@@ -161,7 +161,7 @@ def _read_value(text: str, start: int, depth: int) -> tuple[Any, int]:
 
 
 def _next(text: str, start: int, close: str) -> int:
-  """Where the next item begins, or `close` stands."""
+  """Returns the offset of the next item, or of `close`."""
   end = scanning.skip_space(text, start)
   if text.startswith(",", end):
     after = scanning.skip_space(text, end + 1)
@@ -188,13 +188,13 @@ def _declared(schema: Mapping[str, Any]) -> str:
 
 def _ordered(schema: Mapping[str, Any]) -> dict[str, Any]:
   """Type last, as the page writes it."""
-  found = {k: v for k, v in schema.items() if k != "type"}
-  if isinstance(found.get("properties"), Mapping):
-    found["properties"] = {
+  ordered = {k: v for k, v in schema.items() if k != "type"}
+  if isinstance(ordered.get("properties"), Mapping):
+    ordered["properties"] = {
         name: _ordered(one) if isinstance(one, Mapping) else one
-        for name, one in found["properties"].items()
+        for name, one in ordered["properties"].items()
     }
-  return found | {k: v for k, v in schema.items() if k == "type"}
+  return ordered | {k: v for k, v in schema.items() if k == "type"}
 
 
 def _capitals(value: Any) -> Any:

@@ -8,9 +8,10 @@ called `function_call`, or stand without that key.
 Source: the pages "Function calling" and "Computer use" of the Gemini API;
 names, arguments and defaults are those.
 
-Conventions: `type_text_at` clicks, selects and deletes what is there, types,
-and presses Enter, as its flags have it. `navigate` and the browser's buttons
-are their keyboard shortcuts. Plain text without a call ends the task.
+Conventions: `type_text_at` clicks, deletes the field's text, types, and presses
+Enter; its flags switch the deletion and the Enter off. `navigate` and the
+browser's buttons are their keyboard shortcuts. Plain text without a call ends
+the task.
 """
 
 from __future__ import annotations

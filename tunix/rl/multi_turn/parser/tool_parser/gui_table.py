@@ -86,9 +86,10 @@ class Space:
     """The grammar's number of a pixel.
 
     Args:
-      pixel: of a side of the screenshot.
-      extent: of that side, in pixels.
-      bins: snaps to the centre of one of so many; 0 for none.
+      pixel: Position on a side of the screenshot.
+      extent: Length of that side, in pixels.
+      bins: Number of bins, to the centre of one of which the position snaps; 0
+        for none.
 
     Raises:
       GuiActionError: outside the screenshot.
@@ -121,11 +122,11 @@ class Arguments:
   """The arguments of a call, read with errors that the policy understands.
 
   Attributes:
-    values: as the policy wrote them; None counts as absent.
-    action: its name, for errors.
+    values: Values as the policy wrote them; None counts as absent.
+    action: Name of the action, for errors.
     size: (width, height) of the screenshot.
-    space: of the coordinates.
-    boxes: four numbers are a box, whose centre counts.
+    space: Coordinate convention.
+    boxes: Whether four numbers are a box, whose centre counts.
   """
 
   values: Mapping[str, Any]
@@ -138,10 +139,10 @@ class Arguments:
     return any(self.values.get(field) is not None for field in fields)
 
   def need(self, *fields: str) -> Any:
-    """The value of the first of the fields that is there.
+    """Returns the value of the first field that is set.
 
     Raises:
-      GuiActionError: none is.
+      GuiActionError: No field is set.
     """
     for field in fields:
       if self.values.get(field) is not None:
@@ -191,12 +192,12 @@ class Arguments:
   def choice(self, field: str, options: Mapping[str, Any]) -> Any:
     """The value of the option that is named, whatever its case."""
     value = self.need(field)
-    found = options.get(str(value).strip().lower(), _MISSING)
-    if found is _MISSING:
+    option = options.get(str(value).strip().lower(), _MISSING)
+    if option is _MISSING:
       raise base.GuiActionError(
           registry.unknown_name(field, short(value), options)
       )
-    return found
+    return option
 
   def keys(self, *fields: str) -> tuple[str, ...]:
     return keys_lib.normalize_keys(self.need(*fields))
@@ -222,18 +223,18 @@ class Arguments:
       value = [value["x"], value["y"]]
     elif self.boxes and isinstance(value, (list, tuple)) and len(value) == 1:
       value = value[0]  # [[x0, y0, x1, y1]]
-    wanted = (2, 4) if self.boxes else (2,)
-    if not isinstance(value, (list, tuple)) or len(value) not in wanted:
+    lengths = (2, 4) if self.boxes else (2,)
+    if not isinstance(value, (list, tuple)) or len(value) not in lengths:
       raise base.GuiActionError(
           f"{field} must be [x, y], got {short(self.values[field])}"
       )
-    found = [
+    numbers = [
         as_number(number, f"{field} {'xy'[i % 2]}")
         for i, number in enumerate(value)
     ]
-    if len(found) == 4:
-      found = [(found[0] + found[2]) / 2, (found[1] + found[3]) / 2]
-    return self._pixels(found, (f"{field} x", f"{field} y"), end)
+    if len(numbers) == 4:
+      numbers = [(numbers[0] + numbers[2]) / 2, (numbers[1] + numbers[3]) / 2]
+    return self._pixels(numbers, (f"{field} x", f"{field} y"), end)
 
   def xy(
       self, x: str = "x", y: str = "y", end: bool = False
@@ -258,7 +259,7 @@ class Arguments:
 
     Args:
       way: "up", "down", "left" or "right".
-      at: where it begins; None for the middle of the screen.
+      at: Beginning of the swipe; None for the middle of the screen.
     """
     width, height = self.size
     at = at or {"x": width / 2, "y": height / 2}
@@ -276,9 +277,9 @@ class Writing:
   """An action to be written in a grammar's numbers.
 
   Attributes:
-    action: in pixels.
+    action: Action in pixels.
     size: (width, height) of the screenshot.
-    space: of the coordinates.
+    space: Coordinate convention.
     grid: (columns, rows) to snap to, (0, 0) for none.
   """
 
@@ -337,9 +338,9 @@ class Writing:
     if moved < 1:  # At a screen's edge, as if it were any way.
       return None
     for way in DIRECTIONS:
-      made = reading.swipe(way, cast(Mapping[str, float], at))
+      swipe = reading.swipe(way, cast(Mapping[str, float], at))
       if math.dist(
-          (made.x2, made.y2), (action.x2, action.y2)  # type: ignore[arg-type]
+          (swipe.x2, swipe.y2), (action.x2, action.y2)  # type: ignore[arg-type]
       ) < _SAME_PX:
         return way
     return None
@@ -379,14 +380,14 @@ def point_of(kind: Kind, *names: str, **fields: Any) -> Reader:
 def clicks_of(
     clicks: dict[str, tuple[str, int]],
     *fields: str,
-    held: Sequence[str] = (),
+    modifiers: Sequence[str] = (),
 ) -> dict[str, Reader]:
   """Returns readers of clicks at the point that is in one of the fields.
 
   Args:
     clicks: Name of an action -> (button, count).
     *fields: Fields of the point.
-    held: Fields of the keys that a click holds; the first that names any
+    modifiers: Fields of the keys that a click holds; the first that names any
       counts.
   """
 
@@ -396,7 +397,7 @@ def clicks_of(
         **a.point(*fields),
         button=button,
         count=count,
-        keys=next(filter(None, map(a.held_keys, held)), ()),
+        keys=next(filter(None, map(a.held_keys, modifiers)), ()),
     )
 
   return {name: reader(*which) for name, which in clicks.items()}
@@ -445,22 +446,22 @@ def read_url(a: Arguments) -> list[GuiAction]:
 def write_clicks(
     clicks: dict[str, tuple[str, int]],
     place: Callable[[Writing], dict[str, Any]],
-    held: str = "",
+    modifiers: str = "",
 ) -> Writer:
   """Writes clicks as the first name of their button and count.
 
   Args:
     clicks: Name of an action -> (button, count).
     place: Returns the arguments of the point.
-    held: Field of the keys that a click holds; "" where it can hold none.
+    modifiers: Field of the keys that a click holds; "" where it can hold none.
   """
   names = {which: name for name, which in reversed(clicks.items())}
 
   def write(w: Writing) -> Call | None:
     name, keys = names.get((w.action.button, w.action.count)), w.action.keys
-    if name is None or (keys and not held):
+    if name is None or (keys and not modifiers):
       return None
-    return name, {**place(w), **({held: "+".join(keys)} if keys else {})}
+    return name, {**place(w), **({modifiers: "+".join(keys)} if keys else {})}
 
   return write
 
@@ -510,7 +511,7 @@ class TableParser(base.GuiActionParser):
     own_prompt: the tool prompt of a grammar that shows no other tools; {screen}
       stands for the size of the screenshots.
     space, readers, writers: see the module docstring.
-    boxes: four numbers are a box, whose centre counts.
+    boxes: Whether four numbers are a box, whose centre counts.
     grid: (columns, rows) to which written coordinates snap; None for none.
   """
 
@@ -578,12 +579,12 @@ class TableParser(base.GuiActionParser):
         values, name, (width, height), self.space, self.boxes
     )
     try:
-      found = self.readers[name](arguments)
+      actions = self.readers[name](arguments)
     except base.GuiActionError:
       raise
     except ValueError as error:  # GuiAction's own refusal.
       raise base.GuiActionError(str(error)) from None
-    return found if isinstance(found, list) else [found]
+    return actions if isinstance(actions, list) else [actions]
 
   def to_gui_action(
       self, call: trajectory.ToolCall, width: int, height: int
@@ -609,12 +610,12 @@ class TableParser(base.GuiActionParser):
     writing = Writing(
         action, (width, height), self.space, grid or self.grid or (0, 0)
     )
-    found = writer(writing) if writer is not None else None
-    if found is None:
+    written = writer(writing) if writer is not None else None
+    if written is None:
       raise base.GuiActionError(
           f"{self.family} cannot express {short(action.to_json())}"
       )
-    name, arguments = found
+    name, arguments = written
     if name not in self.action_names:
       raise base.GuiActionError(
           f"this grammar has no {name!r} action; it has:"
@@ -630,7 +631,7 @@ class OneToolParser(TableParser):
   """All actions are calls of one tool, with their name in `action`.
 
   Attributes:
-    tool_name: of that tool.
+    tool_name: Name of the tool.
   """
 
   tool_name: str

@@ -58,8 +58,8 @@ class LlamaPythonicParser(scanning.ScanningParser):
       self, text: str, start: int
   ) -> tuple[Sequence[trajectory.ToolCall], int]:
     end = python_calls.end_of_call(text, start)
-    found = python_calls.read_calls(text[start:end], start)
-    return [as_tool_call(call) for call in found], end
+    calls = python_calls.read_calls(text[start:end], start)
+    return [as_tool_call(call) for call in calls], end
 
   def get_tool_prompt(self, tools_schema: base.ToolsSchema = None) -> str:
     return _PYTHONIC_PROMPT.replace("{tools}", base.schema_lines(tools_schema))

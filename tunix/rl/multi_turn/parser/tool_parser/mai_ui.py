@@ -115,8 +115,8 @@ def _write_swipe(w: gui_table.Writing) -> gui_table.Call | None:
 
 
 def _write_button(w: gui_table.Writing) -> gui_table.Call | None:
-  known = w.action.text in mobile_use.BUTTONS
-  return ("system_button", {"button": w.action.text}) if known else None
+  is_button = w.action.text in mobile_use.BUTTONS
+  return ("system_button", {"button": w.action.text}) if is_button else None
 
 
 _WRITERS: dict[Kind, gui_table.Writer] = {

@@ -1,7 +1,7 @@
 """Reads and writes calls in Python's syntax; nothing is ever executed.
 
 A call is parsed by `ast` and holds literals only: numbers, strings, booleans,
-None, and lists, tuples and dicts of these.
+None, and lists, tuples and dicts of literals.
 
 Promises: any text gives calls or a `ToolParseError` with its position.
 
@@ -26,7 +26,7 @@ MAX_CHARACTERS = 20_000
 
 _MAX_DEPTH = 32
 _FILE = "<tool call>"
-# Python's remarks on a policy's literals ("1or", "\\l") are nobody's news.
+# Python warns of a policy's literals such as "1or" and "\\l".
 warnings.filterwarnings("ignore", module=_FILE)
 _STRING = re.compile(
     r"'''(?:[^\\]|\\.)*?'''"
@@ -129,8 +129,8 @@ def read_calls(code: str, offset: int = 0) -> list[PythonCall]:
   `import` statements mean nothing and are left out.
 
   Args:
-    code: Python.
-    offset: of the code in the response, for positions.
+    code: Python code.
+    offset: Position of the code in the response, for errors.
 
   Raises:
     ToolParseError: not Python, or anything but calls with literals.

@@ -2,7 +2,7 @@
 
 A format is a subclass of `ScanningParser` with a pattern of where a call may
 begin and a `read_block` that reads it. `JsonCallsParser` is that for calls that
-are JSON objects: a format of these is a few class attributes.
+are JSON objects: such a format is a few class attributes.
 
 Rules of lenient parsing:
 - A call is read from where it begins to where it ends by its own grammar, so
@@ -111,21 +111,21 @@ class ScanningParser(base.ToolParser):
         continue
       start = mark.start()
       try:
-        found, end = self.read_block(text, start)
-        calls.extend(found)
-        positions.extend([start] * len(found))
+        block, end = self.read_block(text, start)
+        calls.extend(block)
+        positions.extend([start] * len(block))
       except base.ToolParseError as error:
         if error.position is None:
           error.position = start
         failures.append(error)
-        found = [error]
+        block = [error]
         behind = mark.end()
         if self.resumes_at_fault:
           behind = max(behind, error.position)
         end = self._resume(text, behind)
         if len(failures) == MAX_FAILURES:
           end = len(text)
-      if found and first_call < 0:
+      if block and first_call < 0:
         first_call = start
       position = max(end, start + 1)
     if first_call < 0:
@@ -248,17 +248,17 @@ class JsonCallsParser(ScanningParser):
         where = skip_space(text, start + len(mark))
         break
     value, end = read_json(text, where)
-    found = self.calls_of(value, where)
-    if found is None:
+    calls = self.calls_of(value, where)
+    if calls is None:
       return (), end
     tail = skip_space(text, end)
     for mark in self.after:
       if text.startswith(mark, tail):
-        return found, tail + len(mark)
+        return calls, tail + len(mark)
     if not self.after or tail == len(text):
-      return found, end
+      return calls, end
     if self._mark_pattern.match(text, tail):
-      return found, tail
+      return calls, tail
     raise base.ToolParseError(
         f"expected {self.after[0]} after the call, found {quote(text, tail)}",
         tail,
@@ -298,7 +298,7 @@ def end_of_block(
 
 
 def quote(text: str, position: int) -> str:
-  """What stands at `position`, for an error message."""
+  """Returns the text at `position`, shortened for an error message."""
   if position >= len(text):
     return "the end of the text"
   return repr(text[position : position + _MAX_QUOTE])

@@ -197,13 +197,13 @@ class UiTarsParser(gui_table.TableParser):
       start = len(text)
     # Reasoning ends before the actions; a typed "</think>" comes after.
     end = text.rfind(_THOUGHT_ENDS, 0, start)
-    reasoning, rest = "", 0
+    reasoning, visible = "", 0
     if end >= 0:
       reasoning = text[:end].strip().removeprefix("<think>").strip()
-      rest = end + len(_THOUGHT_ENDS)
+      visible = end + len(_THOUGHT_ENDS)
     if start == len(text) and not text.endswith(_ACTION):
-      return base.ParseResult(thought=reasoning, answer=text[rest:].strip())
-    thought = text[rest : start - len(_ACTION)].strip()
+      return base.ParseResult(thought=reasoning, answer=text[visible:].strip())
+    thought = text[visible : start - len(_ACTION)].strip()
     thought = thought.removeprefix("Thought:").strip()
     thought = "\n".join(part for part in (reasoning, thought) if part)
     calls: list[trajectory.ToolCall] = []

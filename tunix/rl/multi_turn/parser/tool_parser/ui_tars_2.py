@@ -72,8 +72,8 @@ _HELD = "it is not released again; use click, drag or hotkey"
 
 def _wait(a: gui_table.Arguments) -> GuiAction:
   time = a.values.get("time")
-  if isinstance(time, str) and (found := _SECONDS.fullmatch(time)) is not None:
-    time = found[1]
+  if isinstance(time, str) and (match := _SECONDS.fullmatch(time)) is not None:
+    time = match[1]
   if not time:
     return GuiAction(Kind.WAIT)
   seconds = gui_table.as_number(time, "time")
