@@ -23,7 +23,6 @@ from told_sessions import TOOLS
 from told_sessions import user
 from tunix.rl.multi_turn.clients import proxy
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.serving import histories
 from tunix.rl.multi_turn.serving import interactions
 from tunix.rl.multi_turn.serving import session_routes
 from tunix.rl.multi_turn.serving import session_store
@@ -119,7 +118,7 @@ def test_finding_the_parent_costs_a_step_a_message(monkeypatch):
       answer(session, history, CALL, calling(f"{turn}.{number}"))
     history += [calling(f"{turn}.{turn % 5}"), NEXT]
   steps = []
-  node = histories.Node
+  node = interactions.Node
   follow = node.follow
   monkeypatch.setattr(
       node, "follow", lambda n, k: steps.append(k) or follow(n, k)

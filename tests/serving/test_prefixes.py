@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
-from tunix.rl.multi_turn.serving import prefixes
+from tunix.rl.multi_turn.serving import interactions
 
 _TEXTS = st.text("ab", max_size=8).map(str.encode)
 
@@ -13,10 +13,10 @@ _TEXTS = st.text("ab", max_size=8).map(str.encode)
 def test_the_longest_beginning_is_found_and_of_equal_ones_the_newest(
     known, asked
 ):
-  found = prefixes.Prefixes[int]()
+  found = interactions.Prefixes[int]()
   for i, text in enumerate(known, 1):
     half = len(text) // 2
-    grown = prefixes.RunningHash().extended(text[:half], b"")
+    grown = interactions.RunningHash().extended(text[:half], b"")
     grown = grown.extended(text[half:])
     assert grown.length == len(text)
     found.add(grown, i)
@@ -33,7 +33,7 @@ def test_the_longest_beginning_is_found_and_of_equal_ones_the_newest(
 
 
 def test_extending_a_copy_leaves_the_sequence_alone():
-  one = prefixes.RunningHash().extended(b"ab")
+  one = interactions.RunningHash().extended(b"ab")
   before = one.digest()
   assert one.extended(b"c").digest() != before == one.digest()
   assert one.extended(b"").digest() == before

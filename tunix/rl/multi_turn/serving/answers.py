@@ -34,12 +34,12 @@ class Choice:
   """One of a request's completions.
 
   Attributes:
-    completion: as sampled.
-    message: the OpenAI assistant message that the client receives.
+    completion: Sampled completion.
+    message: OpenAI's assistant message that the client receives.
     finish_reason: "stop", "length", "tool_calls".
-    stop: the stop string that ended it, if one did.
-    echoed: the prompt's tokens after the first, with the log-probs and the
-      alternatives of the policy's own distribution; None unless asked for, or
+    stop: Stop string that ended it, if one did.
+    echoed: The prompt's tokens after the first, with the log-probs and the
+      alternatives of the policy's own distribution; None unless requested, or
       for a prompt of one token.
   """
 
@@ -55,15 +55,15 @@ class SampledAnswer:
   """A request's answer.
 
   Attributes:
-    id: of the answer.
+    id: Id of the answer.
     created: Unix seconds.
-    model: name.
-    prompts: of the request, one unless it has several. A session's shares its
-      tokens with the prompts before it, as answers are kept as long as their
-      session.
-    num_prompt_tokens: image placeholders expanded.
-    reused_tokens: of them, those whose keys and values were cached.
-    choices: completions, each prompt's in turn.
+    model: Name of the model.
+    prompts: Prompts of the request, one unless it has several. A session's
+      prompts share their tokens with earlier ones, as answers are stored as
+      long as their session.
+    num_prompt_tokens: Number of prompt tokens, image placeholders expanded.
+    reused_tokens: Number of prompt tokens whose keys and values were cached.
+    choices: Completions of each prompt in turn.
   """
 
   id: str
@@ -81,10 +81,10 @@ class SampledAnswer:
 
   def prompt_tokens_of(self, choice: int) -> np.ndarray:
     """int32[T] of a choice's prompt, concatenated at each call."""
-    asked = self.prompts[choice * len(self.prompts) // len(self.choices)]
-    if isinstance(asked, interactions.PendingPrompt):
-      return asked.prompt.tokens
-    return asked.tokens
+    prompt = self.prompts[choice * len(self.prompts) // len(self.choices)]
+    if isinstance(prompt, interactions.PendingPrompt):
+      return prompt.prompt.tokens
+    return prompt.tokens
 
   @property
   def num_sampled(self) -> int:
@@ -100,17 +100,17 @@ def make_choice(
   """Cuts the text into content and tool calls.
 
   Args:
-    completion: as sampled.
-    text: of the completion, without the end of the turn.
-    parser: reads tool calls; None leaves all text as content.
-    stop: the stop string that ended it, if one did.
+    completion: Sampled completion.
+    text: Text of the completion, without the end of the turn.
+    parser: Reads tool calls; None leaves all text as content.
+    stop: Stop string that ended it, if one did.
   """
   message: dict[str, Any] = {"role": "assistant", "content": text}
   reason = _REASONS[completion.finish_reason]
   if parser is not None:
-    found = parser.parse_result(text)
-    if found.calls:
-      message["content"] = found.thought or None
+    result = parser.parse_result(text)
+    if result.calls:
+      message["content"] = result.thought or None
       message["tool_calls"] = [
           {
               "id": f"call_{secrets.token_hex(12)}",
@@ -120,7 +120,7 @@ def make_choice(
                   "arguments": json.dumps(call.arguments, ensure_ascii=False),
               },
           }
-          for call in found.calls
+          for call in result.calls
       ]
       reason = "tool_calls" if reason == "stop" else reason
   return Choice(completion, message, reason, stop)
@@ -137,19 +137,31 @@ def usage(answer: SampledAnswer) -> dict[str, Any]:
 
 
 def extras(
-    asked: requests.SamplingRequest, answer: SampledAnswer, index: int
+    request: requests.SamplingRequest, answer: SampledAnswer, index: int
 ) -> dict[str, Any]:
   """A choice's fields beyond OpenAI's."""
   completion = answer.choices[index].completion
-  found: dict[str, Any] = {
+  fields: dict[str, Any] = {
       "policy_versions": version_spans(completion.versions),
       "interaction_id": interaction_id(answer.id, index),
   }
-  if asked.return_token_ids:
-    found["token_ids"] = completion.tokens.tolist()
+  if request.return_token_ids:
+    fields["token_ids"] = completion.tokens.tolist()
   if completion.raw_logprobs is not None:
-    found["raw_logprobs"] = completion.raw_logprobs.tolist()
-  return found
+    fields["raw_logprobs"] = completion.raw_logprobs.tolist()
+  return fields
+
+
+def extras_of_one(
+    request: requests.SamplingRequest, answer: SampledAnswer
+) -> dict[str, Any]:
+  """Returns the fields beyond the API's of an answer with one choice."""
+  fields = extras(request, answer, 0)
+  if request.return_token_ids:
+    fields["prompt_token_ids"] = answer.prompt_tokens.tolist()
+    logprobs_S = answer.choices[0].completion.logprobs
+    fields["token_logprobs"] = logprobs_S.tolist()
+  return fields
 
 
 def interaction_id(answer_id: str, index: int) -> str:
@@ -169,18 +181,19 @@ def version_spans(versions_S: np.ndarray) -> list[list[int]]:
 def _byte_of_character() -> dict[str, int]:
   """The byte that each character of byte-level BPE's vocabulary stands for."""
   printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-  others = [b for b in range(256) if b not in printable]
+  unprintable = [b for b in range(256) if b not in printable]
   spelled = {chr(b): b for b in printable}
-  return spelled | {chr(256 + i): b for i, b in enumerate(others)}
+  return spelled | {chr(256 + i): b for i, b in enumerate(unprintable)}
 
 
 class TokenDecoder:
   """Decodes tokens to text and bytes.
 
   Attributes:
-    text: text of a completion's tokens, without the end of its turn.
-    special: ids without text.
-    end: id of the end of a turn, which has no text where it comes last.
+    text: Returns the text of a completion's tokens, without the end of its
+      turn.
+    special: Ids without text.
+    end: Id of the end of a turn, which has no text where it comes last.
   """
 
   _BYTES = _byte_of_character()
@@ -322,17 +335,18 @@ class StopStrings:
       strings: Sequence[str],
       token_bytes: Callable[[int], bytes],
       ends: Sequence[int],
-      kept: Sequence[str] = (),
+      included: Sequence[str] = (),
   ):
     """Args:
 
-      strings: end the completion; its text ends before them. None empty.
-      token_bytes: the bytes of an id.
-      ends: ids that end a turn, and have no text.
-      kept: strings that end the completion, and its text. None empty.
+      strings: Strings that end the completion; its text ends before them. None
+        is empty.
+      token_bytes: Returns the bytes of an id.
+      ends: Ids that end a turn and have no text.
+      included: Strings that end the completion and its text. None is empty.
     """
     self._strings = tuple(strings)
-    self._bytes = [s.encode() for s in (*strings, *kept)]
+    self._bytes = [s.encode() for s in (*strings, *included)]
     self._longest = max(map(len, self._bytes))
     self._token_bytes = token_bytes
     self._ends = frozenset(ends)

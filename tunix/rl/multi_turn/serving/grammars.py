@@ -51,11 +51,11 @@ class Grammars:
   ):
     """Args:
 
-      token_bytes: the bytes of an id; b"" for ids without text.
-      encode: text to ids.
-      vocabulary: number of the policy's ids.
-      special: ids that are no text.
-      stop_token_ids: ids that end a text.
+      token_bytes: Returns the bytes of an id; b"" for ids without text.
+      encode: Returns the ids of a text.
+      vocabulary: Number of the policy's ids.
+      special: Ids that are no text.
+      stop_token_ids: Ids that end a text.
 
     Raises:
       ImportError: llguidance is not installed.
@@ -120,10 +120,10 @@ class Grammars:
     """A grammar of calls to these tools.
 
     Args:
-      parser: reads the calls.
-      tools: OpenAI schemas.
-      many: whether more calls may follow the first.
-      free: any text, with calls in it or none.
+      parser: Parser that reads the calls.
+      tools: OpenAI schemas of the tools.
+      many: Whether more calls may follow the first.
+      free: Whether any text is accepted, with calls in it or none.
       otherwise: JSON schema of a text without calls. With this or with `free`,
         arguments are held to the schemas of `strict` tools only.
 
@@ -187,10 +187,10 @@ class Grammars:
     wrong = self._lib.LLMatcher.validate_grammar(source, self._tokens)
     if wrong:
       raise GrammarError(" ".join(wrong.split()))
-    made = self._lib.LLMatcher(self._tokens, source, log_level=0)
+    matcher = self._lib.LLMatcher(self._tokens, source, log_level=0)
     # Some grammars without any text fail at the first token only.
-    Matcher(made.deep_copy(), self._fill, self._words).allowed()
-    return made
+    Matcher(matcher.deep_copy(), self._fill, self._words).allowed()
+    return matcher
 
 
 class Matcher:

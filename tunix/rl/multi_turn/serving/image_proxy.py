@@ -113,13 +113,14 @@ class ImageProxy:
     """Args:
 
       upstream: URL of the model's server, without /v1.
-      limits: which images are fetched.
-      token: that clients must present as bearer token; "" passes their own on.
-      upstream_token: sent to the upstream instead of the clients'.
-      max_images: of one request.
-      keep_bytes: fetched images that are kept, encoded.
-      timeout_s: of the upstream, between two parts of its answer.
-      loader: instead of one with `limits`.
+      limits: Limits of the images that are fetched.
+      token: Bearer token that clients must present; "" passes their own on.
+      upstream_token: Token that the upstream gets instead of the clients'.
+      max_images: Largest number of images of one request.
+      keep_bytes: Bytes of fetched images that stay in memory, encoded.
+      timeout_s: Deadline of the upstream between two parts of its answer, in
+        seconds.
+      loader: Loader in place of one with `limits`.
       rule: Distribution of the run that trains on the answers; None passes any
         on.
 
@@ -426,12 +427,12 @@ class ImageProxy:
     data = await concurrency.acall(
         lambda: base64.b64encode(content).decode(), what="encoding an image"
     )
-    found = f"data:image/{kind};base64,{data}"
-    self._kept[url] = found
-    self._size += len(found)
+    data_url = f"data:image/{kind};base64,{data}"
+    self._kept[url] = data_url
+    self._size += len(data_url)
     while self._size > self._keep_bytes:
       self._size -= len(self._kept.popitem(last=False)[1])
-    return found
+    return data_url
 
 
 def _fill(holder: dict[str, Any], name: str, value: float) -> None:

@@ -53,7 +53,7 @@ _CHUNK = 1 << 18  # Characters: no call holds the GIL for long.
 _REMEMBERED = 4096  # Data URLs, some 300 bytes each.
 _PORTS = {"http": 80, "https": 443}
 # Global by the book, but relays, documentation, or IPv4 in disguise (6to4,
-# Teredo). IPv6 outside 2000::/3 has more of these (mapped, NAT64).
+# Teredo). IPv6 outside 2000::/3 has further disguises (mapped, NAT64).
 _NOT_PUBLIC = tuple(
     ipaddress.ip_network(n)
     for n in ("192.88.99.0/24", "2001::/23", "2002::/16", "3fff::/20")
@@ -80,14 +80,15 @@ class MediaLimits:
   Attributes:
     allowed_hosts: "host" (at its scheme's own port) or "host:port", compared
       exactly: a subdomain is another host. Empty: nothing is fetched.
-    max_bytes: of an encoded image.
-    max_pixels: width times height.
-    timeout_s: seconds from resolving the name to the last byte, all redirects
+    max_bytes: Largest size of an encoded image.
+    max_pixels: Largest product of width and height.
+    timeout_s: Seconds from resolving the name to the last byte, all redirects
       included.
-    max_redirects: followed; each is checked like the first URL.
-    allow_http: whether http: URLs of these hosts are fetched, too.
-    private_hosts: those of `allowed_hosts` that may be at a private address:
-      a storage of one's own, or this package's run service.
+    max_redirects: Number of redirects that are followed; each is checked like
+      the first URL.
+    allow_http: Whether http: URLs of the allowed hosts are fetched, too.
+    private_hosts: Hosts of `allowed_hosts` that may be at a private address,
+      such as a storage of one's own or this package's run service.
   """
 
   allowed_hosts: tuple[str, ...] = ()
@@ -232,30 +233,30 @@ class MediaLoader:
   async def load_all(
       self, urls: Iterable[str]
   ) -> list[trajectory.ImageRef | MediaError | None]:
-    """The image of each URL, or its error.
+    """Returns the image of each URL, or its error.
 
     data: URLs are decoded concurrently; then the others are fetched one by one
-    until one fails. The result of those not tried is None.
+    until one fails. The result of an untried URL is None.
     """
     urls = list(urls)
-    found: list[Any] = [None] * len(urls)
+    results: list[Any] = [None] * len(urls)
 
     async def load(i: int) -> bool:
       try:
-        found[i] = await self.load(urls[i])
+        results[i] = await self.load(urls[i])
         return True
       except MediaError as e:
-        found[i] = e
+        results[i] = e
         return False
 
     data = [i for i, u in enumerate(urls) if u[:5].lower() == "data:"]
     good = all(await asyncio.gather(*map(load, data)))
     for i in sorted({*range(len(urls))}.difference(data)):
       good = good and await load(i)
-    return found
+    return results
 
   def has(self, refs: Iterable[trajectory.ImageRef]) -> bool:
-    """Whether the store still holds all of these."""
+    """Whether the store still holds all of the images."""
     return all(ref in self._store for ref in refs)
 
   async def aclose(self) -> None:
@@ -395,10 +396,10 @@ class MediaLoader:
     )
 
   async def _getaddrinfo(self, host: str, port: int) -> list[str]:
-    found = await self._resolvers.call(
+    infos = await self._resolvers.call(
         lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     )
-    return list(dict.fromkeys(info[4][0] for info in found))
+    return list(dict.fromkeys(info[4][0] for info in infos))
 
   async def _addresses(self, host: str, port: int) -> list[str]:
     try:

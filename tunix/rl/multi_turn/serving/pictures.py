@@ -43,8 +43,8 @@ def decode(data: bytes, max_pixels: int) -> np.ndarray:
   """uint8[H, W, 3] of a PNG, JPEG, WebP or GIF; transparency shows white.
 
   Args:
-    data: a whole file.
-    max_pixels: width times height; at most Pillow's own limit.
+    data: Bytes of a whole file.
+    max_pixels: Largest product of width and height; at most Pillow's own limit.
 
   Raises:
     PictureError: why not, and what to do.
@@ -79,10 +79,11 @@ def decode(data: bytes, max_pixels: int) -> np.ndarray:
 
 
 def stored(data: bytes) -> bytes | None:
-  """The PNG with its pixel data stored; None: Pillow reads it as it is.
+  """Returns the PNG with its pixel data stored instead of compressed; None
+  where Pillow reads the file itself.
 
   Args:
-    data: a PNG whose size was checked.
+    data: Bytes of a PNG whose size was checked.
   """
   try:
     size = _raw_size(data)

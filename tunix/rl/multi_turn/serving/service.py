@@ -32,7 +32,6 @@ from tunix.rl.multi_turn.serving import grammars as grammars_lib
 from tunix.rl.multi_turn.serving import interactions
 from tunix.rl.multi_turn.serving import media
 from tunix.rl.multi_turn.serving import parts as parts_lib
-from tunix.rl.multi_turn.serving import prompt_scores
 from tunix.rl.multi_turn.serving import prompts
 from tunix.rl.multi_turn.serving import requests
 from tunix.rl.multi_turn.serving import session_sampling
@@ -62,12 +61,12 @@ class Service:
   ):
     """Args:
 
-      policy: samples.
-      store: of sessions.
-      loader: fetches and decodes images.
-      limits: of a request.
-      max_concurrent: requests answered at a time.
-      seed: for requests in sessions without a seed of their own, so that a
+      policy: Policy that samples.
+      store: Store of the sessions.
+      loader: Loader that fetches and decodes images.
+      limits: Limits of a request.
+      max_concurrent: Largest number of requests in progress.
+      seed: Seed for requests in sessions without a seed of their own, so that a
         repeated request samples the same.
     """
     self.policy = policy
@@ -100,12 +99,12 @@ class Service:
     """Answers a request.
 
     Args:
-      request: checked.
-      answer_id: of a new answer, from `new_id`.
-      session: of the request, if it has one.
-      key: of the body, from `key_of`: equal for a repeated request.
-      on_tokens: receives tokens as they are sampled; not called for a repeated
-        request.
+      request: Checked request.
+      answer_id: Id of a new answer, from `new_id`.
+      session: Session of the request, if it has one.
+      key: Key of the body from `key_of`, equal for a repeated request.
+      on_tokens: Receives tokens while they are sampled; not called for a
+        repeated request.
 
     Raises:
       ApiError: the client's error.
@@ -125,7 +124,7 @@ class Service:
       )
       cache.by_body[key] = task
       task.add_done_callback(
-          lambda done: cache.ended(key, done, not request.kept_by_client)
+          lambda ended: cache.ended(key, ended, not request.kept_by_client)
       )
     return await cache.wait_for(task, key)
 
@@ -180,12 +179,12 @@ class Service:
     if session is not None:
       session.busy += 1
     try:
-      with contextlib.ExitStack() as held:
+      with contextlib.ExitStack() as stack:
         if session is not None:
           with api_errors():
             # Before sampling, so that every completion can be stored.
             room = 0 if request.kept_by_client else request.choices
-            held.enter_context(session.reserve(room))
+            stack.enter_context(session.reserve(room))
         messages = await self._messages(request, session)
         answer = await self._sample(
             request, messages, session, cache, on_tokens, answer_id
@@ -274,7 +273,7 @@ class Service:
         id=answer_id,
         created=int(time.time()),
         model=self.policy.name,
-        prompts=tuple(part.asked for part in parts),
+        prompts=tuple(part.rendered for part in parts),
         num_prompt_tokens=sum(len(part.prompt) for part in parts),
         reused_tokens=sum(int(m.get("reused_tokens", 0)) for m in firsts),
         choices=tuple(choice for own in choices for choice in own),
@@ -302,9 +301,11 @@ class Service:
       self, request, messages, session, cache, ids, number
   ) -> parts_lib.Part:
     """A prompt of the request, with what its sampling needs."""
-    asked = prompts.render(request, messages, session, self.policy)
-    pending = asked if isinstance(asked, interactions.PendingPrompt) else None
-    prompt = pending.prompt if pending else asked
+    rendered = prompts.render(request, messages, session, self.policy)
+    pending = None
+    if isinstance(rendered, interactions.PendingPrompt):
+      pending = rendered
+    prompt = pending.prompt if pending else rendered
     room = prompts.check_room(len(prompt), request, self.policy)
     stops = prompts.stop_token_ids(request, self.policy)
     sampling, untrained = request.sampling, ""
@@ -330,7 +331,7 @@ class Service:
     own = ids[first : first + request.n]
     return parts_lib.Part(
         request,
-        asked,
+        rendered,
         prompt,
         pending,
         sampling,
@@ -365,9 +366,9 @@ class Service:
     if request.repeat_prompt and request.logprobs:
       with self._client_errors(part):
         most = self.limits.max_new_tokens
-        echoed = await prompt_scores.score(self.policy, part, most)
+        echoed = await parts_lib.score(self.policy, part, most)
     completions = await self._generate(part, on_tokens, watches)
-    found = []
+    choices = []
     for completion, watch in zip(completions, watches):
       text = self.policy.renderer.decode(completion.tokens)
       stop = watch.string(text) if watch else None
@@ -376,8 +377,8 @@ class Service:
       if request.guide is not None and not request.guide.reads_calls(text):
         parser = None
       choice = answers.make_choice(completion, text, parser, stop)
-      found.append(dataclasses.replace(choice, echoed=echoed))
-    return found
+      choices.append(dataclasses.replace(choice, echoed=echoed))
+    return choices
 
   async def _generate(
       self,
@@ -464,8 +465,8 @@ class Service:
         for j, part in enumerate(message["content"])
         if part["type"] == "image_url"
     }
-    found = dict(zip(urls, await self._loader.load_all(urls.values())))
-    for (i, j), image in found.items():
+    images = dict(zip(urls, await self._loader.load_all(urls.values())))
+    for (i, j), image in images.items():
       if isinstance(image, media.MediaError):
         raise errors.ApiError(
             503 if image.retryable else 400,
@@ -477,10 +478,10 @@ class Service:
     result = []
     for i, message in enumerate(messages):
       if isinstance(message.get("content"), list):
-        parts = [
-            {"type": "image", "image": found[i, j]} if (i, j) in found else part
-            for j, part in enumerate(message["content"])
-        ]
+        parts = list(message["content"])
+        for j in range(len(parts)):
+          if (i, j) in images:
+            parts[j] = {"type": "image", "image": images[i, j]}
         message = {**message, "content": parts}
       result.append(message)
     return result
@@ -529,9 +530,9 @@ async def key_of(prefix: str, body: bytes) -> str:
   """A digest of a body and its endpoint."""
 
   def digest() -> str:
-    found = hashlib.sha256(prefix.encode())
-    found.update(body)
-    return found.hexdigest()
+    sha256 = hashlib.sha256(prefix.encode())
+    sha256.update(body)
+    return sha256.hexdigest()
 
   # Hashing screenshots takes longer than changing threads.
   return digest() if len(body) < 1 << 16 else await asyncio.to_thread(digest)
