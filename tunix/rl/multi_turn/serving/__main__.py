@@ -58,11 +58,16 @@ USUAL_SCREENS = (
 _BACKLOG = 2048  # Connections that wait while the policy is compiled.
 
 
+def _words(text: str) -> tuple[str, ...]:
+  """Returns the words of a list that is separated by commas."""
+  return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
 def _screens(text: str) -> tuple[tuple[int, int], ...]:
   """Returns sizes of screenshots; () for the policy's own default."""
   sizes = []
-  for part in filter(None, text.split(",")):
-    width, _, height = part.strip().lower().partition("x")
+  for part in _words(text):
+    width, _, height = part.lower().partition("x")
     if not all(side.isdigit() and int(side) for side in (width, height)):
       raise ValueError(f"--screen={text}: write WIDTHxHEIGHT, e.g. 1280x720")
     sizes.append((int(width), int(height)))
@@ -137,7 +142,7 @@ def _check_screens(
 
 
 def _features(text: str) -> tuple[str, ...]:
-  names = tuple(n.strip() for n in text.split(",") if n.strip())
+  names = _words(text)
   if unknown := sorted(set(names) - set(engine_config.FEATURES)):
     raise ValueError(
         f"--features={text}: {unknown[0]!r} is none of"
@@ -247,10 +252,9 @@ def _checked(args: argparse.Namespace) -> _Arguments:
   connection_limits = all_of.of(lambda: http_server.limits_of(args))
   all_of.of(lambda: _check_numbers(args))
   images_limit = all_of.of(lambda: _images_limit(args.limit_mm_per_prompt))
-  hosts = tuple(
-      h.strip() for h in args.allowed_media_domains.split(",") if h.strip()
+  media_limits = all_of.of(
+      lambda: _media_limits(_words(args.allowed_media_domains))
   )
-  media_limits = all_of.of(lambda: _media_limits(hosts))
   all_of.of(lambda: _sampling(args))
   all_of.of(lambda: tool_parser.make_tool_parser(args.tool_parser, "operator"))
   all_of.of(lambda: policy_files.resolve(args.policy))

@@ -172,16 +172,13 @@ class ConversationCache:
     Raises:
       ApiError: The answer is unknown, or another session's.
     """
-    entry = self._own(answer_id, session)
-    if entry is None:
-      raise errors.ApiError(
-          404,
-          f"no response {answer_id!r} is kept here any more; send its input"
-          " and output items again",
-          code="previous_response_not_found",
-          param="previous_response_id",
-      )
-    return entry[1]
+    return self._own(
+        answer_id,
+        session,
+        "; send its input and output items again",
+        code="previous_response_not_found",
+        param="previous_response_id",
+    )[1]
 
   def answer(self, answer_id: str, session: str | None) -> Answered:
     """Returns the request, without its messages, and its answer.
@@ -189,19 +186,18 @@ class ConversationCache:
     Raises:
       ApiError: The answer is unknown, or another session's.
     """
-    entry = self._own(answer_id, session)
-    if entry is None:
-      raise errors.ApiError(
-          404,
-          f"no response {answer_id!r} is kept here any more",
-          code="response_not_found",
-      )
-    return entry[3]
+    return self._own(answer_id, session, "", code="response_not_found")[3]
 
-  def _own(self, answer_id: str, session: str | None) -> Any:
+  def _own(
+      self, answer_id: str, session: str | None, advice: str, **fields: str
+  ) -> Any:
     entry = self._kept.get(answer_id)
     if entry is None or entry[0] != session:
-      return None
+      raise errors.ApiError(
+          404,
+          f"no response {answer_id!r} is kept here any more{advice}",
+          **fields,  # type: ignore[arg-type]
+      )
     self._kept.move_to_end(answer_id)
     return entry
 

@@ -266,51 +266,53 @@ def _check_continuation(
     parse_tools: bool,
     guide: requests.Guide | None,
 ) -> None:
-  """Checks that the last message can be continued."""
-  name = "continue_final_message"
-  if fields.add_generation_prompt:
-    raise errors.invalid(
-        name,
-        f"{name}=true needs add_generation_prompt=false: the answer begins with"
-        " the last message, not with a header of its own",
-    )
-  if fields.prompt_token_ids is not None:
-    raise errors.invalid(
-        name,
-        f"{name}=true and prompt_token_ids exclude each other; append the"
-        " answer's first tokens to prompt_token_ids",
-    )
-  if guide is not None or parse_tools:
-    other = guide.field if guide is not None else "tools"
-    raise errors.invalid(
-        name,
-        f"{name}=true and {other} exclude each other: {other} is about whole"
-        " answers; leave one out, or set tool_choice to none",
-    )
-  if len(messages) < 2:
-    raise errors.invalid(
-        "messages",
-        f"with {name}=true messages must hold one before the last; what is"
-        " continued needs something to answer",
-    )
+  """Checks that the last message can be continued.
+
+  Raises:
+    ApiError: It cannot; names the field.
+  """
+  field = name = "continue_final_message"
   last, where = messages[-1], f"messages[{len(messages) - 1}]"
-  if last["role"] != "assistant":
-    raise errors.invalid(
-        f"{where}.role",
-        f"{where}.role={last['role']!r} cannot be continued; with {name}=true"
-        " the last message is the assistant's",
+  if fields.add_generation_prompt:
+    problem = (
+        f"{name}=true needs add_generation_prompt=false: the answer begins with"
+        " the last message, not with a header of its own"
     )
-  if last.get("tool_calls"):
-    raise errors.invalid(
-        f"{where}.tool_calls",
-        f"{where}.tool_calls cannot be continued; with {name}=true the last"
-        " message is text",
+  elif fields.prompt_token_ids is not None:
+    problem = (
+        f"{name}=true and prompt_token_ids exclude each other; append the"
+        " answer's first tokens to prompt_token_ids"
     )
-  if not requests.text_of(last):
-    raise errors.invalid(
-        f"{where}.content",
-        f"{where}.content is empty; leave the message and {name} out",
+  elif guide is not None or parse_tools:
+    other = guide.field if guide is not None else "tools"
+    problem = (
+        f"{name}=true and {other} exclude each other: {other} is about whole"
+        " answers; leave one out, or set tool_choice to none"
     )
+  elif len(messages) < 2:
+    field = "messages"
+    problem = (
+        f"with {name}=true messages must hold one before the last; what is"
+        " continued needs something to answer"
+    )
+  elif last["role"] != "assistant":
+    field = f"{where}.role"
+    problem = (
+        f"{field}={last['role']!r} cannot be continued; with {name}=true"
+        " the last message is the assistant's"
+    )
+  elif last.get("tool_calls"):
+    field = f"{where}.tool_calls"
+    problem = (
+        f"{field} cannot be continued; with {name}=true the last message is"
+        " text"
+    )
+  elif not requests.text_of(last):
+    field = f"{where}.content"
+    problem = f"{field} is empty; leave the message and {name} out"
+  else:
+    return
+  raise errors.invalid(field, problem)
 
 
 def _check_images_only(

@@ -263,12 +263,7 @@ class ImageProxy:
           None, f"the request cannot be passed on: {error}", "invalid_request"
       ) from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-      raise errors.ApiError(
-          502,
-          f"{self._upstream} does not answer: {type(error).__name__}: {error}",
-          code="upstream_failed",
-          retry_after_s=1.0,
-      ) from None
+      raise self._upstream_failed("does not answer", error) from None
     passed = {
         k: v for k, v in answer.headers.items() if k not in _HOP_BY_HOP
     }
@@ -278,12 +273,7 @@ class ImageProxy:
         try:
           content = await answer.aread()
         except httpx.HTTPError as error:
-          raise errors.ApiError(
-              502,
-              f"{self._upstream} broke off: {type(error).__name__}: {error}",
-              code="upstream_failed",
-              retry_after_s=1.0,
-          ) from None
+          raise self._upstream_failed("broke off", error) from None
         finally:
           await answer.aclose()
         return starlette_responses.Response(
@@ -293,6 +283,14 @@ class ImageProxy:
         _parts(answer),
         answer.status_code,
         passed,
+    )
+
+  def _upstream_failed(self, what: str, error: Exception) -> errors.ApiError:
+    return errors.ApiError(
+        502,
+        f"{self._upstream} {what}: {type(error).__name__}: {error}",
+        code="upstream_failed",
+        retry_after_s=1.0,
     )
 
   # --- requests ---------------------------------------------------------------

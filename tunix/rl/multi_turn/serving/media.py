@@ -33,7 +33,7 @@ import math
 import re
 import socket
 import ssl
-from typing import Any, Awaitable, Callable, Iterable, Sequence
+from typing import Any, Awaitable, Callable, Iterable, Iterator, Sequence
 
 import pybase64
 from tunix.rl.multi_turn.core import concurrency
@@ -148,6 +148,16 @@ def _shown(url: str) -> str:
   return repr(text if text == url and len(text) <= 60 else text[:59] + "…")
 
 
+@contextlib.contextmanager
+def _naming(url: str) -> Iterator[None]:
+  """Adds the head of the URL to the message of a `MediaError`."""
+  try:
+    yield
+  except MediaError as e:
+    message = f"image {_shown(url)}: {e}"
+    raise MediaError(e.code, message, e.retryable) from e.__cause__
+
+
 def _port(target: httpx.URL) -> int:
   return _PORTS[target.scheme] if target.port is None else target.port
 
@@ -209,14 +219,11 @@ class MediaLoader:
     if not isinstance(url, str):
       kind = type(url).__name__
       raise MediaError("invalid_image_url", f"image URL: a string, not {kind}")
-    try:
+    with _naming(url):
       if url[:5].lower() == "data:":
         return await self._load_data(url)
       data = await self._fetch(url)
       return await self._wait(self._submit(self._decode, data))
-    except MediaError as e:
-      message = f"image {_shown(url)}: {e}"
-      raise MediaError(e.code, message, e.retryable) from e.__cause__
 
   async def fetch(self, url: str) -> bytes:
     """The bytes of an https: URL, as they came; not decoded.
@@ -224,11 +231,8 @@ class MediaLoader:
     Raises:
       MediaError: why not, and what to do.
     """
-    try:
+    with _naming(url):
       return await self._fetch(url)
-    except MediaError as e:
-      message = f"image {_shown(url)}: {e}"
-      raise MediaError(e.code, message, e.retryable) from e.__cause__
 
   async def load_all(
       self, urls: Iterable[str]

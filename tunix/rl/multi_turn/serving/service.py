@@ -20,7 +20,8 @@ import hashlib
 import logging
 import secrets
 import time
-from typing import Any, Callable, Iterator, Sequence
+import typing
+from typing import Any, Awaitable, Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import policy_client
@@ -38,6 +39,7 @@ from tunix.rl.multi_turn.serving import session_sampling
 from tunix.rl.multi_turn.serving import session_store
 from tunix.rl.multi_turn.serving import tool_results
 
+T = typing.TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 # AReaL's clients, and generators of rollout buffers, name no other.
@@ -345,17 +347,8 @@ class Service:
   async def _choices(
       self, parts: Sequence[parts_lib.Part], on_tokens: OnTokens | None
   ) -> list[list[answers.Choice]]:
-    """The choices of each part; all sampling ends if any of it fails."""
-    tasks = [
-        asyncio.ensure_future(self._choices_of(part, on_tokens))
-        for part in parts
-    ]
-    try:
-      return list(await asyncio.gather(*tasks))
-    finally:
-      for task in tasks:
-        task.cancel()
-      await asyncio.gather(*tasks, return_exceptions=True)
+    """Returns the choices of each part."""
+    return await _all(self._choices_of(part, on_tokens) for part in parts)
 
   async def _choices_of(
       self, part: parts_lib.Part, on_tokens: OnTokens | None
@@ -418,14 +411,8 @@ class Service:
           **options,
       )
 
-    tasks = [asyncio.ensure_future(one(i, n)) for i, n in enumerate(names)]
-    try:
-      with self._client_errors(part):
-        return list(await asyncio.gather(*tasks))
-    finally:
-      for task in tasks:
-        task.cancel()
-      await asyncio.gather(*tasks, return_exceptions=True)
+    with self._client_errors(part):
+      return await _all(one(i, name) for i, name in enumerate(names))
 
   @contextlib.contextmanager
   def _client_errors(self, part: parts_lib.Part) -> Iterator[None]:
@@ -524,6 +511,17 @@ class Service:
     cache = self._caches.pop(session_id, None)
     for name in cache.close() if cache else ():
       await self.policy.client.release(name)
+
+
+async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
+  """Returns the results; cancels what still runs if any fails."""
+  tasks = [asyncio.ensure_future(one) for one in work]
+  try:
+    return list(await asyncio.gather(*tasks))
+  finally:
+    for task in tasks:
+      task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def key_of(prefix: str, body: bytes) -> str:
