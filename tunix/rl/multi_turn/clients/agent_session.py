@@ -74,7 +74,7 @@ class Computer:
     self._session = session
 
   async def reset(self) -> Message:
-    """The first observation with the task, as a user message."""
+    """Returns the first observation with the task, as a user message."""
     return await self._session._seen()
 
   async def act(self, text: str) -> Message | None:

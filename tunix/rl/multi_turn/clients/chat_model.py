@@ -100,7 +100,7 @@ class ChatConnection:
     )
 
   def model(self, sampling: policy_client.SamplingParams) -> ChatModel:
-    """A model with that sampling; seeds are the episodes'."""
+    """Returns a model with that sampling; seeds are the episodes'."""
     return ChatModel(self, sampling)
 
   # --- before an episode -----------------------------------------------------
@@ -266,7 +266,7 @@ class ChatConnection:
       sampling: policy_client.SamplingParams,
       seed: int | None,
   ) -> Mapping[str, Any]:
-    """The server's answer.
+    """Returns the server's answer.
 
     Raises:
       ContextLimitError: the messages are too long for the model.
@@ -297,7 +297,7 @@ class ChatConnection:
     self._sampled[name] += tokens
 
   def sampled_tokens(self, name: str) -> int:
-    """Tokens that the server counted for an episode, once."""
+    """Returns the tokens that the server counted for an episode, once."""
     return self._sampled.pop(name, 0)
 
   async def aclose(self) -> None:
@@ -411,7 +411,7 @@ def _field(error: http.CallError, name: str) -> str:
 
 
 def _error_of(error: http.CallError) -> tuple[str, str]:
-  """(the server's reason, the field that it is about or "")."""
+  """Returns (the server's reason, the field that it is about or "")."""
   body = _body_of(error)
   reason = body.get("message") or body.get("detail") or str(error)
   return " ".join(str(reason).split()), _field(error, "param")

@@ -395,7 +395,7 @@ class CUAAgentWorkflow(_Base):
       reward: float,
       client: client_lib.RunServiceClient,
   ) -> list[dict[str, Any]]:
-    """The run's sequences as AReaL's rows.
+    """Returns the run's sequences as AReaL's rows.
 
     Raises:
       MissingTokens: there are none that can be trained on.
@@ -497,7 +497,7 @@ class CUAAgentWorkflow(_Base):
   # --- around it --------------------------------------------------------------
 
   def _model_address(self, engine: Any) -> str:
-    """The policy's server, as its argument or the engine names it.
+    """Returns the policy's server, as its argument or the engine names it.
 
     Raises:
       ValueError: neither does.
@@ -604,7 +604,7 @@ class CUAAgentWorkflow(_Base):
 
 
 def _version_of(engine: Any) -> int:
-  """The engine's weights' version; 0 where it has none."""
+  """Returns the engine's weights' version; 0 where it has none."""
   ask = getattr(engine, "get_version", None)
   version = ask() if callable(ask) else 0
   return version if isinstance(version, int) and version >= 0 else 0

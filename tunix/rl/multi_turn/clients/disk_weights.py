@@ -362,7 +362,7 @@ class DiskWeights:
       _LOG.info("%s: log-probs within %.2g nats", about, difference)
 
   def _write(self, version: int, params: Any) -> pathlib.Path:
-    """The checkpoint, whole or not at all."""
+    """Writes the checkpoint, whole or not at all; returns its folder."""
     folder = self._folder.make()
     self._times += 1  # A version may be published again.
     final = folder / f"{self._times:06d}-v{version:08d}"

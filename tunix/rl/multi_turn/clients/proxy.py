@@ -104,8 +104,8 @@ class ProxyConnection:
     self._dropping: set[asyncio.Future[Any]] = set()
 
   def model(self, sampling: policy_client.SamplingParams) -> ProxyModel:
-    """A model with that sampling. Stop tokens are the server's own, and a seed
-    is the episode's."""
+    """Returns a model with that sampling. Stop tokens are the server's own, and
+    a seed is the episode's."""
     return ProxyModel(self, sampling)
 
   @property
@@ -277,7 +277,7 @@ class ProxySession:
       raise policy_client.ContextLimitError(message) from error
 
   def build(self) -> list[trajectory.TokenSequence]:
-    """The server's training sequences, once `release` has fetched them.
+    """Returns the server's training sequences, once `release` has fetched them.
 
     Raises:
       ValueError: they could not be fetched.
@@ -332,8 +332,7 @@ class ProxySession:
     )
 
   async def _write(self, messages: Sequence[Message]) -> list[Message]:
-    """The messages in OpenAI's form; those sent before are not written again.
-    """
+    """Returns the messages in OpenAI's form; earlier ones are written once."""
     prefix = 0
     for message, (old, _) in zip(messages, self._written):
       if message is not old:
@@ -378,7 +377,7 @@ def _reasons(exported: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def sequence_of(exported: Mapping[str, Any]) -> trajectory.TokenSequence:
-  """The training sequence of an entry of `/export_trajectories`.
+  """Returns the training sequence of an entry of `/export_trajectories`.
 
   Raises:
     ValueError, KeyError: malformed.

@@ -21,7 +21,7 @@ from tunix.rl.multi_turn.core import policy_client
 
 
 def prompt_key(prompt: policy_client.TokenPrompt) -> str:
-  """A digest of the prompt's tokens and images."""
+  """Returns a digest of the prompt's tokens and images."""
   digest = hashlib.sha256(prompt.tokens.tobytes())
   for span in prompt.images:
     digest.update(f"{span.image.sha256}/{span.offset};".encode())
@@ -128,7 +128,7 @@ class RecordingClient:
       session: str,
       **options: Any,
   ) -> policy_client.Completion:
-    """The client's completion. Errors are not recorded."""
+    """Returns the client's completion. Errors are not recorded."""
     completion = await self._client.generate(
         prompt, sampling, session=session, **options
     )
@@ -166,7 +166,7 @@ class ReplayClient:
       *,
       session: str,
   ) -> policy_client.Completion:
-    """The next completion recorded under the key.
+    """Returns the next completion recorded under the key.
 
     Raises:
       LookupError: none is left.

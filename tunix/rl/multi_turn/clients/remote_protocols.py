@@ -133,7 +133,7 @@ def sglang_body(
 
 
 def collapsed(prompt: policy_client.TokenPrompt) -> list[int]:
-  """The tokens with one placeholder an image."""
+  """Returns the tokens with one placeholder an image."""
   keep = np.ones(len(prompt), np.bool_)
   for span in prompt.images:
     keep[span.offset + 1 : span.end] = False
@@ -212,7 +212,8 @@ def of_sglang(answer: Any) -> Answer:
 
 
 def _support(mask: Any) -> list[list[int]] | None:
-  """A sampling mask: lists of ids, or {"token_ids": [...], "offsets": [...]}.
+  """Returns the lists of ids of a sampling mask, which is lists of ids or
+  {"token_ids": [...], "offsets": [...]}.
 
   Raises:
     RemoteError: neither.
@@ -234,7 +235,7 @@ def _support(mask: Any) -> list[list[int]] | None:
 def support_of(
     answer: Answer, tokens_S: np.ndarray, is_fallback: bool
 ) -> np.ndarray | None:
-  """int32[S, K] of an answer's sampling mask, see `Completion.support`.
+  """Returns int32[S, K] of an answer's sampling mask, see `Completion.support`.
 
   None without one, or where the tokens are not the sampler's own.
 
@@ -262,7 +263,7 @@ def support_of(
 def joined_support(
     parts: Sequence[np.ndarray | None],
 ) -> np.ndarray | None:
-  """int32[S, K] of a completion in parts; None if one has none."""
+  """Returns int32[S, K] of a completion in parts; None if one has none."""
   masks = [part for part in parts if part is not None]
   if len(masks) < len(parts) or not masks:
     return None
@@ -287,7 +288,7 @@ def _spans(entries: Any) -> list[tuple[int, int]]:
 
 
 def field(answer: Any, name: str, kind: type) -> Any:
-  """A field that an answer must have.
+  """Returns a field that an answer must have.
 
   Raises:
     RemoteError: it has not.
@@ -302,7 +303,7 @@ def field(answer: Any, name: str, kind: type) -> Any:
 
 
 def refusal(url: str, error: http.CallError) -> Exception:
-  """A failed call as the seam's errors."""
+  """Returns the error of the `PolicyClient` seam for a failed call."""
   answer = error.answer
   if answer is None:
     return RemoteError(f"{url} cannot be reached: {error}")

@@ -154,7 +154,7 @@ class RunEnvironment(base_env.BaseEnv):
   async def _judge(
       self, end: run_agent.RunEnd
   ) -> tuple[float, bool, dict[str, Any]]:
-    """(reward, success, the judge's details).
+    """Returns (reward, success, the judge's details).
 
     Raises:
       RunFailed: there is no verdict.
@@ -242,7 +242,7 @@ class RunModel(proxy.ProxyModel):
   def new_session_for(
       self, agent: Any, env: Any, name: str, seed: int | None
   ) -> RunSession:
-    """The session of the episode that `agent` follows.
+    """Returns the session of the episode that `agent` follows.
 
     Raises:
       ValueError: another kind of agent or environment.
@@ -389,7 +389,7 @@ class RunSession(proxy.ProxySession):
     return sequences
 
   async def _of_events(self) -> list[trajectory.TokenSequence]:
-    """The sequences that the service's events report.
+    """Returns the sequences that the service's events report.
 
     Raises:
       ValueError: they report none that can be trained on.

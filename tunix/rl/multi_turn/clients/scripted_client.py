@@ -51,7 +51,7 @@ class ScriptedClient:
       *,
       session: str,
   ) -> policy_client.Completion:
-    """The scripted tokens, cut as an engine cuts them.
+    """Returns the scripted tokens, cut as an engine cuts them.
 
     They end with the first stop token (STOP), or at `max_new_tokens` or the end
     of the context (LENGTH).

@@ -48,7 +48,8 @@ _HOST = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*"
 
 
 def config_of(directory: str) -> dict[str, Any] | None:
-  """The policy's config.json; None where there is no directory of one."""
+  """Returns the policy's config.json; None where there is no directory of
+  one."""
   file = pathlib.Path(directory).expanduser() / "config.json"
   if not file.is_file():
     return None
@@ -204,7 +205,7 @@ class VllmLaunch:
     return self.served_name or self.model
 
   def argv(self) -> list[str]:
-    """The command, one string an argument.
+    """Returns the command, one string an argument.
 
     Raises:
       ValueError: dtype is "", and no file of the policy says it.
@@ -242,7 +243,7 @@ class VllmLaunch:
     return [*arguments, *self.extra]
 
   def environment(self) -> dict[str, str]:
-    """The process's environment variables.
+    """Returns the process's environment variables.
 
     Raises:
       OSError, ValueError: the key's file cannot be read, or is empty.
@@ -265,7 +266,8 @@ class VllmLaunch:
     return variables
 
   def command(self) -> str:
-    """The command for a shell, which reads the key's file when it runs."""
+    """Returns the command for a shell, which reads the key's file when it
+    runs."""
     variables = {
         k: shlex.quote(v)
         for k, v in dataclasses.replace(self, api_key_file="", host="127.0.0.1")
@@ -454,7 +456,7 @@ def _wrong_limit(values: Sequence[str] | None) -> list[str]:
 
 
 def _wrong_host(host: str) -> str:
-  """The problem of a host's name; "" for none."""
+  """Returns the problem of a host's name; "" for none."""
   if "," in host:
     return (
         f"{host!r} is one host with a comma in its name; separate hosts by"
@@ -479,7 +481,7 @@ def _json(value: Any) -> str:
 
 
 def _read(variable: str, text: str, kind: str) -> Any:
-  """A variable's text as its field's type."""
+  """Returns a variable's text as its field's type."""
   if kind.startswith("tuple"):
     return tuple(re.split(r"[,\s]+", text.strip())) if text.strip() else ()
   if kind == "int":

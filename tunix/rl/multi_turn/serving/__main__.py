@@ -152,7 +152,7 @@ def _features(text: str) -> tuple[str, ...]:
 
 
 def _engine_settings(args: argparse.Namespace) -> engine_config.EngineConfig:
-  """The engine's settings; a wrong one is named by its option."""
+  """Returns the engine's settings; a wrong one is named by its option."""
   features = _features(args.features)
   try:
     return engine_config.EngineConfig(
@@ -346,7 +346,7 @@ def _check_memory(
 def _make(
     args: argparse.Namespace, checked: _Arguments
 ) -> tuple[engine_lib.RolloutEngine, app_lib.OpenAIApp]:
-  """The engine and the application.
+  """Returns the engine and the application.
 
   Raises:
     _Refused: The policy does not take an argument; the message names each.

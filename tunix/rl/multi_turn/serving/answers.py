@@ -80,7 +80,7 @@ class SampledAnswer:
     return self.prompt_tokens_of(0)
 
   def prompt_tokens_of(self, choice: int) -> np.ndarray:
-    """int32[T] of a choice's prompt, concatenated at each call."""
+    """Returns int32[T] of a choice's prompt, concatenated at each call."""
     prompt = self.prompts[choice * len(self.prompts) // len(self.choices)]
     if isinstance(prompt, interactions.PendingPrompt):
       return prompt.prompt.tokens
@@ -139,7 +139,7 @@ def usage(answer: SampledAnswer) -> dict[str, Any]:
 def extras(
     request: requests.SamplingRequest, answer: SampledAnswer, index: int
 ) -> dict[str, Any]:
-  """A choice's fields beyond OpenAI's."""
+  """Returns a choice's fields beyond OpenAI's."""
   completion = answer.choices[index].completion
   fields: dict[str, Any] = {
       "policy_versions": version_spans(completion.versions),
@@ -165,7 +165,7 @@ def extras_of_one(
 
 
 def interaction_id(answer_id: str, index: int) -> str:
-  """The id under which a choice is stored, and can be rewarded."""
+  """Returns the id under which a choice is stored, and can be rewarded."""
   return f"{answer_id}-{index}" if index else answer_id
 
 
@@ -179,7 +179,8 @@ def version_spans(versions_S: np.ndarray) -> list[list[int]]:
 
 
 def _byte_of_character() -> dict[str, int]:
-  """The byte that each character of byte-level BPE's vocabulary stands for."""
+  """Returns the byte that each character of byte-level BPE's vocabulary stands
+  for."""
   printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
   unprintable = [b for b in range(256) if b not in printable]
   spelled = {chr(b): b for b in printable}
@@ -220,7 +221,7 @@ class TokenDecoder:
     self.special = frozenset(i for i, token in added.items() if token.special)
 
   def bytes(self, token: int) -> bytes:
-    """The bytes of one token; b"" for an id outside the vocabulary."""
+    """Returns the bytes of one token; b"" for an id outside the vocabulary."""
     if token in self._added:
       return self._added[token]
     spelled = self._spelling(token) or ""
@@ -229,18 +230,20 @@ class TokenDecoder:
     return spelled.encode()
 
   def all_text(self, tokens: Sequence[int]) -> str:
-    """The text of all tokens, the end of a turn among them."""
+    """Returns the text of all tokens, the end of a turn among them."""
     return b"".join(map(self.bytes, tokens)).decode(errors="replace")
 
   def token(self, token: int) -> str:
-    """The printable text of one token; U+FFFD is part of a character."""
+    """Returns the printable text of one token; U+FFFD is part of a
+    character."""
     return self.bytes(token).decode(errors="replace")
 
 
 def logprobs(
     completion: policy_client.Completion, decoder: TokenDecoder
 ) -> list[dict[str, Any]]:
-  """A completion's tokens in the shape of chat completions' `logprobs`."""
+  """Returns a completion's tokens in the shape of chat completions'
+  `logprobs`."""
   of = lambda token, logprob: {
       "token": decoder.token(token),
       "logprob": logprob,
@@ -272,7 +275,7 @@ def alternatives(
 
 
 def text_offsets(tokens: Sequence[int], decoder: TokenDecoder) -> list[int]:
-  """The number of characters of the text before each token."""
+  """Returns the number of characters of the text before each token."""
   decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
   offsets, at = [], 0
   for token in tokens:
@@ -298,7 +301,7 @@ class TextStream:
     self._stopped = False
 
   def feed(self, tokens: Sequence[int]) -> str:
-    """The new text that later tokens cannot change."""
+    """Returns the new text that later tokens cannot change."""
     parts = [self._held]
     for token in map(int, tokens):
       if self._ended:
@@ -317,7 +320,7 @@ class TextStream:
     return text[:sure]
 
   def rest(self, text: str) -> str:
-    """The part of the whole text that has not been sent."""
+    """Returns the part of the whole text that has not been sent."""
     return text[self._sent :]
 
   def _text(self, token: int) -> str:
@@ -355,7 +358,8 @@ class StopStrings:
     self.found = False
 
   def __call__(self, tokens: np.ndarray) -> int | None:
-    """Number of int32[S] tokens to keep; None until a string is complete."""
+    """Returns the number of int32[S] tokens to keep; None until a string is
+    complete."""
     for i in range(self._seen, len(tokens)):
       token = int(tokens[i])
       if token in self._ends:
@@ -369,11 +373,11 @@ class StopStrings:
     return None
 
   def cut(self, text: str) -> str:
-    """A completion's text up to the stop string."""
+    """Returns a completion's text up to the stop string."""
     return text[: first_of(text, self._strings)] if self.found else text
 
   def string(self, text: str) -> str | None:
-    """The stop string that ended a completion of this whole text."""
+    """Returns the stop string that ended a completion of this whole text."""
     end = first_of(text, self._strings) if self.found else len(text)
     return next((s for s in self._strings if text.startswith(s, end)), None)
 
@@ -385,7 +389,8 @@ def first_of(text: str, strings: Sequence[str], start: int = 0) -> int:
 
 
 def certain(text: str, strings: Sequence[str]) -> int:
-  """Number of characters that no later text can turn into a stop string."""
+  """Returns the number of characters that no later text can turn into a stop
+  string."""
   end = first_of(text, strings)
   if end < len(text):
     return end

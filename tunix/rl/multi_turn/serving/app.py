@@ -260,7 +260,7 @@ class OpenAIApp:
   # --- completions ------------------------------------------------------------
 
   def _answering(self, api: streams.Endpoint) -> Handler:
-    """The handler of an endpoint that samples."""
+    """Returns the handler of an endpoint that samples."""
 
     async def run(request: Request) -> Response:
       self._service.check_room(request.state.session)

@@ -40,7 +40,7 @@ _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # Or one of a whole pair.
 
 
 def shown(value: Any) -> str:
-  """A value for an error message, cut to one line."""
+  """Returns a value for an error message, cut to one line."""
   if isinstance(value, (str, list)):
     value = value[: _SHOWN + 1]  # The rest would be cut off below.
   text = repr(value)
@@ -233,7 +233,7 @@ class Body(pydantic.BaseModel):
 
 
 def _expected(field: Any) -> str:
-  """The values that a field accepts, in the words of its annotation."""
+  """Returns the values that a field accepts, in the words of its annotation."""
   for one in reversed(field.metadata):
     if text := getattr(one, "text", None):
       return text
@@ -266,7 +266,7 @@ def parse(model: type[B], body: Mapping[str, Any], context: Any = None) -> B:
 
 
 def ignored(body: Body) -> tuple[str, ...]:
-  """Paths of the given fields that are accepted and change nothing.
+  """Returns the paths of the given fields that are accepted and change nothing.
 
   Items of a list share a path: `messages[].name`.
   """
@@ -483,7 +483,7 @@ class ByField:
 
 
 def _literals(hint: Any, field: str) -> list[str]:
-  """The values of the models' `Literal` field."""
+  """Returns the values of the models' `Literal` field."""
   if typing.get_origin(hint) is typing.Annotated:  # A nested union.
     hint = typing.get_args(hint)[0]
   return [
@@ -513,7 +513,7 @@ class ByShape:
 
 
 def _shape(hint: Any) -> str:
-  """The Python type of a JSON value that an annotation describes."""
+  """Returns the Python type of a JSON value that an annotation describes."""
   if typing.get_origin(hint) is typing.Annotated:
     hint = typing.get_args(hint)[0]
   origin = typing.get_origin(hint) or hint

@@ -71,7 +71,7 @@ class _Message(bodies.Body):
   provider_specific_fields: Annotated[Any, bodies.Ignored()] = None
 
   def message(self) -> requests.Message:
-    """The message as renderers read it, image parts with their URL."""
+    """Returns the message as renderers read it, image parts with their URL."""
     role, content = self.role, self.content
     if isinstance(content, list):
       content = [part.part() for part in content]
@@ -358,7 +358,7 @@ def whole(
     answer: answers.SampledAnswer,
     decoder: answers.TokenDecoder,
 ) -> dict[str, Any]:
-  """The JSON object of an answer that is not streamed."""
+  """Returns the JSON object of an answer that is not streamed."""
   choices = []
   for i, choice in enumerate(answer.choices):
     choices.append({

@@ -217,7 +217,7 @@ def whole(
     answer: answers.SampledAnswer,
     decoder: answers.TokenDecoder,
 ) -> dict[str, Any]:
-  """The JSON object of an answer that is not streamed."""
+  """Returns the JSON object of an answer that is not streamed."""
   return {
       "id": answer.id,
       "object": "text_completion",

@@ -67,5 +67,5 @@ def _whole(text: str) -> str:
 def invalid(
     param: str | None, message: str, code: str = "invalid_value"
 ) -> ApiError:
-  """The error of a request whose field `param` has to change."""
+  """Returns the error of a request whose field `param` has to change."""
   return ApiError(400, message, code=code, param=param)

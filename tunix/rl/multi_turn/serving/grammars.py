@@ -87,7 +87,7 @@ class Grammars:
     self._compiled = functools.lru_cache(_KEPT)(self._compile)
 
   def json(self, schema: Any = None) -> str:
-    """A grammar of the JSON that a schema describes; None: any object.
+    """Returns a grammar of the JSON that a schema describes; None: any object.
 
     Raises:
       GrammarError: the schema is nested too deep, or has no grammar.
@@ -100,7 +100,7 @@ class Grammars:
       )
 
   def regex(self, pattern: str) -> str:
-    """A grammar of the texts that a pattern matches.
+    """Returns a grammar of the texts that a pattern matches.
 
     Raises:
       GrammarError: the pattern has no grammar.
@@ -117,7 +117,7 @@ class Grammars:
       free: bool = False,
       otherwise: Mapping[str, Any] | None = None,
   ) -> str:
-    """A grammar of calls to these tools.
+    """Returns a grammar of calls to these tools.
 
     Args:
       parser: Parser that reads the calls.
@@ -171,7 +171,7 @@ class Grammars:
       )
 
   def start(self, source: str) -> Matcher:
-    """A grammar's state for one completion.
+    """Returns a grammar's state for one completion.
 
     Compiles a source on its first use, which takes up to a second for a large
     schema.

@@ -213,7 +213,7 @@ class ImageProxy:
       )  # pyformat: disable
 
   def _url(self, request: Request) -> str:
-    """The address at the upstream, its path as the client wrote it."""
+    """Returns the address at the upstream, its path as the client wrote it."""
     path = request.scope.get("raw_path") or request.url.path.encode()
     query = request.scope.get("query_string", b"")
     url = self._upstream.encode() + path + (b"?" + query if query else b"")
@@ -296,7 +296,8 @@ class ImageProxy:
   # --- requests ---------------------------------------------------------------
 
   async def _rewritten(self, body: bytes, path: str) -> tuple[bytes, str]:
-    """(the body of data URLs and the run's sampling, reason against it).
+    """Returns (the body of data URLs and the run's sampling, reason against
+    it).
 
     It is the JSON of the parsed value.
 
@@ -397,7 +398,8 @@ class ImageProxy:
     return reason
 
   async def _data_url(self, url: str) -> str:
-    """The image as a data URL, fetched once for all who ask meanwhile."""
+    """Returns the image as a data URL, fetched once for all who ask
+    meanwhile."""
     if url in self._kept:
       self._kept.move_to_end(url)
       return self._kept[url]
@@ -442,7 +444,7 @@ def _fill(holder: dict[str, Any], name: str, value: float) -> None:
 
 
 def _marked(content: bytes, untrained: str) -> bytes:
-  """The JSON answer with the reason in each choice, or at its top."""
+  """Returns the JSON answer with the reason in each choice, or at its top."""
   try:
     answer = json_text.parse(content)
   except ValueError:

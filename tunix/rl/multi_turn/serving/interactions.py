@@ -140,7 +140,7 @@ class Interaction(PendingPrompt):
 
 
 def _join(chain: Sequence[Interaction], last: TokenPrompt) -> TokenPrompt:
-  """The tokens and images of `chain`, then those of `last`."""
+  """Returns the tokens and images of `chain`, then those of `last`."""
   parts, images, at = [], [], 0
   for interaction in chain:
     parts += [interaction.extension.tokens, interaction.completion.tokens]
@@ -363,7 +363,7 @@ def to_tensor_dict(
     exported: Exported,
     multi_modal: Callable[[Sequence[trajectory.ImageSpan]], Any] | None = None,
 ) -> dict[str, Any]:
-  """A sequence as AReaL's batch of one row.
+  """Returns a sequence as AReaL's batch of one row.
 
   input_ids, loss_mask, versions int32[1, T], logprobs float32[1, T],
   attention_mask bool[1, T], rewards float32[1], and multi_modal_input: a list

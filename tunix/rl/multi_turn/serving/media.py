@@ -142,7 +142,8 @@ def _is_public(address: str) -> bool:
 
 
 def _shown(url: str) -> str:
-  """The head of a URL for messages, without password, query and signature."""
+  """Returns the head of a URL for messages, without password, query and
+  signature."""
   text = re.sub(r"//[^/?#]*@", "//…@", url[:4096])
   text = re.split("[?#]", text, maxsplit=1)[0]
   return repr(text if text == url and len(text) <= 60 else text[:59] + "…")
@@ -211,7 +212,7 @@ class MediaLoader:
     self._decoding: dict[bytes, asyncio.Future[trajectory.ImageRef]] = {}
 
   async def load(self, url: str) -> trajectory.ImageRef:
-    """The image of a data: or https: URL, as opaque RGB, in the store.
+    """Returns the image of a data: or https: URL, as opaque RGB, in the store.
 
     Raises:
       MediaError: why not, and what to do.
@@ -226,7 +227,7 @@ class MediaLoader:
       return await self._wait(self._submit(self._decode, data))
 
   async def fetch(self, url: str) -> bytes:
-    """The bytes of an https: URL, as they came; not decoded.
+    """Returns the bytes of an https: URL, as they came; not decoded.
 
     Raises:
       MediaError: why not, and what to do.
@@ -424,7 +425,7 @@ class MediaLoader:
     return addresses
 
   async def _get(self, target: httpx.URL) -> bytes | str:
-    """The body, or the URL it is redirected to."""
+    """Returns the body, or the URL it is redirected to."""
     host = target.raw_host.decode()
     addresses = await self._addresses(host, _port(target))
     share = self._limits.timeout_s / max(1, len(addresses))

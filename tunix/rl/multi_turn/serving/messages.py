@@ -332,7 +332,7 @@ def _beginning(
     parse_tools: bool,
     guide: requests.Guide | None,
 ) -> requests.Message:
-  """The last message, an assistant's, which the answer continues."""
+  """Returns the last message, an assistant's, which the answer continues."""
   where = f"messages[{len(fields.messages) - 1}]"
   text = requests.text_of(last)
   wrong = ""
@@ -356,7 +356,7 @@ def _beginning(
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-  """A tool in the shape of chat completions."""
+  """Returns a tool in the shape of chat completions."""
   function = {"name": tool["name"]}
   if "description" in tool:
     function["description"] = tool["description"]
@@ -372,7 +372,7 @@ def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 def _message(
     answer_id: str, model: str, prompt: int = 0, reused: int = 0
 ) -> dict[str, Any]:
-  """The object of an answer that has not begun."""
+  """Returns the object of an answer that has not begun."""
   return {
       "id": answer_id,
       "type": "message",
@@ -402,7 +402,7 @@ def whole(
     answer: answers.SampledAnswer,
     decoder: answers.TokenDecoder,
 ) -> dict[str, Any]:
-  """The JSON object of an answer that is not streamed."""
+  """Returns the JSON object of an answer that is not streamed."""
   del decoder
   choice = answer.choices[0]
   calls = choice.message.get("tool_calls") or ()

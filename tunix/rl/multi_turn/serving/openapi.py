@@ -106,7 +106,7 @@ def document(
 
 
 def _limited(schema: Any, limits: requests.RequestLimits) -> Any:
-  """The schema with the values of the limits that its parts name."""
+  """Returns the schema with the values of the limits that its parts name."""
   if isinstance(schema, list):
     return [_limited(one, limits) for one in schema]
   if not isinstance(schema, dict):

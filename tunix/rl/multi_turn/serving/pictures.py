@@ -40,7 +40,8 @@ class PictureError(ValueError):
 
 
 def decode(data: bytes, max_pixels: int) -> np.ndarray:
-  """uint8[H, W, 3] of a PNG, JPEG, WebP or GIF; transparency shows white.
+  """Returns uint8[H, W, 3] of a PNG, JPEG, WebP or GIF; transparency shows
+  white.
 
   Args:
     data: Bytes of a whole file.
@@ -107,7 +108,7 @@ def stored(data: bytes) -> bytes | None:
 
 
 def _raw_size(data: bytes) -> int:
-  """Bytes of the inflated pixel data; 0 for a PNG that is not plain."""
+  """Returns the size of the inflated pixel data; 0 for an unusual PNG."""
   if data[:8] != _SIGNATURE or data[12:16] != b"IHDR":
     return 0
   width, height, depth, colour, _, _, interlaced = struct.unpack_from(
@@ -120,8 +121,8 @@ def _raw_size(data: bytes) -> int:
 
 
 def _pixel_data(data: bytes) -> tuple[bytes, bytes]:
-  """The bytes before the pixel data, and the pixel data; empty where anything
-  but the end comes after it."""
+  """Returns the bytes before the pixel data, and the pixel data; empty where
+  anything but the end comes after it."""
   at, begin, parts = 8, 0, []
   view = memoryview(data)
   while at < len(data):
@@ -137,7 +138,7 @@ def _pixel_data(data: bytes) -> tuple[bytes, bytes]:
 
 
 def _to_rgb(image: Image.Image) -> np.ndarray:
-  """uint8[H, W, 3]; transparent parts become white."""
+  """Returns uint8[H, W, 3]; transparent parts become white."""
   if image.mode.startswith("I"):  # 16-bit grey, which `convert` would clip.
     grey = (np.asarray(image) >> 8).astype(np.uint8)
     return np.repeat(grey[:, :, None], 3, axis=2)

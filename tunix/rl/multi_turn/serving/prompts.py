@@ -78,7 +78,8 @@ class ServedPolicy:
     return self._renderings.of(request)
 
   def ignored(self, request: requests.SamplingRequest) -> tuple[str, ...]:
-    """Paths of the request's fields that change nothing for this policy."""
+    """Returns the paths of the request's fields that change nothing for this
+    policy."""
     acting: frozenset[str] = frozenset()
     if request.text is request.tokens is None and not request.prompts:
       acting = self.rendering(request).acting
@@ -175,7 +176,8 @@ def continued(
 def check_room(
     length: int, request: requests.SamplingRequest, policy: ServedPolicy
 ) -> int:
-  """Number of tokens that fit after a prompt of `length`; at least one."""
+  """Returns the number of tokens that fit after a prompt of `length`; at least
+  one."""
   room = policy.context_length - length
   if room < 1:
     raise errors.invalid(
@@ -235,7 +237,7 @@ def _with_tools(
     tools: Sequence[Any],
     parser: parser_base.ToolParser,
 ) -> list[requests.Message]:
-  """The messages with the tools where Qwen's template shows them."""
+  """Returns the messages with the tools where Qwen's template shows them."""
   messages = list(messages)
   if not tools:
     return messages
@@ -255,7 +257,7 @@ def _with_tools(
 
 
 def _characters(messages: Sequence[requests.Message]) -> int:
-  """Characters of the messages' text, calls included."""
+  """Returns the number of characters of the messages, calls included."""
   total = 0
   for message in messages:
     content = message.get("content") or ""

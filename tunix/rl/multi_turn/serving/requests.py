@@ -225,7 +225,7 @@ class SamplingRequest:
     return self.n * max(1, len(self.prompts))
 
   def parts(self) -> tuple[SamplingRequest, ...]:
-    """A request for each prompt; itself, where there is one."""
+    """Returns a request for each prompt; itself, where there is one."""
     if not self.prompts:
       return (self,)
     return tuple(
@@ -400,7 +400,8 @@ class SamplingBody(bodies.Body):
   def sampling(
       self, length: int | None, limits: RequestLimits, alternatives: int = 0
   ) -> policy_client.SamplingParams:
-    """The request's sampling: up to `length` tokens; None takes the limit."""
+    """Returns the request's sampling: up to `length` tokens; None takes the
+    limit."""
     return policy_client.SamplingParams(
         max_new_tokens=limits.max_new_tokens if length is None else length,
         temperature=self.temperature,
@@ -590,7 +591,7 @@ def call_rules(
 def shown_tools(
     tools: Sequence[Mapping[str, Any]],
 ) -> tuple[Mapping[str, Any], ...]:
-  """The tools as the policy reads them: `strict` is not for it."""
+  """Returns the tools as the policy reads them: `strict` is not for it."""
   return tuple(
       {**tool, "function": {
           k: v for k, v in tool["function"].items() if k != "strict"
@@ -600,7 +601,7 @@ def shown_tools(
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-  """The content of a message of text alone."""
+  """Returns the content of a message of text alone."""
   content = message.get("content") or ""
   if isinstance(content, str):
     return content
@@ -608,7 +609,7 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def count_images(messages: Any) -> int:
-  """Number of images in messages, as URLs or loaded."""
+  """Returns the number of images in messages, as URLs or loaded."""
   return sum(
       part["type"] != "text"
       for message in messages

@@ -280,7 +280,7 @@ def read(
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-  """A function in the shape of chat completions."""
+  """Returns a function in the shape of chat completions."""
   function = {name: value for name, value in tool.items() if name != "type"}
   return {"type": "function", "function": function}
 
@@ -300,7 +300,7 @@ def _messages(items: Any) -> list[requests.Message]:
 def _response(
     request: requests.SamplingRequest, answer_id: str, created: float
 ) -> dict[str, Any]:
-  """The object of an answer that has not begun."""
+  """Returns the object of an answer that has not begun."""
   return {
       "id": answer_id,
       "object": "response",
@@ -360,7 +360,7 @@ def whole(
     answer: answers.SampledAnswer,
     decoder: answers.TokenDecoder,
 ) -> dict[str, Any]:
-  """The JSON object of an answer that is not streamed."""
+  """Returns the JSON object of an answer that is not streamed."""
   choice = answer.choices[0]
   cut = choice.finish_reason == "length"
   status = "incomplete" if cut else "completed"

@@ -223,7 +223,7 @@ class Service:
       request: requests.SamplingRequest,
       session: session_store.ServedSession | None,
   ) -> list[requests.Message] | None:
-    """The conversation, with images in place of their URLs."""
+    """Returns the conversation, with images in place of their URLs."""
     if request.messages is None:
       return None
     before: Sequence[requests.Message] = ()
@@ -302,7 +302,7 @@ class Service:
   def _part(
       self, request, messages, session, cache, ids, number
   ) -> parts_lib.Part:
-    """A prompt of the request, with what its sampling needs."""
+    """Returns a prompt of the request, with what its sampling needs."""
     rendered = prompts.render(request, messages, session, self.policy)
     pending = None
     if isinstance(rendered, interactions.PendingPrompt):
@@ -379,7 +379,7 @@ class Service:
       on_tokens: OnTokens | None,
       watches: Sequence[answers.StopStrings | None],
   ) -> list[policy_client.Completion]:
-    """One completion a name; all are cancelled if one fails."""
+    """Returns one completion a name; all are cancelled if one fails."""
     request, names, seed = part.request, part.names, part.seed
     grammars: list[Any] = [None] * len(names)
     if request.guide is not None:
@@ -444,7 +444,7 @@ class Service:
   async def _load_images(
       self, messages: Sequence[requests.Message]
   ) -> list[requests.Message]:
-    """The messages with images in place of their URLs."""
+    """Returns the messages with images in place of their URLs."""
     urls = {
         (i, j): part["url"]
         for i, message in enumerate(messages)
@@ -500,7 +500,7 @@ class Service:
     self.conversations.drop_session(session_id)
 
   def by_key(self, key: str) -> session_store.ServedSession | None:
-    """The session whose secret this is, if it is one."""
+    """Returns the session whose secret this is, if it is one."""
     try:
       return self.store.by_key(key)
     except interactions.InteractionError:
@@ -525,7 +525,7 @@ async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
 
 
 async def key_of(prefix: str, body: bytes) -> str:
-  """A digest of a body and its endpoint."""
+  """Returns a digest of a body and its endpoint."""
 
   def digest() -> str:
     sha256 = hashlib.sha256(prefix.encode())
@@ -537,7 +537,7 @@ async def key_of(prefix: str, body: bytes) -> str:
 
 
 def new_id(prefix: str) -> str:
-  """An id for an answer and its first interaction."""
+  """Returns an id for an answer and its first interaction."""
   return prefix + secrets.token_hex(12)
 
 
@@ -570,14 +570,14 @@ def api_errors() -> Iterator[None]:
 def _without_details(
     completion: policy_client.Completion,
 ) -> policy_client.Completion:
-  """The fields that training needs; a session holds no others."""
+  """Returns the fields that training needs; a session holds no others."""
   return dataclasses.replace(
       completion, raw_logprobs=None, top_tokens=None, top_logprobs=None
   )
 
 
 def _param(message: str, request: requests.SamplingRequest) -> str | None:
-  """The field of a client's error, which its message begins with."""
+  """Returns the field of a client's error, which its message begins with."""
   if message.startswith("prompt"):
     return request.prompt_field
   return "stop_token_ids" if message.startswith("stop_token_ids") else None

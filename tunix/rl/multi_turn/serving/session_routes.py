@@ -230,7 +230,7 @@ class SessionRoutes:
   async def _dropping(
       self, session: Any, style: str, discount: float, write: Writer
   ) -> AsyncIterator[bytes]:
-    """The body; the ended session is dropped once all of it was read."""
+    """Yields the body; the ended session is dropped once all of it was read."""
     self._dropped[session.id] += 1
     try:
       async for piece in self._sent(session.exporter(style, discount), write):
@@ -245,7 +245,7 @@ class SessionRoutes:
 def _encoded(
     exporter: interactions.Exporter, write: Writer | None = None
 ) -> Iterator[bytes]:
-  """The JSON text of an export, a sequence at a time."""
+  """Yields the JSON text of an export, a sequence at a time."""
   write = write or _array
   separator = b'{"interactions": {'
   for one in exporter:
@@ -313,7 +313,7 @@ def _array(values: np.ndarray) -> bytes:
 
 
 def _tensor(values: np.ndarray) -> bytes:
-  """An array as AReaL's `SerializedTensor`."""
+  """Returns an array as AReaL's `SerializedTensor`."""
   data = base64.b64encode(np.ascontiguousarray(values).data)
   return orjson.dumps({
       "type": "tensor",
@@ -324,7 +324,7 @@ def _tensor(values: np.ndarray) -> bytes:
 
 
 def _named(request: Request) -> Any:
-  """The session that the request's path or key names."""
+  """Returns the session that the request's path or key names."""
   if request.state.session is None:
     raise errors.ApiError(
         401,

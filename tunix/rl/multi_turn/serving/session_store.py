@@ -89,7 +89,7 @@ class ServedSession:
     return tuple(self._interactions.values())
 
   def get(self, interaction_id: str | None = None) -> Interaction:
-    """The interaction of that id; the last one for None."""
+    """Returns the interaction of that id; the last one for None."""
     if interaction_id is None:
       interaction_id = next(reversed(self._interactions), None)
     if interaction_id not in self._interactions:
@@ -357,7 +357,7 @@ class ServedSession:
   def exporter(
       self, style: str = "individual", discount: float | None = 1.0
   ) -> interactions.Exporter:
-    """A snapshot as training sequences, see `interactions.Exporter`.
+    """Returns a snapshot as training sequences, see `interactions.Exporter`.
 
     `discount` is applied as by `apply_reward_discount`, unless that was called
     before; None leaves rewards as they were set, or 0.
@@ -374,11 +374,11 @@ class ServedSession:
   def export(
       self, style: str = "individual", discount: float | None = 1.0
   ) -> list[interactions.Exported]:
-    """All sequences of `exporter`. Changes nothing."""
+    """Returns all sequences of `exporter`. Changes nothing."""
     return list(self.exporter(style, discount))
 
   def _find(self, keys: Sequence[Key]) -> tuple[Interaction | None, int]:
-    """The parent, and the number of messages up to its answer."""
+    """Returns the parent, and the number of messages up to its answer."""
     nodes, answers, depth = [self._root], [], 0
     for at, key in enumerate(keys):
       nodes = [after for node in nodes for after in node.follow(key)]
@@ -392,7 +392,8 @@ class ServedSession:
     return max(answers, key=rank).interaction, depth
 
   def _request_node(self, pending: PendingPrompt) -> interactions.Node:
-    """The node of a request's messages, without a beginning of its answer."""
+    """Returns the node of a request's messages, without a beginning of its
+    answer."""
     if pending._node_before is not None:
       return pending._node_before
     node = pending.before._node if pending.before else self._root
@@ -573,7 +574,7 @@ class SessionStore:
 def _all_tokens(
     pending: PendingPrompt, completion: Completion
 ) -> interactions.RunningHash | None:
-  """The hash of prompt and completion; None where there are images."""
+  """Returns the hash of prompt and completion; None where there are images."""
   if pending.before is not None:
     before = pending.before._all_tokens
   else:

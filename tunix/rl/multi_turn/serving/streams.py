@@ -126,7 +126,7 @@ async def write(
 
 
 def encode(data: dict[str, Any]) -> bytes:
-  """One event, named by its type where it has one."""
+  """Returns one event, named by its type where it has one."""
   name = f"event: {data['type']}\n" if isinstance(data.get("type"), str) else ""
   text = http_server.event_data(bodies.write_json(data))
   return b"%sdata: %s\n\n" % (name.encode(), text)
@@ -173,7 +173,7 @@ class AnswerStream:
     raise NotImplementedError
 
   def _new(self, text: str) -> dict[str, Any]:
-    """The event of new text."""
+    """Returns the event of new text."""
     raise NotImplementedError
 
 
@@ -226,13 +226,13 @@ class ChoiceStream:
     yield error.body()
 
   def _new(self, text: str) -> dict[str, Any]:
-    """The field with new text."""
+    """Returns the field with new text."""
     raise NotImplementedError
 
   def _ending(
       self, answer: answers.SampledAnswer, index: int
   ) -> Iterator[dict[str, Any]]:
-    """A choice's last events."""
+    """Returns a choice's last events."""
     raise NotImplementedError
 
   def _chunk(

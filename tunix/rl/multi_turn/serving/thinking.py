@@ -53,7 +53,7 @@ class Renderings:
     return self._plain.renderer
 
   def of(self, request: requests.SamplingRequest) -> Rendering:
-    """The rendering that a request asks for.
+    """Returns the rendering that a request asks for.
 
     Raises:
       ApiError: naming the field that this policy cannot follow.
@@ -111,7 +111,7 @@ class Renderings:
 def _asked(
     request: requests.SamplingRequest,
 ) -> Iterator[tuple[str, Any, str]]:
-  """(variable, value, field) of each, the most exact last."""
+  """Yields (variable, value, field) of each, the most exact last."""
   thinking = request.thinking
   if thinking is not None:
     if thinking.on is not None:

@@ -64,14 +64,15 @@ class BaseTool(abc.ABC):
 
 
 def renamed(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
-  """An OpenAI schema, or its `function` part alone, as the schema of `name`."""
+  """Returns an OpenAI schema, or its `function` part alone, as the schema of
+  `name`."""
   if "function" not in schema:
     schema = {"type": "function", "function": schema}
   return {**schema, "function": {**schema["function"], "name": name}}
 
 
 def as_output(name: str, value: Any) -> ToolOutput:
-  """A tool's result as a ToolOutput that can be written as text."""
+  """Returns a tool's result as a ToolOutput that can be written as text."""
   if not isinstance(value, ToolOutput):
     if isinstance(value, (bool, int, float)):
       value = json.dumps(value)

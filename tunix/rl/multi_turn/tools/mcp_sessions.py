@@ -73,7 +73,7 @@ class Session:
     _SESSIONS.add(self)
 
   def list_tools(self) -> list[Any]:
-    """The server's tools.
+    """Returns the server's tools.
 
     Raises:
       SessionError: no list within `start_s`.
@@ -92,7 +92,7 @@ class Session:
     return _on_loop(self._with_link(ask, seconds, "list of tools")).result()
 
   async def call(self, tool: str, arguments: Mapping[str, Any]) -> Any:
-    """The `CallToolResult` of a call.
+    """Returns the `CallToolResult` of a call.
 
     Raises:
       SessionError: none within `call_s`, or the session broke.
@@ -211,7 +211,8 @@ class _Link:
     self._words = (self._words + part)[-_MAX_WORDS:]
 
   def last_words(self) -> str:
-    """The end of what the program wrote to stderr, for error messages."""
+    """Returns the end of what the program wrote to stderr, for error
+    messages."""
     text = self._words.decode("utf-8", "replace").strip()
     return f"; it wrote: {text}" if text else ""
 
@@ -300,7 +301,7 @@ def _ends_session(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def _listening(heard: Callable[[bytes], None]) -> Iterator[TextIO]:
-  """A file to write to; `heard` gets what is written, on this loop."""
+  """Returns a file to write to; `heard` gets what is written, on this loop."""
   loop = asyncio.get_running_loop()
   reading_end, writing_end = os.pipe()
   os.set_blocking(reading_end, False)
@@ -328,7 +329,7 @@ def _listening(heard: Callable[[bytes], None]) -> Iterator[TextIO]:
 
 
 def _reason(error: BaseException, seconds: float) -> str:
-  """The first cause in a group of exceptions, in words."""
+  """Returns the first cause in a group of exceptions, in words."""
   first = error
   while isinstance(first, BaseExceptionGroup):
     first = first.exceptions[0]

@@ -36,7 +36,8 @@ _MAX_PIXELS = 64 << 20
 
 
 def _with_interpreter(command: Sequence[Any]) -> tuple[str, ...]:
-  """The command, with this process's interpreter for the program `python`.
+  """Returns the command, with this process's interpreter for the program
+  `python`.
 
   Where no environment is activated, a shell's `python` is another one.
   """
@@ -224,7 +225,7 @@ class McpTool(stateful.EpisodeTool):
 
 
 def _read(result: Any, max_chars: int) -> tuple[str, list[np.ndarray]]:
-  """(text, images as uint8[H, W, 3]) of a call's result."""
+  """Returns (text, images as uint8[H, W, 3]) of a call's result."""
   texts, images = [], []
   for part in result.content:
     if part.type == "text":
@@ -245,7 +246,7 @@ def _read(result: Any, max_chars: int) -> tuple[str, list[np.ndarray]]:
 
 
 def _pixels(data: str) -> np.ndarray:
-  """A base64 image as uint8[H, W, 3]; ValueError where it is none."""
+  """Returns a base64 image as uint8[H, W, 3]; ValueError where it is none."""
   from PIL import Image  # pylint: disable=g-import-not-at-top
 
   try:

@@ -100,7 +100,8 @@ class ToolSet:
 
 
 def _entries(names: ToolNames) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-  """(name that the policy sees, registered name or path, options) of each."""
+  """Yields (name that the policy sees, registered name or path, options) of
+  each."""
   if isinstance(names, str):
     names = [name.strip() for name in names.split(",") if name.strip()]
   if isinstance(names, Mapping):
@@ -134,7 +135,7 @@ def _entries(names: ToolNames) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
 
 
 def _make(name: str, make: Any, options: Mapping[str, Any]) -> Any:
-  """A tool with its options.
+  """Returns a tool with its options.
 
   Raises:
     ValueError: an option that it does not take, or will not.

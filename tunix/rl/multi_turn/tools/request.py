@@ -164,7 +164,7 @@ class ToolRequest:
     self.state = state
 
   def kwargs(self, tool: str, kind: str) -> dict[str, Any]:
-    """The keyword arguments of one tool method."""
+    """Returns the keyword arguments of one tool method."""
     return self.tools_kwargs.get(tool, {}).get(kind, {})
 
   def finalize(
@@ -233,7 +233,8 @@ class RequestTools:
     return {call.call_id: text for call, (text, _) in zip(calls, results)}
 
   async def calc_rewards(self) -> dict[str, float]:
-    """The instances' rewards; the first error is kept, none is raised."""
+    """Returns the instances' rewards; the first error is kept, none is
+    raised."""
     request, rewards = self._request, {}
     for name, instance_id in self._instances.items():
       kwargs = request.kwargs(name, "calc_reward_kwargs")
@@ -269,7 +270,8 @@ class RequestTools:
   async def _execute(
       self, call: trajectory.ToolCall
   ) -> tuple[str, float | None]:
-    """(text for the model, reward) of one call; reward None when it failed."""
+    """Returns (text for the model, reward) of one call; reward None when it
+    failed."""
     if call.name not in self._tools:
       text = registry.unknown_name("tool", call.name, self._tools)
       return f"Error: {text}", None

@@ -106,7 +106,7 @@ class BaseTool(abc.ABC):
     return name
 
   def get_openai_tool_schema(self) -> Mapping[str, Any] | None:
-    """The schema given at construction."""
+    """Returns the schema given at construction."""
     return self.tool_schema
 
   @abc.abstractmethod
@@ -124,7 +124,7 @@ class BaseTool(abc.ABC):
     """
 
   async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-    """The instance's reward; 0 unless the tool defines one."""
+    """Returns the instance's reward; 0 unless the tool defines one."""
     del instance_id, kwargs
     return 0.0
 
@@ -153,7 +153,7 @@ class InstanceTool(BaseTool):
     self._instances: dict[str, dict[str, Any]] = {}
 
   def state(self, instance_id: str) -> dict[str, Any]:
-    """The instance's dict.
+    """Returns the instance's dict.
 
     Raises:
       UnknownInstanceError: no such instance.
@@ -196,7 +196,7 @@ class EpisodeTool(plain.BaseTool):
     """
 
   async def calc_reward(self) -> float:
-    """The episode's reward; 0 unless the tool defines one."""
+    """Returns the episode's reward; 0 unless the tool defines one."""
     return 0.0
 
   @abc.abstractmethod
@@ -258,7 +258,7 @@ class StatefulToolAdapter(EpisodeTool):
     )
 
   async def calc_reward(self) -> float:
-    """The instance's reward; 0 when there is none."""
+    """Returns the instance's reward; 0 when there is none."""
     creation = self._creation
     if creation is None:
       return 0.0
@@ -275,7 +275,8 @@ class StatefulToolAdapter(EpisodeTool):
       await self.tool.release(instance_id, **self._kwargs["release_kwargs"])
 
   async def _instance(self) -> str:
-    """The instance's id; the first caller creates it, the others wait."""
+    """Returns the instance's id; the first caller creates it, the others
+    wait."""
     kwargs, instance_id = with_instance_id(self._kwargs["create_kwargs"])
     with self._lock:
       creation = self._creation
@@ -368,7 +369,7 @@ KWARGS_KINDS = (
 def check_tool_kwargs(
     name: str, kwargs: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-  """All four kinds of keyword arguments of a tool, absent ones empty.
+  """Returns all four kinds of keyword arguments of a tool, absent ones empty.
 
   Raises:
     ValueError: an unknown kind, or one that is not a mapping.

@@ -107,7 +107,7 @@ class TokenRenderer:
     return policy_client.TokenPrompt(tokens_T, spans)
 
   def _size(self, image: trajectory.ImageRef) -> tuple[int, int]:
-    """(placeholders of an image, those of a row or 0 for one run)."""
+    """Returns (placeholders of an image, those of a row or 0 for one run)."""
     return self._num_image_tokens(image.width, image.height), 0
 
   def counting(
@@ -146,7 +146,8 @@ class TokenRenderer:
     return self._encoder.decode(tokens, skip_special_tokens=False)
 
   def encode(self, text: str) -> np.ndarray:
-    """int32[T] of plain text; special tokens spelled in it stay text."""
+    """Returns int32[T] of plain text; special tokens spelled in it stay
+    text."""
     return np.array(self._encode(text), np.int32)
 
   def _id(self, token: str) -> int:
@@ -194,7 +195,8 @@ class TokenRenderer:
 def _copied(
     backend: tokenizers.Tokenizer, special: Collection[str] = ()
 ) -> tokenizers.Tokenizer:
-  """A copy that leaves special tokens in text, and `special` with them."""
+  """Returns a copy that leaves special tokens in text, and `special` with
+  them."""
   state = backend.to_str()
   added = backend.get_added_tokens_decoder().values()
   if any(t.content in special and not t.special for t in added):
@@ -208,7 +210,7 @@ def _copied(
 
 
 def check_role(message: trajectory.Message, index: int) -> str:
-  """The role of a message.
+  """Returns the role of a message.
 
   Raises:
     ValueError: one that no template has.
@@ -222,7 +224,7 @@ def check_role(message: trajectory.Message, index: int) -> str:
 def parts_of(
     message: trajectory.Message, index: int
 ) -> Iterable[str | trajectory.ImageRef]:
-  """The texts and images of a message's content, in order.
+  """Yields the texts and images of a message's content, in order.
 
   Raises:
     ValueError: content that is neither text nor parts.
@@ -264,7 +266,7 @@ def parts_of(
 
 
 def call_of(call: Any, index: int) -> tuple[str, Any]:
-  """(name, arguments) of a tool call, an OpenAI dict or a ToolCall.
+  """Returns (name, arguments) of a tool call, an OpenAI dict or a ToolCall.
 
   Raises:
     ValueError: one of them is missing.

@@ -99,7 +99,7 @@ class ChatTemplate:
       raise TemplateError(f"the chat template is no Jinja: {error}") from None
 
   def with_options(self, options: Mapping[str, Any]) -> ChatTemplate:
-    """The same template with other variables, the given ones first."""
+    """Returns the same template with other variables, the given ones first."""
     template = copy.copy(self)
     template.options = {**self.options, **options}
     template._variables = {**self._variables, **options}  # pylint: disable=protected-access
@@ -112,7 +112,7 @@ class ChatTemplate:
       add_generation_prompt: bool = True,
       options: Mapping[str, Any] | None = None,
   ) -> str:
-    """The text of a conversation.
+    """Returns the text of a conversation.
 
     Args:
       messages: Messages in the form that the template takes.
@@ -140,7 +140,7 @@ class ChatTemplate:
       ) from error
 
   def variables(self) -> set[str]:
-    """Names that the template reads and does not set itself."""
+    """Returns the names that the template reads and does not set itself."""
     return meta.find_undeclared_variables(
         self._environment.parse(self.source)
     )

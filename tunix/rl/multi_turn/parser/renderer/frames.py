@@ -32,7 +32,8 @@ class Frame:
   between: str = ""
 
   def write(self, text: str) -> str:
-    """The text of a template with one placeholder, framed, for each image."""
+    """Returns the text of a template with one placeholder, framed, for each
+    image."""
     framed = self.before + self.placeholder + self.after
     return text.replace(self.shown, framed)
 

@@ -58,7 +58,7 @@ class Guard:
     return re.compile(rf"(?!{let})(?:{'|'.join([*starts, last])})")
 
   def cover(self, text: str, assistant: bool = False) -> str:
-    """The text with marks in place of the characters that begin tokens.
+    """Returns the text with marks in place of the characters that begin tokens.
 
     Args:
       text: Text of a message or a schema.
@@ -77,7 +77,7 @@ class Guard:
     return covered
 
   def cover_all(self, value: Any) -> Any:
-    """The same in every string of a JSON value, keys included."""
+    """Returns the same in every string of a JSON value, keys included."""
     if isinstance(value, str):
       return self.cover(value)
     if isinstance(value, Mapping):

@@ -73,7 +73,7 @@ class QwenRenderer(base.TokenRenderer):
       add_generation_prompt: bool = True,
       tools: Sequence[Mapping[str, Any]] | None = None,
   ) -> policy_client.TokenPrompt:
-    """Tokens of a whole history.
+    """Returns the tokens of a whole history.
 
     Args:
       messages: OpenAI-format messages; see `trajectory.Message`. Assistant
@@ -107,7 +107,7 @@ class QwenRenderer(base.TokenRenderer):
       *,
       last_sampled_is_eot: bool,
   ) -> policy_client.TokenPrompt:
-    """Tokens to append after a sampled completion.
+    """Returns the tokens to append after a sampled completion.
 
     Args:
       new_messages: Messages since the completion, of users and tools.
@@ -229,7 +229,7 @@ class _Builder:
 
 
 def _tool_call_text(call: Any, index: int) -> str:
-  """A call as Qwen writes it."""
+  """Returns a call as Qwen writes it."""
   name, arguments = base.call_of(call, index)
   if not isinstance(arguments, str):
     arguments = json.dumps(arguments, ensure_ascii=False)

@@ -149,7 +149,7 @@ class TemplateRenderer(base.TokenRenderer):
       add_generation_prompt: bool = True,
       tools: Sequence[Mapping[str, Any]] | None = None,
   ) -> policy_client.TokenPrompt:
-    """Tokens of a whole history.
+    """Returns the tokens of a whole history.
 
     Args:
       messages: OpenAI-format messages; see `trajectory.Message`. Assistant
@@ -172,7 +172,7 @@ class TemplateRenderer(base.TokenRenderer):
       *,
       last_sampled_is_eot: bool,
   ) -> policy_client.TokenPrompt:
-    """Tokens to append after a sampled completion.
+    """Returns the tokens to append after a sampled completion.
 
     Args:
       new_messages: Messages since the completion, of users and tools.
@@ -283,7 +283,7 @@ class TemplateRenderer(base.TokenRenderer):
       images: list[trajectory.ImageRef],
       first: bool,
   ) -> list[dict[str, Any]]:
-    """The messages as the template takes them, text covered.
+    """Returns the messages as the template takes them, text covered.
 
     Args:
       messages: any.
@@ -374,7 +374,7 @@ class TemplateRenderer(base.TokenRenderer):
   # --- text to tokens --------------------------------------------------------
 
   def _pieces(self, text: str) -> list[str | int]:
-    """A rendered text as runs of text, uncovered, and ids of tokens."""
+    """Returns a rendered text as runs of text, uncovered, and ids of tokens."""
     pieces: list[str | int] = []
     if self._frame is not None:
       text = self._frame.write(text)
@@ -463,7 +463,8 @@ class TemplateRenderer(base.TokenRenderer):
   def _tokens_of(
       self, added: Mapping[str, Any]
   ) -> tuple[set[str], set[str]]:
-    """(tokens that text must not become, those of them in tool calls)."""
+    """Returns (tokens that text must not become, those of them in tool
+    calls)."""
     options = [False, True]
     plain = [
         self._try(*messages, add_generation_prompt=prompt)
@@ -566,7 +567,8 @@ class TemplateRenderer(base.TokenRenderer):
     return between if opened and last.startswith(prompt) else ""
 
   def _rewritten(self) -> list[str]:
-    """The kinds of conversation in which earlier turns are written anew."""
+    """Returns the kinds of conversation in which earlier turns are written
+    anew."""
     thought = f"{_THOUGHT}\n</think>\n\n{_SAID}"
     prompt = self._try(_user())
     opened = prompt.endswith("<think>\n")

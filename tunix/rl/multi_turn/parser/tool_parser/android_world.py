@@ -70,7 +70,7 @@ class Places:
 
 
 def make_readers(places: Places) -> dict[str, gui_table.Reader]:
-  """The table of readers, for one way to write places."""
+  """Returns the table of readers, for one way to write places."""
 
   def at(kind: Kind, **fields: Any) -> gui_table.Reader:
     return lambda a: GuiAction(kind, **places.read(a), **fields)
@@ -122,7 +122,7 @@ _BUTTONS = {
 
 
 def make_writers(places: Places) -> dict[Kind, gui_table.Writer]:
-  """The table of writers, for one way to write places."""
+  """Returns the table of writers, for one way to write places."""
 
   def click(w: gui_table.Writing) -> gui_table.Call | None:
     names = {1: "click", 2: "double_tap"}

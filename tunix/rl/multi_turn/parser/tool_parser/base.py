@@ -148,7 +148,8 @@ class ToolParser(abc.ABC):
 
   @abc.abstractmethod
   def get_tool_prompt(self, tools_schema: ToolsSchema = None) -> str:
-    """The part of the system prompt that shows tools and the call format.
+    """Returns the part of the system prompt that shows tools and the call
+    format.
 
     Args:
       tools_schema: OpenAI tool schemas, or their text; None for
@@ -172,7 +173,7 @@ class ToolParser(abc.ABC):
   def format(
       self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
-    """The text that parses back to `calls`.
+    """Returns the text that parses back to `calls`.
 
     Raises:
       NotImplementedError: The parser writes no calls.
@@ -231,7 +232,7 @@ class GuiActionParser(ToolParser):
   def to_gui_action(
       self, call: trajectory.ToolCall, width: int, height: int
   ) -> gui_action.GuiAction:
-    """The action in pixels of a screenshot of width x height pixels.
+    """Returns the action in pixels of a screenshot of width x height pixels.
 
     Raises:
       GuiActionError: unknown action, missing or bad argument, coordinate
@@ -242,7 +243,8 @@ class GuiActionParser(ToolParser):
   def to_gui_actions(
       self, call: trajectory.ToolCall, width: int, height: int
   ) -> list[gui_action.GuiAction]:
-    """The actions of a call that may stand for several ("click, then type").
+    """Returns the actions of a call that may stand for several ("click, then
+    type").
 
     Raises:
       GuiActionError: See `to_gui_action`.
@@ -252,7 +254,7 @@ class GuiActionParser(ToolParser):
   def parse_gui_actions(
       self, model_response: str, width: int, height: int
   ) -> list[gui_action.GuiAction]:
-    """The actions of a response, in order; [] when it has no call.
+    """Returns the actions of a response, in order; [] when it has no call.
 
     Raises:
       ToolParseError: the first malformed call, or the first call that is no
@@ -281,7 +283,7 @@ class GuiActionParser(ToolParser):
       thought: str | None = None,
       grid: tuple[int, int] | None = None,
   ) -> str:
-    """The canonical text of an action, as an oracle writes it.
+    """Returns the canonical text of an action, as an oracle writes it.
 
     `to_gui_actions` of its parse gives the action back within the rounding of
     the format's coordinates.
@@ -338,7 +340,7 @@ def as_schemas(tools_schema: ToolsSchema) -> list[dict[str, Any]]:
 
 
 def schema_lines(tools_schema: ToolsSchema) -> str:
-  """One tool schema a line, as JSON; a str is passed through."""
+  """Returns one tool schema a line, as JSON; a str is passed through."""
   if isinstance(tools_schema, str):
     return tools_schema
   return "\n".join(
@@ -348,7 +350,7 @@ def schema_lines(tools_schema: ToolsSchema) -> str:
 
 
 def signature_lines(tools_schema: ToolsSchema) -> str:
-  """One tool a line, as `name(parameter: type, optional?: a|b)`."""
+  """Returns one tool a line, as `name(parameter: type, optional?: a|b)`."""
   lines = []
   for schema in as_schemas(tools_schema):
     function = schema.get("function", schema)

@@ -98,7 +98,7 @@ def computer_use_schema(
     actions: Sequence[str] = ACTION_NAMES,
     screen: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
-  """The OpenAI schema of the tool.
+  """Returns the OpenAI schema of the tool.
 
   Args:
     coordinates: "relative" (0-999) or "absolute" (pixels).

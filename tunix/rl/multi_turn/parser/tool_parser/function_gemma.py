@@ -77,7 +77,7 @@ class FunctionGemmaParser(scanning.ScanningParser):
 
 
 def _written(value: Any) -> str:
-  """A value in the notation.
+  """Returns a value in the notation.
 
   Raises:
     ToolParseError: a text that holds the mark, or a key that cannot be one.
@@ -95,7 +95,7 @@ def _written(value: Any) -> str:
 
 
 def _key(key: str) -> str:
-  """A key, between the marks of texts where it is no word."""
+  """Returns a key, between the marks of texts where it is no word."""
   return key if _PLAIN_KEY.fullmatch(key) else _written(key)
 
 
@@ -121,7 +121,7 @@ def _read_object(
 
 
 def _read_value(text: str, start: int, depth: int) -> tuple[Any, int]:
-  """The value at `start`, and where it ends.
+  """Returns the value at `start`, and where it ends.
 
   Raises:
     ToolParseError: there is none.
@@ -175,7 +175,7 @@ def _next(text: str, start: int, close: str) -> int:
 
 
 def _declared(schema: Mapping[str, Any]) -> str:
-  """A tool in the notation: description, then parameters."""
+  """Returns a tool in the notation: description, then parameters."""
   function = schema.get("function", schema)
   body: dict[str, Any] = {"description": function.get("description", "")}
   if parameters := function.get("parameters"):

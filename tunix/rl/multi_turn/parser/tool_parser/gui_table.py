@@ -67,7 +67,7 @@ class Space:
   decimals: int = 0
 
   def read(self, number: float, extent: int, label: str) -> float:
-    """The pixel of a grammar's number.
+    """Returns the pixel of a grammar's number.
 
     Raises:
       GuiActionError: outside the screenshot.
@@ -83,7 +83,7 @@ class Space:
     return float(min(number, extent - 1))
 
   def write(self, pixel: float, extent: int, bins: int = 0) -> int | float:
-    """The grammar's number of a pixel.
+    """Returns the grammar's number of a pixel.
 
     Args:
       pixel: Position on a side of the screenshot.
@@ -171,7 +171,7 @@ class Arguments:
     return as_number(self.need(field), field)
 
   def seconds(self, field: str, default: Any = None) -> Any:
-    """A number >= 0; `default` when absent."""
+    """Returns a number >= 0; `default` when absent."""
     value = self.number(field, default)
     if value is not None and value < 0:
       raise base.GuiActionError(f"{field} must be >= 0, got {value:g}")
@@ -190,7 +190,7 @@ class Arguments:
     return value
 
   def choice(self, field: str, options: Mapping[str, Any]) -> Any:
-    """The value of the option that is named, whatever its case."""
+    """Returns the value of the option that is named, whatever its case."""
     value = self.need(field)
     option = options.get(str(value).strip().lower(), _MISSING)
     if option is _MISSING:
@@ -255,7 +255,7 @@ class Arguments:
     }
 
   def swipe(self, way: str, at: Mapping[str, float] | None) -> GuiAction:
-    """A swipe of the finger towards `way`, of a third of the screen.
+    """Returns a swipe of the finger towards `way`, of a third of the screen.
 
     Args:
       way: "up", "down", "left" or "right".
@@ -316,14 +316,14 @@ class Writing:
     return {} if self.anywhere else dict(zip((x, y), self.start()))
 
   def direction(self) -> str | None:
-    """The way of a scroll of one axis, None for another."""
+    """Returns the way of a scroll of one axis, None for another."""
     sign = tuple(
         (v > 0) - (v < 0) for v in (self.action.dx, self.action.dy)
     )
     return next((k for k, v in DIRECTIONS.items() if v == sign), None)
 
   def swipe_direction(self) -> str | None:
-    """The way of a swipe that `Arguments.swipe` would read so.
+    """Returns the way of a swipe that `Arguments.swipe` would read so.
 
     None: there is none, or the swipe moves less than a pixel.
     """
@@ -535,7 +535,7 @@ class TableParser(base.GuiActionParser):
     ]
 
   def get_tool_prompt(self, tools_schema: base.ToolsSchema = None) -> str:
-    """The output format and the actions.
+    """Returns the output format and the actions.
 
     Raises:
       ValueError: other tools are to be shown.
@@ -551,7 +551,7 @@ class TableParser(base.GuiActionParser):
     return self.own_prompt.replace("{screen}", size)
 
   def action_of(self, call: trajectory.ToolCall) -> Call:
-    """(name, arguments) of the action that a call holds.
+    """Returns (name, arguments) of the action that a call holds.
 
     Raises:
       GuiActionError: it holds none.
@@ -559,7 +559,8 @@ class TableParser(base.GuiActionParser):
     return call.name, call.arguments
 
   def call_of(self, name: str, arguments: dict[str, Any]) -> Any:
-    """The call of an action, or a list of calls: `action_of`'s inverse."""
+    """Returns the call of an action, or a list of calls: `action_of`'s
+    inverse."""
     return trajectory.ToolCall(name, arguments)
 
   @property
@@ -648,7 +649,7 @@ class OneToolParser(TableParser):
 
 
 def as_number(value: Any, label: str) -> float:
-  """A finite number; numerals in a str count.
+  """Returns a finite number; numerals in a str count.
 
   Raises:
     GuiActionError: anything else, or more than a million.

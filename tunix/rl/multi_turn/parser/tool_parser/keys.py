@@ -76,7 +76,7 @@ _MAX_CHARACTERS = 128
 
 
 def normalize_keys(keys: Any) -> tuple[str, ...]:
-  """The keys of one chord, in the order given.
+  """Returns the keys of one chord, in the order given.
 
   Args:
     keys: a str in any dialect, or a list of such.

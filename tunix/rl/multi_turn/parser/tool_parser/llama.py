@@ -72,7 +72,7 @@ class LlamaPythonicParser(scanning.ScanningParser):
 
 
 def as_tool_call(call: python_calls.PythonCall) -> trajectory.ToolCall:
-  """A Python call with named arguments as a tool call.
+  """Returns a Python call with named arguments as a tool call.
 
   Raises:
     ToolParseError: a positional argument, whose name is unknown.

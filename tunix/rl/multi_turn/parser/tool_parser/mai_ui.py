@@ -153,7 +153,8 @@ class MaiUiParser(gui_table.OneToolParser, qwen.QwenToolParser):
   noise = re.compile(r"</?thinking>|```")
 
   def get_tool_prompt(self, tools_schema: base.ToolsSchema = None) -> str:
-    """The format and the actions; other tools follow in their own section."""
+    """Returns the format and the actions; other tools follow in their own
+    section."""
     tools = base.schema_lines(tools_schema) if tools_schema else ""
     section = _TOOLS.replace("{tools}", tools) if tools else ""
     return _PROMPT + section + _NOTE

@@ -303,7 +303,7 @@ def _without_headers(text: str) -> str:
 def _in_order(
     python: Sequence[python_calls.PythonCall],
 ) -> list[tuple[trajectory.ToolCall, int]]:
-  """(call, position) of each action of the code.
+  """Returns (call, position) of each action of the code.
 
   Raises:
     ToolParseError: an unknown function, or arguments that it does not take.
@@ -378,7 +378,7 @@ def _repeats(
 
 
 def _code(call: trajectory.ToolCall) -> list[str]:
-  """The lines of a call, as `_in_order` reads them."""
+  """Returns the lines of a call, as `_in_order` reads them."""
   arguments = dict(call.arguments)
   pressed = arguments.pop("held", [])
   lines = [f"pyautogui.keyDown({key!r})" for key in pressed]

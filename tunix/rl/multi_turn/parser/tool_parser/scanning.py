@@ -69,7 +69,8 @@ class ScanningParser(base.ToolParser):
   def read_block(
       self, text: str, start: int
   ) -> tuple[Sequence[trajectory.ToolCall], int]:
-    """(calls, where they end) of the block that `opening` matches at `start`.
+    """Returns (calls, where they end) of the block that `opening` matches at
+    `start`.
 
     No calls: the match was ordinary text, up to the returned offset.
 
@@ -200,7 +201,7 @@ class JsonCallsParser(ScanningParser):
     )
 
   def format_calls(self, calls: Sequence[trajectory.ToolCall]) -> str:
-    """The text of one or more calls."""
+    """Returns the text of one or more calls."""
     before = self.before[0] if self.before else ""
     after = self.after[0] if self.after else ""
     return "\n".join(
@@ -208,7 +209,7 @@ class JsonCallsParser(ScanningParser):
     )
 
   def to_object(self, call: trajectory.ToolCall) -> dict[str, Any]:
-    """The JSON object of a call."""
+    """Returns the JSON object of a call."""
     if not self.arguments_keys:
       return {self.name_key: call.name, **call.arguments}
     return {self.name_key: call.name, self.arguments_keys[0]: call.arguments}
@@ -216,7 +217,8 @@ class JsonCallsParser(ScanningParser):
   def calls_of(
       self, value: Any, position: int
   ) -> Sequence[trajectory.ToolCall] | None:
-    """The calls that a JSON value holds; None when it is not about calls.
+    """Returns the calls that a JSON value holds; None when it is not about
+    calls.
 
     Raises:
       ToolParseError: it is, and malformed.
@@ -325,7 +327,7 @@ _DECODER = json.JSONDecoder(
 
 
 def read_json(text: str, start: int) -> tuple[Any, int]:
-  """(value, where it ends) of the JSON that begins at `start`.
+  """Returns (value, where it ends) of the JSON that begins at `start`.
 
   Raises:
     ToolParseError: it is not JSON, or holds NaN, an infinity, or a character
@@ -352,7 +354,7 @@ def call_from_object(
     name_key: str = "name",
     arguments_keys: Sequence[str] = ("arguments", "parameters"),
 ) -> trajectory.ToolCall:
-  """The call of a JSON object.
+  """Returns the call of a JSON object.
 
   Raises:
     ToolParseError: no such object.
@@ -380,7 +382,8 @@ def call_from_object(
 def as_arguments(
     arguments: Any, name: str, position: int, key: str = "arguments"
 ) -> dict[str, Any]:
-  """The arguments of a call as a dict; also from JSON in a str, or None.
+  """Returns the arguments of a call as a dict; also from JSON in a str, or
+  None.
 
   Raises:
     ToolParseError: anything else.

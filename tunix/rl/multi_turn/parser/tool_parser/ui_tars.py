@@ -263,7 +263,7 @@ def write_action(call: trajectory.ToolCall) -> str:
 
 
 def read_action(text: str, start: int) -> tuple[trajectory.ToolCall, int]:
-  """One `name(key='value', …)` and where it ends."""
+  """Returns one `name(key='value', …)` and where it ends."""
   match = _NAME.match(text, start)
   if match is None:
     raise base.ToolParseError(
@@ -300,7 +300,8 @@ def read_action(text: str, start: int) -> tuple[trajectory.ToolCall, int]:
 
 
 def _read_string(text: str, start: int, name: str) -> tuple[str, int]:
-  """The string that begins with the quote at `start`, and where it ends."""
+  """Returns the string that begins with the quote at `start`, and where it
+  ends."""
   quote = text[start]
   parts: list[str] = []
   position = start + 1
