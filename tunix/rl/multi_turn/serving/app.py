@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import re
 import secrets
@@ -204,17 +203,14 @@ class OpenAIApp:
     problem = http_server.cross_site(request.headers, bool(self._token))
     if problem:
       raise errors.ApiError(403, problem, code="cross_site")
-    presented = request.headers.get("authorization", "")
-    presented = presented.removeprefix("Bearer ").strip()
+    presented = http_server.bearer_of(request.headers)
     presented = presented or request.headers.get("x-api-key", "")
     named = request.path_params.get("session")
     in_path = named is not None and named.startswith(session_store.KEY_PREFIX)
     if in_path:  # Of a client that can be given an address, but no key.
       presented = str(named)
     by_key = self._service.by_key(presented) if presented else None
-    trusted = not self._token or hmac.compare_digest(
-        presented.encode("latin-1", "replace"), self._token.encode()
-    )
+    trusted = not self._token or http_server.is_token(presented, self._token)
     if by_key is None and presented.startswith(session_store.KEY_PREFIX):
       # Without its session, the request would be lost to training.
       if not self._token or presented != self._token:

@@ -35,7 +35,6 @@ import base64
 import collections
 import contextlib
 import functools
-import hmac
 import json
 import logging
 import os
@@ -203,10 +202,7 @@ class ImageProxy:
       return
     if request.method == "GET" and request.scope["path"] == "/health":
       return
-    presented = headers.get("authorization", "").removeprefix("Bearer ")
-    if not hmac.compare_digest(
-        presented.strip().encode("latin-1", "replace"), self._token.encode()
-    ):
+    if not http_server.is_token(http_server.bearer_of(headers), self._token):
       raise errors.ApiError(
           401, "give the proxy's token as Authorization: Bearer",
           code="invalid_api_key",
