@@ -222,9 +222,9 @@ async def test_a_policy_whose_images_are_rows_is_read_as_any_other():
     image_break_token_id = 8
 
     def image_processor(self, images, return_tensors):
-      found = super().image_processor(images, return_tensors)
+      arrays = super().image_processor(images, return_tensors)
       return {
-          "pixel_values": found["pixel_values"],
+          "pixel_values": arrays["pixel_values"],
           "image_sizes": [(16, 16)] * len(images),
       }
 

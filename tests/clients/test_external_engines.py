@@ -35,19 +35,19 @@ pytestmark = pytest.mark.timeout(300)
 Launch = vllm_lib.VllmLaunch
 
 
-@pytest.fixture(scope="module", name="ours")
-def _ours():
+@pytest.fixture(scope="module", name="policy")
+def _policy():
   """The policy that the others serve, and the engine that is the reference."""
-  ours = small_server.SmallPolicy()
-  with ours.engine:
-    ours.warm_up()
-    yield ours
+  policy = small_server.SmallPolicy()
+  with policy.engine:
+    policy.warm_up()
+    yield policy
 
 
 @pytest.fixture(scope="module", name="saved")
-def _saved(ours, tmp_path_factory):
+def _saved(policy, tmp_path_factory):
   directory = tmp_path_factory.mktemp("policy")
-  return checkpoint.save_policy(directory / "first", ours.model)
+  return checkpoint.save_policy(directory / "first", policy.model)
 
 
 def launch_of(saved, **changes):
@@ -81,13 +81,13 @@ def _sglang(saved):
 
 
 @contextlib.asynccontextmanager
-async def client_of(fake, ours, protocol="vllm", **options):
+async def client_of(fake, policy, protocol="vllm", **options):
   client = openai_client.OpenAIClient(
       f"{fake.url}/v1",
       "cua",
-      ours.images,
+      policy.images,
       protocol=protocol,
-      banned_token_ids=ours.model.config.banned_token_ids,
+      banned_token_ids=policy.model.config.banned_token_ids,
       **options,
   )
   try:
@@ -102,17 +102,17 @@ async def client_of(fake, ours, protocol="vllm", **options):
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 async def test_it_is_asked_in_tokens_and_answers_as_ours_would(
-    request, ours, protocol, temperature
+    request, policy, protocol, temperature
 ):
   fake = request.getfixturevalue("fake" if protocol == "vllm" else "sglang")
-  async with client_of(fake, ours, protocol, version=5) as client:
+  async with client_of(fake, policy, protocol, version=5) as client:
     for seeds in ((), (1,), (2, 3)):
-      prompt = ours.prompt(*seeds)
-      sampling = ours.sampling(
+      prompt = policy.prompt(*seeds)
+      sampling = policy.sampling(
           temperature=temperature, top_p=0.9, top_k=99, min_p=0.02
       )
       got = await client.generate(prompt, sampling, session="s")
-      want = await ours.engine.generate(prompt, sampling, session="w")
+      want = await policy.engine.generate(prompt, sampling, session="w")
       assert got.tokens.tolist() == want.tokens.tolist()
       np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
       assert got.finish_reason is want.finish_reason
@@ -120,60 +120,60 @@ async def test_it_is_asked_in_tokens_and_answers_as_ours_would(
       assert set(got.versions.tolist()) == {5}
       assert not got.fallback
     assert not client.counts["prompt_mismatch"]
-    await ours.engine.release("w")
+    await policy.engine.release("w")
   body = fake.bodies[-1]
   ids = body.get("token_ids") or body["input_ids"]
   # It expands placeholders itself: one for each image, not one a token.
-  assert ids.count(ours.renderer.image_token_id) == 2
+  assert ids.count(policy.renderer.image_token_id) == 2
   bias = body["sampling_params"]["logit_bias"]
-  assert bias == {str(i): -100 for i in ours.model.config.banned_token_ids}
+  assert bias == {str(i): -100 for i in policy.model.config.banned_token_ids}
 
 
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])
 async def test_a_prompt_that_is_too_long_is_a_context_limit(
-    request, ours, protocol
+    request, policy, protocol
 ):
   fake = request.getfixturevalue("fake" if protocol == "vllm" else "sglang")
   long = policy_client.TokenPrompt(np.full(300, 5))
-  async with client_of(fake, ours, protocol) as client:
+  async with client_of(fake, policy, protocol) as client:
     with pytest.raises(policy_client.ContextLimitError, match="256"):
-      await client.generate(long, ours.sampling(), session="s")
+      await client.generate(long, policy.sampling(), session="s")
     if protocol == "vllm":
       await client.check()
       assert client.context_length == 256
 
 
 @pytest.mark.slow
-async def test_the_65th_image_is_refused_and_64_are_not(ours, saved):
+async def test_the_65th_image_is_refused_and_64_are_not(policy, saved):
   launch = launch_of(saved, images=64, max_model_len=1024)
   with vllm(launch) as fake:
-    async with client_of(fake, ours, max_images=99) as client:
-      many = ours.prompt(*range(64))
-      got = await client.generate(many, ours.sampling(), session="s")
+    async with client_of(fake, policy, max_images=99) as client:
+      many = policy.prompt(*range(64))
+      got = await client.generate(many, policy.sampling(), session="s")
       assert len(got.tokens)
       with pytest.raises(ValueError, match=r"400.*At most 64 image\(s\)"):
         await client.generate(
-            ours.prompt(*range(65)), ours.sampling(), session="s"
+            policy.prompt(*range(65)), policy.sampling(), session="s"
         )
-    async with client_of(fake, ours) as client:  # Nor is it sent.
-      asked = len(fake.bodies)
+    async with client_of(fake, policy) as client:  # Nor is it sent.
+      requests_before = len(fake.bodies)
       with pytest.raises(ValueError, match="65 images.*max_images=64"):
         await client.generate(
-            ours.prompt(*range(65)), ours.sampling(), session="s"
+            policy.prompt(*range(65)), policy.sampling(), session="s"
         )
-      assert len(fake.bodies) == asked
+      assert len(fake.bodies) == requests_before
 
 
-async def test_what_was_cut_off_goes_on(ours, saved):
+async def test_what_was_cut_off_goes_on(policy, saved):
   """As a server does that aborts requests when it gets new weights."""
   with vllm(launch_of(saved), abort_first=True) as fake:
-    async with client_of(fake, ours) as client:
-      prompt = ours.prompt(1)
-      sampling = ours.sampling(temperature=0.0, stop_token_ids=())
+    async with client_of(fake, policy) as client:
+      prompt = policy.prompt(1)
+      sampling = policy.sampling(temperature=0.0, stop_token_ids=())
       got = await client.generate(prompt, sampling, session="s")
       assert client.counts["resumed"] == 1
-  want = await ours.engine.generate(prompt, sampling, session="w")
-  await ours.engine.release("w")
+  want = await policy.engine.generate(prompt, sampling, session="w")
+  await policy.engine.release("w")
   assert got.tokens.tolist() == want.tokens.tolist()
   np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
   first, second = fake.bodies
@@ -185,7 +185,7 @@ async def test_what_was_cut_off_goes_on(ours, saved):
 
 
 async def test_a_server_that_read_another_prompt_is_found_out(
-    fake, ours, monkeypatch
+    fake, policy, monkeypatch
 ):
   real = fake.expanded
 
@@ -197,11 +197,11 @@ async def test_a_server_that_read_another_prompt_is_found_out(
     )
 
   monkeypatch.setattr(fake, "expanded", twice)
-  async with client_of(fake, ours) as client:
+  async with client_of(fake, policy) as client:
     with pytest.raises(
         openai_client.PromptMismatchError, match="image processor or tokenizer"
     ):
-      await client.generate(ours.prompt(1), ours.sampling(), session="s")
+      await client.generate(policy.prompt(1), policy.sampling(), session="s")
     assert client.counts["prompt_mismatch"] == 1
 
 
@@ -240,38 +240,42 @@ TEXT = "hello there"
     ],
 )  # pyformat: disable
 async def test_what_is_not_told_is_made_up_flagged_and_counted(
-    ours, cause, choice, exact
+    policy, cause, choice, exact
 ):
-  eot = ours.renderer.end_of_turn_id
+  eot = policy.renderer.end_of_turn_id
   with telling(text=TEXT, **choice) as server:
     async with client_of(
         server,
-        ours,
-        tokenize=ours.renderer.encode,
+        policy,
+        tokenize=policy.renderer.encode,
         end_of_turn_id=eot,
         recompute=lambda prompt, tokens: np.full(len(tokens), -0.25),
     ) as client:
-      got = await client.generate(ours.prompt(), ours.sampling(), session="s")
+      got = await client.generate(
+          policy.prompt(), policy.sampling(), session="s"
+      )
     assert got.fallback == cause
     assert {k: v for k, v in client.counts.items() if k != "requests"} == (
         {cause: 1} if cause else {}
     )
-    encoded = [*ours.renderer.encode(TEXT).tolist(), eot]
+    encoded = [*policy.renderer.encode(TEXT).tolist(), eot]
     assert got.tokens.tolist() == ([7, 8] if exact else encoded)
     if cause:
       assert set(got.logprobs.tolist()) == {-0.25}
     else:
       assert got.logprobs.tolist() == [-0.5, -1.5]
-    async with client_of(server, ours) as client:
+    async with client_of(server, policy) as client:
       if exact:
-        got = await client.generate(ours.prompt(), ours.sampling(), session="s")
+        got = await client.generate(
+            policy.prompt(), policy.sampling(), session="s"
+        )
         if cause:
           assert got.logprobs.tolist() == [0.0, 0.0]
       else:
         with pytest.raises(
             openai_client.RemoteError, match="return_token_ids.*tokenize="
         ):
-          await client.generate(ours.prompt(), ours.sampling(), session="s")
+          await client.generate(policy.prompt(), policy.sampling(), session="s")
 
 
 def answer_of(tokens, logprobs):
@@ -292,18 +296,20 @@ def answer_of(tokens, logprobs):
     ],
 )
 async def test_what_the_policy_cannot_have_sampled_is_not_believed(
-    ours, tokens, logprobs, reason
+    policy, tokens, logprobs, reason
 ):
-  about = ours.model.config
+  about = policy.model.config
   tokens = [about.banned_token_ids[0] if t == "BANNED" else t for t in tokens]
   with telling(text=TEXT, **answer_of(tokens, logprobs)) as server:
-    async with client_of(server, ours, vocab_size=about.vocab_size) as client:
+    async with client_of(server, policy, vocab_size=about.vocab_size) as client:
       with pytest.raises(openai_client.RemoteError, match=reason):
-        await client.generate(ours.prompt(), ours.sampling(), session="s")
+        await client.generate(policy.prompt(), policy.sampling(), session="s")
   # A certain token may round to more than 1.
   with telling(text=TEXT, **answer_of([7, 8], [1e-6, -49.0])) as server:
-    async with client_of(server, ours, vocab_size=about.vocab_size) as client:
-      got = await client.generate(ours.prompt(), ours.sampling(), session="s")
+    async with client_of(server, policy, vocab_size=about.vocab_size) as client:
+      got = await client.generate(
+          policy.prompt(), policy.sampling(), session="s"
+      )
       assert got.tokens.tolist() == [7, 8]
 
 
@@ -326,24 +332,24 @@ def other_weights(seed):
 
 
 @contextlib.contextmanager
-def weights_for(directory, ours, engines, clients, **options):
-  made = disk_weights.DiskWeights(
+def weights_for(directory, policy, engines, clients, **options):
+  weights = disk_weights.DiskWeights(
       directory,
-      disk_weights.policy_saver(ours.model),
+      disk_weights.policy_saver(policy.model),
       engines,
       clients,
       **options,
   )
   try:
-    yield made
+    yield weights
   finally:
-    made.close()
+    weights.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])
 async def test_after_an_update_it_answers_with_the_new_weights(
-    ours, saved, tmp_path, protocol
+    policy, saved, tmp_path, protocol
 ):
   if protocol == "vllm":
     server = vllm(launch_of(saved))
@@ -351,36 +357,38 @@ async def test_after_an_update_it_answers_with_the_new_weights(
   else:
     server = fake_engines.FakeSglang(saved)
     engine_of = disk_weights.SglangEngine
-  prompt = ours.prompt(1)
-  sampling = ours.sampling(stop_token_ids=())
-  seen = []
+  prompt = policy.prompt(1)
+  sampling = policy.sampling(stop_token_ids=())
+  answers = []
   with server as fake:
-    async with client_of(fake, ours, protocol) as client:
+    async with client_of(fake, policy, protocol) as client:
       with weights_for(
-          tmp_path, ours, [engine_of(fake.url)], [client]
+          tmp_path, policy, [engine_of(fake.url)], [client]
       ) as weights:
         for version in (1, 2, 3):
           model = other_weights(version)
-          done = weights.publish(version, model)
-          assert await asyncio.wrap_future(done) == version
+          publication = weights.publish(version, model)
+          assert await asyncio.wrap_future(publication) == version
           assert client.version == weights.version == version
           got = await client.generate(prompt, sampling, session="s")
           assert set(got.versions.tolist()) == {version}
-          await asyncio.wrap_future(ours.engine.update_weights(version, model))
-          want = await ours.engine.generate(prompt, sampling, session="w")
-          await ours.engine.release("w")
+          await asyncio.wrap_future(
+              policy.engine.update_weights(version, model)
+          )
+          want = await policy.engine.generate(prompt, sampling, session="w")
+          await policy.engine.release("w")
           assert got.tokens.tolist() == want.tokens.tolist()
           np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
-          seen.append(got.tokens.tolist())
+          answers.append(got.tokens.tolist())
     # A path of its own each time, and the old ones go.
     assert len(set(fake.loaded)) == 3
-    left = sorted(str(p) for p in tmp_path.glob("*/*"))
-    assert left == fake.loaded[1:]
+    paths = sorted(str(p) for p in tmp_path.glob("*/*"))
+    assert paths == fake.loaded[1:]
     if protocol == "vllm":
       assert fake.calls == 3 * calls_of("reload_weights")
       assert fake.weight_version == "3"
-  assert len(set(map(tuple, seen))) > 1
-  await asyncio.wrap_future(ours.engine.update_weights(0, ours.model))
+  assert len(set(map(tuple, answers))) > 1
+  await asyncio.wrap_future(policy.engine.update_weights(0, policy.model))
 
 
 def remote_of(client, weights):
@@ -395,12 +403,12 @@ def remote_of(client, weights):
 
 @pytest.mark.parametrize("images", [(), (1,)], ids=["text", "image"])
 async def test_a_request_in_flight_is_continued_with_the_new_weights(
-    ours, saved, tmp_path, images
+    policy, saved, tmp_path, images
 ):
   """And every token has the version of its weights, right across the cut."""
   model = other_weights(1)
-  sampling = ours.sampling(temperature=0.0, stop_token_ids=())
-  prompt = ours.prompt(*images)
+  sampling = policy.sampling(temperature=0.0, stop_token_ids=())
+  prompt = policy.prompt(*images)
   with vllm(launch_of(saved)) as fake:
     entered = threading.Event()
     real = fake.engine.generate
@@ -412,9 +420,9 @@ async def test_a_request_in_flight_is_continued_with_the_new_weights(
       return await real(*args, **kwargs)
 
     fake.engine.generate = late
-    async with client_of(fake, ours) as client:
+    async with client_of(fake, policy) as client:
       with weights_for(
-          tmp_path, ours, [disk_weights.VllmEngine(fake.url)], []
+          tmp_path, policy, [disk_weights.VllmEngine(fake.url)], []
       ) as weights:
         weights.version = 0
         engine = remote_of(client, weights)
@@ -429,16 +437,16 @@ async def test_a_request_in_flight_is_continued_with_the_new_weights(
         got = await request
         await asyncio.wrap_future(publication)
   assert got.versions.tolist() == [0] * 2 + [1] * (len(got.tokens) - 2)
-  await asyncio.wrap_future(ours.engine.update_weights(1, model))
+  await asyncio.wrap_future(policy.engine.update_weights(1, model))
   continuation = policy_client.TokenPrompt(
       np.concatenate([prompt.tokens, got.tokens[:2]]), prompt.images
   )
   sampling = dataclasses.replace(
       sampling, max_new_tokens=sampling.max_new_tokens - 2
   )
-  want = await ours.engine.generate(continuation, sampling, session="w")
-  await ours.engine.release("w")
-  await asyncio.wrap_future(ours.engine.update_weights(0, ours.model))
+  want = await policy.engine.generate(continuation, sampling, session="w")
+  await policy.engine.release("w")
+  await asyncio.wrap_future(policy.engine.update_weights(0, policy.model))
   assert got.tokens[2:].tolist() == want.tokens.tolist()
   np.testing.assert_allclose(got.logprobs[2:], want.logprobs, atol=1e-5)
 
@@ -446,22 +454,22 @@ async def test_a_request_in_flight_is_continued_with_the_new_weights(
 # --- the proof of a hand-over -------------------------------------------------
 
 
-def probe_of(fake, ours, protocol, tolerance=1e-3):
-  prompts = [ours.prompt(), ours.prompt(1)]
+def probe_of(fake, policy, protocol, tolerance=1e-3):
+  prompts = [policy.prompt(), policy.prompt(1)]
 
   def make_client():
     return openai_client.OpenAIClient(
         f"{fake.url}/v1",
         "cua",
-        ours.images,
+        policy.images,
         protocol=protocol,
-        banned_token_ids=ours.model.config.banned_token_ids,
+        banned_token_ids=policy.model.config.banned_token_ids,
     )
 
   score = scorer.Scorer(
-      ours.model,
-      ours.processor,
-      ours.images,
+      policy.model,
+      policy.processor,
+      policy.images,
       row_length=128,
       temperature=hand_over_probe.SAMPLING.temperature,
   )
@@ -486,17 +494,17 @@ def server_of(saved, protocol):
 
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])
 async def test_a_server_that_loads_nothing_is_found_out_at_once(
-    ours, saved, tmp_path, protocol
+    policy, saved, tmp_path, protocol
 ):
   """Also where the step is smaller than the tolerance."""
   server, engine_of = server_of(saved, protocol)
   with server as fake:
-    probe = probe_of(fake, ours, protocol)
+    probe = probe_of(fake, policy, protocol)
     with weights_for(
-        tmp_path, ours, [engine_of(fake.url)], (), probes=[probe]
+        tmp_path, policy, [engine_of(fake.url)], (), probes=[probe]
     ) as weights:
-      await asyncio.wrap_future(weights.publish(0, ours.model))
-      small = moved(ours.model, 1e-4)
+      await asyncio.wrap_future(weights.publish(0, policy.model))
+      small = moved(policy.model, 1e-4)
       await asyncio.wrap_future(weights.publish(1, small))
       fake.loads_nothing = True
       for version, by, words in (
@@ -522,29 +530,29 @@ async def test_a_server_that_loads_nothing_is_found_out_at_once(
 
 
 @pytest.mark.slow
-async def test_the_probe_sees_an_old_vision_tower(ours, saved, tmp_path):
+async def test_the_probe_sees_an_old_vision_tower(policy, saved, tmp_path):
   """By the prompt with an image."""
   with vllm(launch_of(saved)) as fake:
-    probe = probe_of(fake, ours, "vllm")
-    assert await asyncio.to_thread(probe.check, ours.model) < 1e-4
-    other = moved(ours.model, 0.3, only="stem.")
+    probe = probe_of(fake, policy, "vllm")
+    assert await asyncio.to_thread(probe.check, policy.model) < 1e-4
+    other = moved(policy.model, 0.3, only="stem.")
     with pytest.raises(hand_over_probe.ProbeMismatch, match="with 1 images"):
       await asyncio.to_thread(probe.check, other)
 
 
 async def test_a_hand_over_that_is_lost_once_is_repeated(
-    ours, saved, tmp_path
+    policy, saved, tmp_path
 ):
   with vllm(launch_of(saved)) as fake:
-    probe = probe_of(fake, ours, "vllm")
+    probe = probe_of(fake, policy, "vllm")
     with weights_for(
         tmp_path,
-        ours,
+        policy,
         [disk_weights.VllmEngine(fake.url)],
         (),
         probes=[probe],
     ) as weights:
-      await asyncio.wrap_future(weights.publish(0, ours.model))
+      await asyncio.wrap_future(weights.publish(0, policy.model))
       real = fake.load
 
       async def lost(path):
@@ -557,7 +565,7 @@ async def test_a_hand_over_that_is_lost_once_is_repeated(
 
 
 async def test_a_request_during_an_update_waits_and_is_not_lost(
-    ours, saved, tmp_path
+    policy, saved, tmp_path
 ):
   entered, go_on = threading.Event(), threading.Event()
   with vllm(launch_of(saved)) as fake:
@@ -569,36 +577,36 @@ async def test_a_request_during_an_update_waits_and_is_not_lost(
       await real(path)
 
     fake.load = slowly
-    async with client_of(fake, ours) as client:
+    async with client_of(fake, policy) as client:
       with weights_for(
-          tmp_path, ours, [disk_weights.VllmEngine(fake.url)], [client]
+          tmp_path, policy, [disk_weights.VllmEngine(fake.url)], [client]
       ) as weights:
-        done = weights.publish(1, other_weights(1))
+        publication = weights.publish(1, other_weights(1))
         await asyncio.to_thread(entered.wait, 30)
-        asked = asyncio.ensure_future(
-            client.generate(ours.prompt(1), ours.sampling(), session="s")
+        request = asyncio.ensure_future(
+            client.generate(policy.prompt(1), policy.sampling(), session="s")
         )
         await asyncio.sleep(0.2)
-        assert not asked.done() and client.version == 0
+        assert not request.done() and client.version == 0
         go_on.set()
-        got = await asked
-        await asyncio.wrap_future(done)
+        got = await request
+        await asyncio.wrap_future(publication)
     # The server names the weights that it answered with.
     assert set(got.versions.tolist()) == {1} and client.version == 1
 
 
 @pytest.mark.parametrize("failure", ["out of memory", "older weights"])
 async def test_an_engine_that_cannot_load_is_resumed_and_not_sampled_from(
-    ours, saved, tmp_path, failure
+    policy, saved, tmp_path, failure
 ):
   with vllm(launch_of(saved)) as fake:
     if failure == "older weights":
       fake.resets = False
     else:
       fake.load_failure = "CUDA out of memory"
-    async with client_of(fake, ours) as client:
+    async with client_of(fake, policy) as client:
       with weights_for(
-          tmp_path, ours, [disk_weights.VllmEngine(fake.url)], [client]
+          tmp_path, policy, [disk_weights.VllmEngine(fake.url)], [client]
       ) as weights:
         with pytest.raises(
             disk_weights.HandOverError,
@@ -609,32 +617,34 @@ async def test_an_engine_that_cannot_load_is_resumed_and_not_sampled_from(
         engine = remote_of(client, weights)
         count = len(fake.bodies)
         with pytest.raises(openai_client.RemoteError, match="not sampled from"):
-          await engine.generate(ours.prompt(1), ours.sampling(), session="s")
+          await engine.generate(
+              policy.prompt(1), policy.sampling(), session="s"
+          )
         assert len(fake.bodies) == count
     assert fake.calls[-1] == "resume"
 
 
 @pytest.mark.parametrize("refusals", [1, 9])
 def test_a_refused_resume_is_repeated(
-    ours, saved, tmp_path, refusals, monkeypatch
+    policy, saved, tmp_path, refusals, monkeypatch
 ):
   monkeypatch.setattr(disk_weights, "_RESUME_AFTER_S", (0.0, 0.01, 0.01))
   with vllm(launch_of(saved)) as fake:
     fake.resume_failures = refusals
     engine = disk_weights.VllmEngine(fake.url)
-    with weights_for(tmp_path, ours, [engine], []) as weights:
-      done = weights.publish(0, ours.model)
+    with weights_for(tmp_path, policy, [engine], []) as weights:
+      publication = weights.publish(0, policy.model)
       if refusals == 1:
-        assert done.result(60) == 0
+        assert publication.result(60) == 0
       else:
         with pytest.raises(
             disk_weights.HandOverError, match="new weights and could not be"
         ):
-          done.result(60)
+          publication.result(60)
       assert fake.gate.is_set() == (refusals == 1)
 
 
-def test_any_failure_resumes_the_engine(ours, saved, tmp_path, monkeypatch):
+def test_any_failure_resumes_the_engine(policy, saved, tmp_path, monkeypatch):
   with vllm(launch_of(saved)) as fake:
     engine = disk_weights.VllmEngine(fake.url)
 
@@ -648,22 +658,22 @@ def test_any_failure_resumes_the_engine(ours, saved, tmp_path, monkeypatch):
 
 
 def test_a_server_that_was_left_paused_is_resumed_before_the_first_request(
-    ours, saved, tmp_path, caplog
+    policy, saved, tmp_path, caplog
 ):
   with vllm(launch_of(saved)) as fake:
     engine = disk_weights.VllmEngine(fake.url)
     engine.wake()
     assert not fake.calls
-    with weights_for(tmp_path, ours, [engine], []) as weights:
+    with weights_for(tmp_path, policy, [engine], []) as weights:
       httpx.post(f"{fake.url}/pause?mode=abort").raise_for_status()
       remote = remote_engine.RemoteEngine(
           lambda: openai_client.OpenAIClient(
-              f"{fake.url}/v1", "cua", ours.images, protocol="vllm",
+              f"{fake.url}/v1", "cua", policy.images, protocol="vllm",
               timeout_s=20.0,
           ),
           weights,
           context_length=small_server.CONTEXT,
-          prompts=lambda: [ours.prompt()],
+          prompts=lambda: [policy.prompt()],
           sampling=policy_client.SamplingParams(),
       )
       remote.warm_up()
@@ -680,31 +690,31 @@ class Unanswering:
     raise RuntimeError("out of memory")
 
 
-def test_a_failed_comparison_names_the_engine_and_the_fix(ours, tmp_path):
-  told = Told()
-  told.transfer = "reload"
+def test_a_failed_comparison_names_the_engine_and_the_fix(policy, tmp_path):
+  engine = NotingEngine()
+  engine.transfer = "reload"
   with weights_for(
-      tmp_path, ours, [told], probes=[Unanswering()], clients=()
+      tmp_path, policy, [engine], probes=[Unanswering()], clients=()
   ) as weights:
     with pytest.raises(
         disk_weights.HandOverError,
         match="http://told .transfer=reload, version 3.*RuntimeError: out of"
         " memory.*clients.vllm",
     ):
-      weights.publish(3, ours.model).result(60)
+      weights.publish(3, policy.model).result(60)
 
 
-def test_closing_begins_no_further_step_and_waits_no_longer(ours, tmp_path):
+def test_closing_begins_no_further_step_and_waits_no_longer(policy, tmp_path):
   entered, go_on, probed = threading.Event(), threading.Event(), []
-  told = Told()
-  told.transfer = "reload"
+  engine = NotingEngine()
+  engine.transfer = "reload"
 
   def load(path, version):
     del path, version
     entered.set()
     go_on.wait(60)
 
-  told.load = load
+  engine.load = load
 
   class Probed:
 
@@ -713,23 +723,23 @@ def test_closing_begins_no_further_step_and_waits_no_longer(ours, tmp_path):
       return 0.0
 
   weights = disk_weights.DiskWeights(
-      tmp_path, lambda *_: None, [told], probes=[Probed()]
+      tmp_path, lambda *_: None, [engine], probes=[Probed()]
   )
-  done, queued = weights.publish(1, None), weights.publish(2, None)
+  running, queued = weights.publish(1, None), weights.publish(2, None)
   assert entered.wait(30)
   started = time.monotonic()
   weights.close(0.2)
   assert time.monotonic() - started < 10
-  assert queued.cancelled() and not done.done()
+  assert queued.cancelled() and not running.done()
   go_on.set()
   with pytest.raises(disk_weights.HandOverError, match="ended by close"):
-    done.result(60)
+    running.result(60)
   assert not probed
   weights.close()
 
 
 async def test_closing_ends_a_load_in_progress_and_resumes_the_engine(
-    ours, saved, tmp_path
+    policy, saved, tmp_path
 ):
   """And no thread of it is left that the process would wait for."""
   entered = threading.Event()
@@ -743,7 +753,7 @@ async def test_closing_ends_a_load_in_progress_and_resumes_the_engine(
     fake.load = stuck
     engine = disk_weights.VllmEngine(fake.url)
     weights = disk_weights.DiskWeights(
-        tmp_path, disk_weights.policy_saver(ours.model), [engine]
+        tmp_path, disk_weights.policy_saver(policy.model), [engine]
     )
     published = weights.publish(1, other_weights(1))
     assert await asyncio.to_thread(entered.wait, 30)
@@ -757,16 +767,16 @@ async def test_closing_ends_a_load_in_progress_and_resumes_the_engine(
     assert fake.gate.is_set() and fake.calls[-1] == "resume"
     # Its files are no longer read, and the folder is free.
     disk_weights.DiskWeights(
-        tmp_path, disk_weights.policy_saver(ours.model), [engine]
+        tmp_path, disk_weights.policy_saver(policy.model), [engine]
     ).close()
 
 
-async def test_closing_lets_a_resume_in_progress_end(ours, saved, tmp_path):
+async def test_closing_lets_a_resume_in_progress_end(policy, saved, tmp_path):
   with vllm(launch_of(saved)) as fake:
     fake.resume_s = 1.0
     weights = disk_weights.DiskWeights(
         tmp_path,
-        disk_weights.policy_saver(ours.model),
+        disk_weights.policy_saver(policy.model),
         [disk_weights.VllmEngine(fake.url)],
     )
     published = weights.publish(1, other_weights(1))
@@ -777,16 +787,18 @@ async def test_closing_lets_a_resume_in_progress_end(ours, saved, tmp_path):
     assert fake.gate.is_set() and fake.calls.count("resume") == 1
 
 
-async def test_waiting_for_weights_takes_no_time_of_a_request(ours, saved):
+async def test_waiting_for_weights_takes_no_time_of_a_request(policy, saved):
   with vllm(launch_of(saved)) as fake:
-    async with client_of(fake, ours, timeout_s=2.0) as client:
-      await client.generate(ours.prompt(), ours.sampling(), session="s")
+    async with client_of(fake, policy, timeout_s=2.0) as client:
+      await client.generate(policy.prompt(), policy.sampling(), session="s")
 
       async def wait():
         await asyncio.sleep(2.5)
 
       client.before_request = wait
-      got = await client.generate(ours.prompt(), ours.sampling(), session="s")
+      got = await client.generate(
+          policy.prompt(), policy.sampling(), session="s"
+      )
       assert len(got.tokens)
 
       async def stuck(*_):
@@ -794,11 +806,11 @@ async def test_waiting_for_weights_takes_no_time_of_a_request(ours, saved):
 
       client.before_request, fake.sample = None, stuck
       with pytest.raises(TimeoutError, match="timeout_s=2 s"):
-        await client.generate(ours.prompt(), ours.sampling(), session="s")
+        await client.generate(policy.prompt(), policy.sampling(), session="s")
 
 
 async def test_a_load_takes_no_time_of_the_requests_that_wait_for_it(
-    ours, saved, tmp_path
+    policy, saved, tmp_path
 ):
   """Of one that comes meanwhile, and of one that the paused server holds."""
   entered, go_on = threading.Event(), threading.Event()
@@ -812,16 +824,16 @@ async def test_a_load_takes_no_time_of_the_requests_that_wait_for_it(
       await real(path)
 
     fake.load = slowly
-    async with client_of(fake, ours, timeout_s=2.0) as client:
+    async with client_of(fake, policy, timeout_s=2.0) as client:
       with weights_for(
-          tmp_path, ours, [disk_weights.VllmEngine(fake.url)], [client]
+          tmp_path, policy, [disk_weights.VllmEngine(fake.url)], [client]
       ) as weights:
         engine = remote_of(client, weights)
 
         async def generate(session):
           with concurrency.clocked() as clock:
             completion_of = engine.generate(
-                ours.prompt(1), ours.sampling(), session=session
+                policy.prompt(1), policy.sampling(), session=session
             )
             completion = await runner.run(completion_of, seconds=2.0)
           return completion, clock.stopped_s
@@ -845,19 +857,19 @@ async def test_a_load_takes_no_time_of_the_requests_that_wait_for_it(
         assert stopped_s < 0.1 and not engine._clocks
 
 
-async def test_weights_of_another_run_are_found_out(ours, saved, tmp_path):
+async def test_weights_of_another_run_are_found_out(policy, saved, tmp_path):
   with vllm(launch_of(saved)) as fake:
-    async with client_of(fake, ours) as client:
+    async with client_of(fake, policy) as client:
       vllm_engine = disk_weights.VllmEngine(fake.url)
-      with weights_for(tmp_path, ours, [vllm_engine], []) as weights:
+      with weights_for(tmp_path, policy, [vllm_engine], []) as weights:
         engine = remote_of(client, weights)
 
         async def ask():
           return await engine.generate(
-              ours.prompt(1), ours.sampling(), session="s"
+              policy.prompt(1), policy.sampling(), session="s"
           )
 
-        await asyncio.wrap_future(weights.publish(1, ours.model))
+        await asyncio.wrap_future(weights.publish(1, policy.model))
         assert set((await ask()).versions.tolist()) == {1}
         fake.weight_version = "8"
         with pytest.raises(
@@ -866,28 +878,28 @@ async def test_weights_of_another_run_are_found_out(ours, saved, tmp_path):
           await ask()
 
 
-def test_hand_overs_that_cannot_be_say_what_to_do(ours, saved, tmp_path):
+def test_hand_overs_that_cannot_be_say_what_to_do(policy, saved, tmp_path):
   closed = launch_of(saved, reload_weights=False)
   with vllm(closed) as fake, weights_for(
-      tmp_path, ours, [disk_weights.VllmEngine(fake.url)], []
+      tmp_path, policy, [disk_weights.VllmEngine(fake.url)], []
   ) as weights:
-    done = weights.publish(0, ours.model)
+    publication = weights.publish(0, policy.model)
     with pytest.raises(disk_weights.HandOverError, match="SERVER_DEV_MODE"):
-      done.result(60)
-  gone = disk_weights.SglangEngine(fake.url, timeout_s=2)
-  with weights_for(tmp_path / "b", ours, [gone], []) as weights:
+      publication.result(60)
+  stopped = disk_weights.SglangEngine(fake.url, timeout_s=2)
+  with weights_for(tmp_path / "b", policy, [stopped], []) as weights:
     with pytest.raises(disk_weights.HandOverError, match="cannot be reached"):
-      weights.publish(0, ours.model).result(60)
+      weights.publish(0, policy.model).result(60)
     with pytest.raises(ValueError, match="version must be"):
-      weights.publish(-1, ours.model)
+      weights.publish(-1, policy.model)
   with pytest.raises(ValueError, match="engines is empty"):
     disk_weights.DiskWeights(tmp_path, lambda *_: None, [])
   with pytest.raises(ValueError, match="not a URL"):
     disk_weights.VllmEngine("localhost:8000")
 
 
-class Told:
-  """An engine that notes what it is told, and what it finds there."""
+class NotingEngine:
+  """An engine that notes its loads and the files of each."""
 
   url = "http://told"
 
@@ -904,9 +916,9 @@ class Told:
     self.found.append((version, path, sorted(os.listdir(path))))
 
 
-def test_half_a_checkpoint_is_never_seen(ours, tmp_path):
-  told = Told()
-  real = disk_weights.policy_saver(ours.model)
+def test_half_a_checkpoint_is_never_seen(policy, tmp_path):
+  engine = NotingEngine()
+  real = disk_weights.policy_saver(policy.model)
 
   def breaking(directory, params):
     real(directory, params)
@@ -914,17 +926,17 @@ def test_half_a_checkpoint_is_never_seen(ours, tmp_path):
       raise OSError("No space left on device")
 
   broken = other_weights(1)
-  weights = disk_weights.DiskWeights(tmp_path, breaking, [told], keep=1)
+  weights = disk_weights.DiskWeights(tmp_path, breaking, [engine], keep=1)
   with pytest.raises(OSError, match="No space left"):
     weights.publish(1, broken).result(60)
-  assert not told.found and not list(tmp_path.glob("[!.]*"))
-  assert weights.publish(2, ours.model).result(60) == 2
+  assert not engine.found and not list(tmp_path.glob("[!.]*"))
+  assert weights.publish(2, policy.model).result(60) == 2
   weights.close()
-  ((version, path, files),) = told.found
+  ((version, path, files),) = engine.found
   assert version == 2 and path.startswith(f"{tmp_path}/")
   assert "model.safetensors" in files and "config.json" in files
   loaded, _, _ = checkpoint.load_policy(path)
-  want = checkpoint.named_parameters(ours.model)
+  want = checkpoint.named_parameters(policy.model)
   for name, value in checkpoint.named_parameters(loaded).items():
     np.testing.assert_array_equal(value, want[name], err_msg=name)
   assert [str(p) for p in tmp_path.glob("*/*")] == [path]
@@ -936,36 +948,36 @@ def test_a_path_is_told_with_one_content_only(tmp_path):
   def save(directory, params):
     (directory / "w").write_text(params)
 
-  told = Told()
-  told.load = lambda path, version: told.found.append(path)
-  first = disk_weights.DiskWeights(tmp_path, save, [told])
+  engine = NotingEngine()
+  engine.load = lambda path, version: engine.found.append(path)
+  first = disk_weights.DiskWeights(tmp_path, save, [engine])
   for version in (98, 99, 100):
     first.publish(version, f"first {version}").result(60)
   first.close()
-  second = disk_weights.DiskWeights(tmp_path, save, [told])
+  second = disk_weights.DiskWeights(tmp_path, save, [engine])
   texts = ["a", "b", "c", "d"]
   for version, text in zip((0, 98, 99, 99), texts):
     second.publish(version, text).result(60)
-    assert (tmp_path / told.found[-1] / "w").read_text() == text
+    assert (tmp_path / engine.found[-1] / "w").read_text() == text
   with pytest.raises(ValueError, match="98 is older than 99"):
     second.publish(98, "old")
   assert second.version == 99
   second.close()
-  assert len(set(told.found)) == len(told.found) == 7
-  left = sorted(p.read_text() for p in tmp_path.glob("*/*/w"))
-  assert left == ["c", "d"]  # Those of the ended run went.
+  assert len(set(engine.found)) == len(engine.found) == 7
+  contents = sorted(p.read_text() for p in tmp_path.glob("*/*/w"))
+  assert contents == ["c", "d"]  # Those of the ended run went.
 
 
-def test_engines_elsewhere_are_told_their_own_path(ours, tmp_path):
-  told = Told()
-  told.load = lambda path, version: told.found.append(path)
+def test_engines_elsewhere_are_told_their_own_path(policy, tmp_path):
+  engine = NotingEngine()
+  engine.load = lambda path, version: engine.found.append(path)
   weights = disk_weights.DiskWeights(
-      tmp_path, lambda d, p: None, [told], seen_at="/mnt/weights"
+      tmp_path, lambda d, p: None, [engine], seen_at="/mnt/weights"
   )
   weights.publish(7, None).result(60)
   weights.close()
   (path,) = tmp_path.glob("*/*")
-  assert told.found == [f"/mnt/weights/{path.relative_to(tmp_path)}"]
+  assert engine.found == [f"/mnt/weights/{path.relative_to(tmp_path)}"]
 
 
 @pytest.mark.slow
@@ -976,9 +988,9 @@ def test_an_adapter_is_written_into_the_weights(tmp_path):
 
   model, _, _ = checkpoint.create_policy("qwen3_vl_tiny", seed=3)
   lora.add(model, rank=2, alpha=4.0, seed=0)
-  told = Told()
+  engine = NotingEngine()
   weights = disk_weights.DiskWeights(
-      tmp_path, disk_weights.policy_saver(model, dtype="bfloat16"), [told]
+      tmp_path, disk_weights.policy_saver(model, dtype="bfloat16"), [engine]
   )
   weights.publish(1, model).result(60)
   weights.close()
@@ -993,7 +1005,7 @@ def test_an_adapter_is_written_into_the_weights(tmp_path):
   assert config["model_type"] == "qwen3_vl"
 
 
-async def test_an_adapter_alone_is_handed_over(ours, saved, tmp_path):
+async def test_an_adapter_alone_is_handed_over(policy, saved, tmp_path):
   """Its files are what the policy trains, each version under one name."""
   model, _, _ = checkpoint.create_policy("qwen3_vl_tiny", seed=3)
   lora.add(model, rank=2, alpha=4.0, seed=0)
@@ -1021,8 +1033,10 @@ async def test_an_adapter_alone_is_handed_over(ours, saved, tmp_path):
     size = sum(f.stat().st_size for f in fake_files(tmp_path, "v00000002"))
     weights.close()
   assert fake.calls == 2 * calls_of("load_lora_adapter")
-  whole = checkpoint.save_policy(tmp_path / "whole", model_without_adapter())
-  assert size < 0.2 * sum(f.stat().st_size for f in whole.rglob("*"))
+  directory = checkpoint.save_policy(
+      tmp_path / "whole", model_without_adapter()
+  )
+  assert size < 0.2 * sum(f.stat().st_size for f in directory.rglob("*"))
 
 
 def fake_files(directory, version):
@@ -1034,7 +1048,7 @@ def model_without_adapter():
 
 
 async def test_a_server_not_started_for_a_transfer_names_the_fix(
-    ours, saved, tmp_path
+    policy, saved, tmp_path
 ):
   with vllm(launch_of(saved)) as fake:
     engine = disk_weights.VllmEngine(

@@ -29,39 +29,39 @@ def made(directory, text="x"):
 
 
 def test_only_folders_of_ended_runs_are_deleted(tmp_path):
-  living, ended, mine = (made(tmp_path) for _ in range(3))
-  assert mine.delete_ended() == []
+  living, ended, own = (made(tmp_path) for _ in range(3))
+  assert own.delete_ended() == []
   ended.release()
   ended.release()
-  (tmp_path / "20260101-000000-1-abcdef").mkdir()  # Nobody says whose.
+  (tmp_path / "20260101-000000-1-abcdef").mkdir()  # It has no owner file.
   (tmp_path / "mine.txt").write_text("x")
-  assert mine.delete_ended() == [ended.name]
-  left = {p.name for p in tmp_path.iterdir() if p.name[0] != "."}
-  assert left == {
-      living.name, mine.name, "20260101-000000-1-abcdef", "mine.txt",
+  assert own.delete_ended() == [ended.name]
+  names = {p.name for p in tmp_path.iterdir() if p.name[0] != "."}
+  assert names == {
+      living.name, own.name, "20260101-000000-1-abcdef", "mine.txt",
   }  # pyformat: disable
-  assert mine.delete_ended() == []
-  assert (mine.make() / "version" / "w").read_text() == "x"
+  assert own.delete_ended() == []
+  assert (own.make() / "version" / "w").read_text() == "x"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"machine": "elsewhere"}'])
 def test_what_is_another_machines_or_says_nothing_stays(tmp_path, text):
-  other, mine = made(tmp_path), made(tmp_path)
+  other, own = made(tmp_path), made(tmp_path)
   other.release()
   (tmp_path / f".{other.name}.owner").write_text(text)
-  assert mine.delete_ended() == []
+  assert own.delete_ended() == []
   assert (other.path / "version" / "w").exists()
 
 
 def test_a_link_is_not_followed(tmp_path):
-  other, mine = made(tmp_path), made(tmp_path)
+  other, own = made(tmp_path), made(tmp_path)
   other.release()
   owner = tmp_path / f".{other.name}.owner"
-  kept = tmp_path / "kept"
-  owner.rename(kept)
-  owner.symlink_to(kept)
-  assert mine.delete_ended() == []
-  assert "machine" in json.loads(kept.read_text())
+  target = tmp_path / "kept"
+  owner.rename(target)
+  owner.symlink_to(target)
+  assert own.delete_ended() == []
+  assert "machine" in json.loads(target.read_text())
 
 
 def test_a_run_that_wrote_nothing_leaves_nothing(tmp_path):
@@ -81,10 +81,10 @@ def test_a_process_that_was_killed_owns_nothing_any_more(tmp_path):
   )
   try:
     name = child.stdout.readline().strip()
-    mine = made(tmp_path)
-    assert mine.delete_ended() == [] and (tmp_path / name / "w").exists()
+    own = made(tmp_path)
+    assert own.delete_ended() == [] and (tmp_path / name / "w").exists()
   finally:
     child.kill()
     child.wait(30)
-  assert mine.delete_ended() == [name]
+  assert own.delete_ended() == [name]
   assert not (tmp_path / name).exists()

@@ -31,13 +31,13 @@ def _served():
 
 @contextlib.asynccontextmanager
 async def client_of(served, **options):
-  made = openai_client.OpenAIClient(
+  client = openai_client.OpenAIClient(
       f"{served.url}/v1", small_server.MODEL, served.images, **options
   )
   try:
-    yield made
+    yield client
   finally:
-    await made.aclose()
+    await client.aclose()
 
 
 def assert_equal(got, want):
@@ -65,7 +65,7 @@ async def test_it_samples_what_the_engine_in_process_samples(
 
 
 async def test_an_episode_in_tokens_is_that_of_the_engine(served):
-  """Sampled ids that their text would not give again stay as they are."""
+  """Sampled ids stay unchanged where encoding their text would give others."""
 
   async def episode(client, name):
     model = model_calls.PolicyModel(
@@ -81,8 +81,8 @@ async def test_an_episode_in_tokens_is_that_of_the_engine(served):
       })
       reply = await session.reply(messages, turn, call)
       messages.append({"role": "assistant", "content": reply.text})
-    for held in session.sessions():
-      await session.release(held)
+    for session_id in session.sessions():
+      await session.release(session_id)
     return session.build()
 
   async with client_of(served) as client:
@@ -144,11 +144,11 @@ async def test_what_cannot_be_is_told_as_the_seam_tells_it(served):
       await client.generate(
           served.prompt(), served.sampling(top_logprobs=2), session="c"
       )
-    gone = trajectory.ImageRef("0" * 64, *small_server.SIZE)
+    missing_image = trajectory.ImageRef("0" * 64, *small_server.SIZE)
     span = served.prompt(1).images[0]
     lost = policy_client.TokenPrompt(
         served.prompt(1).tokens,
-        (trajectory.ImageSpan(gone, span.offset, span.num_tokens),),
+        (trajectory.ImageSpan(missing_image, span.offset, span.num_tokens),),
     )
     with pytest.raises(KeyError, match="not in the store"):
       await client.generate(lost, served.sampling(), session="c")
@@ -184,10 +184,10 @@ async def test_a_session_that_was_dropped_is_started_anew(served):
   async with client_of(served) as client:
     prompt = served.prompt(1)
     first = await client.generate(prompt, served.sampling(), session="s")
-    (held,) = list(served.app._service.store._sessions)
+    (session_id,) = list(served.app._service.store._sessions)
     httpx.post(
         f"{served.url}/export_trajectories",
-        json={"session_id": held, "drop": True},
+        json={"session_id": session_id, "drop": True},
     )
     again = await client.generate(prompt, served.sampling(), session="s")
     assert_equal(again, first)
@@ -283,7 +283,7 @@ async def test_what_is_repeated_is_no_second_sample(served):
 async def test_who_goes_away_ends_the_sampling(served):
   async with client_of(served) as client:
     before = served.engine.stats()["cancelled"]
-    served.engine.pause().result(60)  # So that nobody is served in time.
+    served.engine.pause().result(60)  # No request is served in time.
     many = [
         asyncio.ensure_future(
             client.generate(

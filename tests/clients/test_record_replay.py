@@ -62,25 +62,28 @@ async def test_groups_of_episodes_are_equal_without_the_policy(tmp_path):
   turns = 0
   for one, other in zip(got, want):
     # Members of a group begin with one prompt, whose answers come in turn.
-    for mine, theirs in zip(one, other):
-      assert mine.status is theirs.status and mine.reward == theirs.reward
-      assert mine.num_turns == theirs.num_turns
-      turns += mine.num_turns
-      for a, b in zip(mine.sequences, theirs.sequences):
+    for left_episode, right_episode in zip(one, other):
+      assert left_episode.status is right_episode.status
+      assert left_episode.reward == right_episode.reward
+      assert left_episode.num_turns == right_episode.num_turns
+      turns += left_episode.num_turns
+      for a, b in zip(left_episode.sequences, right_episode.sequences):
         assert a.tokens.tolist() == b.tokens.tolist()
         assert a.versions.tolist() == b.versions.tolist()
   assert turns == len(loaded)
 
 
 async def test_what_was_not_recorded_is_an_error():
-  made = record_replay.RecordedCompletions()
+  recorded = record_replay.RecordedCompletions()
   prompt = policy_client.TokenPrompt([1, 2, 3])
   stop = policy_client.FinishReason.STOP
-  made.add(
+  recorded.add(
       record_replay.prompt_key(prompt),
       policy_client.Completion([4], [-0.5], [0], stop, fallback="no_logprobs"),
   )
-  client = record_replay.ReplayClient(made.completions, record_replay.by_prompt)
+  client = record_replay.ReplayClient(
+      recorded.completions, record_replay.by_prompt
+  )
   params = policy_client.SamplingParams()
   got = await client.generate(prompt, params, session="a")
   assert got.tokens.tolist() == [4] and got.fallback == "no_logprobs"

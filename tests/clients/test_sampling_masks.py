@@ -77,29 +77,29 @@ def test_parts_of_a_completion_are_joined_and_one_without_a_mask_is_none():
 def test_sglang_is_asked_for_a_mask_when_one_is_kept():
   prompt = policy_client.TokenPrompt([1, 2])
   plain = policy_client.SamplingParams(top_k=8)
-  kept = policy_client.SamplingParams(top_k=8, top_logprobs=20)
+  with_mask = policy_client.SamplingParams(top_k=8, top_logprobs=20)
   body = lambda sampling: remote_protocols.sglang_body(
       prompt, sampling, [], ()
   )
   assert "return_sampling_mask" not in body(plain)
-  assert body(kept)["return_sampling_mask"] is True
+  assert body(with_mask)["return_sampling_mask"] is True
 
 
 # --- the types ----------------------------------------------------------------
 
 
-def completion(**given):
+def completion(**fields):
   return policy_client.Completion(
-      TOKENS, [-1.0] * 3, [0] * 3, policy_client.FinishReason.STOP, **given
+      TOKENS, [-1.0] * 3, [0] * 3, policy_client.FinishReason.STOP, **fields
   )
 
 
 def test_a_support_is_made_of_alternatives_and_never_without_the_token():
-  made = completion(
+  sampled = completion(
       top_tokens=[[3, 7], [8, 1], [2, 4]],
       top_logprobs=[[-0.5, -1.0], [-0.7, -0.7], [0.0, -np.inf]],
   ).with_support()
-  rows = [set(row[row >= 0].tolist()) for row in made.support]
+  rows = [set(row[row >= 0].tolist()) for row in sampled.support]
   # 9 was drawn among ties of which only two are listed.
   assert rows == [{3, 7}, {8, 1, 9}, {2}]
   assert completion().with_support().support is None
@@ -119,10 +119,10 @@ def sequence(support):
 
 
 def test_one_support_has_one_form_and_survives_json():
-  made = sequence([[-1] * 4, [-1, 3, -1, 7], [-1] * 4])
-  assert made.support.tolist() == [[-1, -1], [7, 3], [-1, -1]]
-  assert trajectory.TokenSequence.from_json(made.to_json()) == made
-  assert made != sequence(None)
+  one = sequence([[-1] * 4, [-1, 3, -1, 7], [-1] * 4])
+  assert one.support.tolist() == [[-1, -1], [7, 3], [-1, -1]]
+  assert trajectory.TokenSequence.from_json(one.to_json()) == one
+  assert one != sequence(None)
   assert "support" not in sequence(None).to_json()
 
 

@@ -11,17 +11,17 @@ FinishReason = policy_client.FinishReason
 
 
 async def test_script_sees_prompt_and_session():
-  seen = []
+  calls = []
 
   def script(prompt, session):
-    seen.append((prompt.tokens.tolist(), session))
+    calls.append((prompt.tokens.tolist(), session))
     return [7, 2, 9]
 
   client = clients.ScriptedClient(script, version=3)
   client.open_session("s")
   sampling = policy_client.SamplingParams(stop_token_ids=(2,))
   got = await client.generate(PROMPT, sampling, session="s")
-  assert seen == [([4, 5, 6], "s")]
+  assert calls == [([4, 5, 6], "s")]
   # What an engine would not have sampled is not returned.
   assert got.tokens.tolist() == [7, 2]
   assert got.finish_reason is FinishReason.STOP

@@ -1,5 +1,4 @@
-"""How vLLM is started: the command for computer use, and what is wrong with
-another one."""
+"""The command that starts vLLM for computer use, and wrong commands."""
 
 import dataclasses
 import json
@@ -63,18 +62,18 @@ def test_json_and_blanks_survive_the_shell(tmp_path):
       " 'VLLM_SERVER_DEV_MODE', 'VLLM_MEDIA_URL_ALLOW_REDIRECTS')}]))\n"
   )
   show.chmod(0o755)
-  said = subprocess.run(
+  printed = subprocess.run(
       ["bash", "-c", launch.command()],
       env={"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": "/wrong"},
       capture_output=True,
       check=True,
       timeout=60,
   )
-  words, environment = json.loads(said.stdout)
+  words, environment = json.loads(printed.stdout)
   assert words == launch.argv()[1:]
   assert environment == launch.environment()
   assert environment["VLLM_API_KEY"] == "it's secret"
-  # Whoever reads the command does not read the key.
+  # The printed command does not show the key.
   assert "secret" not in launch.command()
 
 
@@ -268,12 +267,12 @@ def test_exported_policies_are_served_as_they_are(tmp_path, width, served):
 def test_every_option_says_what_it_is(capsys):
   with pytest.raises(SystemExit):
     vllm.main(["--help"])
-  said = capsys.readouterr().out
-  told = {name.replace("_", "-") for name in vllm._HELP}
+  printed = capsys.readouterr().out
+  options = {name.replace("_", "-") for name in vllm._HELP}
   for field in dataclasses.fields(vllm.VllmLaunch):
     option = field.name.replace("_", "-")
-    assert option in told
-    assert re.search(rf"\n  --{option} \S[^\n]*\n? +[a-z]", said), option
+    assert option in options
+    assert re.search(rf"\n  --{option} \S[^\n]*\n? +[a-z]", printed), option
 
 
 def test_the_module_prints_and_checks(capsys, monkeypatch, tmp_path):
@@ -282,9 +281,9 @@ def test_the_module_prints_and_checks(capsys, monkeypatch, tmp_path):
   assert "set dtype to one of" in capsys.readouterr().err
   monkeypatch.setenv("TUNIX_VLLM_DTYPE", "bfloat16")
   assert vllm.main(["--model", "/m", "--images", "7"]) == 0
-  said = capsys.readouterr().out
-  assert "--max-model-len 1024" in said and '{"image":7}' in said
-  assert vllm.main(["--check", said]) == 0
+  printed = capsys.readouterr().out
+  assert "--max-model-len 1024" in printed and '{"image":7}' in printed
+  assert vllm.main(["--check", printed]) == 0
   assert vllm.main(["--check", "vllm serve /m"]) == 1
   assert "--limit-mm-per-prompt is missing" in capsys.readouterr().out
   assert vllm.main(["--model", "/m", "--images", "many"]) == 2

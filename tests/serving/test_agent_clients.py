@@ -1,4 +1,4 @@
-"""Agent packages as they are, each asking the server in its own way.
+"""Unmodified agent packages, each asking the server in its own way.
 
 They live in environments of their own, made by `make agent-clients` and `make
 browser-use`: what they ask for does not go together with what this project
@@ -96,8 +96,8 @@ class Script(scripted_client.ScriptedClient):
     for token in answer.tokens[:-1] if grammar is not None else ():
       grammar.advance(int(token))
     if stop_when is not None:
-      kept = (stop_when(answer.tokens[: i + 1]) for i in range(length))
-      length = next((k for k in kept if k is not None), length)
+      lengths = (stop_when(answer.tokens[: i + 1]) for i in range(length))
+      length = next((k for k in lengths if k is not None), length)
     self.sampled += length
     for start in range(0, length if on_tokens else 0, 3):
       on_tokens(answer.tokens[start : min(start + 3, length)])

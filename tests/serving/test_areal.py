@@ -37,8 +37,8 @@ def test_tensors_hold_the_numbers_of_the_lists(running):
   session = rollout_server.start(running)
   own = {"Authorization": f"Bearer {session['api_key']}"}
   for text in ("go", "on"):
-    asked = [rollout_server.screenshot(0, text)]
-    body = {"model": "default", "max_tokens": 4, "messages": asked}
+    messages = [rollout_server.screenshot(0, text)]
+    body = {"model": "default", "max_tokens": 4, "messages": messages}
     assert running.post("/chat/completions", body, **own).status_code == 200
   body = {"session_id": session["session_id"]}
   lists = rollout_server.export(running, session, discount=0.5)
@@ -53,10 +53,10 @@ def test_tensors_hold_the_numbers_of_the_lists(running):
   for name, one in lists.items():
     other = tensors[name]
     for key, kind in kinds.items():
-      found = array(other["tensor_dict"][key])
-      assert found.dtype == kind
+      tensor = array(other["tensor_dict"][key])
+      assert tensor.dtype == kind
       np.testing.assert_array_equal(
-          found, np.array(one["tensor_dict"][key], kind)
+          tensor, np.array(one["tensor_dict"][key], kind)
       )
     assert set(other["tensor_dict"]) == set(kinds) == set(one["tensor_dict"])
     assert other["images"] == one["images"] and one["images"]
@@ -86,5 +86,5 @@ def test_areals_own_workflow_plays(running, mode):
              "PYTHONDONTWRITEBYTECODE": ""},
     )  # pyformat: disable
   assert ran.returncode == 0, ran.stderr[-3000:]
-  found = json.loads(ran.stdout.splitlines()[-1])
-  assert found == {"rewards": [0.5, 1.0], "rows": 3}
+  report = json.loads(ran.stdout.splitlines()[-1])
+  assert report == {"rewards": [0.5, 1.0], "rows": 3}

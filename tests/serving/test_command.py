@@ -44,19 +44,19 @@ def test_a_wrong_argument_is_named_with_what_to_do(
   if "--screen" not in argv:
     argv = [*argv, "--screen=32x32"]
   assert command.main(argv) == 2
-  said = capsys.readouterr().err
-  assert said.startswith("error: ") and "Traceback" not in said
+  stderr = capsys.readouterr().err
+  assert stderr.startswith("error: ") and "Traceback" not in stderr
   for word in words:
-    assert word in said
+    assert word in stderr
 
 
 def test_a_screen_that_the_policy_cannot_take_is_named_as_the_option(capsys):
   argv = ["tiny_vl", "--port", "0", "--screen", "1280x720"]
   assert command.main(argv) == 2
-  said = capsys.readouterr().err
-  assert said.startswith("error: --screen=1280x720: ")
-  assert "3600 cells" in said and "--screen 640x480" in said
-  assert "gym" not in said and "max_cells" not in said
+  stderr = capsys.readouterr().err
+  assert stderr.startswith("error: --screen=1280x720: ")
+  assert "3600 cells" in stderr and "--screen 640x480" in stderr
+  assert "gym" not in stderr and "max_cells" not in stderr
 
 
 def test_all_wrong_arguments_are_named_at_once(capsys):
@@ -83,8 +83,8 @@ def test_what_the_policy_decides_is_checked_when_it_is_there(capsys):
   assert "--slots=100000000" in capsys.readouterr().err
   argv = ["tiny_vl", "--port", "0", "--screen", "640x480"]
   assert command.main([*argv, "--max-model-len", "64"]) == 2
-  said = capsys.readouterr().err
-  assert "--screen=640x480" in said and "--max-model-len=64" in said
+  stderr = capsys.readouterr().err
+  assert "--screen=640x480" in stderr and "--max-model-len=64" in stderr
 
 
 @pytest.mark.parametrize(
@@ -96,15 +96,15 @@ def test_the_default_screen_is_the_largest_usual_one_that_fits(
     policy, context, screen
 ):
   processor = command.checkpoint.load_policy(policy)[1]
-  found = command._usual_screens(processor, context)
-  assert found == ((screen,) if screen else ())
+  screens = command._usual_screens(processor, context)
+  assert screens == ((screen,) if screen else ())
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded(capsys):
-  with socket.socket() as taken:
-    taken.bind(("127.0.0.1", 0))
-    taken.listen()
-    port = taken.getsockname()[1]
+  with socket.socket() as bound:
+    bound.bind(("127.0.0.1", 0))
+    bound.listen()
+    port = bound.getsockname()[1]
     assert command.main(["tiny_vl", "--port", str(port)]) == 2
   assert f"--port={port}" in capsys.readouterr().err
 

@@ -43,11 +43,18 @@ def test_a_text_and_its_tokens_give_the_same_completion(running):
     same = complete(client, prompt).choices[0]
     assert same.token_ids == choice.token_ids
     assert same.logprobs is None
-  told = choice.logprobs
-  assert len(told.token_logprobs) == len(told.tokens) == len(choice.token_ids)
-  assert all(p <= 0 for p in told.token_logprobs) and told.top_logprobs is None
-  assert told.text_offset[0] == 0
-  assert told.text_offset == sorted(told.text_offset)
+  logprobs = choice.logprobs
+  assert (
+      len(logprobs.token_logprobs)
+      == len(logprobs.tokens)
+      == len(choice.token_ids)
+  )
+  assert (
+      all(p <= 0 for p in logprobs.token_logprobs)
+      and logprobs.top_logprobs is None
+  )
+  assert logprobs.text_offset[0] == 0
+  assert logprobs.text_offset == sorted(logprobs.text_offset)
   # The same as a chat's, where the prompt is.
   messages = [{"role": "user", "content": "hello"}]
   chat = ask(client, messages, logprobs=True, max_tokens=8, seed=3)
@@ -68,7 +75,7 @@ def test_special_tokens_that_are_spelled_stay_text(running):
 def test_a_stream_adds_up(running):
   client = running.client()
   options = dict(n=2, max_tokens=20, logprobs=0, temperature=1.5)
-  whole = complete(client, "a b c", **options)
+  answer = complete(client, "a b c", **options)
   events = list(
       complete(
           client,
@@ -78,18 +85,18 @@ def test_a_stream_adds_up(running):
           **options,
       )
   )
-  assert events[-1].choices == [] and events[-1].usage == whole.usage
+  assert events[-1].choices == [] and events[-1].usage == answer.usage
   assert {e.object for e in events} == {"text_completion"}
-  for i, choice in enumerate(whole.choices):
-    told = [e.choices[0] for e in events if e.choices]
-    own = [c for c in told if c.index == i]
+  for i, choice in enumerate(answer.choices):
+    choices = [e.choices[0] for e in events if e.choices]
+    own = [c for c in choices if c.index == i]
     assert "".join(c.text for c in own) == choice.text
     assert [c.finish_reason for c in own[:-1]] == [None] * (len(own) - 1)
     assert own[-1].finish_reason == choice.finish_reason
     assert own[-1].token_ids == choice.token_ids
     assert own[-1].prompt_token_ids == choice.prompt_token_ids
     assert own[-1].logprobs == choice.logprobs
-  assert len({tuple(c.token_ids) for c in whole.choices}) == 2
+  assert len({tuple(c.token_ids) for c in answer.choices}) == 2
 
 
 @pytest.mark.parametrize("by", ["text", "tokens"])
@@ -115,9 +122,9 @@ def test_what_goes_on_with_a_completion_keeps_its_tokens(running, by):
     else:
       prompt = tokens + encode(f" and {turn}").tolist()
   assert running.settled()["prefilled_tokens"] - before <= len(tokens) + 3
-  (found,) = export(running, session, style="concat").values()
-  assert found["tensor_dict"]["input_ids"] == [tokens]
-  assert found["tensor_dict"]["loss_mask"] == [mask]
+  (row,) = export(running, session, style="concat").values()
+  assert row["tensor_dict"]["input_ids"] == [tokens]
+  assert row["tensor_dict"]["loss_mask"] == [mask]
 
 
 @pytest.mark.parametrize("with_stop", [False, True])
@@ -126,12 +133,12 @@ def test_a_text_goes_on_with_what_was_told_before_a_stop_string(
 ):
   plain = complete(running.client(), "once upon").choices[0]
   stop = next(c for c in plain.text if c != plain.text[0])
-  told = plain.text[: plain.text.index(stop)]
+  sent = plain.text[: plain.text.index(stop)]
   session = start(running)
   client = running.client(f"/sessions/{session['session_id']}")
   cut = complete(client, "once upon", stop=stop).choices[0]
-  assert cut.finish_reason == "stop" and cut.text == told
-  prompt = "once upon" + told + (stop if with_stop else "") + " then"
+  assert cut.finish_reason == "stop" and cut.text == sent
+  prompt = "once upon" + sent + (stop if with_stop else "") + " then"
   tokens = cut.prompt_token_ids + cut.token_ids
   for _ in "ab":
     new = complete(client, prompt).choices[0]
@@ -148,7 +155,7 @@ def test_tokens_go_on_with_a_chat_and_the_end_of_a_turn_is_no_text(running):
   ids = chat.prompt_token_ids + chat.choices[0].token_ids
   complete(client, ids + running.renderer.encode("go on").tolist())
   assert len(export(running, session, style="concat")) == 1
-  # A prompt that begins like another one, and does not go on with it.
+  # A prompt that begins like another one, and does not continue it.
   complete(client, ids[:-1])
   assert len(export(running, session, style="concat")) == 2
 
@@ -257,17 +264,17 @@ def test_prompts_of_a_list_are_turns_of_a_session(running):
   first = complete(client, "once", max_tokens=3)
   longer = "once" + first.choices[0].text + " more"
   both = complete(client, [longer, "another"], max_tokens=3, n=2)
-  known = first.choices[0].prompt_token_ids + first.choices[0].token_ids
+  prefix = first.choices[0].prompt_token_ids + first.choices[0].token_ids
   for choice in both.choices[:2]:
-    assert choice.prompt_token_ids[: len(known)] == known
-  found = export(running, session)
-  assert set(found) == {first.id} | {
+    assert choice.prompt_token_ids[: len(prefix)] == prefix
+  rows = export(running, session)
+  assert set(rows) == {first.id} | {
       c.interaction_id for c in both.choices
   }
   # One that is refused takes the others with it.
   with pytest.raises(openai.BadRequestError):
     complete(client, ["good", "word " * 100_000])
-  assert set(export(running, session)) == set(found)
+  assert set(export(running, session)) == set(rows)
   assert running.settled()["active"] == 0
 
 
@@ -281,13 +288,15 @@ def test_echo_begins_with_the_prompt(running, by):
   one = complete(client, prompt, logprobs=0, echo=True).choices[0]
   assert one.text == text + plain.text
   assert one.token_ids == plain.token_ids
-  told = one.logprobs
-  assert len(told.tokens) == len(ids) + len(plain.token_ids)
-  assert told.tokens[len(ids) :] == plain.logprobs.tokens
-  assert told.token_logprobs[0] is None
-  assert told.text_offset[len(ids)] == len(text)
+  logprobs = one.logprobs
+  assert len(logprobs.tokens) == len(ids) + len(plain.token_ids)
+  assert logprobs.tokens[len(ids) :] == plain.logprobs.tokens
+  assert logprobs.token_logprobs[0] is None
+  assert logprobs.text_offset[len(ids)] == len(text)
   np.testing.assert_allclose(
-      told.token_logprobs[len(ids) :], plain.logprobs.token_logprobs, atol=1e-5
+    logprobs.token_logprobs[len(ids) :],
+    plain.logprobs.token_logprobs,
+    atol=1e-5,
   )
   quiet = complete(client, [prompt, prompt], echo=True)
   assert [c.text for c in quiet.choices] == [one.text] * 2
@@ -295,7 +304,7 @@ def test_echo_begins_with_the_prompt(running, by):
   events = list(complete(client, prompt, echo=True, stream=True, logprobs=0))
   own = [e.choices[0] for e in events]
   assert "".join(c.text for c in own) == one.text
-  assert own[-1].logprobs == told
+  assert own[-1].logprobs == logprobs
 
 
 def test_log_probs_of_an_echo_are_those_of_the_policy(running):
@@ -318,20 +327,20 @@ def test_alternatives_of_an_echo_are_the_policys_likeliest(running):
       running.client(), ids, extra_body={"best_of": 2}, **options
   )
   for choice in answer.choices:
-    told = choice.logprobs
-    assert len(told.tokens) == len(told.top_logprobs) == (
+    logprobs = choice.logprobs
+    assert len(logprobs.tokens) == len(logprobs.top_logprobs) == (
         len(ids) + len(choice.token_ids)
     )
-    assert told.top_logprobs[0] is told.token_logprobs[0] is None
+    assert logprobs.top_logprobs[0] is logprobs.token_logprobs[0] is None
     for i in range(len(ids) - 1):
-      found = told.top_logprobs[i + 1]
+      top = logprobs.top_logprobs[i + 1]
       # The likeliest, and the prompt's own where it is none of them.
-      assert found[told.tokens[i + 1]] == told.token_logprobs[i + 1]
+      assert top[logprobs.tokens[i + 1]] == logprobs.token_logprobs[i + 1]
       np.testing.assert_allclose(
-          sorted(found.values())[-3:], np.sort(rows[i])[-3:], atol=1e-3
+          sorted(top.values())[-3:], np.sort(rows[i])[-3:], atol=1e-3
       )
-    for found in told.top_logprobs[len(ids) :]:
-      assert len(found) in (3, 4)
+    for top in logprobs.top_logprobs[len(ids) :]:
+      assert len(top) in (3, 4)
   events = complete(running.client(), ids, stream=True, **options)
   ends = {
       e.choices[0].index: e.choices[0].logprobs
@@ -364,7 +373,7 @@ def test_min_tokens_holds_back_stop_tokens(running):
       client, "once upon", extra_body={"stop_token_ids": [stop]}, **options
   ).choices[0]
   assert short.token_ids == [stop] and short.finish_reason == "stop"
-  held = complete(
+  choice = complete(
       client, "once upon",
       extra_body={
           "stop_token_ids": [stop], "min_tokens": 3,
@@ -372,13 +381,13 @@ def test_min_tokens_holds_back_stop_tokens(running):
       },
       **options,
   ).choices[0]  # pyformat: disable
-  assert len(held.token_ids) > 3 or held.finish_reason == "length"
-  assert stop not in held.token_ids[:3]
-  assert running.renderer.end_of_turn_id not in held.token_ids[:3]
+  assert len(choice.token_ids) > 3 or choice.finish_reason == "length"
+  assert stop not in choice.token_ids[:3]
+  assert running.renderer.end_of_turn_id not in choice.token_ids[:3]
   # Of the distribution that was sampled from: the policy's own without them.
-  told = np.array(held.logprobs.token_logprobs)
-  raw = np.array(held.raw_logprobs)
-  assert np.all(told[:3] >= raw[:3] - 1e-5) and told[0] > raw[0]
+  logprobs = np.array(choice.logprobs.token_logprobs)
+  raw = np.array(choice.raw_logprobs)
+  assert np.all(logprobs[:3] >= raw[:3] - 1e-5) and logprobs[0] > raw[0]
   ids = running.renderer.encode("once upon").tolist()
   dense = dense_logprobs(running, ids, running.model.config.banned_token_ids)[
       -1
@@ -386,7 +395,7 @@ def test_min_tokens_holds_back_stop_tokens(running):
   ends = {stop, running.renderer.end_of_turn_id}
   free = 1 - sum(np.exp(dense[t]) for t in ends)
   np.testing.assert_allclose(
-      told[0], dense[held.token_ids[0]] - np.log(free), atol=1e-3
+      logprobs[0], dense[choice.token_ids[0]] - np.log(free), atol=1e-3
   )
   for endpoint, body in (
       ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),

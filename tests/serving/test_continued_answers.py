@@ -32,8 +32,8 @@ def go_on(client, messages, **options):
 
 def test_the_answer_goes_on_where_the_message_ends(running):
   client = running.client()
-  whole = ask(client, [screenshot(), USER], temperature=0, max_tokens=12)
-  tokens = whole.choices[0].token_ids
+  answer = ask(client, [screenshot(), USER], temperature=0, max_tokens=12)
+  tokens = answer.choices[0].token_ids
   renderer = running.renderer
   # Text that is encoded as it was sampled.
   cut = next(
@@ -41,14 +41,14 @@ def test_the_answer_goes_on_where_the_message_ends(running):
       if renderer.encode(renderer.decode(tokens[:n])).tolist() == tokens[:n]
   )  # pyformat: disable
   text = renderer.decode(tokens[:cut])
-  rest = go_on(
+  continuation = go_on(
       client, [screenshot(), USER, said(text)], temperature=0,
       max_tokens=12 - cut,
   )  # pyformat: disable
-  assert rest.prompt_token_ids == whole.prompt_token_ids + tokens[:cut]
-  assert rest.choices[0].token_ids == tokens[cut:]
-  assert text + rest.choices[0].message.content == (
-      whole.choices[0].message.content
+  assert continuation.prompt_token_ids == answer.prompt_token_ids + tokens[:cut]
+  assert continuation.choices[0].token_ids == tokens[cut:]
+  assert text + continuation.choices[0].message.content == (
+      answer.choices[0].message.content
   )
   parts = [{"type": "text", "text": part} for part in (text[:2], text[2:])]
   same = go_on(
@@ -79,10 +79,10 @@ def test_the_prompt_is_that_of_the_chat_template(running, text):
 def test_a_stream_has_the_new_text_alone(running):
   messages = [USER, said("I will")]
   options = dict(temperature=1.0, seed=4, max_tokens=10)
-  whole = go_on(running.client(), messages, **options)
+  answer = go_on(running.client(), messages, **options)
   events = go_on(running.client(), messages, stream=True, **options)
   text = "".join(e.choices[0].delta.content or "" for e in events)
-  assert text == whole.choices[0].message.content
+  assert text == answer.choices[0].message.content
 
 
 def test_a_cut_answer_keeps_its_tokens_in_a_session(running):
@@ -92,9 +92,13 @@ def test_a_cut_answer_keeps_its_tokens_in_a_session(running):
   for turn in range(2):
     text = ""
     for piece in range(3):
-      asked = [*messages, said(text)] if text else messages
+      request = [*messages, said(text)] if text else messages
       one = (go_on if text else ask)(
-          client, asked, max_tokens=4, seed=10 * turn + piece, temperature=1.5,
+        client,
+        request,
+        max_tokens=4,
+        seed=10 * turn + piece,
+        temperature=1.5,
       )  # pyformat: disable
       choice = one.choices[0]
       # Nothing comes between the pieces.
@@ -108,9 +112,9 @@ def test_a_cut_answer_keeps_its_tokens_in_a_session(running):
       if choice.finish_reason != "length":
         break
     messages = [*messages, said(text), {"role": "user", "content": f"{turn}?"}]
-  (found,) = export(running, session, style="concat").values()
-  assert found["tensor_dict"]["input_ids"] == [tokens]
-  assert found["tensor_dict"]["loss_mask"] == [mask]
+  (row,) = export(running, session, style="concat").values()
+  assert row["tensor_dict"]["input_ids"] == [tokens]
+  assert row["tensor_dict"]["loss_mask"] == [mask]
 
 
 def test_other_text_than_the_sampled_one_starts_its_own_sequence(running):
@@ -122,11 +126,11 @@ def test_other_text_than_the_sampled_one_starts_its_own_sequence(running):
   assert changed.prompt_token_ids == (
       first.prompt_token_ids + running.renderer.encode(text + "!").tolist()
   )
-  found = export(running, session, style="concat")
+  rows = export(running, session, style="concat")
   trained = sorted(
       [t for t, m in zip(*(one["tensor_dict"][k][0] for k in
                            ("input_ids", "loss_mask"))) if m]
-      for one in found.values()
+      for one in rows.values()
   )  # pyformat: disable
   assert trained == sorted(
       [first.choices[0].token_ids, changed.choices[0].token_ids]
@@ -134,8 +138,8 @@ def test_other_text_than_the_sampled_one_starts_its_own_sequence(running):
   # What follows the whole message follows its tokens.
   more = [USER, said(text + "!" + changed.choices[0].message.content), USER]
   third = ask(client, more, max_tokens=2)
-  known = changed.prompt_token_ids + changed.choices[0].token_ids
-  assert third.prompt_token_ids[: len(known)] == known
+  prefix = changed.prompt_token_ids + changed.choices[0].token_ids
+  assert third.prompt_token_ids[: len(prefix)] == prefix
 
 
 def test_an_answer_that_ended_is_not_opened_again(running):

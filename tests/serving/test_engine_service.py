@@ -103,19 +103,21 @@ async def test_bad_requests_fail_alone(make, store):
   rng = np.random.default_rng(0)
   unknown = trajectory.ImageRef("ab" * 32, 16, 16)
   large = micro.picture(store, rng, (32, 32))
-  gone, gone_spans = micro.with_image(np.array([3], np.int32), (), unknown)
+  lost_tokens, gone_spans = micro.with_image(
+      np.array([3], np.int32), (), unknown
+  )
   big, big_spans = micro.with_image(np.array([3], np.int32), (), large)
-  known = micro.picture(store, rng)
-  short = (trajectory.ImageSpan(known, 0, 3),)
+  picture = micro.picture(store, rng)
+  short = (trajectory.ImageSpan(picture, 0, 3),)
   bad = [
-      (micro.prompt_of(np.append(gone, 4), gone_spans), {}, "ImageStore"),
-      (micro.prompt_of(np.append(big, 4), big_spans), {}, "patch_buckets"),
-      (micro.prompt_of([1, 1, 1, 4], short), {}, "8 tokens.* holds 3"),
-      (micro.prompt_of([]), {}, "empty"),
-      (micro.prompt_of([3, -2]), {}, "id -2"),
-      (micro.prompt_of([3, micro.VOCAB]), {}, f"id {micro.VOCAB}"),
-      (PROMPT, {"stop_token_ids": tuple(range(9))}, "at most 8"),
-      (PROMPT, {"stop_token_ids": (99,)}, "stop_token_ids holds 99"),
+    (micro.prompt_of(np.append(lost_tokens, 4), gone_spans), {}, "ImageStore"),
+    (micro.prompt_of(np.append(big, 4), big_spans), {}, "patch_buckets"),
+    (micro.prompt_of([1, 1, 1, 4], short), {}, "8 tokens.* holds 3"),
+    (micro.prompt_of([]), {}, "empty"),
+    (micro.prompt_of([3, -2]), {}, "id -2"),
+    (micro.prompt_of([3, micro.VOCAB]), {}, f"id {micro.VOCAB}"),
+    (PROMPT, {"stop_token_ids": tuple(range(9))}, "at most 8"),
+    (PROMPT, {"stop_token_ids": (99,)}, "stop_token_ids holds 99"),
   ]
   async def attempt(i, prompt, options):
     try:
@@ -228,7 +230,7 @@ async def test_a_device_failure_is_contained(make):
   with pytest.raises(engine_lib.EngineError, match="RESOURCE_EXHAUSTED"):
     await engine.generate(PROMPT, sampling, session="b")
   assert engine.healthy
-  # The other session's cache went with the failure; nobody notices.
+  # The failure took the other session's cache, without an effect on tokens.
   got = await engine.generate(PROMPT, sampling, session="a")
   np.testing.assert_array_equal(got.tokens, want.tokens)
   np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
@@ -298,10 +300,10 @@ def test_close_fails_what_is_pending_and_leaves_no_thread(make):
 
   outcomes = asyncio.run(run())
   assert all(isinstance(o, engine_lib.EngineError) for o in outcomes)
-  left = [
+  threads = [
       t for t in set(threading.enumerate()) - before if "engine" in t.name
   ]
-  assert not left and not engine.healthy
+  assert not threads and not engine.healthy
   engine.close()
   with pytest.raises(engine_lib.EngineError, match="closed"):
     asyncio.run(engine.generate(PROMPT, Sampling(), session="x"))
@@ -312,7 +314,9 @@ def test_close_fails_what_is_pending_and_leaves_no_thread(make):
 async def test_nobody_waits_for_a_pause_or_an_update(make, model):
   """Their futures may be cancelled at any time."""
   engine = make()
-  done = await engine.generate(PROMPT, Sampling(max_new_tokens=3), session="a")
+  completion = await engine.generate(
+      PROMPT, Sampling(max_new_tokens=3), session="a"
+  )
   begun, go = hold_up(engine)
   running = asyncio.ensure_future(
       engine.generate(PROMPT, Sampling(max_new_tokens=20), session="b")
@@ -323,7 +327,7 @@ async def test_nobody_waits_for_a_pause_or_an_update(make, model):
   engine.resume()
   go.set()
   assert len((await asyncio.wait_for(running, 60)).tokens)
-  assert len(done.tokens) and engine.healthy
+  assert len(completion.tokens) and engine.healthy
 
 
 async def test_close_ends_requests_beside_cancelled_futures(make, model):

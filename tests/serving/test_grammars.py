@@ -1,4 +1,4 @@
-"""What is sampled under a grammar is a text of it."""
+"""Texts sampled under a grammar belong to it."""
 
 import json
 import re
@@ -53,7 +53,7 @@ class Policy:
   def babble(self, source, seed, most=200):
     """(text, whether it came to its end)"""
     rng = np.random.default_rng(seed)
-    grammar, said = self.grammars.start(source), []
+    grammar, tokens = self.grammars.start(source), []
     for _ in range(most):
       may = self.may(grammar)
       assert len(may) and may.max() < VOCABULARY - 10
@@ -62,13 +62,13 @@ class Policy:
       assert (self.end in may) == grammar.may_end
       token = int(rng.choice(may))
       if token == self.end:
-        return self.renderer.decode(said), True
-      said.append(token)
+        return self.renderer.decode(tokens), True
+      tokens.append(token)
       grammar.advance(token)
-    return self.renderer.decode(said), False
+    return self.renderer.decode(tokens), False
 
   def says(self, source, text):
-    """Whether the text, as it is tokenised, is one of the grammar."""
+    """Whether the text's own tokens are accepted by the grammar."""
     grammar = self.grammars.start(source)
     for token in self.renderer.encode(text):
       if token not in self.may(grammar):
@@ -85,10 +85,10 @@ def _policy():
 @pytest.mark.parametrize("seed", range(8))
 def test_anything_that_may_be_said_is_of_the_schema(policy, seed):
   text, ended = policy.babble(policy.grammars.json(POINT), seed)
-  found = json.loads(text)
-  assert ended and set(found) == {"x", "to"}
-  assert 0 <= found["x"] <= 99 and found["to"] in ("left", "right")
-  # Nobody can write blanks for ever.
+  value = json.loads(text)
+  assert ended and set(value) == {"x", "to"}
+  assert 0 <= value["x"] <= 99 and value["to"] in ("left", "right")
+  # Blanks cannot be written for ever.
   assert not re.search(r"\s\s", text)
 
 
@@ -122,11 +122,11 @@ def test_calls_that_must_be_made_are_read_by_the_parser(policy, seed):
   for many in (False, True):
     source = policy.grammars.calls(PARSER, tools, many=many)
     text, ended = policy.babble(source, seed, most=400)
-    found = PARSER.parse_result(text)
+    result = PARSER.parse_result(text)
     if ended:
-      assert not found.errors and not found.thought
-      assert len(found.calls) >= 1 if many else len(found.calls) == 1
-      for call in found.calls:
+      assert not result.errors and not result.thought
+      assert len(result.calls) >= 1 if many else len(result.calls) == 1
+      for call in result.calls:
         assert set(call.arguments) == (
             {"x", "to"} if call.name == "move" else set()
         )

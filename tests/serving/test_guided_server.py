@@ -1,5 +1,4 @@
-"""How completions end, what they are held to and what is told of them, asked
-by the real `openai` client."""
+"""Ends, grammars and log-probs of completions, by the real `openai` client."""
 
 import json
 import re
@@ -57,11 +56,11 @@ def test_alternatives_are_told_in_every_shape(running):
   choice = chat.choices[0]
   plain = ask(client, USER, logprobs=True, extra_body={"min_p": 0.001})
   assert choice.token_ids == plain.choices[0].token_ids
-  for told in choice.logprobs.content:
-    assert len(told.top_logprobs) == 3
-    given = [t.logprob for t in told.top_logprobs]
-    assert given == sorted(given, reverse=True)
-    assert told.logprob <= given[0] + 1e-6
+  for entry in choice.logprobs.content:
+    assert len(entry.top_logprobs) == 3
+    top = [t.logprob for t in entry.top_logprobs]
+    assert top == sorted(top, reverse=True)
+    assert entry.logprob <= top[0] + 1e-6
   assert len(choice.raw_logprobs) == len(choice.token_ids)
   assert not hasattr(plain.choices[0], "raw_logprobs")
   old = client.completions.create(
@@ -81,9 +80,9 @@ def test_alternatives_are_told_in_every_shape(running):
       extra_body={"seed": 1, "min_p": 0.001},
   )
   parts = new.output[0].content[0].logprobs
-  for i, told in enumerate(choice.logprobs.content):
+  for i, entry in enumerate(choice.logprobs.content):
     want = {t.token: pytest.approx(t.logprob, abs=1e-4)
-            for t in told.top_logprobs}  # pyformat: disable
+            for t in entry.top_logprobs}  # pyformat: disable
     got = old.choices[0].logprobs.top_logprobs[i]
     assert decoder.token(choice.token_ids[i]) in got or any(
         name.startswith("bytes:") for name in got
@@ -100,9 +99,9 @@ def test_what_cannot_be_sampled_is_no_alternative(running):
       top_logprobs=5,
       extra_body={"top_k": 2},
   )
-  for told in answer.choices[0].logprobs.content:
-    total = sum(np.exp(t.logprob) for t in told.top_logprobs)
-    assert len(told.top_logprobs) == 2 and total == pytest.approx(1, abs=1e-4)
+  for entry in answer.choices[0].logprobs.content:
+    total = sum(np.exp(t.logprob) for t in entry.top_logprobs)
+    assert len(entry.top_logprobs) == 2 and total == pytest.approx(1, abs=1e-4)
 
 
 # --- stop strings -------------------------------------------------------------
@@ -125,14 +124,14 @@ def a_part(text, decode, ids):
 @pytest.mark.parametrize("seed", range(4))
 def test_a_stop_string_ends_text_before_it_and_tokens_with_it(running, seed):
   decode = running.renderer.decode
-  whole = long_answer(running, seed)
-  text = whole.message.content
-  stop = a_part(text, decode, whole.token_ids)
+  answer = long_answer(running, seed)
+  text = answer.message.content
+  stop = a_part(text, decode, answer.token_ids)
   cut = long_answer(running, seed, stop=["not there", stop], logprobs=True)
   assert cut.finish_reason == "stop"
   assert cut.message.content == text[: text.index(stop)]
   ids = cut.token_ids
-  assert ids == whole.token_ids[: len(ids)]
+  assert ids == answer.token_ids[: len(ids)]
   assert stop in decode(ids) and stop not in decode(ids[:-1])
   assert len(cut.logprobs.content) == len(ids)
   events = list(
@@ -145,24 +144,28 @@ def test_a_stop_string_ends_text_before_it_and_tokens_with_it(running, seed):
           stream=True,
       )
   )
-  told = "".join(e.choices[0].delta.content or "" for e in events if e.choices)
-  assert told == cut.message.content
+  streamed = "".join(
+      e.choices[0].delta.content or "" for e in events if e.choices
+  )
+  assert streamed == cut.message.content
   assert events[-1].choices[0].token_ids == ids
 
 
 def test_what_comes_after_a_stop_string_keeps_its_tokens(running):
   session = start(running)
   client = running.client(f"/sessions/{session['session_id']}")
-  whole = long_answer(running, 1)
-  stop = a_part(whole.message.content, running.renderer.decode, whole.token_ids)
+  answer = long_answer(running, 1)
+  stop = a_part(
+      answer.message.content, running.renderer.decode, answer.token_ids
+  )
   first = ask(client, USER, max_tokens=32, stop=stop, seed=1)
   choice = first.choices[0]
-  told = {"role": "assistant", "content": choice.message.content}
-  second = ask(client, [*USER, told, *USER])
-  known = first.prompt_token_ids + choice.token_ids
-  assert second.prompt_token_ids[: len(known)] == known
-  (found,) = export(running, session, style="concat").values()
-  trained = np.sum(found["tensor_dict"]["loss_mask"])
+  reply = {"role": "assistant", "content": choice.message.content}
+  second = ask(client, [*USER, reply, *USER])
+  prefix = first.prompt_token_ids + choice.token_ids
+  assert second.prompt_token_ids[: len(prefix)] == prefix
+  (row,) = export(running, session, style="concat").values()
+  trained = np.sum(row["tensor_dict"]["loss_mask"])
   assert trained == len(choice.token_ids) + len(second.choices[0].token_ids)
 
 
@@ -190,8 +193,8 @@ def test_a_completion_whose_stop_string_is_told_again_goes_on(running):
   cut = complete("Think:", max_tokens=32, stop=stop)
   assert cut.text == end[:-3]
   again = complete("Think:" + cut.text + stop + " seen", max_tokens=4)
-  known = cut.prompt_token_ids + cut.token_ids
-  assert again.prompt_token_ids[: len(known)] == known
+  prefix = cut.prompt_token_ids + cut.token_ids
+  assert again.prompt_token_ids[: len(prefix)] == prefix
 
 
 def test_strings_are_found_where_characters_are_split():
@@ -219,14 +222,14 @@ def test_an_answer_is_what_its_schema_describes(running, seed):
   )
   choice = answer.choices[0]
   assert choice.finish_reason == "stop"
-  found = json.loads(choice.message.content)
-  assert set(found) == {"x", "button"} and 0 <= found["x"] <= 99
-  assert found["button"] in ("left", "right")
+  value = json.loads(choice.message.content)
+  assert set(value) == {"x", "button"} and 0 <= value["x"] <= 99
+  assert value["button"] in ("left", "right")
   assert choice.token_ids[-1] == running.renderer.end_of_turn_id
-  for told in choice.logprobs.content:
-    given = [t.logprob for t in told.top_logprobs]
-    if len(given) < 20:  # All that the grammar left.
-      assert sum(np.exp(given)) == pytest.approx(1, abs=1e-3)
+  for entry in choice.logprobs.content:
+    top = [t.logprob for t in entry.top_logprobs]
+    if len(top) < 20:  # Every token that the grammar allows.
+      assert sum(np.exp(top)) == pytest.approx(1, abs=1e-3)
   assert running.renderer.image_token_id not in choice.token_ids
 
 
@@ -246,13 +249,13 @@ def test_every_endpoint_can_hold_its_answers(running):
       ).output_text,
   ]  # pyformat: disable
   assert all(re.fullmatch(pattern, text) for text in texts), texts
-  told = client.responses.create(
+  response = client.responses.create(
       model=MODEL,
       input="x",
       text={"format": {"type": "json_schema", "name": "p", "schema": POINT}},
   )
-  assert json.loads(told.output_text)["button"] in ("left", "right")
-  assert told.text.format.type == "json_schema"
+  assert json.loads(response.output_text)["button"] in ("left", "right")
+  assert response.text.format.type == "json_schema"
 
 
 def test_a_tool_must_be_called_where_it_is_said_so(running, monkeypatch):
@@ -277,8 +280,8 @@ def test_a_tool_must_be_called_where_it_is_said_so(running, monkeypatch):
       assert answer.choices[0].finish_reason == "tool_calls"
       (call,) = answer.choices[0].message.tool_calls
     assert call.function.name == "click"
-    found = json.loads(call.function.arguments)
-    assert set(found) == {"x", "button"} and 0 <= found["x"] <= 99
+    arguments = json.loads(call.function.arguments)
+    assert set(arguments) == {"x", "button"} and 0 <= arguments["x"] <= 99
   names = set()
   for seed in range(6):
     answer = ask(
@@ -308,19 +311,19 @@ def test_a_strict_tool_need_not_be_called(running, monkeypatch):
   policy = running.app._service.policy
   monkeypatch.setattr(policy, "parser", qwen.QwenToolParser(compact=True))
   strict = [{**t, "function": t["function"] | {"strict": True}} for t in TOOLS]
-  asked = []
+  tool_lists = []
   monkeypatch.setattr(
       policy.grammars, "start",
       lambda source, start=policy.grammars.start: (
-          asked.append(source) or start(source)
+          tool_lists.append(source) or start(source)
       ),
   )  # pyformat: disable
-  held = ask(running.client(), USER, tools=strict)
+  answer = ask(running.client(), USER, tools=strict)
   free = ask(running.client(), USER, tools=TOOLS)
-  assert len(asked) == 1 and "lazy" in asked[0]
+  assert len(tool_lists) == 1 and "lazy" in tool_lists[0]
   # What is strict is not for the policy to read.
-  assert held.prompt_token_ids == free.prompt_token_ids
-  assert held.choices[0].token_ids
+  assert answer.prompt_token_ids == free.prompt_token_ids
+  assert answer.choices[0].token_ids
 
 
 def test_with_tools_and_a_format_an_answer_is_a_call_or_json(
@@ -376,9 +379,9 @@ def test_held_answers_are_trained_on_with_their_log_probs(running):
       logprobs=True, top_logprobs=2,
   )  # pyformat: disable
   assert len({tuple(c.token_ids) for c in answer.choices}) == 2
-  found = export(running, session)
+  rows = export(running, session)
   for choice in answer.choices:
-    one = found[choice.interaction_id]["tensor_dict"]
+    one = rows[choice.interaction_id]["tensor_dict"]
     mask = np.array(one["loss_mask"][0], bool)
     assert np.array(one["input_ids"][0])[mask].tolist() == choice.token_ids
     np.testing.assert_allclose(
@@ -386,8 +389,10 @@ def test_held_answers_are_trained_on_with_their_log_probs(running):
         [t.logprob for t in choice.logprobs.content],
         atol=1e-6,
     )
-  held = running.app._service.store.get(session["session_id"]).interactions
-  assert all(i.completion.top_tokens is None for i in held)
+  interactions = running.app._service.store.get(
+      session["session_id"]
+  ).interactions
+  assert all(i.completion.top_tokens is None for i in interactions)
 
 
 def test_without_the_library_a_grammar_is_refused(running, monkeypatch):

@@ -526,9 +526,9 @@ async def test_images_are_bounded_and_the_upstream_s_failure_is_an_answer(make):
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "too_many_images"
     assert not log.requests
-  gone = await front.client.post("/v1/chat/completions", json=chat())
-  assert gone.status_code == 502
-  assert gone.json()["error"]["code"] == "upstream_failed"
+  failure = await front.client.post("/v1/chat/completions", json=chat())
+  assert failure.status_code == 502
+  assert failure.json()["error"]["code"] == "upstream_failed"
 
 
 async def test_streams_are_passed_on_as_they_come(make):
@@ -568,7 +568,7 @@ async def test_streams_are_passed_on_as_they_come(make):
 
 async def test_a_client_that_vanishes_ends_the_upstream_s_work(make):
   """Before the answer's head and in the middle of a stream."""
-  left = []
+  endings = []
 
   async def app(scope, receive, send):
     if scope["type"] != "http":
@@ -579,7 +579,7 @@ async def test_a_client_that_vanishes_ends_the_upstream_s_work(make):
                   "more_body": True})  # pyformat: disable
     while (await receive())["type"] != "http.disconnect":
       pass
-    left.append(scope["path"])
+    endings.append(scope["path"])
 
   with http_server.LoopbackServer(app) as server:
     proxy = image_proxy.ImageProxy(
@@ -594,13 +594,13 @@ async def test_a_client_that_vanishes_ends_the_upstream_s_work(make):
             b"Content-Length: 2\r\n\r\n{}" % path.encode()
         )
         await asyncio.sleep(0.3)
-        assert path not in left
+        assert path not in endings
         writer.transport.abort()
         for _ in range(1000):
-          if path in left:
+          if path in endings:
             break
           await asyncio.sleep(0.01)
-        assert path in left
+        assert path in endings
 
 
 async def test_strangers_are_refused_and_the_upstream_has_its_own_token(make):
@@ -608,8 +608,8 @@ async def test_strangers_are_refused_and_the_upstream_has_its_own_token(make):
     front = Front(upstream, make, token="secret", upstream_token="theirs")
     path = "/v1/chat/completions"
     assert (await front.client.post(path, json=chat())).status_code == 401
-    mine = {"authorization": "Bearer secret"}
-    answer = await front.client.post(path, json=chat(), headers=mine)
+    token = {"authorization": "Bearer secret"}
+    answer = await front.client.post(path, json=chat(), headers=token)
     assert answer.status_code == 200
     assert log.requests[-1][3]["authorization"] == "Bearer theirs"
     assert (await front.client.get("/health")).status_code == 200
@@ -617,7 +617,7 @@ async def test_strangers_are_refused_and_the_upstream_has_its_own_token(make):
       assert (await front.client.get(path)).status_code == 401
     assert (await front.client.post("/health")).status_code == 401
     path = "/v1/chat/completions"
-    page = {**mine, "origin": "http://evil.example"}
+    page = {**token, "origin": "http://evil.example"}
     answer = await front.client.post(path, json=chat(), headers=page)
     assert answer.status_code == 403
     open_one = Front(upstream, make)
@@ -698,7 +698,7 @@ async def test_a_run_s_sampling_in_each_protocol_or_a_refusal(make):
       temperature=0.7, min_p=0.1, other="refuse"
   )
   filled = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "min_p": 0.1}
-  with echo() as (upstream, seen):
+  with echo() as (upstream, bodies):
     front = Front(upstream, make, rule=rule)
     for path, body, expected in (
         ("/v1/completions", {"prompt": "a"}, {"prompt": "a", **filled}),
@@ -715,8 +715,8 @@ async def test_a_run_s_sampling_in_each_protocol_or_a_refusal(make):
         ("/v1/embeddings", {"input": "a"}, {"input": "a"}),
     ):  # pyformat: disable
       assert (await front.client.post(path, json=body)).status_code == 200
-      assert json.loads(seen.requests[-1][-1]) == expected
-    count = len(seen.requests)
+      assert json.loads(bodies.requests[-1][-1]) == expected
+    count = len(bodies.requests)
     for path, body, param, words in (
         ("/generate", {"sampling_params": {"top_p": 0.5}}, "top_p",
          "temperature=0.7"),
@@ -730,7 +730,7 @@ async def test_a_run_s_sampling_in_each_protocol_or_a_refusal(make):
         ("/v1/Chat/Completions", {"top_p": 0.5}, None, "/v1/Chat"),
     ):  # pyformat: disable
       answer = await front.client.post(path, json=body)
-      assert answer.status_code == 400 and len(seen.requests) == count
+      assert answer.status_code == 400 and len(bodies.requests) == count
       error = answer.json()["error"]
       assert error.get("param") == param and words in error["message"]
 
@@ -748,5 +748,5 @@ async def test_a_run_s_sampling_in_each_protocol_or_a_refusal(make):
 def test_the_command_refuses_what_cannot_be(argv, words, capsys, monkeypatch):
   monkeypatch.delenv(image_proxy.TOKEN_VARIABLE, raising=False)
   assert image_proxy.main([*argv, "--port", "0"]) == 2
-  said = capsys.readouterr().err
-  assert said.startswith("error: ") and words in said
+  stderr = capsys.readouterr().err
+  assert stderr.startswith("error: ") and words in stderr

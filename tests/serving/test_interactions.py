@@ -1,4 +1,4 @@
-"""What a session keeps of an outside agent, what it refuses, and its limits."""
+"""Records, refusals and limits of an outside agent's session."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,6 @@ from told_sessions import TOOLS
 from told_sessions import user
 from tunix.rl.multi_turn.clients import proxy
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.serving import histories
 from tunix.rl.multi_turn.serving import interactions
 from tunix.rl.multi_turn.serving import session_routes
 from tunix.rl.multi_turn.serving import session_store
@@ -43,8 +42,8 @@ def test_three_turns_with_the_last_rewarded():
   session.set_reward(None, 1)
   assert [e.reward for e in session.export(discount=0.5)] == [0.25, 0.5, 1]
   assert [e.reward for e in session.export(discount=None)] == [0, 0, 1]
-  (whole,) = session.export("concat")
-  assert whole.trained == (one.id, two.id, three.id)
+  (exported,) = session.export("concat")
+  assert exported.trained == (one.id, two.id, three.id)
   assert session.get(three.id).reward == 1
   assert session.get().id == three.id
 
@@ -52,23 +51,24 @@ def test_three_turns_with_the_last_rewarded():
 def test_siblings_are_told_apart_by_what_is_sent_back():
   session = new_session()
   pending = session.prompt(ASK)
-  told = [calling("c"), calling("d"), calling("d"), calling(None)]
-  made = [
-      session.add(pending, spoken(CALL), assistant_message=t) for t in told
+  messages_sent = [calling("c"), calling("d"), calling("d"), calling(None)]
+  siblings = [
+    session.add(pending, spoken(CALL), assistant_message=t)
+    for t in messages_sent
   ]
 
   def parent(message, **kwargs):
     return session.prompt([*ASK, message, NEXT], **kwargs).parent
 
-  assert parent(calling("c")) == made[0].id
-  assert parent(calling("d")) == made[2].id  # The newest of equals.
-  assert parent(calling("e")) == made[3].id  # The ids of one are unknown.
-  assert parent(calling(None)) == made[3].id
-  assert parent(say(CALL)) == made[3].id
-  assert parent(calling("c", '{ "x":1 }')) == made[0].id
+  assert parent(calling("c")) == siblings[0].id
+  assert parent(calling("d")) == siblings[2].id  # The newest of equals.
+  assert parent(calling("e")) == siblings[3].id  # The ids of one are unknown.
+  assert parent(calling(None)) == siblings[3].id
+  assert parent(say(CALL)) == siblings[3].id
+  assert parent(calling("c", '{ "x":1 }')) == siblings[0].id
   assert parent(calling("c", '{"x": 2}')) is None
   assert parent(calling("c"), tools=TOOLS) is None
-  assert parent(calling("c"), tools=[]) == made[0].id
+  assert parent(calling("c"), tools=[]) == siblings[0].id
   # Told so goes before sampled so.
   first = answer(session, [user("Hi")], "yes")
   second = answer(session, [user("Hi")], " yes ", say("yes"))
@@ -98,15 +98,15 @@ def test_a_shared_prefix_is_trained_in_the_first_leaf_only():
 def test_what_was_recorded_does_not_change_with_the_clients_objects():
   session = new_session()
   messages = [user("Save.", IMAGES[0])]
-  told = calling("c", arguments={"x": 1})
-  made = answer(session, messages, CALL, told)
+  reply = calling("c", arguments={"x": 1})
+  interaction = answer(session, messages, CALL, reply)
   sent_back = [user("Save.", IMAGES[0]), calling("c"), NEXT]
   messages[0]["content"][0]["text"] = "Delete."
-  told["tool_calls"][0]["function"]["arguments"]["x"] = 9
-  assert session.prompt(sent_back).parent == made.id
-  assert made.messages[0]["content"][0]["text"] == "Save."
+  reply["tool_calls"][0]["function"]["arguments"]["x"] = 9
+  assert session.prompt(sent_back).parent == interaction.id
+  assert interaction.messages[0]["content"][0]["text"] == "Save."
   assert json.loads(
-      made.answer["tool_calls"][0]["function"]["arguments"]
+      interaction.answer["tool_calls"][0]["function"]["arguments"]
   ) == {"x": 1}
 
 
@@ -119,7 +119,7 @@ def test_finding_the_parent_costs_a_step_a_message(monkeypatch):
       answer(session, history, CALL, calling(f"{turn}.{number}"))
     history += [calling(f"{turn}.{turn % 5}"), NEXT]
   steps = []
-  node = histories.Node
+  node = interactions.Node
   follow = node.follow
   monkeypatch.setattr(
       node, "follow", lambda n, k: steps.append(k) or follow(n, k)
@@ -153,8 +153,8 @@ def test_what_cannot_be_trained_on_is_refused(tokens, logprobs, versions, says):
     )
   assert caught.value.code == "bad_completion"
   assert session.interactions == () and session.export("concat") == []
-  made = session.add(pending, spoken("x"), assistant_message=say("x"))
-  assert session.prompt([*ASK, say("x")]).parent == made.id
+  interaction = session.add(pending, spoken("x"), assistant_message=say("x"))
+  assert session.prompt([*ASK, say("x")]).parent == interaction.id
 
 
 @contextlib.contextmanager
@@ -170,7 +170,7 @@ def test_each_refusal_has_its_code_and_changes_nothing():
   add = functools.partial(session.add, pending, spoken("x"))
   with refused("unknown_interaction"):
     session.set_reward(None, 1.0)
-  made = add(assistant_message=say("x"), id="a")
+  interaction = add(assistant_message=say("x"), id="a")
   with refused("duplicate_interaction"):
     add(assistant_message=say("x"), id="a")
   for message in ("x", user("x")):
@@ -189,7 +189,7 @@ def test_each_refusal_has_its_code_and_changes_nothing():
       session.apply_reward_discount(discount)
   with refused("bad_style"):
     session.export("tree")
-  assert session.interactions == (made,)
+  assert session.interactions == (interaction,)
   add(assistant_message=say("x"))
   with refused("session_full"):
     add(assistant_message=say("x"))
@@ -222,9 +222,9 @@ def test_messages_that_cannot_be_read_are_refused(messages):
 def test_arguments_that_are_no_json_match_as_text():
   session = new_session()
   for text in ("{", "[" * 100_000, "1" * 5000):
-    made = answer(session, ASK, CALL, calling("c", text))
+    interaction = answer(session, ASK, CALL, calling("c", text))
     again = [*ASK, calling("c", text), NEXT]
-    assert session.prompt(again).parent == made.id
+    assert session.prompt(again).parent == interaction.id
   with refused("bad_message"):
     session.prompt(ASK, tools=[object()])
 
@@ -292,14 +292,14 @@ def test_store_limits_expires_and_drops():
 
 def test_tensor_dict_is_a_row_of_areals_batch():
   session = new_session()
-  made = answer(session, ASK, "x")
+  interaction = answer(session, ASK, "x")
   answer(session, [user("Hi")], "y")
-  session.set_reward(made.id, 0.5)
+  session.set_reward(interaction.id, 0.5)
   pictured, plain = session.export(discount=0.0)
-  seen = []
+  all_spans = []
 
   def multi_modal(spans):
-    seen.extend(spans)
+    all_spans.extend(spans)
     return {"pixel_values": 1, "image_grid_thw": 2}
 
   row = interactions.to_tensor_dict(pictured, multi_modal)
@@ -315,12 +315,12 @@ def test_tensor_dict_is_a_row_of_areals_batch():
   assert row["rewards"].dtype == np.float32
   assert row["rewards"].tolist() == [0.5]
   assert row["attention_mask"].all()
-  prompt = len(made.prompt)
+  prompt = len(interaction.prompt)
   assert row["loss_mask"][0].tolist() == [0] * prompt + [1] * (length - prompt)
   assert set(row["versions"][0, :prompt].tolist()) == {-1}
   assert set(row["versions"][0, prompt:].tolist()) == {3}
   assert not row["logprobs"][0, :prompt].any()
-  assert seen == list(pictured.sequence.images)
+  assert all_spans == list(pictured.sequence.images)
   assert row["multi_modal_input"] == [
       {"pixel_values": 1, "image_grid_thw": 2}
   ]
@@ -334,32 +334,36 @@ def test_entropies_go_the_whole_way_of_an_export(style):
   """As a run's own server tells them, and its client reads them."""
   session = new_session()
   messages = list(ASK)
-  told = []
+  entropies = []
   for text in ("one", "two"):
-    made = spoken(text)
-    told.append(np.linspace(0.25, 2.0, len(made.tokens), dtype=np.float32))
-    made = dataclasses.replace(made, entropies=told[-1])
+    completion = spoken(text)
+    entropies.append(
+        np.linspace(0.25, 2.0, len(completion.tokens), dtype=np.float32)
+    )
+    completion = dataclasses.replace(completion, entropies=entropies[-1])
     session.add(
-        session.prompt(messages), made, assistant_message=say(text)
+        session.prompt(messages), completion, assistant_message=say(text)
     )
     messages += [say(text), user("Go on.")]
-  whole = json.loads(
+  exported = json.loads(
       b"".join(session_routes._encoded(session.exporter(style, 1.0)))
   )
   sequences = [
-      proxy.sequence_of(one) for one in whole["interactions"].values()
+      proxy.sequence_of(one) for one in exported["interactions"].values()
   ]
   assert sequences == [one.sequence for one in session.export(style=style)]
-  found = [s.entropies[s.loss_mask] for s in sequences]
-  np.testing.assert_array_equal(np.concatenate(found), np.concatenate(told))
+  trained = [s.entropies[s.loss_mask] for s in sequences]
+  np.testing.assert_array_equal(
+      np.concatenate(trained), np.concatenate(entropies)
+  )
   # One answer without them, and its sequence has none.
   answer(session, messages, "three")
   last = session.export(style=style)[-1].sequence
   assert last.entropies is None
-  whole = json.loads(
+  exported = json.loads(
       b"".join(session_routes._encoded(session.exporter(style, 1.0)))
   )
-  silent = list(whole["interactions"].values())[-1]
+  silent = list(exported["interactions"].values())[-1]
   assert "entropies" not in silent and "entropies" not in silent["tensor_dict"]
   assert proxy.sequence_of(silent).entropies is None
 

@@ -27,26 +27,26 @@ from told_sessions import user
 
 
 def loose(message):
-  """What must be equal, and the ids, which may be left out."""
+  """Returns the parts that must be equal, and the ids, which may be absent."""
   content = message.get("content") or ""
   if not isinstance(content, str):
     content = [p.get("text", p.get("image")) for p in content]
     if len(content) == 1 and isinstance(content[0], str):
       content = content[0]
   calls = message.get("tool_calls") or []
-  asked = []
+  call_values = []
   for call in calls:
-    given = call["function"]["arguments"]
-    if isinstance(given, str):
-      given = json.loads(given)
-    asked.append((call["function"]["name"], given))
+    arguments = call["function"]["arguments"]
+    if isinstance(arguments, str):
+      arguments = json.loads(arguments)
+    call_values.append((call["function"]["name"], arguments))
   ids = [c.get("id") for c in calls] or [message.get("tool_call_id")]
-  return (message["role"], content, asked), ids if all(ids) else None
+  return (message["role"], content, call_values), ids if all(ids) else None
 
 
 def same(one, other):
-  (value, ids), (others, other_ids) = loose(one), loose(other)
-  return value == others and (not ids or not other_ids or ids == other_ids)
+  (value, ids), (other_value, other_ids) = loose(one), loose(other)
+  return value == other_value and (not ids or not other_ids or ids == other_ids)
 
 
 class Client:
@@ -74,38 +74,43 @@ class Client:
         [],
     )
 
-  def echo(self, made):
+  def echo(self, interaction):
     """The answer as clients send it back, and whether as it was sampled."""
-    told = made.answer
+    reply = interaction.answer
     kind = self.one_of("told", "told", "dumped", "raw", "no ids")
     if kind == "raw":
-      return say(made.text), True
+      return say(interaction.text), True
     if kind == "dumped":
-      told = {**told, "refusal": None, "audio": None}
-      if isinstance(told["content"], str) and told["content"]:
-        told["content"] = [{"type": "text", "text": told["content"]}]
-      if told.get("tool_calls"):
-        call = told["tool_calls"][0]
+      reply = {**reply, "refusal": None, "audio": None}
+      if isinstance(reply["content"], str) and reply["content"]:
+        reply["content"] = [{"type": "text", "text": reply["content"]}]
+      if reply.get("tool_calls"):
+        call = reply["tool_calls"][0]
         arguments = json.loads(call["function"]["arguments"])
         function = {**call["function"], "arguments": arguments}
-        told["tool_calls"] = [{**call, "function": function}]
-        told["content"] = ""
-    elif kind == "no ids" and told.get("tool_calls"):
-      calls = [{**c, "id": None} for c in told["tool_calls"]]
-      told = {**told, "tool_calls": calls}
-    plain = not told.get("tool_calls") and made.answer["content"] == made.text
-    return told, plain
+        reply["tool_calls"] = [{**call, "function": function}]
+        reply["content"] = ""
+    elif kind == "no ids" and reply.get("tool_calls"):
+      calls = [{**c, "id": None} for c in reply["tool_calls"]]
+      reply = {**reply, "tool_calls": calls}
+    plain = (
+        not reply.get("tool_calls")
+        and interaction.answer["content"] == interaction.text
+    )
+    return reply, plain
 
   def request(self):
     """(messages, tools, its chain is as sampled)"""
     kind = self.one_of("extend", "extend", "extend", "resample", "edit", "new")
     if not self.sent or kind == "new":
       return [*ASK, *self.new_messages()], self.one_of(None, TOOLS), True
-    made, messages, tools, canonical = self.draw(st.sampled_from(self.sent))
+    interaction, messages, tools, canonical = self.draw(
+        st.sampled_from(self.sent)
+    )
     if kind == "resample":
       return list(messages), tools, canonical
-    told, plain = self.echo(made)
-    messages = [*messages, told, *self.new_messages()]
+    reply, plain = self.echo(interaction)
+    messages = [*messages, reply, *self.new_messages()]
     if kind == "edit":  # It may still extend something, or not.
       at = self.draw(st.integers(0, len(messages) - 1))
       messages[at] = self.one_of(user("Edited."), messages[at])
@@ -124,9 +129,9 @@ class Client:
       canonical = False
     else:
       start = renderer().render(messages).tokens
-      whole = renderer().render([*messages, say(text)], False).tokens
-      ids = [*whole[len(start) : -2]]
-      canonical = whole[: len(start)].tolist() == start.tolist()
+      rendered = renderer().render([*messages, say(text)], False).tokens
+      ids = [*rendered[len(start) : -2]]
+      canonical = rendered[: len(start)].tolist() == start.tolist()
     if closed:
       ids.append(renderer().end_of_turn_id)
     return ids, canonical
@@ -134,31 +139,37 @@ class Client:
   def expected(self, messages, tools):
     """The interaction to extend, by trying all."""
 
-    def covers(made):
-      """How many first messages are `made` and its answer; None if not."""
+    def covers(interaction):
+      """Returns how many messages are the interaction's; None for none."""
       at = 0
-      if made.before is not None:
-        at = covers(made.before)
+      if interaction.before is not None:
+        at = covers(interaction.before)
         if at is None:
           return None
-      new = made.new_messages[1:] if made.before else made.new_messages
+      new = (
+          interaction.new_messages[1:]
+          if interaction.before
+          else interaction.new_messages
+      )
       end = at + len(new) + 1
       if end > len(messages):
         return None
       if not all(map(same, new, messages[at : end - 1])):
         return None
-      given = messages[end - 1]
-      fits = same(given, made.answer) or same(given, say(made.text))
+      message = messages[end - 1]
+      fits = same(message, interaction.answer) or same(
+          message, say(interaction.text)
+      )
       return end if fits else None
 
-    found = []
-    for made, _, with_tools, _ in self.sent:
-      end = covers(made) if (with_tools or []) == (tools or []) else None
+    candidates = []
+    for interaction, _, with_tools, _ in self.sent:
+      end = covers(interaction) if (with_tools or []) == (tools or []) else None
       if end is not None:
-        given, told = loose(messages[end - 1]), loose(made.answer)
-        rank = end, given == told, given[0] == told[0], made.index
-        found.append((rank, made))
-    return max(found, key=lambda f: f[0], default=(None, None))[1]
+        message, reply = loose(messages[end - 1]), loose(interaction.answer)
+        rank = end, message == reply, message[0] == reply[0], interaction.index
+        candidates.append((rank, interaction))
+    return max(candidates, key=lambda f: f[0], default=(None, None))[1]
 
   def turn(self):
     messages, tools, canonical = self.request()
@@ -169,8 +180,8 @@ class Client:
     assert len(pending.messages) == len(messages)
     tokens, images = pending.prompt.tokens.tolist(), pending.prompt.images
     if before is None:
-      whole = renderer().render(messages)
-      assert (tokens, images) == (whole.tokens.tolist(), whole.images)
+      rendered = renderer().render(messages)
+      assert (tokens, images) == (rendered.tokens.tolist(), rendered.images)
       assert pending.num_reused == 0
       canonical = True
     else:
@@ -186,28 +197,30 @@ class Client:
       assert images == before.prompt.images + shifted
       assert pending.num_reused == len(old)
     if canonical:
-      whole = renderer().render(messages)
-      assert (tokens, images) == (whole.tokens.tolist(), whole.images)
+      rendered = renderer().render(messages)
+      assert (tokens, images) == (rendered.tokens.tolist(), rendered.images)
     for _ in range(self.one_of(1, 1, 1, 3)):
       ids, as_template = self.sampled(messages)
       logprobs = [-next(self.serial) / 1024 for _ in ids]
       text = renderer().decode(ids)
-      told = say(self.one_of(text, text.strip()))
+      reply = say(self.one_of(text, text.strip()))
       if text == CALL:
-        told = self.one_of(
+        reply = self.one_of(
             calling(f"c{next(self.serial)}"), calling("c"), calling(None)
         )
       untrained = self.one_of("", "", "temperature=0.5")
-      made = self.session.add(
+      interaction = self.session.add(
           pending,
           completion(ids, logprobs),
-          assistant_message=told,
+          assistant_message=reply,
           untrained=untrained,
       )
-      assert made.text == text
+      assert interaction.text == text
       if not untrained:
         self.logprobs += logprobs
-      self.sent.append((made, messages, tools, canonical and as_template))
+      self.sent.append(
+          (interaction, messages, tools, canonical and as_template)
+      )
 
 
 def check_export(client, style):
@@ -232,17 +245,22 @@ def check_export(client, style):
     assert sequence.tokens.tolist() == want
     assert sequence.images == last.prompt.images
     chain = (*last.ancestors, last)
-    assert set(sequence.turn_ids.tolist()) == {made.index for made in chain}
-    for made in chain:
-      begin = len(made.prompt)
-      where = slice(begin, begin + len(made.completion.tokens))
-      mine = made.id in e.trained
-      assert np.all(sequence.loss_mask[where] == mine)
-      assert np.all(sequence.turn_ids[where] == made.index)
-      assert sequence.tokens[where].tolist() == made.completion.tokens.tolist()
-      if mine:
+    assert set(sequence.turn_ids.tolist()) == {
+        interaction.index for interaction in chain
+    }
+    for interaction in chain:
+      begin = len(interaction.prompt)
+      where = slice(begin, begin + len(interaction.completion.tokens))
+      is_trained = interaction.id in e.trained
+      assert np.all(sequence.loss_mask[where] == is_trained)
+      assert np.all(sequence.turn_ids[where] == interaction.index)
+      assert (
+          sequence.tokens[where].tolist()
+          == interaction.completion.tokens.tolist()
+      )
+      if is_trained:
         got = sequence.logprobs[where]
-        assert np.array_equal(got, made.completion.logprobs)
+        assert np.array_equal(got, interaction.completion.logprobs)
     total = sum(len(by_id[t].completion.tokens) for t in e.trained)
     assert sequence.num_sampled == total
     if style == "individual":

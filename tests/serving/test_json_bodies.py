@@ -36,10 +36,10 @@ def read(body, **limits):
 )
 def test_every_object_is_read_and_written_as_it_is(value, ascii_, encoding):
   body = json.dumps(value, ensure_ascii=ascii_).encode(encoding)
-  found = read(body)
-  assert found == value
+  result = read(body)
+  assert result == value
   # `1 == 1.0 == True`, but not to who reads a seed.
-  assert json.dumps(found) == json.dumps(value)
+  assert json.dumps(result) == json.dumps(value)
   assert json.loads(bodies.write_json(value)) == value
 
 
@@ -99,9 +99,9 @@ def test_too_many_tokens_are_refused_before_any_is_looked_at():
     """Its type says that it was looked at."""
 
   words = "length is 2 tokens, the prompt has 3"
-  with pytest.raises(errors.ApiError, match=words) as told:
+  with pytest.raises(errors.ApiError, match=words) as refusal:
     bodies.token_ids("prompt", [Counting(1)] * 3, 2)
-  assert told.value.code == "context_length_exceeded"
+  assert refusal.value.code == "context_length_exceeded"
   assert bodies.token_ids("prompt", [1, 2], 2) == (1, 2)
   with pytest.raises(errors.ApiError, match="list of token ids"):
     bodies.token_ids("prompt", [Counting(1)] * 2, 2)

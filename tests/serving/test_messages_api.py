@@ -25,8 +25,8 @@ def image(seed):
   return {"type": "image", "source": source}
 
 
-def messages(running, given, path="", **options):
-  body = {"model": MODEL, "max_tokens": 8, "seed": 5, "messages": given}
+def messages(running, conversation, path="", **options):
+  body = {"model": MODEL, "max_tokens": 8, "seed": 5, "messages": conversation}
   answer = running.post(f"{path}/v1/messages", body | options)
   return answer
 
@@ -110,9 +110,11 @@ def test_a_message_is_the_chat_completion_of_its_blocks(running):
 
 
 def test_a_stream_adds_up(running):
-  given = [{"role": "user", "content": "a b c"}]
-  whole = messages(running, given, max_tokens=20).json()
-  events = events_of(messages(running, given, max_tokens=20, stream=True))
+  conversation = [{"role": "user", "content": "a b c"}]
+  answer = messages(running, conversation, max_tokens=20).json()
+  events = events_of(
+      messages(running, conversation, max_tokens=20, stream=True)
+  )
   kinds = [e["type"] for e in events]
   deltas = [e for e in events if e["type"] == "content_block_delta"]
   assert len(deltas) > 1
@@ -125,20 +127,20 @@ def test_a_stream_adds_up(running):
       "message_stop",
   ]
   text = "".join(e["delta"]["text"] for e in deltas)
-  assert text == whole["content"][0]["text"]
-  assert events[-2]["delta"]["stop_reason"] == whole["stop_reason"]
+  assert text == answer["content"][0]["text"]
+  assert events[-2]["delta"]["stop_reason"] == answer["stop_reason"]
   tokens = events[-2]["usage"]["output_tokens"]
-  assert tokens == whole["usage"]["output_tokens"]
+  assert tokens == answer["usage"]["output_tokens"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_turn_with_a_call_goes_on_in_its_session(running, saying, stream):
   session = start(running)
   path = f"/sessions/{session['session_id']}"
-  given = [{"role": "user", "content": [image(4)]}]
+  conversation = [{"role": "user", "content": [image(4)]}]
   options = {"tools": [TOOL], "stream": stream}
   saying(SAID)
-  answer = messages(running, given, path, **options)
+  answer = messages(running, conversation, path, **options)
   if stream:
     events = events_of(answer)
     begun = [e for e in events if e["type"] == "content_block_start"]
@@ -155,22 +157,26 @@ def test_a_turn_with_a_call_goes_on_in_its_session(running, saying, stream):
   text, call = content
   assert text == {"type": "text", "text": "Left."}
   assert call["name"] == "click" and call["input"] == {"x": 3}
-  given += [
+  conversation += [
       {"role": "assistant", "content": content},
       {"role": "user", "content": [{
           "type": "tool_result", "tool_use_id": call["id"],
           "content": "clicked"}]},
   ]  # pyformat: disable
   saying("Done.")
-  assert messages(running, given, path, **options).status_code == 200
+  assert messages(running, conversation, path, **options).status_code == 200
   assert len(export(running, session, style="concat")) == 1
 
 
 def test_the_stop_sequence_is_named(running):
-  given = [{"role": "user", "content": "a b c"}]
-  text = messages(running, given, max_tokens=20).json()["content"][0]["text"]
+  conversation = [{"role": "user", "content": "a b c"}]
+  text = messages(running, conversation, max_tokens=20).json()["content"][0][
+      "text"
+  ]
   stop = text[3:6]
-  answer = messages(running, given, max_tokens=20, stop_sequences=[stop]).json()
+  answer = messages(
+      running, conversation, max_tokens=20, stop_sequences=[stop]
+  ).json()
   assert answer["stop_reason"] == "stop_sequence"
   assert answer["stop_sequence"] == stop
   shown = "".join(b["text"] for b in answer["content"])
@@ -180,11 +186,11 @@ def test_the_stop_sequence_is_named(running):
 def test_one_call_at_a_time_ends_the_completion(running, monkeypatch):
   """By the tokens that spell the end of a call."""
   policy = running.app._service.policy
-  whole = messages(
+  full_answer = messages(
       running, [{"role": "user", "content": "a"}], max_tokens=24,
       return_token_ids=True,
   ).json()  # pyformat: disable
-  text = whole["content"][0]["text"]
+  text = full_answer["content"][0]["text"]
   end = text[4:7]
   monkeypatch.setattr(policy.parser, "call_end", end)
   answer = messages(
@@ -193,9 +199,9 @@ def test_one_call_at_a_time_ends_the_completion(running, monkeypatch):
       tools=[TOOL], tool_choice={
           "type": "auto", "disable_parallel_tool_use": True},
   ).json()  # pyformat: disable
-  told = "".join(b["text"] for b in answer["content"])
+  content = "".join(b["text"] for b in answer["content"])
   # Kept, and at the end; tools change the prompt, hence the text.
-  assert end not in told or told.endswith(end)
+  assert end not in content or content.endswith(end)
 
 
 @pytest.mark.parametrize(
@@ -228,10 +234,10 @@ def test_what_is_not_served_is_refused_by_its_name(
   body = {"messages": [{"role": "user", "content": "x"}]} | change
   answer = messages(running, body.pop("messages"), **body)
   assert answer.status_code == 400
-  told = answer.json()
-  assert told["type"] == "error"
-  assert told["error"]["param"] == param
-  assert words in told["error"]["message"]
+  error = answer.json()
+  assert error["type"] == "error"
+  assert error["error"]["param"] == param
+  assert words in error["error"]["message"]
 
 
 def test_a_session_key_opens_its_session_as_x_api_key(running):
@@ -287,13 +293,13 @@ def test_fields_that_change_nothing_are_accepted_and_named(running):
       "verbosity",
       "chat_template_kwargs.enable_thinking",
   }
-  kept = lambda reply: (reply.json()["choices"], reply.json()["usage"])
-  for choice in (*kept(before)[0], *kept(after)[0]):
+  sampled_part = lambda reply: (reply.json()["choices"], reply.json()["usage"])
+  for choice in (*sampled_part(before)[0], *sampled_part(after)[0]):
     choice.pop("interaction_id")
-  told = lambda choices: [
+  texts = lambda choices: [
       (c["message"]["content"], c["finish_reason"]) for c in choices
   ]
-  assert told(kept(before)[0]) == told(kept(after)[0])
+  assert texts(sampled_part(before)[0]) == texts(sampled_part(after)[0])
   assert before.json()["model"] == MODEL
 
 
@@ -327,15 +333,15 @@ def test_a_model_and_a_response_are_found_by_their_ids(running):
   answer = client.responses.create(
       model=MODEL, input="a", max_output_tokens=4, instructions="b"
   )
-  kept = client.responses.retrieve(answer.id)
-  assert kept.output_text == answer.output_text
-  assert kept.instructions == "b" and kept.usage == answer.usage
+  stored = client.responses.retrieve(answer.id)
+  assert stored.output_text == answer.output_text
+  assert stored.instructions == "b" and stored.usage == answer.usage
   session = start(running)
-  others = running.client(key=session["api_key"])
+  session_client = running.client(key=session["api_key"])
   for path in (f"/v1/responses/{answer.id}", "/v1/responses/none"):
-    status = others._client.get(running.url + path, headers={
+    status = session_client._client.get(running.url + path, headers={
         "authorization": f"Bearer {session['api_key']}"}).status_code
-    assert status == 404  # Nobody else's.
+    assert status == 404  # It belongs to the session.
   dropped = client.responses.create(
       model=MODEL, input="a", max_output_tokens=4, store=False
   )

@@ -58,7 +58,7 @@ def test_equal_seeds_give_equal_completions_and_n_different_ones(running):
 def test_a_stream_adds_up_to_the_whole_answer(running):
   client = running.client()
   messages = [{"role": "user", "content": "a b c"}]
-  whole = ask(client, messages, max_tokens=20)
+  answer = ask(client, messages, max_tokens=20)
   events = list(
       ask(
           client,
@@ -72,12 +72,12 @@ def test_a_stream_adds_up_to_the_whole_answer(running):
   text = "".join(
       e.choices[0].delta.content or "" for e in events if e.choices
   )
-  assert text == whole.choices[0].message.content
+  assert text == answer.choices[0].message.content
   ends = [e for e in events if e.choices and e.choices[0].finish_reason]
   assert len(ends) == 1
-  assert ends[0].choices[0].token_ids == whole.choices[0].token_ids
-  assert events[-1].choices == [] and events[-1].usage == whole.usage
-  assert events[-2].prompt_token_ids == whole.prompt_token_ids
+  assert ends[0].choices[0].token_ids == answer.choices[0].token_ids
+  assert events[-1].choices == [] and events[-1].usage == answer.usage
+  assert events[-2].prompt_token_ids == answer.prompt_token_ids
   # In several parts: it came while sampling went on.
   assert sum(bool(e.choices and e.choices[0].delta.content) for e in events) > 1
 
@@ -182,11 +182,11 @@ def test_tools_are_shown_and_calls_are_read(running, monkeypatch):
       "type": "function",
       "function": {"name": "click", "parameters": {"properties": {}}},
   }]
-  said = '<tool_call>\n{"name": "click", "arguments": {"x": 3}}\n</tool_call>'
+  text = '<tool_call>\n{"name": "click", "arguments": {"x": 3}}\n</tool_call>'
   real = running.renderer.decode
   service = running.app._service
   monkeypatch.setattr(
-      service.policy.renderer, "decode", lambda ids: said if len(ids) else ""
+      service.policy.renderer, "decode", lambda ids: text if len(ids) else ""
   )
   for stream in (False, True):
     answer = ask(
@@ -221,7 +221,7 @@ def test_an_episode_is_one_token_exact_sequence(running, by):
     history.append(screenshot(turn, f"turn {turn}"))
     answer = ask(client, history, logprobs=True)
     choice = answer.choices[0]
-    # The prompt is all that was there, and what is new.
+    # The prompt is the whole history and the new messages.
     assert answer.prompt_token_ids[: len(tokens)] == tokens
     new = len(answer.prompt_token_ids) - len(tokens)
     tokens = answer.prompt_token_ids + choice.token_ids
@@ -234,14 +234,14 @@ def test_an_episode_is_one_token_exact_sequence(running, by):
   running.post(
       f"/sessions/{session['session_id']}/rl/set_reward", {"reward": 1.0}
   )
-  (found,) = export(running, session, style="concat").values()
-  tensors = found["tensor_dict"]
+  (row,) = export(running, session, style="concat").values()
+  tensors = row["tensor_dict"]
   assert tensors["input_ids"] == [tokens]
   assert tensors["loss_mask"] == [mask]
   np.testing.assert_allclose(tensors["logprobs"], [logprobs], atol=1e-6)
   assert tensors["rewards"] == [1.0]
   assert [v >= 0 for v in tensors["versions"][0]] == [m == 1 for m in mask]
-  assert len(found["images"]) == 3
+  assert len(row["images"]) == 3
   apart = export(running, session, style="individual", discount=0.5)
   assert [one["reward"] for one in apart.values()] == [0.25, 0.5, 1.0]
   masks = [one["tensor_dict"]["loss_mask"][0] for one in apart.values()]
@@ -255,8 +255,8 @@ def test_every_choice_of_a_turn_can_be_rewarded(running):
   for i, choice in enumerate(many.choices):
     body = {"reward": i, "interaction_id": choice.interaction_id}
     assert running.post(f"{path}/rl/set_reward", body).status_code == 200
-  found = export(running, session, discount=0)
-  rewards = {name: one["reward"] for name, one in found.items()}
+  rows = export(running, session, discount=0)
+  rewards = {name: one["reward"] for name, one in rows.items()}
   assert rewards == {c.interaction_id: i for i, c in enumerate(many.choices)}
 
 
@@ -266,9 +266,9 @@ def test_tools_that_may_not_be_called_do_not_break_the_sequence(running):
   tools = [{"type": "function", "function": {"name": "f"}}]
   history = [{"role": "user", "content": "a"}]
   first = ask(client, history, tools=tools, tool_choice="none")
-  said = first.choices[0].message.content
+  content = first.choices[0].message.content
   history += [
-      {"role": "assistant", "content": said},
+      {"role": "assistant", "content": content},
       {"role": "user", "content": "b"},
   ]
   ask(client, history, tools=tools)
@@ -285,10 +285,10 @@ def test_answers_that_the_client_keeps_are_not_kept_for_ever(
   play = lambda i: ask(
       client, empty, max_tokens=1, extra_body={"prompt_token_ids": [300 + i]}
   )
-  told = [play(i).id for i in range(8)]
+  ids = [play(i).id for i in range(8)]
   turns = running.app._service._caches[session["session_id"]]
   assert len(turns.by_body) == 3
-  assert [play(i).id for i in (5, 6, 7)] == told[5:]
+  assert [play(i).id for i in (5, 6, 7)] == ids[5:]
   # Those of the session itself stay, however many follow.
   stored = ask(client, [{"role": "user", "content": "x"}]).id
   for i in range(4):
@@ -344,8 +344,8 @@ def test_tokens_that_cannot_fit_are_refused_before_they_are_looked_at(
 ):
   renderer = running.app._service.policy.renderer
   monkeypatch.setattr(renderer, "prompt_of_tokens", None)
-  told = "maximum context length is 256 tokens"
-  with pytest.raises(openai.BadRequestError, match=told) as refused:
+  reason = "maximum context length is 256 tokens"
+  with pytest.raises(openai.BadRequestError, match=reason) as refused:
     ask(
         running.client(),
         [{"role": "user", "content": ""}],
@@ -355,7 +355,7 @@ def test_tokens_that_cannot_fit_are_refused_before_they_are_looked_at(
   answer = running.post("/v1/completions", {
       "model": MODEL, "prompt": [renderer.image_token_id] * 300
   })  # pyformat: disable
-  assert told in answer.json()["error"]["message"]
+  assert reason in answer.json()["error"]["message"]
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
@@ -403,11 +403,11 @@ def test_a_streamed_turn_is_an_interaction_too(running):
       {"role": "assistant", "content": text},
       {"role": "user", "content": "go on"},
   ]
-  whole = ask(client, history)
-  (found,) = export(running, session, style="concat").values()
-  tokens = found["tensor_dict"]["input_ids"][0]
-  prompt = whole.prompt_token_ids
-  assert tokens == prompt + whole.choices[0].token_ids
+  answer = ask(client, history)
+  (row,) = export(running, session, style="concat").values()
+  tokens = row["tensor_dict"]["input_ids"][0]
+  prompt = answer.prompt_token_ids
+  assert tokens == prompt + answer.choices[0].token_ids
 
 
 def test_a_client_that_goes_away_frees_its_slot_and_leaves_no_trace(running):
@@ -420,10 +420,10 @@ def test_a_client_that_goes_away_frees_its_slot_and_leaves_no_trace(running):
       ask(client, [screenshot(5)], max_tokens=32)
   running.settled()
   assert len(export(running, session)) <= 1
-  done = ask(
+  answer = ask(
       running.client(f"/sessions/{session['session_id']}"), [screenshot(5)]
   )
-  assert done.choices[0].token_ids
+  assert answer.choices[0].token_ids
 
 
 def test_who_still_waits_is_answered_when_the_first_sender_has_gone(running):
@@ -526,10 +526,10 @@ def test_a_dropped_session_makes_room_and_its_key_opens_nothing(running):
   assert len(export(running, session, drop=True)) == 1
   with pytest.raises(openai.AuthenticationError):
     ask(client, [{"role": "user", "content": "y"}])
-  gone = running.post(
+  reply = running.post(
       "/export_trajectories", {"session_id": session["session_id"]}
   )
-  assert gone.status_code == 404
+  assert reply.status_code == 404
   assert not running.app._service._caches.get(session["session_id"])
 
 
@@ -640,8 +640,11 @@ def test_a_token_is_asked_for_and_capacity_is_told():
     own = running.client(key=first["api_key"])
     assert own.models.list().data  # A session's key is enough for it.
     key = {"Authorization": f"Bearer {first['api_key']}"}
-    mine = {"session_id": first["session_id"]}
-    assert running.post("/export_trajectories", mine, **key).status_code == 200
+    export_body = {"session_id": first["session_id"]}
+    assert (
+        running.post("/export_trajectories", export_body, **key).status_code
+        == 200
+    )
     for path, body in (
         ("/export_trajectories", {"session_id": "another"}),
         ("/sessions/another/rl/end_session", {}),

@@ -69,14 +69,14 @@ def test_every_operation_answers_as_its_document_describes(running):
 
 
 def test_the_document_has_every_field_of_the_bodies(running):
-  found = httpx.get(running.url + "/openapi.json").json()
-  schemas = found["components"]["schemas"]
+  document = httpx.get(running.url + "/openapi.json").json()
+  schemas = document["components"]["schemas"]
   for api in app.ENDPOINTS:
     own = schemas[api.body.__name__]
     assert own["additionalProperties"] is False
     names = {f.alias or name for name, f in api.body.model_fields.items()}
     assert set(own["properties"]) == names >= {"model", "temperature"}
-    body = found["paths"][f"/v1/{api.path}"]["post"]["requestBody"]
+    body = document["paths"][f"/v1/{api.path}"]["post"]["requestBody"]
     (content,) = body["content"].values()
     assert content["schema"]["$ref"].endswith(api.body.__name__)
   kinds = schemas["ChatBody"]["properties"]["messages"]["items"]

@@ -37,17 +37,17 @@ def png(image, **options):
 
 
 def chunks(data):
-  at, found = 8, []
+  at, pieces = 8, []
   while at < len(data):
     (length,) = struct.unpack_from(">I", data, at)
-    found.append((data[at + 4 : at + 8], data[at + 8 : at + 8 + length]))
+    pieces.append((data[at + 4 : at + 8], data[at + 8 : at + 8 + length]))
     at += 12 + length
-  return found
+  return pieces
 
 
-def joined(found):
+def joined(pieces):
   out = b"\x89PNG\r\n\x1a\n"
-  for name, body in found:
+  for name, body in pieces:
     check = zlib.crc32(name + body)
     out += struct.pack(">I", len(body)) + name + body
     out += struct.pack(">I", check)
@@ -56,11 +56,11 @@ def joined(found):
 
 def rewritten(data, change):
   """The file with its inflated pixel data changed, in chunks of 1000 bytes."""
-  found = chunks(data)
-  raw = zlib.decompress(b"".join(b for n, b in found if n == b"IDAT"))
+  pieces = chunks(data)
+  raw = zlib.decompress(b"".join(b for n, b in pieces if n == b"IDAT"))
   body = zlib.compress(change(raw))
   parts = [body[i : i + 1000] for i in range(0, len(body), 1000)]
-  head = [c for c in found if c[0] not in (b"IDAT", b"IEND")]
+  head = [c for c in pieces if c[0] not in (b"IDAT", b"IEND")]
   return joined([*head, *((b"IDAT", p) for p in parts), (b"IEND", b"")])
 
 
@@ -137,15 +137,15 @@ def test_metadata_and_each_filter_are_kept(monkeypatch):
 
 def test_what_is_unusual_is_left_to_pillow(monkeypatch):
   plain = png(picture("RGB"))
-  found = chunks(plain)
-  (body,) = (b for n, b in found if n == b"IDAT")
-  idat = [n for n, _ in found].index(b"IDAT")
-  late = [*found[:-1], (b"tEXt", b"a\0b"), found[-1]]
+  pieces = chunks(plain)
+  (body,) = (b for n, b in pieces if n == b"IDAT")
+  idat = [n for n, _ in pieces].index(b"IDAT")
+  late = [*pieces[:-1], (b"tEXt", b"a\0b"), pieces[-1]]
   split = [
-      *found[:idat], (b"IDAT", body[:500]), (b"tEXt", b"a\0b"),
-      (b"IDAT", body[500:]), found[-1],
+      *pieces[:idat], (b"IDAT", body[:500]), (b"tEXt", b"a\0b"),
+      (b"IDAT", body[500:]), pieces[-1],
   ]  # pyformat: disable
-  header = bytearray(found[0][1])
+  header = bytearray(pieces[0][1])
   header[12] = 1  # Interlaced, it says.
   cases = {
       "cut": plain[: len(plain) // 2],
@@ -153,18 +153,18 @@ def test_what_is_unusual_is_left_to_pillow(monkeypatch):
       "more after the end": plain + b"more",
       "a chunk after the pixels": joined(late),
       "pixels in two places": joined(split),
-      "interlaced": joined([(b"IHDR", bytes(header)), *found[1:]]),
+      "interlaced": joined([(b"IHDR", bytes(header)), *pieces[1:]]),
       "too few pixels": rewritten(plain, lambda raw: raw[:-700]),
       "too many": rewritten(plain, lambda raw: raw + bytes(700)),
-      "not deflate": joined([*found[:idat], (b"IDAT", b"x" * 9), found[-1]]),
+      "not deflate": joined([*pieces[:idat], (b"IDAT", b"x" * 9), pieces[-1]]),
       "a wrong sum": joined([
-          *found[:idat], (b"IDAT", body[:-4] + b"abcd"), found[-1],
+          *pieces[:idat], (b"IDAT", body[:-4] + b"abcd"), pieces[-1],
       ]),
       "more after the stream": joined([
-          *found[:idat], (b"IDAT", body + b"more"), found[-1],
+          *pieces[:idat], (b"IDAT", body + b"more"), pieces[-1],
       ]),
       "a chunk longer than the file": plain[:-12] + b"\xff\0\0\0tEXt",
-      "no pixels": joined([*found[:idat], found[-1]]),
+      "no pixels": joined([*pieces[:idat], pieces[-1]]),
   }  # pyformat: disable
   for name, data in cases.items():
     assert pictures.stored(data) is None, name
@@ -194,7 +194,7 @@ def test_what_inflates_without_end_is_cut_off():
       (b"IEND", b""),
   ])
   assert pictures.stored(data) is None
-  decoded(data)  # As Pillow has it: the pixels are there.
+  decoded(data)  # Pillow decodes it: its pixels are complete.
   with pytest.raises(pictures.PictureError, match="too many pixels"):
     pictures.decode(data, width * height - 1)
 
@@ -204,8 +204,8 @@ def test_a_store_keeps_decoded_pixels_without_a_copy_and_others_with_one():
   pixels = pictures.decode(png(picture("RGB")), 1 << 20)
   assert not pixels.flags.writeable
   assert np.shares_memory(store.get(store.put(pixels)), pixels)
-  mine = pixels.copy()
-  kept = store.get(images_lib.ImageStore.put(store, mine[:100]))
-  assert not np.shares_memory(kept, mine)
+  own_pixels = pixels.copy()
+  stored = store.get(images_lib.ImageStore.put(store, own_pixels[:100]))
+  assert not np.shares_memory(stored, own_pixels)
   view = pixels[:50]  # It would hold on to all rows.
   assert not np.shares_memory(store.get(store.put(view)), pixels)

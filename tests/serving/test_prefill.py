@@ -33,16 +33,16 @@ def test_the_answer_goes_on_where_the_message_ends(running):
   plain = ask(running, [USER], max_tokens=1)["prompt_token_ids"]
   begun = running.renderer.encode("I will").tolist()
   for content in ("I will", [{"type": "text", "text": "I will"}]):
-    found = ask(running, [USER, said(content)], temperature=0)
-    assert found["prompt_token_ids"] == plain + begun
+    answer = ask(running, [USER, said(content)], temperature=0)
+    assert answer["prompt_token_ids"] == plain + begun
     # As the same tokens sent without any messages.
     same = running.post(
         "/v1/completions",
         {"model": MODEL, "prompt": plain + begun, "temperature": 0,
          "max_tokens": 8, "return_token_ids": True},
     ).json()["choices"][0]  # pyformat: disable
-    assert found["token_ids"] == same["token_ids"]
-    assert text_of(found) == same["text"]
+    assert answer["token_ids"] == same["token_ids"]
+    assert text_of(answer) == same["text"]
 
 
 def test_a_session_trains_the_sampled_tokens_alone(running):
@@ -52,12 +52,12 @@ def test_a_session_trains_the_sampled_tokens_alone(running):
   )
   begun = running.renderer.encode("I will").tolist()
   assert first["prompt_token_ids"][-len(begun) :] == begun
-  whole = "I will" + text_of(first)
-  second = ask(running, [USER, said(whole), USER], session, max_tokens=4)
-  known = first["prompt_token_ids"] + first["token_ids"]
-  assert second["prompt_token_ids"][: len(known)] == known
-  (found,) = export(running, session, style="concat").values()
-  row = found["tensor_dict"]
+  text = "I will" + text_of(first)
+  second = ask(running, [USER, said(text), USER], session, max_tokens=4)
+  prefix = first["prompt_token_ids"] + first["token_ids"]
+  assert second["prompt_token_ids"][: len(prefix)] == prefix
+  (exported,) = export(running, session, style="concat").values()
+  row = exported["tensor_dict"]
   trained = [
       token
       for token, on in zip(row["input_ids"][0], row["loss_mask"][0])
@@ -82,14 +82,14 @@ def test_a_cut_answer_goes_on_by_its_tokens(running):
 def test_a_stream_has_the_new_text_alone(running):
   body = {"messages": [USER, said("I will")], "max_tokens": 8, "seed": 4,
           "model": MODEL}  # pyformat: disable
-  whole = running.post("/v1/messages", body).json()
+  answer = running.post("/v1/messages", body).json()
   streamed = running.post("/v1/messages", body | {"stream": True}).text
   text = "".join(
       event["delta"]["text"]
       for event in map(_data, streamed.split("\n\n"))
       if event.get("delta", {}).get("type") == "text_delta"
   )
-  assert text == text_of(whole)
+  assert text == text_of(answer)
 
 
 def _data(event):

@@ -1,39 +1,42 @@
-"""The longest known beginning of a sequence, held to a slow search."""
+"""The longest stored beginning of a sequence, compared with a slow search."""
 
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
-from tunix.rl.multi_turn.serving import prefixes
+from tunix.rl.multi_turn.serving import interactions
 
 _TEXTS = st.text("ab", max_size=8).map(str.encode)
 
 
 @settings(deadline=None, max_examples=300)
-@given(known=st.lists(_TEXTS, max_size=12), asked=st.lists(_TEXTS, min_size=1))
+@given(
+    sequences=st.lists(_TEXTS, max_size=12),
+    queries=st.lists(_TEXTS, min_size=1),
+)
 def test_the_longest_beginning_is_found_and_of_equal_ones_the_newest(
-    known, asked
+    sequences, queries
 ):
-  found = prefixes.Prefixes[int]()
-  for i, text in enumerate(known, 1):
+  prefixes = interactions.Prefixes[int]()
+  for i, text in enumerate(sequences, 1):
     half = len(text) // 2
-    grown = prefixes.RunningHash().extended(text[:half], b"")
+    grown = interactions.RunningHash().extended(text[:half], b"")
     grown = grown.extended(text[half:])
     assert grown.length == len(text)
-    found.add(grown, i)
-  for text in asked:
+    prefixes.add(grown, i)
+  for text in queries:
     best = max(
         (
             (len(k), i)
-            for i, k in enumerate(known, 1)
+            for i, k in enumerate(sequences, 1)
             if text.startswith(k)
         ),
         default=(0, None),
     )
-    assert found.longest(text) == (best[1], best[0])
+    assert prefixes.longest(text) == (best[1], best[0])
 
 
 def test_extending_a_copy_leaves_the_sequence_alone():
-  one = prefixes.RunningHash().extended(b"ab")
+  one = interactions.RunningHash().extended(b"ab")
   before = one.digest()
   assert one.extended(b"c").digest() != before == one.digest()
   assert one.extended(b"").digest() == before

@@ -33,13 +33,13 @@ def _served():
 
 @contextlib.asynccontextmanager
 async def connected(served, play=None, url=None):
-  made = agent_session.AgentConnection(
+  connection = agent_session.AgentConnection(
       url or served.url, small_server.MODEL, served.images, play=play
   )
   try:
-    yield made
+    yield connection
   finally:
-    await made.aclose()
+    await connection.aclose()
 
 
 def held(served):
@@ -106,11 +106,11 @@ async def test_tool_outputs_go_through_the_server(served):
           model=model, messages=messages, **options
       )
       text = answer.choices[0].message.content
-      seen = await computer.act(text)
-      if seen is None:
+      observation = await computer.act(text)
+      if observation is None:
         return
-      shown.append(seen)
-      messages += [{"role": "assistant", "content": text}, seen]
+      shown.append(observation)
+      messages += [{"role": "assistant", "content": text}, observation]
 
   async with connected(served) as connection:
     got = await episode(connection.model(SAMPLING))
@@ -263,7 +263,7 @@ async def test_a_release_that_is_cancelled_drops_its_session(served):
   assert not held(served)
 
 
-# --- agents of somebody else's ------------------------------------------------
+# --- third-party agents -------------------------------------------------------
 
 
 async def test_an_agent_that_will_not_end_loses_nothing(served, monkeypatch):
@@ -292,11 +292,11 @@ async def test_an_agent_that_will_not_end_loses_nothing(served, monkeypatch):
         await session.release(name)
     assert session.build()[0].num_sampled
     assert not held(served)
-    (left,) = agent_session._LEFT
+    (abandoned,) = agent_session._LEFT
     freed.set()
-    left.cancel()
-    await asyncio.wait({left}, timeout=5)
-    assert left.done() and not agent_session._LEFT
+    abandoned.cancel()
+    await asyncio.wait({abandoned}, timeout=5)
+    assert abandoned.done() and not agent_session._LEFT
 
 
 async def test_an_observation_answers_the_act_it_came_of(served):
@@ -344,17 +344,17 @@ def test_areals_client_names_its_session_by_the_key_alone(running):
   body = {"task_id": "t", "api_key": None}
   started = running.post("/rl/start_session", body, **admin).json()
   own = {"Authorization": f"Bearer {started['api_key']}"}
-  asked = {"model": "default", "max_tokens": 4, "seed": 2,
+  request = {"model": "default", "max_tokens": 4, "seed": 2,
            "messages": [{"role": "user", "content": "go"}]}  # pyformat: disable
-  chat = running.post("/chat/completions", asked, **own).json()
+  chat = running.post("/chat/completions", request, **own).json()
   answer = running.post(
       "/responses", {"model": "default", "input": "go"}, **own
   ).json()
   for reward, id_ in ((0.25, chat["id"]), (1.0, None)):
-    told = running.post(
+    reply = running.post(
         "/rl/set_reward", {"interaction_id": id_, "reward": reward}, **own
     )
-    assert told.json() == {"message": "success"}
+    assert reply.json() == {"message": "success"}
   assert running.post("/rl/end_session", **own).status_code == 200
   exported = running.post(
       "/export_trajectories",

@@ -25,11 +25,11 @@ CALL = '{"name": "click", "arguments": {"x": 3}}'
 SAID = f"Left.\n<tool_call>\n{CALL}\n</tool_call>"
 
 
-def respond(client, given, **options):
+def respond(client, items, **options):
   options = {"model": MODEL, "max_output_tokens": 8} | options
   extra = {"return_token_ids": True, "seed": 5}
   extra |= options.pop("extra_body", {})
-  return client.responses.create(input=given, extra_body=extra, **options)
+  return client.responses.create(input=items, extra_body=extra, **options)
 
 
 @pytest.fixture(name="saying")
@@ -95,11 +95,11 @@ def test_a_response_is_the_chat_completion_of_its_items(running):
   assert answer.token_ids == chat.choices[0].token_ids
   assert answer.output_text == chat.choices[0].message.content
   (message,) = answer.output
-  told = [t.logprob for t in message.content[0].logprobs]
+  logprobs = [t.logprob for t in message.content[0].logprobs]
   # What is prefilled beside what differs, and with it the last bit.
-  asked = [t.logprob for t in chat.choices[0].logprobs.content]
-  assert told == pytest.approx(asked, abs=1e-5)
-  assert answer.token_logprobs == told
+  chat_logprobs = [t.logprob for t in chat.choices[0].logprobs.content]
+  assert logprobs == pytest.approx(chat_logprobs, abs=1e-5)
+  assert answer.token_logprobs == logprobs
   assert answer.usage.input_tokens == len(answer.prompt_token_ids)
   assert answer.usage.output_tokens == len(answer.token_ids)
   assert answer.policy_versions == [[0, 0]]
@@ -110,7 +110,7 @@ def test_a_response_is_the_chat_completion_of_its_items(running):
 
 def test_a_stream_has_its_events_in_order_and_adds_up(running):
   client = running.client()
-  whole = respond(client, "a b c", max_output_tokens=20)
+  answer = respond(client, "a b c", max_output_tokens=20)
   events = list(respond(client, "a b c", max_output_tokens=20, stream=True))
   kinds = [e.type for e in events]
   deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
@@ -124,14 +124,14 @@ def test_a_stream_has_its_events_in_order_and_adds_up(running):
       "response.output_text.done",
       "response.content_part.done",
       "response.output_item.done",
-      f"response.{whole.status}",
+      f"response.{answer.status}",
   ]
   assert [e.sequence_number for e in events] == list(range(len(events)))
-  assert "".join(deltas) == whole.output_text
+  assert "".join(deltas) == answer.output_text
   last = events[-1].response
-  assert last.token_ids == whole.token_ids
-  assert last.usage == whole.usage
-  assert last.output[0].content == whole.output[0].content
+  assert last.token_ids == answer.token_ids
+  assert last.usage == answer.usage
+  assert last.output[0].content == answer.output[0].content
   assert events[0].response.id == last.id
   # The client's own way of putting a stream together.
   with client.responses.stream(
@@ -139,8 +139,8 @@ def test_a_stream_has_its_events_in_order_and_adds_up(running):
   ) as stream:
     for _ in stream:
       pass
-    if whole.status == "completed":
-      assert stream.get_final_response().output_text == whole.output_text
+    if answer.status == "completed":
+      assert stream.get_final_response().output_text == answer.output_text
 
 
 def test_calls_are_items_and_their_outputs_go_on(running, saying, monkeypatch):
@@ -180,8 +180,8 @@ def test_calls_are_items_and_their_outputs_go_on(running, saying, monkeypatch):
       client, [output], tools=TOOLS, previous_response_id=first.id
   )
   assert by_items.prompt_token_ids == by_name.prompt_token_ids
-  known = first.prompt_token_ids + first.token_ids
-  assert by_name.prompt_token_ids[: len(known)] == known
+  prefix = first.prompt_token_ids + first.token_ids
+  assert by_name.prompt_token_ids[: len(prefix)] == prefix
 
 
 def test_an_episode_by_names_is_one_token_exact_sequence(running):
@@ -204,11 +204,11 @@ def test_an_episode_by_names_is_one_token_exact_sequence(running):
     new = len(answer.prompt_token_ids) - len(tokens)
     tokens = answer.prompt_token_ids + answer.token_ids
     mask += [0] * new + [1] * len(answer.token_ids)
-  (found,) = export(running, session, style="concat").values()
-  assert found["interaction_id"] == previous
-  assert found["tensor_dict"]["input_ids"] == [tokens]
-  assert found["tensor_dict"]["loss_mask"] == [mask]
-  assert len(found["images"]) == 3
+  (row,) = export(running, session, style="concat").values()
+  assert row["interaction_id"] == previous
+  assert row["tensor_dict"]["input_ids"] == [tokens]
+  assert row["tensor_dict"]["loss_mask"] == [mask]
+  assert len(row["images"]) == 3
   pad = running.renderer.image_token_id
   assert tokens.count(pad) == 3 * running.policy[1].num_image_tokens(*SIZE)
   # A fourth image is one too many, wherever it comes from.
@@ -228,11 +228,11 @@ def test_an_episode_by_names_is_one_token_exact_sequence(running):
 
 def test_what_is_not_to_be_stored_is_not(running):
   client = running.client()
-  kept = respond(client, "a")
-  assert respond(client, "b", previous_response_id=kept.id).output
-  gone = respond(client, "a", store=False)
+  stored = respond(client, "a")
+  assert respond(client, "b", previous_response_id=stored.id).output
+  unstored = respond(client, "a", store=False)
   with pytest.raises(openai.NotFoundError):
-    respond(client, "b", previous_response_id=gone.id)
+    respond(client, "b", previous_response_id=unstored.id)
 
 
 def test_a_stream_that_fails_says_so(running, monkeypatch):
@@ -293,29 +293,29 @@ def test_what_is_not_served_is_refused_by_its_name(
     running, change, param, words
 ):
   change = dict(change)
-  given = change.pop("input", "x")
+  items = change.pop("input", "x")
   with pytest.raises(openai.BadRequestError) as refused:
-    respond(running.client(), given, **change)
+    respond(running.client(), items, **change)
   assert refused.value.param == param
   assert words in refused.value.message
 
 
 def test_what_is_remembered_is_bounded():
-  kept = caches.ConversationCache(max_answers=3, max_characters=2000)
+  cache = caches.ConversationCache(max_answers=3, max_characters=2000)
   say = lambda text: [{"role": "assistant", "content": text}]
   answered = (None, None)  # Only handed back.
   for i in range(4):
-    kept.put(f"r{i}", None, say(str(i)), answered)
+    cache.put(f"r{i}", None, say(str(i)), answered)
   with pytest.raises(errors.ApiError):
-    kept.get("r0", None)
-  kept.get("r1", None)  # Used again, so that the next one goes.
-  kept.put("r4", "s", say("4"), answered)
-  assert kept.get("r1", None) == tuple(say("1"))
+    cache.get("r0", None)
+  cache.get("r1", None)  # Used again, so that the next one goes.
+  cache.put("r4", "s", say("4"), answered)
+  assert cache.get("r1", None) == tuple(say("1"))
   for answer_id, session in (("r2", None), ("r4", None), ("r4", "t")):
     with pytest.raises(errors.ApiError):
-      kept.get(answer_id, session)
-  kept.drop_session("s")
+      cache.get(answer_id, session)
+  cache.drop_session("s")
   with pytest.raises(errors.ApiError):
-    kept.get("r4", "s")
-  kept.put("long", None, say("x" * 3000), answered)
-  assert not kept._kept and kept._characters == 0
+    cache.get("r4", "s")
+  cache.put("long", None, say("x" * 3000), answered)
+  assert not cache._kept and cache._characters == 0

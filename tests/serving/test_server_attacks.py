@@ -42,5 +42,5 @@ def test_a_full_server_refuses_before_it_reads(server, running, monkeypatch):
   service = running.app._service  # pylint: disable=protected-access
   monkeypatch.setattr(service, "_max", 0)
   with server.connect(server.head("Content-Length: 900000")) as line:
-    found, said = attacks.answer(line)  # Nothing of the body is sent.
-  assert found == 429 and said["error"]["code"] == "too_many_requests"
+    status, reply = attacks.answer(line)  # Nothing of the body is sent.
+  assert status == 429 and reply["error"]["code"] == "too_many_requests"

@@ -1,4 +1,4 @@
-"""What goes wrong around a request, and what its client is told."""
+"""Failures around a request, and the errors that its client gets."""
 
 import asyncio
 import json
@@ -107,11 +107,11 @@ def test_what_could_not_be_written_back_is_refused_before_it_is_sampled(
     running, path, field, param
 ):
   session = start(running)
-  asked = '"model": "nano", "messages": [{"role": "user", "content": "x"}]'
-  asked = '"model": "nano", "input": "x"' if path == "responses" else asked
+  body = '"model": "nano", "messages": [{"role": "user", "content": "x"}]'
+  body = '"model": "nano", "input": "x"' if path == "responses" else body
   answer = running.post(
       f"/sessions/{session['session_id']}/v1/{path}",
-      content=f"{{{asked}, {field}}}".encode(),
+      content=f"{{{body}, {field}}}".encode(),
   )
   assert answer.status_code == 400
   assert answer.json()["error"]["param"] == param
@@ -263,14 +263,14 @@ def test_a_stream_begins_before_anything_is_sampled(running, monkeypatch):
     async with httpx.AsyncClient(timeout=60) as client:
       return await asyncio.gather(read(client), read(client))
 
-  told = asyncio.run(twice())
-  for lines in told:
+  first_lines = asyncio.run(twice())
+  for lines in first_lines:
     assert sum(line.startswith(":") for line in lines) >= 3
     assert lines[-1] == "data: [DONE]"
   # The second is a repeated request, and says so from the start.
   ids_of = {
       json.loads(line[5:])["id"]
-      for lines in told
+      for lines in first_lines
       for line in lines
       if line.startswith("data: {")
   }
@@ -284,8 +284,8 @@ def test_a_stream_begins_before_anything_is_sampled(running, monkeypatch):
 def _narrow(running, monkeypatch):
   """A session with room for three answers."""
   session = start(running)
-  held = running.app._service.store.get(session["session_id"])
-  monkeypatch.setattr(held, "_max_interactions", 3)
+  session_state = running.app._service.store.get(session["session_id"])
+  monkeypatch.setattr(session_state, "_max_interactions", 3)
   return session
 
 
@@ -365,14 +365,15 @@ def test_answers_kept_for_repeats_share_their_prompts_tokens(running):
     answer = ask(client, history)
     history.append(answer.choices[0].message.model_dump())
   turns = running.app._service._caches[session["session_id"]]
-  kept = [task.result() for task in turns.by_body.values()]
-  prompts = [prompt.extension for a in kept for prompt in a.prompts]
-  held = {id(prompt.tokens): prompt for prompt in prompts}
-  for a in kept:
-    for found in a.prompts[0].ancestors:
-      held[id(found.extension.tokens)] = found.extension
-  sampled = sum(a.num_sampled for a in kept[:-1])
-  assert sum(map(len, held.values())) + sampled == kept[-1].num_prompt_tokens
+  stored = [task.result() for task in turns.by_body.values()]
+  prompts = [prompt.extension for a in stored for prompt in a.prompts]
+  by_memory = {id(prompt.tokens): prompt for prompt in prompts}
+  for a in stored:
+    for ancestor in a.prompts[0].ancestors:
+      by_memory[id(ancestor.extension.tokens)] = ancestor.extension
+  sampled = sum(a.num_sampled for a in stored[:-1])
+  in_memory = sum(map(len, by_memory.values()))
+  assert in_memory + sampled == stored[-1].num_prompt_tokens
 
 
 def test_an_export_is_what_json_would_write_and_holds_up_nobody(running):
@@ -383,7 +384,7 @@ def test_an_export_is_what_json_would_write_and_holds_up_nobody(running):
     messages.append({"role": "user", "content": f"turn {turn}"})
     pending = session.prompt(messages)
     tokens = np.full(length, 300 + turn, np.int32)
-    told = {"role": "assistant", "content": running.renderer.decode(tokens)}
+    reply = {"role": "assistant", "content": running.renderer.decode(tokens)}
     session.add(
         pending,
         policy_client.Completion(
@@ -392,18 +393,18 @@ def test_an_export_is_what_json_would_write_and_holds_up_nobody(running):
             np.full(length, turn),
             policy_client.FinishReason.LENGTH,
         ),
-        assistant_message=told,
+        assistant_message=reply,
     )
-    messages.append(told)
+    messages.append(reply)
   session.set_reward(None, 1.0)
   for style, count in (("individual", 2), ("concat", 1)):
     exporter = session.exporter(style, 0.5)
     pieces = list(session_routes._encoded(exporter))
     assert len(pieces) == count + 1
-    found = json.loads(b"".join(pieces))["interactions"]
+    exported = json.loads(b"".join(pieces))["interactions"]
     expected = {one.id: one for one in session.export(style, 0.5)}
-    assert set(found) == set(expected)
-    for name, one in found.items():
+    assert set(exported) == set(expected)
+    for name, one in exported.items():
       sequence = expected[name].sequence
       tensors = one["tensor_dict"]
       assert one["reward"] == expected[name].reward
@@ -474,9 +475,9 @@ def test_nothing_is_taken_that_a_dropping_export_would_lose(
   client = running.client(path, max_retries=0)
   ask(client, [{"role": "user", "content": "x"}])
   begun, go = _held_up(monkeypatch)
-  found = []
+  exports = []
   sending = threading.Thread(
-      target=lambda: found.append(export(running, session, drop=True))
+      target=lambda: exports.append(export(running, session, drop=True))
   )
   sending.start()
   try:
@@ -489,7 +490,7 @@ def test_nothing_is_taken_that_a_dropping_export_would_lose(
   finally:
     go.set()
     sending.join()
-  assert len(found[0]) == 1
+  assert len(exports[0]) == 1
   with pytest.raises(openai.NotFoundError):
     ask(client, [{"role": "user", "content": "y"}])
   with pytest.raises(openai.AuthenticationError):
@@ -544,8 +545,8 @@ def test_bytes_of_split_characters_concatenate(running, monkeypatch):
   )
   content = answer.choices[0].logprobs.content
   assert len(content) == len(tokens) + 1
-  told = b"".join(bytes(t.bytes) for t in content)
-  assert told.decode() == text + "<|im_end|>"
+  joined = b"".join(bytes(t.bytes) for t in content)
+  assert joined.decode() == text + "<|im_end|>"
   offsets = answers.text_offsets(tokens, decoder)
   for token, offset in zip(tokens, offsets):
     start_of = running.renderer.decode([token])

@@ -1,7 +1,8 @@
-"""What goes wrong between clients and the engine, and what is left of it.
+"""Faults between clients and the engine, and their traces.
 
-Every test keeps a ledger of what clients were told, and holds the exports to
-it: nothing lost, nothing trained twice, nothing trained that nobody was told.
+Every test keeps a ledger of the tokens that clients received, and compares it
+with the exports: no token is lost, trained twice, or trained without having
+been received.
 After each, the engine is idle, and all of its slots can be filled at a time.
 """
 
@@ -105,7 +106,7 @@ async def settled(server):
 
 
 async def all_slots_are_free(server):
-  """Nothing runs, nobody is kept, and as many can run at a time as ever."""
+  """Nothing runs, no session is stored, and every slot can be filled."""
   await settled(server)
   service = server.app._service  # pylint: disable=protected-access
   await until(lambda: service.running == 0)
@@ -211,7 +212,7 @@ class Session:
     return answer
 
   async def stream(self, leave_after=None, on_piece=None, **options):
-    """The same by a stream; None when it left after so many pieces."""
+    """The same by a stream; None if it leaves after `leave_after` pieces."""
     pieces, last = [], None
     stream = await self.request(stream=True, **options)
     async with stream:
@@ -246,8 +247,10 @@ class Session:
         for (start, version), (end, _) in zip(spans, spans[1:])
         for _ in range(end - start)
     ]
-    told = (list(choice.token_ids), logprobs, versions)
-    assert self.told.setdefault(id_, told) == told, "two answers of one id"
+    sampled = (list(choice.token_ids), logprobs, versions)
+    assert self.told.setdefault(id_, sampled) == sampled, (
+        "two answers of one id"
+    )
 
   async def export(self, style):
     answer = await self._server.post(
@@ -263,11 +266,11 @@ class Session:
     for id_, (tokens, logprobs, versions) in self.told.items():
       tensors = apart[id_]["tensor_dict"]
       mask = np.array(tensors["loss_mask"][0], bool)
-      ids, rates, made = (
+      ids, rates, created = (
           np.array(tensors[name][0])[mask]
           for name in ("input_ids", "logprobs", "versions")
       )
-      assert ids.tolist() == tokens and made.tolist() == versions
+      assert ids.tolist() == tokens and created.tolist() == versions
       np.testing.assert_allclose(rates, logprobs, atol=1e-6)
     count = 0
     trained = collections.Counter()
@@ -312,8 +315,8 @@ async def test_streams_that_are_left_and_asked_for_again(server, client):
     for turn in range(2):
       session.say(f"turn {turn} of {i}", image=i)
       if i % 4:
-        left = await session.stream(leave_after=i % 5, max_tokens=LONG)
-        assert left is None
+        cut_off = await session.stream(leave_after=i % 5, max_tokens=LONG)
+        assert cut_off is None
       await session.stream(max_tokens=LONG // 4 if i % 4 == 0 else LONG)
 
   before = await settled(server)
@@ -362,7 +365,7 @@ async def test_who_leaves_while_it_waits_for_a_slot_is_not_served(
       task.cancel()
     await asyncio.gather(*impatient, return_exceptions=True)
     await until(lambda: stats()["waiting"] == 0)
-    assert stats()["active"] == SLOTS  # Nobody made room for them.
+    assert stats()["active"] == SLOTS  # They got no slot.
   await asyncio.gather(*working)
   after = await settled(server)
   assert after["completed"] == before["completed"] + len(busy)
@@ -444,15 +447,15 @@ async def test_a_duplicate_outlives_the_stream_it_repeats(server, client):
     await second
     # A stream of the same words is another body, hence another sample.
     session.messages.pop()
-    whole = asyncio.create_task(session.stream(max_tokens=LONG))
+    stream = asyncio.create_task(session.stream(max_tokens=LONG))
     await asyncio.sleep(0.02)
     other = Session(
         server, client, {"session_id": session.id, "base_url": ""}
     )
     other.client, other.messages = session.client, session.messages[:1]
-    left = await other.stream(leave_after=1, max_tokens=LONG)
-    assert left is None
-    assert await whole is not None
+    cut_off = await other.stream(leave_after=1, max_tokens=LONG)
+    assert cut_off is None
+    assert await stream is not None
 
   await asyncio.gather(*(play(s) for s in sessions))
   await asyncio.gather(*(s.check(turns=2) for s in sessions))
@@ -504,7 +507,7 @@ async def test_an_engine_exception_in_the_middle(server, client):
 
 
 async def test_the_client_is_told_not_to_repeat_what_failed(server, client):
-  """It would by itself, of any 500: whether to sample again is the agent's."""
+  """The client would repeat any 500; the agent decides on a second sample."""
   sessions = await open_sessions(server, client, SLOTS)
   before = await settled(server)
 
@@ -587,7 +590,7 @@ async def test_updates_during_64_streams(server, client, policy):
   sessions = await open_sessions(server, client, 64)
   state = nnx.state(policy[0], nnx.Param)
   first = server.engine.version
-  done = threading.Event()
+  finished = threading.Event()
 
   async def play(i, session):
     for turn in range(2):
@@ -596,7 +599,7 @@ async def test_updates_during_64_streams(server, client, policy):
 
   def train():
     version = first
-    while not done.wait(0.02):
+    while not finished.wait(0.02):
       version += 1
       params = jax.tree.map(lambda x, f=1 + version / 1e4: x * f, state)
       assert server.engine.update_weights(version, params).result(60) == version
@@ -607,26 +610,26 @@ async def test_updates_during_64_streams(server, client, policy):
   try:
     await asyncio.gather(*(play(i, s) for i, s in enumerate(sessions)))
   finally:
-    done.set()
+    finished.set()
   last = await training
   after = await settled(server)
   assert after["completed"] == before["completed"] + 128
   assert after["failed"] == before["failed"]
   assert after["weight_updates"] == before["weight_updates"] + last - first
-  seen = set()
+  all_versions = set()
   mixed = 0
   for session in sessions:
     for *_, versions in session.told.values():
       assert (np.diff(versions) >= 0).all()
       mixed += len(set(versions)) > 1
-      seen |= set(versions)
-  assert len(seen) > 5 and mixed > 5
-  assert seen <= set(range(first, last + 1))
+      all_versions |= set(versions)
+  assert len(all_versions) > 5 and mixed > 5
+  assert all_versions <= set(range(first, last + 1))
   await asyncio.gather(*(s.check(turns=2) for s in sessions))
 
 
 async def test_engine_sessions_are_released_with_theirs(server, client):
-  """What the engine keeps of sessions goes when these are dropped."""
+  """The engine frees the caches of dropped sessions."""
   before = (await settled(server))["sessions"]
   sessions = await open_sessions(server, client, SLOTS)
 
@@ -644,17 +647,17 @@ async def test_the_check_sees_what_is_lost_or_doubled(server, client):
   (session,) = await open_sessions(server, client, 1)
   session.say("x")
   await session.ask()
-  ((id_, told),) = session.told.items()
-  session.told = {id_: (told[0][:-1], told[1], told[2])}
+  ((id_, sampled),) = session.told.items()
+  session.told = {id_: (sampled[0][:-1], sampled[1], sampled[2])}
   with pytest.raises(AssertionError):
     await session.check(turns=1)
-  session.told = {"another": told}
+  session.told = {"another": sampled}
   with pytest.raises(AssertionError):
     await session.check(turns=1)
-  session.told = {id_: told}
+  session.told = {id_: sampled}
   await session.check(turns=1)
   async with httpx.AsyncClient() as plain:
-    gone = await plain.post(
+    reply = await plain.post(
         f"{server.url}/export_trajectories", json={"session_id": session.id}
     )
-  assert gone.status_code == 404
+  assert reply.status_code == 404

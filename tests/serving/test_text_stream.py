@@ -1,4 +1,4 @@
-"""Text that is told while its tokens are sampled."""
+"""Text that is streamed while its tokens are sampled."""
 
 import json
 
@@ -23,18 +23,18 @@ class Letters:
 def test_streamed_text_never_has_to_be_taken_back():
   text = "one STOP-less STO, a STOP and more"
   stream = answers.TextStream(Letters(), ["STOP."])
-  told = "".join(stream.feed([ord(c)]) for c in text)
-  assert told + stream.rest(text) == text
-  assert text.startswith(told)
+  streamed = "".join(stream.feed([ord(c)]) for c in text)
+  assert streamed + stream.rest(text) == text
+  assert text.startswith(streamed)
   for strings, end in ((["STOP "], text.index("STOP a")), (["e S"], 2)):
     for size in (1, 2, 5, len(text)):
       stream = answers.TextStream(Letters(), strings)
-      told = ""
+      streamed = ""
       for i in range(0, len(text), size):
-        told += stream.feed(text[i : i + size].encode())
-        assert text[:end].startswith(told) or end == text.find("STOP a")
+        streamed += stream.feed(text[i : i + size].encode())
+        assert text[:end].startswith(streamed) or end == text.find("STOP a")
       want = text[: answers.first_of(text, strings)]
-      assert told == want and stream.rest(want) == ""
+      assert streamed == want and stream.rest(want) == ""
 
 
 def test_streamed_text_is_the_whole_text_wherever_tokens_split_it():
@@ -43,44 +43,44 @@ def test_streamed_text_is_the_whole_text_wherever_tokens_split_it():
   end = renderer.end_of_turn_id
   decoder = answers.TokenDecoder(renderer.decode, tokenizer, end)
   rng = np.random.default_rng(0)
-  known = [
+  sequences = [
       t for t in range(tokenizer.get_vocab_size())
       if t not in decoder.special
   ]  # pyformat: disable
-  bytes_ = [t for t in known if len(decoder.bytes(t)) == 1]
-  whole = renderer.encode("é ☃ 漢字 🙂 e\u0301 \ufffd").tolist()
+  bytes_ = [t for t in sequences if len(decoder.bytes(t)) == 1]
+  ids = renderer.encode("é ☃ 漢字 🙂 e\u0301 \ufffd").tolist()
   special = sorted(decoder.special)
   for i in range(300):
-    kind = (known, bytes_, bytes_ + special, [end, *bytes_[:3]])[i % 4]
-    tokens = rng.choice(kind, int(rng.integers(1, 40))).tolist() + whole
+    kind = (sequences, bytes_, bytes_ + special, [end, *bytes_[:3]])[i % 4]
+    tokens = rng.choice(kind, int(rng.integers(1, 40))).tolist() + ids
     tokens = rng.permutation(tokens).tolist() if i % 3 else tokens
     tokens += [[], [end], [end, end]][i % 3]
     stream = answers.TextStream(decoder)
-    told, at = "", 0
+    streamed, at = "", 0
     text = renderer.decode(tokens)
     while at < len(tokens):
       size = int(rng.integers(1, 4))
-      told += stream.feed(tokens[at : at + size])
+      streamed += stream.feed(tokens[at : at + size])
       at += size
-      assert text.startswith(told), (tokens, told)
-    assert told + stream.rest(text) == text
-    assert len(text) - len(told) <= len("<|im_end|>") + 1
+      assert text.startswith(streamed), (tokens, streamed)
+    assert streamed + stream.rest(text) == text
+    assert len(text) - len(streamed) <= len("<|im_end|>") + 1
 
 
 def test_a_long_stream_looks_at_each_token_once():
-  asked = []
+  lookups = []
 
   class Counting(Letters):
 
     def bytes(self, token):
-      asked.append(token)
+      lookups.append(token)
       return super().bytes(token)
 
   stream = answers.TextStream(Counting(), ["never"])
   for i in range(5000):
     stream.feed([97 + i % 20])
     assert len(stream._held) < len("never")
-  assert len(asked) == 5000
+  assert len(lookups) == 5000
 
 
 @hypothesis.given(
@@ -88,10 +88,10 @@ def test_a_long_stream_looks_at_each_token_once():
 )
 def test_an_event_is_one_line_to_every_client(text):
   """Also to those that read lines as Unicode has them."""
-  told = {"type": "x.delta", "delta": text}
-  event = streams.encode(told).decode()
+  fields = {"type": "x.delta", "delta": text}
+  event = streams.encode(fields).decode()
   assert event.endswith("\n\n")
   name, data = event.splitlines()[:2]
   assert len(event.splitlines()) == 3
   assert name == "event: x.delta"
-  assert json.loads(data.removeprefix("data: ")) == told
+  assert json.loads(data.removeprefix("data: ")) == fields

@@ -60,10 +60,10 @@ def policy_of(family_name, template="", **options):
 
 
 def request(messages=(USER,), **options):
-  asked = requests.SamplingRequest(
+  sampling_request = requests.SamplingRequest(
       model="m", sampling=None, messages=tuple(messages)
   )
-  return dataclasses.replace(asked, **options)
+  return dataclasses.replace(sampling_request, **options)
 
 
 def kwargs(**options):
@@ -83,17 +83,17 @@ def anthropic(kind):
 
 
 def shown(policy, messages=(USER,), session=None, **options):
-  found = prompts.render(
+  prompt = prompts.render(
       request(messages, **options), list(messages), session, policy
   )
-  return found if session is None else found.prompt
+  return prompt if session is None else prompt.prompt
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-@pytest.mark.parametrize("asked", [
+@pytest.mark.parametrize("switch", [
     kwargs(enable_thinking=False), effort("none"), anthropic("disabled"),
 ])  # pyformat: disable
-def test_a_request_gets_the_prompt_of_its_own_switch(family, asked):
+def test_a_request_gets_the_prompt_of_its_own_switch(family, switch):
   policy = policy_of(family)
   talk = [USER, SAID, {"role": "user", "content": "more"}]
   reference = dataclasses.replace(
@@ -101,20 +101,20 @@ def test_a_request_gets_the_prompt_of_its_own_switch(family, asked):
   )
   for messages in ([USER], talk):
     ids, _ = chat_families.expected(reference, messages)
-    assert shown(policy, messages, **asked).tokens.tolist() == ids
+    assert shown(policy, messages, **switch).tokens.tolist() == ids
     # The next request has the server's own again.
     ids, _ = chat_families.expected(chat_families.FAMILIES[family], messages)
     assert shown(policy, messages).tokens.tolist() == ids
   field = {"template_options": "chat_template_kwargs.enable_thinking"}.get(
-      next(iter(asked)), ""
-  ) or asked["thinking"].field
-  ignoring = request(ignored=(field, "user"), **asked)
+      next(iter(switch)), ""
+  ) or switch["thinking"].field
+  ignoring = request(ignored=(field, "user"), **switch)
   assert policy.ignored(ignoring) == ("user",)
 
 
 def test_a_server_without_thinking_thinks_where_a_request_asks_for_it():
   policy = policy_of("qwen3", enable_thinking=False)
-  end = lambda **asked: policy.renderer.decode(shown(policy, **asked).tokens)
+  end = lambda **switch: policy.renderer.decode(shown(policy, **switch).tokens)
   assert end().endswith(OFF)
   assert not end(**kwargs(enable_thinking=True)).endswith(OFF)
   assert not end(**anthropic("enabled")).endswith(OFF)
@@ -125,39 +125,41 @@ def test_a_server_without_thinking_thinks_where_a_request_asks_for_it():
   assert not end(**both).endswith(OFF)
 
 
-@pytest.mark.parametrize("family, asked", [
+@pytest.mark.parametrize("family, switch", [
     ("qwen3", kwargs(enable_thinking=True)), ("qwen3", kwargs(thinking=False)),
     ("qwen3_vl", kwargs(enable_thinking=False)), ("qwen3_vl", effort("none")),
     ("qwen3_vl", effort("high")), ("qwen3_vl", anthropic("disabled")),
     ("qwen3_vl_thinking", anthropic("enabled")), ("qwen3", effort("low")),
     ("qwen3", anthropic("enabled")), ("qwen3_vl", anthropic("adaptive")),
 ])  # pyformat: disable
-def test_what_changes_no_prompt_is_ignored_and_named(family, asked):
+def test_what_changes_no_prompt_is_ignored_and_named(family, switch):
   policy = policy_of(family)
-  assert shown(policy, **asked).tokens.tolist() == (
+  assert shown(policy, **switch).tokens.tolist() == (
       shown(policy).tokens.tolist()
   )
-  assert policy.ignored(request(ignored=("a",), **asked)) == ("a",)
+  assert policy.ignored(request(ignored=("a",), **switch)) == ("a",)
 
 
 def test_reasoning_is_refused_by_a_policy_that_never_reasons():
-  with pytest.raises(errors.ApiError, match="no switch for reasoning") as found:
+  with pytest.raises(
+      errors.ApiError, match="no switch for reasoning"
+  ) as refusal:
     shown(policy_of("qwen3_vl"), **anthropic("enabled"))
-  assert found.value.body()["error"]["param"] == "thinking"
+  assert refusal.value.body()["error"]["param"] == "thinking"
 
 
 def test_an_effort_reaches_a_template_that_reads_it():
   policy = policy_of("qwen2_5_vl", EFFORT)
-  text = lambda **asked: policy.renderer.decode(shown(policy, **asked).tokens)
+  text = lambda **switch: policy.renderer.decode(shown(policy, **switch).tokens)
   assert "Reasoning: high" in text(**effort("high"))
   assert "Reasoning: medium" in text()
   assert "Reasoning: low" in text(**effort("low", "reasoning"))
 
 
-def answered(session, policy, messages, text, **asked):
+def answered(session, policy, messages, text, **switch):
   """(the interaction, its pending prompt's tokens)."""
   pending = prompts.render(
-      request(messages, **asked), list(messages), session, policy
+      request(messages, **switch), list(messages), session, policy
   )
   ids = [*policy.renderer.encode(text), policy.renderer.end_of_turn_id]
   sampled = told_sessions.completion(ids, [-0.5] * len(ids))
@@ -170,9 +172,11 @@ def test_turns_of_a_session_switch_and_keep_its_tokens():
   session = session_store.SessionStore(policy.renderer).start("t")
   messages, tokens, mask = [USER], [], []
   for turn, off in enumerate((False, True, False)):
-    asked = kwargs(enable_thinking=False) if off else {}
-    made, ids = answered(session, policy, messages, f"so {turn}", **asked)
-    prompt = made.prompt.tokens.tolist()
+    switch = kwargs(enable_thinking=False) if off else {}
+    interaction, ids = answered(
+        session, policy, messages, f"so {turn}", **switch
+    )
+    prompt = interaction.prompt.tokens.tolist()
     assert prompt[: len(tokens)] == tokens
     assert policy.renderer.decode(prompt).endswith(OFF) is off
     mask += [False] * (len(prompt) - len(tokens)) + [True] * len(ids)
@@ -180,33 +184,33 @@ def test_turns_of_a_session_switch_and_keep_its_tokens():
     messages = [
         *messages, {"role": "assistant", "content": f"so {turn}"}, USER
     ]
-  (found,) = session.export("concat")
-  assert found.sequence.tokens.tolist() == tokens
-  assert found.sequence.loss_mask.tolist() == mask
+  (exported,) = session.export("concat")
+  assert exported.sequence.tokens.tolist() == tokens
+  assert exported.sequence.loss_mask.tolist() == mask
 
 
-@pytest.mark.parametrize("family, template, asked", [
+@pytest.mark.parametrize("family, template, switch", [
     ("glm_v", NOTHINK, kwargs(enable_thinking=False)),
     ("qwen2_5_vl", EFFORT, effort("high")),
 ])  # pyformat: disable
 def test_a_switch_that_writes_earlier_messages_anew_begins_a_sequence(
-    family, template, asked
+    family, template, switch
 ):
   policy = policy_of(family, template)
   session = session_store.SessionStore(policy.renderer).start("t")
   answered(session, policy, [USER], "so")
   more = [USER, {"role": "assistant", "content": "so"}, USER]
-  other = prompts.render(request(more, **asked), more, session, policy)
+  other = prompts.render(request(more, **switch), more, session, policy)
   assert other.parent is None
-  alone = shown(policy, more, **asked).tokens.tolist()
+  alone = shown(policy, more, **switch).tokens.tolist()
   assert other.prompt.tokens.tolist() == alone
   # Both go on by themselves.
   plain = prompts.render(request(more), more, session, policy)
   assert plain.parent is not None
-  made, _ = answered(session, policy, more, "yes", **asked)
+  interaction, _ = answered(session, policy, more, "yes", **switch)
   longer = [*more, {"role": "assistant", "content": "yes"}, USER]
-  again = prompts.render(request(longer, **asked), longer, session, policy)
-  assert again.parent == made.id
+  again = prompts.render(request(longer, **switch), longer, session, policy)
+  assert again.parent == interaction.id
 
 
 def test_an_answer_is_not_continued_under_another_switch():
@@ -220,8 +224,8 @@ def test_an_answer_is_not_continued_under_another_switch():
       assistant_message={"role": "assistant", "content": "so it"},
   )
   opened = [USER, {"role": "assistant", "content": "so it"}]
-  go_on = lambda **asked: prompts.render(
-      request(opened, continues=True, **asked), opened, session, policy
+  go_on = lambda **switch: prompts.render(
+      request(opened, continues=True, **switch), opened, session, policy
   )
   assert go_on().parent == cut.id
   off = go_on(**kwargs(enable_thinking=False))
@@ -278,10 +282,10 @@ def test_the_server_switches_by_every_endpoints_own_field():
     session = start(running)
     client = running.client(f"/sessions/{session['session_id']}")
     first = ask(client, [USER], max_tokens=4, extra_body=off)
-    said = {"role": "assistant", "content": first.choices[0].message.content}
-    second = ask(client, [USER, said, USER], max_tokens=4)
-    kept = first.prompt_token_ids + first.choices[0].token_ids
-    assert second.prompt_token_ids[: len(kept)] == kept
-    (found,) = export(running, session, style="concat").values()
+    reply = {"role": "assistant", "content": first.choices[0].message.content}
+    second = ask(client, [USER, reply, USER], max_tokens=4)
+    prefix = first.prompt_token_ids + first.choices[0].token_ids
+    assert second.prompt_token_ids[: len(prefix)] == prefix
+    (row,) = export(running, session, style="concat").values()
     tokens = second.prompt_token_ids + second.choices[0].token_ids
-    assert found["tensor_dict"]["input_ids"] == [tokens]
+    assert row["tensor_dict"]["input_ids"] == [tokens]

@@ -35,8 +35,8 @@ def fixture_of_run():
   return toolset(call_s=20.0)
 
 
-def environment(found, **kwargs):
-  tool_map = found.for_task({})
+def environment(tool_set, **kwargs):
+  tool_map = tool_set.for_task({})
   kwargs.setdefault("tool_timeout", 60.0)
   return environments.ToolEnvironment("q", tool_map, max_steps=20, **kwargs)
 
@@ -86,26 +86,26 @@ def test_images_reach_the_policy(of_run):
     env.reset()
     return (await env.step([call("picture"), call("picture", good=False)]))[0]
 
-  seen = asyncio.run(run(screenshot_tool=tools.ScreenshotTool(store)))
-  (refs,) = seen["tool_images"].values()
+  observation = asyncio.run(run(screenshot_tool=tools.ScreenshotTool(store)))
+  (refs,) = observation["tool_images"].values()
   assert store.get(refs[0]).shape == (6, 8, 3)
   assert store.get(refs[0])[0, 0].tolist() == [255, 0, 0]
-  assert "cannot be read" in list(seen["tool_outputs"].values())[1]
+  assert "cannot be read" in list(observation["tool_outputs"].values())[1]
   agent = agents.ToolAgent("", "qwen", of_run.for_task({}))
-  agent.update_from_env(seen)
+  agent.update_from_env(observation)
   first = agent.chat_completions[1]["content"]
   assert first[0] == {"type": "image", "image": refs[0]}
   assert "a square" in first[1]["text"]
-  seen = asyncio.run(run())
-  assert "tool_images" not in seen
-  assert "not shown" in list(seen["tool_outputs"].values())[0]
+  observation = asyncio.run(run())
+  assert "tool_images" not in observation
+  assert "not shown" in list(observation["tool_outputs"].values())[0]
 
 
 @pytest.mark.slow
 def test_a_run_shares_a_session_and_an_episode_has_its_own(of_run):
-  async def episodes(found, n):
+  async def episodes(tool_set, n):
     async def play():
-      env = environment(found)
+      env = environment(tool_set)
       env.reset()
       first = (await outputs(env, call("count")))[0]
       second = (await outputs(env, call("count")))[0]
@@ -121,30 +121,31 @@ def test_a_run_shares_a_session_and_an_episode_has_its_own(of_run):
   env = environment(own)
 
   async def twice():
-    seen = []
+    counts = []
     for _ in range(2):
       env.reset()
       for _ in range(2):
-        seen += (await outputs(env, call("my_count")))[0]
+        counts += (await outputs(env, call("my_count")))[0]
     await env.close()
-    return seen
+    return counts
 
   assert asyncio.run(twice()) == ["1", "2", "1", "2"]
 
 
 def test_python_is_this_interpreter(tmp_path):
   """Also where a shell's `python` is another one, or none."""
-  found = toolset(
+  tool_set = toolset(
       command=["python", COMMAND[1]], env={**ENV, "PATH": str(tmp_path)}
   )
-  assert "calculator" in found.for_task({}) and len(found.for_task({})) > 1
+  names = tool_set.for_task({})
+  assert "calculator" in names and len(names) > 1
 
 
 def test_a_hang_ends_at_its_deadline_and_a_death_is_mended():
-  found = toolset(call_s=1.0, only=["hang", "die", "add"])
+  tool_set = toolset(call_s=1.0, only=["hang", "die", "add"])
 
   async def run():
-    env = environment(found)
+    env = environment(tool_set)
     env.reset()
     start = time.monotonic()
     (late,), _ = await outputs(env, call("hang", seconds=3))
@@ -175,10 +176,10 @@ def test_streamable_http():
         if probe.connect_ex(("127.0.0.1", port)) == 0:
           break
       time.sleep(0.1)
-    found = toolset(url=f"http://127.0.0.1:{port}/mcp", per="episode")
+    tool_set = toolset(url=f"http://127.0.0.1:{port}/mcp", per="episode")
 
     async def run():
-      env = environment(found)
+      env = environment(tool_set)
       env.reset()
       first, _ = await outputs(env, call("add", a=20, b=22))
       server.kill()
@@ -246,10 +247,10 @@ def test_processes_end_with_their_session():
 
 @pytest.mark.slow
 def test_a_runs_session_ends_with_its_tools():
-  found = toolset(only=["add"])
+  tool_set = toolset(only=["add"])
   before = servers()
   assert before
-  del found
+  del tool_set
   gc.collect()
   due = time.monotonic() + 20
   while before & servers() and time.monotonic() < due:
@@ -259,7 +260,7 @@ def test_a_runs_session_ends_with_its_tools():
 
 def servers():
   """Ids of the test servers that this process has started."""
-  found = set()
+  pids = set()
   for path in pathlib.Path("/proc").glob("[0-9]*"):
     try:
       command = (path / "cmdline").read_bytes()
@@ -267,8 +268,8 @@ def servers():
     except OSError:
       continue
     if b"mcp_server.py" in command and int(parent) == os.getpid():
-      found.add(int(path.name))
-  return found - SHARED
+      pids.add(int(path.name))
+  return pids - SHARED
 
 
 SHARED: set[int] = set()

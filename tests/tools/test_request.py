@@ -41,14 +41,14 @@ class TestTransitions:
 
 def scripted(*turns):
   """A model that says these texts, and records its prompts."""
-  left = list(turns)
-  seen = []
+  remaining = list(turns)
+  prompts = []
 
   async def generate(messages):
-    seen.append(list(messages))
-    return left.pop(0)
+    prompts.append(list(messages))
+    return remaining.pop(0)
 
-  generate.seen = seen
+  generate.seen = prompts
   return generate
 
 

@@ -63,12 +63,12 @@ class TestLifecycle:
     asyncio.run(main())
 
   def test_schema_is_the_one_given(self):
-    given = schema("search")
+    own_schema = schema("search")
     assert (
       stateful.InstanceTool.get_openai_tool_schema(
         type("T", (RecordingTool,), {})()
       )
-      == given
+      == own_schema
     )
     tool = RecordingTool()
     assert tool.get_openai_tool_schema() is tool.tool_schema
@@ -239,8 +239,8 @@ def test_a_thousand_episodes_at_once_do_not_mix(kind):
     for turn in range(3):
       query = f"{i}/{turn}" + (" correct" if right and turn == 2 else "")
       calls = [call(query=query), call(query=f"{query}!")]
-      seen, _, _, info = await env.step(calls)
-      assert list(seen["tool_outputs"].values()) == [
+      observation, _, _, info = await env.step(calls)
+      assert list(observation["tool_outputs"].values()) == [
           f"Processed: {query}", f"Processed: {query}!"
       ]  # pyformat: disable
       assert info["tool_errors"] == 0
@@ -250,8 +250,8 @@ def test_a_thousand_episodes_at_once_do_not_mix(kind):
     of_this = [s for s in states if f"{i}/0" in s["history"]]
     (state,) = of_this
     assert [q.split("/")[0] for q in state["history"]] == [str(i)] * 6
-    _, reward, done, _ = await env.step("done")
-    assert done and reward == float(right)
+    _, reward, ended, _ = await env.step("done")
+    assert ended and reward == float(right)
 
   async def main():
     await asyncio.gather(*(play(i) for i in range(1000)))

@@ -134,12 +134,12 @@ class TestBaseTool:
           await manager.run_async("waits", **arguments),
         )
 
-      said = [
+      errors = [
         tool.forward(**arguments),
         manager.run("waits", **arguments),
         *asyncio.run(inside_a_loop()),
       ]
-      assert [str(s) for s in said] == ["2 w p f n"] * 5
+      assert [str(s) for s in errors] == ["2 w p f n"] * 5
 
   def test_abstract_tool_cannot_be_built(self):
     with pytest.raises(TypeError):
@@ -380,7 +380,7 @@ class TestScreenshotTool:
     assert shot.scale == (4.0, 2.0)
 
   @pytest.mark.parametrize(
-    "size, kwargs, wanted",
+    "size, kwargs, expected",
     [
       ((1522, 1022), dict(factor=28), (1512, 1008)),  # 36.5 rounds to even.
       ((1920, 1080), dict(factor=32), (1920, 1088)),
@@ -388,8 +388,8 @@ class TestScreenshotTool:
       ((224, 160), {}, (224, 160)),
     ],
   )
-  def test_sizes_are_multiples(self, size, kwargs, wanted):
-    assert tools.fit_size(*size, **kwargs) == wanted
+  def test_sizes_are_multiples(self, size, kwargs, expected):
+    assert tools.fit_size(*size, **kwargs) == expected
 
   @pytest.mark.parametrize("size", [(4000, 3000), (333, 999), (50, 40)])
   def test_area_is_kept_within_limits(self, size):

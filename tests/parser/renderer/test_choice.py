@@ -1,4 +1,4 @@
-"""Which renderer a policy gets, and what is said where none fits."""
+"""The choice of a policy's renderer, and the errors where none fits."""
 
 import re
 

@@ -69,23 +69,23 @@ def test_bridges_extend_token_for_token(family):
   """prompt + sampled + bridge is the longer history's rendering, unless the
   template writes earlier turns anew; the bridge is the template's always."""
   renderer = chat_families.renderer(family)
-  held = rewritten = 0
+  extended = rewritten = 0
   for talk in talks(family):
     history = talk.history(1)
     # Their system prompt moves to the last user.
     if family.name in ("mistral", "pixtral"):
       history = [m for m in history if m["role"] != "system"]
-    said = "so \"be\" it" + talk.random.choice(["", "?", " 漢字", "\n  yes"])
+    answer = "so \"be\" it" + talk.random.choice(["", "?", " 漢字", "\n  yes"])
     if family.reasons:
-      said = f"<think>\nhm, {talk.random.random()}\n</think>\n\n{said}"
+      answer = f"<think>\nhm, {talk.random.random()}\n</think>\n\n{answer}"
     new = talk.next_messages()
     prompt = renderer.render(history)
     start = prompt.tokens.tolist()
     last = renderer.render(
-        [*history, {"role": "assistant", "content": said}],
+        [*history, {"role": "assistant", "content": answer}],
         add_generation_prompt=False,
     ).tokens.tolist()
-    sampled = renderer.encode(said).tolist()
+    sampled = renderer.encode(answer).tolist()
     if last[: len(start)] == start:  # As the template writes it there.
       sampled = last[len(start) :]
       if renderer.end_of_turn_id in sampled:
@@ -102,20 +102,20 @@ def test_bridges_extend_token_for_token(family):
     )
     assert want.tokens[-len(bridge) :].tolist() == bridge.tokens.tolist()
     if [*start, *sampled, *bridge.tokens] == want.tokens.tolist():
-      held += 1
+      extended += 1
       shift = len(start) + len(sampled)
       assert want.images == prompt.images + tuple(
           span.shifted(shift) for span in bridge.images
       )
     else:
       rewritten += 1
-      asked = any(message["role"] == "user" for message in new)
-      before = "user" if asked else "tool"
+      has_user = any(message["role"] == "user" for message in new)
+      before = "user" if has_user else "tool"
       assert any(r.endswith(f"before a {before} message")
                  for r in renderer.rewrites), (text, new)
   # Reasoning survives behind results of tools.
   most = CONVERSATIONS * (0.4 if family.reasons else 0.9)
-  assert held >= (0 if family.name == "qwen3_off" else most / 4)
+  assert extended >= (0 if family.name == "qwen3_off" else most / 4)
   if not renderer.rewrites:
     assert not rewritten
 
@@ -179,9 +179,9 @@ def test_a_covered_text_is_given_back_exactly():
 
 def test_what_a_template_would_leave_out_is_refused():
   qwen3_vl = chat_families.renderer(chat_families.FAMILIES["qwen3_vl"])
-  asked = {"role": "user", "content": "x"}
+  user = {"role": "user", "content": "x"}
   with pytest.raises(ValueError, match="message 1 is a system message"):
-    qwen3_vl.render([asked, {"role": "system", "content": "late"}])
+    qwen3_vl.render([user, {"role": "system", "content": "late"}])
   with pytest.raises(ValueError, match="message 0 is a system message"):
     qwen3_vl.bridge(
         [{"role": "system", "content": "late"}], last_sampled_is_eot=True
@@ -190,13 +190,13 @@ def test_what_a_template_would_leave_out_is_refused():
   talk = chat_families.Talk(
       chat_families.FAMILIES["qwen3_vl"], random.Random(0)
   )
-  seen = next(
+  sighted = next(
       message
       for message in iter(talk.user, None)
       if any("image" in part for part in message["content"])
   )
   with pytest.raises(ValueError, match="message 1: an image"):
-    text_only.render([asked, seen])
+    text_only.render([user, sighted])
   with pytest.raises(ValueError, match="no JSON object"):
     text_only.render([{
         "role": "assistant",
@@ -257,48 +257,48 @@ def test_how_a_family_asks_for_reasoning(name, options, ending):
       chat_families.image_tokens,
       chat_template.ChatTemplate(chat_families.source(family), {}, options),
   )
-  asked = [{"role": "user", "content": "hi"}]
-  text = renderer.decode(renderer.render(asked).tokens)
+  messages = [{"role": "user", "content": "hi"}]
+  text = renderer.decode(renderer.render(messages).tokens)
   assert text.endswith("<|im_start|>" + ending)
-  bridge = renderer.bridge(asked, last_sampled_is_eot=True)
+  bridge = renderer.bridge(messages, last_sampled_is_eot=True)
   assert renderer.decode(bridge.tokens).endswith("<|im_start|>" + ending)
 
 
 def test_reasoning_stays_while_tools_answer_and_goes_with_the_next_question():
   family = chat_families.FAMILIES["qwen3_vl_thinking"]
   renderer = chat_families.renderer(family)
-  asked = [{"role": "user", "content": "go"}]
-  prompt = renderer.render(asked)
-  said = "hm\n</think>\n\nnow"
-  sampled = [*renderer.encode(said), renderer.end_of_turn_id]
-  answer = {"role": "assistant", "content": said}
-  for role, kept in (("tool", True), ("user", False)):
+  messages = [{"role": "user", "content": "go"}]
+  prompt = renderer.render(messages)
+  text = "hm\n</think>\n\nnow"
+  sampled = [*renderer.encode(text), renderer.end_of_turn_id]
+  answer = {"role": "assistant", "content": text}
+  for role, stays in (("tool", True), ("user", False)):
     new = [{"role": role, "content": "done"}]
     bridge = renderer.bridge(new, last_sampled_is_eot=True)
-    whole = [*prompt.tokens, *sampled, *bridge.tokens]
-    want = renderer.render([*asked, answer, *new]).tokens.tolist()
-    assert (whole == want) is kept
-    assert "hm" in renderer.decode(whole)  # The sampled tokens, in any case.
+    tokens = [*prompt.tokens, *sampled, *bridge.tokens]
+    want = renderer.render([*messages, answer, *new]).tokens.tolist()
+    assert (tokens == want) is stays
+    assert "hm" in renderer.decode(tokens)  # The sampled tokens, in any case.
 
 
 def test_the_default_system_prompt_is_the_templates():
   family = chat_families.FAMILIES["qwen2_5_vl"]
   renderer = chat_families.renderer(family)
-  asked = {"role": "user", "content": "hi"}
+  user = {"role": "user", "content": "hi"}
   text = lambda *m: renderer.decode(renderer.render(list(m)).tokens)
-  assert text(asked).startswith(
+  assert text(user).startswith(
       "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
   )
-  own = text({"role": "system", "content": "Be brief."}, asked)
+  own = text({"role": "system", "content": "Be brief."}, user)
   assert own.startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
 
 
 def test_frames_of_images_are_those_of_transformers_processor():
   """Gemma 3's own processor, images and all, on several turns."""
   family = chat_families.FAMILIES["gemma_vl"]
-  made = chat_families.tokenizer(family)
+  fast_tokenizer = chat_families.tokenizer(family)
   tokenizer = transformers.PreTrainedTokenizerFast(
-      tokenizer_object=made.backend_tokenizer,
+      tokenizer_object=fast_tokenizer.backend_tokenizer,
       bos_token="<bos>",
       extra_special_tokens={
           "image_token": "<image_soft_token>",
@@ -367,10 +367,10 @@ def test_rows_of_images_are_those_of_transformers_processor(monkeypatch):
   )
 
   def rows(width, height):
-    found = pil.get_resize_output_image_size(
+    size = pil.get_resize_output_image_size(
         np.zeros((height + 4, width + 4, 3)), (40, 40), (8, 8)
     )
-    return found[0] // 8, found[1] // 8
+    return size[0] // 8, size[1] // 8
 
   renderer = chat_families.renderer(family).counting(rows)
   checked = 0
@@ -409,6 +409,6 @@ def test_rows_are_refused_where_a_policy_takes_one_run():
   renderer = chat_families.renderer(family).counting(lambda w, h: 4)
   assert len(renderer.render([{"role": "user", "content": "hi"}]))
   image = trajectory.ImageRef("0" * 64, 8, 8)
-  seen = [{"type": "image", "image": image}]
+  parts = [{"type": "image", "image": image}]
   with pytest.raises(ValueError, match="rows of '.IMG.' with '.IMG_BREAK.'"):
-    renderer.render([{"role": "user", "content": seen}])
+    renderer.render([{"role": "user", "content": parts}])

@@ -15,13 +15,13 @@ def test_no_mutation_breaks_a_promise(name):
   parser = tool_parser.make_tool_parser(name)
   texts = grammar_fuzz.seeds(parser)
   rng = random.Random(name)
-  found = [
+  failures = [
       grammar_fuzz.check(parser, grammar_fuzz.broken(texts, rng))
       for _ in range(400)
   ]
   # Both ways are tried: texts that still hold calls, and malformed ones.
-  assert sum(calls for calls, _ in found) > 40
-  assert sum(errors for _, errors in found) > 40
+  assert sum(calls for calls, _ in failures) > 40
+  assert sum(errors for _, errors in failures) > 40
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -33,7 +33,7 @@ def test_no_mutation_breaks_a_promise(name):
     ),
 )
 def test_a_long_response_is_read_in_linear_time(name, unit):
-  """Quadratic reading of these took half a minute: the test would time out."""
+  """Reading such a text in quadratic time took half a minute: a time-out."""
   parser = tool_parser.make_tool_parser(name)
   for before in ("", "Action: ", "```python\n", "<tool_call>"):
     grammar_fuzz.check(parser, before + unit * (60_000 // len(unit)))

@@ -250,9 +250,9 @@ def near(action, other, tolerance=1.01):
 
 @pytest.mark.parametrize("name, text, actions", EXAMPLES)
 def test_what_models_write(name, text, actions):
-  found = read(name, text)
-  assert len(found) == len(actions)
-  assert all(map(near, found, actions)), found
+  result = read(name, text)
+  assert len(result) == len(actions)
+  assert all(map(near, result, actions)), result
 
 
 @pytest.mark.parametrize("name", GUI)
@@ -457,10 +457,10 @@ def test_writing_and_reading_are_inverse(name, case):
   for field, extent in (
       ("x", width), ("y", height), ("x2", width), ("y2", height)
   ):  # pyformat: disable
-    wanted, got = getattr(action, field), getattr(back, field)
-    assert (wanted is None) == (got is None)
-    if wanted is not None:
-      assert abs(wanted - got) <= step_of(name, extent)
+    expected, got = getattr(action, field), getattr(back, field)
+    assert (expected is None) == (got is None)
+    if expected is not None:
+      assert abs(expected - got) <= step_of(name, extent)
       assert 0 <= got <= extent - 1
   same = {f: getattr(action, f) for f in ("x", "y", "x2", "y2")}
   if action.kind is Kind.SCROLL:
@@ -486,10 +486,10 @@ def test_a_grid_snaps_every_grammar_s_points():
 
 
 def test_holos_thoughts_and_notes_are_its_thought():
-  found = parser_of("holo1_5").parse_result(
+  result = parser_of("holo1_5").parse_result(
       '{"note": "a", "thought": "b", "action": {"action": "go_back"}}'
   )
-  assert found.thought == "a\nb" and found.calls[0].name == "go_back"
+  assert result.thought == "a\nb" and result.calls[0].name == "go_back"
 
 
 @pytest.mark.parametrize("text, words", [
@@ -499,8 +499,8 @@ def test_holos_thoughts_and_notes_are_its_thought():
     ("<seed:tool_call><function=wait></function> x", "or another <function="),
 ])  # pyformat: disable
 def test_ui_tars_2s_malformed_calls_are_reported(text, words):
-  found = parser_of("ui_tars_2").parse_result(text)
-  assert not found.calls and words in found.errors[0]
+  result = parser_of("ui_tars_2").parse_result(text)
+  assert not result.calls and words in result.errors[0]
 
 
 @pytest.mark.parametrize("name, text", [

@@ -186,13 +186,13 @@ class TestCoordinates:
 
   def test_grid_snaps_to_the_middle_of_a_bin(self):
     parser = tool_parser.get_tool_parser("computer_use")(grid=(4, 2))
-    seen = set()
+    values = set()
     for x in range(0, 224):
       text = parser.format_gui_action(Action(Kind.MOVE, x=x, y=0), 224, 160)
       (action,) = read(parser, text, 224, 160)
-      seen.add((action.x, action.y))
+      values.add((action.x, action.y))
       assert abs(action.x - x) <= 28.2
-    assert seen == {(28, 40), (84, 40), (140, 40), (196, 40)}
+    assert values == {(28, 40), (84, 40), (140, 40), (196, 40)}
 
   @pytest.mark.parametrize("grid", [(0, 4), (3,), (1, -1)])
   def test_bad_grid_is_refused(self, grid):
@@ -484,11 +484,11 @@ def check_inverse(parser, action, width, height, tolerance):
     ("x2", width),
     ("y2", height),
   ):
-    wanted, got = getattr(action, name), getattr(back, name)
-    if wanted is not None:
-      assert abs(wanted - got) <= tolerance(extent)
+    expected, got = getattr(action, name), getattr(back, name)
+    if expected is not None:
+      assert abs(expected - got) <= tolerance(extent)
       assert 0 <= got <= extent - 1
-      points[name] = wanted
+      points[name] = expected
   assert dataclasses.replace(back, **points) == action
   # A canonical text is a fixed point.
   assert parser.format_gui_action(back, width, height) == text

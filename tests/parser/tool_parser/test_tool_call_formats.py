@@ -229,6 +229,6 @@ def test_function_gemmas_declaration_is_that_of_its_documentation():
     ("<start_function_call>call:f{a:1} x", "expected <end_function_call>"),
 ])  # pyformat: disable
 def test_function_gemmas_malformed_calls_are_reported(text, error):
-  found = tool_parser.make_tool_parser("function_gemma").parse_result(text)
-  assert not found.calls and error in found.errors[0]
-  assert 0 <= found.failures[0].position <= len(text)
+  result = tool_parser.make_tool_parser("function_gemma").parse_result(text)
+  assert not result.calls and error in result.errors[0]
+  assert 0 <= result.failures[0].position <= len(text)

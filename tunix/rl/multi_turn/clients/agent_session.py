@@ -16,8 +16,8 @@ An agent is a coroutine function:
 `client` is an `openai.AsyncOpenAI` of the episode's session, `computer` the
 environment of the run; messages have OpenAI's form, screenshots are data URLs.
 The agent decides what it asks, how often, and what it shows the policy: the
-learner trains on all that was sampled in its session, with the episode's
-reward.
+learner trains on every token that was sampled in its session, with the
+episode's reward.
 
 Promises: environment, deadlines, statuses and rewards are those of any other
 episode; an agent that raises is a model error. When the episode ends first,
@@ -59,12 +59,12 @@ def load(name: str) -> Play:
   if not module or not function:
     raise ValueError(f"{name!r} names no agent; write module:function")
   try:
-    found = getattr(registry.import_module(module), function)
+    agent = getattr(registry.import_module(module), function)
   except (ImportError, AttributeError, ValueError) as error:
     raise ValueError(f"{name!r} cannot be imported: {error}") from error
-  if not inspect.iscoroutinefunction(found):
+  if not inspect.iscoroutinefunction(agent):
     raise ValueError(f"{name!r} must be a coroutine function (async def)")
-  return found
+  return agent
 
 
 class Computer:
@@ -74,7 +74,7 @@ class Computer:
     self._session = session
 
   async def reset(self) -> Message:
-    """The first observation with the task, as a user message."""
+    """Returns the first observation with the task, as a user message."""
     return await self._session._seen()
 
   async def act(self, text: str) -> Message | None:
@@ -107,7 +107,7 @@ class AgentConnection(proxy.ProxyConnection):
     return AgentModel(self, sampling, self._play)
 
 
-class AgentModel:
+class AgentModel(proxy.ProxyModel):
   """The model of a collector whose episodes an outside agent plays."""
 
   def __init__(
@@ -116,8 +116,7 @@ class AgentModel:
       sampling: policy_client.SamplingParams,
       play: Play,
   ):
-    self.connection = connection
-    self.sampling = sampling
+    super().__init__(connection, sampling)
     self.play = play
 
   def new_session(self, name: str, seed: int | None) -> AgentSession:
@@ -186,25 +185,13 @@ class AgentSession(proxy.ProxySession):
       )
 
   async def _run(self) -> None:
-    openai = self._connection.openai
-    sampling = self._sampling
-    extra: dict[str, Any] = {"top_k": sampling.top_k}
-    if sampling.min_p:
-      extra["min_p"] = sampling.min_p
-    try:
+    with self._context_errors():
       await self._play(
           self._client,
           self._connection.name,
           Computer(self),
-          max_tokens=sampling.max_new_tokens,
-          temperature=sampling.temperature,
-          top_p=sampling.top_p,
-          extra_body=extra,
+          **self._sampling_options(),
       )
-    except openai.BadRequestError as error:
-      if error.code != "context_length_exceeded":
-        raise
-      raise proxy.context_limit(error) from error
 
   async def _seen(self) -> Message | None:
     if self._first is None:

@@ -24,6 +24,7 @@ import time
 from typing import Any, Mapping, Sequence
 
 import tenacity
+from tunix.rl.multi_turn.clients import proxy
 from tunix.rl.multi_turn.core import data_urls
 from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
@@ -67,14 +68,14 @@ class ChatConnection:
   ):
     """Args:
 
-      url: of the server, with its version, e.g. http://127.0.0.1:8000/v1.
-      model: its name of the model; "" = the only one that it serves.
-      image_store: of the screenshots.
-      api_key: sent as a bearer token; "" for none.
-      key_name: what messages call it, e.g. "$OPENAI_API_KEY".
-      timeout_s: of a completion, all attempts included.
-      tries: attempts at a request.
-      connections: open at a time.
+      url: URL of the server with its version, e.g. http://127.0.0.1:8000/v1.
+      model: The server's name of the model; "" = the only one that it serves.
+      image_store: Store of the screenshots.
+      api_key: Key that is sent as a bearer token; "" for none.
+      key_name: Name of the key in messages, e.g. "$OPENAI_API_KEY".
+      timeout_s: Deadline of a completion, all attempts included, in seconds.
+      tries: Attempts at a request.
+      connections: Number of connections that are open at a time.
 
     Raises:
       ValueError: naming the argument.
@@ -99,7 +100,7 @@ class ChatConnection:
     )
 
   def model(self, sampling: policy_client.SamplingParams) -> ChatModel:
-    """A model with that sampling; seeds are the episodes'."""
+    """Returns a model with that sampling; seeds are the episodes'."""
     return ChatModel(self, sampling)
 
   # --- before an episode -----------------------------------------------------
@@ -112,8 +113,8 @@ class ChatConnection:
     """Asks the server for its models, and the model for a few tokens.
 
     Args:
-      sampling: of the episodes; fields that the model refuses are left out of
-        all requests.
+      sampling: Sampling of the episodes; fields that the model refuses are left
+        out of all requests.
       screen: (width, height) of the screenshots to come; None for none.
 
     Returns:
@@ -197,8 +198,8 @@ class ChatConnection:
     """Leaves out the field that an answer refuses; None where there is none."""
     if error.status not in (400, 422):
       return None
-    said, param = _error_of(error)
-    text = said.lower()
+    reason, param = _error_of(error)
+    text = reason.lower()
     if self._longest == "max_tokens" and "max_completion_tokens" in text:
       self._longest = "max_completion_tokens"
       return ""
@@ -207,8 +208,8 @@ class ChatConnection:
       if named and field not in self.left_out:
         self.left_out.add(field)
         return (
-            f"{self.name} does not take {field} ({said[:120]}); it is left out"
-            " of every request"
+            f"{self.name} does not take {field} ({reason[:120]}); it is left"
+            " out of every request"
         )
     return None
 
@@ -265,7 +266,7 @@ class ChatConnection:
       sampling: policy_client.SamplingParams,
       seed: int | None,
   ) -> Mapping[str, Any]:
-    """The server's answer.
+    """Returns the server's answer.
 
     Raises:
       ContextLimitError: the messages are too long for the model.
@@ -284,19 +285,19 @@ class ChatConnection:
       async with asyncio.timeout(self._timeout_s):
         return await self._retry.run(attempt, due=due)
     except http.CallError as error:
-      said, _ = _error_of(error)
+      reason, _ = _error_of(error)
       code = _field(error, "code")
       if code == "context_length_exceeded" or (
-          error.status == 400 and "context length" in said.lower()
+          error.status == 400 and "context length" in reason.lower()
       ):
-        raise policy_client.ContextLimitError(said[:300]) from error
+        raise policy_client.ContextLimitError(reason[:300]) from error
       raise
 
   def count(self, name: str, tokens: int) -> None:
     self._sampled[name] += tokens
 
   def sampled_tokens(self, name: str) -> int:
-    """Tokens that the server counted for an episode, once."""
+    """Returns the tokens that the server counted for an episode, once."""
     return self._sampled.pop(name, 0)
 
   async def aclose(self) -> None:
@@ -342,7 +343,8 @@ class ChatSession:
       self, messages: Sequence[Message], turn: int
   ) -> model_calls.Reply:
     started = time.perf_counter()
-    written = [await self._written(message) for message in messages]
+    urls = self._connection.urls
+    written = [await proxy.openai_message(m, urls) for m in messages]
     self.render_seconds = time.perf_counter() - started
     seed = self._seed
     if seed is not None:
@@ -375,22 +377,6 @@ class ChatSession:
   def sessions(self) -> list[str]:
     return []
 
-  async def _written(self, message: Message) -> dict[str, Any]:
-    content = message.get("content")
-    if isinstance(content, list):
-      content = [await self._part(part) for part in content]
-    written = {**message, "content": content}
-    if message["role"] != "tool":
-      # Agents mark outputs of tools with it; OpenAI has it for "tool" only.
-      written.pop("tool_call_id", None)
-    return written
-
-  async def _part(self, part: Mapping[str, Any]) -> dict[str, Any]:
-    if part.get("type") != "image":
-      return dict(part)
-    url = await self._connection.urls.of(part["image"])
-    return {"type": "image_url", "image_url": {"url": url}}
-
 
 # --- pieces -------------------------------------------------------------------
 
@@ -415,8 +401,8 @@ def _body_of(error: http.CallError) -> Mapping[str, Any]:
     data = json_text.parse(error.answer.content)
   except ValueError:
     return {}
-  found = data.get("error", data) if isinstance(data, Mapping) else {}
-  return found if isinstance(found, Mapping) else {"message": str(found)}
+  body = data.get("error", data) if isinstance(data, Mapping) else {}
+  return body if isinstance(body, Mapping) else {"message": str(body)}
 
 
 def _field(error: http.CallError, name: str) -> str:
@@ -425,12 +411,12 @@ def _field(error: http.CallError, name: str) -> str:
 
 
 def _error_of(error: http.CallError) -> tuple[str, str]:
-  """(the server's reason, the field that it is about or "")."""
+  """Returns (the server's reason, the field that it is about or "")."""
   body = _body_of(error)
-  said = body.get("message") or body.get("detail") or str(error)
-  return " ".join(str(said).split()), _field(error, "param")
+  reason = body.get("message") or body.get("detail") or str(error)
+  return " ".join(str(reason).split()), _field(error, "param")
 
 
 def _text(error: http.CallError) -> str:
-  said, _ = _error_of(error)
-  return f"{error.status} {said[:300]}"
+  reason, _ = _error_of(error)
+  return f"{error.status} {reason[:300]}"

@@ -395,7 +395,7 @@ class CUAAgentWorkflow(_Base):
       reward: float,
       client: client_lib.RunServiceClient,
   ) -> list[dict[str, Any]]:
-    """The run's sequences as AReaL's rows.
+    """Returns the run's sequences as AReaL's rows.
 
     Raises:
       MissingTokens: there are none that can be trained on.
@@ -408,7 +408,7 @@ class CUAAgentWorkflow(_Base):
       placeholder = self._placeholder()
       images = await self._images(turns, client, store)
       placed = {id(turn): refs for turn, refs in zip(turns, images)}
-      sequences, made = conversion.sequences_of(
+      sequences, fallbacks = conversion.sequences_of(
           turns,
           images,
           placeholder,
@@ -421,7 +421,7 @@ class CUAAgentWorkflow(_Base):
       raise
     except ValueError as error:
       raise conversion.MissingTokens(str(error)) from None
-    self.fallback_turns += made
+    self.fallback_turns += fallbacks
     last = len(sequences) - 1
     pixels = self._pixels(store)
     rows = []
@@ -453,12 +453,12 @@ class CUAAgentWorkflow(_Base):
     if self._image_token_id is not None:
       return self._image_token_id
     for owner in (self._renderer, self._processor):
-      found = getattr(owner, "image_token_id", None)
-      if isinstance(found, int):
-        return found
+      token_id = getattr(owner, "image_token_id", None)
+      if isinstance(token_id, int):
+        return token_id
     convert = getattr(self._tokenizer, "convert_tokens_to_ids", None)
-    found = convert("<|image_pad|>") if convert is not None else None
-    return found if isinstance(found, int) else None
+    token_id = convert("<|image_pad|>") if convert is not None else None
+    return token_id if isinstance(token_id, int) else None
 
   def _pixels(
       self, store: images_lib.ImageStore
@@ -471,8 +471,8 @@ class CUAAgentWorkflow(_Base):
 
     def make(spans: Sequence[token_sequence.ImageSpan]) -> dict[str, Any]:
       pictures = [store.get(span.image) for span in spans]
-      found = read(images=pictures, return_tensors="np")
-      return {name: np.asarray(value) for name, value in found.items()}
+      arrays = read(images=pictures, return_tensors="np")
+      return {name: np.asarray(value) for name, value in arrays.items()}
 
     return make
 
@@ -497,7 +497,7 @@ class CUAAgentWorkflow(_Base):
   # --- around it --------------------------------------------------------------
 
   def _model_address(self, engine: Any) -> str:
-    """The policy's server, as its argument or the engine names it.
+    """Returns the policy's server, as its argument or the engine names it.
 
     Raises:
       ValueError: neither does.
@@ -604,10 +604,10 @@ class CUAAgentWorkflow(_Base):
 
 
 def _version_of(engine: Any) -> int:
-  """The engine's weights' version; 0 where it has none."""
+  """Returns the engine's weights' version; 0 where it has none."""
   ask = getattr(engine, "get_version", None)
-  found = ask() if callable(ask) else 0
-  return found if isinstance(found, int) and found >= 0 else 0
+  version = ask() if callable(ask) else 0
+  return version if isinstance(version, int) and version >= 0 else 0
 
 
 def _native(batch: dict[str, Any]) -> dict[str, Any]:

@@ -112,25 +112,31 @@ def policy_saver(
   """Writes parameters as `policy.checkpoint` does, for `transformers` to read.
 
   Args:
-    model: of the architecture; its own parameters are not written. An adapter
-      is merged into the weights written.
-    tokenizer: directory or shipped name whose files are copied.
-    dtype: of the stored tensors.
+    model: A model of the architecture; its own parameters are not written. An
+      adapter is merged into the weights written.
+    tokenizer: Directory or shipped name whose files are copied.
+    dtype: Type of the stored tensors.
     untied: Writes a tied embedding twice. vLLM needs it: a reload of one
       without its own output matrix leaves the old one in place.
   """
   lock = threading.Lock()
 
   def save(directory: pathlib.Path, params: Any) -> None:
-    with lock:
-      filled = nnx.clone(model)
-      state = nnx.state(params) if isinstance(params, nnx.Module) else params
-      nnx.update(filled, state)
+    filled = _filled(model, params, lock)
     if isinstance(filled, qwen_text.QwenText) and lora.has_adapter(filled):
       lora.merge(filled)
     checkpoint.save_policy(directory, filled, tokenizer, dtype, untied)
 
   return save
+
+
+def _filled(model: Any, params: Any, lock: threading.Lock) -> Any:
+  """Returns a copy of the model with these parameters."""
+  with lock:
+    filled = nnx.clone(model)
+    state = nnx.state(params) if isinstance(params, nnx.Module) else params
+    nnx.update(filled, state)
+  return filled
 
 
 def adapter_saver(
@@ -139,8 +145,9 @@ def adapter_saver(
   """Writes the LoRA adapter alone, as PEFT does; for transfer="adapter".
 
   Args:
-    model: of the architecture, with an adapter; its own is not written.
-    base_model_name: of the weights that the engine serves.
+    model: A model of the architecture with an adapter; its own parameters are
+      not written.
+    base_model_name: Name of the weights that the engine serves.
 
   Raises:
     ValueError: the model has no adapter.
@@ -149,10 +156,7 @@ def adapter_saver(
   lock = threading.Lock()
 
   def save(directory: pathlib.Path, params: Any) -> None:
-    with lock:
-      filled = nnx.clone(model)
-      state = nnx.state(params) if isinstance(params, nnx.Module) else params
-      nnx.update(filled, state)
+    filled = _filled(model, params, lock)
     lora_files.save(directory, filled, base_model_name)
 
   return save
@@ -174,12 +178,13 @@ class DiskWeights:
   ):
     """Args:
 
-      directory: where versions are written; on a disk that the engines see.
-      save: writes one.
-      engines: load each version.
-      clients: their `version` is set to the version engines sample with.
-      keep: versions left on the disk, those published last.
-      seen_at: `directory` as the engines call it; "" is the same.
+      directory: Folder of the versions, on a disk that the engines see.
+      save: Function that writes a version.
+      engines: Engines that load each version.
+      clients: Clients whose `version` is set to the version that the engines
+        sample with.
+      keep: Number of versions left on the disk, the newest.
+      seen_at: The engines' own path of `directory`; "" is the same.
       probes: One for each engine, in order; () compares nothing.
 
     Raises:
@@ -235,7 +240,7 @@ class DiskWeights:
       exceptions: HandOverError, and what writing raises.
 
     Raises:
-      ValueError: of the version.
+      ValueError: The version is negative or older than the last one.
     """
     if version < 0:
       raise ValueError(f"version must be >= 0, got {version}")
@@ -291,14 +296,14 @@ class DiskWeights:
   def _hand_over(self, version: int, params: Any) -> int:
     self._check_open()
     path = self._write(version, params)
-    seen = str(self._seen_at / self._folder.name / path.name)
+    engine_path = str(self._seen_at / self._folder.name / path.name)
     loading: concurrent.futures.Future[None] = concurrent.futures.Future()
     self.loading = loading
     self.on_loading()
     try:
       self._check_open()
-      self._load(seen, version, self._engines)
-      self._prove(seen, version, params)
+      self._load(engine_path, version, self._engines)
+      self._prove(engine_path, version, params)
       self.failure = None
       self.version = version
       for client in self._clients:
@@ -357,7 +362,7 @@ class DiskWeights:
       _LOG.info("%s: log-probs within %.2g nats", about, difference)
 
   def _write(self, version: int, params: Any) -> pathlib.Path:
-    """The checkpoint, whole or not at all."""
+    """Writes the checkpoint, whole or not at all; returns its folder."""
     folder = self._folder.make()
     self._times += 1  # A version may be published again.
     final = folder / f"{self._times:06d}-v{version:08d}"
@@ -409,12 +414,12 @@ class VllmEngine:
   ):
     """Args:
 
-      url: without /v1.
-      api_key: presented as a bearer token; "" for none.
-      timeout_s: of loading.
-      transfer: one of `TRANSFERS`; the server must have been started for it
+      url: Address of the server, without /v1.
+      api_key: Key that is presented as a bearer token; "" for none.
+      timeout_s: Deadline of loading, in seconds.
+      transfer: One of `TRANSFERS`; the server must have been started for it
         (`VllmLaunch`).
-      adapter: the server's name of the adapter, by which requests ask for it.
+      adapter: The server's name of the adapter, which requests ask for.
 
     Raises:
       ValueError: naming the argument.
@@ -540,8 +545,8 @@ class SglangEngine:
         },
     )
     if not isinstance(answer, dict) or answer.get("success") is not True:
-      said = answer.get("message") if isinstance(answer, dict) else answer
-      raise HandOverError(f"{self.url} did not load {path}: {said}")
+      reason = answer.get("message") if isinstance(answer, dict) else answer
+      raise HandOverError(f"{self.url} did not load {path}: {reason}")
 
 
 _RESUMED = "was resumed"

@@ -36,8 +36,8 @@ class LockedDir:
   """A run's folder and its lock; `release` it when the run has ended.
 
   Attributes:
-    path: of the folder; `make` makes it.
-    name: of the folder, in the directory.
+    path: Path of the folder; `make` creates it.
+    name: Name of the folder in the directory.
   """
 
   def __init__(self, directory: pathlib.Path):
@@ -53,21 +53,21 @@ class LockedDir:
     """Creates and locks the folder.
 
     Raises:
-      OSError: from the disk.
+      OSError: The disk refuses the folder.
     """
     self._directory.mkdir(parents=True, exist_ok=True)
     if self._held is None and fcntl is not None:
-      held = os.open(self._owner, os.O_RDWR | os.O_CREAT, 0o644)
+      descriptor = os.open(self._owner, os.O_RDWR | os.O_CREAT, 0o644)
       try:
         # Written after locking: no run deletes a folder whose owner file is
         # still empty.
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         who = {"machine": socket.gethostname(), "process": os.getpid()}
-        os.pwrite(held, json.dumps(who).encode(), 0)
+        os.pwrite(descriptor, json.dumps(who).encode(), 0)
       except OSError:  # A file system without locks: the folder stays.
-        os.close(held)
+        os.close(descriptor)
       else:
-        self._held = held
+        self._held = descriptor
     self.path.mkdir(exist_ok=True)
     return self.path
 
@@ -83,9 +83,9 @@ class LockedDir:
     """Deletes folders of ended runs of this machine; returns their names."""
     deleted = []
     for other in sorted(self._directory.glob(".*.owner")):
-      found = _OWNER.fullmatch(other.name)
-      if found and found[1] != self.name and _delete_if_ended(other, found[1]):
-        deleted.append(found[1])
+      match = _OWNER.fullmatch(other.name)
+      if match and match[1] != self.name and _delete_if_ended(other, match[1]):
+        deleted.append(match[1])
     return deleted
 
 
@@ -93,14 +93,14 @@ def _delete_if_ended(owner: pathlib.Path, name: str) -> bool:
   if fcntl is None:
     return False
   try:
-    held = os.open(owner, os.O_RDWR | os.O_NOFOLLOW)
+    descriptor = os.open(owner, os.O_RDWR | os.O_NOFOLLOW)
   except OSError:  # Deleted meanwhile, or of another user.
     return False
   try:
-    who = json_text.parse(os.pread(held, 4096, 0))
+    who = json_text.parse(os.pread(descriptor, 4096, 0))
     if who["machine"] != socket.gethostname():
       return False
-    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     folder = owner.with_name(name)
     if folder.exists():
       shutil.rmtree(folder)
@@ -109,4 +109,4 @@ def _delete_if_ended(owner: pathlib.Path, name: str) -> bool:
   except (OSError, KeyError, TypeError, ValueError):  # Locked, or unreadable.
     return False
   finally:
-    os.close(held)
+    os.close(descriptor)

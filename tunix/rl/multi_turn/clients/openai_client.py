@@ -41,7 +41,6 @@ import secrets
 from typing import Any, Awaitable, Callable, Mapping, Sequence
 
 import numpy as np
-from tunix.rl.multi_turn.clients import remote_http
 from tunix.rl.multi_turn.clients import remote_protocols
 from tunix.rl.multi_turn.core import completion_checks
 from tunix.rl.multi_turn.core import concurrency
@@ -99,28 +98,30 @@ class OpenAIClient:
   ):
     """Args:
 
-      base_url: ends with /v1, as OpenAI's clients want it.
-      model: as the server calls it.
-      image_store: where prompts' images are found.
-      protocol: of the server: "tunix", "vllm" or "sglang".
-      api_key: presented as a bearer token.
+      base_url: URL that ends with /v1, as OpenAI's clients expect it.
+      model: The server's name of the model.
+      image_store: Store of the prompts' images.
+      protocol: Protocol of the server: "tunix", "vllm" or "sglang".
+      api_key: Key that is presented as a bearer token.
       timeout_s: Deadline of a completion, all repetitions included, without
         what `before_request` waits for.
-      retries: of a request whose failure may be temporary. A full server (429)
-        is asked until time is up.
-      context_length: of a sequence, if known; `check` asks the server.
-      max_images: of a prompt.
-      banned_token_ids: never to be sampled, such as the image placeholder.
-        Our own server knows its own.
+      retries: Repetitions of a request whose failure may be temporary. A
+        request to a full server (429) is repeated until the deadline.
+      context_length: Context of a sequence in tokens, if known; `check` asks
+        the server.
+      max_images: Largest number of images of a prompt.
+      banned_token_ids: Ids that are never sampled, such as the image
+        placeholder. Our own server knows its own.
       vocab_size: Ids of the policy; None: any id is taken.
-      tokenize: text to ids, for replies without token ids, such as a
-        renderer's `encode`; None makes those an error.
-      end_of_turn_id: ends the ids of such a reply that was not cut off.
-      recompute: log-probs of tokens that came without; None makes them 0.
+      tokenize: Function from text to ids for replies without token ids, such as
+        a renderer's `encode`; None makes such a reply an error.
+      end_of_turn_id: Id that ends a tokenised reply which was not cut off.
+      recompute: Function that computes the log-probs of tokens that came
+        without; None makes them 0.
       resize: Resizes an image as the policy does, before it is sent. A server
         that resizes by itself (vLLM, by torchvision) rounds otherwise, and
         does not resize an image of that size.
-      version: of the server's present weights.
+      version: Version of the server's present weights.
 
     Raises:
       ValueError: naming the argument.
@@ -156,7 +157,7 @@ class OpenAIClient:
     self._end_of_turn = end_of_turn_id
     self._recompute = recompute
     self._urls = data_urls.DataUrls(image_store, resize=resize)
-    self._http = remote_http.JsonRequests(
+    self._http = remote_protocols.JsonRequests(
         base_url.removesuffix("/v1"),
         api_key=api_key,
         timeout_s=timeout_s,
@@ -215,14 +216,14 @@ class OpenAIClient:
 
   async def release(self, session: str) -> None:
     """Ends the session and frees its cache. Unknown ids are fine."""
-    found = self._sessions.pop(session, None)
-    if found is None:
+    started = self._sessions.pop(session, None)
+    if started is None:
       return
-    if not found.done() or _failed(found):
-      found.cancel()
-      await asyncio.wait({found})  # At once; a start in progress is undone.
+    if not started.done() or _failed(started):
+      started.cancel()
+      await asyncio.wait({started})  # At once; a start in progress is undone.
       return
-    await self._drop(found.result())
+    await self._drop(started.result())
 
   async def check(self) -> int | None:
     """Asks the server for its models; returns the context's length if known.
@@ -283,10 +284,10 @@ class OpenAIClient:
     """Asks until the completion is whole."""
     parts: list[policy_client.Completion] = []
     while True:
-      done = [t for part in parts for t in part.tokens.tolist()]
+      sampled = [t for part in parts for t in part.tokens.tolist()]
       at = prompt
-      if done:
-        tokens = np.concatenate([prompt.tokens, np.array(done, np.int32)])
+      if sampled:
+        tokens = np.concatenate([prompt.tokens, np.array(sampled, np.int32)])
         at = policy_client.TokenPrompt(tokens, prompt.images)
       if self.context_length is not None and len(at) >= self.context_length:
         if parts:
@@ -300,12 +301,13 @@ class OpenAIClient:
           await self.before_request()
       # Weights may change on the way: the older version is the safe one.
       version = self.version
-      answer = await self._ask(at, _rest(sampling, done, len(parts)), session)
+      own_sampling = _rest(sampling, sampled, len(parts))
+      answer = await self._ask(at, own_sampling, session)
       part = await self._completion(at, answer, version)
       parts.append(part)
-      left = sampling.max_new_tokens - len(done) - len(part.tokens)
+      remaining = sampling.max_new_tokens - len(sampled) - len(part.tokens)
       if part.finish_reason is not policy_client.FinishReason.CANCELLED or (
-          left < 1
+          remaining < 1
       ):
         break
       # Cut off, as servers do when they get new weights.
@@ -487,7 +489,7 @@ class OpenAIClient:
       self, answer: remote_protocols.Answer, cause: str
   ) -> list[int]:
     if self._tokenize is None:
-      found = {
+      contents = {
           "no_token_ids": "no token ids",
           "unequal_lengths": (
               f"{len(answer.tokens or ())} token ids and"
@@ -495,7 +497,7 @@ class OpenAIClient:
           ),
       }[cause]
       raise RemoteError(
-          f"{self._root} returned {found}; use a server that has"
+          f"{self._root} returned {contents}; use a server that has"
           " return_token_ids, or give tokenize= to train on a re-tokenised"
           " reply"
       )
@@ -546,7 +548,7 @@ def _id_of(answer: Any) -> str:
 
 
 def _rest(
-    sampling: policy_client.SamplingParams, done: Sequence[int], number: int
+    sampling: policy_client.SamplingParams, sampled: Sequence[int], number: int
 ) -> policy_client.SamplingParams:
   """Parameters of the rest after `done`, with other random numbers."""
   if not number:
@@ -556,6 +558,6 @@ def _rest(
   ).digest()
   return dataclasses.replace(
       sampling,
-      max_new_tokens=sampling.max_new_tokens - len(done),
+      max_new_tokens=sampling.max_new_tokens - len(sampled),
       seed=int.from_bytes(digest, "big") & 0x7FFFFFFF,
   )

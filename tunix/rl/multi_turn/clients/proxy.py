@@ -19,10 +19,11 @@ one event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
-from typing import Any, Iterable, Mapping, Sequence
+from typing import Any, Iterable, Iterator, Mapping, Sequence
 import uuid
 
 from tunix.rl.multi_turn.core import concurrency
@@ -54,13 +55,14 @@ class ProxyConnection:
   ):
     """Args:
 
-      url: of the server, without /v1.
-      model: the server's name of it.
-      image_store: of the agents' screenshots. Exported sequences name them by
-        the SHA-256 of their pixels, by which the learner finds them here.
-      token: that the server asks for before it opens a session.
-      timeout_s: of a request.
-      other_sampling: What the server does with a request whose distribution is
+      url: URL of the server, without /v1.
+      model: The server's name of the model.
+      image_store: Store of the agents' screenshots. Exported sequences name an
+        image by the SHA-256 of its pixels, by which the learner finds it in
+        this store.
+      token: Token that the server requires before it opens a session.
+      timeout_s: Deadline of a request, in seconds.
+      other_sampling: The server's treatment of a request whose distribution is
         not the run's, see `rollout.other_sampling`.
 
     Raises:
@@ -102,8 +104,8 @@ class ProxyConnection:
     self._dropping: set[asyncio.Future[Any]] = set()
 
   def model(self, sampling: policy_client.SamplingParams) -> ProxyModel:
-    """A model with that sampling. Stop tokens are the server's own, and a seed
-    is the episode's."""
+    """Returns a model with that sampling. Stop tokens are the server's own, and
+    a seed is the episode's."""
     return ProxyModel(self, sampling)
 
   @property
@@ -112,8 +114,8 @@ class ProxyConnection:
     return next(self._next)
 
   async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    found = await self.client.post(self.url + path, body=body, cast_to=object)
-    return found if isinstance(found, dict) else {}
+    answer = await self.client.post(self.url + path, body=body, cast_to=object)
+    return answer if isinstance(answer, dict) else {}
 
   async def start(
       self, name: str, sampling: policy_client.SamplingParams
@@ -223,7 +225,6 @@ class ProxySession:
   async def _reply(
       self, messages: Sequence[Message], turn: int
   ) -> model_calls.Reply:
-    openai = self._connection.openai
     if self._client is None:
       await self._open()
     started = time.perf_counter()
@@ -232,24 +233,13 @@ class ProxySession:
     options: dict[str, Any] = {}
     if self._seed is not None:
       options["seed"] = model_calls.derive_seed(self._seed, turn)
-    sampling = self._sampling
-    extra: dict[str, Any] = {"top_k": sampling.top_k}
-    if sampling.min_p:
-      extra["min_p"] = sampling.min_p
-    try:
+    with self._context_errors():
       answer = await self._client.chat.completions.create(
           model=self._connection.name,
           messages=written,
-          max_tokens=sampling.max_new_tokens,
-          temperature=sampling.temperature,
-          top_p=sampling.top_p,
-          extra_body=extra,
+          **self._sampling_options(),
           **options,
       )
-    except openai.BadRequestError as error:
-      if error.code != "context_length_exceeded":
-        raise
-      raise context_limit(error) from error
     self._answers += 1
     choice = answer.choices[0]
     usage = answer.usage
@@ -261,8 +251,33 @@ class ProxySession:
         sampled_tokens=usage.completion_tokens if usage else 0,
     )
 
+  def _sampling_options(self) -> dict[str, Any]:
+    """Returns the run's sampling as arguments of a chat completion."""
+    sampling = self._sampling
+    extra: dict[str, Any] = {"top_k": sampling.top_k}
+    if sampling.min_p:
+      extra["min_p"] = sampling.min_p
+    return {
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "extra_body": extra,
+    }
+
+  @contextlib.contextmanager
+  def _context_errors(self) -> Iterator[None]:
+    """Turns the server's refusal of a long prompt into ContextLimitError."""
+    try:
+      yield
+    except self._connection.openai.BadRequestError as error:
+      if error.code != "context_length_exceeded":
+        raise
+      body = error.body if isinstance(error.body, dict) else {}
+      message = body.get("message", error.message)
+      raise policy_client.ContextLimitError(message) from error
+
   def build(self) -> list[trajectory.TokenSequence]:
-    """The server's training sequences, once `release` has fetched them.
+    """Returns the server's training sequences, once `release` has fetched them.
 
     Raises:
       ValueError: they could not be fetched.
@@ -317,30 +332,38 @@ class ProxySession:
     )
 
   async def _write(self, messages: Sequence[Message]) -> list[Message]:
-    """The messages in OpenAI's form; those sent before are not written again.
-    """
-    kept = 0
+    """Returns the messages in OpenAI's form; earlier ones are written once."""
+    prefix = 0
     for message, (old, _) in zip(messages, self._written):
       if message is not old:
         break
-      kept += 1
-    del self._written[kept:]
-    for message in messages[kept:]:
-      content = message.get("content")
-      if isinstance(content, list):
-        content = await asyncio.gather(*map(self._part, content))
-      written = {**message, "content": content}
-      if message["role"] != "tool":
-        # Agents mark outputs of tools with it; OpenAI has it for "tool" only.
-        written.pop("tool_call_id", None)
+      prefix += 1
+    del self._written[prefix:]
+    for message in messages[prefix:]:
+      written = await openai_message(message, self._connection.urls)
       self._written.append((message, written))
     return [written for _, written in self._written]
 
-  async def _part(self, part: Mapping[str, Any]) -> dict[str, Any]:
+
+async def openai_message(
+    message: Message, urls: data_urls.DataUrls
+) -> dict[str, Any]:
+  """Returns a message in OpenAI's form, its screenshots as data URLs."""
+
+  async def write(part: Mapping[str, Any]) -> dict[str, Any]:
     if part.get("type") != "image":
       return dict(part)
-    url = await self._connection.urls.of(part["image"])
+    url = await urls.of(part["image"])
     return {"type": "image_url", "image_url": {"url": url}}
+
+  content = message.get("content")
+  if isinstance(content, list):
+    content = await asyncio.gather(*map(write, content))
+  written = {**message, "content": content}
+  if message["role"] != "tool":
+    # Agents mark outputs of tools with it; OpenAI has it for "tool" only.
+    written.pop("tool_call_id", None)
+  return written
 
 
 def _reasons(exported: Iterable[Mapping[str, Any]]) -> dict[str, str]:
@@ -353,14 +376,8 @@ def _reasons(exported: Iterable[Mapping[str, Any]]) -> dict[str, str]:
   }
 
 
-def context_limit(error: Any) -> policy_client.ContextLimitError:
-  """The `PolicyClient` error for an `openai.BadRequestError` of that code."""
-  body = error.body if isinstance(error.body, dict) else {}
-  return policy_client.ContextLimitError(body.get("message", error.message))
-
-
 def sequence_of(exported: Mapping[str, Any]) -> trajectory.TokenSequence:
-  """The training sequence of an entry of `/export_trajectories`.
+  """Returns the training sequence of an entry of `/export_trajectories`.
 
   Raises:
     ValueError, KeyError: malformed.

@@ -21,7 +21,7 @@ from tunix.rl.multi_turn.core import policy_client
 
 
 def prompt_key(prompt: policy_client.TokenPrompt) -> str:
-  """A digest of the prompt's tokens and images."""
+  """Returns a digest of the prompt's tokens and images."""
   digest = hashlib.sha256(prompt.tokens.tobytes())
   for span in prompt.images:
     digest.update(f"{span.image.sha256}/{span.offset};".encode())
@@ -57,7 +57,7 @@ class RecordedCompletions:
   @property
   def completions(self) -> dict[str, list[policy_client.Completion]]:
     """Completions by their prompt's key."""
-    return {key: list(found) for key, found in self._found.items()}
+    return {key: list(recorded) for key, recorded in self._found.items()}
 
   def add(self, key: str, completion: policy_client.Completion) -> None:
     self._found.setdefault(key, []).append(completion)
@@ -84,12 +84,12 @@ class RecordedCompletions:
   @classmethod
   def load(cls, path: str | pathlib.Path) -> RecordedCompletions:
     """Reads a saved file; raises ValueError, naming the line, if malformed."""
-    made = cls()
+    recorded = cls()
     lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
     for number, text in enumerate(lines, 1):
       try:
         line = json_text.parse(text)
-        made.add(
+        recorded.add(
             line["prompt"],
             policy_client.Completion(
                 line["tokens"],
@@ -105,7 +105,7 @@ class RecordedCompletions:
             f"{path}, line {number} is not a completion: {error!r}; record it"
             " again"
         ) from error
-    return made
+    return recorded
 
 
 class RecordingClient:
@@ -128,7 +128,7 @@ class RecordingClient:
       session: str,
       **options: Any,
   ) -> policy_client.Completion:
-    """The client's completion. Errors are not recorded."""
+    """Returns the client's completion. Errors are not recorded."""
     completion = await self._client.generate(
         prompt, sampling, session=session, **options
     )
@@ -149,8 +149,9 @@ class ReplayClient:
   ):
     """Args:
 
-      completions: by key, in the order in which they are given.
-      key: of a prompt and its session, `by_session` or `by_prompt`.
+      completions: Completions by key, in the order in which they are returned.
+      key: Function from a prompt and its session to a key, `by_session` or
+        `by_prompt`.
     """
     self._left = {k: collections.deque(c) for k, c in completions.items()}
     self._key = key
@@ -165,21 +166,21 @@ class ReplayClient:
       *,
       session: str,
   ) -> policy_client.Completion:
-    """The next completion recorded under the key.
+    """Returns the next completion recorded under the key.
 
     Raises:
       LookupError: none is left.
     """
     del sampling
-    left = self._left.get(self._key(prompt, session))
-    if not left:
-      which = "no" if left is None else "no further"
+    remaining = self._left.get(self._key(prompt, session))
+    if not remaining:
+      which = "no" if remaining is None else "no further"
       raise LookupError(
           f"{which} completion was recorded for session {session!r} with a"
           f" prompt of {len(prompt)} tokens and {len(prompt.images)} images;"
           " record again if the renderer, the gym or the prompts have changed"
       )
-    return left.popleft()
+    return remaining.popleft()
 
   async def release(self, session: str) -> None:
     """Does nothing; the recording stays."""

@@ -64,13 +64,13 @@ class RemoteEngine:
   ):
     """Args:
 
-      make_client: an unused client of the server at each call.
-      weights: hands over to the same server.
-      context_length: that the server must have at least.
+      make_client: Returns an unused client of the server at each call.
+      weights: Hands weights over to the same server.
+      context_length: Least context of the server, in tokens.
       prompts: One prompt of each kind that the run will send.
       sampling: Parameters of the run's requests.
-      adapter: the server's name of the adapter that `weights` hands over, and
-        that is asked for then; "" where whole weights are.
+      adapter: The server's name of the adapter that `weights` hands over and
+        requests ask for; "" where whole weights are handed over.
     """
     self._make_client = make_client
     self._client = make_client()

@@ -1,14 +1,24 @@
-"""Writes requests to vLLM, SGLang and our own server, and reads answers.
+"""Writes requests to vLLM, SGLang and our own server, and reads the answers.
 
-Does not: send them; `remote_http` does.
+Promises: a request that found no connection, or a server that is full or not
+ready, is repeated, less and less often; a creation is undone when its caller
+has gone away, and made once however often it was asked for.
+
+Does not set a deadline over all attempts (the caller does). `JsonRequests`
+belongs to one event loop.
 """
 
 from __future__ import annotations
 
+import asyncio
+import collections
 import dataclasses
-from typing import Any, Mapping, Sequence
+from typing import Any, Awaitable, Callable, Mapping, Sequence
+import uuid
 
 import numpy as np
+import tenacity
+from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import policy_client
@@ -123,7 +133,7 @@ def sglang_body(
 
 
 def collapsed(prompt: policy_client.TokenPrompt) -> list[int]:
-  """The tokens with one placeholder an image."""
+  """Returns the tokens with one placeholder an image."""
   keep = np.ones(len(prompt), np.bool_)
   for span in prompt.images:
     keep[span.offset + 1 : span.end] = False
@@ -151,9 +161,9 @@ def of_openai(answer: Any) -> Answer:
   message = choice.get("message") or {}
   logprobs = choice.get("logprobs") or {}
   if logprobs.get("content") is not None:
-    found = [entry["logprob"] for entry in logprobs["content"]]
+    values = [entry["logprob"] for entry in logprobs["content"]]
   else:
-    found = logprobs.get("token_logprobs")
+    values = logprobs.get("token_logprobs")
   prompt = choice.get("prompt_token_ids")
   if prompt is None:
     prompt = answer.get("prompt_token_ids")
@@ -161,7 +171,7 @@ def of_openai(answer: Any) -> Answer:
       text=choice.get("text") or message.get("content") or "",
       reason=choice.get("finish_reason") or "stop",
       tokens=choice.get("token_ids"),
-      logprobs=found,
+      logprobs=values,
       prompt=prompt,
       prompt_length=(answer.get("usage") or {}).get("prompt_tokens"),
       versions=(
@@ -201,30 +211,31 @@ def of_sglang(answer: Any) -> Answer:
   )
 
 
-def _support(found: Any) -> list[list[int]] | None:
-  """A sampling mask: lists of ids, or {"token_ids": [...], "offsets": [...]}.
+def _support(mask: Any) -> list[list[int]] | None:
+  """Returns the lists of ids of a sampling mask, which is lists of ids or
+  {"token_ids": [...], "offsets": [...]}.
 
   Raises:
     RemoteError: neither.
   """
-  if found is None:
+  if mask is None:
     return None
   try:
-    if isinstance(found, Mapping):
-      ids, at = found["token_ids"], found["offsets"]
-      found = [ids[a:b] for a, b in zip(at, at[1:])]
-    return [[int(i) for i in row] for row in found]
+    if isinstance(mask, Mapping):
+      ids, at = mask["token_ids"], mask["offsets"]
+      mask = [ids[a:b] for a, b in zip(at, at[1:])]
+    return [[int(i) for i in row] for row in mask]
   except (KeyError, TypeError, ValueError) as error:
     raise RemoteError(
         "the server's answer has a sampling_mask that is no list of token ids"
-        f" a token: {str(found)[:200]!r}"
+        f" a token: {str(mask)[:200]!r}"
     ) from error
 
 
 def support_of(
     answer: Answer, tokens_S: np.ndarray, is_fallback: bool
 ) -> np.ndarray | None:
-  """int32[S, K] of an answer's sampling mask, see `Completion.support`.
+  """Returns int32[S, K] of an answer's sampling mask, see `Completion.support`.
 
   None without one, or where the tokens are not the sampler's own.
 
@@ -252,21 +263,21 @@ def support_of(
 def joined_support(
     parts: Sequence[np.ndarray | None],
 ) -> np.ndarray | None:
-  """int32[S, K] of a completion in parts; None if one has none."""
-  found = [part for part in parts if part is not None]
-  if len(found) < len(parts) or not found:
+  """Returns int32[S, K] of a completion in parts; None if one has none."""
+  masks = [part for part in parts if part is not None]
+  if len(masks) < len(parts) or not masks:
     return None
-  width = max(part.shape[1] for part in found)
+  width = max(part.shape[1] for part in masks)
   return np.concatenate([
       np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=-1)
-      for part in found
+      for part in masks
   ])
 
 
-def _spans(found: Any) -> list[tuple[int, int]]:
+def _spans(entries: Any) -> list[tuple[int, int]]:
   """Versions in vLLM's and SGLang's answers; drops names that are no number."""
   spans = []
-  for entry in found or ():
+  for entry in entries or ():
     if isinstance(entry, Mapping):
       version, start = entry.get("version"), entry.get("start", 0)
     else:
@@ -277,22 +288,22 @@ def _spans(found: Any) -> list[tuple[int, int]]:
 
 
 def field(answer: Any, name: str, kind: type) -> Any:
-  """A field that an answer must have.
+  """Returns a field that an answer must have.
 
   Raises:
     RemoteError: it has not.
   """
-  found = answer.get(name) if isinstance(answer, Mapping) else None
-  if not isinstance(found, kind):
+  value = answer.get(name) if isinstance(answer, Mapping) else None
+  if not isinstance(value, kind):
     raise RemoteError(
         f"the server's answer has no {name}: {str(answer)[:200]!r}; is it of"
         " the protocol that was configured?"
     )
-  return found
+  return value
 
 
 def refusal(url: str, error: http.CallError) -> Exception:
-  """A failed call as the seam's errors."""
+  """Returns the error of the `PolicyClient` seam for a failed call."""
   answer = error.answer
   if answer is None:
     return RemoteError(f"{url} cannot be reached: {error}")
@@ -314,3 +325,108 @@ def refusal(url: str, error: http.CallError) -> Exception:
   if error.status in (400, 401, 403, 404, 409, 413, 422):
     return ValueError(reason)
   return RemoteError(reason, error.status)
+
+
+# --- posting ------------------------------------------------------------------
+
+WAIT = tenacity.wait_exponential(multiplier=0.1, max=5.0)
+"""Between two attempts."""
+_RETRIED = (408, 429, 500, 502, 503, 504)
+
+
+def _may_pass(error: BaseException) -> bool:
+  if not isinstance(error, http.CallError):
+    return False
+  if error.answer is None:
+    return True
+  refused = error.answer.headers.get("x-should-retry") == "false"
+  return error.status in _RETRIED and not refused
+
+
+class JsonRequests:
+  """Posts JSON to an inference server; retries temporary failures.
+
+  Attributes:
+    root: URL that paths are below.
+    undoing: creations that are being undone, for the caller that closes.
+  """
+
+  def __init__(
+      self,
+      root: str,
+      *,
+      api_key: str,
+      timeout_s: float,
+      retries: int,
+      counts: collections.Counter[str],
+  ):
+    """Args:
+
+      root: URL of the server, without a path.
+      api_key: Key that is presented as a bearer token.
+      timeout_s: Deadline of an attempt, in seconds.
+      retries: Repetitions of a request. A request to a full server (429) is
+        repeated until its caller's deadline.
+      counts: Counter whose "retries" are counted.
+    """
+    self.root = root
+    self.undoing: set[asyncio.Future[Any]] = set()
+    self._counts = counts
+    self._timeout_s = timeout_s
+    self._policy = http.RetryPolicy(
+        retries + 1, WAIT, tenacity.retry_if_exception(_may_pass)
+    )
+    self._http = http.Http(
+        headers={"authorization": f"Bearer {api_key}"},
+        proxies=True,
+        connections=1000,
+    )
+
+  async def post(self, path: str, body: Mapping[str, Any]) -> Any:
+    """As `request`."""
+    return await self.request("post", path, body)
+
+  async def request(
+      self,
+      method: str,
+      path: str,
+      body: Mapping[str, Any] | None,
+      undo: Callable[[Any], Awaitable[Any]] | None = None,
+  ) -> Any:
+    """Returns the answer's JSON; retries. The caller sets the deadline.
+
+    Args:
+      method: "get" or "post".
+      path: below `root`.
+      body: JSON values; None for a "get".
+      undo: Undoes the request's creation if its caller has gone away. Such a
+        request has a key, by which a server creates once however often it is
+        repeated.
+
+    Raises:
+      ValueError: the server refuses the request, and its reason.
+      RemoteError: it failed, or cannot be reached.
+    """
+    url = self.root + path
+    headers = {"idempotency-key": uuid.uuid4().hex} if undo else None
+
+    async def attempt() -> Any:
+      call = self._http.json(
+          method.upper(), url, self._timeout_s, body=body, headers=headers
+      )
+      if undo is None:
+        return await call
+      return await concurrency.create_or_rollback(call, undo, self.undoing)
+
+    try:
+      return await self._policy.run(attempt, before_sleep=self._count)
+    except http.CallError as error:
+      raise refusal(url, error) from error
+
+  def _count(self, state: tenacity.RetryCallState) -> None:
+    del state
+    self._counts["retries"] += 1
+
+  async def aclose(self) -> None:
+    """Ends the connections. Idempotent."""
+    await self._http.aclose()

@@ -50,9 +50,9 @@ class RunEnvironment(base_env.BaseEnv):
   """The environment of an episode that a run service plays.
 
   Attributes:
-    agent: follows the run.
-    task: of the episode.
-    payload: the run's `env`, once reset.
+    agent: Agent that follows the run.
+    task: Task of the episode.
+    payload: The run's `env` after a reset.
     evaluation_seconds: Time of the verdict; None before it.
   """
 
@@ -67,10 +67,10 @@ class RunEnvironment(base_env.BaseEnv):
   ):
     """Args:
 
-      agent: follows the run.
-      task: of the episode.
+      agent: Agent that follows the run.
+      task: Task of the episode.
       gym: (name, options, (width, height)).
-      extra: further fields of the run's `env`.
+      extra: Further fields of the run's `env`.
     """
     self.agent = agent
     self.task = task
@@ -105,12 +105,14 @@ class RunEnvironment(base_env.BaseEnv):
   async def step(self, action: Any) -> base_env.StepResult:
     del action  # The service has carried it out.
     self._turn += 1
-    found = await self.agent.actions(self._turn)
+    actions = await self.agent.actions(self._turn)
     info: dict[str, Any] = {
-        "gui_actions": [a.get("rawResult") or _brief(a) for a in found],
-        "tool_names": [a.get("toolName") or str(a.get("name")) for a in found],
+        "gui_actions": [a.get("rawResult") or _brief(a) for a in actions],
+        "tool_names": [
+            a.get("toolName") or str(a.get("name")) for a in actions
+        ],
     }
-    feedback = [str(a["rawFeedback"]) for a in found if a.get("rawFeedback")]
+    feedback = [str(a["rawFeedback"]) for a in actions if a.get("rawFeedback")]
     observation = {"text": "\n".join(feedback)}
     end = self.agent.ended
     if end is None or await self.agent.output(self._turn + 1) is not None:
@@ -152,7 +154,7 @@ class RunEnvironment(base_env.BaseEnv):
   async def _judge(
       self, end: run_agent.RunEnd
   ) -> tuple[float, bool, dict[str, Any]]:
-    """(reward, success, the judge's details).
+    """Returns (reward, success, the judge's details).
 
     Raises:
       RunFailed: there is no verdict.
@@ -201,12 +203,12 @@ class RunConnection(proxy.ProxyConnection):
     """Args:
 
       *args, **options: see `ProxyConnection`.
-      service: where it is, and what it is asked for.
-      public_url: of the run's server, as the service reaches it.
-      episode_s, turn_s: deadlines of a run and of its steps.
-      max_turns: steps of a run, unless its task has its own.
-      agent_config: the agent's settings, for this package's service.
-      renderer: of the policy, for `tokens=events`.
+      service: Settings of the service.
+      public_url: URL of the run's server as the service reaches it.
+      episode_s, turn_s: Deadlines of a run and of its steps, in seconds.
+      max_turns: Steps of a run, unless its task has its own.
+      agent_config: The agent's settings, for this package's service.
+      renderer: The policy's renderer, for `tokens=events`.
     """
     super().__init__(*args, **options)
     self.service = service
@@ -240,7 +242,7 @@ class RunModel(proxy.ProxyModel):
   def new_session_for(
       self, agent: Any, env: Any, name: str, seed: int | None
   ) -> RunSession:
-    """The session of the episode that `agent` follows.
+    """Returns the session of the episode that `agent` follows.
 
     Raises:
       ValueError: another kind of agent or environment.
@@ -342,17 +344,17 @@ class RunSession(proxy.ProxySession):
 
   def _sampling_fields(self) -> dict[str, Any]:
     sampling = self._sampling
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "max_tokens": sampling.max_new_tokens,
     }
     if sampling.min_p:
-      found["min_p"] = sampling.min_p
+      fields["min_p"] = sampling.min_p
     if self._seed is not None:
-      found["seed"] = self._seed
-    return found
+      fields["seed"] = self._seed
+    return fields
 
   async def release(self, session: str) -> None:
     """Ends the run, then fetches the episode's tokens and drops its session."""
@@ -376,18 +378,18 @@ class RunSession(proxy.ProxySession):
     """
     if self._unusable:
       raise ValueError(f"the service's events: {self._unusable}")
-    found = super().build()
-    sampled = self.untrained_tokens + sum(one.num_sampled for one in found)
+    sequences = super().build()
+    sampled = self.untrained_tokens + sum(one.num_sampled for one in sequences)
     if self._answers and not sampled:
       raise ValueError(
           "the run's server has no record of the service's"
           f" {self._answers} answers: the service asked another model; let it"
           " use model.baseUrl"
       )
-    return found
+    return sequences
 
   async def _of_events(self) -> list[trajectory.TokenSequence]:
-    """The sequences that the service's events report.
+    """Returns the sequences that the service's events report.
 
     Raises:
       ValueError: they report none that can be trained on.

@@ -29,11 +29,11 @@ class ScriptedClient:
   ):
     """Args:
 
-      policy_fn: returns the completion's token ids, end-of-turn id included;
-        may be a coroutine function.
-      version: of every token; may be changed at any time.
-      context_length: a prompt that leaves no room in it is refused, as by an
-        engine; None accepts any.
+      policy_fn: Function that returns the completion's token ids, end-of-turn
+        id included; may be a coroutine function.
+      version: Version of every token; may be changed at any time.
+      context_length: Context in tokens. A prompt that leaves no room in it is
+        refused, as by an engine; None accepts any.
     """
     if version < 0:
       raise ValueError(f"version must be >= 0, got {version}")
@@ -51,7 +51,7 @@ class ScriptedClient:
       *,
       session: str,
   ) -> policy_client.Completion:
-    """The scripted tokens, cut as an engine cuts them.
+    """Returns the scripted tokens, cut as an engine cuts them.
 
     They end with the first stop token (STOP), or at `max_new_tokens` or the end
     of the context (LENGTH).

@@ -48,7 +48,8 @@ _HOST = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*"
 
 
 def config_of(directory: str) -> dict[str, Any] | None:
-  """The policy's config.json; None where there is no directory of one."""
+  """Returns the policy's config.json; None where there is no directory of
+  one."""
   file = pathlib.Path(directory).expanduser() / "config.json"
   if not file.is_file():
     return None
@@ -72,15 +73,15 @@ class VllmLaunch:
   """A vLLM server for computer use.
 
   Attributes:
-    model: directory or name of the policy that it starts with.
-    served_name: the model's name for clients; "" is `model`.
-    host, port: address to listen on. Another host than this machine needs
+    model: Directory or name of the policy that the server starts with.
+    served_name: The model's name for clients; "" is `model`.
+    host, port: Address to listen on. Another host than this machine needs
       `api_key_file`.
-    max_model_len: tokens of a sequence, images included.
-    images: most images of a prompt.
-    allowed_media_domains: hosts that image URLs may name, compared exactly: a
+    max_model_len: Tokens of a sequence, images included.
+    images: Largest number of images of a prompt.
+    allowed_media_domains: Hosts that image URLs may name, compared exactly: a
       subdomain is another host. None: images come as data URLs only.
-    tensor_parallel: devices that share each layer.
+    tensor_parallel: Number of devices that share each layer.
     dtype: Type that vLLM computes in; "" is that of the policy's files. vLLM's
       own choice for float32 files is bfloat16.
     cpu_cache_gib: Memory of the KV cache where a CPU computes, in GiB; 0 for an
@@ -88,8 +89,8 @@ class VllmLaunch:
     reload_weights: open the endpoints that load new weights. Anyone who
       reaches the port can then load some: keep it on this machine or in a
       closed network.
-    lora_rank: of the adapter that external.transfer=adapter hands over; 0 for
-      none.
+    lora_rank: Rank of the adapter that external.transfer=adapter hands over; 0
+      for none.
     api_key_file: holds the key that clients must present; "" asks for none.
     extra: further arguments, at the end.
   """
@@ -168,7 +169,7 @@ class VllmLaunch:
 
   @classmethod
   def from_environment(
-      cls, environment: Mapping[str, str] | None = None, **given: Any
+      cls, environment: Mapping[str, str] | None = None, **settings: Any
   ) -> VllmLaunch:
     """Reads TUNIX_VLLM_<FIELD> variables; `given` takes precedence.
 
@@ -191,7 +192,7 @@ class VllmLaunch:
             f" {', '.join(VARIABLE + f.upper() for f in fields)}"
         )
       values[name] = _read(variable, text, str(fields[name].type))
-    values |= given
+    values |= settings
     if "model" not in values:
       raise ValueError(f"no model was given; set {VARIABLE}MODEL")
     return cls(**values)
@@ -204,7 +205,7 @@ class VllmLaunch:
     return self.served_name or self.model
 
   def argv(self) -> list[str]:
-    """The command, one string an argument.
+    """Returns the command, one string an argument.
 
     Raises:
       ValueError: dtype is "", and no file of the policy says it.
@@ -242,30 +243,31 @@ class VllmLaunch:
     return [*arguments, *self.extra]
 
   def environment(self) -> dict[str, str]:
-    """The process's environment variables.
+    """Returns the process's environment variables.
 
     Raises:
       OSError, ValueError: the key's file cannot be read, or is empty.
     """
     # A listed host could redirect to any other.
-    found = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
+    variables = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
     if self.cpu_cache_gib:
-      found["VLLM_CPU_KVCACHE_SPACE"] = str(self.cpu_cache_gib)
+      variables["VLLM_CPU_KVCACHE_SPACE"] = str(self.cpu_cache_gib)
       # Else one core is left to the server's other process.
-      found["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
+      variables["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
     if self.reload_weights:
-      found["VLLM_SERVER_DEV_MODE"] = "1"
+      variables["VLLM_SERVER_DEV_MODE"] = "1"
     if self.lora_rank:
-      found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+      variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if self.api_key_file:
       key = pathlib.Path(self.api_key_file).read_text(encoding="utf-8").strip()
       if not key:
         raise ValueError(f"api_key_file={self.api_key_file} is empty")
-      found["VLLM_API_KEY"] = key
-    return found
+      variables["VLLM_API_KEY"] = key
+    return variables
 
   def command(self) -> str:
-    """The command for a shell, which reads the key's file when it runs."""
+    """Returns the command for a shell, which reads the key's file when it
+    runs."""
     variables = {
         k: shlex.quote(v)
         for k, v in dataclasses.replace(self, api_key_file="", host="127.0.0.1")
@@ -346,8 +348,9 @@ def check_command(
   """Lists the problems of a command that starts vLLM for computer use.
 
   Args:
-    command: a shell's line, or its arguments.
-    environment: of the process, beside the variables that the line sets.
+    command: A shell's line, or its arguments.
+    environment: Environment of the process, beside the variables that the line
+      sets.
 
   Returns:
     One sentence a problem, each with the fix; [] for none.
@@ -385,10 +388,10 @@ def check_command(
       problems.append(f"--allowed-media-domains: {why}")
   mode = options.get("--logprobs-mode")
   if mode != ["processed_logprobs"]:
-    found = "is missing" if mode is None else " ".join(["is", *mode])
+    problem = "is missing" if mode is None else " ".join(["is", *mode])
     problems.append(
-        f"--logprobs-mode {found}: log-probs are not those of the distribution"
-        " sampled from; write --logprobs-mode processed_logprobs"
+        f"--logprobs-mode {problem}: log-probs are not those of the"
+        " distribution sampled from; write --logprobs-mode processed_logprobs"
     )
   if "--enable-scale-out" not in options:
     problems.append(
@@ -418,17 +421,17 @@ def check_command(
 
 def _options(words: Sequence[str]) -> dict[str, list[str]]:
   """--option -> its values; `--option=value` too, underscores as dashes."""
-  found: dict[str, list[str]] = {}
+  options: dict[str, list[str]] = {}
   at: list[str] = []
   for word in words:
     if word.startswith("--"):
       name, equals, value = word.partition("=")
-      at = found.setdefault(name.replace("_", "-"), [])
+      at = options.setdefault(name.replace("_", "-"), [])
       if equals:
         at.append(value)
     else:
       at.append(word)
-  return found
+  return options
 
 
 def _is_count(values: Sequence[str]) -> bool:
@@ -453,7 +456,7 @@ def _wrong_limit(values: Sequence[str] | None) -> list[str]:
 
 
 def _wrong_host(host: str) -> str:
-  """The problem of a host's name; "" for none."""
+  """Returns the problem of a host's name; "" for none."""
   if "," in host:
     return (
         f"{host!r} is one host with a comma in its name; separate hosts by"
@@ -478,7 +481,7 @@ def _json(value: Any) -> str:
 
 
 def _read(variable: str, text: str, kind: str) -> Any:
-  """A variable's text as its field's type."""
+  """Returns a variable's text as its field's type."""
   if kind.startswith("tuple"):
     return tuple(re.split(r"[,\s]+", text.strip())) if text.strip() else ()
   if kind == "int":
@@ -555,16 +558,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for problem in problems:
       print(problem)
     return 1 if problems else 0
-  given = {}
+  settings = {}
   try:
     for field in dataclasses.fields(VllmLaunch):
       value = args[field.name]
       if isinstance(value, list):
-        given[field.name] = tuple(value)
+        settings[field.name] = tuple(value)
       elif value is not None:
         option = "--" + field.name.replace("_", "-")
-        given[field.name] = _read(option, value, str(field.type))
-    launch = VllmLaunch.from_environment(**given)
+        settings[field.name] = _read(option, value, str(field.type))
+    launch = VllmLaunch.from_environment(**settings)
     launch.check_model()
     launch.environment()
     command = launch.command()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hmac
 import ipaddress
 import os
 import pathlib
@@ -169,6 +170,18 @@ def token(file: pathlib.Path | None, host: str, variable: str) -> str:
         f" give --token-file, set {variable}, or leave --host at 127.0.0.1"
     )
   return found
+
+
+def bearer_of(headers: Mapping[str, str]) -> str:
+  """Returns the secret of an Authorization header; "" without one."""
+  return headers.get("authorization", "").removeprefix("Bearer ").strip()
+
+
+def is_token(presented: str, secret: str) -> bool:
+  """Whether a client presents the server's token, in constant time."""
+  return hmac.compare_digest(
+      presented.encode("latin-1", "replace"), secret.encode()
+  )
 
 
 # --- events -------------------------------------------------------------------

@@ -58,11 +58,16 @@ USUAL_SCREENS = (
 _BACKLOG = 2048  # Connections that wait while the policy is compiled.
 
 
+def _words(text: str) -> tuple[str, ...]:
+  """Returns the words of a list that is separated by commas."""
+  return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
 def _screens(text: str) -> tuple[tuple[int, int], ...]:
-  """Sizes of screenshots; () for those that follow the policy."""
+  """Returns sizes of screenshots; () for the policy's own default."""
   sizes = []
-  for part in filter(None, text.split(",")):
-    width, _, height = part.strip().lower().partition("x")
+  for part in _words(text):
+    width, _, height = part.lower().partition("x")
     if not all(side.isdigit() and int(side) for side in (width, height)):
       raise ValueError(f"--screen={text}: write WIDTHxHEIGHT, e.g. 1280x720")
     sizes.append((int(width), int(height)))
@@ -88,7 +93,7 @@ def _renderer(
   """Raises ValueError by the option that does not go with the policy."""
   options = _template_options(args.default_chat_template_kwargs)
   try:
-    made = choice.make_renderer(
+    renderer = choice.make_renderer(
         policy[2],
         policy[1].num_image_tokens,
         policy_files.chat_template(args.policy, options),
@@ -96,20 +101,20 @@ def _renderer(
     )
   except ValueError as error:
     raise ValueError(f"--renderer={args.renderer}: {error}") from None
-  if options and not choice.takes_options(made):
+  if options and not choice.takes_options(renderer):
     raise ValueError(
         "--default-chat-template-kwargs="
         f"{args.default_chat_template_kwargs}: {args.policy} has no chat"
         " template with these variables; leave them out"
     )
-  return made
+  return renderer
 
 
 def _usual_screens(
     processor: Any, context: int
 ) -> tuple[tuple[int, int], ...]:
-  """The largest usual size that the policy takes and whose tokens leave room
-  for as many others; () for a text policy, or when there is none."""
+  """Returns the largest usual size that the policy takes and whose tokens fill
+  at most half of the context; () for a text policy, or without such a size."""
   for size in USUAL_SCREENS if processor.patches_per_token else ():
     try:
       if 2 * processor.num_image_tokens(*size) <= context:
@@ -137,7 +142,7 @@ def _check_screens(
 
 
 def _features(text: str) -> tuple[str, ...]:
-  names = tuple(n.strip() for n in text.split(",") if n.strip())
+  names = _words(text)
   if unknown := sorted(set(names) - set(engine_config.FEATURES)):
     raise ValueError(
         f"--features={text}: {unknown[0]!r} is none of"
@@ -147,7 +152,7 @@ def _features(text: str) -> tuple[str, ...]:
 
 
 def _engine_settings(args: argparse.Namespace) -> engine_config.EngineConfig:
-  """The engine's settings; a wrong one is named by its option."""
+  """Returns the engine's settings; a wrong one is named by its option."""
   features = _features(args.features)
   try:
     return engine_config.EngineConfig(
@@ -158,15 +163,15 @@ def _engine_settings(args: argparse.Namespace) -> engine_config.EngineConfig:
         features=features,
     )
   except pydantic.ValidationError as error:
-    found = []
+    problems = []
     for detail in error.errors(include_url=False):
       text = str(detail.get("ctx", {}).get("error", detail["msg"]))
       if detail["loc"]:
         text = f"{detail['loc'][0]}={detail['input']}: {text}"
       for field, option in _OPTIONS.items():
         text = re.sub(rf"\b{field}\b", option, text)
-      found.append(text)
-    raise ValueError("\n".join(found)) from None
+      problems.append(text)
+    raise ValueError("\n".join(problems)) from None
 
 
 _OPTIONS = {
@@ -190,7 +195,7 @@ def _images_limit(text: str) -> int:
 
 
 class _Refused(ValueError):
-  """Arguments that cannot be; one message each."""
+  """Wrong arguments, with one message each."""
 
   def __init__(self, problems: Sequence[str]):
     self.problems = tuple(problems)
@@ -198,7 +203,7 @@ class _Refused(ValueError):
 
 
 class _Collected:
-  """Calls that may refuse an argument; `end` raises all refusals at once."""
+  """Collects refusals of arguments; `end` raises all of them at once."""
 
   def __init__(self):
     self._problems: list[str] = []
@@ -230,10 +235,10 @@ class _Arguments:
 
 
 def _checked(args: argparse.Namespace) -> _Arguments:
-  """Everything that needs no policy.
+  """Checks every argument that can be checked without the policy.
 
   Raises:
-    _Refused: with every argument that cannot be.
+    _Refused: An argument is wrong; the message names every such argument.
   """
   all_of = _Collected()
   token = all_of.of(
@@ -247,10 +252,9 @@ def _checked(args: argparse.Namespace) -> _Arguments:
   connection_limits = all_of.of(lambda: http_server.limits_of(args))
   all_of.of(lambda: _check_numbers(args))
   images_limit = all_of.of(lambda: _images_limit(args.limit_mm_per_prompt))
-  hosts = tuple(
-      h.strip() for h in args.allowed_media_domains.split(",") if h.strip()
+  media_limits = all_of.of(
+      lambda: _media_limits(_words(args.allowed_media_domains))
   )
-  media_limits = all_of.of(lambda: _media_limits(hosts))
   all_of.of(lambda: _sampling(args))
   all_of.of(lambda: tool_parser.make_tool_parser(args.tool_parser, "operator"))
   all_of.of(lambda: policy_files.resolve(args.policy))
@@ -287,8 +291,8 @@ def _sampling(args: argparse.Namespace) -> session_sampling.SessionSampling:
 
 def _check_numbers(args: argparse.Namespace) -> None:
   wrong = [
-      f"--{name.replace('_', '-')}={getattr(args, name)} must be {wanted}"
-      for name, right, wanted in (
+      f"--{name.replace('_', '-')}={getattr(args, name)} must be {accepted}"
+      for name, right, accepted in (
           ("max_tokens", args.max_tokens >= 1, "1 or more"),
           ("max_sessions", args.max_sessions >= 1, "1 or more"),
           (
@@ -340,33 +344,33 @@ def _check_memory(
 
 
 def _make(
-    args: argparse.Namespace, found: _Arguments
+    args: argparse.Namespace, checked: _Arguments
 ) -> tuple[engine_lib.RolloutEngine, app_lib.OpenAIApp]:
-  """The engine and the application.
+  """Returns the engine and the application.
 
   Raises:
-    _Refused: with every argument that does not go with the policy.
-    ValueError, OSError: the policy cannot be loaded.
+    _Refused: The policy does not take an argument; the message names each.
+    ValueError, OSError: The policy cannot be loaded.
   """
-  largest = max(found.screens, key=lambda s: s[0] * s[1], default=None)
+  largest = max(checked.screens, key=lambda s: s[0] * s[1], default=None)
   policy = checkpoint.load_policy(
       args.policy, screen=largest, compute_dtype=args.dtype
   )
   renderer = _renderer(args, policy)
   context = args.max_model_len
-  screens = found.screens or _usual_screens(policy[1], context)
+  screens = checked.screens or _usual_screens(policy[1], context)
   all_of = _Collected()
-  if found.screens and policy[1].patches_per_token:
+  if checked.screens and policy[1].patches_per_token:
     all_of.of(lambda: _check_screens(args.screen, screens, policy[1], context))
   all_of.end()
-  all_of.of(lambda: _check_memory(args, policy, found.settings, screens))
+  all_of.of(lambda: _check_memory(args, policy, checked.settings, screens))
   all_of.end()
   store = images.ImageStore(args.image_dir, args.image_memory << 20)
   engine = engine_lib.RolloutEngine(
       policy[0],
       policy[1],
       store,
-      found.settings,
+      checked.settings,
       image_sizes=screens,
       banned_token_ids=policy[0].config.banned_token_ids,
       seed=args.seed,
@@ -377,11 +381,11 @@ def _make(
       policy,
       store,
       parser=args.tool_parser,
-      limits=found.limits,
-      media_limits=found.media_limits,
+      limits=checked.limits,
+      media_limits=checked.media_limits,
       max_sessions=args.max_sessions,
       session_timeout_s=args.session_timeout,
-      token=found.token,
+      token=checked.token,
       renderer=renderer,
       export_arrays=args.export_arrays,
       sampling=_sampling(args),
@@ -399,9 +403,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   connections.raise_open_files()
   listening = None
   try:
-    found = _checked(args)
-    listening = found.listening
-    engine, app = _make(args, found)
+    checked = _checked(args)
+    listening = checked.listening
+    engine, app = _make(args, checked)
   except (OSError, ValueError) as error:
     if listening is not None:
       listening.close()
@@ -411,17 +415,17 @@ def main(argv: Sequence[str] | None = None) -> int:
   with engine:
     with tqdm.tqdm(desc="compiling", unit="program") as bar:
 
-      def progress(done: int, total: int, what: str) -> None:
+      def progress(compiled: int, total: int, what: str) -> None:
         bar.total = total
         bar.set_postfix_str(what, refresh=False)
-        bar.update(done - bar.n)
+        bar.update(compiled - bar.n)
 
       engine.warm_up(progress)
     url = http_server.url_of(args.host, listening)
     print(f"serving {args.name or args.policy} at {url}/v1", flush=True)
     # Requests that run have a moment to end; sessions do not outlive it.
     config = http_server.config(
-        app.asgi, found.connections, backlog=_BACKLOG
+        app.asgi, checked.connections, backlog=_BACKLOG
     )
     uvicorn.Server(config).run(sockets=[listening])
   return 0

@@ -34,12 +34,12 @@ class Choice:
   """One of a request's completions.
 
   Attributes:
-    completion: as sampled.
-    message: the OpenAI assistant message that the client receives.
+    completion: Sampled completion.
+    message: OpenAI's assistant message that the client receives.
     finish_reason: "stop", "length", "tool_calls".
-    stop: the stop string that ended it, if one did.
-    echoed: the prompt's tokens after the first, with the log-probs and the
-      alternatives of the policy's own distribution; None unless asked for, or
+    stop: Stop string that ended it, if one did.
+    echoed: The prompt's tokens after the first, with the log-probs and the
+      alternatives of the policy's own distribution; None unless requested, or
       for a prompt of one token.
   """
 
@@ -55,15 +55,15 @@ class SampledAnswer:
   """A request's answer.
 
   Attributes:
-    id: of the answer.
+    id: Id of the answer.
     created: Unix seconds.
-    model: name.
-    prompts: of the request, one unless it has several. A session's shares its
-      tokens with the prompts before it, as answers are kept as long as their
-      session.
-    num_prompt_tokens: image placeholders expanded.
-    reused_tokens: of them, those whose keys and values were cached.
-    choices: completions, each prompt's in turn.
+    model: Name of the model.
+    prompts: Prompts of the request, one unless it has several. A session's
+      prompts share their tokens with earlier ones, as answers are stored as
+      long as their session.
+    num_prompt_tokens: Number of prompt tokens, image placeholders expanded.
+    reused_tokens: Number of prompt tokens whose keys and values were cached.
+    choices: Completions of each prompt in turn.
   """
 
   id: str
@@ -80,11 +80,11 @@ class SampledAnswer:
     return self.prompt_tokens_of(0)
 
   def prompt_tokens_of(self, choice: int) -> np.ndarray:
-    """int32[T] of a choice's prompt, concatenated at each call."""
-    asked = self.prompts[choice * len(self.prompts) // len(self.choices)]
-    if isinstance(asked, interactions.PendingPrompt):
-      return asked.prompt.tokens
-    return asked.tokens
+    """Returns int32[T] of a choice's prompt, concatenated at each call."""
+    prompt = self.prompts[choice * len(self.prompts) // len(self.choices)]
+    if isinstance(prompt, interactions.PendingPrompt):
+      return prompt.prompt.tokens
+    return prompt.tokens
 
   @property
   def num_sampled(self) -> int:
@@ -100,17 +100,17 @@ def make_choice(
   """Cuts the text into content and tool calls.
 
   Args:
-    completion: as sampled.
-    text: of the completion, without the end of the turn.
-    parser: reads tool calls; None leaves all text as content.
-    stop: the stop string that ended it, if one did.
+    completion: Sampled completion.
+    text: Text of the completion, without the end of the turn.
+    parser: Reads tool calls; None leaves all text as content.
+    stop: Stop string that ended it, if one did.
   """
   message: dict[str, Any] = {"role": "assistant", "content": text}
   reason = _REASONS[completion.finish_reason]
   if parser is not None:
-    found = parser.parse_result(text)
-    if found.calls:
-      message["content"] = found.thought or None
+    result = parser.parse_result(text)
+    if result.calls:
+      message["content"] = result.thought or None
       message["tool_calls"] = [
           {
               "id": f"call_{secrets.token_hex(12)}",
@@ -120,7 +120,7 @@ def make_choice(
                   "arguments": json.dumps(call.arguments, ensure_ascii=False),
               },
           }
-          for call in found.calls
+          for call in result.calls
       ]
       reason = "tool_calls" if reason == "stop" else reason
   return Choice(completion, message, reason, stop)
@@ -137,23 +137,35 @@ def usage(answer: SampledAnswer) -> dict[str, Any]:
 
 
 def extras(
-    asked: requests.SamplingRequest, answer: SampledAnswer, index: int
+    request: requests.SamplingRequest, answer: SampledAnswer, index: int
 ) -> dict[str, Any]:
-  """A choice's fields beyond OpenAI's."""
+  """Returns a choice's fields beyond OpenAI's."""
   completion = answer.choices[index].completion
-  found: dict[str, Any] = {
+  fields: dict[str, Any] = {
       "policy_versions": version_spans(completion.versions),
       "interaction_id": interaction_id(answer.id, index),
   }
-  if asked.return_token_ids:
-    found["token_ids"] = completion.tokens.tolist()
+  if request.return_token_ids:
+    fields["token_ids"] = completion.tokens.tolist()
   if completion.raw_logprobs is not None:
-    found["raw_logprobs"] = completion.raw_logprobs.tolist()
-  return found
+    fields["raw_logprobs"] = completion.raw_logprobs.tolist()
+  return fields
+
+
+def extras_of_one(
+    request: requests.SamplingRequest, answer: SampledAnswer
+) -> dict[str, Any]:
+  """Returns the fields beyond the API's of an answer with one choice."""
+  fields = extras(request, answer, 0)
+  if request.return_token_ids:
+    fields["prompt_token_ids"] = answer.prompt_tokens.tolist()
+    logprobs_S = answer.choices[0].completion.logprobs
+    fields["token_logprobs"] = logprobs_S.tolist()
+  return fields
 
 
 def interaction_id(answer_id: str, index: int) -> str:
-  """The id under which a choice is stored, and can be rewarded."""
+  """Returns the id under which a choice is stored, and can be rewarded."""
   return f"{answer_id}-{index}" if index else answer_id
 
 
@@ -167,20 +179,22 @@ def version_spans(versions_S: np.ndarray) -> list[list[int]]:
 
 
 def _byte_of_character() -> dict[str, int]:
-  """The byte that each character of byte-level BPE's vocabulary stands for."""
+  """Returns the byte that each character of byte-level BPE's vocabulary stands
+  for."""
   printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-  others = [b for b in range(256) if b not in printable]
+  unprintable = [b for b in range(256) if b not in printable]
   spelled = {chr(b): b for b in printable}
-  return spelled | {chr(256 + i): b for i, b in enumerate(others)}
+  return spelled | {chr(256 + i): b for i, b in enumerate(unprintable)}
 
 
 class TokenDecoder:
   """Decodes tokens to text and bytes.
 
   Attributes:
-    text: text of a completion's tokens, without the end of its turn.
-    special: ids without text.
-    end: id of the end of a turn, which has no text where it comes last.
+    text: Returns the text of a completion's tokens, without the end of its
+      turn.
+    special: Ids without text.
+    end: Id of the end of a turn, which has no text where it comes last.
   """
 
   _BYTES = _byte_of_character()
@@ -207,7 +221,7 @@ class TokenDecoder:
     self.special = frozenset(i for i, token in added.items() if token.special)
 
   def bytes(self, token: int) -> bytes:
-    """The bytes of one token; b"" for an id outside the vocabulary."""
+    """Returns the bytes of one token; b"" for an id outside the vocabulary."""
     if token in self._added:
       return self._added[token]
     spelled = self._spelling(token) or ""
@@ -216,18 +230,20 @@ class TokenDecoder:
     return spelled.encode()
 
   def all_text(self, tokens: Sequence[int]) -> str:
-    """The text of all tokens, the end of a turn among them."""
+    """Returns the text of all tokens, the end of a turn among them."""
     return b"".join(map(self.bytes, tokens)).decode(errors="replace")
 
   def token(self, token: int) -> str:
-    """The printable text of one token; U+FFFD is part of a character."""
+    """Returns the printable text of one token; U+FFFD is part of a
+    character."""
     return self.bytes(token).decode(errors="replace")
 
 
 def logprobs(
     completion: policy_client.Completion, decoder: TokenDecoder
 ) -> list[dict[str, Any]]:
-  """A completion's tokens in the shape of chat completions' `logprobs`."""
+  """Returns a completion's tokens in the shape of chat completions'
+  `logprobs`."""
   of = lambda token, logprob: {
       "token": decoder.token(token),
       "logprob": logprob,
@@ -259,7 +275,7 @@ def alternatives(
 
 
 def text_offsets(tokens: Sequence[int], decoder: TokenDecoder) -> list[int]:
-  """The number of characters of the text before each token."""
+  """Returns the number of characters of the text before each token."""
   decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
   offsets, at = [], 0
   for token in tokens:
@@ -285,7 +301,7 @@ class TextStream:
     self._stopped = False
 
   def feed(self, tokens: Sequence[int]) -> str:
-    """The new text that later tokens cannot change."""
+    """Returns the new text that later tokens cannot change."""
     parts = [self._held]
     for token in map(int, tokens):
       if self._ended:
@@ -304,7 +320,7 @@ class TextStream:
     return text[:sure]
 
   def rest(self, text: str) -> str:
-    """The part of the whole text that has not been sent."""
+    """Returns the part of the whole text that has not been sent."""
     return text[self._sent :]
 
   def _text(self, token: int) -> str:
@@ -322,17 +338,18 @@ class StopStrings:
       strings: Sequence[str],
       token_bytes: Callable[[int], bytes],
       ends: Sequence[int],
-      kept: Sequence[str] = (),
+      included: Sequence[str] = (),
   ):
     """Args:
 
-      strings: end the completion; its text ends before them. None empty.
-      token_bytes: the bytes of an id.
-      ends: ids that end a turn, and have no text.
-      kept: strings that end the completion, and its text. None empty.
+      strings: Strings that end the completion; its text ends before them. None
+        is empty.
+      token_bytes: Returns the bytes of an id.
+      ends: Ids that end a turn and have no text.
+      included: Strings that end the completion and its text. None is empty.
     """
     self._strings = tuple(strings)
-    self._bytes = [s.encode() for s in (*strings, *kept)]
+    self._bytes = [s.encode() for s in (*strings, *included)]
     self._longest = max(map(len, self._bytes))
     self._token_bytes = token_bytes
     self._ends = frozenset(ends)
@@ -341,7 +358,8 @@ class StopStrings:
     self.found = False
 
   def __call__(self, tokens: np.ndarray) -> int | None:
-    """Number of int32[S] tokens to keep; None until a string is complete."""
+    """Returns the number of int32[S] tokens to keep; None until a string is
+    complete."""
     for i in range(self._seen, len(tokens)):
       token = int(tokens[i])
       if token in self._ends:
@@ -355,11 +373,11 @@ class StopStrings:
     return None
 
   def cut(self, text: str) -> str:
-    """A completion's text up to the stop string."""
+    """Returns a completion's text up to the stop string."""
     return text[: first_of(text, self._strings)] if self.found else text
 
   def string(self, text: str) -> str | None:
-    """The stop string that ended a completion of this whole text."""
+    """Returns the stop string that ended a completion of this whole text."""
     end = first_of(text, self._strings) if self.found else len(text)
     return next((s for s in self._strings if text.startswith(s, end)), None)
 
@@ -371,7 +389,8 @@ def first_of(text: str, strings: Sequence[str], start: int = 0) -> int:
 
 
 def certain(text: str, strings: Sequence[str]) -> int:
-  """Number of characters that no later text can turn into a stop string."""
+  """Returns the number of characters that no later text can turn into a stop
+  string."""
   end = first_of(text, strings)
   if end < len(text):
     return end

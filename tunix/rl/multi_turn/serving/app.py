@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import re
 import secrets
@@ -76,7 +75,7 @@ class OpenAIApp:
   """The ASGI application of a `Service`, in the attribute `asgi`.
 
   Attributes:
-    service: answers the requests.
+    service: Service that answers the requests.
   """
 
   def __init__(
@@ -89,10 +88,10 @@ class OpenAIApp:
   ):
     """Args:
 
-      service: answers requests.
-      token: that clients must present; "" asks for none.
-      stats: gauges for `/metrics`.
-      export_arrays: one of `session_routes.ARRAYS`.
+      service: Service that answers requests.
+      token: Token that clients must present; "" requires none.
+      stats: Returns gauges for `/metrics`.
+      export_arrays: One of `session_routes.ARRAYS`.
     """
     self.service = self._service = service
     self._limits = service.limits
@@ -118,7 +117,7 @@ class OpenAIApp:
         ("models/{model:path}", self._one_model, get),
         ("responses/{response}", self._kept_response, get),
     ]
-    routes = [(f"/v1/{path}", *rest) for path, *rest in endpoints]
+    routes = [(f"/v1/{path}", *route) for path, *route in endpoints]
     routes += [
         ("/health", self._health, get),
         ("/metrics", self._show_metrics, get),
@@ -129,13 +128,13 @@ class OpenAIApp:
         # AReaL's clients name a session by its key alone, and no version.
         ("/rl/set_reward", self._sessions.set_reward, post),
         ("/rl/end_session", self._sessions.end, post),
-        *((f"/{path}", *rest) for path, *rest in endpoints[: len(ENDPOINTS)]),
+        *((f"/{path}", *route) for path, *route in endpoints[: len(ENDPOINTS)]),
     ]
     for prefix in ("/sessions/{session}", "/{session}"):
-      for path, *rest in endpoints:
+      for path, *route in endpoints:
         routes += [
-            (f"{prefix}/v1/{path}", *rest),
-            (f"{prefix}/{path}", *rest),
+            (f"{prefix}/v1/{path}", *route),
+            (f"{prefix}/{path}", *route),
         ]
       routes += [
           (f"{prefix}/rl/set_reward", self._sessions.set_reward, post),
@@ -188,10 +187,10 @@ class OpenAIApp:
       return _error(_as_api(error, route))
 
     def done(request: Request, response: Response, seconds: float) -> None:
-      given = request.headers.get("x-request-id", "")
-      known = _REQUEST_ID.fullmatch(given)
+      client_id = request.headers.get("x-request-id", "")
+      is_valid = _REQUEST_ID.fullmatch(client_id)
       response.headers["x-request-id"] = (
-          given if known else f"req_{secrets.token_hex(12)}"
+          client_id if is_valid else f"req_{secrets.token_hex(12)}"
       )
       self._requests.labels(route, response.status_code).inc()
       self._seconds.labels(route).observe(seconds)
@@ -204,17 +203,14 @@ class OpenAIApp:
     problem = http_server.cross_site(request.headers, bool(self._token))
     if problem:
       raise errors.ApiError(403, problem, code="cross_site")
-    presented = request.headers.get("authorization", "")
-    presented = presented.removeprefix("Bearer ").strip()
+    presented = http_server.bearer_of(request.headers)
     presented = presented or request.headers.get("x-api-key", "")
     named = request.path_params.get("session")
     in_path = named is not None and named.startswith(session_store.KEY_PREFIX)
     if in_path:  # Of a client that can be given an address, but no key.
       presented = str(named)
     by_key = self._service.by_key(presented) if presented else None
-    trusted = not self._token or hmac.compare_digest(
-        presented.encode("latin-1", "replace"), self._token.encode()
-    )
+    trusted = not self._token or http_server.is_token(presented, self._token)
     if by_key is None and presented.startswith(session_store.KEY_PREFIX):
       # Without its session, the request would be lost to training.
       if not self._token or presented != self._token:
@@ -260,12 +256,12 @@ class OpenAIApp:
   # --- completions ------------------------------------------------------------
 
   def _answering(self, api: streams.Endpoint) -> Handler:
-    """The handler of an endpoint that samples."""
+    """Returns the handler of an endpoint that samples."""
 
     async def run(request: Request) -> Response:
       self._service.check_room(request.state.session)
       body = await request_bodies.read(request, self._limits.body_bytes)
-      asked = api.read(
+      sampling_request = api.read(
           bodies.read_json(
               body, self._limits.body_bytes, self._limits.values
           ),
@@ -276,20 +272,20 @@ class OpenAIApp:
         # The same body asks another endpoint for something else.
         key = await service_lib.key_of(api.prefix, body)
       del body
-      if asked.stream:
-        return await self._stream(request, api, asked, key)
+      if sampling_request.stream:
+        return await self._stream(request, api, sampling_request, key)
       answer = await http_server.unless_gone(
           request,
           self._service.complete(
-              asked,
+              sampling_request,
               session=request.state.session,
               key=key,
               answer_id=service_lib.new_id(api.prefix),
           ),
       )
       return _json(
-          api.whole(asked, answer, self._service.policy.decoder),
-          headers=self._ignored(asked),
+          api.to_json(sampling_request, answer, self._service.policy.decoder),
+          headers=self._ignored(sampling_request),
       )
 
     return run
@@ -298,10 +294,10 @@ class OpenAIApp:
       self,
       request: Request,
       api: streams.Endpoint,
-      asked: requests.SamplingRequest,
+      sampling_request: requests.SamplingRequest,
       key: str,
   ) -> Response:
-    """Server-sent events; text comes as it is sampled, tool calls at the end.
+    """Answers in server-sent events: text while it is sampled, tool calls last.
 
     A refused request gets an HTTP status: the stream begins with the first
     token, or with the first keep-alive.
@@ -311,7 +307,7 @@ class OpenAIApp:
     id_ = service_lib.new_id(api.prefix)
     task = asyncio.ensure_future(
         self._service.complete(
-            asked,
+            sampling_request,
             session=session,
             key=key,
             on_tokens=lambda i, tokens: news.put_nowait((i, tokens)),
@@ -333,19 +329,21 @@ class OpenAIApp:
     # Only now: one of two equal requests may repeat the other.
     id_ = self._service.known_id(session, key) or id_
     writer = api.stream(
-        asked, id_, int(time.time()), self._service.policy.decoder
+        sampling_request, id_, int(time.time()), self._service.policy.decoder
     )
     return starlette_responses.StreamingResponse(
         streams.write(
             writer, task, news, first, lambda error: _as_api(error, "a stream")
         ),
         media_type="text/event-stream",
-        headers={"cache-control": "no-cache", **self._ignored(asked)},
+        headers={
+            "cache-control": "no-cache", **self._ignored(sampling_request)
+        },
     )
 
-  def _ignored(self, asked: requests.SamplingRequest) -> dict[str, str]:
-    """The header about fields that change nothing."""
-    ignored = self._service.policy.ignored(asked)
+  def _ignored(self, request: requests.SamplingRequest) -> dict[str, str]:
+    """Returns the header that names fields which change nothing."""
+    ignored = self._service.policy.ignored(request)
     return {"x-ignored-fields": ", ".join(ignored)} if ignored else {}
 
   # --- about the server -------------------------------------------------------
@@ -370,11 +368,11 @@ class OpenAIApp:
 
   async def _kept_response(self, request: Request) -> Response:
     session = request.state.session
-    asked, answer = self._service.conversations.answer(
+    sampling_request, answer = self._service.conversations.answer(
         request.path_params["response"], session.id if session else None
     )
     return _json(
-        responses.whole(asked, answer, self._service.policy.decoder)
+        responses.whole(sampling_request, answer, self._service.policy.decoder)
     )
 
   async def _openapi(self, request: Request) -> Response:
@@ -425,7 +423,7 @@ def _gone() -> errors.ApiError:
 
 
 def _as_api(error: Exception, where: str) -> errors.ApiError:
-  """The client's error for any failure."""
+  """Returns the client's error for any failure."""
   if isinstance(error, errors.ApiError):
     return error
   if isinstance(error, request_bodies.BodyRefused):
@@ -448,10 +446,10 @@ def _error(error: errors.ApiError) -> Response:
 
 
 def _json(
-    told: dict[str, Any],
+    content: dict[str, Any],
     status: int = 200,
     headers: dict[str, str] | None = None,
 ) -> Response:
   return Response(
-      bodies.write_json(told), status, headers, media_type="application/json"
+      bodies.write_json(content), status, headers, media_type="application/json"
   )

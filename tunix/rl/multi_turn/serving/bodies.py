@@ -40,7 +40,7 @@ _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # Or one of a whole pair.
 
 
 def shown(value: Any) -> str:
-  """A value for an error message, cut to one line."""
+  """Returns a value for an error message, cut to one line."""
   if isinstance(value, (str, list)):
     value = value[: _SHOWN + 1]  # The rest would be cut off below.
   text = repr(value)
@@ -69,10 +69,10 @@ def read_json(
   characters. Integers beyond 64 bits are floats.
 
   Args:
-    body: as received.
-    max_bytes: limit of its size.
-    max_values: limit of its values, counted by their commas and brackets before
-      anything is parsed, as parsing blocks the event loop.
+    body: Bytes as received.
+    max_bytes: Limit of the body's size.
+    max_values: Limit of the number of values, counted by commas and brackets
+      before parsing, as parsing blocks the event loop.
 
   Raises:
     ApiError: too large, or not a JSON object.
@@ -139,14 +139,14 @@ def _finite(text: str) -> float:
 
 def _check_characters(body: Any) -> None:
   """Refuses halves of surrogate pairs, naming the first field with one."""
-  left = [("", body)]
-  while left:
-    where, value = left.pop()
+  pending = [("", body)]
+  while pending:
+    where, value = pending.pop()
     if isinstance(value, str):
       _check_text(where, value)
     elif isinstance(value, list):
       inner = [(f"{where}[{i}]", one) for i, one in enumerate(value)]
-      left += reversed(inner)
+      pending += reversed(inner)
     elif isinstance(value, dict):
       for name in value:
         _check_text(where or "the body", name)
@@ -154,7 +154,7 @@ def _check_characters(body: Any) -> None:
           (f"{where}.{name}" if where else name, one)
           for name, one in value.items()
       ]
-      left += reversed(inner)
+      pending += reversed(inner)
 
 
 def _check_text(where: str, value: str) -> None:
@@ -182,7 +182,7 @@ class Body(pydantic.BaseModel):
       extra="forbid", strict=True, frozen=True, allow_inf_nan=False
   )
   KEEPS_NULL: ClassVar[frozenset[str]] = frozenset()
-  _known: ClassVar[frozenset[str]] = frozenset()
+  _names: ClassVar[frozenset[str]] = frozenset()
   _required: ClassVar[frozenset[str]] = frozenset()
   _ignored: ClassVar[Mapping[str, Ignored]] = {}
   _nested: ClassVar[tuple[str, ...]] = ()
@@ -191,7 +191,7 @@ class Body(pydantic.BaseModel):
   def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
     super().__pydantic_init_subclass__(**kwargs)
     names = {f.alias or name: f for name, f in cls.model_fields.items()}
-    cls._known = frozenset(names)
+    cls._names = frozenset(names)
     cls._required = frozenset(n for n, f in names.items() if f.is_required())
     cls._ignored = {
         name: one
@@ -213,15 +213,15 @@ class Body(pydantic.BaseModel):
           if one is not None or name in cls.KEEPS_NULL
       }
     names = value.keys()
-    if not names <= cls._known or not cls._required <= names:
+    if not names <= cls._names or not cls._required <= names:
       cls._refuse_names(value)
     return value
 
   @classmethod
   def _refuse_names(cls, value: Mapping[str, Any]) -> None:
-    if not value.keys() <= cls._known:
-      name = next(n for n in value if n not in cls._known)
-      near = difflib.get_close_matches(name[:99], cls._known, 1, 0.8)
+    if not value.keys() <= cls._names:
+      name = next(n for n in value if n not in cls._names)
+      near = difflib.get_close_matches(name[:99], cls._names, 1, 0.8)
       nearest = near[0] if near else ""
       raise refusal(
           "", "unsupported_parameter", field=name, nearest=nearest
@@ -233,7 +233,7 @@ class Body(pydantic.BaseModel):
 
 
 def _expected(field: Any) -> str:
-  """The values that a field accepts, in the words of its annotation."""
+  """Returns the values that a field accepts, in the words of its annotation."""
   for one in reversed(field.metadata):
     if text := getattr(one, "text", None):
       return text
@@ -251,9 +251,9 @@ def parse(model: type[B], body: Mapping[str, Any], context: Any = None) -> B:
   """Validates a body.
 
   Args:
-    model: of the body.
-    body: from `read_json`.
-    context: for validators, in `info.context`; a `RequestLimits` where the
+    model: Model of the body.
+    body: JSON object from `read_json`.
+    context: Value of `info.context` for validators; a `RequestLimits` where the
       model has fields bounded by one.
 
   Raises:
@@ -266,29 +266,29 @@ def parse(model: type[B], body: Mapping[str, Any], context: Any = None) -> B:
 
 
 def ignored(body: Body) -> tuple[str, ...]:
-  """Paths of the given fields that are accepted and change nothing.
+  """Returns the paths of the given fields that are accepted and change nothing.
 
   Items of a list share a path: `messages[].name`.
   """
-  found: dict[str, None] = {}
-  _collect_ignored(body, "", found)
-  return tuple(found)
+  paths: dict[str, None] = {}
+  _collect_ignored(body, "", paths)
+  return tuple(paths)
 
 
-def _collect_ignored(value: Any, path: str, found: dict[str, None]) -> None:
+def _collect_ignored(value: Any, path: str, paths: dict[str, None]) -> None:
   if isinstance(value, list):
     if value and not isinstance(value[0], (str, int)):
       for one in value:
-        _collect_ignored(one, f"{path}[]", found)
+        _collect_ignored(one, f"{path}[]", paths)
   elif isinstance(value, Body):
     prefix = f"{path}." if path else ""
-    given = value.model_fields_set
+    sent = value.model_fields_set
     for name, field in value._ignored.items():
-      if name in given and not field.is_silent(getattr(value, name)):
-        found[prefix + name] = None
+      if name in sent and not field.is_silent(getattr(value, name)):
+        paths[prefix + name] = None
     for name in value._nested:
-      if name in given:
-        _collect_ignored(getattr(value, name), prefix + name, found)
+      if name in sent:
+        _collect_ignored(getattr(value, name), prefix + name, paths)
 
 
 def _as_api(problem: Mapping[str, Any]) -> errors.ApiError:
@@ -358,8 +358,8 @@ class Range:
   def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
     bounds = {"gt" if self.above else "ge": self.low, "le": self.high}
     kind = "an integer" if source is int else "a number"
-    left = "(" if self.above else "["
-    text = f"must be {kind} in {left}{self.low}, {self.high}]"
+    bracket = "(" if self.above else "["
+    text = f"must be {kind} in {bracket}{self.low}, {self.high}]"
     inner = handler(source) | bounds
     return Must(text).__get_pydantic_core_schema__(inner, lambda s: s)
 
@@ -436,9 +436,9 @@ class ByField:
   """A union of models, distinguished by the literal in their field `field`.
 
   Attributes:
-    field: of each model, annotated as a `Literal`.
-    code: of the error for other values.
-    implied: the field's value where it is left out.
+    field: Field of each model, annotated as a `Literal`.
+    code: Code of the error for other values.
+    implied: Returns the field's value where it is left out.
   """
 
   field: str
@@ -476,14 +476,14 @@ class ByField:
     )
 
   def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
-    found = handler(schema)
-    if "oneOf" in found:
-      found["discriminator"] = {"propertyName": self.field}
-    return found
+    json_schema = handler(schema)
+    if "oneOf" in json_schema:
+      json_schema["discriminator"] = {"propertyName": self.field}
+    return json_schema
 
 
 def _literals(hint: Any, field: str) -> list[str]:
-  """The values of the models' `Literal` field."""
+  """Returns the values of the models' `Literal` field."""
   if typing.get_origin(hint) is typing.Annotated:  # A nested union.
     hint = typing.get_args(hint)[0]
   return [
@@ -513,7 +513,7 @@ class ByShape:
 
 
 def _shape(hint: Any) -> str:
-  """The Python type of a JSON value that an annotation describes."""
+  """Returns the Python type of a JSON value that an annotation describes."""
   if typing.get_origin(hint) is typing.Annotated:
     hint = typing.get_args(hint)[0]
   origin = typing.get_origin(hint) or hint
@@ -588,10 +588,10 @@ def token_ids(
   """Checks a list of token ids, as far as possible without a vocabulary.
 
   Args:
-    where: the field.
-    value: of it.
-    most: ids that fit the context; a longer list is refused before any of its
-      ids is read.
+    where: Name of the field.
+    value: Value of the field.
+    most: Number of ids that fit the context; a longer list is refused before
+      any of its ids is read.
   """
   if most is not None and isinstance(value, list) and len(value) > most:
     raise errors.invalid(

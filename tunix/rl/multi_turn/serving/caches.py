@@ -30,8 +30,8 @@ class SessionCache:
       requests with that body, and is cancelled when none of them is left. An
       answer that is not an interaction of the session is kept for the last few
       bodies only.
-    count: requests so far, for their seeds.
-    closed: no cache is kept any more.
+    count: Number of requests, for their seeds.
+    closed: Whether the session has ended, so that no cache is held.
   """
 
   _KEPT = 8  # Caches a session may hold; an engine evicts idle ones anyway.
@@ -91,7 +91,8 @@ class SessionCache:
         del self.by_body[self._unstored.popitem(last=False)[0]]
 
   def take_cache(self, parent: str | None) -> str:
-    """The client's session that holds `parent`'s tokens, or a new one."""
+    """Returns the client's session that holds `parent`'s tokens, or a new one.
+    """
     name = self._cache_of.get(parent) if parent else None
     if name in self._idle:
       del self._idle[name]
@@ -104,10 +105,10 @@ class SessionCache:
     if interaction is not None:
       self._cache_of[interaction] = name
     self._idle[name] = None
-    gone = []
+    evicted = []
     while len(self._idle) > (0 if self.closed else self._KEPT):
-      gone.append(self._idle.popitem(last=False)[0])
-    return gone
+      evicted.append(self._idle.popitem(last=False)[0])
+    return evicted
 
   def close(self) -> list[str]:
     """Cancels all requests; returns the client's sessions to release."""
@@ -126,9 +127,10 @@ class ConversationCache:
   def __init__(self, max_answers: int = 4096, max_characters: int = 64 << 20):
     """Args:
 
-      max_answers: kept at a time.
-      max_characters: of their messages, counted anew for each answer, though
-        the answers of one conversation share their contents.
+      max_answers: Largest number of answers.
+      max_characters: Largest number of characters of their messages, counted
+        anew for each answer, though the answers of one conversation share their
+        contents.
     """
     self._max_answers = max_answers
     self._max_characters = max_characters
@@ -147,10 +149,10 @@ class ConversationCache:
     """Keeps an answer for `session` only.
 
     Args:
-      answer_id: of it.
-      session: that the request belongs to; None for none.
-      messages: of the conversation, the answer being the last.
-      answered: the request, without its messages, and the answer.
+      answer_id: Id of the answer.
+      session: Id of the session that the request belongs to; None for none.
+      messages: Messages of the conversation, the answer being the last.
+      answered: The request, without its messages, and the answer.
     """
     self._forget(answer_id)
     size = sum(map(_characters, messages))
@@ -165,43 +167,39 @@ class ConversationCache:
   def get(
       self, answer_id: str, session: str | None
   ) -> tuple[requests.Message, ...]:
-    """Messages up to and with the answer.
+    """Returns the messages up to the answer, the answer included.
 
     Raises:
-      ApiError: unknown, or of another session.
+      ApiError: The answer is unknown, or another session's.
     """
-    found = self._own(answer_id, session)
-    if found is None:
-      raise errors.ApiError(
-          404,
-          f"no response {answer_id!r} is kept here any more; send its input"
-          " and output items again",
-          code="previous_response_not_found",
-          param="previous_response_id",
-      )
-    return found[1]
+    return self._own(
+        answer_id,
+        session,
+        "; send its input and output items again",
+        code="previous_response_not_found",
+        param="previous_response_id",
+    )[1]
 
   def answer(self, answer_id: str, session: str | None) -> Answered:
-    """The request, without its messages, and its answer.
+    """Returns the request, without its messages, and its answer.
 
     Raises:
-      ApiError: unknown, or of another session.
+      ApiError: The answer is unknown, or another session's.
     """
-    found = self._own(answer_id, session)
-    if found is None:
+    return self._own(answer_id, session, "", code="response_not_found")[3]
+
+  def _own(
+      self, answer_id: str, session: str | None, advice: str, **fields: str
+  ) -> Any:
+    entry = self._kept.get(answer_id)
+    if entry is None or entry[0] != session:
       raise errors.ApiError(
           404,
-          f"no response {answer_id!r} is kept here any more",
-          code="response_not_found",
+          f"no response {answer_id!r} is kept here any more{advice}",
+          **fields,  # type: ignore[arg-type]
       )
-    return found[3]
-
-  def _own(self, answer_id: str, session: str | None) -> Any:
-    found = self._kept.get(answer_id)
-    if found is None or found[0] != session:
-      return None
     self._kept.move_to_end(answer_id)
-    return found
+    return entry
 
   def drop_session(self, session: str) -> None:
     for answer_id, (owner, *_) in list(self._kept.items()):
@@ -209,12 +207,12 @@ class ConversationCache:
         self._forget(answer_id)
 
   def _forget(self, answer_id: str) -> None:
-    found = self._kept.pop(answer_id, None)
-    self._characters -= found[2] if found else 0
+    entry = self._kept.pop(answer_id, None)
+    self._characters -= entry[2] if entry else 0
 
 
 def _characters(message: Any) -> int:
-  """Characters of all its texts; 64 more for each value."""
+  """Returns the number of characters of a message, and 64 for each value."""
   if isinstance(message, str):
     return 64 + len(message)
   if isinstance(message, dict):

@@ -71,7 +71,7 @@ class _Message(bodies.Body):
   provider_specific_fields: Annotated[Any, bodies.Ignored()] = None
 
   def message(self) -> requests.Message:
-    """The message as renderers read it, image parts with their URL."""
+    """Returns the message as renderers read it, image parts with their URL."""
     role, content = self.role, self.content
     if isinstance(content, list):
       content = [part.part() for part in content]
@@ -211,8 +211,8 @@ def read(
   Raises:
     ApiError: naming the field.
   """
-  asked = bodies.parse(ChatBody, body, limits)
-  lengths = {asked.max_tokens, asked.max_completion_tokens} - {None}
+  fields = bodies.parse(ChatBody, body, limits)
+  lengths = {fields.max_tokens, fields.max_completion_tokens} - {None}
   if len(lengths) > 1:
     raise errors.invalid(
         "max_tokens", "give max_tokens or max_completion_tokens, not both"
@@ -220,105 +220,99 @@ def read(
   length = lengths.pop() if lengths else None
   # As sent: the policy reads the tools' fields in the client's order.
   tools = tuple(body.get("tools") or ())
-  parse_tools, guide = asked.guide_with_calls(tools, asked.format_guide)
-  messages = tuple(one.message() for one in asked.messages)
+  parse_tools, guide = fields.guide_with_calls(tools, fields.format_guide)
+  messages = tuple(one.message() for one in fields.messages)
   limits.check_images(requests.count_images(messages), "messages")
-  asked.check_n()
-  if asked.continue_final_message:
-    _check_continuation(asked, messages, parse_tools, guide)
+  fields.check_n()
+  if fields.continue_final_message:
+    _check_continuation(fields, messages, parse_tools, guide)
     text = requests.text_of(messages[-1])
     messages = (*messages[:-1], {**messages[-1], "content": text})
-  elif not asked.add_generation_prompt:
+  elif not fields.add_generation_prompt:
     raise errors.invalid(
         "add_generation_prompt",
         "add_generation_prompt=false needs continue_final_message=true; leave"
         " it out",
         "unsupported_parameter",
     )
-  if asked.prompt_token_ids is not None:
-    _check_images_only(asked.prompt_token_ids, messages, tools)
-  return requests.SamplingRequest(
-      model=asked.model,
-      messages=messages,
-      tokens=asked.prompt_token_ids,
-      kept_by_client=asked.prompt_token_ids is not None,
-      sampling=asked.sampling(
-          length, limits, asked.alternatives(asked.logprobs, "logprobs=true")
+  if fields.prompt_token_ids is not None:
+    _check_images_only(fields.prompt_token_ids, messages, tools)
+  return fields.request(
+      fields.sampling(
+          length, limits, fields.alternatives(fields.logprobs, "logprobs=true")
       ),
-      n=asked.n,
-      chosen=frozenset(asked.model_fields_set),
-      stream=asked.stream,
-      include_usage=asked.include_usage,
-      logprobs=asked.logprobs,
-      stop=asked.stops,
+      messages=messages,
+      tokens=fields.prompt_token_ids,
+      kept_by_client=fields.prompt_token_ids is not None,
+      n=fields.n,
+      logprobs=fields.logprobs,
+      stop=fields.stops,
       guide=guide,
       # Shown also where none may be called: hidden, they would break the
       # session's sequence.
       tools=requests.shown_tools(tools),
       parse_tools=parse_tools,
-      one_call=asked.one_call(parse_tools, guide),
-      return_token_ids=asked.wants_token_ids,
-      min_tokens=asked.min_tokens,
-      continues=asked.continue_final_message,
-      template_options=asked.template_options,
+      one_call=fields.one_call(parse_tools, guide),
+      continues=fields.continue_final_message,
       thinking=requests.Thinking.by_effort(
-          "reasoning_effort", asked.reasoning_effort
+          "reasoning_effort", fields.reasoning_effort
       ),
-      ignored=bodies.ignored(asked),
   )
 
 
 def _check_continuation(
-    asked: ChatBody,
+    fields: ChatBody,
     messages: tuple[requests.Message, ...],
     parse_tools: bool,
     guide: requests.Guide | None,
 ) -> None:
-  """Checks that the last message can be continued."""
-  name = "continue_final_message"
-  if asked.add_generation_prompt:
-    raise errors.invalid(
-        name,
-        f"{name}=true needs add_generation_prompt=false: the answer begins with"
-        " the last message, not with a header of its own",
-    )
-  if asked.prompt_token_ids is not None:
-    raise errors.invalid(
-        name,
-        f"{name}=true and prompt_token_ids exclude each other; append the"
-        " answer's first tokens to prompt_token_ids",
-    )
-  if guide is not None or parse_tools:
-    other = guide.field if guide is not None else "tools"
-    raise errors.invalid(
-        name,
-        f"{name}=true and {other} exclude each other: {other} is about whole"
-        " answers; leave one out, or set tool_choice to none",
-    )
-  if len(messages) < 2:
-    raise errors.invalid(
-        "messages",
-        f"with {name}=true messages must hold one before the last; what is"
-        " continued needs something to answer",
-    )
+  """Checks that the last message can be continued.
+
+  Raises:
+    ApiError: It cannot; names the field.
+  """
+  field = name = "continue_final_message"
   last, where = messages[-1], f"messages[{len(messages) - 1}]"
-  if last["role"] != "assistant":
-    raise errors.invalid(
-        f"{where}.role",
-        f"{where}.role={last['role']!r} cannot be continued; with {name}=true"
-        " the last message is the assistant's",
+  if fields.add_generation_prompt:
+    problem = (
+        f"{name}=true needs add_generation_prompt=false: the answer begins with"
+        " the last message, not with a header of its own"
     )
-  if last.get("tool_calls"):
-    raise errors.invalid(
-        f"{where}.tool_calls",
-        f"{where}.tool_calls cannot be continued; with {name}=true the last"
-        " message is text",
+  elif fields.prompt_token_ids is not None:
+    problem = (
+        f"{name}=true and prompt_token_ids exclude each other; append the"
+        " answer's first tokens to prompt_token_ids"
     )
-  if not requests.text_of(last):
-    raise errors.invalid(
-        f"{where}.content",
-        f"{where}.content is empty; leave the message and {name} out",
+  elif guide is not None or parse_tools:
+    other = guide.field if guide is not None else "tools"
+    problem = (
+        f"{name}=true and {other} exclude each other: {other} is about whole"
+        " answers; leave one out, or set tool_choice to none"
     )
+  elif len(messages) < 2:
+    field = "messages"
+    problem = (
+        f"with {name}=true messages must hold one before the last; what is"
+        " continued needs something to answer"
+    )
+  elif last["role"] != "assistant":
+    field = f"{where}.role"
+    problem = (
+        f"{field}={last['role']!r} cannot be continued; with {name}=true"
+        " the last message is the assistant's"
+    )
+  elif last.get("tool_calls"):
+    field = f"{where}.tool_calls"
+    problem = (
+        f"{field} cannot be continued; with {name}=true the last message is"
+        " text"
+    )
+  elif not requests.text_of(last):
+    field = f"{where}.content"
+    problem = f"{field} is empty; leave the message and {name} out"
+  else:
+    return
+  raise errors.invalid(field, problem)
 
 
 def _check_images_only(
@@ -348,7 +342,7 @@ def _check_images_only(
 
 
 def tool_call(call_id: str | None, name: str, arguments: str) -> dict[str, Any]:
-  """A call as assistant messages hold it."""
+  """Returns a call in the form of assistant messages."""
   return {
       "id": call_id,
       "type": "function",
@@ -360,11 +354,11 @@ def tool_call(call_id: str | None, name: str, arguments: str) -> dict[str, Any]:
 
 
 def whole(
-    asked: requests.SamplingRequest,
+    request: requests.SamplingRequest,
     answer: answers.SampledAnswer,
     decoder: answers.TokenDecoder,
 ) -> dict[str, Any]:
-  """The JSON object of an answer that is not streamed."""
+  """Returns the JSON object of an answer that is not streamed."""
   choices = []
   for i, choice in enumerate(answer.choices):
     choices.append({
@@ -376,10 +370,10 @@ def whole(
                 "content": answers.logprobs(choice.completion, decoder),
                 "refusal": None,
             }
-            if asked.logprobs
+            if request.logprobs
             else None
         ),
-        **answers.extras(asked, answer, i),
+        **answers.extras(request, answer, i),
     })
   result = {
       "id": answer.id,
@@ -389,18 +383,18 @@ def whole(
       "choices": choices,
       "usage": answers.usage(answer),
   }
-  if asked.return_token_ids:
+  if request.return_token_ids:
     result["prompt_token_ids"] = answer.prompt_tokens.tolist()
   return result
 
 
 class ChatStream(streams.ChoiceStream):
-  """The events of an answer as it is sampled; tool calls come at the end."""
+  """Writer of an answer's events during sampling; tool calls come last."""
 
   kind = "chat.completion.chunk"
 
   def start(self) -> Iterator[dict[str, Any]]:
-    for i in range(self._asked.n):
+    for i in range(self._request.n):
       yield self._chunk(i, self._delta({"role": "assistant", "content": ""}))
 
   def _new(self, text: str) -> dict[str, Any]:
@@ -409,17 +403,17 @@ class ChatStream(streams.ChoiceStream):
   def _ending(
       self, answer: answers.SampledAnswer, index: int
   ) -> Iterator[dict[str, Any]]:
-    asked, choice = self._asked, answer.choices[index]
+    request, choice = self._request, answer.choices[index]
     for delta in self._rest(index, choice):
       yield self._chunk(index, self._delta(delta))
-    extra = answers.extras(asked, answer, index)
-    if asked.logprobs:
+    extra = answers.extras(request, answer, index)
+    if request.logprobs:
       content = answers.logprobs(choice.completion, self._decoder)
       extra["logprobs"] = {"content": content, "refusal": None}
     event = self._chunk(
         index, self._delta({}), finish_reason=choice.finish_reason, **extra
     )
-    if asked.return_token_ids:
+    if request.return_token_ids:
       event["prompt_token_ids"] = answer.prompt_tokens.tolist()
     yield event
 
@@ -428,9 +422,9 @@ class ChatStream(streams.ChoiceStream):
   ) -> Iterator[dict[str, Any]]:
     calls = choice.message.get("tool_calls")
     content = choice.message["content"] or ""
-    rest = content if calls else self._texts[index].rest(content)
-    if rest:
-      yield {"content": rest}
+    unsent = content if calls else self._texts[index].rest(content)
+    if unsent:
+      yield {"content": unsent}
     for i, call in enumerate(calls or ()):
       yield {"tool_calls": [{"index": i, **call}]}
 

@@ -66,43 +66,36 @@ def read(
   Raises:
     ApiError: naming the field.
   """
-  asked = bodies.parse(CompletionBody, body, limits)
-  asked.check_n()
-  if asked.best_of not in (None, asked.n):
-    raise bodies.unsupported("best_of", asked.best_of)
-  if (count := len(asked.prompt)) * asked.n > limits.n:
+  fields = bodies.parse(CompletionBody, body, limits)
+  fields.check_n()
+  if fields.best_of not in (None, fields.n):
+    raise bodies.unsupported("best_of", fields.best_of)
+  if (count := len(fields.prompt)) * fields.n > limits.n:
     raise errors.invalid(
         "prompt",
-        f"prompt holds {count} prompts for n={asked.n} completions each, a"
+        f"prompt holds {count} prompts for n={fields.n} completions each, a"
         f" request has at most {limits.n} completions; send several requests",
     )
-  (first, *more) = asked.prompt
-  return requests.SamplingRequest(
-      model=asked.model,
+  (first, *more) = fields.prompt
+  return fields.request(
+      fields.sampling(fields.max_tokens, limits, fields.logprobs or 0),
       text=first if isinstance(first, str) and not more else None,
       tokens=None if isinstance(first, str) or more else first,
-      prompts=asked.prompt if more else (),
-      repeat_prompt=asked.echo,
-      min_tokens=asked.min_tokens,
-      sampling=asked.sampling(asked.max_tokens, limits, asked.logprobs or 0),
-      n=asked.n,
-      chosen=frozenset(asked.model_fields_set),
-      stream=asked.stream,
-      include_usage=asked.include_usage,
-      logprobs=asked.logprobs is not None,
-      stop=asked.stops,
-      guide=asked.guide(asked.format_guide),
-      return_token_ids=asked.wants_token_ids,
-      ignored=bodies.ignored(asked),
+      prompts=fields.prompt if more else (),
+      repeat_prompt=fields.echo,
+      n=fields.n,
+      logprobs=fields.logprobs is not None,
+      stop=fields.stops,
+      guide=fields.guide(fields.format_guide),
   )
 
 
-def _prompt(given: Any, most: int | None) -> tuple[requests.Prompt, ...]:
-  if not isinstance(given, list) or not any(
-      isinstance(p, (str, list)) for p in given
+def _prompt(value: Any, most: int | None) -> tuple[requests.Prompt, ...]:
+  if not isinstance(value, list) or not any(
+      isinstance(p, (str, list)) for p in value
   ):
-    return (_one_prompt("prompt", given, most),)
-  kinds = {str if isinstance(one, str) else list for one in given}
+    return (_one_prompt("prompt", value, most),)
+  kinds = {str if isinstance(one, str) else list for one in value}
   if len(kinds) > 1:
     raise errors.invalid(
         "prompt",
@@ -110,21 +103,21 @@ def _prompt(given: Any, most: int | None) -> tuple[requests.Prompt, ...]:
         " alone",
     )
   return tuple(
-      _one_prompt(f"prompt[{i}]", one, most) for i, one in enumerate(given)
+      _one_prompt(f"prompt[{i}]", one, most) for i, one in enumerate(value)
   )
 
 
-def _one_prompt(where: str, given: Any, most: int | None) -> requests.Prompt:
-  if isinstance(given, str) and given:
-    return given
-  if isinstance(given, list) and given:
-    return bodies.token_ids(where, given, most)
+def _one_prompt(where: str, value: Any, most: int | None) -> requests.Prompt:
+  if isinstance(value, str) and value:
+    return value
+  if isinstance(value, list) and value:
+    return bodies.token_ids(where, value, most)
   if where == "prompt":
     raise bodies.refusal(_Prompt.text)
   raise errors.invalid(
       where,
       f"{where} must be a text or a list of token ids, not empty, got"
-      f" {bodies.shown(given)}",
+      f" {bodies.shown(value)}",
   )
 
 
@@ -136,12 +129,13 @@ def _logprobs(
     prompt: Sequence[int],
     decoder: answers.TokenDecoder,
 ) -> dict[str, Any]:
-  """`prompt`: the tokens that the choice begins with; [] without `echo`."""
+  """Returns the log-probs of a choice; `prompt` are the tokens that it begins
+  with, [] without `echo`."""
   tokens = [*prompt, *choice.completion.tokens.tolist()]
   logprobs: list[float | None] = choice.completion.logprobs.tolist()
   if prompt:
-    # Nothing comes before the first token, that it could be likely after.
-    logprobs = [None, *_known(choice), *logprobs]
+    # The first token has no log-prob: no token comes before it.
+    logprobs = [None, *_echoed_logprobs(choice), *logprobs]
   return {
       "tokens": [decoder.token(t) for t in tokens],
       "token_logprobs": logprobs,
@@ -150,19 +144,19 @@ def _logprobs(
   }
 
 
-def _known(choice: answers.Choice) -> list[float]:
-  """Log-probs of the prompt's tokens after the first."""
+def _echoed_logprobs(choice: answers.Choice) -> list[float]:
+  """Returns log-probs of the prompt's tokens after the first."""
   return [] if choice.echoed is None else choice.echoed.logprobs.tolist()
 
 
 def _echoes(
-    asked: requests.SamplingRequest, decoder: answers.TokenDecoder
+    request: requests.SamplingRequest, decoder: answers.TokenDecoder
 ) -> list[str]:
-  """The text that each choice begins with, as the prompt was sent."""
-  if not asked.repeat_prompt:
-    return [""] * asked.choices
-  texts = [p.text or decoder.all_text(p.tokens) for p in asked.parts()]
-  return [text for text in texts for _ in range(asked.n)]
+  """Returns the text of the prompt that each choice begins with."""
+  if not request.repeat_prompt:
+    return [""] * request.choices
+  texts = [p.text or decoder.all_text(p.tokens) for p in request.parts()]
+  return [text for text in texts for _ in range(request.n)]
 
 
 def _alternatives(
@@ -182,21 +176,21 @@ def _alternatives(
       return text
     return "bytes:" + "".join(f"\\x{b:02x}" for b in decoder.bytes(token))
 
-  told: list[dict[str, float] | None] = []
+  by_text: list[dict[str, float] | None] = []
   pieces = [(completion.tokens.tolist(), completion)]
   if prompt:
-    told.append(None)
+    by_text.append(None)
   if echoed is not None:
     pieces.insert(0, ([*prompt[1:]], echoed))
-  for tokens, found in pieces:
-    tops = answers.alternatives(found)
-    for token, logprob, top in zip(tokens, found.logprobs.tolist(), tops):
-      told.append({name(t): p for t, p in [*top, (token, logprob)]})
-  return told
+  for tokens, piece in pieces:
+    tops = answers.alternatives(piece)
+    for token, logprob, top in zip(tokens, piece.logprobs.tolist(), tops):
+      by_text.append({name(t): p for t, p in [*top, (token, logprob)]})
+  return by_text
 
 
 def _ending(
-    asked: requests.SamplingRequest,
+    request: requests.SamplingRequest,
     answer: answers.SampledAnswer,
     decoder: answers.TokenDecoder,
     index: int,
@@ -204,26 +198,26 @@ def _ending(
   """Fields of a choice beside its index and text."""
   choice = answer.choices[index]
   prompt = []
-  if asked.repeat_prompt:
+  if request.repeat_prompt:
     prompt = answer.prompt_tokens_of(index).tolist()
-  told = {
+  ending = {
       "finish_reason": choice.finish_reason,
       "logprobs": (
-          _logprobs(choice, prompt, decoder) if asked.logprobs else None
+          _logprobs(choice, prompt, decoder) if request.logprobs else None
       ),
-      **answers.extras(asked, answer, index),
+      **answers.extras(request, answer, index),
   }
-  if asked.return_token_ids:
-    told["prompt_token_ids"] = answer.prompt_tokens_of(index).tolist()
-  return told
+  if request.return_token_ids:
+    ending["prompt_token_ids"] = answer.prompt_tokens_of(index).tolist()
+  return ending
 
 
 def whole(
-    asked: requests.SamplingRequest,
+    request: requests.SamplingRequest,
     answer: answers.SampledAnswer,
     decoder: answers.TokenDecoder,
 ) -> dict[str, Any]:
-  """The JSON object of an answer that is not streamed."""
+  """Returns the JSON object of an answer that is not streamed."""
   return {
       "id": answer.id,
       "object": "text_completion",
@@ -233,10 +227,10 @@ def whole(
           {
               "index": i,
               "text": echo + choice.message["content"],
-              **_ending(asked, answer, decoder, i),
+              **_ending(request, answer, decoder, i),
           }
           for i, (choice, echo) in enumerate(
-              zip(answer.choices, _echoes(asked, decoder))
+              zip(answer.choices, _echoes(request, decoder))
           )
       ],
       "usage": answers.usage(answer),
@@ -244,12 +238,12 @@ def whole(
 
 
 class CompletionStream(streams.ChoiceStream):
-  """The events of an answer as it is sampled."""
+  """Writer of an answer's events during sampling."""
 
   kind = "text_completion"
 
   def start(self) -> Iterator[dict[str, Any]]:
-    for i, echo in enumerate(_echoes(self._asked, self._decoder)):
+    for i, echo in enumerate(_echoes(self._request, self._decoder)):
       if echo:
         yield self._chunk(i, self._new(echo))
 
@@ -259,9 +253,9 @@ class CompletionStream(streams.ChoiceStream):
   def _ending(
       self, answer: answers.SampledAnswer, index: int
   ) -> Iterator[dict[str, Any]]:
-    rest = self._texts[index].rest(answer.choices[index].message["content"])
-    ending = _ending(self._asked, answer, self._decoder, index)
-    yield self._chunk(index, self._new(rest), **ending)
+    unsent = self._texts[index].rest(answer.choices[index].message["content"])
+    ending = _ending(self._request, answer, self._decoder, index)
+    yield self._chunk(index, self._new(unsent), **ending)
 
 
 ENDPOINT = streams.Endpoint(

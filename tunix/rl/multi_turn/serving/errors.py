@@ -10,9 +10,9 @@ class ApiError(Exception):
 
   Attributes:
     status: HTTP status.
-    code: short, stable, for programs.
-    param: path of the wrong field, if a field is wrong.
-    retry_after_s: seconds after which the same request may succeed; None: the
+    code: Short, stable code for programs.
+    param: Path of the wrong field, if a field is wrong.
+    retry_after_s: Seconds after which the same request may succeed; None: the
       answer asks clients not to repeat it.
   """
 
@@ -59,12 +59,13 @@ class ApiError(Exception):
 
 
 def _whole(text: str) -> str:
-  """The text with halves of surrogate pairs spelled out; they have no bytes."""
+  """Returns the text with halves of surrogate pairs escaped: they have no
+  UTF-8."""
   return text.encode(errors="backslashreplace").decode()
 
 
 def invalid(
     param: str | None, message: str, code: str = "invalid_value"
 ) -> ApiError:
-  """The error of a request whose field `param` has to change."""
+  """Returns the error of a request whose field `param` has to change."""
   return ApiError(400, message, code=code, param=param)

@@ -51,11 +51,11 @@ class Grammars:
   ):
     """Args:
 
-      token_bytes: the bytes of an id; b"" for ids without text.
-      encode: text to ids.
-      vocabulary: number of the policy's ids.
-      special: ids that are no text.
-      stop_token_ids: ids that end a text.
+      token_bytes: Returns the bytes of an id; b"" for ids without text.
+      encode: Returns the ids of a text.
+      vocabulary: Number of the policy's ids.
+      special: Ids that are no text.
+      stop_token_ids: Ids that end a text.
 
     Raises:
       ImportError: llguidance is not installed.
@@ -87,7 +87,7 @@ class Grammars:
     self._compiled = functools.lru_cache(_KEPT)(self._compile)
 
   def json(self, schema: Any = None) -> str:
-    """A grammar of the JSON that a schema describes; None: any object.
+    """Returns a grammar of the JSON that a schema describes; None: any object.
 
     Raises:
       GrammarError: the schema is nested too deep, or has no grammar.
@@ -100,7 +100,7 @@ class Grammars:
       )
 
   def regex(self, pattern: str) -> str:
-    """A grammar of the texts that a pattern matches.
+    """Returns a grammar of the texts that a pattern matches.
 
     Raises:
       GrammarError: the pattern has no grammar.
@@ -117,13 +117,13 @@ class Grammars:
       free: bool = False,
       otherwise: Mapping[str, Any] | None = None,
   ) -> str:
-    """A grammar of calls to these tools.
+    """Returns a grammar of calls to these tools.
 
     Args:
-      parser: reads the calls.
-      tools: OpenAI schemas.
-      many: whether more calls may follow the first.
-      free: any text, with calls in it or none.
+      parser: Parser that reads the calls.
+      tools: OpenAI schemas of the tools.
+      many: Whether more calls may follow the first.
+      free: Whether any text is accepted, with calls in it or none.
       otherwise: JSON schema of a text without calls. With this or with `free`,
         arguments are held to the schemas of `strict` tools only.
 
@@ -171,7 +171,7 @@ class Grammars:
       )
 
   def start(self, source: str) -> Matcher:
-    """A grammar's state for one completion.
+    """Returns a grammar's state for one completion.
 
     Compiles a source on its first use, which takes up to a second for a large
     schema.
@@ -187,10 +187,10 @@ class Grammars:
     wrong = self._lib.LLMatcher.validate_grammar(source, self._tokens)
     if wrong:
       raise GrammarError(" ".join(wrong.split()))
-    made = self._lib.LLMatcher(self._tokens, source, log_level=0)
+    matcher = self._lib.LLMatcher(self._tokens, source, log_level=0)
     # Some grammars without any text fail at the first token only.
-    Matcher(made.deep_copy(), self._fill, self._words).allowed()
-    return made
+    Matcher(matcher.deep_copy(), self._fill, self._words).allowed()
+    return matcher
 
 
 class Matcher:

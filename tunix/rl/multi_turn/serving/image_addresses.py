@@ -121,7 +121,7 @@ class Place:
 
 
 def route_of(path: str) -> Route | None:
-  """The route of a decoded path, whatever stands before it."""
+  """Returns the route of a decoded path, whatever stands before it."""
   match = _ROUTE.fullmatch(path)
   return None if match is None else _ROUTES[match[2]]
 
@@ -344,5 +344,5 @@ def is_address(text: str) -> bool:
 
 
 def _below(where: str, key: str) -> str:
-  """The path of a field, short whatever the keys are."""
+  """Returns the path of a field, short whatever the keys are."""
   return (f"{where}.{key[:60]}" if where else key[:60])[:400]

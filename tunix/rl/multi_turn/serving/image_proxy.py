@@ -35,7 +35,6 @@ import base64
 import collections
 import contextlib
 import functools
-import hmac
 import json
 import logging
 import os
@@ -113,13 +112,14 @@ class ImageProxy:
     """Args:
 
       upstream: URL of the model's server, without /v1.
-      limits: which images are fetched.
-      token: that clients must present as bearer token; "" passes their own on.
-      upstream_token: sent to the upstream instead of the clients'.
-      max_images: of one request.
-      keep_bytes: fetched images that are kept, encoded.
-      timeout_s: of the upstream, between two parts of its answer.
-      loader: instead of one with `limits`.
+      limits: Limits of the images that are fetched.
+      token: Bearer token that clients must present; "" passes their own on.
+      upstream_token: Token that the upstream gets instead of the clients'.
+      max_images: Largest number of images of one request.
+      keep_bytes: Bytes of fetched images that stay in memory, encoded.
+      timeout_s: Deadline of the upstream between two parts of its answer, in
+        seconds.
+      loader: Loader in place of one with `limits`.
       rule: Distribution of the run that trains on the answers; None passes any
         on.
 
@@ -202,17 +202,14 @@ class ImageProxy:
       return
     if request.method == "GET" and request.scope["path"] == "/health":
       return
-    presented = headers.get("authorization", "").removeprefix("Bearer ")
-    if not hmac.compare_digest(
-        presented.strip().encode("latin-1", "replace"), self._token.encode()
-    ):
+    if not http_server.is_token(http_server.bearer_of(headers), self._token):
       raise errors.ApiError(
           401, "give the proxy's token as Authorization: Bearer",
           code="invalid_api_key",
       )  # pyformat: disable
 
   def _url(self, request: Request) -> str:
-    """The address at the upstream, its path as the client wrote it."""
+    """Returns the address at the upstream, its path as the client wrote it."""
     path = request.scope.get("raw_path") or request.url.path.encode()
     query = request.scope.get("query_string", b"")
     url = self._upstream.encode() + path + (b"?" + query if query else b"")
@@ -262,12 +259,7 @@ class ImageProxy:
           None, f"the request cannot be passed on: {error}", "invalid_request"
       ) from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-      raise errors.ApiError(
-          502,
-          f"{self._upstream} does not answer: {type(error).__name__}: {error}",
-          code="upstream_failed",
-          retry_after_s=1.0,
-      ) from None
+      raise self._upstream_failed("does not answer", error) from None
     passed = {
         k: v for k, v in answer.headers.items() if k not in _HOP_BY_HOP
     }
@@ -277,12 +269,7 @@ class ImageProxy:
         try:
           content = await answer.aread()
         except httpx.HTTPError as error:
-          raise errors.ApiError(
-              502,
-              f"{self._upstream} broke off: {type(error).__name__}: {error}",
-              code="upstream_failed",
-              retry_after_s=1.0,
-          ) from None
+          raise self._upstream_failed("broke off", error) from None
         finally:
           await answer.aclose()
         return starlette_responses.Response(
@@ -294,10 +281,19 @@ class ImageProxy:
         passed,
     )
 
+  def _upstream_failed(self, what: str, error: Exception) -> errors.ApiError:
+    return errors.ApiError(
+        502,
+        f"{self._upstream} {what}: {type(error).__name__}: {error}",
+        code="upstream_failed",
+        retry_after_s=1.0,
+    )
+
   # --- requests ---------------------------------------------------------------
 
   async def _rewritten(self, body: bytes, path: str) -> tuple[bytes, str]:
-    """(the body of data URLs and the run's sampling, reason against it).
+    """Returns (the body of data URLs and the run's sampling, reason against
+    it).
 
     It is the JSON of the parsed value.
 
@@ -398,7 +394,8 @@ class ImageProxy:
     return reason
 
   async def _data_url(self, url: str) -> str:
-    """The image as a data URL, fetched once for all who ask meanwhile."""
+    """Returns the image as a data URL, fetched once for all who ask
+    meanwhile."""
     if url in self._kept:
       self._kept.move_to_end(url)
       return self._kept[url]
@@ -426,12 +423,12 @@ class ImageProxy:
     data = await concurrency.acall(
         lambda: base64.b64encode(content).decode(), what="encoding an image"
     )
-    found = f"data:image/{kind};base64,{data}"
-    self._kept[url] = found
-    self._size += len(found)
+    data_url = f"data:image/{kind};base64,{data}"
+    self._kept[url] = data_url
+    self._size += len(data_url)
     while self._size > self._keep_bytes:
       self._size -= len(self._kept.popitem(last=False)[1])
-    return found
+    return data_url
 
 
 def _fill(holder: dict[str, Any], name: str, value: float) -> None:
@@ -443,7 +440,7 @@ def _fill(holder: dict[str, Any], name: str, value: float) -> None:
 
 
 def _marked(content: bytes, untrained: str) -> bytes:
-  """The JSON answer with the reason in each choice, or at its top."""
+  """Returns the JSON answer with the reason in each choice, or at its top."""
   try:
     answer = json_text.parse(content)
   except ValueError:

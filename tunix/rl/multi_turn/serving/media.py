@@ -33,7 +33,7 @@ import math
 import re
 import socket
 import ssl
-from typing import Any, Awaitable, Callable, Iterable, Sequence
+from typing import Any, Awaitable, Callable, Iterable, Iterator, Sequence
 
 import pybase64
 from tunix.rl.multi_turn.core import concurrency
@@ -53,7 +53,7 @@ _CHUNK = 1 << 18  # Characters: no call holds the GIL for long.
 _REMEMBERED = 4096  # Data URLs, some 300 bytes each.
 _PORTS = {"http": 80, "https": 443}
 # Global by the book, but relays, documentation, or IPv4 in disguise (6to4,
-# Teredo). IPv6 outside 2000::/3 has more of these (mapped, NAT64).
+# Teredo). IPv6 outside 2000::/3 has further disguises (mapped, NAT64).
 _NOT_PUBLIC = tuple(
     ipaddress.ip_network(n)
     for n in ("192.88.99.0/24", "2001::/23", "2002::/16", "3fff::/20")
@@ -80,14 +80,15 @@ class MediaLimits:
   Attributes:
     allowed_hosts: "host" (at its scheme's own port) or "host:port", compared
       exactly: a subdomain is another host. Empty: nothing is fetched.
-    max_bytes: of an encoded image.
-    max_pixels: width times height.
-    timeout_s: seconds from resolving the name to the last byte, all redirects
+    max_bytes: Largest size of an encoded image.
+    max_pixels: Largest product of width and height.
+    timeout_s: Seconds from resolving the name to the last byte, all redirects
       included.
-    max_redirects: followed; each is checked like the first URL.
-    allow_http: whether http: URLs of these hosts are fetched, too.
-    private_hosts: those of `allowed_hosts` that may be at a private address:
-      a storage of one's own, or this package's run service.
+    max_redirects: Number of redirects that are followed; each is checked like
+      the first URL.
+    allow_http: Whether http: URLs of the allowed hosts are fetched, too.
+    private_hosts: Hosts of `allowed_hosts` that may be at a private address,
+      such as a storage of one's own or this package's run service.
   """
 
   allowed_hosts: tuple[str, ...] = ()
@@ -141,10 +142,21 @@ def _is_public(address: str) -> bool:
 
 
 def _shown(url: str) -> str:
-  """The head of a URL for messages, without password, query and signature."""
+  """Returns the head of a URL for messages, without password, query and
+  signature."""
   text = re.sub(r"//[^/?#]*@", "//…@", url[:4096])
   text = re.split("[?#]", text, maxsplit=1)[0]
   return repr(text if text == url and len(text) <= 60 else text[:59] + "…")
+
+
+@contextlib.contextmanager
+def _naming(url: str) -> Iterator[None]:
+  """Adds the head of the URL to the message of a `MediaError`."""
+  try:
+    yield
+  except MediaError as e:
+    message = f"image {_shown(url)}: {e}"
+    raise MediaError(e.code, message, e.retryable) from e.__cause__
 
 
 def _port(target: httpx.URL) -> int:
@@ -200,7 +212,7 @@ class MediaLoader:
     self._decoding: dict[bytes, asyncio.Future[trajectory.ImageRef]] = {}
 
   async def load(self, url: str) -> trajectory.ImageRef:
-    """The image of a data: or https: URL, as opaque RGB, in the store.
+    """Returns the image of a data: or https: URL, as opaque RGB, in the store.
 
     Raises:
       MediaError: why not, and what to do.
@@ -208,54 +220,48 @@ class MediaLoader:
     if not isinstance(url, str):
       kind = type(url).__name__
       raise MediaError("invalid_image_url", f"image URL: a string, not {kind}")
-    try:
+    with _naming(url):
       if url[:5].lower() == "data:":
         return await self._load_data(url)
       data = await self._fetch(url)
       return await self._wait(self._submit(self._decode, data))
-    except MediaError as e:
-      message = f"image {_shown(url)}: {e}"
-      raise MediaError(e.code, message, e.retryable) from e.__cause__
 
   async def fetch(self, url: str) -> bytes:
-    """The bytes of an https: URL, as they came; not decoded.
+    """Returns the bytes of an https: URL, as they came; not decoded.
 
     Raises:
       MediaError: why not, and what to do.
     """
-    try:
+    with _naming(url):
       return await self._fetch(url)
-    except MediaError as e:
-      message = f"image {_shown(url)}: {e}"
-      raise MediaError(e.code, message, e.retryable) from e.__cause__
 
   async def load_all(
       self, urls: Iterable[str]
   ) -> list[trajectory.ImageRef | MediaError | None]:
-    """The image of each URL, or its error.
+    """Returns the image of each URL, or its error.
 
     data: URLs are decoded concurrently; then the others are fetched one by one
-    until one fails. The result of those not tried is None.
+    until one fails. The result of an untried URL is None.
     """
     urls = list(urls)
-    found: list[Any] = [None] * len(urls)
+    results: list[Any] = [None] * len(urls)
 
     async def load(i: int) -> bool:
       try:
-        found[i] = await self.load(urls[i])
+        results[i] = await self.load(urls[i])
         return True
       except MediaError as e:
-        found[i] = e
+        results[i] = e
         return False
 
     data = [i for i, u in enumerate(urls) if u[:5].lower() == "data:"]
     good = all(await asyncio.gather(*map(load, data)))
     for i in sorted({*range(len(urls))}.difference(data)):
       good = good and await load(i)
-    return found
+    return results
 
   def has(self, refs: Iterable[trajectory.ImageRef]) -> bool:
-    """Whether the store still holds all of these."""
+    """Whether the store still holds all of the images."""
     return all(ref in self._store for ref in refs)
 
   async def aclose(self) -> None:
@@ -395,10 +401,10 @@ class MediaLoader:
     )
 
   async def _getaddrinfo(self, host: str, port: int) -> list[str]:
-    found = await self._resolvers.call(
+    infos = await self._resolvers.call(
         lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     )
-    return list(dict.fromkeys(info[4][0] for info in found))
+    return list(dict.fromkeys(info[4][0] for info in infos))
 
   async def _addresses(self, host: str, port: int) -> list[str]:
     try:
@@ -419,7 +425,7 @@ class MediaLoader:
     return addresses
 
   async def _get(self, target: httpx.URL) -> bytes | str:
-    """The body, or the URL it is redirected to."""
+    """Returns the body, or the URL it is redirected to."""
     host = target.raw_host.decode()
     addresses = await self._addresses(host, _port(target))
     share = self._limits.timeout_s / max(1, len(addresses))

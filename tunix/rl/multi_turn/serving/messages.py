@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Iterator, Literal, Mapping
 
-import numpy as np
 from tunix.rl.multi_turn.serving import answers
 from tunix.rl.multi_turn.serving import bodies
 from tunix.rl.multi_turn.serving import chat
@@ -32,7 +31,8 @@ PREFIX = "msg_"
 
 
 class _Block(bodies.Body):
-  """A piece of a message; where a client would cache a prompt, we always do."""
+  """Piece of a message; prompts are always cached, so that a client's marks
+  change nothing."""
 
   cache_control: Annotated[Any, bodies.Ignored()] = None
 
@@ -284,65 +284,59 @@ def read(
   Raises:
     ApiError: naming the field.
   """
-  asked = bodies.parse(MessagesBody, body, limits)
-  if asked.stream_options is not None:
+  fields = bodies.parse(MessagesBody, body, limits)
+  if fields.stream_options is not None:
     raise bodies.unsupported("stream_options", body["stream_options"])
   tools = tuple(map(_chat_tool, body.get("tools") or ()))
-  choice = asked.tool_choice
+  choice = fields.tool_choice
   one_call = choice.disable_parallel_tool_use
   parse_tools, calls = requests.call_rules(choice.called, not one_call, tools)
-  messages = [m for one in asked.messages for m in one.messages()]
-  guide = asked.guide(calls)
-  continues = isinstance(asked.messages[-1], AssistantMessage)
+  messages = [m for one in fields.messages for m in one.messages()]
+  guide = fields.guide(calls)
+  continues = isinstance(fields.messages[-1], AssistantMessage)
   if continues:
-    messages[-1] = _beginning(asked, messages[-1], parse_tools, guide)
-  if asked.system:
-    system = asked.system
+    messages[-1] = _beginning(fields, messages[-1], parse_tools, guide)
+  if fields.system:
+    system = fields.system
     if not isinstance(system, str):
       system = "\n\n".join(block.text for block in system)
     messages.insert(0, {"role": "system", "content": system})
   limits.check_images(requests.count_images(messages), "messages")
-  return requests.SamplingRequest(
-      model=asked.model,
+  return fields.request(
+      fields.sampling(fields.max_tokens, limits),
       messages=tuple(messages),
-      sampling=asked.sampling(asked.max_tokens, limits),
-      chosen=frozenset(asked.model_fields_set),
-      stream=asked.stream,
-      stop=tuple(asked.stop_sequences),
+      stop=tuple(fields.stop_sequences),
       guide=guide,
       tools=requests.shown_tools(tools),
       parse_tools=parse_tools,
       one_call=parse_tools and one_call,
-      return_token_ids=asked.wants_token_ids,
-      min_tokens=asked.min_tokens,
       continues=continues,
-      template_options=asked.template_options,
-      thinking=_thinking(asked.thinking),
+      thinking=_thinking(fields.thinking),
       ignored=(
-          *bodies.ignored(asked),
-          *(["thinking"] if asked.thinking is not None else ()),
+          *bodies.ignored(fields),
+          *(["thinking"] if fields.thinking is not None else ()),
       ),
   )
 
 
-def _thinking(asked: Thinking | None) -> requests.Thinking | None:
-  if asked is None:
+def _thinking(field: Thinking | None) -> requests.Thinking | None:
+  if field is None:
     return None
-  on = asked.type != "disabled"
-  return requests.Thinking("thinking", on=on, needed=asked.type == "enabled")
+  on = field.type != "disabled"
+  return requests.Thinking("thinking", on=on, needed=field.type == "enabled")
 
 
 def _beginning(
-    asked: MessagesBody,
+    fields: MessagesBody,
     last: requests.Message,
     parse_tools: bool,
     guide: requests.Guide | None,
 ) -> requests.Message:
-  """The last message, an assistant's, which the answer continues."""
-  where = f"messages[{len(asked.messages) - 1}]"
+  """Returns the last message, an assistant's, which the answer continues."""
+  where = f"messages[{len(fields.messages) - 1}]"
   text = requests.text_of(last)
   wrong = ""
-  if len(asked.messages) < 2:
+  if len(fields.messages) < 2:
     wrong = "needs a message before it; the answer continues it"
   elif last.get("tool_calls"):
     wrong = "holds a call; send its result, an answer continues text only"
@@ -352,7 +346,7 @@ def _beginning(
         f"begins the answer, and {other} are about whole answers; set"
         " tool_choice to none, or end with the user's message"
     )
-  elif asked.thinking is not None and asked.thinking.type != "disabled":
+  elif fields.thinking is not None and fields.thinking.type != "disabled":
     wrong = "begins the answer behind its reasoning; leave thinking out"
   elif not text or text != text.rstrip():
     wrong = "must be text that does not end with blanks: the answer goes on"
@@ -362,7 +356,7 @@ def _beginning(
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-  """A tool in the shape of chat completions."""
+  """Returns a tool in the shape of chat completions."""
   function = {"name": tool["name"]}
   if "description" in tool:
     function["description"] = tool["description"]
@@ -378,7 +372,7 @@ def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 def _message(
     answer_id: str, model: str, prompt: int = 0, reused: int = 0
 ) -> dict[str, Any]:
-  """The object of an answer that has not begun."""
+  """Returns the object of an answer that has not begun."""
   return {
       "id": answer_id,
       "type": "message",
@@ -399,16 +393,16 @@ def _message(
 def _reason(choice: answers.Choice) -> str:
   if choice.stop is not None:
     return "stop_sequence"
-  found = {"length": "max_tokens", "tool_calls": "tool_use"}
-  return found.get(choice.finish_reason, "end_turn")
+  reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
+  return reasons.get(choice.finish_reason, "end_turn")
 
 
 def whole(
-    asked: requests.SamplingRequest,
+    request: requests.SamplingRequest,
     answer: answers.SampledAnswer,
     decoder: answers.TokenDecoder,
 ) -> dict[str, Any]:
-  """The JSON object of an answer that is not streamed."""
+  """Returns the JSON object of an answer that is not streamed."""
   del decoder
   choice = answer.choices[0]
   calls = choice.message.get("tool_calls") or ()
@@ -430,50 +424,25 @@ def whole(
       "content": content,
       "stop_reason": _reason(choice),
       "stop_sequence": choice.stop,
-      **answers.extras(asked, answer, 0),
+      **answers.extras_of_one(request, answer),
   }
-  if asked.return_token_ids:
-    result["prompt_token_ids"] = answer.prompt_tokens.tolist()
-    result["token_logprobs"] = choice.completion.logprobs.tolist()
   return result
 
 
-class MessageStream:
-  """The events of an answer as it is sampled; calls come at the end.
+class MessageStream(streams.AnswerStream):
+  """Writer of an answer's events during sampling; calls come last.
 
   Usage comes with `message_delta`: the prompt's tokens are counted by then.
   """
 
-  last = b""
-
-  def __init__(
-      self,
-      asked: requests.SamplingRequest,
-      answer_id: str,
-      created: int,
-      decoder: answers.TokenDecoder,
-  ):
-    del created
-    self._asked = asked
-    self._id = answer_id
-    self._decoder = decoder
-    self._text = answers.TextStream(decoder, asked.stop)
-    self._begun = False  # The block of text.
-
   def start(self) -> Iterator[dict[str, Any]]:
     yield {
         "type": "message_start",
-        "message": _message(self._id, self._asked.model),
+        "message": _message(self._id, self._request.model),
     }
 
-  def tokens(self, index: int, tokens: np.ndarray) -> Iterator[dict[str, Any]]:
-    del index
-    if not self._asked.parse_tools:  # Text and calls are separated at the end.
-      if new := self._text.feed(tokens):
-        yield from self._delta(new)
-
   def finish(self, answer: answers.SampledAnswer) -> Iterator[dict[str, Any]]:
-    message = whole(self._asked, answer, self._decoder)
+    message = whole(self._request, answer, self._decoder)
     for i, block in enumerate(message["content"]):
       if block["type"] == "text":
         yield from self._delta(self._text.rest(block["text"]))
@@ -495,20 +464,19 @@ class MessageStream:
   def failed(self, error: errors.ApiError) -> Iterator[dict[str, Any]]:
     yield {"type": "error", **error.body()}
 
-  def _delta(self, text: str) -> Iterator[dict[str, Any]]:
-    if not self._begun:
-      self._begun = True
-      yield {
-          "type": "content_block_start",
-          "index": 0,
-          "content_block": {"type": "text", "text": ""},
-      }
-    if text:
-      yield {
-          "type": "content_block_delta",
-          "index": 0,
-          "delta": {"type": "text_delta", "text": text},
-      }
+  def _begin(self) -> Iterator[dict[str, Any]]:
+    yield {
+        "type": "content_block_start",
+        "index": 0,
+        "content_block": {"type": "text", "text": ""},
+    }
+
+  def _new(self, text: str) -> dict[str, Any]:
+    return {
+        "type": "content_block_delta",
+        "index": 0,
+        "delta": {"type": "text_delta", "text": text},
+    }
 
   def _call(
       self, index: int, block: dict[str, Any]

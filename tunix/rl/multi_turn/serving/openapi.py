@@ -106,7 +106,7 @@ def document(
 
 
 def _limited(schema: Any, limits: requests.RequestLimits) -> Any:
-  """The schema with the values of the limits that its parts name."""
+  """Returns the schema with the values of the limits that its parts name."""
   if isinstance(schema, list):
     return [_limited(one, limits) for one in schema]
   if not isinstance(schema, dict):
@@ -126,7 +126,7 @@ def _operation(path: str, summary: str) -> dict[str, Any]:
   if summary.startswith("Samples"):
     kinds.append("text/event-stream")  # Where the body asks for a stream.
   error = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}Error"}}}
-  found: dict[str, Any] = {
+  operation: dict[str, Any] = {
       "summary": summary,
       "responses": {
           "200": {"description": "Done.", "content": {k: {} for k in kinds}},
@@ -138,7 +138,7 @@ def _operation(path: str, summary: str) -> dict[str, Any]:
       },
   }
   if names := re.findall(r"{(\w+)}", path):
-    found["parameters"] = [
+    operation["parameters"] = [
         {
             "name": name,
             "in": "path",
@@ -147,4 +147,4 @@ def _operation(path: str, summary: str) -> dict[str, Any]:
         }
         for name in names
     ]
-  return found
+  return operation

@@ -40,11 +40,12 @@ class PictureError(ValueError):
 
 
 def decode(data: bytes, max_pixels: int) -> np.ndarray:
-  """uint8[H, W, 3] of a PNG, JPEG, WebP or GIF; transparency shows white.
+  """Returns uint8[H, W, 3] of a PNG, JPEG, WebP or GIF; transparency shows
+  white.
 
   Args:
-    data: a whole file.
-    max_pixels: width times height; at most Pillow's own limit.
+    data: Bytes of a whole file.
+    max_pixels: Largest product of width and height; at most Pillow's own limit.
 
   Raises:
     PictureError: why not, and what to do.
@@ -79,10 +80,11 @@ def decode(data: bytes, max_pixels: int) -> np.ndarray:
 
 
 def stored(data: bytes) -> bytes | None:
-  """The PNG with its pixel data stored; None: Pillow reads it as it is.
+  """Returns the PNG with its pixel data stored instead of compressed; None
+  where Pillow reads the file itself.
 
   Args:
-    data: a PNG whose size was checked.
+    data: Bytes of a PNG whose size was checked.
   """
   try:
     size = _raw_size(data)
@@ -106,7 +108,7 @@ def stored(data: bytes) -> bytes | None:
 
 
 def _raw_size(data: bytes) -> int:
-  """Bytes of the inflated pixel data; 0 for a PNG that is not plain."""
+  """Returns the size of the inflated pixel data; 0 for an unusual PNG."""
   if data[:8] != _SIGNATURE or data[12:16] != b"IHDR":
     return 0
   width, height, depth, colour, _, _, interlaced = struct.unpack_from(
@@ -119,8 +121,8 @@ def _raw_size(data: bytes) -> int:
 
 
 def _pixel_data(data: bytes) -> tuple[bytes, bytes]:
-  """The bytes before the pixel data, and the pixel data; empty where anything
-  but the end comes after it."""
+  """Returns the bytes before the pixel data, and the pixel data; empty where
+  anything but the end comes after it."""
   at, begin, parts = 8, 0, []
   view = memoryview(data)
   while at < len(data):
@@ -136,7 +138,7 @@ def _pixel_data(data: bytes) -> tuple[bytes, bytes]:
 
 
 def _to_rgb(image: Image.Image) -> np.ndarray:
-  """uint8[H, W, 3]; transparent parts become white."""
+  """Returns uint8[H, W, 3]; transparent parts become white."""
   if image.mode.startswith("I"):  # 16-bit grey, which `convert` would clip.
     grey = (np.asarray(image) >> 8).astype(np.uint8)
     return np.repeat(grey[:, :, None], 3, axis=2)

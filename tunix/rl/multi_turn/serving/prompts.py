@@ -32,19 +32,19 @@ class ServedPolicy:
   """The policy that a server samples from.
 
   Attributes:
-    name: of the model.
-    client: samples; `generate` takes `on_tokens` where `streams`.
-    renderer: messages to tokens.
-    parser: reads tool calls.
-    decoder: tokens to text and bytes.
-    context_length: tokens of a sequence.
-    grammars: compiles the grammars of answers; None: none can be asked for.
-    max_stop_token_ids: that the client takes, the renderer's own included;
-      None: any number.
-    vocabulary: number of the policy's ids, where `client.generate` takes a
+    name: Name of the model.
+    client: Client that samples; `generate` takes `on_tokens` where `streams`.
+    renderer: Renderer from messages to tokens.
+    parser: Parser of tool calls.
+    decoder: Decoder from tokens to text and bytes.
+    context_length: Tokens of a sequence.
+    grammars: Compiler of the answers' grammars; None: none can be requested.
+    max_stop_token_ids: Number of stop token ids that the client takes, the
+      renderer's own included; None: any number.
+    vocabulary: Number of the policy's ids, where `client.generate` takes a
       `constrained_decoding.Grammar`.
-    healthy: whether the client can still sample.
-    streams: whether `client.generate` reports tokens as they are sampled.
+    healthy: Returns whether the client can still sample.
+    streams: Whether `client.generate` reports tokens while it samples.
   """
 
   name: str
@@ -66,7 +66,7 @@ class ServedPolicy:
   )
 
   def rendering(self, request: requests.SamplingRequest) -> thinking.Rendering:
-    """How the messages of a request become tokens.
+    """Returns the rendering of a request's messages to tokens.
 
     Raises:
       ApiError: naming a field that this policy cannot follow.
@@ -78,7 +78,8 @@ class ServedPolicy:
     return self._renderings.of(request)
 
   def ignored(self, request: requests.SamplingRequest) -> tuple[str, ...]:
-    """Paths of the request's fields that change nothing for this policy."""
+    """Returns the paths of the request's fields that change nothing for this
+    policy."""
     acting: frozenset[str] = frozenset()
     if request.text is request.tokens is None and not request.prompts:
       acting = self.rendering(request).acting
@@ -104,14 +105,14 @@ def render(
     session: session_store.ServedSession | None,
     policy: ServedPolicy,
 ) -> policy_client.TokenPrompt | interactions.PendingPrompt:
-  """The prompt: the next one of a session, or one of its own.
+  """Returns the request's prompt, in a session the next one of that session.
 
   Args:
-    request: checked.
-    messages: of the request and of the conversation before it, with images in
-      place of their URLs; None: the prompt is a text or tokens.
-    session: of the request, if it has one.
-    policy: that samples.
+    request: Checked request.
+    messages: Messages of the request and of the conversation before it, with
+      images in place of their URLs; None: the prompt is a text or tokens.
+    session: Session of the request, if it has one.
+    policy: Policy that samples.
 
   Raises:
     ApiError: naming the prompt's field.
@@ -160,7 +161,7 @@ def continued(
     messages: Sequence[requests.Message],
     tools: Sequence[Any] = (),
 ) -> policy_client.TokenPrompt:
-  """A prompt whose last message is the beginning of the answer.
+  """Returns a prompt whose last message is the beginning of the answer.
 
   Its text is encoded by itself, as if it had been sampled after the header.
   """
@@ -175,7 +176,8 @@ def continued(
 def check_room(
     length: int, request: requests.SamplingRequest, policy: ServedPolicy
 ) -> int:
-  """Number of tokens that fit after a prompt of `length`; at least one."""
+  """Returns the number of tokens that fit after a prompt of `length`; at least
+  one."""
   room = policy.context_length - length
   if room < 1:
     raise errors.invalid(
@@ -235,7 +237,7 @@ def _with_tools(
     tools: Sequence[Any],
     parser: parser_base.ToolParser,
 ) -> list[requests.Message]:
-  """The messages with the tools where Qwen's template shows them."""
+  """Returns the messages with the tools where Qwen's template shows them."""
   messages = list(messages)
   if not tools:
     return messages
@@ -255,7 +257,7 @@ def _with_tools(
 
 
 def _characters(messages: Sequence[requests.Message]) -> int:
-  """Characters of the messages' text, calls included."""
+  """Returns the number of characters of the messages, calls included."""
   total = 0
   for message in messages:
     content = message.get("content") or ""
@@ -275,10 +277,10 @@ def _characters(messages: Sequence[requests.Message]) -> int:
 def stop_token_ids(
     request: requests.SamplingRequest, policy: ServedPolicy
 ) -> tuple[int, ...]:
-  """The renderer's own ids, then those that the request adds."""
+  """Returns the renderer's own stop ids, then the request's further ones."""
   own = tuple(policy.renderer.stop_token_ids)
-  asked = dict.fromkeys(request.sampling.stop_token_ids)
-  more = tuple(token for token in asked if token not in own)
+  requested = dict.fromkeys(request.sampling.stop_token_ids)
+  more = tuple(token for token in requested if token not in own)
   most = policy.max_stop_token_ids
   if most is not None and len(own) + len(more) > most:
     raise errors.invalid(
@@ -294,7 +296,7 @@ def stop_strings(
 ) -> answers.StopStrings | None:
   """Watches one completion for the request's stop strings, and for the end of
   its first call where it may hold no other."""
-  kept: tuple[str, ...] = ()
+  call_ends: tuple[str, ...] = ()
   if request.one_call:
     if not policy.parser.call_end:
       raise errors.invalid(
@@ -304,11 +306,14 @@ def stop_strings(
           " out",
           "unsupported_parameter",
       )
-    kept = (policy.parser.call_end,)
-  if not request.stop and not kept:
+    call_ends = (policy.parser.call_end,)
+  if not request.stop and not call_ends:
     return None
   return answers.StopStrings(
-      request.stop, policy.decoder.bytes, policy.renderer.stop_token_ids, kept
+      request.stop,
+      policy.decoder.bytes,
+      policy.renderer.stop_token_ids,
+      call_ends,
   )
 
 

@@ -28,11 +28,13 @@ class RequestLimits:
   """Bounds of one request.
 
   Attributes:
-    max_new_tokens: cap of a completion, and its length unless asked for.
-    n: completions of one request.
-    images: images of one prompt.
-    body_bytes: size of a request's body.
-    prompt_tokens: of a prompt sent as tokens; None: the policy's context.
+    max_new_tokens: Largest length of a completion, and its length unless the
+      request sets one.
+    n: Largest number of completions of one request.
+    images: Largest number of images of one prompt.
+    body_bytes: Largest size of a request's body.
+    prompt_tokens: Largest number of tokens of a prompt sent as tokens; None:
+      the policy's context.
   """
 
   max_new_tokens: int = 1024
@@ -70,9 +72,9 @@ class Guide:
     kind: "json", "regex" or "calls".
     value: a JSON schema, None for any object; a pattern; the tools that may be
       called.
-    field: the request's field that asks for it.
-    many: whether more calls may follow the first.
-    free: whether the policy may answer without a call.
+    field: Field of the request that sets it.
+    many: Whether more calls may follow the first.
+    free: Whether the policy may answer without a call.
     otherwise: JSON guide of an answer without a call; None: `free` decides.
   """
 
@@ -90,13 +92,13 @@ class Guide:
 
 @dataclasses.dataclass(frozen=True)
 class Thinking:
-  """How a request switches the policy's reasoning.
+  """Switch of the policy's reasoning by a request.
 
   Attributes:
-    field: of the request that asks for it.
-    on: reason, or not; None leaves it.
-    effort: for templates that read a `reasoning_effort`.
-    needed: refuse the request where the policy cannot reason.
+    field: Field of the request that sets the switch.
+    on: Whether to reason; None leaves the policy's default.
+    effort: Value for templates that read a `reasoning_effort`.
+    needed: Whether to refuse the request where the policy cannot reason.
   """
 
   field: str
@@ -117,39 +119,42 @@ class SamplingRequest:
   """A checked request. Its prompt is messages, a text, or tokens.
 
   Attributes:
-    model: name that the client asks for.
-    sampling: of each completion; a seed is that of the first.
-    chosen: names of the fields that the client sent, null left out.
-    messages: as sent; image parts hold their URL.
-    text: a prompt that is tokenised as it stands.
-    tokens: a prompt that is rendered already; `messages` may then hold the
-      images of its placeholders, in order, and nothing else.
-    kept_by_client: the client keeps the tokens. The request uses its session's
-      cache, and an equal body gets the same completion; nothing is stored.
-    n: completions.
-    stream: answer in server-sent events.
-    include_usage: end the stream with an event of the usage.
-    logprobs: return the sampled tokens' log-probs.
-    stop: strings that end a completion; its text ends before them.
-    one_call: end the completion after its first tool call.
-    guide: grammar that the completion must follow.
+    model: Name of the model in the request.
+    sampling: Sampling of each completion; its seed is that of the first.
+    chosen: Names of the fields that the client sent, null left out.
+    messages: Messages as sent; image parts hold their URL.
+    text: Prompt that is tokenised unchanged.
+    tokens: Prompt that is rendered already; `messages` may then hold the images
+      of its placeholders, in order, and nothing else.
+    kept_by_client: Whether the client stores the tokens. The request uses its
+      session's cache, and an equal body gets the same completion; nothing is
+      stored.
+    n: Number of completions.
+    stream: Whether the answer is a stream of server-sent events.
+    include_usage: Whether the stream ends with an event of the usage.
+    logprobs: Whether to return the sampled tokens' log-probs.
+    stop: Strings that end a completion; its text ends before them.
+    one_call: Whether the first tool call ends the completion.
+    guide: Grammar that the completion must follow.
     tools: OpenAI schemas that the policy reads, as sent.
-    parse_tools: read tool calls out of the completion.
-    return_token_ids: return the ids of prompt and completions.
-    instructions: a system message that no later request inherits.
-    previous: id of the answer whose conversation comes before `messages`.
-    remember: keep the conversation for a request that names it as `previous`.
-    echo: fields that the answer repeats.
-    min_tokens: sampled tokens before one that ends the completion may come.
-    prompts: several prompts, texts or tokens, in place of `text` and `tokens`;
+    parse_tools: Whether tool calls are read out of the completion.
+    return_token_ids: Whether to return the ids of prompt and completions.
+    instructions: System message that no later request inherits.
+    previous: Id of the answer whose conversation comes before `messages`.
+    remember: Whether to store the conversation for a request that names it as
+      `previous`.
+    echo: Fields that the answer repeats.
+    min_tokens: Least number of sampled tokens before one that ends the
+      completion.
+    prompts: Several prompts, texts or tokens, in place of `text` and `tokens`;
       each gets `n` completions.
-    repeat_prompt: the choices' texts, and their log-probs, begin with the
-      prompt's.
-    continues: the last message is the beginning of the answer.
-    index: place of the prompt among several, for errors.
-    template_options: variables of the policy's chat template for this prompt.
-    thinking: switches the policy's reasoning, where its template can.
-    ignored: paths of fields that were accepted and change nothing, unless
+    repeat_prompt: Whether the choices' texts, and their log-probs, begin with
+      the prompt's.
+    continues: Whether the last message is the beginning of the answer.
+    index: Place of the prompt among several, for errors.
+    template_options: Variables of the policy's chat template for this prompt.
+    thinking: Switch of the policy's reasoning, where its template has one.
+    ignored: Paths of fields that were accepted and change nothing, unless
       `template_options` or `thinking` come from them.
   """
 
@@ -188,7 +193,7 @@ class SamplingRequest:
       self._check_least()
 
   def _check_least(self) -> None:
-    """Refuses `min_tokens` with what may end a completion before.
+    """Refuses `min_tokens` beside a field that may end a completion before.
 
     Raises:
       ApiError: naming `min_tokens`.
@@ -220,7 +225,7 @@ class SamplingRequest:
     return self.n * max(1, len(self.prompts))
 
   def parts(self) -> tuple[SamplingRequest, ...]:
-    """A request for each prompt; itself, where there is one."""
+    """Returns a request for each prompt; itself, where there is one."""
     if not self.prompts:
       return (self,)
     return tuple(
@@ -395,7 +400,8 @@ class SamplingBody(bodies.Body):
   def sampling(
       self, length: int | None, limits: RequestLimits, alternatives: int = 0
   ) -> policy_client.SamplingParams:
-    """The request's sampling: up to `length` tokens; None takes the limit."""
+    """Returns the request's sampling: up to `length` tokens; None takes the
+    limit."""
     return policy_client.SamplingParams(
         max_new_tokens=limits.max_new_tokens if length is None else length,
         temperature=self.temperature,
@@ -408,13 +414,37 @@ class SamplingBody(bodies.Body):
         raw_logprobs=self.return_raw_logprobs,
     )
 
+  def request(
+      self, sampling: policy_client.SamplingParams, **fields: Any
+  ) -> SamplingRequest:
+    """Returns the checked request.
+
+    Args:
+      sampling: Sampling of each completion.
+      **fields: Fields of the endpoint's own.
+    """
+    shared = {
+        "model": self.model,
+        "sampling": sampling,
+        "chosen": frozenset(self.model_fields_set),
+        "stream": self.stream,
+        "include_usage": self.include_usage,
+        "return_token_ids": self.wants_token_ids,
+        "min_tokens": self.min_tokens,
+        "template_options": self.template_options,
+        "ignored": bodies.ignored(self),
+    }
+    return SamplingRequest(**(shared | fields))
+
   @property
   def template_options(self) -> dict[str, Any]:
-    """Variables that are asked for, of those that a template may read."""
-    asked = self.chat_template_kwargs
-    known = ("enable_thinking", "thinking")
-    found = {name: getattr(asked, name, None) for name in known}
-    return {k: value for k, value in found.items() if value is not None}
+    """Variables of the chat template that the request sets."""
+    options = self.chat_template_kwargs
+    values = {
+        name: getattr(options, name, None)
+        for name in ("enable_thinking", "thinking")
+    }
+    return {k: value for k, value in values.items() if value is not None}
 
   @property
   def wants_token_ids(self) -> bool:
@@ -429,17 +459,17 @@ class SamplingBody(bodies.Body):
       raise errors.invalid("stream_options", "stream_options needs stream=true")
     return self.stream_options.include_usage
 
-  def guide(self, *others: Guide | None) -> Guide | None:
-    """The one grammar asked for, by `guided_regex` or by `others`."""
-    asked = [other for other in others if other is not None]
+  def guide(self, *guides: Guide | None) -> Guide | None:
+    """Returns the grammar of `guided_regex` or of `guides`; None for none."""
+    requested = [other for other in guides if other is not None]
     if self.guided_regex is not None:
-      asked.append(Guide("regex", self.guided_regex, "guided_regex"))
-    if len(asked) > 1:
-      names = " and ".join(one.field for one in asked)
+      requested.append(Guide("regex", self.guided_regex, "guided_regex"))
+    if len(requested) > 1:
+      names = " and ".join(one.field for one in requested)
       raise errors.invalid(
-          asked[0].field, f"{names} exclude each other; leave one out"
+          requested[0].field, f"{names} exclude each other; leave one out"
       )
-    return asked[0] if asked else None
+    return requested[0] if requested else None
 
 
 class ChoicesBody(SamplingBody):
@@ -484,9 +514,9 @@ class ToolsBody(SamplingBody):
       int, bodies.Range(0, policy_client.MAX_TOP_LOGPROBS)
   ] = 0
 
-  def alternatives(self, wanted: bool, need: str) -> int:
+  def alternatives(self, with_logprobs: bool, need: str) -> int:
     """`top_logprobs`, which needs log-probs to be `wanted`."""
-    if self.top_logprobs and not wanted:
+    if self.top_logprobs and not with_logprobs:
       raise errors.invalid(
           "top_logprobs", f"top_logprobs={self.top_logprobs} needs {need}"
       )
@@ -535,8 +565,8 @@ def call_rules(
 
   Args:
     choice: "auto", "none", "required" or the name of a tool.
-    many: whether a completion may hold more calls than one.
-    tools: OpenAI schemas.
+    many: Whether a completion may hold more calls than one.
+    tools: OpenAI schemas of the tools.
   """
   if choice in ("auto", "none"):
     if choice == "none" or not tools:
@@ -561,7 +591,7 @@ def call_rules(
 def shown_tools(
     tools: Sequence[Mapping[str, Any]],
 ) -> tuple[Mapping[str, Any], ...]:
-  """The tools as the policy reads them: `strict` is not for it."""
+  """Returns the tools as the policy reads them: `strict` is not for it."""
   return tuple(
       {**tool, "function": {
           k: v for k, v in tool["function"].items() if k != "strict"
@@ -571,7 +601,7 @@ def shown_tools(
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-  """The content of a message of text alone."""
+  """Returns the content of a message of text alone."""
   content = message.get("content") or ""
   if isinstance(content, str):
     return content
@@ -579,7 +609,7 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def count_images(messages: Any) -> int:
-  """Number of images in messages, as URLs or loaded."""
+  """Returns the number of images in messages, as URLs or loaded."""
   return sum(
       part["type"] != "text"
       for message in messages

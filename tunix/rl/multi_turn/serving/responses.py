@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 from typing import Annotated, Any, Iterator, Literal, Mapping
 
-import numpy as np
 import pydantic
 from tunix.rl.multi_turn.serving import answers
 from tunix.rl.multi_turn.serving import bodies
@@ -78,9 +77,11 @@ _Parts = Annotated[
 ]
 
 
-def _content(given: Any) -> Any:
-  """A string, or a list of text and image_url parts."""
-  return given if isinstance(given, str) else [one.part() for one in given]
+def _content(content: Any) -> Any:
+  """Returns a string, or a list of text and image_url parts."""
+  if isinstance(content, str):
+    return content
+  return [part.part() for part in content]
 
 
 class _Item(bodies.Body):
@@ -232,70 +233,63 @@ def read(
   Raises:
     ApiError: naming the field.
   """
-  asked = bodies.parse(ResponseBody, body, limits)
-  if asked.include_usage:
+  fields = bodies.parse(ResponseBody, body, limits)
+  if fields.include_usage:
     raise bodies.unsupported("stream_options.include_usage", True)
-  logprobs = _LOGPROBS in asked.include
-  alternatives = asked.alternatives(logprobs, f"include=[{_LOGPROBS!r}]")
+  logprobs = _LOGPROBS in fields.include
+  alternatives = fields.alternatives(logprobs, f"include=[{_LOGPROBS!r}]")
   # As sent: the policy reads the tools' fields in the client's order.
   tools = tuple(map(_chat_tool, body.get("tools") or ()))
-  shape = asked.text.format
-  parse_tools, guide = asked.guide_with_calls(
+  shape = fields.text.format
+  parse_tools, guide = fields.guide_with_calls(
       tools, None if shape is None else shape.guide("text.format")
   )
-  effort = asked.reasoning
+  effort = fields.reasoning
   if isinstance(effort, dict):
     effort = effort.get("effort")
-  messages = _messages(asked.input)
+  messages = _messages(fields.input)
   limits.check_images(requests.count_images(messages), "input")
-  return requests.SamplingRequest(
-      model=asked.model,
+  return fields.request(
+      fields.sampling(fields.max_output_tokens, limits, alternatives),
       messages=tuple(messages),
-      sampling=asked.sampling(asked.max_output_tokens, limits, alternatives),
-      chosen=frozenset(asked.model_fields_set),
-      stream=asked.stream,
       logprobs=logprobs,
       guide=guide,
       tools=requests.shown_tools(tools),
       parse_tools=parse_tools,
-      one_call=asked.one_call(parse_tools, guide),
-      return_token_ids=asked.wants_token_ids,
-      min_tokens=asked.min_tokens,
-      instructions=asked.instructions,
-      previous=asked.previous_response_id,
-      remember=asked.store,
+      one_call=fields.one_call(parse_tools, guide),
+      instructions=fields.instructions,
+      previous=fields.previous_response_id,
+      remember=fields.store,
       echo={
-          "instructions": asked.instructions,
-          "max_output_tokens": asked.max_output_tokens,
-          "metadata": asked.metadata or {},
-          "previous_response_id": asked.previous_response_id,
-          "store": asked.store,
-          "temperature": asked.temperature,
+          "instructions": fields.instructions,
+          "max_output_tokens": fields.max_output_tokens,
+          "metadata": fields.metadata or {},
+          "previous_response_id": fields.previous_response_id,
+          "store": fields.store,
+          "temperature": fields.temperature,
           "tool_choice": body.get("tool_choice") or "auto",
-          "parallel_tool_calls": asked.parallel_tool_calls,
+          "parallel_tool_calls": fields.parallel_tool_calls,
           "text": {"format": {"type": "text"}, **(body.get("text") or {})},
           "top_logprobs": alternatives,
           "tools": body.get("tools") or [],
-          "top_p": asked.top_p,
-          "user": asked.user,
+          "top_p": fields.top_p,
+          "user": fields.user,
       },
-      template_options=asked.template_options,
       thinking=requests.Thinking.by_effort("reasoning", effort),
-      ignored=bodies.ignored(asked),
   )
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-  """A function in the shape of chat completions."""
+  """Returns a function in the shape of chat completions."""
   function = {name: value for name, value in tool.items() if name != "type"}
   return {"type": "function", "function": function}
 
 
-def _messages(given: Any) -> list[requests.Message]:
-  if isinstance(given, str):
-    return [{"role": "user", "content": given}]
+def _messages(items: Any) -> list[requests.Message]:
+  if isinstance(items, str):
+    return [{"role": "user", "content": items}]
   messages: list[requests.Message] = []
-  for item in given:
+  for item in items:
     item.add_to(messages)
   return messages
 
@@ -304,14 +298,14 @@ def _messages(given: Any) -> list[requests.Message]:
 
 
 def _response(
-    asked: requests.SamplingRequest, answer_id: str, created: float
+    request: requests.SamplingRequest, answer_id: str, created: float
 ) -> dict[str, Any]:
-  """The object of an answer that has not begun."""
+  """Returns the object of an answer that has not begun."""
   return {
       "id": answer_id,
       "object": "response",
       "created_at": created,
-      "model": asked.model,
+      "model": request.model,
       "status": "in_progress",
       "background": False,
       "error": None,
@@ -320,7 +314,7 @@ def _response(
       "reasoning": {"effort": None, "summary": None},
       "truncation": "disabled",
       "usage": None,
-      **asked.echo,
+      **request.echo,
   }
 
 
@@ -362,23 +356,23 @@ def _call_items(answer: answers.SampledAnswer) -> list[dict[str, Any]]:
 
 
 def whole(
-    asked: requests.SamplingRequest,
+    request: requests.SamplingRequest,
     answer: answers.SampledAnswer,
     decoder: answers.TokenDecoder,
 ) -> dict[str, Any]:
-  """The JSON object of an answer that is not streamed."""
+  """Returns the JSON object of an answer that is not streamed."""
   choice = answer.choices[0]
   cut = choice.finish_reason == "length"
   status = "incomplete" if cut else "completed"
   calls = _call_items(answer)
   output = []
   if choice.message["content"] or not calls:
-    logprobs = (
-        answers.logprobs(choice.completion, decoder) if asked.logprobs else None
-    )
+    logprobs = None
+    if request.logprobs:
+      logprobs = answers.logprobs(choice.completion, decoder)
     part = _text_part(choice.message["content"] or "", logprobs)
     output.append(_message_item(answer.id, status, [part]))
-  result = _response(asked, answer.id, answer.created) | {
+  return _response(request, answer.id, answer.created) | {
       "status": status,
       "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
       "output": output + calls,
@@ -389,37 +383,26 @@ def whole(
           "output_tokens_details": {"reasoning_tokens": 0},
           "total_tokens": answer.num_prompt_tokens + answer.num_sampled,
       },
-      **answers.extras(asked, answer, 0),
+      **answers.extras_of_one(request, answer),
   }
-  if asked.return_token_ids:
-    result["prompt_token_ids"] = answer.prompt_tokens.tolist()
-    result["token_logprobs"] = choice.completion.logprobs.tolist()
-  return result
 
 
-class ResponseStream:
-  """The events of an answer as it is sampled; function calls come at the end.
+class ResponseStream(streams.AnswerStream):
+  """Writer of an answer's events during sampling; function calls come last.
 
-  Text begins its message with the first of it: with tools, what is a message
-  and what a call is known when all is there.
+  A message begins with its first text. With tools, the text is cut into message
+  and calls once all of it is sampled.
   """
-
-  last = b""
 
   def __init__(
       self,
-      asked: requests.SamplingRequest,
+      request: requests.SamplingRequest,
       answer_id: str,
       created: int,
       decoder: answers.TokenDecoder,
   ):
-    self._asked = asked
-    self._id = answer_id
-    self._created = created
-    self._decoder = decoder
-    self._text = answers.TextStream(decoder)
+    super().__init__(request, answer_id, created, decoder)
     self._numbers = itertools.count()
-    self._begun = False  # The message.
     self._message = {
         "item_id": _message_item(answer_id, "", [])["id"],
         "output_index": 0,
@@ -427,18 +410,12 @@ class ResponseStream:
     }
 
   def start(self) -> Iterator[dict[str, Any]]:
-    response = _response(self._asked, self._id, self._created)
+    response = _response(self._request, self._id, self._created)
     yield self._event("response.created", response=response)
     yield self._event("response.in_progress", response=response)
 
-  def tokens(self, index: int, tokens: np.ndarray) -> Iterator[dict[str, Any]]:
-    del index
-    if not self._asked.parse_tools:
-      if new := self._text.feed(tokens):
-        yield from self._delta(new)
-
   def finish(self, answer: answers.SampledAnswer) -> Iterator[dict[str, Any]]:
-    response = whole(self._asked, answer, self._decoder)
+    response = whole(self._request, answer, self._decoder)
     for place, item in enumerate(response["output"]):
       if item["type"] == "message":
         yield from self._end_message(item)
@@ -450,26 +427,23 @@ class ResponseStream:
   def failed(self, error: errors.ApiError) -> Iterator[dict[str, Any]]:
     body = error.body()
     # The event's own fields; and `error`, at which clients raise.
-    told = {k: body["error"][k] for k in ("code", "message", "param")}
-    yield self._event("error", **told, **body)
+    fields = {k: body["error"][k] for k in ("code", "message", "param")}
+    yield self._event("error", **fields, **body)
 
   def _event(self, kind: str, **fields_: Any) -> dict[str, Any]:
     return {"type": kind, "sequence_number": next(self._numbers), **fields_}
 
-  def _delta(self, text: str) -> Iterator[dict[str, Any]]:
-    if not self._begun:
-      self._begun = True
-      item = _message_item(self._id, "in_progress", [])
-      yield self._event(
-          "response.output_item.added", output_index=0, item=item
-      )
-      yield self._event(
-          "response.content_part.added", **self._message, part=_text_part("")
-      )
-    if text:
-      yield self._event(
-          "response.output_text.delta", **self._message, delta=text, logprobs=[]
-      )
+  def _begin(self) -> Iterator[dict[str, Any]]:
+    item = _message_item(self._id, "in_progress", [])
+    yield self._event("response.output_item.added", output_index=0, item=item)
+    yield self._event(
+        "response.content_part.added", **self._message, part=_text_part("")
+    )
+
+  def _new(self, text: str) -> dict[str, Any]:
+    return self._event(
+        "response.output_text.delta", **self._message, delta=text, logprobs=[]
+    )
 
   def _end_message(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
     (part,) = item["content"]

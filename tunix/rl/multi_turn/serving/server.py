@@ -43,20 +43,20 @@ def make_app(
   """Builds the application around an engine.
 
   Args:
-    name: of the model, as clients ask for it.
-    engine: samples.
-    policy: (model, processor, tokenizer) of the engine.
-    image_store: of the engine.
-    parser: registered tool parser that reads tool calls.
-    limits: of a request.
-    media_limits: of an image.
-    max_sessions: held at a time.
-    session_timeout_s: an idle session ends after this long.
-    max_concurrent: requests answered at a time; others get 429 and a time to
-      retry.
-    token: that clients must present; "" asks for none.
-    renderer: of the policy; None for ChatML.
-    export_arrays: one of `session_routes.ARRAYS`, where a request for an export
+    name: Name of the model for clients.
+    engine: Engine that samples.
+    policy: Model, processor and tokenizer of the engine.
+    image_store: Image store of the engine.
+    parser: Registered tool parser that reads tool calls.
+    limits: Limits of a request.
+    media_limits: Limits of an image.
+    max_sessions: Largest number of sessions in memory.
+    session_timeout_s: Seconds after which an idle session ends.
+    max_concurrent: Largest number of requests in progress; others get 429 and a
+      time to retry.
+    token: Token that clients must present; "" requires none.
+    renderer: Renderer of the policy; None for ChatML.
+    export_arrays: One of `session_routes.ARRAYS`, where a request for an export
       names none.
     sampling: The distribution of sessions whose start names none.
   """
@@ -67,7 +67,7 @@ def make_app(
       renderer.decode, tokenizer, renderer.end_of_turn_id
   )
   try:
-    known = grammars_lib.Grammars(
+    grammars = grammars_lib.Grammars(
         decoder.bytes,
         renderer.encode,
         engine.vocabulary,
@@ -75,7 +75,7 @@ def make_app(
         renderer.stop_token_ids,
     )
   except ImportError:  # Requests that need one are refused with the reason.
-    known = None
+    grammars = None
   service = service_lib.Service(
       prompts.ServedPolicy(
           name=name,
@@ -83,7 +83,7 @@ def make_app(
           renderer=renderer,
           parser=tool_parser.make_tool_parser(parser, "operator"),
           decoder=decoder,
-          grammars=known,
+          grammars=grammars,
           context_length=engine.context_length,
           max_stop_token_ids=programs.MAX_STOP_TOKENS,
           vocabulary=engine.vocabulary,

@@ -20,7 +20,8 @@ import hashlib
 import logging
 import secrets
 import time
-from typing import Any, Callable, Iterator, Sequence
+import typing
+from typing import Any, Awaitable, Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import policy_client
@@ -32,13 +33,13 @@ from tunix.rl.multi_turn.serving import grammars as grammars_lib
 from tunix.rl.multi_turn.serving import interactions
 from tunix.rl.multi_turn.serving import media
 from tunix.rl.multi_turn.serving import parts as parts_lib
-from tunix.rl.multi_turn.serving import prompt_scores
 from tunix.rl.multi_turn.serving import prompts
 from tunix.rl.multi_turn.serving import requests
 from tunix.rl.multi_turn.serving import session_sampling
 from tunix.rl.multi_turn.serving import session_store
 from tunix.rl.multi_turn.serving import tool_results
 
+T = typing.TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 # AReaL's clients, and generators of rollout buffers, name no other.
@@ -62,12 +63,12 @@ class Service:
   ):
     """Args:
 
-      policy: samples.
-      store: of sessions.
-      loader: fetches and decodes images.
-      limits: of a request.
-      max_concurrent: requests answered at a time.
-      seed: for requests in sessions without a seed of their own, so that a
+      policy: Policy that samples.
+      store: Store of the sessions.
+      loader: Loader that fetches and decodes images.
+      limits: Limits of a request.
+      max_concurrent: Largest number of requests in progress.
+      seed: Seed for requests in sessions without a seed of their own, so that a
         repeated request samples the same.
     """
     self.policy = policy
@@ -100,12 +101,12 @@ class Service:
     """Answers a request.
 
     Args:
-      request: checked.
-      answer_id: of a new answer, from `new_id`.
-      session: of the request, if it has one.
-      key: of the body, from `key_of`: equal for a repeated request.
-      on_tokens: receives tokens as they are sampled; not called for a repeated
-        request.
+      request: Checked request.
+      answer_id: Id of a new answer, from `new_id`.
+      session: Session of the request, if it has one.
+      key: Key of the body from `key_of`, equal for a repeated request.
+      on_tokens: Receives tokens while they are sampled; not called for a
+        repeated request.
 
     Raises:
       ApiError: the client's error.
@@ -125,7 +126,7 @@ class Service:
       )
       cache.by_body[key] = task
       task.add_done_callback(
-          lambda done: cache.ended(key, done, not request.kept_by_client)
+          lambda ended: cache.ended(key, ended, not request.kept_by_client)
       )
     return await cache.wait_for(task, key)
 
@@ -180,12 +181,12 @@ class Service:
     if session is not None:
       session.busy += 1
     try:
-      with contextlib.ExitStack() as held:
+      with contextlib.ExitStack() as stack:
         if session is not None:
           with api_errors():
             # Before sampling, so that every completion can be stored.
             room = 0 if request.kept_by_client else request.choices
-            held.enter_context(session.reserve(room))
+            stack.enter_context(session.reserve(room))
         messages = await self._messages(request, session)
         answer = await self._sample(
             request, messages, session, cache, on_tokens, answer_id
@@ -222,7 +223,7 @@ class Service:
       request: requests.SamplingRequest,
       session: session_store.ServedSession | None,
   ) -> list[requests.Message] | None:
-    """The conversation, with images in place of their URLs."""
+    """Returns the conversation, with images in place of their URLs."""
     if request.messages is None:
       return None
     before: Sequence[requests.Message] = ()
@@ -274,7 +275,7 @@ class Service:
         id=answer_id,
         created=int(time.time()),
         model=self.policy.name,
-        prompts=tuple(part.asked for part in parts),
+        prompts=tuple(part.rendered for part in parts),
         num_prompt_tokens=sum(len(part.prompt) for part in parts),
         reused_tokens=sum(int(m.get("reused_tokens", 0)) for m in firsts),
         choices=tuple(choice for own in choices for choice in own),
@@ -301,10 +302,12 @@ class Service:
   def _part(
       self, request, messages, session, cache, ids, number
   ) -> parts_lib.Part:
-    """A prompt of the request, with what its sampling needs."""
-    asked = prompts.render(request, messages, session, self.policy)
-    pending = asked if isinstance(asked, interactions.PendingPrompt) else None
-    prompt = pending.prompt if pending else asked
+    """Returns a prompt of the request, with what its sampling needs."""
+    rendered = prompts.render(request, messages, session, self.policy)
+    pending = None
+    if isinstance(rendered, interactions.PendingPrompt):
+      pending = rendered
+    prompt = pending.prompt if pending else rendered
     room = prompts.check_room(len(prompt), request, self.policy)
     stops = prompts.stop_token_ids(request, self.policy)
     sampling, untrained = request.sampling, ""
@@ -330,7 +333,7 @@ class Service:
     own = ids[first : first + request.n]
     return parts_lib.Part(
         request,
-        asked,
+        rendered,
         prompt,
         pending,
         sampling,
@@ -344,17 +347,8 @@ class Service:
   async def _choices(
       self, parts: Sequence[parts_lib.Part], on_tokens: OnTokens | None
   ) -> list[list[answers.Choice]]:
-    """The choices of each part; all sampling ends if any of it fails."""
-    tasks = [
-        asyncio.ensure_future(self._choices_of(part, on_tokens))
-        for part in parts
-    ]
-    try:
-      return list(await asyncio.gather(*tasks))
-    finally:
-      for task in tasks:
-        task.cancel()
-      await asyncio.gather(*tasks, return_exceptions=True)
+    """Returns the choices of each part."""
+    return await _all(self._choices_of(part, on_tokens) for part in parts)
 
   async def _choices_of(
       self, part: parts_lib.Part, on_tokens: OnTokens | None
@@ -365,9 +359,9 @@ class Service:
     if request.repeat_prompt and request.logprobs:
       with self._client_errors(part):
         most = self.limits.max_new_tokens
-        echoed = await prompt_scores.score(self.policy, part, most)
+        echoed = await parts_lib.score(self.policy, part, most)
     completions = await self._generate(part, on_tokens, watches)
-    found = []
+    choices = []
     for completion, watch in zip(completions, watches):
       text = self.policy.renderer.decode(completion.tokens)
       stop = watch.string(text) if watch else None
@@ -376,8 +370,8 @@ class Service:
       if request.guide is not None and not request.guide.reads_calls(text):
         parser = None
       choice = answers.make_choice(completion, text, parser, stop)
-      found.append(dataclasses.replace(choice, echoed=echoed))
-    return found
+      choices.append(dataclasses.replace(choice, echoed=echoed))
+    return choices
 
   async def _generate(
       self,
@@ -385,7 +379,7 @@ class Service:
       on_tokens: OnTokens | None,
       watches: Sequence[answers.StopStrings | None],
   ) -> list[policy_client.Completion]:
-    """One completion a name; all are cancelled if one fails."""
+    """Returns one completion a name; all are cancelled if one fails."""
     request, names, seed = part.request, part.names, part.seed
     grammars: list[Any] = [None] * len(names)
     if request.guide is not None:
@@ -417,14 +411,8 @@ class Service:
           **options,
       )
 
-    tasks = [asyncio.ensure_future(one(i, n)) for i, n in enumerate(names)]
-    try:
-      with self._client_errors(part):
-        return list(await asyncio.gather(*tasks))
-    finally:
-      for task in tasks:
-        task.cancel()
-      await asyncio.gather(*tasks, return_exceptions=True)
+    with self._client_errors(part):
+      return await _all(one(i, name) for i, name in enumerate(names))
 
   @contextlib.contextmanager
   def _client_errors(self, part: parts_lib.Part) -> Iterator[None]:
@@ -456,7 +444,7 @@ class Service:
   async def _load_images(
       self, messages: Sequence[requests.Message]
   ) -> list[requests.Message]:
-    """The messages with images in place of their URLs."""
+    """Returns the messages with images in place of their URLs."""
     urls = {
         (i, j): part["url"]
         for i, message in enumerate(messages)
@@ -464,8 +452,8 @@ class Service:
         for j, part in enumerate(message["content"])
         if part["type"] == "image_url"
     }
-    found = dict(zip(urls, await self._loader.load_all(urls.values())))
-    for (i, j), image in found.items():
+    images = dict(zip(urls, await self._loader.load_all(urls.values())))
+    for (i, j), image in images.items():
       if isinstance(image, media.MediaError):
         raise errors.ApiError(
             503 if image.retryable else 400,
@@ -477,10 +465,10 @@ class Service:
     result = []
     for i, message in enumerate(messages):
       if isinstance(message.get("content"), list):
-        parts = [
-            {"type": "image", "image": found[i, j]} if (i, j) in found else part
-            for j, part in enumerate(message["content"])
-        ]
+        parts = list(message["content"])
+        for j in range(len(parts)):
+          if (i, j) in images:
+            parts[j] = {"type": "image", "image": images[i, j]}
         message = {**message, "content": parts}
       result.append(message)
     return result
@@ -512,7 +500,7 @@ class Service:
     self.conversations.drop_session(session_id)
 
   def by_key(self, key: str) -> session_store.ServedSession | None:
-    """The session whose secret this is, if it is one."""
+    """Returns the session whose secret this is, if it is one."""
     try:
       return self.store.by_key(key)
     except interactions.InteractionError:
@@ -525,20 +513,31 @@ class Service:
       await self.policy.client.release(name)
 
 
+async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
+  """Returns the results; cancels what still runs if any fails."""
+  tasks = [asyncio.ensure_future(one) for one in work]
+  try:
+    return list(await asyncio.gather(*tasks))
+  finally:
+    for task in tasks:
+      task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def key_of(prefix: str, body: bytes) -> str:
-  """A digest of a body and its endpoint."""
+  """Returns a digest of a body and its endpoint."""
 
   def digest() -> str:
-    found = hashlib.sha256(prefix.encode())
-    found.update(body)
-    return found.hexdigest()
+    sha256 = hashlib.sha256(prefix.encode())
+    sha256.update(body)
+    return sha256.hexdigest()
 
   # Hashing screenshots takes longer than changing threads.
   return digest() if len(body) < 1 << 16 else await asyncio.to_thread(digest)
 
 
 def new_id(prefix: str) -> str:
-  """An id for an answer and its first interaction."""
+  """Returns an id for an answer and its first interaction."""
   return prefix + secrets.token_hex(12)
 
 
@@ -571,14 +570,14 @@ def api_errors() -> Iterator[None]:
 def _without_details(
     completion: policy_client.Completion,
 ) -> policy_client.Completion:
-  """The fields that training needs; a session holds no others."""
+  """Returns the fields that training needs; a session holds no others."""
   return dataclasses.replace(
       completion, raw_logprobs=None, top_tokens=None, top_logprobs=None
   )
 
 
 def _param(message: str, request: requests.SamplingRequest) -> str | None:
-  """The field of a client's error, which its message begins with."""
+  """Returns the field of a client's error, which its message begins with."""
   if message.startswith("prompt"):
     return request.prompt_field
   return "stop_token_ids" if message.startswith("stop_token_ids") else None

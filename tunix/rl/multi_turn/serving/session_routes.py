@@ -1,12 +1,11 @@
 """Serves sessions over HTTP with AReaL's calls: start, reward, end, export.
 
-Promises: one thread puts all exports together, a sequence at a time, and each
-is sent as it is made, so that neither an export nor a slow reader delays other
-requests. An export that drops its session ends it first: it holds every answer
-and reward that was accepted. The session is dropped once all of it was sent;
-if the connection breaks before, it can be exported again. Arrays are lists of
-numbers, or what AReaL's `deserialize_value` reads as torch tensors: the same
-numbers.
+Promises: one thread puts all exports together and sends one sequence at a time,
+so that neither an export nor a slow reader delays other requests. An export
+that drops its session ends it first: it holds every answer and reward that was
+accepted. The session is dropped once all of it was sent; if the connection
+breaks before, it can be exported again. Arrays are lists of numbers, or what
+AReaL's `deserialize_value` reads as torch tensors: the same numbers.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class StartBody(bodies.Body):
   def session_sampling(
       self, default: session_sampling.SessionSampling
   ) -> session_sampling.SessionSampling:
-    """The session's; what the body leaves out is the server's."""
+    """Returns the session's sampling; the server's fills fields left out."""
     changes: dict[str, Any] = {}
     if self.sampling is not None:
       changes = self.sampling.model_dump(exclude_none=True)
@@ -121,11 +120,11 @@ class SessionRoutes:
   ):
     """Args:
 
-      service: holds the sessions.
-      read_object: reads the JSON object of a request.
-      check_own: refuses a session's key where the request is about another
+      service: Service with the sessions.
+      read_object: Reads the JSON object of a request.
+      check_own: Refuses a session's key where the request is about another
         session, or about none.
-      arrays: one of `ARRAYS`, where a request for an export names none.
+      arrays: One of `ARRAYS`, where a request for an export names none.
 
     Raises:
       ValueError: `arrays` is another.
@@ -146,7 +145,7 @@ class SessionRoutes:
 
   async def start(self, request: Request) -> Response:
     self._check_own(request, None)
-    asked = bodies.parse(StartBody, await self._read(request))
+    fields = bodies.parse(StartBody, await self._read(request))
     name = request.headers.get("idempotency-key", "")
     if len(name) > _LONGEST_NAME:
       raise errors.invalid(
@@ -154,8 +153,8 @@ class SessionRoutes:
           f"Idempotency-Key has {len(name)} characters, at most"
           f" {_LONGEST_NAME} are accepted",
       )
-    sampling = asked.session_sampling(self._service.store.sampling)
-    session = self._service.start(asked.task_id, name, sampling)
+    sampling = fields.session_sampling(self._service.store.sampling)
+    session = self._service.start(fields.task_id, name, sampling)
     base = str(request.base_url).rstrip("/")
     return starlette_responses.JSONResponse({
         "session_id": session.id,
@@ -166,14 +165,15 @@ class SessionRoutes:
     })
 
   async def grant_capacity(self, request: Request) -> Response:
-    """AReaL's trainers grant rollouts a place each; ours need none."""
+    """Accepts AReaL's capacity grants; this server ignores them and answers
+    with the number of sessions that may still start."""
     self._check_own(request, None)
     free = self._service.store.free
     return starlette_responses.JSONResponse({"capacity": free})
 
   async def set_reward(self, request: Request) -> Response:
     session = _named(request)
-    asked = bodies.parse(RewardBody, await self._read(request))
+    fields = bodies.parse(RewardBody, await self._read(request))
     if self._dropped[session.id]:
       raise errors.ApiError(
           409,
@@ -181,7 +181,7 @@ class SessionRoutes:
           code="session_ended",
       )
     with service_lib.api_errors():
-      session.set_reward(asked.interaction_id, asked.reward)
+      session.set_reward(fields.interaction_id, fields.reward)
     return starlette_responses.JSONResponse({"message": "success"})
 
   async def end(self, request: Request) -> Response:
@@ -192,9 +192,9 @@ class SessionRoutes:
     return starlette_responses.JSONResponse({"message": "success"})
 
   async def export(self, request: Request) -> Response:
-    asked = bodies.parse(ExportBody, await self._read(request))
-    self._check_own(request, asked.session_id)
-    session = self._service.session(asked.session_id)
+    fields = bodies.parse(ExportBody, await self._read(request))
+    self._check_own(request, fields.session_id)
+    session = self._service.session(fields.session_id)
     reasons = {i.untrained for i in session.interactions}
     if reasons and "" not in reasons:
       _LOG.error(
@@ -203,26 +203,26 @@ class SessionRoutes:
           " session's start",
           session.id, session.task_id, "; ".join(sorted(reasons)),
       )  # pyformat: disable
-    chosen = asked.arrays or self._arrays
+    chosen = fields.arrays or self._arrays
     write = _tensor if chosen == "tensors" else _array
-    if asked.drop:
+    if fields.drop:
       # Requests in flight are refused, and are not in the export.
       session.end()
       await self._service.forget(session.id)
-      sent = self._dropping(session, asked.style, asked.discount, write)
+      sent = self._dropping(session, fields.style, fields.discount, write)
     else:
       with service_lib.api_errors():
         sent = self._sent(
-            session.exporter(asked.style, asked.discount), write
+            session.exporter(fields.style, fields.discount), write
         )
     return starlette_responses.StreamingResponse(
         sent, media_type="application/json"
     )
 
   async def _sent(
-      self, found: interactions.Exporter, write: Writer
+      self, exporter: interactions.Exporter, write: Writer
   ) -> AsyncIterator[bytes]:
-    pieces = _encoded(found, write)
+    pieces = _encoded(exporter, write)
     loop = asyncio.get_running_loop()
     while piece := await loop.run_in_executor(self._thread, next, pieces, b""):
       yield piece
@@ -230,7 +230,7 @@ class SessionRoutes:
   async def _dropping(
       self, session: Any, style: str, discount: float, write: Writer
   ) -> AsyncIterator[bytes]:
-    """The body; the ended session is dropped once all of it was read."""
+    """Yields the body; the ended session is dropped once all of it was read."""
     self._dropped[session.id] += 1
     try:
       async for piece in self._sent(session.exporter(style, discount), write):
@@ -243,12 +243,12 @@ class SessionRoutes:
 
 
 def _encoded(
-    found: interactions.Exporter, write: Writer | None = None
+    exporter: interactions.Exporter, write: Writer | None = None
 ) -> Iterator[bytes]:
-  """The JSON text of an export, a sequence at a time."""
+  """Yields the JSON text of an export, a sequence at a time."""
   write = write or _array
   separator = b'{"interactions": {'
-  for one in found:
+  for one in exporter:
     # AReaL's arrays; images by reference, beside them.
     row = interactions.to_tensor_dict(one, lambda spans: {})
     tensors = b", ".join(
@@ -281,15 +281,15 @@ def _encoded(
             for span in one.sequence.images
         ],
     })
-    # Beside the tensors: a row of AReaL's batches must have all of those.
-    known = b'"turn_ids": ' + _array(one.sequence.turn_ids)
+    # Beside the tensors: every row of AReaL's batches must have the same keys.
+    more_arrays = b'"turn_ids": ' + _array(one.sequence.turn_ids)
     if one.sequence.entropies is not None:
-      known += b', "entropies": ' + _array(one.sequence.entropies)
+      more_arrays += b', "entropies": ' + _array(one.sequence.entropies)
     yield b'%s%s: %s, %s, "tensor_dict": {%s}}' % (
         separator,
         orjson.dumps(one.id),
         about[:-1],
-        known,
+        more_arrays,
         tensors,
     )
     separator = b", "
@@ -313,7 +313,7 @@ def _array(values: np.ndarray) -> bytes:
 
 
 def _tensor(values: np.ndarray) -> bytes:
-  """An array as AReaL's `SerializedTensor`."""
+  """Returns an array as AReaL's `SerializedTensor`."""
   data = base64.b64encode(np.ascontiguousarray(values).data)
   return orjson.dumps({
       "type": "tensor",
@@ -324,7 +324,7 @@ def _tensor(values: np.ndarray) -> bytes:
 
 
 def _named(request: Request) -> Any:
-  """The session that the request's path or key names."""
+  """Returns the session that the request's path or key names."""
   if request.state.session is None:
     raise errors.ApiError(
         401,

@@ -26,7 +26,8 @@ class SessionSampling(sampling_rule.SamplingRule):
   def complete(
       self, request: requests.SamplingRequest
   ) -> policy_client.SamplingParams:
-    """The request's sampling; fields that it leaves out are the session's."""
+    """Returns the request's sampling; fields that it leaves out are the
+    session's."""
     own = {
         name: value
         for name, value in self.fields.items()

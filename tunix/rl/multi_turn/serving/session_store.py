@@ -28,9 +28,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import completion_checks
-from tunix.rl.multi_turn.serving import histories
 from tunix.rl.multi_turn.serving import interactions
-from tunix.rl.multi_turn.serving import prefixes
 from tunix.rl.multi_turn.serving import session_sampling
 from tunix.rl.multi_turn.serving import thinking
 
@@ -75,10 +73,10 @@ class ServedSession:
     self._rendering = thinking.Rendering(renderer)
     self._max_interactions = max_interactions
     self._clock = clock
-    self._root = histories.Node(None)
-    self._by_tokens = prefixes.Prefixes[Interaction]()
-    self._by_text = prefixes.Prefixes[
-        tuple[Interaction, prefixes.RunningHash]
+    self._root = interactions.Node(None)
+    self._by_tokens = interactions.Prefixes[Interaction]()
+    self._by_text = interactions.Prefixes[
+        tuple[Interaction, interactions.RunningHash]
     ]()
     self._reserved = 0
     self._interactions: dict[str, Interaction] = {}
@@ -91,7 +89,7 @@ class ServedSession:
     return tuple(self._interactions.values())
 
   def get(self, interaction_id: str | None = None) -> Interaction:
-    """The interaction of that id; the last one for None."""
+    """Returns the interaction of that id; the last one for None."""
     if interaction_id is None:
       interaction_id = next(reversed(self._interactions), None)
     if interaction_id not in self._interactions:
@@ -147,7 +145,7 @@ class ServedSession:
     renderer = rendering.renderer
     messages = list(messages)
     with _rendering():
-      read, keys = histories.read_all(messages, tools, rendering.apart)
+      read, keys = interactions.read_all(messages, tools, rendering.apart)
       before, depth = self._find(keys)
       if before is None:
         shown = {"tools": list(tools or ())} if show_tools else {}
@@ -177,14 +175,14 @@ class ServedSession:
   ) -> PendingPrompt:
     """Renders a request whose last message, text, is its answer's beginning.
 
-    Arguments are as of `prompt`. Where that is all that was sampled of an
-    answer, cut off by its length, the request continues the sampled tokens. Any
-    other text is tokenised.
+    Takes the arguments of `prompt`. Where the text is the whole of an answer
+    that its length cut off, the request continues the sampled tokens. Any other
+    text is tokenised.
     """
     self._check_open()
     rendering = rendering or self._rendering
     with _rendering():
-      read, keys = histories.read_all(messages, tools, rendering.apart)
+      read, keys = interactions.read_all(messages, tools, rendering.apart)
     text = keys[-1][0][1]
     before, depth = self._find(keys)
     if (
@@ -208,7 +206,7 @@ class ServedSession:
         extension=TokenPrompt(np.zeros(0, np.int32)),
         _prefix=text,
         _renderer=before._renderer,
-        _asked=before._asked,
+        _node_before=before._node_before,
     )
 
   def prompt_tokens(self, tokens: Sequence[int]) -> PendingPrompt:
@@ -232,20 +230,20 @@ class ServedSession:
     """
     self._check_open()
     data = text.encode()
-    found, length = self._by_text.longest(data)
-    before, known = found or (None, prefixes.RunningHash())
+    match, length = self._by_text.longest(data)
+    before, prefix = match or (None, interactions.RunningHash())
     new = data[length:].decode()
     extension = TokenPrompt(self._renderer.encode(new))
     self.touch()
     return self._raw_prompt(
-        before, extension, known.extended(data[length:])
+        before, extension, prefix.extended(data[length:])
     )
 
   def _raw_prompt(
       self,
       before: Interaction | None,
       extension: TokenPrompt,
-      text: prefixes.RunningHash | None = None,
+      text: interactions.RunningHash | None = None,
   ) -> PendingPrompt:
     return PendingPrompt(
         session_id=self.id,
@@ -283,26 +281,26 @@ class ServedSession:
           "duplicate_interaction", f"id {id!r} is taken; use another one"
       )
     self._check_completion(completion)
-    answer, said = histories.read(assistant_message, "assistant_message")
+    answer, key = interactions.read(assistant_message, "assistant_message")
     if (role := answer["role"]) != "assistant":
       raise InteractionError("bad_message", f"role of the answer: {role!r}")
     text, closed = completion_checks.read(
         completion, self._renderer, self._renderer.stop_token_ids
     )
     if pending._prefix:
-      told = pending._prefix + (answer.get("content") or "")
-      answer = {**answer, "content": told}
-      answer, said = histories.read(answer, "assistant_message")
-    whole = {"role": "assistant", "content": pending._prefix + text}
-    asked = node = None
+      sent = pending._prefix + (answer.get("content") or "")
+      answer = {**answer, "content": sent}
+      answer, key = interactions.read(answer, "assistant_message")
+    message = {"role": "assistant", "content": pending._prefix + text}
+    node_before = node = None
     if not pending._raw:
-      asked = self._asked_node(pending)
-      node = asked.child(said, histories.read(whole, "text")[1])
+      node_before = self._request_node(pending)
+      node = node_before.child(key, interactions.read(message, "text")[1])
     all_text = None
     if pending._text is not None and not closed:  # No text stands for the end.
       all_text = pending._text.extended(text.encode())
-    made = Interaction(
-        **{**vars(pending), "_asked": asked},
+    interaction = Interaction(
+        **{**vars(pending), "_node_before": node_before},
         id=secrets.token_urlsafe(18) if id is None else id,
         index=len(self._interactions),
         completion=completion,
@@ -317,31 +315,33 @@ class ServedSession:
         _all_text=all_text,
     )
     if node is not None:
-      node.interaction = made
-    if made._all_tokens is not None:
-      self._by_tokens.add(made._all_tokens, made)
-    if made._all_text is not None:
-      self._by_text.add(made._all_text, (made, made._all_text))
-      told = answer.get("content")
+      node.interaction = interaction
+    if interaction._all_tokens is not None:
+      self._by_tokens.add(interaction._all_tokens, interaction)
+    if interaction._all_text is not None:
+      self._by_text.add(
+          interaction._all_text, (interaction, interaction._all_text)
+      )
+      sent = answer.get("content")
       # As with messages: a stop string was sampled, and not sent.
-      if isinstance(told, str) and told and told != text:
-        cut = pending._text.extended(told.encode())
-        self._by_text.add(cut, (made, cut))
-    self._interactions[made.id] = made
+      if isinstance(sent, str) and sent and sent != text:
+        cut = pending._text.extended(sent.encode())
+        self._by_text.add(cut, (interaction, cut))
+    self._interactions[interaction.id] = interaction
     self.untrained_answers += bool(untrained)
     self.touch()
-    return made
+    return interaction
 
   def set_reward(self, interaction_id: str | None, reward: float) -> None:
     """Sets or replaces a reward; None is the last interaction."""
     self._check_not_discounted()
-    found = self.get(interaction_id)
+    interaction = self.get(interaction_id)
     # Exports hold float32, in which a larger one is infinite.
     if not isinstance(reward, numbers.Real) or not abs(reward) < 3e38:
       raise InteractionError(
           "bad_reward", f"reward must be a finite number, got {reward!r}"
       )
-    self._replace_rewards({found.id: float(reward)})
+    self._replace_rewards({interaction.id: float(reward)})
     self.touch()
 
   def apply_reward_discount(self, discount: float) -> None:
@@ -357,7 +357,7 @@ class ServedSession:
   def exporter(
       self, style: str = "individual", discount: float | None = 1.0
   ) -> interactions.Exporter:
-    """A snapshot as training sequences, see `interactions.Exporter`.
+    """Returns a snapshot as training sequences, see `interactions.Exporter`.
 
     `discount` is applied as by `apply_reward_discount`, unless that was called
     before; None leaves rewards as they were set, or 0.
@@ -374,27 +374,28 @@ class ServedSession:
   def export(
       self, style: str = "individual", discount: float | None = 1.0
   ) -> list[interactions.Exported]:
-    """All sequences of `exporter`. Changes nothing."""
+    """Returns all sequences of `exporter`. Changes nothing."""
     return list(self.exporter(style, discount))
 
   def _find(self, keys: Sequence[Key]) -> tuple[Interaction | None, int]:
-    """The parent, and the number of messages up to its answer."""
+    """Returns the parent, and the number of messages up to its answer."""
     nodes, answers, depth = [self._root], [], 0
     for at, key in enumerate(keys):
       nodes = [after for node in nodes for after in node.follow(key)]
-      if found := [node for node in nodes if node.interaction]:
-        answers, depth = found, at
+      if answered := [node for node in nodes if node.interaction]:
+        answers, depth = answered, at
     if not answers:
       return None, 0
-    value, _ = given = keys[depth]
+    value, _ = last_key = keys[depth]
     # Equal; equal but for ids left out; the newest.
-    rank = lambda n: (n.key == given, n.key[0] == value, n.interaction.index)
+    rank = lambda n: (n.key == last_key, n.key[0] == value, n.interaction.index)
     return max(answers, key=rank).interaction, depth
 
-  def _asked_node(self, pending: PendingPrompt) -> histories.Node:
-    """The node of a request's messages, without a beginning of its answer."""
-    if pending._asked is not None:
-      return pending._asked
+  def _request_node(self, pending: PendingPrompt) -> interactions.Node:
+    """Returns the node of a request's messages, without a beginning of its
+    answer."""
+    if pending._node_before is not None:
+      return pending._node_before
     node = pending.before._node if pending.before else self._root
     for key in pending._path:
       node = node.child(key)
@@ -429,8 +430,8 @@ class ServedSession:
 
   def _replace_rewards(self, rewards: Mapping[str, float]) -> None:
     for key, reward in rewards.items():
-      found = self._interactions[key]
-      self._interactions[key] = dataclasses.replace(found, reward=reward)
+      interaction = self._interactions[key]
+      self._interactions[key] = dataclasses.replace(interaction, reward=reward)
 
   def _returns(self, discount: float) -> dict[str, float]:
     if not isinstance(discount, numbers.Real) or not 0 <= discount <= 1:
@@ -438,9 +439,9 @@ class ServedSession:
           "bad_discount", f"discount must be in [0, 1], got {discount!r}"
       )
     returns, later = {}, 0.0
-    for found in reversed(self.interactions):
-      later = (found.reward or 0.0) + float(discount) * later
-      returns[found.id] = later
+    for interaction in reversed(self.interactions):
+      later = (interaction.reward or 0.0) + float(discount) * later
+      returns[interaction.id] = later
     return returns
 
 
@@ -492,19 +493,19 @@ class SessionStore:
     """Opens a session with an id and a key that cannot be guessed.
 
     Args:
-      task_id: of its client.
-      request: the client's name for this call: as long as the session is held,
-        another call with it returns the same session. "" is not a name.
+      task_id: The client's id of the task.
+      request: The client's name for this call: as long as the session is in the
+        store, another call with it returns the same session. "" is not a name.
       sampling: The distribution of its trainable tokens; None: the store's.
     """
-    if (known := self._by_request.get(request)) is not None:
-      if known.task_id != task_id:
+    if (existing := self._by_request.get(request)) is not None:
+      if existing.task_id != task_id:
         raise InteractionError(
             "request_differs",
-            f"the same request started a session of task {known.task_id!r}, not"
-            f" of {task_id!r}; send another Idempotency-Key",
+            f"the same request started a session of task {existing.task_id!r},"
+            f" not of {task_id!r}; send another Idempotency-Key",
         )
-      return known
+      return existing
     if len(self) >= self._max_sessions:
       raise InteractionError(
           "capacity",
@@ -572,12 +573,12 @@ class SessionStore:
 
 def _all_tokens(
     pending: PendingPrompt, completion: Completion
-) -> prefixes.RunningHash | None:
-  """The hash of prompt and completion; None where there are images."""
+) -> interactions.RunningHash | None:
+  """Returns the hash of prompt and completion; None where there are images."""
   if pending.before is not None:
     before = pending.before._all_tokens
   else:
-    before = prefixes.RunningHash()
+    before = interactions.RunningHash()
   if before is None or pending.extension.images:
     return None
   return before.extended(

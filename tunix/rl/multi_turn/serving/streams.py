@@ -52,12 +52,13 @@ class Endpoint:
   """An endpoint that samples.
 
   Attributes:
-    path: below the API's root, "chat/completions".
-    prefix: of answers' ids.
-    body: model of its bodies.
-    read: checks a body.
-    whole: the JSON object of an answer that is not streamed.
-    stream: (request, answer id, seconds of creation, decoder) -> its events.
+    path: Path below the API's root, "chat/completions".
+    prefix: Prefix of answers' ids.
+    body: Model of its bodies.
+    read: Checks a body.
+    to_json: Returns the JSON object of an answer that is not streamed.
+    stream: Returns the writer of events for (request, answer id, seconds of
+      creation, decoder).
   """
 
   path: str
@@ -66,7 +67,7 @@ class Endpoint:
   read: Callable[
       [Mapping[str, Any], requests.RequestLimits], requests.SamplingRequest
   ]
-  whole: Callable[
+  to_json: Callable[
       [requests.SamplingRequest, answers.SampledAnswer, answers.TokenDecoder],
       dict[str, Any],
   ]
@@ -85,11 +86,11 @@ async def write(
   """Yields the body of a stream.
 
   Args:
-    writer: the endpoint's.
-    task: samples; cancelled when the client has gone.
-    news: the tokens that it samples.
-    first: taken from `news` already.
-    as_api: the error that a client receives for a failure.
+    writer: Event writer of the endpoint.
+    task: Task that samples; cancelled when the client has gone.
+    news: Queue of the tokens that the task samples.
+    first: First item of `news`, taken already.
+    as_api: Returns the error that a client receives for a failure.
   """
   try:
     for event in writer.start():
@@ -103,9 +104,9 @@ async def write(
       while True:
         # Counted from the last event, not from the last token: a call's tokens
         # are sent at the end only.
-        left = max(0.0, sent + KEEP_ALIVE_S - time.monotonic())
+        remaining = max(0.0, sent + KEEP_ALIVE_S - time.monotonic())
         try:
-          item = await asyncio.wait_for(news.get(), left)
+          item = await asyncio.wait_for(news.get(), remaining)
           break
         except asyncio.TimeoutError:
           yield b": still sampling\n\n"
@@ -125,17 +126,62 @@ async def write(
 
 
 def encode(data: dict[str, Any]) -> bytes:
-  """One event, named by its type where it has one."""
+  """Returns one event, named by its type where it has one."""
   name = f"event: {data['type']}\n" if isinstance(data.get("type"), str) else ""
   text = http_server.event_data(bodies.write_json(data))
   return b"%sdata: %s\n\n" % (name.encode(), text)
+
+
+class AnswerStream:
+  """Base of the `EventWriter`s of endpoints with one choice.
+
+  Its text is an item of the answer, which begins with the first text.
+  """
+
+  last = b""
+
+  def __init__(
+      self,
+      request: requests.SamplingRequest,
+      answer_id: str,
+      created: int,
+      decoder: answers.TokenDecoder,
+  ):
+    self._request = request
+    self._id = answer_id
+    self._created = created
+    self._decoder = decoder
+    self._text = answers.TextStream(decoder, request.stop)
+    self._begun = False  # The item of text.
+
+  def tokens(self, index: int, tokens: np.ndarray) -> Iterator[dict[str, Any]]:
+    del index
+    if self._request.parse_tools:  # Text and calls are separated at the end.
+      return
+    if new := self._text.feed(tokens):
+      yield from self._delta(new)
+
+  def _delta(self, text: str) -> Iterator[dict[str, Any]]:
+    if not self._begun:
+      self._begun = True
+      yield from self._begin()
+    if text:
+      yield self._new(text)
+
+  def _begin(self) -> Iterator[dict[str, Any]]:
+    """Events before the first text."""
+    raise NotImplementedError
+
+  def _new(self, text: str) -> dict[str, Any]:
+    """Returns the event of new text."""
+    raise NotImplementedError
 
 
 class ChoiceStream:
   """Base of the `EventWriter`s of chat completions and completions.
 
   Attributes:
-    kind: of an event's object.
+    kind: Value of an event's `object`.
   """
 
   last = b"data: [DONE]\n\n"
@@ -143,49 +189,50 @@ class ChoiceStream:
 
   def __init__(
       self,
-      asked: requests.SamplingRequest,
+      request: requests.SamplingRequest,
       answer_id: str,
       created: int,
       decoder: answers.TokenDecoder,
   ):
-    self._asked = asked
+    self._request = request
     self._head = {
         "id": answer_id,
         "object": self.kind,
         "created": created,
-        "model": asked.model,
+        "model": request.model,
     }
     self._decoder = decoder
     self._texts = [
-        answers.TextStream(decoder, asked.stop) for _ in range(asked.choices)
+        answers.TextStream(decoder, request.stop)
+        for _ in range(request.choices)
     ]
 
   def start(self) -> Iterator[dict[str, Any]]:
     return iter(())
 
   def tokens(self, index: int, tokens: np.ndarray) -> Iterator[dict[str, Any]]:
-    if self._asked.parse_tools:  # Content and calls are separated at the end.
+    if self._request.parse_tools:  # Content and calls are separated at the end.
       return
     if new := self._texts[index].feed(tokens):
       yield self._chunk(index, self._new(new))
 
   def finish(self, answer: answers.SampledAnswer) -> Iterator[dict[str, Any]]:
-    for i in range(self._asked.choices):
+    for i in range(self._request.choices):
       yield from self._ending(answer, i)
-    if self._asked.include_usage:
+    if self._request.include_usage:
       yield {**self._head, "choices": [], "usage": answers.usage(answer)}
 
   def failed(self, error: errors.ApiError) -> Iterator[dict[str, Any]]:
     yield error.body()
 
   def _new(self, text: str) -> dict[str, Any]:
-    """The field with new text."""
+    """Returns the field with new text."""
     raise NotImplementedError
 
   def _ending(
       self, answer: answers.SampledAnswer, index: int
   ) -> Iterator[dict[str, Any]]:
-    """A choice's last events."""
+    """Returns a choice's last events."""
     raise NotImplementedError
 
   def _chunk(

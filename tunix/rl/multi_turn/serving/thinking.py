@@ -25,13 +25,14 @@ _EFFORT = "reasoning_effort"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rendering:
-  """How a request's messages become tokens.
+  """Rendering of a request's messages to tokens.
 
   Attributes:
-    renderer: of the policy's chat template, with the request's variables.
-    apart: distinguishes conversations that the variables write differently;
-      "" where only the end of a prompt differs.
-    acting: fields that changed the prompt.
+    renderer: Renderer of the policy's chat template with the request's
+      variables.
+    apart: Text that distinguishes conversations which the variables write
+      differently; "" where only the end of a prompt differs.
+    acting: Fields that changed the prompt.
   """
 
   renderer: Any
@@ -52,15 +53,15 @@ class Renderings:
     return self._plain.renderer
 
   def of(self, request: requests.SamplingRequest) -> Rendering:
-    """The rendering that a request asks for.
+    """Returns the rendering that a request asks for.
 
     Raises:
       ApiError: naming the field that this policy cannot follow.
     """
-    asked = request.thinking
-    if not request.template_options and asked is None:
+    thinking = request.thinking
+    if not request.template_options and thinking is None:
       return self._plain
-    key = asked, tuple(sorted(request.template_options.items()))
+    key = thinking, tuple(sorted(request.template_options.items()))
     if key not in self._made:
       self._made[key] = self._make(request)
     return self._made[key]
@@ -79,7 +80,7 @@ class Renderings:
       self._check_needed(request.thinking)
       return self._plain
     try:
-      made = own.with_options(options)
+      renderer = own.with_options(options)
     except ValueError as error:
       field = min(fields)
       raise errors.invalid(
@@ -89,20 +90,20 @@ class Renderings:
           "unsupported_parameter",
       ) from None
     apart = ""
-    if not own.writes_alike(made):
+    if not own.writes_alike(renderer):
       apart = json.dumps(options, sort_keys=True)
-    return Rendering(made, apart, frozenset(fields))
+    return Rendering(renderer, apart, frozenset(fields))
 
-  def _check_needed(self, asked: requests.Thinking | None) -> None:
+  def _check_needed(self, thinking: requests.Thinking | None) -> None:
     """Refuses to ask a policy for reasoning that never reasons."""
-    if asked is None or not asked.needed or self.renderer.answer_prefix:
+    if thinking is None or not thinking.needed or self.renderer.answer_prefix:
       return
     if any(self.renderer.changed_by({name: False}) for name in _SWITCHES):
       return  # It is switched on.
     raise errors.invalid(
-        asked.field,
-        f"{asked.field} is not supported by this policy, whose chat template"
-        f" has no switch for reasoning; leave {asked.field} out",
+        thinking.field,
+        f"{thinking.field} is not supported by this policy, whose chat template"
+        f" has no switch for reasoning; leave {thinking.field} out",
         "unsupported_parameter",
     )
 
@@ -110,13 +111,13 @@ class Renderings:
 def _asked(
     request: requests.SamplingRequest,
 ) -> Iterator[tuple[str, Any, str]]:
-  """(variable, value, field) of each, the most exact last."""
-  asked = request.thinking
-  if asked is not None:
-    if asked.on is not None:
+  """Yields (variable, value, field) of each, the most exact last."""
+  thinking = request.thinking
+  if thinking is not None:
+    if thinking.on is not None:
       for name in _SWITCHES:
-        yield name, asked.on, asked.field
-    if asked.effort is not None:
-      yield _EFFORT, asked.effort, asked.field
+        yield name, thinking.on, thinking.field
+    if thinking.effort is not None:
+      yield _EFFORT, thinking.effort, thinking.field
   for name, value in request.template_options.items():
     yield name, value, f"chat_template_kwargs.{name}"

@@ -18,7 +18,7 @@ Message = dict[str, Any]
 
 
 def in_order(messages: Sequence[Message], field: str) -> list[Message]:
-  """The messages, each answer's results in the order of its calls.
+  """Returns the messages, each answer's results in the order of its calls.
 
   The results of an answer without calls stay as sent, whatever their ids: its
   text may hold calls that the client read itself. A lone call's result needs no
@@ -49,7 +49,7 @@ def in_order(messages: Sequence[Message], field: str) -> list[Message]:
 def _matched(
     calls: Sequence[str | None], results: Sequence[Message], field: str
 ) -> Sequence[Message]:
-  """The results of calls with these ids, in their order."""
+  """Returns the results of calls with these ids, in their order."""
   ids = [result.get("tool_call_id") for result in results]
   if not calls:
     return results

@@ -23,7 +23,7 @@ class BaseTool(abc.ABC):
   """A tool.
 
   Attributes:
-    name: by which the policy calls it.
+    name: Name by which the policy calls it.
     description: shown to the policy.
   """
 
@@ -64,14 +64,15 @@ class BaseTool(abc.ABC):
 
 
 def renamed(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
-  """An OpenAI schema, or its `function` part alone, as the schema of `name`."""
+  """Returns an OpenAI schema, or its `function` part alone, as the schema of
+  `name`."""
   if "function" not in schema:
     schema = {"type": "function", "function": schema}
   return {**schema, "function": {**schema["function"], "name": name}}
 
 
 def as_output(name: str, value: Any) -> ToolOutput:
-  """A tool's result as a ToolOutput that can be written as text."""
+  """Returns a tool's result as a ToolOutput that can be written as text."""
   if not isinstance(value, ToolOutput):
     if isinstance(value, (bool, int, float)):
       value = json.dumps(value)
@@ -113,13 +114,13 @@ def normalize_calls(action: Any) -> list[ToolCall]:
         f"expected tool calls, got {type(action).__name__}: {action!r:.80}"
     )
   calls = []
-  seen: set[str] = set()
+  ids: set[str] = set()
   for item in action:
     call = item if isinstance(item, ToolCall) else _call_from_dict(item)
     call_id, n = call.call_id, 2
-    while call_id in seen:
+    while call_id in ids:
       call_id, n = f"{call.call_id}#{n}", n + 1
-    seen.add(call_id)
+    ids.add(call_id)
     if call_id != call.call_id:
       call = ToolCall(call.name, call.arguments, call_id)
     calls.append(call)

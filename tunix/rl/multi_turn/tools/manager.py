@@ -119,7 +119,7 @@ class ToolManager:
     return {call.call_id: out for call, out in zip(calls, results)}
 
   def _refusal(self, call: base.ToolCall) -> base.ToolOutput | None:
-    """An error output when the call cannot be made at all."""
+    """Returns an error output when the call cannot be made at all."""
     tool = self.tools.get(call.name)
     if tool is None:
       return base.ToolOutput(

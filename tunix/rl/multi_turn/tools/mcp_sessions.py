@@ -32,13 +32,13 @@ _MAX_WORDS = 500  # Bytes of a program's stderr that an error quotes.
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Server:
-  """Where an MCP server is, and its deadlines in seconds.
+  """Address or command of an MCP server, and its deadlines in seconds.
 
   Attributes:
-    command: program and arguments, empty with a `url`.
-    env, cwd: of the program.
-    url: of a server that runs elsewhere.
-    headers: of each request to it.
+    command: Program and arguments, empty with a `url`.
+    env, cwd: Environment and working directory of the program.
+    url: Address of a server that runs elsewhere.
+    headers: Headers of each request to it.
     start_s, call_s, close_s: see the module docstring.
   """
 
@@ -73,26 +73,26 @@ class Session:
     _SESSIONS.add(self)
 
   def list_tools(self) -> list[Any]:
-    """The server's tools.
+    """Returns the server's tools.
 
     Raises:
       SessionError: no list within `start_s`.
     """
 
     async def ask(link: _Link) -> list[Any]:
-      found, cursor = [], None
+      tools, cursor = [], None
       while True:
         page = await link.session.list_tools(cursor)
-        found += page.tools
+        tools += page.tools
         cursor = page.nextCursor
-        if not cursor or len(found) > _MAX_TOOLS:
-          return found[:_MAX_TOOLS]
+        if not cursor or len(tools) > _MAX_TOOLS:
+          return tools[:_MAX_TOOLS]
 
     seconds = self._server.start_s
     return _on_loop(self._with_link(ask, seconds, "list of tools")).result()
 
   async def call(self, tool: str, arguments: Mapping[str, Any]) -> Any:
-    """The `CallToolResult` of a call.
+    """Returns the `CallToolResult` of a call.
 
     Raises:
       SessionError: none within `call_s`, or the session broke.
@@ -136,27 +136,27 @@ class Session:
       await self._drop(link)
       why = _reason(error, self._server.start_s) + link.last_words()
       raise SessionError(f"{self._server} did not start: {why}") from None
-    asked = asyncio.ensure_future(ask(link))
-    done, _ = await asyncio.wait(
-        (asked, link.task), timeout=seconds,
+    request = asyncio.ensure_future(ask(link))
+    finished, _ = await asyncio.wait(
+        (request, link.task), timeout=seconds,
         return_when=asyncio.FIRST_COMPLETED,
     )  # pyformat: disable
-    if asked not in done:
-      asked.cancel()
-      await asyncio.wait((asked,), timeout=1.0)
-      if link.task in done:
+    if request not in finished:
+      request.cancel()
+      await asyncio.wait((request,), timeout=1.0)
+      if link.task in finished:
         raise SessionError(
             f"{self._server} ended before the {what}{link.last_words()}"
         )
       raise SessionError(f"{self._server} gave no {what} in {seconds:g} s")
-    broken = asked.exception()
+    broken = request.exception()
     if broken is not None:
       if _ends_session(broken):
         link.give_up()
       raise SessionError(
           f"{self._server} gave no {what}: {_reason(broken, seconds)}"
       )
-    return asked.result()
+    return request.result()
 
   async def _drop(self, link: _Link) -> None:
     with self._lock:
@@ -174,7 +174,7 @@ class _Link:
     self._words = b""
     self.session: Any = None
     self.ready: asyncio.Future[None] = loop.create_future()
-    # Read also when nobody waits for it any more.
+    # Its exception is retrieved although no caller waits for it any more.
     self.ready.add_done_callback(lambda f: f.cancelled() or f.exception())
     self._stop, self._gone = asyncio.Event(), asyncio.Event()
     self.task = loop.create_task(self._run())
@@ -211,7 +211,8 @@ class _Link:
     self._words = (self._words + part)[-_MAX_WORDS:]
 
   def last_words(self) -> str:
-    """The end of what the program wrote to stderr, for error messages."""
+    """Returns the end of what the program wrote to stderr, for error
+    messages."""
     text = self._words.decode("utf-8", "replace").strip()
     return f"; it wrote: {text}" if text else ""
 
@@ -238,8 +239,8 @@ class _Link:
 class _Watched:
   """A stream of messages that notes its end: the server's."""
 
-  def __init__(self, stream: Any, gone: asyncio.Event):
-    self._stream, self._gone = stream, gone
+  def __init__(self, stream: Any, disconnected: asyncio.Event):
+    self._stream, self._gone = stream, disconnected
 
   async def __aenter__(self) -> _Watched:
     await self._stream.__aenter__()
@@ -300,35 +301,35 @@ def _ends_session(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def _listening(heard: Callable[[bytes], None]) -> Iterator[TextIO]:
-  """A file to write to; `heard` gets what is written, on this loop."""
+  """Returns a file to write to; `heard` gets what is written, on this loop."""
   loop = asyncio.get_running_loop()
-  ours, theirs = os.pipe()
-  os.set_blocking(ours, False)
+  reading_end, writing_end = os.pipe()
+  os.set_blocking(reading_end, False)
 
   def read() -> bool:
     try:
-      part = os.read(ours, 65536)
+      part = os.read(reading_end, 65536)
     except BlockingIOError:
       return False
     if part:
       heard(part)
     else:
-      loop.remove_reader(ours)
+      loop.remove_reader(reading_end)
     return bool(part)
 
-  loop.add_reader(ours, read)
+  loop.add_reader(reading_end, read)
   try:
-    with open(theirs, "w", encoding="utf-8") as file:
+    with open(writing_end, "w", encoding="utf-8") as file:
       yield file
   finally:
     while read():
       pass
-    loop.remove_reader(ours)
-    os.close(ours)
+    loop.remove_reader(reading_end)
+    os.close(reading_end)
 
 
 def _reason(error: BaseException, seconds: float) -> str:
-  """The first cause in a group of exceptions, in words."""
+  """Returns the first cause in a group of exceptions, in words."""
   first = error
   while isinstance(first, BaseExceptionGroup):
     first = first.exceptions[0]

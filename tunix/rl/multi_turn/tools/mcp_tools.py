@@ -36,7 +36,8 @@ _MAX_PIXELS = 64 << 20
 
 
 def _with_interpreter(command: Sequence[Any]) -> tuple[str, ...]:
-  """The command, with this process's interpreter for the program `python`.
+  """Returns the command, with this process's interpreter for the program
+  `python`.
 
   Where no environment is activated, a shell's `python` is another one.
   """
@@ -72,17 +73,18 @@ class McpTools:
     """Connects once, and reads the server's list of tools.
 
     Args:
-      command: program and arguments of a server that is started here; the
+      command: Program and arguments of a server that is started here; the
         program `python` is this process's interpreter.
-      url: of a server that runs; give one of the two.
-      env, cwd: of the program, which otherwise gets the few variables that
-        the package `mcp` passes on.
-      token_env: environment variable with a token that is sent to `url`.
-      per: whose the session is; a server that keeps state needs "episode".
-      only: names of the tools to offer; all by default.
-      prefix: put before the tools' names.
-      start_s, call_s, close_s: deadlines in seconds.
-      max_chars: of a call's text; the rest is cut off.
+      url: Address of a server that runs; give this or a command.
+      env, cwd: Environment and working directory of the program, which
+        otherwise gets the few variables that the package `mcp` passes on.
+      token_env: Environment variable with a token that is sent to `url`.
+      per: Owner of the session; a server that keeps state needs "episode".
+      only: Names of the tools to offer; all by default.
+      prefix: Text before the tools' names.
+      start_s, call_s, close_s: Deadlines in seconds.
+      max_chars: Largest number of characters of a call's result; the rest is
+        cut off.
 
     Raises:
       ValueError: naming the option; the package is not installed; or the server
@@ -162,7 +164,7 @@ class McpTool(stateful.EpisodeTool):
   """One tool of a server.
 
   Attributes:
-    session: that its calls go to; None until the episode's is made.
+    session: Session that its calls go to; None until the episode's is made.
   """
 
   def __init__(
@@ -223,7 +225,7 @@ class McpTool(stateful.EpisodeTool):
 
 
 def _read(result: Any, max_chars: int) -> tuple[str, list[np.ndarray]]:
-  """(text, images as uint8[H, W, 3]) of a call's result."""
+  """Returns (text, images as uint8[H, W, 3]) of a call's result."""
   texts, images = [], []
   for part in result.content:
     if part.type == "text":
@@ -244,7 +246,7 @@ def _read(result: Any, max_chars: int) -> tuple[str, list[np.ndarray]]:
 
 
 def _pixels(data: str) -> np.ndarray:
-  """A base64 image as uint8[H, W, 3]; ValueError where it is none."""
+  """Returns a base64 image as uint8[H, W, 3]; ValueError where it is none."""
   from PIL import Image  # pylint: disable=g-import-not-at-top
 
   try:

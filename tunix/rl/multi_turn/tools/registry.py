@@ -56,14 +56,14 @@ class ToolSet:
       make = TOOLS.get(path, "operator")
     except (ImportError, ValueError) as error:
       raise type(error)(f"{_FIELD}: {error}") from None
-    made: Mapping[str, Any] = {name: make}
+    tools: Mapping[str, Any] = {name: make}
     if isinstance(make, type) and issubclass(make, stateful.BaseTool):
       self._stateful[name] = make(dict(options)) if options else make()
     elif getattr(make, "is_toolbox", False):
-      made = _make(name, make, options).tools
+      tools = _make(name, make, options).tools
     elif options:
-      made = {name: _make(name, make, options)}
-    for key, tool in made.items():
+      tools = {name: _make(name, make, options)}
+    for key, tool in tools.items():
       if key in self.classes:
         raise ValueError(
             f"environment.options.tools has two tools {key!r}; give one of them"
@@ -100,7 +100,8 @@ class ToolSet:
 
 
 def _entries(names: ToolNames) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-  """(name that the policy sees, registered name or path, options) of each."""
+  """Yields (name that the policy sees, registered name or path, options) of
+  each."""
   if isinstance(names, str):
     names = [name.strip() for name in names.split(",") if name.strip()]
   if isinstance(names, Mapping):
@@ -134,7 +135,7 @@ def _entries(names: ToolNames) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
 
 
 def _make(name: str, make: Any, options: Mapping[str, Any]) -> Any:
-  """A tool with its options.
+  """Returns a tool with its options.
 
   Raises:
     ValueError: an option that it does not take, or will not.
@@ -148,10 +149,10 @@ def _make(name: str, make: Any, options: Mapping[str, Any]) -> Any:
   wrong = [f"{where}.{text}" for _, text in takes.wrong(options, name)]
   if wrong:
     raise ValueError("\n".join(wrong))
-  given = dict(options)
+  settings = dict(options)
   if isinstance(make, type) and issubclass(make, base.BaseTool):
-    given.setdefault("name", name)
+    settings.setdefault("name", name)
   try:
-    return make(**given)
+    return make(**settings)
   except (TypeError, ValueError) as error:
     raise ValueError(f"{where}: {error}") from None

@@ -82,9 +82,9 @@ class ToolRequest:
     messages: OpenAI format, grows.
     tools_kwargs: tool name -> `{"create_kwargs": {…}, …}`.
     data_source: data set of the row.
-    index: of the row.
+    index: Index of the row.
     state: see the module docstring; change it with `move`.
-    finish_reason: of the last generation.
+    finish_reason: Finish reason of the last generation.
     rewards: tool name -> `calc_reward`, filled at the end.
     call_rewards: reward of each execution, in order.
     error: kind and text of the failure, None without one.
@@ -164,7 +164,7 @@ class ToolRequest:
     self.state = state
 
   def kwargs(self, tool: str, kind: str) -> dict[str, Any]:
-    """The keyword arguments of one tool method."""
+    """Returns the keyword arguments of one tool method."""
     return self.tools_kwargs.get(tool, {}).get(kind, {})
 
   def finalize(
@@ -233,7 +233,8 @@ class RequestTools:
     return {call.call_id: text for call, (text, _) in zip(calls, results)}
 
   async def calc_rewards(self) -> dict[str, float]:
-    """The instances' rewards; the first error is kept, none is raised."""
+    """Returns the instances' rewards; the first error is kept, none is
+    raised."""
     request, rewards = self._request, {}
     for name, instance_id in self._instances.items():
       kwargs = request.kwargs(name, "calc_reward_kwargs")
@@ -269,7 +270,8 @@ class RequestTools:
   async def _execute(
       self, call: trajectory.ToolCall
   ) -> tuple[str, float | None]:
-    """(text for the model, reward) of one call; reward None when it failed."""
+    """Returns (text for the model, reward) of one call; reward None when it
+    failed."""
     if call.name not in self._tools:
       text = registry.unknown_name("tool", call.name, self._tools)
       return f"Error: {text}", None

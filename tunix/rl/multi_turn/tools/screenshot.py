@@ -28,8 +28,8 @@ class Screenshot:
 
   Attributes:
     image: the stored screenshot, at the policy's size.
-    width: of the gym's own picture, in pixels.
-    height: likewise.
+    width: Width of the gym's own picture, in pixels.
+    height: Height of that picture, in pixels.
   """
 
   image: trajectory.ImageRef
@@ -50,7 +50,8 @@ def fit_size(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
 ) -> tuple[int, int]:
-  """The (width, height) at which a Qwen-VL processor leaves an image alone.
+  """Returns the (width, height) at which a Qwen-VL processor leaves an image
+  alone.
 
   Each side becomes a multiple of `factor`, rounding half to even, and the area
   is brought between `min_pixels` and `max_pixels` with its shape kept as far
@@ -74,14 +75,15 @@ def fit_size(
 
 
 def shrunk_size(width: int, height: int, scale: float) -> tuple[int, int]:
-  """(width, height) of `shrunk`: each side's share, a pixel at least."""
+  """Returns (width, height) of `shrunk`: each side's share, a pixel at
+  least."""
   return max(1, round(width * scale)), max(1, round(height * scale))
 
 
 def shrunk(
     store: images.ImageStore, image: trajectory.ImageRef, scale: float
 ) -> trajectory.ImageRef:
-  """A stored screenshot at a share of its sides.
+  """Returns a stored screenshot at a share of its sides.
 
   Raises:
     KeyError: the store does not have the image any more.

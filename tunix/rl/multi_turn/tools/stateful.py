@@ -2,8 +2,8 @@
 
 The second family of tools. A stateful tool does part of an environment's work:
 it keeps state for each request (the answer so far, a session) and rewards it.
-The first family (`base.BaseTool`) is a plain function; the adapter at the end
-makes a stateful tool one of those.
+The first family (`base.BaseTool`) is a plain function; `StatefulToolAdapter`
+makes a plain tool of a stateful one.
 
 Promises: instances never share state; `release` may be called twice.
 """
@@ -106,7 +106,7 @@ class BaseTool(abc.ABC):
     return name
 
   def get_openai_tool_schema(self) -> Mapping[str, Any] | None:
-    """The schema given at construction."""
+    """Returns the schema given at construction."""
     return self.tool_schema
 
   @abc.abstractmethod
@@ -124,7 +124,7 @@ class BaseTool(abc.ABC):
     """
 
   async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-    """The instance's reward; 0 unless the tool defines one."""
+    """Returns the instance's reward; 0 unless the tool defines one."""
     del instance_id, kwargs
     return 0.0
 
@@ -153,7 +153,7 @@ class InstanceTool(BaseTool):
     self._instances: dict[str, dict[str, Any]] = {}
 
   def state(self, instance_id: str) -> dict[str, Any]:
-    """The instance's dict.
+    """Returns the instance's dict.
 
     Raises:
       UnknownInstanceError: no such instance.
@@ -189,15 +189,14 @@ class EpisodeTool(plain.BaseTool):
 
   @abc.abstractmethod
   def fresh(self, shared: dict[Any, Any]) -> EpisodeTool:
-    """A copy that has nothing of an episode yet.
+    """Returns a copy without an episode's state.
 
     Args:
-      shared: of the copies of one environment's tools, which keep there what
-        they have in common.
+      shared: State that the copies of one environment's tools have in common.
     """
 
   async def calc_reward(self) -> float:
-    """The episode's reward; 0 unless the tool defines one."""
+    """Returns the episode's reward; 0 unless the tool defines one."""
     return 0.0
 
   @abc.abstractmethod
@@ -259,7 +258,7 @@ class StatefulToolAdapter(EpisodeTool):
     )
 
   async def calc_reward(self) -> float:
-    """The instance's reward; 0 when there is none."""
+    """Returns the instance's reward; 0 when there is none."""
     creation = self._creation
     if creation is None:
       return 0.0
@@ -276,7 +275,8 @@ class StatefulToolAdapter(EpisodeTool):
       await self.tool.release(instance_id, **self._kwargs["release_kwargs"])
 
   async def _instance(self) -> str:
-    """The instance's id; the first caller creates it, the others wait."""
+    """Returns the instance's id; the first caller creates it, the others
+    wait."""
     kwargs, instance_id = with_instance_id(self._kwargs["create_kwargs"])
     with self._lock:
       creation = self._creation
@@ -288,7 +288,7 @@ class StatefulToolAdapter(EpisodeTool):
     if not first:
       return await asyncio.wrap_future(creation)
     try:
-      made = await self.tool.create(**kwargs)
+      created_id = await self.tool.create(**kwargs)
     except BaseException as error:
       with self._lock:
         if self._creation is creation:
@@ -303,11 +303,11 @@ class StatefulToolAdapter(EpisodeTool):
     with self._lock:
       released = self._creation is not creation
       if not released:
-        self._open[self._open.index(instance_id)] = made
-    creation.set_result(made)
+        self._open[self._open.index(instance_id)] = created_id
+    creation.set_result(created_id)
     if released:
-      await self.tool.release(made, **self._kwargs["release_kwargs"])
-    return made
+      await self.tool.release(created_id, **self._kwargs["release_kwargs"])
+    return created_id
 
 
 async def release_all(
@@ -321,7 +321,7 @@ async def release_all(
 
   Args:
     releases: (name, function that releases).
-    seconds: for each of them; None for `RELEASE_SECONDS`.
+    seconds: Deadline of each release; None for `RELEASE_SECONDS`.
   """
 
   async def one(name: str, release: Callable[[], Awaitable[None]]) -> None:
@@ -369,7 +369,7 @@ KWARGS_KINDS = (
 def check_tool_kwargs(
     name: str, kwargs: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-  """All four kinds of keyword arguments of a tool, absent ones empty.
+  """Returns all four kinds of keyword arguments of a tool, absent ones empty.
 
   Raises:
     ValueError: an unknown kind, or one that is not a mapping.

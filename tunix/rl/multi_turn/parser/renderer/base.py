@@ -1,4 +1,4 @@
-"""What every renderer shares: encoding text, decoding samples, token prompts.
+"""Base of the renderers: encodes text, decodes samples, builds token prompts.
 
 Promises: text given to `encode` never becomes one of the tokens that structure
 a prompt.
@@ -29,16 +29,16 @@ class TokenRenderer:
   """Base of the renderers of one tokenizer; thread-safe.
 
   Attributes:
-    image_token_id: the placeholder id; None for a policy without images.
-    end_of_turn_id: ends an assistant's turn.
-    stop_token_ids: what sampling should stop on.
-    longest_token: bytes; n tokens never stand for more than n times as many
-      characters.
-    rewrites: cases in which the template writes an earlier turn differently
+    image_token_id: Id of the placeholder; None for a policy without images.
+    end_of_turn_id: Id that ends an assistant's turn.
+    stop_token_ids: Ids that sampling should stop on.
+    longest_token: Bytes of the longest token; n tokens never stand for more
+      than n times as many characters.
+    rewrites: Cases in which the template writes an earlier turn differently
       once another message follows; there `bridge` keeps the sampled tokens.
-    answer_prefix: written before an answer without reasoning, where the prompt
-      has opened the reasoning.
-    format_name: of the format, for reports.
+    answer_prefix: Text before an answer without reasoning, where the prompt has
+      opened the reasoning.
+    format_name: Name of the format in reports.
   """
 
   image_token_id: int | None = None
@@ -107,34 +107,34 @@ class TokenRenderer:
     return policy_client.TokenPrompt(tokens_T, spans)
 
   def _size(self, image: trajectory.ImageRef) -> tuple[int, int]:
-    """(placeholders of an image, those of a row or 0 for one run)."""
+    """Returns (placeholders of an image, those of a row or 0 for one run)."""
     return self._num_image_tokens(image.width, image.height), 0
 
   def counting(
       self, num_image_tokens: Callable[[int, int], int]
   ) -> Self:
-    """The same renderer with another size of images."""
-    made = copy.copy(self)
-    made._num_image_tokens = num_image_tokens  # pylint: disable=protected-access
-    return made
+    """Returns this renderer with another size of images."""
+    renderer = copy.copy(self)
+    renderer._num_image_tokens = num_image_tokens  # pylint: disable=protected-access
+    return renderer
 
   def changed_by(self, options: Mapping[str, Any]) -> list[str]:
-    """Those variables of a chat template that would change a prompt."""
+    """Returns the chat template's variables that would change a prompt."""
     del options
     return []
 
   def with_options(self, options: Mapping[str, Any]) -> Self:
-    """The renderer of the same chat template with other variables.
+    """Returns the renderer of the same chat template with other variables.
 
     Raises:
-      ValueError: a conversation cannot be continued with them.
+      ValueError: A conversation cannot be continued with them.
     """
     del options
     return self
 
   def writes_alike(self, other: TokenRenderer) -> bool:
-    """Whether the two, of one chat template, differ at most in how a prompt
-    ends: in no message of the conversation before."""
+    """Whether two renderers of one chat template write the messages of a
+    conversation alike, so that at most the end of a prompt differs."""
     return self is other
 
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -146,14 +146,15 @@ class TokenRenderer:
     return self._encoder.decode(tokens, skip_special_tokens=False)
 
   def encode(self, text: str) -> np.ndarray:
-    """int32[T] of plain text; special tokens spelled in it stay text."""
+    """Returns int32[T] of plain text; special tokens spelled in it stay
+    text."""
     return np.array(self._encode(text), np.int32)
 
   def _id(self, token: str) -> int:
-    found = self._encoder.token_to_id(token)
-    if found is None:
+    token_id = self._encoder.token_to_id(token)
+    if token_id is None:
       raise ValueError(f"the tokenizer has no token {token!r}")
-    return found
+    return token_id
 
   def _encode(self, text: str, inner: bool = False) -> tuple[int, ...]:
     """Ids of a text; `inner` where other tokens come before it."""
@@ -194,7 +195,8 @@ class TokenRenderer:
 def _copied(
     backend: tokenizers.Tokenizer, special: Collection[str] = ()
 ) -> tokenizers.Tokenizer:
-  """A copy that leaves special tokens in text, and `special` with them."""
+  """Returns a copy that leaves special tokens in text, and `special` with
+  them."""
   state = backend.to_str()
   added = backend.get_added_tokens_decoder().values()
   if any(t.content in special and not t.special for t in added):
@@ -208,7 +210,7 @@ def _copied(
 
 
 def check_role(message: trajectory.Message, index: int) -> str:
-  """The role of a message.
+  """Returns the role of a message.
 
   Raises:
     ValueError: one that no template has.
@@ -222,7 +224,7 @@ def check_role(message: trajectory.Message, index: int) -> str:
 def parts_of(
     message: trajectory.Message, index: int
 ) -> Iterable[str | trajectory.ImageRef]:
-  """The texts and images of a message's content, in order.
+  """Yields the texts and images of a message's content, in order.
 
   Raises:
     ValueError: content that is neither text nor parts.
@@ -241,13 +243,13 @@ def parts_of(
   for part in content:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text":
-      said: Any = part.get("text")
-      if not isinstance(said, str):
+      text: Any = part.get("text")
+      if not isinstance(text, str):
         raise ValueError(
             f"message {index}: a text part needs a string in 'text', got"
-            f" {type(said).__name__}"
+            f" {type(text).__name__}"
         )
-      yield said
+      yield text
     elif kind == "image":
       image = part.get("image")
       if not isinstance(image, trajectory.ImageRef):
@@ -264,7 +266,7 @@ def parts_of(
 
 
 def call_of(call: Any, index: int) -> tuple[str, Any]:
-  """(name, arguments) of a tool call, an OpenAI dict or a ToolCall.
+  """Returns (name, arguments) of a tool call, an OpenAI dict or a ToolCall.
 
   Raises:
     ValueError: one of them is missing.

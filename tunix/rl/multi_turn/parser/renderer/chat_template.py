@@ -25,7 +25,7 @@ class TemplateError(ValueError):
 
 
 class _Generation(ext.Extension):
-  """`{% generation %}`: marks what the assistant says; it renders as it is."""
+  """Tag `{% generation %}`, which marks an assistant's text and renders it."""
 
   tags = {"generation"}
 
@@ -54,18 +54,20 @@ def _to_json(
   )
 
 
+def _now(form: str) -> str:
+  return datetime.datetime.now().strftime(form)
+
+
 def _environment() -> sandbox.ImmutableSandboxedEnvironment:
-  made = sandbox.ImmutableSandboxedEnvironment(
+  environment = sandbox.ImmutableSandboxedEnvironment(
       trim_blocks=True,
       lstrip_blocks=True,
       extensions=[_Generation, ext.loopcontrols],
   )
-  made.filters["tojson"] = _to_json
-  made.globals["raise_exception"] = _refuse
-  made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(
-      form
-  )
-  return made
+  environment.filters["tojson"] = _to_json
+  environment.globals["raise_exception"] = _refuse
+  environment.globals["strftime_now"] = _now
+  return environment
 
 
 class ChatTemplate:
@@ -79,9 +81,10 @@ class ChatTemplate:
   ):
     """Args:
 
-      source: Jinja.
-      special_tokens: of the tokenizer's configuration, "bos_token" and so on.
-      options: further variables, e.g. {"enable_thinking": False}.
+      source: Text of the Jinja template.
+      special_tokens: Special tokens of the tokenizer's configuration,
+        "bos_token" and so on.
+      options: Further variables, e.g. {"enable_thinking": False}.
 
     Raises:
       TemplateError: `source` is no Jinja.
@@ -96,11 +99,11 @@ class ChatTemplate:
       raise TemplateError(f"the chat template is no Jinja: {error}") from None
 
   def with_options(self, options: Mapping[str, Any]) -> ChatTemplate:
-    """The same template with other variables, the given ones first."""
-    made = copy.copy(self)
-    made.options = {**self.options, **options}
-    made._variables = {**self._variables, **options}  # pylint: disable=protected-access
-    return made
+    """Returns the same template with other variables, the given ones first."""
+    template = copy.copy(self)
+    template.options = {**self.options, **options}
+    template._variables = {**self._variables, **options}  # pylint: disable=protected-access
+    return template
 
   def text(
       self,
@@ -109,13 +112,13 @@ class ChatTemplate:
       add_generation_prompt: bool = True,
       options: Mapping[str, Any] | None = None,
   ) -> str:
-    """The text of a conversation.
+    """Returns the text of a conversation.
 
     Args:
-      messages: as the template takes them.
+      messages: Messages in the form that the template takes.
       tools: OpenAI schemas.
-      add_generation_prompt: end where an assistant answers.
-      options: in place of the template's own variables.
+      add_generation_prompt: Whether the text ends where an assistant answers.
+      options: Variables in place of the template's own.
 
     Raises:
       TemplateError: the template refuses it, or fails on it.
@@ -137,7 +140,7 @@ class ChatTemplate:
       ) from error
 
   def variables(self) -> set[str]:
-    """Names that the template reads and does not set itself."""
+    """Returns the names that the template reads and does not set itself."""
     return meta.find_undeclared_variables(
         self._environment.parse(self.source)
     )

@@ -66,7 +66,8 @@ _PROBES: Mapping[str, tuple[Sequence[Mapping[str, Any]], bool]] = {
 
 
 def difference(one: base.TokenRenderer, other: base.TokenRenderer) -> str:
-  """The first conversation that two renderers of a tokenizer render unequally.
+  """Returns the first conversation that two renderers of a tokenizer render
+  unequally.
 
   Returns:
     Its name and both texts from where they differ; "" for none.
@@ -108,12 +109,12 @@ def make_renderer(
     template: chat_template.ChatTemplate | None,
     kind: str = "auto",
 ) -> AnyRenderer:
-  """The renderer of a policy.
+  """Returns the renderer of a policy.
 
   Args:
-    tokenizer: a `tokenizers.Tokenizer`.
-    num_image_tokens: of the policy's processor.
-    template: of the checkpoint; None where it has none.
+    tokenizer: A `tokenizers.Tokenizer`.
+    num_image_tokens: The policy's `Processor.num_image_tokens`.
+    template: Template of the checkpoint; None where it has none.
     kind: "auto", "template" (the checkpoint's, or an error) or "qwen" (ChatML,
       whatever the checkpoint's template says).
 
@@ -154,7 +155,7 @@ def takes_options(renderer: base.TokenRenderer) -> bool:
 
 
 def described(renderer: base.TokenRenderer) -> str:
-  """The renderer in words, for reports."""
+  """Returns the renderer in words, for reports."""
   if not renderer.rewrites:
     return renderer.format_name
   return (

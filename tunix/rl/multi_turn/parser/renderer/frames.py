@@ -1,4 +1,4 @@
-"""What processors of some families write around an image's placeholders.
+"""Frames that processors of some families write around image placeholders.
 
 Their chat templates show one token for an image, and the processor puts the
 whole of it in that one's place before it tokenises. Sources are transformers'
@@ -32,29 +32,30 @@ class Frame:
   between: str = ""
 
   def write(self, text: str) -> str:
-    """The text of a template with one placeholder, framed, for each image."""
-    whole = self.before + self.placeholder + self.after
-    return text.replace(self.shown, whole)
+    """Returns the text of a template with one placeholder, framed, for each
+    image."""
+    framed = self.before + self.placeholder + self.after
+    return text.replace(self.shown, framed)
 
-  def size(self, found: Any) -> tuple[int, int]:
-    """(placeholders of an image, those of a row or 0 for one run).
+  def size(self, placeholders: Any) -> tuple[int, int]:
+    """Returns the placeholders of an image, and of a row or 0 for one run.
 
     Args:
-      found: by a policy's `num_image_tokens`: their number, or (rows,
+      placeholders: Result of a policy's `num_image_tokens`: a number, or (rows,
         placeholders of a row).
 
     Raises:
-      ValueError: a number, where the frame has rows.
+      ValueError: `placeholders` is a number, and the frame has rows.
     """
     if not self.between:
-      return found, 0
-    if isinstance(found, int):
+      return placeholders, 0
+    if isinstance(placeholders, int):
       raise ValueError(
           f"the chat template's images are rows of {self.placeholder!r} with"
           f" {self.between!r} between them, and this policy takes one run of"
           " placeholders; send text"
       )
-    return math.prod(found), found[1]
+    return math.prod(placeholders), placeholders[1]
 
 
 FRAMES = (
@@ -69,11 +70,11 @@ FRAMES = (
 
 
 def find(text: str, tokens: Collection[str]) -> Frame | None:
-  """The frame of a template that shows one image in `text`.
+  """Returns the frame of a template that shows one image in `text`.
 
   Args:
-    text: of a message with one image.
-    tokens: of the tokenizer that structure a prompt.
+    text: Rendered text of a message with one image.
+    tokens: Tokens of the tokenizer that structure a prompt.
   """
   for frame in FRAMES:
     needed = {frame.shown, frame.placeholder, frame.between} - {""}

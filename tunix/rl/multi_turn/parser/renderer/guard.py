@@ -33,9 +33,9 @@ class Guard:
   ):
     """Args:
 
-      tokens: that text must not become.
-      literals: that the template writes between texts.
-      spoken: of the tokens, those that an assistant's text may hold.
+      tokens: Tokens that text must not become.
+      literals: Texts that the template writes between messages' texts.
+      spoken: Those of `tokens` that an assistant's text may hold.
     """
     nonce = secrets.token_hex(4)
     self._mark = f"\ue000{nonce}%x\ue001"
@@ -47,7 +47,8 @@ class Guard:
   def _pattern(
       self, tokens: Collection[str], spoken: Collection[str]
   ) -> re.Pattern[str]:
-    """Where a token begins, or might with what follows the text."""
+    """Returns a pattern of the places where a token begins, or might begin
+    together with the text that follows."""
     starts = sorted({re.escape(token[:2]) for token in tokens})
     firsts = "".join(sorted({re.escape(token[0]) for token in tokens}))
     let = "|".join([MARKUP.pattern, *(re.escape(token) for token in spoken)])
@@ -57,15 +58,16 @@ class Guard:
     return re.compile(rf"(?!{let})(?:{'|'.join([*starts, last])})")
 
   def cover(self, text: str, assistant: bool = False) -> str:
-    """The text with marks in place of the characters that begin tokens.
+    """Returns the text with marks in place of the characters that begin tokens.
 
     Args:
-      text: of a message or a schema.
-      assistant: a policy's own text, which may hold the `spoken` tokens.
+      text: Text of a message or a schema.
+      assistant: Whether the text is a policy's own, which may hold the `spoken`
+        tokens.
     """
     pattern = self._assistant if assistant else self._any
     covered = pattern.sub(
-        lambda found: self._mark % ord(found[0][0]) + found[0][1:], text
+        lambda match: self._mark % ord(match[0][0]) + match[0][1:], text
     )
     begin = covered.lstrip()
     if begin and self._heads:
@@ -75,7 +77,7 @@ class Guard:
     return covered
 
   def cover_all(self, value: Any) -> Any:
-    """The same in every string of a JSON value, keys included."""
+    """Returns the same in every string of a JSON value, keys included."""
     if isinstance(value, str):
       return self.cover(value)
     if isinstance(value, Mapping):
@@ -90,13 +92,13 @@ class Guard:
   def uncover(self, text: str) -> str:
     if "\ue000" not in text:
       return text
-    return self._marks.sub(lambda found: chr(int(found[1], 16)), text)
+    return self._marks.sub(lambda match: chr(int(match[1], 16)), text)
 
 
 def _heads(
     tokens: Collection[str], literals: Iterable[str]
 ) -> tuple[str, ...]:
-  """What would complete a token that a literal's end has begun."""
+  """Returns the ends of tokens whose beginning a literal ends with."""
   ends = {literal[-64:] for literal in literals}
   return tuple(sorted({
       token[cut:]

@@ -40,7 +40,8 @@ _PROBE = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
 
 class QwenRenderer(base.TokenRenderer):
-  """Renders for one tokenizer; thread-safe. Attributes: as the base class."""
+  """Renderer of one tokenizer; thread-safe. It has the base class's attributes.
+  """
 
   format_name = "ChatML"
 
@@ -72,7 +73,7 @@ class QwenRenderer(base.TokenRenderer):
       add_generation_prompt: bool = True,
       tools: Sequence[Mapping[str, Any]] | None = None,
   ) -> policy_client.TokenPrompt:
-    """Tokens of a whole history.
+    """Returns the tokens of a whole history.
 
     Args:
       messages: OpenAI-format messages; see `trajectory.Message`. Assistant
@@ -106,10 +107,10 @@ class QwenRenderer(base.TokenRenderer):
       *,
       last_sampled_is_eot: bool,
   ) -> policy_client.TokenPrompt:
-    """Tokens to append after a sampled completion.
+    """Returns the tokens to append after a sampled completion.
 
     Args:
-      new_messages: what came since: user and tool messages.
+      new_messages: Messages since the completion, of users and tools.
       last_sampled_is_eot: the completion ends with `<|im_end|>`. Otherwise
         (length limit) the bridge closes the turn.
 
@@ -228,7 +229,7 @@ class _Builder:
 
 
 def _tool_call_text(call: Any, index: int) -> str:
-  """A call as Qwen writes it."""
+  """Returns a call as Qwen writes it."""
   name, arguments = base.call_of(call, index)
   if not isinstance(arguments, str):
     arguments = json.dumps(arguments, ensure_ascii=False)

@@ -10,7 +10,7 @@ Promises:
 - prompt + sampled + `bridge` is what `render` gives for the longer history
   wherever the sampled text is canonical and the template leaves earlier turns
   as they were. Where it rewrites them (`rewrites`: mostly, it drops the
-  reasoning before the last user message), the sampled tokens stay as they are.
+  reasoning before the last user message), the sampled tokens stay unchanged.
 - Text of a message never becomes one of the tokens that structure the prompt.
 - What the template would leave out (an image, a system message that is not the
   first) is refused. A template behind whose answers no fixed text can be put is
@@ -78,10 +78,8 @@ _RESULT = {"role": "tool", "content": "Zq6resultZq", "tool_call_id": _CALL_ID}
 
 
 class TemplateRenderer(base.TokenRenderer):
-  """Renders for one tokenizer and template; thread-safe.
-
-  Attributes: as the base class.
-  """
+  """Renderer of one tokenizer and template; thread-safe. It has the base
+  class's attributes."""
 
   format_name = "chat template"
 
@@ -99,7 +97,7 @@ class TemplateRenderer(base.TokenRenderer):
       num_image_tokens: (width, height) in pixels to number of placeholders,
         the policy's `Processor.num_image_tokens`; where a token stands between
         rows of them (`frames`), to (rows, placeholders of a row).
-      template: of the checkpoint.
+      template: Template of the checkpoint.
       cached_texts: encoded texts kept, least recently used go first.
 
     Raises:
@@ -151,7 +149,7 @@ class TemplateRenderer(base.TokenRenderer):
       add_generation_prompt: bool = True,
       tools: Sequence[Mapping[str, Any]] | None = None,
   ) -> policy_client.TokenPrompt:
-    """Tokens of a whole history.
+    """Returns the tokens of a whole history.
 
     Args:
       messages: OpenAI-format messages; see `trajectory.Message`. Assistant
@@ -174,10 +172,10 @@ class TemplateRenderer(base.TokenRenderer):
       *,
       last_sampled_is_eot: bool,
   ) -> policy_client.TokenPrompt:
-    """Tokens to append after a sampled completion.
+    """Returns the tokens to append after a sampled completion.
 
     Args:
-      new_messages: what came since: user and tool messages.
+      new_messages: Messages since the completion, of users and tools.
       last_sampled_is_eot: the completion ends with one of `stop_token_ids`,
         which stands in place of the token that the template puts there.
         Otherwise (length limit) the bridge closes the turn.
@@ -187,7 +185,7 @@ class TemplateRenderer(base.TokenRenderer):
       bridge's own start.
 
     Raises:
-      ValueError: as `render`.
+      ValueError: See `render`.
     """
     images: list[trajectory.ImageRef] = []
     plain = self._plain(new_messages, images, first=False)
@@ -202,14 +200,13 @@ class TemplateRenderer(base.TokenRenderer):
     if getattr(parser, "compact", False) or not parser.writes:
       # It has a prompt of its own.
       return False
-    asked = self._conversation([_user()])
+    question = self._conversation([_user()])
     try:
-      shown = self.template.text(asked, [_TOOL])
-      before = self.template.text(asked, [_TOOL], add_generation_prompt=False)
-      called = self.template.text(
-          [*asked, *self._conversation([_assistant("", tool_calls=[_CALL])])],
-          [_TOOL],
-          add_generation_prompt=False,
+      answer = self._conversation([_assistant("", tool_calls=[_CALL])])
+      shown = self.template.text(question, [_TOOL])
+      before, called = (
+          self.template.text(messages, [_TOOL], add_generation_prompt=False)
+          for messages in (question, [*question, *answer])
       )
     except ValueError:
       return False
@@ -220,9 +217,9 @@ class TemplateRenderer(base.TokenRenderer):
     for token in self._ids:
       if self._ids[token] in self.stop_token_ids:
         called = called.split(token)[0]
-    found = parser.parse(called)
+    calls = parser.parse(called)
     arguments = _CALL["function"]["arguments"]
-    if [(call.name, call.arguments) for call in found] != [(_NAME, arguments)]:
+    if [(call.name, call.arguments) for call in calls] != [(_NAME, arguments)]:
       return False
     if parser.call_end and parser.call_end in called:
       return True
@@ -234,26 +231,26 @@ class TemplateRenderer(base.TokenRenderer):
   def changed_by(self, options: Mapping[str, Any]) -> list[str]:
     if not options:
       return []
-    asked = self._conversation([_user(), _assistant(), _user()])
-    own = self.template.text(asked)
+    messages = self._conversation([_user(), _assistant(), _user()])
+    own = self.template.text(messages)
     return [
         name
         for name, value in options.items()
-        if self.template.text(asked, options={name: value}) != own
+        if self.template.text(messages, options={name: value}) != own
     ]
 
   def with_options(self, options: Mapping[str, Any]) -> TemplateRenderer:
-    made = copy.copy(self)
-    made.template = self.template.with_options(options)
-    made._find_end()
-    if made.stop_token_ids != self.stop_token_ids:
+    renderer = copy.copy(self)
+    renderer.template = self.template.with_options(options)
+    renderer._find_end()
+    if renderer.stop_token_ids != self.stop_token_ids:
       raise ValueError(
           "the chat template ends a turn with other tokens:"
-          f" {made.stop_token_ids}, not {self.stop_token_ids}"
+          f" {renderer.stop_token_ids}, not {self.stop_token_ids}"
       )
-    made.rewrites = tuple(made._rewritten())
-    made.answer_prefix = made._closing()
-    return made
+    renderer.rewrites = tuple(renderer._rewritten())
+    renderer.answer_prefix = renderer._closing()
+    return renderer
 
   def writes_alike(self, other: base.TokenRenderer) -> bool:
     system = {"role": "system", "content": "Zq9"}
@@ -286,18 +283,18 @@ class TemplateRenderer(base.TokenRenderer):
       images: list[trajectory.ImageRef],
       first: bool,
   ) -> list[dict[str, Any]]:
-    """The messages as the template takes them, text covered.
+    """Returns the messages as the template takes them, text covered.
 
     Args:
       messages: any.
       images: theirs are appended to it.
       first: they begin a conversation.
     """
-    found = []
+    plain_messages = []
     for index, message in enumerate(messages):
       role = base.check_role(message, index)
-      kept = self._late_system if first else self._system_behind
-      if role == "system" and not kept and (index or not first):
+      takes_system = self._late_system if first else self._system_behind
+      if role == "system" and not takes_system and (index or not first):
         raise ValueError(
             f"message {index} is a system message, which this policy's chat"
             " template has at the beginning only; send it as a user message"
@@ -316,8 +313,8 @@ class TemplateRenderer(base.TokenRenderer):
         )
       if calls := message.get("tool_calls"):
         plain["tool_calls"] = [self._call(call, index) for call in calls]
-      found.append(plain)
-    return found
+      plain_messages.append(plain)
+    return plain_messages
 
   def _content(
       self,
@@ -377,23 +374,25 @@ class TemplateRenderer(base.TokenRenderer):
   # --- text to tokens --------------------------------------------------------
 
   def _pieces(self, text: str) -> list[str | int]:
-    """A rendered text as runs of text, uncovered, and ids of tokens."""
+    """Returns a rendered text as runs of text, uncovered, and ids of tokens."""
     pieces: list[str | int] = []
     if self._frame is not None:
       text = self._frame.write(text)
     at, strip = 0, False
-    for found in (*self._cut.finditer(text), None):
-      run = text[at : found.start() if found else len(text)]
-      left, right = self._strips[found[0]] if found else (False, False)
+    for match in (*self._cut.finditer(text), None):
+      run = text[at : match.start() if match else len(text)]
+      strips_before, strips_after = (
+          self._strips[match[0]] if match else (False, False)
+      )
       if strip:
         run = run.lstrip()
-      if left:
+      if strips_before:
         run = run.rstrip()
       if run:
         pieces.append(self._guard.uncover(run))
-      if found:
-        pieces.append(self._ids[found[0]])
-        at, strip = found.end(), right
+      if match:
+        pieces.append(self._ids[match[0]])
+        at, strip = match.end(), strips_after
     return pieces
 
   def _prompt(
@@ -431,8 +430,8 @@ class TemplateRenderer(base.TokenRenderer):
     return policy_client.TokenPrompt(np.array(tokens, np.int32), tuple(spans))
 
   def _size(self, image: trajectory.ImageRef) -> tuple[int, int]:
-    found = self._num_image_tokens(image.width, image.height)
-    return self._frame.size(found) if self._frame else (found, 0)
+    count = self._num_image_tokens(image.width, image.height)
+    return self._frame.size(count) if self._frame else (count, 0)
 
   # --- what the template does ------------------------------------------------
 
@@ -464,11 +463,12 @@ class TemplateRenderer(base.TokenRenderer):
   def _tokens_of(
       self, added: Mapping[str, Any]
   ) -> tuple[set[str], set[str]]:
-    """(tokens that text must not become, those of them in tool calls)."""
+    """Returns (tokens that text must not become, those of them in tool
+    calls)."""
     options = [False, True]
     plain = [
-        self._try(*said, add_generation_prompt=prompt)
-        for said in ([_user()], [_user(), _assistant(), _user()])
+        self._try(*messages, add_generation_prompt=prompt)
+        for messages in ([_user()], [_user(), _assistant(), _user()])
         for prompt in options
     ]
     if not any(plain):
@@ -509,14 +509,18 @@ class TemplateRenderer(base.TokenRenderer):
     return self._frame.placeholder if self._frame else None
 
   def _after(
-      self, before: Sequence[Message], new: Sequence[Message], said: str = _SAID
+      self,
+      before: Sequence[Message],
+      new: Sequence[Message],
+      words: str = _SAID,
   ) -> list[str | int]:
-    """What the template puts behind the last words of `before`."""
+    """Returns the pieces that the template puts behind the last words of
+    `before`."""
     text = self._text([*before, *new])
-    at = text.rfind(said)
+    at = text.rfind(words)
     if at < 0:
       raise ValueError("the chat template leaves out an assistant's message")
-    return self._pieces(text[at + len(said) :])
+    return self._pieces(text[at + len(words) :])
 
   def _find_end(self) -> None:
     """Finds the tokens that end a turn; refuses a template without bridge."""
@@ -563,40 +567,41 @@ class TemplateRenderer(base.TokenRenderer):
     return between if opened and last.startswith(prompt) else ""
 
   def _rewritten(self) -> list[str]:
-    """The kinds of conversation in which earlier turns are written anew."""
+    """Returns the kinds of conversation in which earlier turns are written
+    anew."""
     thought = f"{_THOUGHT}\n</think>\n\n{_SAID}"
     prompt = self._try(_user())
     opened = prompt.endswith("<think>\n")
     answers = {"reasoning": thought if opened else f"<think>\n{thought}"}
     if not opened:
       answers["answers"] = _SAID
-    found = []
-    for kind, said in answers.items():
+    rewrites = []
+    for kind, answer in answers.items():
       for name, new in (("user", _user()), ("tool", _RESULT)):
         bridge = self._try(_user(), _assistant(), new).rpartition(_SAID)[2]
         if not bridge:
           continue  # It has no such message.
         # As it stands, or as the template itself writes it.
         last = self._try(
-            _user(), _assistant(said), add_generation_prompt=False
+            _user(), _assistant(answer), add_generation_prompt=False
         )
         written = last[len(prompt) : last.rfind(_SAID) + len(_SAID)]
         if not any(
             self._try(_user(), _assistant(sampled), new)
             == prompt + sampled + bridge
-            for sampled in (said, written)
+            for sampled in (answer, written)
             if kind == "answers" or _THOUGHT in sampled
         ):
-          found.append(f"{kind} before a {name} message")
+          rewrites.append(f"{kind} before a {name} message")
     system = {"role": "system", "content": "Zq9"}
     for name, before, options in (
         ("the system prompt", [system, _user()], {}),
         ("tools", [_user()], {"tools": [_TOOL]}),
     ):
-      asked = self._try(*before, add_generation_prompt=False, **options)
-      whole = self._try(
+      beginning = self._try(*before, add_generation_prompt=False, **options)
+      conversation = self._try(
           *before, _assistant(), _user("Zq0nextZq"), **options
       )
-      if not whole.startswith(asked):
-        found.append(f"{name} before a user message")
-    return found
+      if not conversation.startswith(beginning):
+        rewrites.append(f"{name} before a user message")
+    return rewrites

@@ -52,7 +52,7 @@ GOAL_STATUS = {
 
 
 class Places:
-  """Where an AndroidWorld action keeps its place: `x` and `y`, in pixels."""
+  """Fields of an AndroidWorld action's place: `x` and `y`, in pixels."""
 
   def has(self, a: gui_table.Arguments) -> bool:
     if a.has("index") and not a.has("x", "y"):
@@ -70,7 +70,7 @@ class Places:
 
 
 def make_readers(places: Places) -> dict[str, gui_table.Reader]:
-  """The table of readers, for one way to write places."""
+  """Returns the table of readers, for one way to write places."""
 
   def at(kind: Kind, **fields: Any) -> gui_table.Reader:
     return lambda a: GuiAction(kind, **places.read(a), **fields)
@@ -122,7 +122,7 @@ _BUTTONS = {
 
 
 def make_writers(places: Places) -> dict[Kind, gui_table.Writer]:
-  """The table of writers, for one way to write places."""
+  """Returns the table of writers, for one way to write places."""
 
   def click(w: gui_table.Writing) -> gui_table.Call | None:
     names = {1: "click", 2: "double_tap"}
@@ -184,7 +184,7 @@ class AndroidWorldParser(gui_table.TableParser, scanning.JsonCallsParser):
   def format(
       self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
-    lines = [f"Reason: {thought}"] if thought else []
-    if calls:
-      lines.append(f"Action: {self.format_calls(calls)}")
-    return "\n".join(lines)
+    return base.with_thought(
+        thought and f"Reason: {thought}",
+        *((f"Action: {self.format_calls(calls)}",) if calls else ()),
+    )

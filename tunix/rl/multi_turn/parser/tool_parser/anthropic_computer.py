@@ -53,53 +53,27 @@ _CLICKS = {
     "double_click": ("left", 2),
     "triple_click": ("left", 3),
 }
-_CLICK_NAMES = {which: name for name, which in _CLICKS.items()}
-
-
-def _click(button: str, count: int) -> gui_table.Reader:
-  return lambda a: GuiAction(
-      Kind.CLICK,
-      **a.point("coordinate"),
-      button=button,
-      count=count,
-      keys=a.held_keys("text") or a.held_keys("key"),
-  )
-
-
-def _drag(a: gui_table.Arguments) -> GuiAction:
-  start = a.point("start_coordinate") if a.has("start_coordinate") else {}
-  return GuiAction(Kind.DRAG, **start, **a.point("coordinate", end=True))
-
-
-def _scroll(a: gui_table.Arguments) -> GuiAction:
-  dx, dy = a.choice("scroll_direction", gui_table.DIRECTIONS)
-  pixels = a.seconds("scroll_amount", 1.0) * gui_table.NOTCH_PX
-  place = a.point("coordinate") if a.has("coordinate") else {}
-  return GuiAction(Kind.SCROLL, **place, dx=dx * pixels, dy=dy * pixels)
-
 
 _READERS: dict[str, gui_table.Reader] = {
-    **{name: _click(*which) for name, which in _CLICKS.items()},
+    **gui_table.clicks_of(_CLICKS, "coordinate", modifiers=("text", "key")),
     "key": lambda a: GuiAction(Kind.KEY, keys=a.keys("text")),
     "hold_key": lambda a: GuiAction(
         Kind.KEY, keys=a.keys("text"), duration=a.seconds("duration", 1.0)
     ),
     "type": gui_table.text_of(Kind.TYPE, "text"),
     "mouse_move": gui_table.point_of(Kind.MOVE, "coordinate"),
-    "left_click_drag": _drag,
-    "scroll": _scroll,
+    "left_click_drag": gui_table.drag_from_pointer(
+        "start_coordinate", "coordinate"
+    ),
+    "scroll": gui_table.scroll_of(
+        "scroll_direction", "coordinate", step="scroll_amount"
+    ),
     "wait": lambda a: GuiAction(Kind.WAIT, duration=a.seconds("duration")),
     "screenshot": gui_table.always(Kind.SCREENSHOT),
     "left_mouse_down": gui_table.unavailable("use left_click_drag"),
     "left_mouse_up": gui_table.unavailable("use left_click_drag"),
     "cursor_position": gui_table.unavailable("look at the screenshot"),
 }
-
-
-def _write_click(w: gui_table.Writing) -> gui_table.Call | None:
-  name = _CLICK_NAMES.get((w.action.button, w.action.count))
-  held = {"text": "+".join(w.action.keys)} if w.action.keys else {}
-  return (name, {**w.place(), **held}) if name else None
 
 
 def _write_drag(w: gui_table.Writing) -> gui_table.Call | None:
@@ -134,7 +108,9 @@ def _write_wait(w: gui_table.Writing) -> gui_table.Call:
 
 
 _WRITERS: dict[Kind, gui_table.Writer] = {
-    Kind.CLICK: _write_click,
+    Kind.CLICK: gui_table.write_clicks(
+        _CLICKS, gui_table.Writing.place, "text"
+    ),
     Kind.MOVE: lambda w: ("mouse_move", w.place()),
     Kind.DRAG: _write_drag,
     Kind.SCROLL: _write_scroll,

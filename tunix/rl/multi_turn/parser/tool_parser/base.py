@@ -148,7 +148,8 @@ class ToolParser(abc.ABC):
 
   @abc.abstractmethod
   def get_tool_prompt(self, tools_schema: ToolsSchema = None) -> str:
-    """The part of the system prompt that shows tools and the call format.
+    """Returns the part of the system prompt that shows tools and the call
+    format.
 
     Args:
       tools_schema: OpenAI tool schemas, or their text; None for
@@ -172,7 +173,7 @@ class ToolParser(abc.ABC):
   def format(
       self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
-    """The text that parses back to `calls`.
+    """Returns the text that parses back to `calls`.
 
     Raises:
       NotImplementedError: The parser writes no calls.
@@ -231,7 +232,7 @@ class GuiActionParser(ToolParser):
   def to_gui_action(
       self, call: trajectory.ToolCall, width: int, height: int
   ) -> gui_action.GuiAction:
-    """The action in pixels of a screenshot of width x height pixels.
+    """Returns the action in pixels of a screenshot of width x height pixels.
 
     Raises:
       GuiActionError: unknown action, missing or bad argument, coordinate
@@ -242,17 +243,18 @@ class GuiActionParser(ToolParser):
   def to_gui_actions(
       self, call: trajectory.ToolCall, width: int, height: int
   ) -> list[gui_action.GuiAction]:
-    """The actions of a call that may stand for several ("click, then type").
+    """Returns the actions of a call that may stand for several ("click, then
+    type").
 
     Raises:
-      GuiActionError: as `to_gui_action`.
+      GuiActionError: See `to_gui_action`.
     """
     return [self.to_gui_action(call, width, height)]
 
   def parse_gui_actions(
       self, model_response: str, width: int, height: int
   ) -> list[gui_action.GuiAction]:
-    """The actions of a response, in order; [] when it has no call.
+    """Returns the actions of a response, in order; [] when it has no call.
 
     Raises:
       ToolParseError: the first malformed call, or the first call that is no
@@ -281,15 +283,15 @@ class GuiActionParser(ToolParser):
       thought: str | None = None,
       grid: tuple[int, int] | None = None,
   ) -> str:
-    """The canonical text of an action, as an oracle writes it.
+    """Returns the canonical text of an action, as an oracle writes it.
 
     `to_gui_actions` of its parse gives the action back within the rounding of
     the format's coordinates.
 
     Args:
-      action: in pixels of the screenshot.
-      width, height: of the screenshot.
-      thought: reasoning before the action.
+      action: Action in pixels of the screenshot.
+      width, height: Size of the screenshot in pixels.
+      thought: Reasoning before the action.
       grid: (columns, rows); each coordinate becomes the centre of its bin, so
         that a small policy has few values to learn.
 
@@ -306,6 +308,12 @@ def require_text(model_response: Any) -> str:
         f" {type(model_response).__name__}"
     )
   return model_response
+
+
+def with_thought(thought: str | None, *blocks: str) -> str:
+  """Returns the blocks of calls one a line, after the thought if there is one.
+  """
+  return "\n".join((thought, *blocks) if thought else blocks)
 
 
 def as_schemas(tools_schema: ToolsSchema) -> list[dict[str, Any]]:
@@ -332,7 +340,7 @@ def as_schemas(tools_schema: ToolsSchema) -> list[dict[str, Any]]:
 
 
 def schema_lines(tools_schema: ToolsSchema) -> str:
-  """One tool schema a line, as JSON; a str is passed through."""
+  """Returns one tool schema a line, as JSON; a str is passed through."""
   if isinstance(tools_schema, str):
     return tools_schema
   return "\n".join(
@@ -342,7 +350,7 @@ def schema_lines(tools_schema: ToolsSchema) -> str:
 
 
 def signature_lines(tools_schema: ToolsSchema) -> str:
-  """One tool a line, as `name(parameter: type, optional?: a|b)`."""
+  """Returns one tool a line, as `name(parameter: type, optional?: a|b)`."""
   lines = []
   for schema in as_schemas(tools_schema):
     function = schema.get("function", schema)

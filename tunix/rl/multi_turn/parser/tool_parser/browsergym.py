@@ -18,6 +18,7 @@ from typing import Sequence
 
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.parser.tool_parser import base
 from tunix.rl.multi_turn.parser.tool_parser import gui_table
 from tunix.rl.multi_turn.parser.tool_parser import python_calls
 
@@ -104,14 +105,6 @@ def _shortcut(*keys: str) -> gui_table.Reader:
   return gui_table.always(Kind.KEY, keys=keys)
 
 
-def _goto(a: gui_table.Arguments) -> list[GuiAction]:
-  return [
-      GuiAction(Kind.KEY, keys=("ctrl", "l")),
-      GuiAction(Kind.TYPE, text=a.name("url")),
-      GuiAction(Kind.KEY, keys=("enter",)),
-  ]
-
-
 _READERS: dict[str, gui_table.Reader] = {
     "mouse_click": _click(1),
     "mouse_dblclick": _click(2),
@@ -124,7 +117,7 @@ _READERS: dict[str, gui_table.Reader] = {
     "keyboard_press": lambda a: GuiAction(Kind.KEY, keys=a.keys("key")),
     "keyboard_type": gui_table.text_of(Kind.TYPE, "text"),
     "keyboard_insert_text": gui_table.text_of(Kind.TYPE, "text"),
-    "goto": _goto,
+    "goto": gui_table.read_url,
     "go_back": _shortcut("alt", "left"),
     "go_forward": _shortcut("alt", "right"),
     "new_tab": _shortcut("ctrl", "t"),
@@ -182,11 +175,7 @@ _WRITERS: dict[Kind, gui_table.Writer] = {
     Kind.MOVE: lambda w: ("mouse_move", w.xy()),
     Kind.DRAG: _write_drag,
     Kind.SCROLL: _write_scroll,
-    Kind.KEY: lambda w: (
-        ("keyboard_press", {"key": "+".join(w.action.keys)})
-        if not w.action.duration
-        else None
-    ),
+    Kind.KEY: gui_table.write_keys("keyboard_press", "key", "+"),
     Kind.TYPE: gui_table.writes("keyboard_type", text="text"),
     Kind.WAIT: _write_wait,
     Kind.ANSWER: gui_table.writes("send_msg_to_user", text="text"),
@@ -214,6 +203,6 @@ class BrowserGymParser(
   def format(
       self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
-    lines = [thought] if thought else []
-    lines.extend(self.write(call.name, call.arguments) for call in calls)
-    return "\n".join(lines)
+    return base.with_thought(
+        thought, *(self.write(call.name, call.arguments) for call in calls)
+    )

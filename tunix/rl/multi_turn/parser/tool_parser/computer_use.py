@@ -45,7 +45,6 @@ _CLICKS = {
     "double_click": ("left", 2),
     "triple_click": ("left", 3),
 }
-_CLICK_NAMES = {value: name for name, value in _CLICKS.items()}
 
 # action name -> (what it does, the arguments it reads)
 _ACTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -99,7 +98,7 @@ def computer_use_schema(
     actions: Sequence[str] = ACTION_NAMES,
     screen: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
-  """The OpenAI schema of the tool.
+  """Returns the OpenAI schema of the tool.
 
   Args:
     coordinates: "relative" (0-999) or "absolute" (pixels).
@@ -171,21 +170,6 @@ def computer_use_schema(
 # --- calls to actions ---------------------------------------------------------
 
 
-def _click(button: str, count: int) -> gui_table.Reader:
-  return lambda a: GuiAction(
-      Kind.CLICK,
-      **a.point("coordinate"),
-      button=button,
-      count=count,
-      keys=a.held_keys("text"),
-  )
-
-
-def _drag(a: gui_table.Arguments) -> GuiAction:
-  start = a.point("start_coordinate") if a.has("start_coordinate") else {}
-  return GuiAction(Kind.DRAG, **start, **a.point("coordinate", end=True))
-
-
 def _scroll(sideways: bool) -> gui_table.Reader:
   def read(a: gui_table.Arguments) -> GuiAction:
     pixels = a.number("pixels")
@@ -214,26 +198,22 @@ def read_terminate(a: gui_table.Arguments) -> GuiAction:
 
 
 READERS: dict[str, gui_table.Reader] = {
-    **{name: _click(*which) for name, which in _CLICKS.items()},
-    "mouse_move": lambda a: GuiAction(Kind.MOVE, **a.point("coordinate")),
-    "left_click_drag": _drag,
+    **gui_table.clicks_of(_CLICKS, "coordinate", modifiers=("text",)),
+    "mouse_move": gui_table.point_of(Kind.MOVE, "coordinate"),
+    "left_click_drag": gui_table.drag_from_pointer(
+        "start_coordinate", "coordinate"
+    ),
     "scroll": _scroll(False),
     "hscroll": _scroll(True),
-    "type": lambda a: GuiAction(Kind.TYPE, text=a.text("text")),
+    "type": gui_table.text_of(Kind.TYPE, "text"),
     "key": lambda a: GuiAction(Kind.KEY, keys=a.keys("keys")),
     "wait": read_wait,
-    "answer": lambda a: GuiAction(Kind.ANSWER, text=a.text("text")),
+    "answer": gui_table.text_of(Kind.ANSWER, "text"),
     "terminate": read_terminate,
 }
 
 
 # --- actions to calls ---------------------------------------------------------
-
-
-def _write_click(w: gui_table.Writing) -> gui_table.Call | None:
-  name = _CLICK_NAMES.get((w.action.button, w.action.count))
-  held = {"text": "+".join(w.action.keys)} if w.action.keys else {}
-  return name and (name, {**w.place(), **held})  # type: ignore[return-value]
 
 
 def _write_drag(w: gui_table.Writing) -> gui_table.Call | None:
@@ -266,18 +246,20 @@ def write_terminate(w: gui_table.Writing) -> gui_table.Call:
 
 
 WRITERS: dict[Kind, gui_table.Writer] = {
-    Kind.CLICK: _write_click,
+    Kind.CLICK: gui_table.write_clicks(
+        _CLICKS, gui_table.Writing.place, "text"
+    ),
     Kind.MOVE: lambda w: ("mouse_move", w.place()),
     Kind.DRAG: _write_drag,
     Kind.SCROLL: _write_scroll,
-    Kind.TYPE: lambda w: ("type", {"text": w.action.text}),
+    Kind.TYPE: gui_table.writes("type", text="text"),
     Kind.KEY: lambda w: (
         ("key", {"keys": list(w.action.keys)})
         if w.action.duration is None
         else None
     ),
     Kind.WAIT: write_wait,
-    Kind.ANSWER: lambda w: ("answer", {"text": w.action.text}),
+    Kind.ANSWER: gui_table.writes("answer", text="text"),
     Kind.TERMINATE: write_terminate,
 }
 

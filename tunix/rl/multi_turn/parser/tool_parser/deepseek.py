@@ -81,16 +81,12 @@ class DeepSeekToolParser(scanning.JsonCallsParser):
     if (fence := _FENCE_END.match(text, end)) is not None:
       end = fence.end()
     call = trajectory.ToolCall(name, scanning.as_arguments(value, name, where))
-    tail = scanning.skip_space(text, end)
-    for mark in (_CLOSE, _ALL_CLOSE):
-      if text.startswith(mark, tail):
-        return (call,), tail + len(mark)
-    if tail == len(text) or text.startswith(_OPEN, tail):
-      return (call,), tail
-    raise base.ToolParseError(
-        f"expected {_CLOSE} after the call of {name!r}, found"
-        f" {scanning.quote(text, tail)}",
-        tail,
+    return (call,), scanning.end_of_block(
+        text,
+        end,
+        (_CLOSE, _ALL_CLOSE),
+        _OPEN,
+        f"{_CLOSE} after the call of {name!r}",
     )
 
   def format_calls(self, calls: Sequence[trajectory.ToolCall]) -> str:
@@ -108,9 +104,9 @@ class DeepSeekToolParser(scanning.JsonCallsParser):
 
 
 def _word(text: str, start: int, what: str) -> tuple[str, int]:
-  found = _WORD.match(text, start)
-  if found is None:
+  match = _WORD.match(text, start)
+  if match is None:
     raise base.ToolParseError(
         f"expected {what}, found {scanning.quote(text, start)}", start
     )
-  return found.group(1), found.end()
+  return match.group(1), match.end()

@@ -60,24 +60,15 @@ class FunctionGemmaParser(scanning.ScanningParser):
       )
     arguments, end = _read_object(text, named.end(), 0)
     call = trajectory.ToolCall(named.group(1), arguments)
-    tail = scanning.skip_space(text, end)
-    if text.startswith(_CLOSE, tail):
-      return (call,), tail + len(_CLOSE)
-    if tail == len(text) or text.startswith(_OPEN, tail):
-      return (call,), tail
-    raise base.ToolParseError(
-        f"expected {_CLOSE} after the call of {call.name!r}, found"
-        f" {scanning.quote(text, tail)}",
-        tail,
+    return (call,), scanning.end_of_block(
+        text, end, (_CLOSE,), _OPEN, f"{_CLOSE} after the call of {call.name!r}"
     )
 
   def format(
       self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
-    blocks = [thought] if thought else []
-    if calls:
-      blocks.append("".join(map(self._write, calls)))
-    return "\n".join(blocks)
+    block = "".join(map(self._write, calls))
+    return base.with_thought(thought, *((block,) if calls else ()))
 
   def _write(self, call: trajectory.ToolCall) -> str:
     if not _NAME.fullmatch(call.name):
@@ -86,7 +77,7 @@ class FunctionGemmaParser(scanning.ScanningParser):
 
 
 def _written(value: Any) -> str:
-  """A value in the notation.
+  """Returns a value in the notation.
 
   Raises:
     ToolParseError: a text that holds the mark, or a key that cannot be one.
@@ -104,14 +95,14 @@ def _written(value: Any) -> str:
 
 
 def _key(key: str) -> str:
-  """A key, between the marks of texts where it is no word."""
+  """Returns a key, between the marks of texts where it is no word."""
   return key if _PLAIN_KEY.fullmatch(key) else _written(key)
 
 
 def _read_object(
     text: str, start: int, depth: int
 ) -> tuple[dict[str, Any], int]:
-  found: dict[str, Any] = {}
+  items: dict[str, Any] = {}
   end = scanning.skip_space(text, start + 1)
   while not text.startswith("}", end):
     if text.startswith(_ESCAPE, end):
@@ -124,13 +115,13 @@ def _read_object(
       raise base.ToolParseError(
           f"expected key:value or }}, found {scanning.quote(text, end)}", end
       )
-    found[key], end = _read_value(text, colon.end(), depth + 1)
+    items[key], end = _read_value(text, colon.end(), depth + 1)
     end = _next(text, end, "}")
-  return found, end + 1
+  return items, end + 1
 
 
 def _read_value(text: str, start: int, depth: int) -> tuple[Any, int]:
-  """The value at `start`, and where it ends.
+  """Returns the value at `start`, and where it ends.
 
   Raises:
     ToolParseError: there is none.
@@ -170,7 +161,7 @@ def _read_value(text: str, start: int, depth: int) -> tuple[Any, int]:
 
 
 def _next(text: str, start: int, close: str) -> int:
-  """Where the next item begins, or `close` stands."""
+  """Returns the offset of the next item, or of `close`."""
   end = scanning.skip_space(text, start)
   if text.startswith(",", end):
     after = scanning.skip_space(text, end + 1)
@@ -184,7 +175,7 @@ def _next(text: str, start: int, close: str) -> int:
 
 
 def _declared(schema: Mapping[str, Any]) -> str:
-  """A tool in the notation: description, then parameters."""
+  """Returns a tool in the notation: description, then parameters."""
   function = schema.get("function", schema)
   body: dict[str, Any] = {"description": function.get("description", "")}
   if parameters := function.get("parameters"):
@@ -197,13 +188,13 @@ def _declared(schema: Mapping[str, Any]) -> str:
 
 def _ordered(schema: Mapping[str, Any]) -> dict[str, Any]:
   """Type last, as the page writes it."""
-  found = {k: v for k, v in schema.items() if k != "type"}
-  if isinstance(found.get("properties"), Mapping):
-    found["properties"] = {
+  ordered = {k: v for k, v in schema.items() if k != "type"}
+  if isinstance(ordered.get("properties"), Mapping):
+    ordered["properties"] = {
         name: _ordered(one) if isinstance(one, Mapping) else one
-        for name, one in found["properties"].items()
+        for name, one in ordered["properties"].items()
     }
-  return found | {k: v for k, v in schema.items() if k == "type"}
+  return ordered | {k: v for k, v in schema.items() if k == "type"}
 
 
 def _capitals(value: Any) -> Any:

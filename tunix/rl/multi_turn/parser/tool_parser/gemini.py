@@ -8,9 +8,10 @@ called `function_call`, or stand without that key.
 Source: the pages "Function calling" and "Computer use" of the Gemini API;
 names, arguments and defaults are those.
 
-Conventions: `type_text_at` clicks, selects and deletes what is there, types,
-and presses Enter, as its flags have it. `navigate` and the browser's buttons
-are their keyboard shortcuts. Plain text without a call ends the task.
+Conventions: `type_text_at` clicks, deletes the field's text, types, and presses
+Enter; its flags switch the deletion and the Enter off. `navigate` and the
+browser's buttons are their keyboard shortcuts. Plain text without a call ends
+the task.
 """
 
 from __future__ import annotations
@@ -103,28 +104,11 @@ def _scroll_at(a: gui_table.Arguments) -> GuiAction:
   )
 
 
-def _scroll_document(a: gui_table.Arguments) -> GuiAction:
-  dx, dy = a.choice("direction", gui_table.DIRECTIONS)
-  return GuiAction(
-      Kind.SCROLL,
-      dx=dx * gui_table.NOTCH_PX * 4,
-      dy=dy * gui_table.NOTCH_PX * 4,
-  )
-
-
-def _navigate(a: gui_table.Arguments) -> list[GuiAction]:
-  return [
-      GuiAction(Kind.KEY, keys=("ctrl", "l")),
-      GuiAction(Kind.TYPE, text=a.name("url")),
-      GuiAction(Kind.KEY, keys=("enter",)),
-  ]
-
-
 _READERS: dict[str, gui_table.Reader] = {
     "click_at": lambda a: GuiAction(Kind.CLICK, **a.xy()),
     "hover_at": lambda a: GuiAction(Kind.MOVE, **a.xy()),
     "type_text_at": _type_text,
-    "scroll_document": _scroll_document,
+    "scroll_document": gui_table.scroll_of("direction", notches=4),
     "scroll_at": _scroll_at,
     "drag_and_drop": lambda a: GuiAction(
         Kind.DRAG,
@@ -132,7 +116,7 @@ _READERS: dict[str, gui_table.Reader] = {
         **a.xy("destination_x", "destination_y", end=True),
     ),
     "key_combination": lambda a: GuiAction(Kind.KEY, keys=a.keys("keys")),
-    "navigate": _navigate,
+    "navigate": gui_table.read_url,
     "go_back": gui_table.always(Kind.KEY, keys=("alt", "left")),
     "go_forward": gui_table.always(Kind.KEY, keys=("alt", "right")),
     "wait_5_seconds": gui_table.always(Kind.WAIT, duration=_WAIT_S),
@@ -170,11 +154,7 @@ _WRITERS: dict[Kind, gui_table.Writer] = {
     Kind.MOVE: lambda w: ("hover_at", w.xy()),
     Kind.SCROLL: _write_scroll,
     Kind.DRAG: _write_drag,
-    Kind.KEY: lambda w: (
-        ("key_combination", {"keys": "+".join(w.action.keys)})
-        if not w.action.duration
-        else None
-    ),
+    Kind.KEY: gui_table.write_keys("key_combination", "keys", "+"),
     Kind.WAIT: lambda w: (
         ("wait_5_seconds", {}) if w.action.duration == _WAIT_S else None
     ),

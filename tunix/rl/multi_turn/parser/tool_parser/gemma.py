@@ -51,11 +51,11 @@ class GemmaToolParser(scanning.ScanningParser):
     code = _PRINTED.sub(lambda m: f"      {m.group(1)} ", code)
     lead = len(code) - len(code.lstrip())
     lines = "\n".join(line.strip() for line in code[lead:].splitlines())
-    found = python_calls.read_calls(lines, inside + lead)
-    if not found:
+    calls = python_calls.read_calls(lines, inside + lead)
+    if not calls:
       raise base.ToolParseError("a block of tool_code has no call", start)
     return (
-        [llama.as_tool_call(call) for call in found],
+        [llama.as_tool_call(call) for call in calls],
         min(len(text), end + len(_CLOSE)),
     )
 

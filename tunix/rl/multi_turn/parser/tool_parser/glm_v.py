@@ -21,6 +21,7 @@ from typing import Any, Sequence
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.tool_parser import android_world
+from tunix.rl.multi_turn.parser.tool_parser import base
 from tunix.rl.multi_turn.parser.tool_parser import gui_table
 from tunix.rl.multi_turn.parser.tool_parser import scanning
 from tunix.rl.multi_turn.parser.tool_parser import ui_tars
@@ -78,30 +79,17 @@ _CLICKS = {
     "middle_click": ("middle", 1),
     "left_double_click": ("left", 2),
 }
-_CLICK_NAMES = {which: name for name, which in _CLICKS.items()}
-
-
-def _scroll(a: gui_table.Arguments) -> GuiAction:
-  dx, dy = a.choice("direction", gui_table.DIRECTIONS)
-  pixels = a.seconds("step", 5.0) * gui_table.NOTCH_PX
-  place = a.point("start_box") if a.has("start_box") else {}
-  return GuiAction(Kind.SCROLL, **place, dx=dx * pixels, dy=dy * pixels)
-
-
 _READERS: dict[str, gui_table.Reader] = {
-    **{
-        name: gui_table.point_of(
-            Kind.CLICK, "start_box", button=button, count=count
-        )
-        for name, (button, count) in _CLICKS.items()
-    },
+    **gui_table.clicks_of(_CLICKS, "start_box"),
     "hover": gui_table.point_of(Kind.MOVE, "start_box"),
     "left_drag": lambda a: GuiAction(
         Kind.DRAG, **a.point("start_box"), **a.point("end_box", end=True)
     ),
     "key": lambda a: GuiAction(Kind.KEY, keys=a.keys("keys")),
     "type": gui_table.text_of(Kind.TYPE, "content"),
-    "scroll": _scroll,
+    "scroll": gui_table.scroll_of(
+        "direction", "start_box", step="step", notches=5.0
+    ),
     "WAIT": gui_table.always(Kind.WAIT, duration=_WAIT_S),
     "DONE": gui_table.always(Kind.TERMINATE, success=True),
     "FAIL": gui_table.always(Kind.TERMINATE, success=False),
@@ -116,17 +104,6 @@ def _at(w: gui_table.Writing) -> dict[str, Any]:
   return {} if w.anywhere else {"start_box": _box(w.start())}
 
 
-def _write_click(w: gui_table.Writing) -> gui_table.Call | None:
-  name = _CLICK_NAMES.get((w.action.button, w.action.count))
-  return (name, _at(w)) if name and not w.action.keys else None
-
-
-def _write_drag(w: gui_table.Writing) -> gui_table.Call | None:
-  if w.anywhere or w.action.button != "left":
-    return None
-  return "left_drag", {**_at(w), "end_box": _box(w.end())}
-
-
 def _write_scroll(w: gui_table.Writing) -> gui_table.Call | None:
   way = w.direction()
   if way is None:
@@ -136,14 +113,10 @@ def _write_scroll(w: gui_table.Writing) -> gui_table.Call | None:
 
 
 _WRITERS: dict[Kind, gui_table.Writer] = {
-    Kind.CLICK: _write_click,
+    Kind.CLICK: gui_table.write_clicks(_CLICKS, _at),
     Kind.MOVE: lambda w: ("hover", _at(w)),
-    Kind.DRAG: _write_drag,
-    Kind.KEY: lambda w: (
-        ("key", {"keys": "+".join(w.action.keys)})
-        if not w.action.duration
-        else None
-    ),
+    Kind.DRAG: gui_table.write_drag("left_drag", "start_box", "end_box", _box),
+    Kind.KEY: gui_table.write_keys("key", "keys", "+"),
     Kind.TYPE: gui_table.writes("type", content="text"),
     Kind.SCROLL: _write_scroll,
     Kind.WAIT: lambda w: (
@@ -178,12 +151,11 @@ class GlmVParser(gui_table.TableParser, scanning.ScanningParser):
   def format(
       self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
-    lines = [thought] if thought else []
-    lines.extend(
-        f"Action: <|begin_of_box|>{ui_tars.write_action(call)}<|end_of_box|>"
-        for call in calls
+    actions = map(ui_tars.write_action, calls)
+    return base.with_thought(
+        thought,
+        *(f"Action: <|begin_of_box|>{a}<|end_of_box|>" for a in actions),
     )
-    return "\n".join(lines)
 
 
 class _Boxes(android_world.Places):

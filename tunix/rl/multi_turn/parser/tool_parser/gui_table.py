@@ -68,7 +68,7 @@ class Space:
   decimals: int = 0
 
   def read(self, number: float, extent: int, label: str) -> float:
-    """The pixel of a grammar's number.
+    """Returns the pixel of a grammar's number.
 
     Raises:
       GuiActionError: outside the screenshot.
@@ -84,12 +84,13 @@ class Space:
     return float(min(number, extent - 1))
 
   def write(self, pixel: float, extent: int, bins: int = 0) -> int | float:
-    """The grammar's number of a pixel.
+    """Returns the grammar's number of a pixel.
 
     Args:
-      pixel: of a side of the screenshot.
-      extent: of that side, in pixels.
-      bins: snaps to the centre of one of so many; 0 for none.
+      pixel: Position on a side of the screenshot.
+      extent: Length of that side, in pixels.
+      bins: Number of bins, to the centre of one of which the position snaps; 0
+        for none.
 
     Raises:
       GuiActionError: outside the screenshot.
@@ -122,11 +123,11 @@ class Arguments:
   """The arguments of a call, read with errors that the policy understands.
 
   Attributes:
-    values: as the policy wrote them; None counts as absent.
-    action: its name, for errors.
+    values: Values as the policy wrote them; None counts as absent.
+    action: Name of the action, for errors.
     size: (width, height) of the screenshot.
-    space: of the coordinates.
-    boxes: four numbers are a box, whose centre counts.
+    space: Coordinate convention.
+    boxes: Whether four numbers are a box, whose centre counts.
   """
 
   values: Mapping[str, Any]
@@ -139,10 +140,10 @@ class Arguments:
     return any(self.values.get(field) is not None for field in fields)
 
   def need(self, *fields: str) -> Any:
-    """The value of the first of the fields that is there.
+    """Returns the value of the first field that is set.
 
     Raises:
-      GuiActionError: none is.
+      GuiActionError: No field is set.
     """
     for field in fields:
       if self.values.get(field) is not None:
@@ -171,7 +172,7 @@ class Arguments:
     return as_number(self.need(field), field)
 
   def seconds(self, field: str, default: Any = None) -> Any:
-    """A number >= 0; `default` when absent."""
+    """Returns a number >= 0; `default` when absent."""
     value = self.number(field, default)
     if value is not None and value < 0:
       raise base.GuiActionError(f"{field} must be >= 0, got {value:g}")
@@ -190,14 +191,14 @@ class Arguments:
     return value
 
   def choice(self, field: str, options: Mapping[str, Any]) -> Any:
-    """The value of the option that is named, whatever its case."""
+    """Returns the value of the option that is named, whatever its case."""
     value = self.need(field)
-    found = options.get(str(value).strip().lower(), _MISSING)
-    if found is _MISSING:
+    option = options.get(str(value).strip().lower(), _MISSING)
+    if option is _MISSING:
       raise base.GuiActionError(
           registry.unknown_name(field, short(value), options)
       )
-    return found
+    return option
 
   def keys(self, *fields: str) -> tuple[str, ...]:
     return keys_lib.normalize_keys(self.need(*fields))
@@ -223,18 +224,18 @@ class Arguments:
       value = [value["x"], value["y"]]
     elif self.boxes and isinstance(value, (list, tuple)) and len(value) == 1:
       value = value[0]  # [[x0, y0, x1, y1]]
-    wanted = (2, 4) if self.boxes else (2,)
-    if not isinstance(value, (list, tuple)) or len(value) not in wanted:
+    lengths = (2, 4) if self.boxes else (2,)
+    if not isinstance(value, (list, tuple)) or len(value) not in lengths:
       raise base.GuiActionError(
           f"{field} must be [x, y], got {short(self.values[field])}"
       )
-    found = [
+    numbers = [
         as_number(number, f"{field} {'xy'[i % 2]}")
         for i, number in enumerate(value)
     ]
-    if len(found) == 4:
-      found = [(found[0] + found[2]) / 2, (found[1] + found[3]) / 2]
-    return self._pixels(found, (f"{field} x", f"{field} y"), end)
+    if len(numbers) == 4:
+      numbers = [(numbers[0] + numbers[2]) / 2, (numbers[1] + numbers[3]) / 2]
+    return self._pixels(numbers, (f"{field} x", f"{field} y"), end)
 
   def xy(
       self, x: str = "x", y: str = "y", end: bool = False
@@ -255,11 +256,11 @@ class Arguments:
     }
 
   def swipe(self, way: str, at: Mapping[str, float] | None) -> GuiAction:
-    """A swipe of the finger towards `way`, of a third of the screen.
+    """Returns a swipe of the finger towards `way`, of a third of the screen.
 
     Args:
       way: "up", "down", "left" or "right".
-      at: where it begins; None for the middle of the screen.
+      at: Beginning of the swipe; None for the middle of the screen.
     """
     width, height = self.size
     at = at or {"x": width / 2, "y": height / 2}
@@ -277,9 +278,9 @@ class Writing:
   """An action to be written in a grammar's numbers.
 
   Attributes:
-    action: in pixels.
+    action: Action in pixels.
     size: (width, height) of the screenshot.
-    space: of the coordinates.
+    space: Coordinate convention.
     grid: (columns, rows) to snap to, (0, 0) for none.
   """
 
@@ -316,14 +317,14 @@ class Writing:
     return {} if self.anywhere else dict(zip((x, y), self.start()))
 
   def direction(self) -> str | None:
-    """The way of a scroll of one axis, None for another."""
+    """Returns the way of a scroll of one axis, None for another."""
     sign = tuple(
         (v > 0) - (v < 0) for v in (self.action.dx, self.action.dy)
     )
     return next((k for k, v in DIRECTIONS.items() if v == sign), None)
 
   def swipe_direction(self) -> str | None:
-    """The way of a swipe that `Arguments.swipe` would read so.
+    """Returns the way of a swipe that `Arguments.swipe` would read so.
 
     None: there is none, or the swipe moves less than a pixel.
     """
@@ -338,9 +339,9 @@ class Writing:
     if moved < 1:  # At a screen's edge, as if it were any way.
       return None
     for way in DIRECTIONS:
-      made = reading.swipe(way, cast(Mapping[str, float], at))
+      swipe = reading.swipe(way, cast(Mapping[str, float], at))
       if math.dist(
-          (made.x2, made.y2), (action.x2, action.y2)  # type: ignore[arg-type]
+          (swipe.x2, swipe.y2), (action.x2, action.y2)  # type: ignore[arg-type]
       ) < _SAME_PX:
         return way
     return None
@@ -377,6 +378,120 @@ def point_of(kind: Kind, *names: str, **fields: Any) -> Reader:
   return lambda a: GuiAction(kind, **a.point(*names), **fields)
 
 
+def clicks_of(
+    clicks: dict[str, tuple[str, int]],
+    *fields: str,
+    modifiers: Sequence[str] = (),
+) -> dict[str, Reader]:
+  """Returns readers of clicks at the point that is in one of the fields.
+
+  Args:
+    clicks: Name of an action -> (button, count).
+    *fields: Fields of the point.
+    modifiers: Fields of the keys that a click holds; the first that names any
+      counts.
+  """
+
+  def reader(button: str, count: int) -> Reader:
+    return lambda a: GuiAction(
+        Kind.CLICK,
+        **a.point(*fields),
+        button=button,
+        count=count,
+        keys=next(filter(None, map(a.held_keys, modifiers)), ()),
+    )
+
+  return {name: reader(*which) for name, which in clicks.items()}
+
+
+def drag_from_pointer(start: str, end: str) -> Reader:
+  """Reads a drag that begins at the pointer unless the field `start` is set."""
+
+  def read(a: Arguments) -> GuiAction:
+    begin = a.point(start) if a.has(start) else {}
+    return GuiAction(Kind.DRAG, **begin, **a.point(end, end=True))
+
+  return read
+
+
+def scroll_of(
+    way: str, *place: str, step: str = "", notches: float = 1
+) -> Reader:
+  """Reads a scroll whose direction is in the field `way`.
+
+  Args:
+    way: Field of the direction.
+    *place: Fields of the point, which may be absent.
+    step: Field of the number of notches; "" where the grammar has none.
+    notches: Length of a scroll without that field.
+  """
+
+  def read(a: Arguments) -> GuiAction:
+    dx, dy = a.choice(way, DIRECTIONS)
+    pixels = (a.seconds(step, notches) if step else notches) * NOTCH_PX
+    at = a.point(*place) if a.has(*place) else {}
+    return GuiAction(Kind.SCROLL, **at, dx=dx * pixels, dy=dy * pixels)
+
+  return read
+
+
+def read_url(a: Arguments) -> list[GuiAction]:
+  """Reads a visit to the page in the field `url`, by the browser's shortcut."""
+  return [
+      GuiAction(Kind.KEY, keys=("ctrl", "l")),
+      GuiAction(Kind.TYPE, text=a.name("url")),
+      GuiAction(Kind.KEY, keys=("enter",)),
+  ]
+
+
+def write_clicks(
+    clicks: dict[str, tuple[str, int]],
+    place: Callable[[Writing], dict[str, Any]],
+    modifiers: str = "",
+) -> Writer:
+  """Writes clicks as the first name of their button and count.
+
+  Args:
+    clicks: Name of an action -> (button, count).
+    place: Returns the arguments of the point.
+    modifiers: Field of the keys that a click holds; "" where it can hold none.
+  """
+  names = {which: name for name, which in reversed(clicks.items())}
+
+  def write(w: Writing) -> Call | None:
+    name, keys = names.get((w.action.button, w.action.count)), w.action.keys
+    if name is None or (keys and not modifiers):
+      return None
+    return name, {**place(w), **({modifiers: "+".join(keys)} if keys else {})}
+
+  return write
+
+
+def write_drag(
+    name: str, start: str, end: str, form: Callable[[Sequence[Any]], Any] = list
+) -> Writer:
+  """Writes a drag with the left button, `form` being the text of a point."""
+
+  def write(w: Writing) -> Call | None:
+    if w.anywhere or w.action.button != "left":
+      return None
+    return name, {start: form(w.start()), end: form(w.end())}
+
+  return write
+
+
+def write_keys(name: str, field: str, joint: str | None) -> Writer:
+  """Writes keys that are pressed at once, as a list or joined to a text."""
+
+  def write(w: Writing) -> Call | None:
+    if w.action.duration:
+      return None
+    keys = list(w.action.keys)
+    return name, {field: keys if joint is None else joint.join(keys)}
+
+  return write
+
+
 def writes(name: str, **fields: str) -> Writer:
   """Writes an action by fields of it: argument="field of the action"."""
   return lambda w: (
@@ -397,7 +512,7 @@ class TableParser(base.GuiActionParser):
     own_prompt: the tool prompt of a grammar that shows no other tools; {screen}
       stands for the size of the screenshots.
     space, readers, writers: see the module docstring.
-    boxes: four numbers are a box, whose centre counts.
+    boxes: Whether four numbers are a box, whose centre counts.
     grid: (columns, rows) to which written coordinates snap; None for none.
   """
 
@@ -421,7 +536,7 @@ class TableParser(base.GuiActionParser):
     ]
 
   def get_tool_prompt(self, tools_schema: base.ToolsSchema = None) -> str:
-    """The output format and the actions.
+    """Returns the output format and the actions.
 
     Raises:
       ValueError: other tools are to be shown.
@@ -437,7 +552,7 @@ class TableParser(base.GuiActionParser):
     return self.own_prompt.replace("{screen}", size)
 
   def action_of(self, call: trajectory.ToolCall) -> Call:
-    """(name, arguments) of the action that a call holds.
+    """Returns (name, arguments) of the action that a call holds.
 
     Raises:
       GuiActionError: it holds none.
@@ -445,7 +560,8 @@ class TableParser(base.GuiActionParser):
     return call.name, call.arguments
 
   def call_of(self, name: str, arguments: dict[str, Any]) -> Any:
-    """The call of an action, or a list of calls: `action_of`'s inverse."""
+    """Returns the call of an action, or a list of calls: `action_of`'s
+    inverse."""
     return trajectory.ToolCall(name, arguments)
 
   @property
@@ -465,12 +581,12 @@ class TableParser(base.GuiActionParser):
         values, name, (width, height), self.space, self.boxes
     )
     try:
-      found = self.readers[name](arguments)
+      actions = self.readers[name](arguments)
     except base.GuiActionError:
       raise
     except ValueError as error:  # GuiAction's own refusal.
       raise base.GuiActionError(str(error)) from None
-    return found if isinstance(found, list) else [found]
+    return actions if isinstance(actions, list) else [actions]
 
   def to_gui_action(
       self, call: trajectory.ToolCall, width: int, height: int
@@ -496,12 +612,12 @@ class TableParser(base.GuiActionParser):
     writing = Writing(
         action, (width, height), self.space, grid or self.grid or (0, 0)
     )
-    found = writer(writing) if writer is not None else None
-    if found is None:
+    written = writer(writing) if writer is not None else None
+    if written is None:
       raise base.GuiActionError(
           f"{self.family} cannot express {short(action.to_json())}"
       )
-    name, arguments = found
+    name, arguments = written
     if name not in self.action_names:
       raise base.GuiActionError(
           f"this grammar has no {name!r} action; it has:"
@@ -517,7 +633,7 @@ class OneToolParser(TableParser):
   """All actions are calls of one tool, with their name in `action`.
 
   Attributes:
-    tool_name: of that tool.
+    tool_name: Name of the tool.
   """
 
   tool_name: str
@@ -534,7 +650,7 @@ class OneToolParser(TableParser):
 
 
 def as_number(value: Any, label: str) -> float:
-  """A finite number; numerals in a str count.
+  """Returns a finite number; numerals in a str count.
 
   Raises:
     GuiActionError: anything else, or more than a million.

@@ -1,6 +1,6 @@
 """Parses H Company's Holo: a step of navigation as one JSON object.
 
-    {"note": "", "thought": "The form is there.",
+    {"note": "", "thought": "The form has opened.",
      "action": {"action": "click_element", "element": "Search", "x": 9, "y": 7}}
 
 Two grammars: `holo1_5` (Holo1 and Holo1.5: pixels of the screenshot as the
@@ -59,12 +59,6 @@ def _write_element(a: gui_table.Arguments) -> list[GuiAction]:
   ]
 
 
-def _scroll(a: gui_table.Arguments) -> GuiAction:
-  dx, dy = a.choice("direction", gui_table.DIRECTIONS)
-  notch = gui_table.NOTCH_PX
-  return GuiAction(Kind.SCROLL, dx=dx * notch, dy=dy * notch)
-
-
 def _wait(a: gui_table.Arguments) -> GuiAction:
   return GuiAction(Kind.WAIT, duration=a.seconds("seconds", _WAIT_S))
 
@@ -75,7 +69,7 @@ _READERS: dict[str, gui_table.Reader] = {
     "click_absolute": lambda a: GuiAction(Kind.CLICK, **a.xy()),
     "write_element_abs": _write_element,
     "write_element": _write_element,
-    "scroll": _scroll,
+    "scroll": gui_table.scroll_of("direction"),
     "go_back": gui_table.always(Kind.SYSTEM_BUTTON, text="back"),
     "refresh": gui_table.always(Kind.KEY, keys=("f5",)),
     "wait": _wait,
@@ -145,19 +139,19 @@ class Holo15Parser(gui_table.TableParser, scanning.JsonCallsParser):
     ]
 
   def parse_result(self, model_response: str) -> base.ParseResult:
-    found = super().parse_result(model_response)
-    if not found.positions:
-      return found
-    step, _ = scanning.read_json(model_response, found.positions[0])
+    result = super().parse_result(model_response)
+    if not result.positions:
+      return result
+    step, _ = scanning.read_json(model_response, result.positions[0])
     fields = ("note", "notes", "thought")
-    thoughts = [found.thought, *map(step.get, fields)]
-    said = [t for t in thoughts if isinstance(t, str) and t]
+    thoughts = [result.thought, *map(step.get, fields)]
+    texts = [t for t in thoughts if isinstance(t, str) and t]
     return base.ParseResult(
-        found.calls,
-        "\n".join(said),
-        found.answer,
-        failures=found.failures,
-        positions=found.positions,
+        result.calls,
+        "\n".join(texts),
+        result.answer,
+        failures=result.failures,
+        positions=result.positions,
     )
 
   def format(

@@ -67,8 +67,8 @@ NAMED_KEYS = frozenset(_ALIASES) | {f"f{i}" for i in range(1, 25)}
 MODIFIERS = frozenset(("ctrl", "shift", "alt", "meta"))
 _NAMES: dict[str, str] = {name: name for name in NAMED_KEYS}
 _NAMES.update(_CHARACTERS)
-for _name, _others in _ALIASES.items():
-  _NAMES.update({other: _name for other in _others.split()})
+for _name, _aliases in _ALIASES.items():
+  _NAMES.update({alias: _name for alias in _aliases.split()})
 
 _DROP = re.compile(r"[\s_]+")
 _MAX_KEYS = 8
@@ -76,7 +76,7 @@ _MAX_CHARACTERS = 128
 
 
 def normalize_keys(keys: Any) -> tuple[str, ...]:
-  """The keys of one chord, in the order given.
+  """Returns the keys of one chord, in the order given.
 
   Args:
     keys: a str in any dialect, or a list of such.
@@ -95,7 +95,7 @@ def normalize_keys(keys: Any) -> tuple[str, ...]:
         "keys must be a string or a list of strings, got"
         f" {type(keys).__name__}"
     )
-  found: list[str] = []
+  names: list[str] = []
   for item in items:
     if isinstance(item, int) and not isinstance(item, bool) and 0 <= item <= 9:
       item = str(item)
@@ -108,18 +108,18 @@ def normalize_keys(keys: Any) -> tuple[str, ...]:
           f"keys are written in at most {_MAX_CHARACTERS} characters, got"
           f" {len(item)}; use the type action for text"
       )
-    found.extend(_split(item))
-    if len(found) > _MAX_KEYS:
+    names.extend(_split(item))
+    if len(names) > _MAX_KEYS:
       raise base.GuiActionError(
           f"a chord has at most {_MAX_KEYS} keys; use the type action for text"
       )
-  if not found:
+  if not names:
     raise base.GuiActionError("keys must name at least one key")
-  return tuple(found)
+  return tuple(names)
 
 
 def key_name(text: str) -> str | None:
-  """The one key that the whole text names in any dialect, or None."""
+  """Returns the key that the whole text names in any dialect, or None."""
   if len(text) == 1:
     return "space" if text.isspace() else text.lower()
   return _NAMES.get(_DROP.sub("", text.lower()))
@@ -144,9 +144,9 @@ def _split(text: str) -> list[str]:
   if len(words) > 1 and len(words) <= _MAX_KEYS:
     return [key for word in words for key in _split(word)]
   if "-" in text.strip("-"):
-    head, _, rest = text.partition("-")
-    if key_name(head) in MODIFIERS and rest:
-      return [key_name(head), *_split(rest)]
+    head, _, tail = text.partition("-")
+    if key_name(head) in MODIFIERS and tail:
+      return [key_name(head), *_split(tail)]
     if (key := key_name(text.replace("-", ""))) is not None:
       return [key]
   raise base.GuiActionError(registry.unknown_name("key", text[:40], NAMED_KEYS))

@@ -58,8 +58,8 @@ class LlamaPythonicParser(scanning.ScanningParser):
       self, text: str, start: int
   ) -> tuple[Sequence[trajectory.ToolCall], int]:
     end = python_calls.end_of_call(text, start)
-    found = python_calls.read_calls(text[start:end], start)
-    return [as_tool_call(call) for call in found], end
+    calls = python_calls.read_calls(text[start:end], start)
+    return [as_tool_call(call) for call in calls], end
 
   def get_tool_prompt(self, tools_schema: base.ToolsSchema = None) -> str:
     return _PYTHONIC_PROMPT.replace("{tools}", base.schema_lines(tools_schema))
@@ -67,14 +67,12 @@ class LlamaPythonicParser(scanning.ScanningParser):
   def format(
       self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
-    lines = [thought] if thought else []
-    if calls:
-      lines.append(f"[{', '.join(map(write_tool_call, calls))}]")
-    return "\n".join(lines)
+    block = f"[{', '.join(map(write_tool_call, calls))}]"
+    return base.with_thought(thought, *((block,) if calls else ()))
 
 
 def as_tool_call(call: python_calls.PythonCall) -> trajectory.ToolCall:
-  """A Python call with named arguments as a tool call.
+  """Returns a Python call with named arguments as a tool call.
 
   Raises:
     ToolParseError: a positional argument, whose name is unknown.

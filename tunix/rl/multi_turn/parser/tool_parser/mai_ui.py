@@ -107,14 +107,6 @@ def _write_click(w: gui_table.Writing) -> gui_table.Call | None:
   return mobile_use.write_tap(w)
 
 
-def _write_drag(w: gui_table.Writing) -> gui_table.Call | None:
-  if w.anywhere or w.action.button != "left":
-    return None
-  return "drag", {
-      "start_coordinate": w.start(), "end_coordinate": w.end()
-  }
-
-
 def _write_swipe(w: gui_table.Writing) -> gui_table.Call | None:
   way = w.swipe_direction()
   if way is None or w.action.duration is not None:
@@ -123,8 +115,8 @@ def _write_swipe(w: gui_table.Writing) -> gui_table.Call | None:
 
 
 def _write_button(w: gui_table.Writing) -> gui_table.Call | None:
-  known = w.action.text in mobile_use.BUTTONS
-  return ("system_button", {"button": w.action.text}) if known else None
+  is_button = w.action.text in mobile_use.BUTTONS
+  return ("system_button", {"button": w.action.text}) if is_button else None
 
 
 _WRITERS: dict[Kind, gui_table.Writer] = {
@@ -134,7 +126,9 @@ _WRITERS: dict[Kind, gui_table.Writer] = {
     ),
     Kind.TYPE: gui_table.writes("type", text="text"),
     Kind.SWIPE: _write_swipe,
-    Kind.DRAG: _write_drag,
+    Kind.DRAG: gui_table.write_drag(
+        "drag", "start_coordinate", "end_coordinate"
+    ),
     Kind.OPEN_APP: gui_table.writes("open", text="text"),
     Kind.SYSTEM_BUTTON: _write_button,
     Kind.WAIT: lambda w: ("wait", {}) if w.action.duration is None else None,
@@ -159,7 +153,8 @@ class MaiUiParser(gui_table.OneToolParser, qwen.QwenToolParser):
   noise = re.compile(r"</?thinking>|```")
 
   def get_tool_prompt(self, tools_schema: base.ToolsSchema = None) -> str:
-    """The format and the actions; other tools follow in their own section."""
+    """Returns the format and the actions; other tools follow in their own
+    section."""
     tools = base.schema_lines(tools_schema) if tools_schema else ""
     section = _TOOLS.replace("{tools}", tools) if tools else ""
     return _PROMPT + section + _NOTE

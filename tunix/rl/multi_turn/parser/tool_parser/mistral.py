@@ -6,8 +6,8 @@ Two shapes, both read whatever the style, which decides what is written:
 - "args": `[TOOL_CALLS]f[ARGS]{…}` for each call, since v11; an id may stand
   between in `[CALL_ID]`.
 
-Source: mistral-common's tokenizers of these versions. The shapes are those;
-the sentences of the prompt are ours.
+Source: mistral-common's tokenizers v7 and v11, whose shapes these are; the
+sentences of the prompt are ours.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ _SPACES = {
 def mobile_use_schema(
     coordinates: str = "relative", screen: tuple[int, int] | None = None
 ) -> dict[str, Any]:
-  """The OpenAI schema of the tool.
+  """Returns the OpenAI schema of the tool.
 
   Args:
     coordinates: "relative" (0-999) or "absolute" (pixels).

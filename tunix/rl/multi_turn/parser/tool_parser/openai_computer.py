@@ -41,7 +41,7 @@ _BUTTONS = {
     "left": "left", "right": "right", "wheel": "middle", "back": "back",
     "forward": "forward",
 }  # pyformat: disable
-_BUTTON_NAMES = {ours: theirs for theirs, ours in _BUTTONS.items()}
+_BUTTON_NAMES = {button: name for name, button in _BUTTONS.items()}
 
 
 def _click(a: gui_table.Arguments) -> GuiAction:
@@ -101,13 +101,13 @@ _READERS: dict[str, gui_table.Reader] = {
 
 
 def _write_click(w: gui_table.Writing) -> gui_table.Call | None:
-  held = {"keys": list(w.action.keys)} if w.action.keys else {}
+  keys = {"keys": list(w.action.keys)} if w.action.keys else {}
   if w.action.count == 2 and w.action.button == "left":
-    return "double_click", {**w.xy(), **held}
+    return "double_click", {**w.xy(), **keys}
   if w.action.count != 1:
     return None
   button = _BUTTON_NAMES[w.action.button]
-  return "click", {"button": button, **w.xy(), **held}
+  return "click", {"button": button, **w.xy(), **keys}
 
 
 def _write_drag(w: gui_table.Writing) -> gui_table.Call | None:
@@ -120,11 +120,7 @@ def _write_drag(w: gui_table.Writing) -> gui_table.Call | None:
 _WRITERS: dict[Kind, gui_table.Writer] = {
     Kind.CLICK: _write_click,
     Kind.DRAG: _write_drag,
-    Kind.KEY: lambda w: (
-        ("keypress", {"keys": list(w.action.keys)})
-        if not w.action.duration
-        else None
-    ),
+    Kind.KEY: gui_table.write_keys("keypress", "keys", None),
     Kind.MOVE: lambda w: ("move", w.xy()),
     Kind.SCREENSHOT: gui_table.writes("screenshot"),
     Kind.SCROLL: lambda w: (

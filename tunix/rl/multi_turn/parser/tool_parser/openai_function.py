@@ -52,13 +52,13 @@ To call one, write it as a JSON object; its arguments are JSON in a string:
       items = value["tool_calls"]
       if not isinstance(items, list):
         raise base.ToolParseError("tool_calls must be a list", position)
-      found: list[trajectory.ToolCall] = []
+      all_calls: list[trajectory.ToolCall] = []
       for item in items:
         calls = self.calls_of(item, position)
         if calls is None:
           raise base.ToolParseError(
               "an item of tool_calls is no function call", position
           )
-        found.extend(calls)
-      return found
+        all_calls.extend(calls)
+      return all_calls
     return super().calls_of(value, position)

@@ -180,16 +180,16 @@ _READERS: dict[str, gui_table.Reader] = {
 
 def _write_click(w: gui_table.Writing) -> gui_table.Call | None:
   which = (w.action.button, w.action.count)
-  held = {"held": list(w.action.keys)} if w.action.keys else {}
+  keys = {"held": list(w.action.keys)} if w.action.keys else {}
   if which == ("left", 3):
-    return "computer.triple_click", {**w.xy(), **held}
+    return "computer.triple_click", {**w.xy(), **keys}
   if which == ("left", 1):
-    return "pyautogui.click", {**w.xy(), **held}
+    return "pyautogui.click", {**w.xy(), **keys}
   names = {("right", 1): "rightClick", ("middle", 1): "middleClick",
            ("left", 2): "doubleClick"}  # pyformat: disable
   if which not in names:
     return None
-  return f"pyautogui.{names[which]}", {**w.xy(), **held}
+  return f"pyautogui.{names[which]}", {**w.xy(), **keys}
 
 
 def _write_drag(w: gui_table.Writing) -> gui_table.Call | None:
@@ -270,8 +270,8 @@ class OpenCuaParser(gui_table.TableParser):
     thought = _without_headers(text[:begins])
     start += len(code) - len(code.lstrip())
     try:
-      found = python_calls.read_calls(code.strip(), start)
-      placed = _in_order(found)
+      python = python_calls.read_calls(code.strip(), start)
+      placed = _in_order(python)
       if not placed:
         raise base.ToolParseError("the code block has no call", start)
     except base.ToolParseError as error:
@@ -301,17 +301,17 @@ def _without_headers(text: str) -> str:
 
 
 def _in_order(
-    found: Sequence[python_calls.PythonCall],
+    python: Sequence[python_calls.PythonCall],
 ) -> list[tuple[trajectory.ToolCall, int]]:
-  """(call, position) of each action of the code.
+  """Returns (call, position) of each action of the code.
 
   Raises:
     ToolParseError: an unknown function, or arguments that it does not take.
   """
   placed: list[tuple[trajectory.ToolCall, int]] = []
-  held: list[Any] = []
+  pressed: list[Any] = []
   pointer: Mapping[str, Any] = {}
-  for item in found:
+  for item in python:
     name = item.function
     if name not in _PARAMETERS:
       raise base.ToolParseError(
@@ -325,11 +325,11 @@ def _in_order(
     else:
       arguments = item.named(_PARAMETERS[name])
     if name == "pyautogui.keyDown":
-      held.append(arguments.get("key"))
+      pressed.append(arguments.get("key"))
       continue
     if name == "pyautogui.keyUp":
-      if arguments.get("key") in held:
-        held.remove(arguments.get("key"))
+      if arguments.get("key") in pressed:
+        pressed.remove(arguments.get("key"))
       continue
     if name in _POINTED:
       if "x" not in arguments and "y" not in arguments:
@@ -341,8 +341,8 @@ def _in_order(
       arguments = {
           "from_x": pointer.get("x"), "from_y": pointer.get("y"), **arguments
       }
-    if held and name in (*_POINTED, "pyautogui.press", "pyautogui.hotkey"):
-      arguments["held"] = list(held)
+    if pressed and name in (*_POINTED, "pyautogui.press", "pyautogui.hotkey"):
+      arguments["held"] = list(pressed)
     placed.extend(
         (trajectory.ToolCall(name, each), item.position)
         for each in _repeats(name, arguments, item.position)
@@ -373,15 +373,15 @@ def _repeats(
         f" {gui_table.short(keys)} {gui_table.short(presses)} times",
         position,
     )
-  rest = {k: v for k, v in arguments.items() if k not in ("keys", "presses")}
-  return [{"keys": key, **rest} for key in several] * presses
+  options = {k: v for k, v in arguments.items() if k not in ("keys", "presses")}
+  return [{"keys": key, **options} for key in several] * presses
 
 
 def _code(call: trajectory.ToolCall) -> list[str]:
-  """The lines of a call, as `_in_order` reads them."""
+  """Returns the lines of a call, as `_in_order` reads them."""
   arguments = dict(call.arguments)
-  held = arguments.pop("held", [])
-  lines = [f"pyautogui.keyDown({key!r})" for key in held]
+  pressed = arguments.pop("held", [])
+  lines = [f"pyautogui.keyDown({key!r})" for key in pressed]
   if call.name == "pyautogui.dragTo" and "from_x" in arguments:
     start = {"x": arguments.pop("from_x"), "y": arguments.pop("from_y")}
     lines.append(python_calls.write_call("pyautogui.moveTo", start))
@@ -391,6 +391,6 @@ def _code(call: trajectory.ToolCall) -> list[str]:
   else:
     first = int(call.name in _BRIEF)
     lines.append(python_calls.write_call(call.name, arguments, first))
-  lines.extend(f"pyautogui.keyUp({key!r})" for key in reversed(held))
+  lines.extend(f"pyautogui.keyUp({key!r})" for key in reversed(pressed))
   # Backquotes stand in strings only; three of them would end the block.
   return [line.replace("```", r"\x60\x60\x60") for line in lines]

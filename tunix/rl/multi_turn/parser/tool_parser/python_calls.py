@@ -1,7 +1,7 @@
 """Reads and writes calls in Python's syntax; nothing is ever executed.
 
 A call is parsed by `ast` and holds literals only: numbers, strings, booleans,
-None, and lists, tuples and dicts of these.
+None, and lists, tuples and dicts of literals.
 
 Promises: any text gives calls or a `ToolParseError` with its position.
 
@@ -26,7 +26,7 @@ MAX_CHARACTERS = 20_000
 
 _MAX_DEPTH = 32
 _FILE = "<tool call>"
-# Python's remarks on a policy's literals ("1or", "\\l") are nobody's news.
+# Python warns of a policy's literals such as "1or" and "\\l".
 warnings.filterwarnings("ignore", module=_FILE)
 _STRING = re.compile(
     r"'''(?:[^\\]|\\.)*?'''"
@@ -55,7 +55,8 @@ class PythonCall:
   position: int
 
   def named(self, parameters: Sequence[str]) -> dict[str, Any]:
-    """The arguments by name; the positional ones are called `parameters`.
+    """Returns the arguments by name; the positional ones are called
+    `parameters`.
 
     Raises:
       ToolParseError: too many of them, or one given twice.
@@ -113,7 +114,7 @@ def end_of_call(text: str, opening: int) -> int:
 
 
 def read_call(text: str, start: int, opening: int) -> tuple[PythonCall, int]:
-  """(the call, where it ends) of a call whose bracket is at `opening`.
+  """Returns (the call, where it ends) of a call whose bracket is at `opening`.
 
   Raises:
     ToolParseError: malformed, or an argument that is no literal.
@@ -124,13 +125,14 @@ def read_call(text: str, start: int, opening: int) -> tuple[PythonCall, int]:
 
 
 def read_calls(code: str, offset: int = 0) -> list[PythonCall]:
-  """The calls of a block of code, each a statement or an item of a list.
+  """Returns the calls of a block of code, each a statement or an item of a
+  list.
 
   `import` statements mean nothing and are left out.
 
   Args:
-    code: Python.
-    offset: of the code in the response, for positions.
+    code: Python code.
+    offset: Position of the code in the response, for errors.
 
   Raises:
     ToolParseError: not Python, or anything but calls with literals.
@@ -213,7 +215,7 @@ def _literal(node: ast.expr, name: str, position: int) -> Any:
 
 
 def _plain(value: Any, name: str, position: int) -> Any:
-  """The value as JSON would have it: lists for tuples, str keys."""
+  """Returns the value as JSON would have it: lists for tuples, str keys."""
   if isinstance(value, (list, tuple)):
     return [_plain(v, name, position) for v in value]
   if isinstance(value, dict):
@@ -272,7 +274,7 @@ class PythonCallsParser(scanning.ScanningParser):
     return (trajectory.ToolCall(call.function, arguments),), end
 
   def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-    """The text of a call."""
+    """Returns the text of a call."""
     return write_call(
         name, arguments, len(arguments) if name in self.positional else 0
     )

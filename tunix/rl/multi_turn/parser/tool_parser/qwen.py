@@ -133,9 +133,7 @@ class QwenToolParser(scanning.ScanningParser):
   def format(
       self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
-    blocks = [thought] if thought else []
-    blocks.extend(self._format_call(call) for call in calls)
-    return "\n".join(blocks)
+    return base.with_thought(thought, *map(self._format_call, calls))
 
   def parse_tool_outputs(self, model_response: str) -> dict[str, Any]:
     """Contents of `<tool_response>` blocks, by position ("0", "1", …)."""
@@ -178,15 +176,8 @@ class QwenToolParser(scanning.ScanningParser):
           f" {scanning.quote(text, start)}",
           start,
       )
-    tail = scanning.skip_space(text, end)
-    if text.startswith(_CLOSE, tail):
-      return (call,), tail + len(_CLOSE)
-    if tail == len(text) or text.startswith(_OPEN, tail):
-      return (call,), tail
-    raise base.ToolParseError(
-        f"expected {_CLOSE} after the call of {call.name!r}, found"
-        f" {scanning.quote(text, tail)}",
-        tail,
+    return (call,), scanning.end_of_block(
+        text, end, (_CLOSE,), _OPEN, f"{_CLOSE} after the call of {call.name!r}"
     )
 
   def _read_function(

@@ -70,7 +70,7 @@ def unregister_tool_parser(name: str) -> bool:
 def get_tool_parser(
     parser_name: str = "qwen", source: registry.Source = "request"
 ) -> type[base.ToolParser]:
-  """The parser class of that name.
+  """Returns the parser class of that name.
 
   Args:
     parser_name: Registered, or of an operator "package.module:Class".
@@ -92,7 +92,8 @@ def make_tool_parser(
     parser: str | type[base.ToolParser] | base.ToolParser,
     source: registry.Source = "request",
 ) -> base.ToolParser:
-  """An instance, from a class, an instance, or a name with its source."""
+  """Returns an instance, from a class, an instance, or a name with its
+  source."""
   if isinstance(parser, str):
     parser = get_tool_parser(parser, source)
   return parser() if isinstance(parser, type) else parser

@@ -2,7 +2,7 @@
 
 A format is a subclass of `ScanningParser` with a pattern of where a call may
 begin and a `read_block` that reads it. `JsonCallsParser` is that for calls that
-are JSON objects: a format of these is a few class attributes.
+are JSON objects: such a format is a few class attributes.
 
 Rules of lenient parsing:
 - A call is read from where it begins to where it ends by its own grammar, so
@@ -69,7 +69,8 @@ class ScanningParser(base.ToolParser):
   def read_block(
       self, text: str, start: int
   ) -> tuple[Sequence[trajectory.ToolCall], int]:
-    """(calls, where they end) of the block that `opening` matches at `start`.
+    """Returns (calls, where they end) of the block that `opening` matches at
+    `start`.
 
     No calls: the match was ordinary text, up to the returned offset.
 
@@ -111,21 +112,21 @@ class ScanningParser(base.ToolParser):
         continue
       start = mark.start()
       try:
-        found, end = self.read_block(text, start)
-        calls.extend(found)
-        positions.extend([start] * len(found))
+        block, end = self.read_block(text, start)
+        calls.extend(block)
+        positions.extend([start] * len(block))
       except base.ToolParseError as error:
         if error.position is None:
           error.position = start
         failures.append(error)
-        found = [error]
+        block = [error]
         behind = mark.end()
         if self.resumes_at_fault:
           behind = max(behind, error.position)
         end = self._resume(text, behind)
         if len(failures) == MAX_FAILURES:
           end = len(text)
-      if found and first_call < 0:
+      if block and first_call < 0:
         first_call = start
       position = max(end, start + 1)
     if first_call < 0:
@@ -195,13 +196,12 @@ class JsonCallsParser(ScanningParser):
   def format(
       self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
-    blocks = [thought] if thought else []
-    if calls:
-      blocks.append(self.format_calls(calls))
-    return "\n".join(blocks)
+    return base.with_thought(
+        thought, *((self.format_calls(calls),) if calls else ())
+    )
 
   def format_calls(self, calls: Sequence[trajectory.ToolCall]) -> str:
-    """The text of one or more calls."""
+    """Returns the text of one or more calls."""
     before = self.before[0] if self.before else ""
     after = self.after[0] if self.after else ""
     return "\n".join(
@@ -209,7 +209,7 @@ class JsonCallsParser(ScanningParser):
     )
 
   def to_object(self, call: trajectory.ToolCall) -> dict[str, Any]:
-    """The JSON object of a call."""
+    """Returns the JSON object of a call."""
     if not self.arguments_keys:
       return {self.name_key: call.name, **call.arguments}
     return {self.name_key: call.name, self.arguments_keys[0]: call.arguments}
@@ -217,7 +217,8 @@ class JsonCallsParser(ScanningParser):
   def calls_of(
       self, value: Any, position: int
   ) -> Sequence[trajectory.ToolCall] | None:
-    """The calls that a JSON value holds; None when it is not about calls.
+    """Returns the calls that a JSON value holds; None when it is not about
+    calls.
 
     Raises:
       ToolParseError: it is, and malformed.
@@ -249,17 +250,17 @@ class JsonCallsParser(ScanningParser):
         where = skip_space(text, start + len(mark))
         break
     value, end = read_json(text, where)
-    found = self.calls_of(value, where)
-    if found is None:
+    calls = self.calls_of(value, where)
+    if calls is None:
       return (), end
     tail = skip_space(text, end)
     for mark in self.after:
       if text.startswith(mark, tail):
-        return found, tail + len(mark)
+        return calls, tail + len(mark)
     if not self.after or tail == len(text):
-      return found, end
+      return calls, end
     if self._mark_pattern.match(text, tail):
-      return found, tail
+      return calls, tail
     raise base.ToolParseError(
         f"expected {self.after[0]} after the call, found {quote(text, tail)}",
         tail,
@@ -271,8 +272,35 @@ def skip_space(text: str, position: int) -> int:
   return _SPACE.match(text, position).end()  # type: ignore[union-attr]
 
 
+def end_of_block(
+    text: str, position: int, close: Sequence[str], opening: str, expected: str
+) -> int:
+  """Returns where a block ends whose last call ends at `position`.
+
+  Args:
+    text: A response.
+    position: Offset behind the last call.
+    close: Marks that close a block. They may be missing at the end of the text
+      and before another block.
+    opening: Mark that opens another block.
+    expected: What the error names.
+
+  Raises:
+    ToolParseError: Other text follows the call.
+  """
+  tail = skip_space(text, position)
+  for mark in close:
+    if text.startswith(mark, tail):
+      return tail + len(mark)
+  if tail == len(text) or text.startswith(opening, tail):
+    return tail
+  raise base.ToolParseError(
+      f"expected {expected}, found {quote(text, tail)}", tail
+  )
+
+
 def quote(text: str, position: int) -> str:
-  """What stands at `position`, for an error message."""
+  """Returns the text at `position`, shortened for an error message."""
   if position >= len(text):
     return "the end of the text"
   return repr(text[position : position + _MAX_QUOTE])
@@ -299,7 +327,7 @@ _DECODER = json.JSONDecoder(
 
 
 def read_json(text: str, start: int) -> tuple[Any, int]:
-  """(value, where it ends) of the JSON that begins at `start`.
+  """Returns (value, where it ends) of the JSON that begins at `start`.
 
   Raises:
     ToolParseError: it is not JSON, or holds NaN, an infinity, or a character
@@ -326,7 +354,7 @@ def call_from_object(
     name_key: str = "name",
     arguments_keys: Sequence[str] = ("arguments", "parameters"),
 ) -> trajectory.ToolCall:
-  """The call of a JSON object.
+  """Returns the call of a JSON object.
 
   Raises:
     ToolParseError: no such object.
@@ -354,7 +382,8 @@ def call_from_object(
 def as_arguments(
     arguments: Any, name: str, position: int, key: str = "arguments"
 ) -> dict[str, Any]:
-  """The arguments of a call as a dict; also from JSON in a str, or None.
+  """Returns the arguments of a call as a dict; also from JSON in a str, or
+  None.
 
   Raises:
     ToolParseError: anything else.

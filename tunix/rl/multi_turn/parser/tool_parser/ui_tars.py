@@ -49,12 +49,6 @@ _CLICKS = {
     "right_single": ("right", 1),
     "middle_single": ("middle", 1),
 }
-_CLICK_NAMES = {
-    ("left", 1): "click",
-    ("left", 2): "left_double",
-    ("right", 1): "right_single",
-    ("middle", 1): "middle_single",
-}
 _FORMAT = """## Output Format
 Thought: ...
 Action: ...
@@ -89,16 +83,6 @@ _START = ("start_box", "start_point", "point")
 _END = ("end_box", "end_point")
 
 
-def _click(button: str, count: int) -> gui_table.Reader:
-  return lambda a: GuiAction(
-      Kind.CLICK, **a.point(*_START), button=button, count=count
-  )
-
-
-def _move(a: gui_table.Arguments) -> GuiAction:
-  return GuiAction(Kind.MOVE, **a.point(*_START))
-
-
 def _drag(a: gui_table.Arguments) -> GuiAction:
   return GuiAction(Kind.DRAG, **a.point(*_START), **a.point(*_END, end=True))
 
@@ -107,46 +91,32 @@ def _hotkey(a: gui_table.Arguments) -> GuiAction:
   return GuiAction(Kind.KEY, keys=a.keys("key", "hotkey"))
 
 
-def _scroll(a: gui_table.Arguments) -> GuiAction:
-  dx, dy = a.choice("direction", gui_table.DIRECTIONS)
-  place = a.point(*_START) if a.has(*_START) else {}
-  return GuiAction(
-      Kind.SCROLL,
-      **place,
-      dx=dx * gui_table.NOTCH_PX,
-      dy=dy * gui_table.NOTCH_PX,
-  )
-
-
-def _finished(a: gui_table.Arguments) -> GuiAction:
+def read_finished(a: gui_table.Arguments) -> GuiAction:
+  """Reads the end of a task: an answer, or a success without one."""
   if a.values.get("content"):
     return GuiAction(Kind.ANSWER, text=a.text("content"))
   return GuiAction(Kind.TERMINATE, success=True)
 
 
-def _button(name: str) -> gui_table.Reader:
-  return lambda a: GuiAction(Kind.SYSTEM_BUTTON, text=name)
-
-
 _READERS: dict[str, gui_table.Reader] = {
-    **{name: _click(*which) for name, which in _CLICKS.items()},
-    "move": _move,
-    "hover": _move,
+    **gui_table.clicks_of(_CLICKS, *_START),
+    "move": gui_table.point_of(Kind.MOVE, *_START),
+    "hover": gui_table.point_of(Kind.MOVE, *_START),
     "drag": _drag,
     "select": _drag,
     "hotkey": _hotkey,
     "press": _hotkey,
-    "type": lambda a: GuiAction(Kind.TYPE, text=a.text("content")),
-    "scroll": _scroll,
-    "wait": lambda a: GuiAction(Kind.WAIT),
-    "finished": _finished,
-    "call_user": lambda a: GuiAction(Kind.TERMINATE, success=False),
-    "long_press": lambda a: GuiAction(Kind.LONG_PRESS, **a.point(*_START)),
+    "type": gui_table.text_of(Kind.TYPE, "content"),
+    "scroll": gui_table.scroll_of("direction", *_START),
+    "wait": gui_table.always(Kind.WAIT),
+    "finished": read_finished,
+    "call_user": gui_table.always(Kind.TERMINATE, success=False),
+    "long_press": gui_table.point_of(Kind.LONG_PRESS, *_START),
     "open_app": lambda a: GuiAction(
         Kind.OPEN_APP, text=a.name("app_name", "content")
     ),
-    "press_home": _button("home"),
-    "press_back": _button("back"),
+    "press_home": gui_table.always(Kind.SYSTEM_BUTTON, text="home"),
+    "press_back": gui_table.always(Kind.SYSTEM_BUTTON, text="back"),
 }
 
 
@@ -158,52 +128,43 @@ def _at(w: gui_table.Writing) -> dict[str, Any]:
   return {} if w.anywhere else {"start_box": _box(w.start())}
 
 
-def _write_click(w: gui_table.Writing) -> gui_table.Call | None:
-  name = _CLICK_NAMES.get((w.action.button, w.action.count))
-  return (name, _at(w)) if name and not w.action.keys else None
-
-
-def _write_drag(w: gui_table.Writing) -> gui_table.Call | None:
-  if w.action.button != "left" or w.anywhere:
-    return None
-  return "drag", {**_at(w), "end_box": _box(w.end())}
-
-
 def _write_scroll(w: gui_table.Writing) -> gui_table.Call | None:
   direction = w.direction()
   return direction and ("scroll", {**_at(w), "direction": direction})  # type: ignore[return-value]
 
 
-def _write_answer(w: gui_table.Writing) -> gui_table.Call | None:
-  # finished() without content claims success and answers nothing.
+def write_answer(w: gui_table.Writing) -> gui_table.Call | None:
+  """Writes an answer with a text, without which `finished` claims success."""
   return ("finished", {"content": w.action.text}) if w.action.text else None
 
 
+def write_end(w: gui_table.Writing) -> gui_table.Call:
+  """Writes the end of a task without an answer."""
+  return "call_user" if w.action.success is False else "finished", {}
+
+
 def _write_button(w: gui_table.Writing) -> gui_table.Call | None:
-  known = w.action.text in ("home", "back")
-  return (f"press_{w.action.text}", {}) if known else None
+  is_written = w.action.text in ("home", "back")
+  return (f"press_{w.action.text}", {}) if is_written else None
 
 
 _WRITERS: dict[Kind, gui_table.Writer] = {
-    Kind.CLICK: _write_click,
+    Kind.CLICK: gui_table.write_clicks(_CLICKS, _at),
     Kind.MOVE: lambda w: ("move", _at(w)),
-    Kind.DRAG: _write_drag,
+    Kind.DRAG: gui_table.write_drag("drag", "start_box", "end_box", _box),
     Kind.KEY: lambda w: (
         ("hotkey", {"key": " ".join(w.action.keys)})
         if w.action.duration is None
         else None
     ),
-    Kind.TYPE: lambda w: ("type", {"content": w.action.text}),
+    Kind.TYPE: gui_table.writes("type", content="text"),
     Kind.SCROLL: _write_scroll,
-    Kind.WAIT: lambda w: ("wait", {}),
+    Kind.WAIT: gui_table.writes("wait"),
     Kind.LONG_PRESS: lambda w: ("long_press", _at(w)),
-    Kind.OPEN_APP: lambda w: ("open_app", {"app_name": w.action.text}),
+    Kind.OPEN_APP: gui_table.writes("open_app", app_name="text"),
     Kind.SYSTEM_BUTTON: _write_button,
-    Kind.ANSWER: _write_answer,
-    Kind.TERMINATE: lambda w: (
-        "call_user" if w.action.success is False else "finished",
-        {},
-    ),
+    Kind.ANSWER: write_answer,
+    Kind.TERMINATE: write_end,
 }
 
 
@@ -236,13 +197,13 @@ class UiTarsParser(gui_table.TableParser):
       start = len(text)
     # Reasoning ends before the actions; a typed "</think>" comes after.
     end = text.rfind(_THOUGHT_ENDS, 0, start)
-    reasoning, rest = "", 0
+    reasoning, visible = "", 0
     if end >= 0:
       reasoning = text[:end].strip().removeprefix("<think>").strip()
-      rest = end + len(_THOUGHT_ENDS)
+      visible = end + len(_THOUGHT_ENDS)
     if start == len(text) and not text.endswith(_ACTION):
-      return base.ParseResult(thought=reasoning, answer=text[rest:].strip())
-    thought = text[rest : start - len(_ACTION)].strip()
+      return base.ParseResult(thought=reasoning, answer=text[visible:].strip())
+    thought = text[visible : start - len(_ACTION)].strip()
     thought = thought.removeprefix("Thought:").strip()
     thought = "\n".join(part for part in (reasoning, thought) if part)
     calls: list[trajectory.ToolCall] = []
@@ -302,7 +263,7 @@ def write_action(call: trajectory.ToolCall) -> str:
 
 
 def read_action(text: str, start: int) -> tuple[trajectory.ToolCall, int]:
-  """One `name(key='value', …)` and where it ends."""
+  """Returns one `name(key='value', …)` and where it ends."""
   match = _NAME.match(text, start)
   if match is None:
     raise base.ToolParseError(
@@ -339,7 +300,8 @@ def read_action(text: str, start: int) -> tuple[trajectory.ToolCall, int]:
 
 
 def _read_string(text: str, start: int, name: str) -> tuple[str, int]:
-  """The string that begins with the quote at `start`, and where it ends."""
+  """Returns the string that begins with the quote at `start`, and where it
+  ends."""
   quote = text[start]
   parts: list[str] = []
   position = start + 1

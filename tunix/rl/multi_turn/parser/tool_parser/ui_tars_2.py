@@ -28,6 +28,7 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.tool_parser import base
 from tunix.rl.multi_turn.parser.tool_parser import gui_table
 from tunix.rl.multi_turn.parser.tool_parser import scanning
+from tunix.rl.multi_turn.parser.tool_parser import ui_tars
 
 GuiAction = gui_action.GuiAction
 Kind = gui_action.GuiActionKind
@@ -66,55 +67,32 @@ _CLICKS = {
     "left_double": ("left", 2),
     "right_single": ("right", 1),
 }
-_CLICK_NAMES = {which: name for name, which in _CLICKS.items()}
 _HELD = "it is not released again; use click, drag or hotkey"
-
-
-def _scroll(a: gui_table.Arguments) -> GuiAction:
-  dx, dy = a.choice("direction", gui_table.DIRECTIONS)
-  place = a.point("point") if a.has("point") else {}
-  return GuiAction(
-      Kind.SCROLL,
-      **place,
-      dx=dx * gui_table.NOTCH_PX,
-      dy=dy * gui_table.NOTCH_PX,
-  )
 
 
 def _wait(a: gui_table.Arguments) -> GuiAction:
   time = a.values.get("time")
-  if isinstance(time, str) and (found := _SECONDS.fullmatch(time)) is not None:
-    time = found[1]
+  if isinstance(time, str) and (match := _SECONDS.fullmatch(time)) is not None:
+    time = match[1]
   if not time:
     return GuiAction(Kind.WAIT)
   seconds = gui_table.as_number(time, "time")
   return GuiAction(Kind.WAIT, duration=seconds)
 
 
-def _finished(a: gui_table.Arguments) -> GuiAction:
-  if a.values.get("content"):
-    return GuiAction(Kind.ANSWER, text=a.text("content"))
-  return GuiAction(Kind.TERMINATE, success=True)
-
-
 _READERS: dict[str, gui_table.Reader] = {
-    **{
-        name: gui_table.point_of(
-            Kind.CLICK, "point", button=button, count=count
-        )
-        for name, (button, count) in _CLICKS.items()
-    },
+    **gui_table.clicks_of(_CLICKS, "point"),
     "move_to": gui_table.point_of(Kind.MOVE, "point"),
     "drag": lambda a: GuiAction(
         Kind.DRAG, **a.point("start_point"), **a.point("end_point", end=True)
     ),
-    "scroll": _scroll,
+    "scroll": gui_table.scroll_of("direction", "point"),
     "hotkey": lambda a: GuiAction(Kind.KEY, keys=a.keys("key")),
     "type": gui_table.text_of(Kind.TYPE, "content"),
     "wait": _wait,
     "take_screenshot": gui_table.always(Kind.SCREENSHOT),
     "call_user": gui_table.always(Kind.TERMINATE, success=False),
-    "finished": _finished,
+    "finished": ui_tars.read_finished,
     **{
         name: gui_table.unavailable(_HELD)
         for name in ("press", "release", "mouse_down", "mouse_up")
@@ -128,19 +106,6 @@ def _point(at: Sequence[Any]) -> str:
 
 def _at(w: gui_table.Writing) -> dict[str, Any]:
   return {} if w.anywhere else {"point": _point(w.start())}
-
-
-def _write_click(w: gui_table.Writing) -> gui_table.Call | None:
-  name = _CLICK_NAMES.get((w.action.button, w.action.count))
-  return (name, _at(w)) if name and not w.action.keys else None
-
-
-def _write_drag(w: gui_table.Writing) -> gui_table.Call | None:
-  if w.anywhere or w.action.button != "left":
-    return None
-  return "drag", {
-      "start_point": _point(w.start()), "end_point": _point(w.end())
-  }
 
 
 def _write_scroll(w: gui_table.Writing) -> gui_table.Call | None:
@@ -158,28 +123,19 @@ def _write_wait(w: gui_table.Writing) -> gui_table.Call | None:
   return "wait", {"time": str(int(seconds))}
 
 
-def _write_answer(w: gui_table.Writing) -> gui_table.Call | None:
-  # Without content it claims success and answers nothing.
-  return ("finished", {"content": w.action.text}) if w.action.text else None
-
-
 _WRITERS: dict[Kind, gui_table.Writer] = {
-    Kind.CLICK: _write_click,
+    Kind.CLICK: gui_table.write_clicks(_CLICKS, _at),
     Kind.MOVE: lambda w: ("move_to", _at(w)),
-    Kind.DRAG: _write_drag,
-    Kind.SCROLL: _write_scroll,
-    Kind.KEY: lambda w: (
-        ("hotkey", {"key": " ".join(w.action.keys)})
-        if not w.action.duration
-        else None
+    Kind.DRAG: gui_table.write_drag(
+        "drag", "start_point", "end_point", _point
     ),
+    Kind.SCROLL: _write_scroll,
+    Kind.KEY: gui_table.write_keys("hotkey", "key", " "),
     Kind.TYPE: gui_table.writes("type", content="text"),
     Kind.WAIT: _write_wait,
     Kind.SCREENSHOT: lambda w: ("take_screenshot", {}),
-    Kind.ANSWER: _write_answer,
-    Kind.TERMINATE: lambda w: (
-        "call_user" if w.action.success is False else "finished", {}
-    ),
+    Kind.ANSWER: ui_tars.write_answer,
+    Kind.TERMINATE: ui_tars.write_end,
 }
 
 
@@ -213,14 +169,8 @@ class UiTars2Parser(gui_table.TableParser, scanning.ScanningParser):
           f" {scanning.quote(text, tail)}",
           tail,
       )
-    if text.startswith(_CLOSE, tail):
-      return calls, tail + len(_CLOSE)
-    if tail == len(text) or text.startswith(_OPEN, tail):
-      return calls, tail
-    raise base.ToolParseError(
-        f"expected {_CLOSE} or another <function=…>, found"
-        f" {scanning.quote(text, tail)}",
-        tail,
+    return calls, scanning.end_of_block(
+        text, end, (_CLOSE,), _OPEN, f"{_CLOSE} or another <function=…>"
     )
 
   def _read_function(
@@ -250,10 +200,11 @@ class UiTars2Parser(gui_table.TableParser, scanning.ScanningParser):
   def format(
       self, calls: Sequence[trajectory.ToolCall], thought: str | None = None
   ) -> str:
-    lines = [f"<gui_think> {thought} </gui_think>"] if thought else []
-    if calls:
-      lines.append(f"{_OPEN}{''.join(map(_write_function, calls))}{_CLOSE}")
-    return "\n".join(lines)
+    block = f"{_OPEN}{''.join(map(_write_function, calls))}{_CLOSE}"
+    return base.with_thought(
+        thought and f"<gui_think> {thought} </gui_think>",
+        *((block,) if calls else ()),
+    )
 
 
 def _write_function(call: trajectory.ToolCall) -> str:
