@@ -74,12 +74,12 @@ class Sizes:
   full_layers: int
   linear_state: int
   vocabulary: int
-  blocks: int
-  vision_width: int
-  vision_mlp: int
-  deep: int
-  patches_per_token: int
-  patch_bytes: int
+  blocks: int = 0
+  vision_width: int = 0
+  vision_mlp: int = 0
+  deep: int = 0
+  patches_per_token: int = 1
+  patch_bytes: int = 0
 
   @classmethod
   def known(cls, config: Any) -> bool:
@@ -94,26 +94,7 @@ class Sizes:
   @classmethod
   def of(cls, config: Any) -> Sizes:
     """Sizes of a `QwenVLConfig`, a `QwenTextConfig` or a `TinyVLConfig`."""
-    if isinstance(config, qwen_text_config.QwenTextConfig):
-      text = config.text
-      return cls(
-          layers=text.num_hidden_layers,
-          width=text.hidden_size,
-          heads=text.num_attention_heads,
-          kv_heads=text.num_key_value_heads,
-          head_dim=text.head_dim,
-          mlp=text.intermediate_size,
-          mlp_copies=0,
-          **_kinds_of_layers(text),
-          vocabulary=text.vocab_size,
-          blocks=0,
-          vision_width=0,
-          vision_mlp=0,
-          deep=0,
-          patches_per_token=1,
-          patch_bytes=0,
-      )
-    if not hasattr(config, "vision"):
+    if isinstance(config, tiny_vl_config.TinyVLConfig):
       return cls(
           layers=config.layers,
           width=config.width,
@@ -128,16 +109,24 @@ class Sizes:
           blocks=config.vision_layers,
           vision_width=config.width,
           vision_mlp=config.vision_mlp,
-          deep=0,
-          patches_per_token=1,
           patch_bytes=24 * 24 * 3,
       )
-    text, vision = config.text, config.vision
+    text = config.text
+    tower: dict[str, int] = {}
     copies = text.num_experts_per_tok if text.num_experts else 0
-    experts = 0
+    experts = text.moe_intermediate_size * copies
     if copies:
-      experts = text.moe_intermediate_size * copies
       experts += text.shared_expert_intermediate_size
+    if isinstance(config, qwen_config.QwenVLConfig):
+      vision = config.vision
+      tower = {
+          "blocks": vision.depth,
+          "vision_width": vision.hidden_size,
+          "vision_mlp": vision.intermediate_size,
+          "deep": len(vision.deepstack_visual_indexes),
+          "patches_per_token": vision.patches_per_token,
+          "patch_bytes": 3 * vision.patch_size**2,
+      }
     return cls(
         layers=text.num_hidden_layers,
         width=text.hidden_size,
@@ -148,12 +137,7 @@ class Sizes:
         mlp_copies=copies,
         **_kinds_of_layers(text),
         vocabulary=text.vocab_size,
-        blocks=vision.depth,
-        vision_width=vision.hidden_size,
-        vision_mlp=vision.intermediate_size,
-        deep=len(vision.deepstack_visual_indexes),
-        patches_per_token=vision.patches_per_token,
-        patch_bytes=3 * vision.patch_size**2,
+        **tower,
     )
 
 

@@ -143,14 +143,8 @@ def read_text(text: Mapping[str, Any]) -> qwen_shapes.TextConfig:
       f"rope_parameters of {SLIDING} layers are scaled, which are plain here",
   )
   return qwen_shapes.TextConfig(
-      vocab_size=text["vocab_size"],
-      hidden_size=text["hidden_size"],
-      intermediate_size=text["intermediate_size"],
-      num_hidden_layers=layers,
-      num_attention_heads=text["num_attention_heads"],
-      num_key_value_heads=text["num_key_value_heads"],
+      **{name: text[name] for name in qwen_shapes.DECODER_FIELDS},
       head_dim=head_dim,
-      rms_norm_eps=text["rms_norm_eps"],
       rope_theta=float(rope[FULL]["rope_theta"]),
       mrope_section=(head_dim // 2, 0, 0),
       rope_scaling=rope_scaling.read(rope[FULL], longest),
@@ -212,14 +206,8 @@ def text_to_hf(config: Any) -> dict[str, Any]:
   scalar = text.query_pre_attn_scalar or text.head_dim
   return {
       "model_type": "gemma3_text",
-      "vocab_size": text.vocab_size,
-      "hidden_size": text.hidden_size,
-      "intermediate_size": text.intermediate_size,
-      "num_hidden_layers": text.num_hidden_layers,
-      "num_attention_heads": text.num_attention_heads,
-      "num_key_value_heads": text.num_key_value_heads,
+      **{name: getattr(text, name) for name in qwen_shapes.DECODER_FIELDS},
       "head_dim": text.head_dim,
-      "rms_norm_eps": text.rms_norm_eps,
       "hidden_activation": _ACT,
       "max_position_embeddings": qwen_defaults.POSITIONS,
       "query_pre_attn_scalar": int(scalar) if scalar % 1 == 0 else scalar,

@@ -156,6 +156,11 @@ class LayerNorm(nnx.Module):
     return (wide + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
+def gelu(x: jax.Array) -> jax.Array:
+  """The Gaussian error linear unit, exactly."""
+  return jax.nn.gelu(x, approximate=False)
+
+
 def gelu_tanh(x: jax.Array) -> jax.Array:
   """The Gaussian error linear unit by its approximation with tanh."""
   return jax.nn.gelu(x, approximate=True)
@@ -225,18 +230,26 @@ class PatchEmbed(nnx.Module):
     self.mean, self.std = tuple(mean), tuple(std)
 
   def __call__(self, patches_SPF: jax.Array, dtype: Any) -> jax.Array:
-    s, p, f = patches_SPF.shape
     kernel = self.proj.weight[...]
-    pixels = patches_SPF.reshape(s, p, 3, f // 3).astype(jnp.float32)
-    mean, std = (
-        np.array(v, np.float32)[:, None] for v in (self.mean, self.std)
-    )
-    x = ((pixels / 255.0 - mean) / std).astype(dtype).reshape(s, p, f)
-    flat = kernel.sum(2).reshape(kernel.shape[0], f).T
+    x = normalised(patches_SPF, self.mean, self.std, dtype)
+    flat = kernel.sum(2).reshape(kernel.shape[0], -1).T
     y = kernels.dot(x, flat)
     if self.proj.bias is not None:
       y += self.proj.bias[...].astype(dtype)
     return y
+
+
+def normalised(
+    patches_SPF: jax.Array,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    dtype: Any,
+) -> jax.Array:
+  """Returns (patches / 255 - mean) / std, [S, P, F], by colour channel."""
+  s, p, f = patches_SPF.shape
+  pixels = patches_SPF.reshape(s, p, 3, f // 3).astype(jnp.float32)
+  centre, scale = (np.array(v, np.float32)[:, None] for v in (mean, std))
+  return ((pixels / 255.0 - centre) / scale).astype(dtype).reshape(s, p, f)
 
 
 class _Kernel(nnx.Module):

@@ -34,6 +34,7 @@ TextConfig = qwen_shapes.TextConfig
 VisionConfig = qwen_shapes.VisionConfig
 SIZES = qwen_sizes.SIZES
 
+
 def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
   """The configuration of a checkpoint's `config.json`.
 
@@ -162,11 +163,14 @@ def _check(
     refuse(got != want, f"vision {name}={got}, only {want} is known")
 
 
+_TOWER = ("depth", "num_heads", "patch_size", "spatial_merge_size")
+_WIDTHS = ("hidden_size", "intermediate_size", "out_hidden_size")
+
+
 def _vision(vision: Mapping[str, Any], family: str) -> VisionConfig:
   """The tower."""
   tower = qwen_families.VISION_LANGUAGE[family].tower
-  names = ("depth", "num_heads", "patch_size", "spatial_merge_size")
-  sizes = {name: vision[name] for name in names}
+  sizes = {name: vision[name] for name in _TOWER}
   if tower == "qwen2":  # Names its width otherwise than the later ones.
     width = vision["embed_dim"]
     return VisionConfig(
@@ -175,8 +179,7 @@ def _vision(vision: Mapping[str, Any], family: str) -> VisionConfig:
         out_hidden_size=vision["hidden_size"],
         **sizes,
     )
-  for name in ("hidden_size", "intermediate_size", "out_hidden_size"):
-    sizes[name] = vision[name]
+  sizes |= {name: vision[name] for name in _WIDTHS}
   if tower == "glm4v":
     side = vision["image_size"]
     side = side[0] if isinstance(side, (list, tuple)) else side
@@ -204,16 +207,15 @@ def _text(
     text: Mapping[str, Any], raw: Mapping[str, Any], family: str
 ) -> TextConfig:
   """The decoder."""
-  heads, hidden = text["num_attention_heads"], text["hidden_size"]
+  sizes = {name: text[name] for name in qwen_shapes.DECODER_FIELDS}
+  sizes["num_key_value_heads"] = (
+      text["num_key_value_heads"] or text["num_attention_heads"]
+  )
+  if family == "qwen3_5_moe":  # Every layer is sparse.
+    sizes["intermediate_size"] = 0
   return TextConfig(
-      vocab_size=text["vocab_size"],
-      hidden_size=hidden,
-      intermediate_size=text["intermediate_size"] * (family != "qwen3_5_moe"),
-      num_hidden_layers=text["num_hidden_layers"],
-      num_attention_heads=heads,
-      num_key_value_heads=text["num_key_value_heads"] or heads,
+      **sizes,
       head_dim=_head_dim(text, family),
-      rms_norm_eps=text["rms_norm_eps"],
       **_rope(text, raw, family),
       **_experts(text, family),
       **_linear(text, family),
@@ -261,14 +263,16 @@ def _rope(
   }
 
 
+_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_SHARED_EXPERT = "shared_expert_intermediate_size"
+
+
 def _experts(text: Mapping[str, Any], family: str) -> dict[str, Any]:
   traits = qwen_families.VISION_LANGUAGE[family]
   if not traits.experts:
     return {}
   if traits.linear:
-    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size",
-             "shared_expert_intermediate_size")  # pyformat: disable
-    return {name: text[name] for name in names}
+    return {name: text[name] for name in (*_EXPERTS, _SHARED_EXPERT)}
   config_checks.refuse(
       text.get("norm_topk_prob", True) is False,
       "norm_topk_prob=false, routing weights always add up to 1 here",
@@ -279,8 +283,7 @@ def _experts(text: Mapping[str, Any], family: str) -> dict[str, Any]:
   count = qwen_defaults.NUM_EXPERTS if count is None else count
   return {
       "num_experts": count,
-      "num_experts_per_tok": text["num_experts_per_tok"],
-      "moe_intermediate_size": text["moe_intermediate_size"],
+      **{name: text[name] for name in _EXPERTS[1:]},
       "mlp_only_layers": tuple(text.get("mlp_only_layers") or ()),
       "decoder_sparse_step": text["decoder_sparse_step"],
   }
@@ -361,13 +364,7 @@ def to_hf(config: QwenVLConfig) -> dict[str, Any]:
     return gemma3_config.to_hf(config)
   text_config: dict[str, Any] = {
       "model_type": traits.text_type or f"{family}_text",
-      "vocab_size": text.vocab_size,
-      "hidden_size": text.hidden_size,
-      "intermediate_size": text.intermediate_size,
-      "num_hidden_layers": text.num_hidden_layers,
-      "num_attention_heads": text.num_attention_heads,
-      "num_key_value_heads": text.num_key_value_heads,
-      "rms_norm_eps": text.rms_norm_eps,
+      **{name: getattr(text, name) for name in qwen_shapes.DECODER_FIELDS},
       "hidden_act": "silu",
       "max_position_embeddings": qwen_defaults.POSITIONS,
       "tie_word_embeddings": config.tie_word_embeddings,
@@ -392,20 +389,13 @@ def to_hf(config: QwenVLConfig) -> dict[str, Any]:
   if traits.linear and text.num_experts:
     del text_config["intermediate_size"]
     text_config |= {
-        "num_experts": text.num_experts,
-        "num_experts_per_tok": text.num_experts_per_tok,
-        "moe_intermediate_size": text.moe_intermediate_size,
-        "shared_expert_intermediate_size": (
-            text.shared_expert_intermediate_size
-        ),
+        name: getattr(text, name) for name in (*_EXPERTS, _SHARED_EXPERT)
     }
   elif traits.sigmoid_router:
     text_config |= _grouped_experts_to_hf(text)
   elif text.num_experts:
     text_config |= {
-        "num_experts": text.num_experts,
-        "num_experts_per_tok": text.num_experts_per_tok,
-        "moe_intermediate_size": text.moe_intermediate_size,
+        **{name: getattr(text, name) for name in _EXPERTS},
         "mlp_only_layers": list(text.mlp_only_layers),
         "decoder_sparse_step": text.decoder_sparse_step,
         "norm_topk_prob": True,
@@ -422,40 +412,33 @@ def to_hf(config: QwenVLConfig) -> dict[str, Any]:
 
 def _vision_to_hf(config: QwenVLConfig) -> dict[str, Any]:
   family, vision, tower = config.family, config.vision, config.traits.tower
-  found: dict[str, Any] = {
+  fields: dict[str, Any] = {
       "model_type": f"{family}_vision",
-      "depth": vision.depth,
-      "num_heads": vision.num_heads,
-      "patch_size": vision.patch_size,
-      "spatial_merge_size": vision.spatial_merge_size,
+      **{name: getattr(vision, name) for name in _TOWER},
       "temporal_patch_size": 2,
       "in_channels": 3,
       "hidden_act": qwen_defaults.VISION[family]["hidden_act"],
   }
   if tower == "qwen2":
-    return found | {
+    return fields | {
         "embed_dim": vision.hidden_size,
         "hidden_size": vision.out_hidden_size,
         "mlp_ratio": vision.intermediate_size // vision.hidden_size,
     }
-  found |= {
-      "hidden_size": vision.hidden_size,
-      "intermediate_size": vision.intermediate_size,
-      "out_hidden_size": vision.out_hidden_size,
-  }
+  fields |= {name: getattr(vision, name) for name in _WIDTHS}
   if tower == "glm4v":
     side = round(vision.num_position_embeddings**0.5)
-    return found | {
+    return fields | {
         "image_size": side * vision.patch_size,
         "rms_norm_eps": vision.rms_norm_eps,
         "attention_bias": False,
     }
   if tower == "qwen2_5":
-    return found | {
+    return fields | {
         "window_size": vision.window_size,
         "fullatt_block_indexes": list(vision.fullatt_block_indexes),
     }
-  found["num_position_embeddings"] = vision.num_position_embeddings
+  fields["num_position_embeddings"] = vision.num_position_embeddings
   if config.traits.deepstack:
-    found["deepstack_visual_indexes"] = list(vision.deepstack_visual_indexes)
-  return found
+    fields["deepstack_visual_indexes"] = list(vision.deepstack_visual_indexes)
+  return fields

@@ -17,6 +17,12 @@ from tunix.rl.multi_turn.policy import rope_scaling
 
 FAMILIES = tuple(qwen_families.VISION_LANGUAGE)
 
+DECODER_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
+)  # pyformat: disable
+"""Fields of `TextConfig` that every family's config.json has by that name."""
+
 
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:

@@ -23,6 +23,7 @@ from tunix.rl.multi_turn.policy import gemma3_config
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_defaults
 from tunix.rl.multi_turn.policy import qwen_families
+from tunix.rl.multi_turn.policy import qwen_shapes
 from tunix.rl.multi_turn.policy import rope_scaling
 
 FAMILIES = tuple(qwen_families.TEXT)
@@ -166,15 +167,11 @@ def _text(raw: Mapping[str, Any]) -> qwen_config.TextConfig:
       f"head_dim={head_dim}, qwen2's is hidden_size / num_attention_heads ="
       f" {hidden} / {heads}",
   )
+  sizes = {name: raw[name] for name in qwen_shapes.DECODER_FIELDS}
+  sizes["num_key_value_heads"] = raw["num_key_value_heads"] or heads
   return qwen_config.TextConfig(
-      vocab_size=raw["vocab_size"],
-      hidden_size=hidden,
-      intermediate_size=raw["intermediate_size"],
-      num_hidden_layers=raw["num_hidden_layers"],
-      num_attention_heads=heads,
-      num_key_value_heads=raw["num_key_value_heads"] or heads,
+      **sizes,
       head_dim=head_dim,
-      rms_norm_eps=raw["rms_norm_eps"],
       rope_theta=_rope_theta(raw),
       mrope_section=plain_rotary(head_dim),
       rope_scaling=rope_scaling.read(
@@ -219,13 +216,7 @@ def to_hf(config: QwenTextConfig) -> dict[str, Any]:
   raw: dict[str, Any] = {
       **architecture,
       "model_type": config.family,
-      "vocab_size": text.vocab_size,
-      "hidden_size": text.hidden_size,
-      "intermediate_size": text.intermediate_size,
-      "num_hidden_layers": text.num_hidden_layers,
-      "num_attention_heads": text.num_attention_heads,
-      "num_key_value_heads": text.num_key_value_heads,
-      "rms_norm_eps": text.rms_norm_eps,
+      **{name: getattr(text, name) for name in qwen_shapes.DECODER_FIELDS},
       "hidden_act": "silu",
       "max_position_embeddings": qwen_defaults.POSITIONS,
       "tie_word_embeddings": config.tie_word_embeddings,
