@@ -116,7 +116,7 @@ def test_chunks_for_a_flash_kernel_are_those_of_the_definition(
   mask = definition(segments, images, window)
   given = sight(segments, images, window)
   got = kernels._seen_local(
-      *qkv(401), segments, given.last_BT, window=window, ahead=IMAGE,
+      *qkv(401), segments, given.last_BT, window=window, lookahead=IMAGE,
       flash="xla",
   )  # pyformat: disable
   np.testing.assert_allclose(got, dense(*qkv(401), mask), atol=3e-6)
@@ -140,7 +140,7 @@ def test_blocks_out_of_sight_are_not_computed():
   segments = np.ones((1, t), np.int32)
   ids = jnp.asarray(segments.reshape(1, -1, 128))
   last = jnp.arange(t, dtype=jnp.int32).reshape(1, -1, 128)
-  seen = blocks._seen(ids, ids, blocks._Rule(True, window), last)
+  seen = blocks._reachable(ids, ids, blocks._Rule(True, window), last)
   assert np.asarray(seen).sum() == 2 * (t // 128) - 1  # Its own and the last.
 
 

@@ -3,7 +3,7 @@
 Promises: the weights are the engine's own copy, so that their giver may donate
 or update theirs; new weights are checked before they take over. On a mesh, KV
 pages and vision tokens are split into shards over `cached_attention.ROWS`, and
-heads as the policy wants it: a device holds its shard, and nothing of others.
+heads as the policy wants it: a device holds its own shard only.
 Matrices of Qwen policies are kept in the type they are computed in.
 
 Does not compile or run programs; `programs` does.
@@ -127,7 +127,7 @@ def _narrow(model: Any) -> dict[Path, Any]:
   if not isinstance(model, qwen_text.QwenText):
     return {}
   compute = jnp.dtype(model.config.compute_dtype)
-  found = {}
+  types = {}
   for path, module in nnx.iter_modules(model):
     names: tuple[str, ...] = ()
     if isinstance(module, layers.Linear) or (
@@ -142,8 +142,8 @@ def _narrow(model: Any) -> dict[Path, Any]:
       if jnp.issubdtype(dtype, jnp.floating) and (
           dtype.itemsize > compute.itemsize
       ):
-        found[(*map(str, path), name)] = compute
-  return found
+        types[(*map(str, path), name)] = compute
+  return types
 
 
 def types_to_send(model: Any, weights: str = "same") -> dict[Path, Any]:
@@ -153,13 +153,13 @@ def types_to_send(model: Any, weights: str = "same") -> dict[Path, Any]:
 
   Args:
     model: the policy.
-    weights: as of `DeviceState`; what becomes int8 is rounded once.
+    weights: Type of weights, see `DeviceState`; int8 ones are rounded once.
   """
-  found = _narrow(model)
+  types = _narrow(model)
   if weights == "int8":
     for path in int8.paths(model):
-      found.pop(path, None)
-  return found
+      types.pop(path, None)
+  return types
 
 
 def _int8(
@@ -204,9 +204,9 @@ def weight_bytes(model: Any, mesh: Any, weights: str = "same") -> int:
 
   Args:
     model: the policy, of arrays or of shapes.
-    mesh: that it lies on, real or abstract; None for a single device.
-    weights: as of `DeviceState`; "int8" counts matrices a byte a number,
-      without their scales.
+    mesh: Mesh that it lies on, real or abstract; None for a single device.
+    weights: Type of weights, see `DeviceState`; "int8" counts matrices a byte a
+      number, without their scales.
   """
   narrow = _narrow(model)
   rounded = int8.paths(model) if weights == "int8" else frozenset()
@@ -261,12 +261,12 @@ class DeviceState:
     shards: blocks that a call's rows, the pages and the pool are split into.
     place: sharding of inputs and outputs beside the cache; None on a single
       device.
-    row_place: as `place`, of what is split by rows.
+    row_place: Sharding of arrays that are split by rows.
     cache_place: the sharding of each leaf of the cache.
-    cache_shape, pool_shape: shapes, dtypes and places of those trees.
+    cache_shape, pool_shape: shapes, dtypes and places of cache and pool.
     processor: the policy's host side.
     layout: gathers rows from pages; None where the policy reads pages itself.
-    pages: of a shard of the KV cache, page 0 included.
+    pages: Pages of a shard of the KV cache, page 0 included.
     page_size: tokens of a page.
     vision_tokens: size of a shard of the pool.
     vocabulary: tokens that the policy knows.
@@ -288,11 +288,11 @@ class DeviceState:
       model: a flax nnx module; its present parameters are copied. Shapes are
         enough to lower programs, with `mesh`; nothing is made of them then.
       processor: the policy's host side.
-      pages: of a shard of the KV cache, page 0 included.
+      pages: Pages of a shard of the KV cache, page 0 included.
       page_size: tokens of a page.
       vision_tokens: size of a shard of the vision pool.
       weights: "same" as the model's, or "int8", see `policy.int8`.
-      mesh: of a model of shapes; else that of its parameters.
+      mesh: Mesh of a model of shapes; else that of its parameters.
 
     Raises:
       ValueError: a setting does not go together with this policy.

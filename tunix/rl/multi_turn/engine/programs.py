@@ -62,7 +62,7 @@ DECODE_ROW = np.dtype([
 
 @functools.lru_cache(maxsize=None)
 def prefill_row(tokens: int) -> np.dtype:
-  """A row of a prefill call of so many tokens.
+  """Returns the type of a row of a prefill call of `tokens` tokens.
 
   start: tokens that the cache holds. length: real ones among the new; 0
   changes nothing. tokens, positions: the new ones, with their rotary
@@ -89,8 +89,10 @@ def words(rows_R: np.ndarray) -> np.ndarray:
 def pick(
     rows: np.ndarray, index_A: np.ndarray, to_A: np.ndarray, count: int
 ) -> np.ndarray:
-  """`count` rows: copies of those at `index` in rows `to`, else zeros (rows at
-  rest)."""
+  """Returns `count` rows, of which rows `to` copy the ones at `index`.
+
+  The others are zeros: rows at rest.
+  """
   picked_RW = np.zeros((count, rows.itemsize // 4), np.int32)
   picked_RW[to_A] = words(rows)[index_A]
   return picked_RW.view(rows.dtype)[:, 0]
@@ -235,7 +237,7 @@ class Programs:
 
     Args:
       pages_RN: int32, each row's pages; all of them are the window.
-      rows_R: of a `prefill_row`.
+      rows_R: Rows of the type `prefill_row`.
     """
     state = self.state
     (tokens,) = rows_R.dtype["tokens"].shape
@@ -258,11 +260,11 @@ class Programs:
 
     Args:
       pages_RN: int32; room for start + K tokens of every row that runs.
-      rows_R: of DECODE_ROW.
+      rows_R: Rows of the type DECODE_ROW.
       steps: K.
       details: return `Decoded.details`.
       allowed: uint32[R, `mask_words`], a bit for each token that may be
-        sampled; None for all that are not banned.
+        sampled; None allows every token that is not banned.
     """
     state = self.state
     window = pages_RN.shape[1] * state.page_size
@@ -327,9 +329,9 @@ class Programs:
     images, patches = variant.rows, variant.tokens
     state = self.state
 
-    def keep(kept, new, destination):
+    def keep(pool_leaf, new, destination):
       flat = destination.reshape(-1)
-      return kept.at[0, flat].set(
+      return pool_leaf.at[0, flat].set(
           new.reshape(-1, *new.shape[2:]), mode="drop"
       )
 
@@ -346,7 +348,7 @@ class Programs:
     def encode(params, pool, patches, real, positions, destination):
       vision = state.merge(params).encode_images(patches, real, positions)
       return jax.tree.map(
-          lambda kept, new: keep(kept, new, destination), pool, vision
+          lambda pool_leaf, new: keep(pool_leaf, new, destination), pool, vision
       )
 
     return state.jit(encode, state.row_place, donate_argnums=1).lower(

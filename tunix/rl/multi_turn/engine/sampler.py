@@ -85,14 +85,14 @@ def truncate(
   k = jnp.where(top_k_R > 0, top_k_R, vocabulary)
   k = jnp.minimum(k, jnp.sum(finite, axis=-1)).astype(jnp.float32)
   kth = _threshold(keys, finite.astype(jnp.float32), k)
-  kept = finite & (keys >= kth[:, None])
-  weights = jnp.where(kept, jnp.exp(scaled_RV), 0.0)
+  survives = finite & (keys >= kth[:, None])
+  weights = jnp.where(survives, jnp.exp(scaled_RV), 0.0)
   goal = top_p_R * jnp.sum(weights, axis=-1)
   edge = _threshold(keys, weights, goal)
-  kept &= (keys >= edge[:, None]) | (top_p_R >= 1.0)[:, None]
+  survives &= (keys >= edge[:, None]) | (top_p_R >= 1.0)[:, None]
   # The most likely token always stays, whatever rounding did to the sums.
-  kept |= keys == jnp.max(keys, axis=-1, keepdims=True)
-  return jnp.where(kept, scaled_RV, -jnp.inf)
+  survives |= keys == jnp.max(keys, axis=-1, keepdims=True)
+  return jnp.where(survives, scaled_RV, -jnp.inf)
 
 
 def _first_above(mass: jax.Array, u: jax.Array) -> jax.Array:
@@ -141,8 +141,8 @@ def entropy(logits_RV: jax.Array, banned_V: jax.Array) -> jax.Array:
   NaN when the row's logits are.
 
   Args:
-    logits_RV: as of `sample`.
-    banned_V: as of `sample`; leaves at least one token a row.
+    logits_RV: float32, logits of each row.
+    banned_V: bool; leaves at least one token a row.
   """
   peaked_RV = _peaked(logits_RV, banned_V)
   return _entropy(peaked_RV, jnp.exp(peaked_RV))

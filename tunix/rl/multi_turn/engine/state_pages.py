@@ -7,8 +7,8 @@ begins alike goes on from the end of a page they share: pages are found, shared
 and dropped as keys and values are (`kv_cache`). For that no call may pass a
 page's end: `PagePool.room` is its limit.
 
-Promises: what `take` gives is the state after a row's cached tokens, whoever
-computed it; `put` changes the page of a row's last new token only.
+Promises: `take` returns the state after a row's cached tokens, of whichever
+session computed it; `put` changes the page of a row's last new token only.
 
 Does not: keep snapshots within a page: a sequence that is cut there is computed
 again from the page's beginning.
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.engine import config as config_lib
 
-_UNIT = 64  # Pages are a multiple of so many tokens.
+_UNIT = 64  # Tokens of a page are a multiple of this.
 
 
 def take(
@@ -71,7 +71,7 @@ def sized(
 
   Args:
     shape_of: a cache's shapes by its number of rows and of tokens.
-    config: of the engine.
+    config: Settings of the engine.
   """
   if config.page_size:
     return config

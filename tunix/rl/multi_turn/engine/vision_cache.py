@@ -7,8 +7,8 @@ On a mesh the pool is split into shards, each with an order of its own: images
 are given with the shard whose rows read them.
 
 Promises: an image is encoded once for a shard, while it stays there and the
-weights are the same; no image of the call at hand is evicted for another of its
-images; an image that cannot be had fails with an error that names it.
+weights are the same; no image of a call is evicted for another of the same
+call; an image that cannot be had fails with an error that names it.
 
 Not thread-safe: the engine's thread owns it.
 

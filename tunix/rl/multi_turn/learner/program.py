@@ -1,6 +1,6 @@
 """Compiles a jitted function once for each set of argument shapes.
 
-Promises: shapes with their places compile the program that arrays of these
+Promises: shapes with their places compile the program that arrays of the same
 shapes and places run; what was compiled from shapes pins no array.
 
 Does not: lay out arguments; a compiled program refuses arrays that lie

@@ -35,11 +35,11 @@ def of_groups(
   """The prices of the groups' valid members, and readings of them.
 
   Args:
-    groups: of an update.
+    groups: Groups of an update.
     algorithm: its settings and KL estimator.
     kl_coef: price of a nat.
     row_length: longer sequences have no KL price: no row holds them.
-    score: of the reference; called where the KL is in the reward.
+    score: Scores by the reference; called where the KL is in the reward.
   """
   config = algorithm.config
   members = [m for group in groups for m in group.valid]
@@ -80,9 +80,9 @@ def _add_kl(
       for sequence in member.sequences
       if sequence.num_sampled and len(sequence) <= row_length
   ]
-  found = score([sequence for _, sequence in pairs])
+  references = score([sequence for _, sequence in pairs])
   total, tokens = 0.0, 0
-  for (name, sequence), reference in zip(pairs, found, strict=True):
+  for (name, sequence), reference in zip(pairs, references, strict=True):
     mask = sequence.loss_mask
     nats = np.asarray(
         algorithm.kl(sequence.logprobs[mask], reference[mask]), np.float64

@@ -48,8 +48,8 @@ class Teacher:
 
       model: the teacher, an nnx module.
       student: the policy that is trained.
-      mesh: of the learner.
-      temperature: of the sampler.
+      mesh: Mesh of the learner.
+      temperature: Temperature of the sampler.
       chunk: see `logprobs.token_scores`.
       share_prompts: whether batches store equal prompts once.
 

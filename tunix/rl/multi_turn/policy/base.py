@@ -53,7 +53,7 @@ class PolicyInputs:
       image. Read by policies with `reads_image_patches = True`.
     aligned_images: no image crosses a multiple of `image_patches` in its
       buffer, so that attention within an image need not look beyond; part of
-      the batch's type likewise.
+      the batch's type as well.
   """
 
   tokens: Array
@@ -165,7 +165,7 @@ class Policy(Protocol):
 
     An array whose shape does not depend on the length is a state after the
     cached tokens: `extend` begins without it where `starts` is 0, and leaves
-    it as it is where `lengths` is 0.
+    it unchanged where `lengths` is 0.
     """
     ...
 
@@ -188,7 +188,7 @@ class Policy(Protocol):
         written at cache index starts[b] + t.
       lengths: int32[B] how many of the T new tokens of each row are real;
         others write nothing that is ever attended to.
-      cache: as from `init_cache` with the same B.
+      cache: The result of `init_cache` or `extend` with the same B.
       vision_index: int32[B, T] into `vision`, -1 for text; None = text only.
         Row b looks into buffer b * S // B.
       vision: [S, V, …] from `encode_images`.

@@ -35,7 +35,7 @@ class NamedPolicy(Protocol):
   """A policy by its name.
 
   Attributes:
-    name: as given.
+    name: The name in the settings.
     tokenizer: directory or shipped name with its tokenizer's files; "" where
       there are none.
     weights: directory or shipped name of the weights that the name comes with;

@@ -53,13 +53,13 @@ def create_policy(
     screen: tuple[int, int] | None = None,
     **changes: Any,
 ) -> Loaded:
-  """A policy with fresh weights.
+  """Creates a policy with fresh weights.
 
   Args:
-    size: a key of `tiny_vl.SIZES`, or of `SMALL`.
-    seed: of the weights.
-    tokenizer: a directory with the tokenizer's files, or a shipped name.
-    mesh: where to put the weights; None is the default device.
+    size: A key of `tiny_vl.SIZES`, or of `SMALL`.
+    seed: Seed of the weights.
+    tokenizer: A directory with the tokenizer's files, or a shipped name.
+    mesh: Mesh to put the weights on; None is the default device.
     screen: (width, height) of the largest screenshot, if known: refused where
       it has more patches than max_image_patches.
     **changes: config fields that differ from the size's.
@@ -104,7 +104,7 @@ def load_policy(
 
   Args:
     path: directory, or name.
-    mesh: where to put the weights; None is the default device.
+    mesh: Mesh to put the weights on; None is the default device.
     screen: (width, height) of the largest screenshot, if known: refused where
       it has more patches than max_image_patches.
     **changes: config fields to override (compute_dtype, …).
@@ -130,7 +130,7 @@ def save_policy(
     path: directory, made if absent; its policy files are replaced.
     model: the policy.
     tokenizer: directory or shipped name whose tokenizer files are copied.
-    dtype: of the stored tensors: "float32", or "float16" (TinyVL), or
+    dtype: Type of the stored tensors: "float32", or "float16" (TinyVL), or
       "bfloat16" (Qwen).
     untied: writes a tied embedding twice, for readers that take the output
       matrix only under its own name. TinyVL has none.
@@ -197,9 +197,9 @@ def check(path: str | pathlib.Path, model: Any, **changes: Any) -> None:
   """
   directory = resolve(path)
   family = _family(directory)
-  found = family.load_config(directory, **changes)
+  stored = family.load_config(directory, **changes)
   load_tokenizer(directory)
-  old, new = dataclasses.asdict(found), dataclasses.asdict(model.config)
+  old, new = dataclasses.asdict(stored), dataclasses.asdict(model.config)
   differing = [
       name
       for name in {**old, **new}
@@ -217,15 +217,15 @@ def check(path: str | pathlib.Path, model: Any, **changes: Any) -> None:
 
 def _family(directory: pathlib.Path) -> Any:
   kind = policy_files.model_type(directory)
-  known = {tiny_vl_checkpoint.MODEL_TYPE: tiny_vl_checkpoint}
-  known |= dict.fromkeys(qwen_checkpoint.FAMILIES, qwen_checkpoint)
-  known |= dict.fromkeys(qwen_text_checkpoint.FAMILIES, qwen_text_checkpoint)
-  if kind in known:
-    return known[kind]
+  families = {tiny_vl_checkpoint.MODEL_TYPE: tiny_vl_checkpoint}
+  families |= dict.fromkeys(qwen_checkpoint.FAMILIES, qwen_checkpoint)
+  families |= dict.fromkeys(qwen_text_checkpoint.FAMILIES, qwen_text_checkpoint)
+  if kind in families:
+    return families[kind]
   if kind == custom_policy.MODEL_TYPE:
     raise ValueError(custom_policy.refusal(directory))
   raise ValueError(
       f"{directory} holds a model of type"
       f" {kind!r}{config_checks.why_not(kind)}; policies here are"
-      f" {', '.join(known)}"
+      f" {', '.join(families)}"
   )

@@ -63,24 +63,24 @@ def enable(choice: str = AUTO) -> pathlib.Path | None:
   # Its name "auto" is a default of commands that explain themselves without.
   import jax  # pylint: disable=g-import-not-at-top
 
-  found = directory(choice)
-  if found is None:
+  folder = directory(choice)
+  if folder is None:
     jax.config.update("jax_enable_compilation_cache", False)
     return None
   try:
-    found.mkdir(parents=True, exist_ok=True)
-    probe = found / f".writable-{os.getpid()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / f".writable-{os.getpid()}"
     probe.touch()
     probe.unlink()
   except OSError as error:
     _LOG.warning(
         "compiled programs are not kept: %s cannot be written (%s); choose"
         " another directory with run.compile_cache or %s",
-        found, error, _VARIABLE,
+        folder, error, _VARIABLE,
     )  # pyformat: disable
     return None
-  jax.config.update("jax_compilation_cache_dir", str(found))
+  jax.config.update("jax_compilation_cache_dir", str(folder))
   if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
     # The engine's programs are many, and most compile in less than a second.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-  return found
+  return folder

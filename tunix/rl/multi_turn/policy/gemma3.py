@@ -72,14 +72,14 @@ class Decoder(qwen_decoder.Decoder):
       self, positions_BT3: jax.Array
   ) -> Callable[[Any], qwen_decoder.Rotation]:
     text = self.config.text
-    whole = self.rotation(positions_BT3)
+    full = self.rotation(positions_BT3)
     axes = layers.mrope_axes(text.mrope_section, False)
     local = layers.mrope(
         positions_BT3,
         axes,
         layers.rope_frequencies(2 * len(axes), text.local_rope_theta),
     )
-    return lambda layer: local if text.window(layer) else whole
+    return lambda layer: local if text.window(layer) else full
 
 
 class Gemma3Text(qwen_text.QwenText):

@@ -160,13 +160,13 @@ def read_text(text: Mapping[str, Any]) -> qwen_shapes.TextConfig:
 def _rope(text: Mapping[str, Any], kind: str) -> dict[str, Any]:
   """A kind of layers' rotary positions; the old `rope_scaling` is of full
   ones."""
-  found = dict((text.get("rope_parameters") or {}).get(kind) or {})
+  rope = dict((text.get("rope_parameters") or {}).get(kind) or {})
   if kind == FULL:
-    found |= text.get("rope_scaling") or {}
-  found.pop("truncate", None)  # transformers reads none of a kind of layers.
+    rope |= text.get("rope_scaling") or {}
+  rope.pop("truncate", None)  # transformers reads none of a kind of layers.
   theta = text.get(_OLD_THETA[kind])
-  found.setdefault("rope_theta", _THETA[kind] if theta is None else theta)
-  return found
+  rope.setdefault("rope_theta", _THETA[kind] if theta is None else theta)
+  return rope
 
 
 def to_hf(config: qwen_shapes.QwenVLConfig) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class Gemma3Processor(qwen_vl_inputs.QwenVLProcessor):
     Raises:
       ValueError: also where an image follows another one immediately.
     """
-    found = super().positions(tokens, images, start)
+    positions_T3 = super().positions(tokens, images, start)
     for before, after in zip(images, images[1:]):
       if before.end == after.offset:
         raise ValueError(
@@ -94,7 +94,7 @@ class Gemma3Processor(qwen_vl_inputs.QwenVLProcessor):
             " <end_of_image> and <start_of_image> between them, as its"
             " processor does"
         )
-    return found
+    return positions_T3
 
 
 def default_settings(
@@ -122,13 +122,13 @@ def processor(
   """The host side of a config.
 
   Args:
-    settings: as of `image_settings.read`.
-    config: of the model.
+    settings: Settings of `image_settings.read`.
+    config: Configuration of the model.
     pixels: limits of an image's area that were asked for.
     budget: (pixels, images) of a trajectory.
 
   Raises:
-    ValueError: an image cannot have so many pixels, or so few.
+    ValueError: the limits exclude the one size that images have.
   """
   vision = config.vision
   side = settings.values["image_size"]

@@ -87,26 +87,26 @@ def _resolve_keys(
   missing = []
   for tensor in tensors:
     for key in tensor.keys:
-      found = next((k for k in spellings(key) if k in files.shapes), None)
-      if found is None:
+      name = next((k for k in spellings(key) if k in files.shapes), None)
+      if name is None:
         missing.append(key)
       else:
-        names[key] = found
+        names[key] = name
   problems = []
   _orient(tensors, files, names)
   for tensor in tensors:
     for key in tensor.keys:
-      found = names.get(key)
-      if found is None:
+      name = names.get(key)
+      if name is None:
         continue
-      if files.shapes[found] != tensor.shape:
+      if files.shapes[name] != tensor.shape:
         problems.append(
-            f"tensor {found} has shape {list(files.shapes[found])}, config.json"
+            f"tensor {name} has shape {list(files.shapes[name])}, config.json"
             f" needs {list(tensor.shape)}"
         )
-      if files.dtypes[found] not in tensor_files.READABLE:
+      if files.dtypes[name] not in tensor_files.READABLE:
         problems.append(
-            f"tensor {found} has dtype {files.dtypes[found]}, only"
+            f"tensor {name} has dtype {files.dtypes[name]}, only"
             f" {', '.join(tensor_files.READABLE)} can be read, and of quantized"
             " checkpoints fp8 with blocks"
         )
@@ -142,11 +142,11 @@ def _orient(
   """
   experts = [t for t in tensors if t.either_way]
   for tensor in experts:
-    found = names.get(tensor.keys[0])
-    if found is None or tensor.square:
+    name = names.get(tensor.keys[0])
+    if name is None or tensor.square:
       continue
     swapped = (*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2])
-    if files.shapes[found] == swapped:
+    if files.shapes[name] == swapped:
       for other in experts:
         other.transposed = True
     return
@@ -160,8 +160,8 @@ def load_model(
   """A policy with the weights of a checkpoint directory.
 
   Args:
-    directory: with config.json and safetensors files.
-    mesh: where the weights lie; None is the default device.
+    directory: Directory with config.json and safetensors files.
+    mesh: Mesh that the weights lie on; None is the default device.
     **changes: run-time fields of the config: compute_dtype, param_dtype,
       remat, ….
 
@@ -341,7 +341,7 @@ def save_model(
       (`lora.merge`).
     source: directory whose config.json, tokenizer and processor files are
       copied; None writes a config.json from the model's configuration.
-    dtype: of the stored tensors; None = as the parameters are.
+    dtype: Type of the stored tensors; None = that of the parameters.
     max_file_bytes: larger models are split into several files and an index.
     untied: writes a tied embedding a second time, as the output matrix, and
       says in config.json that the two are not tied.
@@ -425,7 +425,7 @@ def save_policy(
     model: see `save_model`.
     tokenizer: a policy directory or a shipped name. Of the same family, its
       config.json is kept as well.
-    dtype: of the stored tensors.
+    dtype: Type of the stored tensors.
     untied: see `save_model`.
   """
   source = policy_files.resolve(tokenizer)
@@ -484,13 +484,14 @@ def _config_json(
   if source is None:
     config = _to_hf(model.config)
   else:
-    theirs = load_config(source)
-    decided = qwen_text_config.run_fields(theirs)
-    for field in dataclasses.fields(theirs):
+    source_config = load_config(source)
+    decided = qwen_text_config.run_fields(source_config)
+    for field in dataclasses.fields(source_config):
       if field.name in decided:
         continue
       got, want = (
-          getattr(c, field.name, "absent") for c in (theirs, model.config)
+          getattr(c, field.name, "absent")
+          for c in (source_config, model.config)
       )
       if got != want:
         raise ValueError(

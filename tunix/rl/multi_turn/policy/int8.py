@@ -4,7 +4,7 @@ Decoding reads all weights for each token; at a byte a number it reads a half
 of bfloat16's, and a device keeps room for more KV cache. The matrices of the
 decoder (attention, MLP, experts) are rounded to 255 levels, symmetric about 0,
 with a float32 scale for each output channel; embeddings, head, norms, router,
-gates of linear attention and vision tower stay as they are. Activations are not
+gates of linear attention and vision tower stay unchanged. Activations are not
 rounded.
 
 The copy is another policy than the one trained, though a near one: the recorded

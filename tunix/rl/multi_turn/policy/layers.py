@@ -30,8 +30,8 @@ class Init:
 
   Attributes:
     rngs: random numbers.
-    dtype: of the parameters.
-    std: of matrices, 0.02 as in the published models.
+    dtype: Type of the parameters.
+    std: Standard deviation of matrices, 0.02 as in the published models.
     stack: leading axes, () or (layers,): parameters of stacked layers.
   """
 
@@ -293,7 +293,7 @@ def rotate(
   stays. With `pairs`, neighbours turn together in place of halves.
   """
   width = 2 * cos_BTH.shape[-1]
-  rest = x_BTNH[..., width:]
+  tail = x_BTNH[..., width:]
   head = x_BTNH[..., :width].astype(jnp.float32)
   cos, sin = cos_BTH[:, :, None], sin_BTH[:, :, None]
   if pairs:
@@ -304,9 +304,9 @@ def rotate(
     a, b = jnp.split(head, 2, axis=-1)
     turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
   turned = turned.astype(x_BTNH.dtype)
-  if not rest.shape[-1]:
+  if not tail.shape[-1]:
     return turned
-  return jnp.concatenate([turned, rest], axis=-1)
+  return jnp.concatenate([turned, tail], axis=-1)
 
 
 def vision_rotation(

@@ -13,7 +13,7 @@ projections, a short causal convolution, the rule, a gated norm.
 
 Promises: the numbers of the token-by-token rule, up to rounding, however tokens
 are cut into chunks and calls; nothing passes from a segment of a packed row to
-another; tokens that are not real leave the state as it is. State and decay are
+another; tokens that are not real leave the state unchanged. State and decay are
 float32.
 
 Does not: keep states; see `engine.state_pages`. Source: the paper, and
@@ -72,8 +72,8 @@ def step(
 ) -> tuple[jax.Array, jax.Array]:
   """One token: what it reads [B, N, V], and the new state; float32."""
   state = state_BNHV * jnp.exp(g_BN)[..., None, None]
-  known = (state * k_BNH[..., None]).sum(-2)
-  change = (v_BNV - known) * beta_BN[..., None]
+  stored = (state * k_BNH[..., None]).sum(-2)
+  change = (v_BNV - stored) * beta_BN[..., None]
   state = state + k_BNH[..., None] * change[..., None, :]
   return (state * q_BNH[..., None]).sum(-2), state
 
@@ -105,7 +105,7 @@ def delta_rule(
   """
   t = q_BTNH.shape[1]
   fill = -t % chunk
-  # Padding belongs to the last segment and leaves its state as it is.
+  # Padding belongs to the last segment and leaves its state unchanged.
   pad = lambda x, mode="constant": jnp.pad(
       x, [(0, 0), (0, fill)] + [(0, 0)] * (x.ndim - 2), mode=mode
   )
@@ -126,27 +126,28 @@ def delta_rule(
   gap = jnp.cumsum(jnp.where(later, g[..., :, None], 0.0), axis=-2)
   alike = (ids[..., :, None] == ids[..., None, :]) & np.tri(chunk, dtype=bool)
   decay = jnp.where(alike, jnp.exp(gap), 0.0)
-  left = decay[..., -1, :, None]
+  remaining = decay[..., -1, :, None]
   # The state reaches the tokens of its own segment.
   total = jnp.exp(jnp.cumsum(g, -1))
   reached = jnp.where(ids == before, total, 0.0)[..., None]
-  kept = jnp.where(last == before, total[..., -1:], 0.0)[..., None]
+  state_decay = jnp.where(last == before, total[..., -1:], 0.0)[..., None]
   k_beta = k * beta[..., None]
   among = jnp.einsum("...ch,...dh->...cd", k_beta, k) * decay
   solve = _inverse(jnp.where(later, among, 0.0))
   values = jnp.einsum("...cd,...dv->...cv", solve, v * beta[..., None])
-  known = jnp.einsum("...cd,...dh->...ch", solve, k_beta * reached)
-  seen = jnp.einsum("...ch,...dh->...cd", q, k) * decay
+  stored = jnp.einsum("...cd,...dh->...ch", solve, k_beta * reached)
+  scores = jnp.einsum("...ch,...dh->...cd", q, k) * decay
 
   def one(state, parts):
-    values, known, seen, q, k, kept = parts
-    new = values - known @ state
-    return state * kept + k.swapaxes(-1, -2) @ new, q @ state + seen @ new
+    values, stored, scores, q, k, state_decay = parts
+    new = values - stored @ state
+    after = state * state_decay + k.swapaxes(-1, -2) @ new
+    return after, q @ state + scores @ new
 
   state, out = jax.lax.scan(
       one,
       state_BNHV.astype(jnp.float32),
-      (values, known, seen, q * reached, k * left, kept),
+      (values, stored, scores, q * reached, k * remaining, state_decay),
   )
   out = jnp.moveaxis(out, (0, 2), (1, 3))  # [B, M, C, N, V]
   out = out.reshape(out.shape[0], -1, *out.shape[3:])
@@ -299,9 +300,9 @@ class GatedDeltaNet(nnx.Module):
     out, mixed, matrix = self._run(
         x_BTD, segments_BT, real_BT, (inputs, matrix)
     )
-    known = jnp.concatenate([inputs.astype(mixed.dtype), mixed], axis=1)
+    window = jnp.concatenate([inputs.astype(mixed.dtype), mixed], axis=1)
     last = jnp.asarray(lengths_B)[:, None] + jnp.arange(inputs.shape[1])
-    latest = jnp.take_along_axis(known, last[..., None], axis=1)
+    latest = jnp.take_along_axis(window, last[..., None], axis=1)
     return out, (latest.astype(inputs.dtype), matrix)
 
   def _run(

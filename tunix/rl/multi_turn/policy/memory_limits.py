@@ -16,15 +16,15 @@ _LIMITS = (
 
 def host_bytes() -> int:
   """This machine's memory, or what its cgroup may use."""
-  found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+  limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
   for file in _LIMITS:
     try:
       text = pathlib.Path(file).read_text(encoding="ascii").strip()
     except OSError:
       continue
     if text.isdigit():  # "max" without a limit.
-      found = min(found, int(text))
-  return found
+      limit = min(limit, int(text))
+  return limit
 
 
 def device_bytes() -> int | None:

@@ -79,7 +79,7 @@ def _refuse_two(directory: pathlib.Path) -> None:
 
 
 def _download(name: str) -> str:
-  """How to get a checkpoint by its name on the Hub; "" if it is none."""
+  """Returns how to download a checkpoint by its name on the Hub, or ""."""
   owner = name.partition("/")[0]
   if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
     return ""
@@ -153,7 +153,7 @@ def chat_template(
   """The chat template of a policy directory or shipped name.
 
   Args:
-    path: of the directory.
+    path: Path of the directory.
     options: variables for the template.
 
   Returns:

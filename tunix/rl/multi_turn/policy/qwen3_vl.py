@@ -117,14 +117,14 @@ class VisionTower(vision_blocks.VisionTower):
     run = vision_blocks.runner(
         config, self.mesh, segments_SP, rotation, reach
     )
-    deep, done = [], 0
+    deep, first = [], 0
     blocks = list(self.blocks)
     for i in sorted(vision.deepstack_visual_indexes):
-      x = layers.repeat(run, blocks[done : i + 1], x, config.scan_layers)
+      x = layers.repeat(run, blocks[first : i + 1], x, config.scan_layers)
       number = vision.deepstack_visual_indexes.index(i)
       deep.append(self.deepstack_merger_list[number](x))
-      done = i + 1
-    x = layers.repeat(run, blocks[done:], x, config.scan_layers)
+      first = i + 1
+    x = layers.repeat(run, blocks[first:], x, config.scan_layers)
     return jnp.stack([self.merger(x), *deep], axis=2)
 
   def _learned_positions(self, positions_SP4: jax.Array) -> jax.Array:

@@ -46,10 +46,10 @@ SMALL = (
 
 def _small_config(name: str, tokenizer: tokenizers.Tokenizer) -> Any:
   def find(token: str) -> int:
-    found = tokenizer.token_to_id(token)
-    if found is None:
+    number = tokenizer.token_to_id(token)
+    if number is None:
       raise ValueError(f"the tokenizer has no token {token!r}")
-    return found
+    return number
 
   width, family = 160, name.removesuffix("_tiny")
   traits = qwen_families.VISION_LANGUAGE[family]
@@ -172,11 +172,11 @@ def save(
   hf_checkpoint.save_policy(directory, model, tokenizer, dtype, untied)
   config, vision = model.config, model.config.vision
   read = image_settings.read(directory, config.family)
-  wanted = dict(read.values if read else _default_settings(config).values)
-  wanted |= {"image_mean": vision.image_mean, "image_std": vision.image_std}
-  limits = {k: getattr(config, k) for k in _PIXELS if k in wanted}
-  wanted |= {k: limit for k, limit in limits.items() if limit}
-  image_settings.write(directory, wanted, config.family)
+  values = dict(read.values if read else _default_settings(config).values)
+  values |= {"image_mean": vision.image_mean, "image_std": vision.image_std}
+  limits = {k: getattr(config, k) for k in _PIXELS if k in values}
+  values |= {k: limit for k, limit in limits.items() if limit}
+  image_settings.write(directory, values, config.family)
 
 
 def load_config(
@@ -208,14 +208,14 @@ def _apply(
 ) -> tuple[qwen_config.QwenVLConfig, dict[str, Any]]:
   """The config with run-time fields changed, and the pixel limits."""
   pixels = {k: changes[k] for k in (*_PIXELS, _BUDGET) if k in changes}
-  rest = {k: v for k, v in changes.items() if k not in pixels}
-  unknown = sorted(set(rest) - set(qwen_config.RUN_FIELDS))
+  fields = {k: v for k, v in changes.items() if k not in pixels}
+  unknown = sorted(set(fields) - set(qwen_config.RUN_FIELDS))
   if unknown:
     raise ValueError(
         f"{unknown[0]!r} cannot be changed in a {config.family} policy; change"
         f" one of: {', '.join(qwen_config.RUN_FIELDS)}"
     )
-  return dataclasses.replace(config, **rest), pixels
+  return dataclasses.replace(config, **fields), pixels
 
 
 def _read(

@@ -79,7 +79,10 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
 def _tied(
     raw: Mapping[str, Any], text: Mapping[str, Any], family: str
 ) -> Any:
-  """Where a decoder is a class of its own, its own section decides."""
+  """Returns whether the output matrix is the embedding.
+
+  Where a decoder is a class of its own, its own section decides.
+  """
   traits = qwen_families.VISION_LANGUAGE[family]
   section = text if traits.text_type else raw
   return section.get("tie_word_embeddings", traits.tied)
@@ -119,24 +122,26 @@ def _check(
       text["hidden_act"] != "silu",
       f"text hidden_act={text['hidden_act']!r}, only silu is known",
   )
-  act, known = vision["hidden_act"], qwen_defaults.VISION[family]["hidden_act"]
-  refuse(act != known, f"vision hidden_act={act!r}, {family} has {known}")
+  act = vision["hidden_act"]
+  expected = qwen_defaults.VISION[family]["hidden_act"]
+  refuse(act != expected, f"vision hidden_act={act!r}, {family} has {expected}")
   refuse(
       bool(text.get("use_sliding_window")),
       "use_sliding_window=true, the decoder has no windows here",
   )
   traits = qwen_families.VISION_LANGUAGE[family]
   kinds = ["full_attention", "linear_attention"][: 1 + traits.linear]
-  given = text.get("layer_types") or ()
-  unknown = sorted(set(given) - set(kinds))
+  layer_types = text.get("layer_types") or ()
+  unknown = sorted(set(layer_types) - set(kinds))
   refuse(
       bool(unknown),
       f"layer_types holds {unknown}, only {' and '.join(kinds)} is known",
   )
   layers = text["num_hidden_layers"]
   refuse(
-      traits.linear and bool(given) and len(given) != layers,
-      f"layer_types names {len(given)} layers, num_hidden_layers is {layers}",
+      traits.linear and bool(layer_types) and len(layer_types) != layers,
+      f"layer_types names {len(layer_types)} layers, num_hidden_layers is"
+      f" {layers}",
   )
   refuse(
       traits.linear and text.get("attn_output_gate") is False,

@@ -147,7 +147,7 @@ class Decoder(nnx.Module):
 
   Attributes:
     layers: a list, or one `DecoderLayer` with stacked parameters.
-    layer_class: of the layers.
+    layer_class: Class of the layers.
   """
 
   layer_class: Any = DecoderLayer
@@ -271,8 +271,8 @@ class Decoder(nnx.Module):
     ):
       if some.start == some.stop:
         continue
-      ours = jax.tree.map(lambda p, at=some: p[at], state)
+      part = jax.tree.map(lambda p, at=some: p[at], state)
       (x, cache), _ = jax.lax.scan(
-          step, (x, cache), (ours, extra, order[some])
+          step, (x, cache), (part, extra, order[some])
       )
     return self.norm(x), cache

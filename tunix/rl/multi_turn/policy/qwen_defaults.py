@@ -300,13 +300,13 @@ def image_tokens(raw: Mapping[str, Any], family: str) -> dict[str, int]:
   """`IMAGE_TOKENS` and their ids, by config.json's content."""
   ids = dict(zip(IMAGE_TOKENS, IMAGE_TOKEN_IDS.get(family, _IDS)))
   names = _NAMES.get(family, IMAGE_TOKENS)
-  found = {
+  tokens = {
       field: raw.get(name, ids[field]) if name else ids[field]
       for field, name in zip(IMAGE_TOKENS, names)
   }
   if not names[1]:
-    found["video_token_id"] = found["image_token_id"]
-  return found
+    tokens["video_token_id"] = tokens["image_token_id"]
+  return tokens
 
 
 def image_tokens_to_hf(config: Any) -> dict[str, int]:
@@ -320,7 +320,7 @@ def image_tokens_to_hf(config: Any) -> dict[str, int]:
 
 
 def filled(
-    given: Mapping[str, Any], defaults: Mapping[str, Any]
+    fields: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
   """`given` and the defaults of fields that are not in it."""
-  return {**defaults, **given}
+  return {**defaults, **fields}

@@ -38,12 +38,13 @@ class VisionConfig:
     spatial_merge_size: patches of a side that become one vision token.
     num_position_embeddings: learned positions, a square (Qwen3-VL, Qwen3.5,
       GLM-4.1V and Gemma 3, whose images have as many patches); 0 = none.
-    rms_norm_eps: of its norms (GLM-4.1V, Gemma 3); of others it is 1e-6.
+    rms_norm_eps: Epsilon of its norms (GLM-4.1V, Gemma 3), 1e-6 in the other
+      families.
     deepstack_visual_indexes: blocks whose output is also merged and added
       after the first decoder layers (Qwen3-VL).
-    image_mean: of each channel, a fraction of 255, subtracted from pixels;
+    image_mean: Mean of each channel, a fraction of 255, subtracted from pixels;
       given by the processor's files. () = the family's published one.
-    image_std: likewise, by which they are divided.
+    image_std: Standard deviation of each channel, by which they are divided.
     window_size: pixels of a side of an attention window (Qwen2.5-VL).
     fullatt_block_indexes: blocks without windows (Qwen2.5-VL).
   """
@@ -84,22 +85,23 @@ class TextConfig:
       GLM-4.5V the first ones.
     decoder_sparse_step: every how many layers there are experts.
     mrope_section: frequencies of a head for the axes time, height, width.
-    rope_scaling: of the rotary positions; None = plain.
+    rope_scaling: Scaling of the rotary positions; None = plain.
     partial_rotary_factor: share of a head that is rotated, its beginning.
     shared_expert_intermediate_size: hidden units of the expert that every token
       goes through, beside the chosen ones; 0 = none.
-    expert_groups: of equally many experts; a token's experts are of its best
-      groups (GLM-4.5V).
+    expert_groups: Groups of equally many experts; a token's experts are of its
+      best groups (GLM-4.5V).
     chosen_groups: groups that a token's experts are of.
-    routed_scaling_factor: of the chosen experts' weights (GLM-4.5V).
+    routed_scaling_factor: Factor of the chosen experts' weights (GLM-4.5V).
     full_attention_layers: layers of full attention where the others are linear
       (Qwen3.5) or see a window (Gemma 3); None = all layers are full.
     sliding_window: tokens that a layer with a window sees, its own among them;
       0 = no layer has one.
     local_rope_theta: base of such a layer's rotary positions, which are plain.
     query_pre_attn_scalar: scores are divided by its root; 0 = head_dim.
-    linear_num_key_heads: of a linear layer.
-    linear_num_value_heads: of a linear layer, a multiple of the key heads.
+    linear_num_key_heads: Key heads of a linear layer.
+    linear_num_value_heads: Value heads of a linear layer, a multiple of the key
+      heads.
     linear_key_head_dim: width of a linear layer's query and key heads.
     linear_value_head_dim: width of its value heads.
     linear_conv_kernel_dim: tokens that its convolution sees.
@@ -176,9 +178,9 @@ class QwenVLConfig:
     video_token_id: never to be sampled either.
     vision_start_token_id: begins an image in the prompt.
     vision_end_token_id: ends it.
-    compute_dtype: of activations; sums are taken in float32.
-    param_dtype: of the model's weights; the learner trains float32 masters of
-      bfloat16 ones.
+    compute_dtype: Type of activations; sums are taken in float32.
+    param_dtype: Type of the model's weights; the learner trains float32 masters
+      of bfloat16 ones.
     remat: recomputed by the backward pass, see `config_checks.REMATS`; "auto"
       is "block" until a run chooses (`run.memory.settle_remat`).
     scan_layers: one loop over stacked layers, which compiles faster; unrolled

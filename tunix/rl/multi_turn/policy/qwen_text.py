@@ -41,12 +41,12 @@ class QwenText(nnx.Module):
 
   Attributes:
     config: sizes.
-    mesh: where the weights lie, or None.
+    mesh: Mesh that the weights lie on, or None.
     lm_head: output matrix; None where it is the embedding.
   """
 
   decoder_class = qwen_decoder.Decoder
-  _see_ahead = 1  # A token's last one lies less than so many places ahead.
+  _see_ahead = 1  # `kernels.Sight.lookahead`: a token sees up to its own place.
 
   @property
   def supports_prefix_ids(self) -> bool:
@@ -66,8 +66,8 @@ class QwenText(nnx.Module):
     """Args:
 
       config: sizes.
-      rngs: of fresh weights.
-      mesh: as of `sharding.make_mesh`, if the weights lie on one.
+      rngs: Random keys of fresh weights.
+      mesh: Mesh of `sharding.make_mesh`, if the weights lie on one.
 
     Raises:
       ValueError: heads that cannot be divided among the mesh.
@@ -152,15 +152,15 @@ class QwenText(nnx.Module):
     last = self._last_seen(vision_index, real.astype(jnp.int32))
 
     def mix(q, k, v, cache, layer):
-      kept = _of_layer(cache, layer)
-      mixed, kept = cached_attention.attend_rows(
-          q, k, v, kept, starts, lengths, self.mesh, self._sight(last, layer)
+      entry = _of_layer(cache, layer)
+      mixed, entry = cached_attention.attend_rows(
+          q, k, v, entry, starts, lengths, self.mesh, self._sight(last, layer)
       )
-      return mixed, _with_layer(cache, layer, kept)
+      return mixed, _with_layer(cache, layer, entry)
 
     def recur(net, x, cache, layer):
-      out, kept = net.extend(x, starts, lengths, _of_layer(cache, layer))
-      return out, _with_layer(cache, layer, kept)
+      out, entry = net.extend(x, starts, lengths, _of_layer(cache, layer))
+      return out, _with_layer(cache, layer, entry)
 
     x, early = self._embed(tokens, vision_index, vision)
     return self.decoder(x, positions, mix, recur, cache, early)
@@ -276,7 +276,7 @@ class QwenText(nnx.Module):
   def _sight(
       self, last_BT: jax.Array | None, layer: int | jax.Array
   ) -> kernels.Sight | None:
-    """What tokens of a layer see; None = all earlier ones."""
+    """Returns what a layer's tokens see; None = all earlier ones."""
     if last_BT is None:
       return None
     return kernels.Sight(
@@ -331,11 +331,11 @@ def _of_layer(cache: Cache, layer: int | jax.Array):
   return jax.tree.map(at, cache)
 
 
-def _with_layer(cache: Cache, layer: int | jax.Array, kept) -> Cache:
+def _with_layer(cache: Cache, layer: int | jax.Array, entry) -> Cache:
   if isinstance(layer, int):
-    return (*cache[:layer], kept, *cache[layer + 1 :])
+    return (*cache[:layer], entry, *cache[layer + 1 :])
   put = lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, layer, 0)
-  return jax.tree.map(put, cache, kept)
+  return jax.tree.map(put, cache, entry)
 
 
 def check_heads(
@@ -344,8 +344,8 @@ def check_heads(
   """Refuses heads that attention cannot exchange for a row's tokens.
 
   Args:
-    mesh: of the weights; None has nothing to divide among.
-    kind: of attention, for the error.
+    mesh: Mesh of the weights; None has nothing to divide among.
+    kind: Kind of attention, for the error.
     heads: their number.
     tensor: whether the mesh's axis tensor splits them as well.
 

@@ -165,8 +165,8 @@ def _changed(
 
 def _banned(encoder: tokenizers.Tokenizer) -> tuple[int, ...]:
   """Placeholders that the tokenizer has: without an image they mean nothing."""
-  found = (encoder.token_to_id(token) for token in _PLACEHOLDERS)
-  return tuple(token for token in found if token is not None)
+  ids = (encoder.token_to_id(token) for token in _PLACEHOLDERS)
+  return tuple(token for token in ids if token is not None)
 
 
 def _check_vocabulary(

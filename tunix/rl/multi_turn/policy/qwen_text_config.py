@@ -42,9 +42,9 @@ class QwenTextConfig:
     tie_word_embeddings: the output matrix is the embedding.
     banned_token_ids: tokens that no sampler may draw: the tokenizer's image
       and video placeholders. Not in config.json.
-    compute_dtype: of activations; sums are taken in float32.
-    param_dtype: of the model's weights; the learner trains float32 masters of
-      bfloat16 ones.
+    compute_dtype: Type of activations; sums are taken in float32.
+    param_dtype: Type of the model's weights; the learner trains float32 masters
+      of bfloat16 ones.
     remat: recomputed by the backward pass, see `config_checks.REMATS`; "auto"
       is "block" until a run chooses (`run.memory.settle_remat`).
     scan_layers: one loop over stacked layers, which compiles faster; unrolled
@@ -192,19 +192,19 @@ def _rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 def _rope_theta(raw: Mapping[str, Any]) -> float:
   """The base of the rotary frequencies, of either transformers' spelling."""
   rope = _rope(raw)
-  found = {
+  values = {
       float(value)
       for value in (raw.get("rope_theta"), rope.get("rope_theta"))
       if value is not None
   }
-  if not found:
+  if not values:
     return qwen_defaults.ROPE_THETA[raw["model_type"]]
   config_checks.refuse(
-      len(found) > 1,
+      len(values) > 1,
       f"rope_theta={raw.get('rope_theta')} but rope_parameters.rope_theta="
       f"{rope.get('rope_theta')}",
   )
-  return found.pop()
+  return values.pop()
 
 
 def to_hf(config: QwenTextConfig) -> dict[str, Any]:

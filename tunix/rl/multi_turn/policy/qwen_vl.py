@@ -54,8 +54,8 @@ class QwenVL(qwen_text.QwenText):
     """Args:
 
       config: sizes.
-      rngs: of fresh weights.
-      mesh: as of `sharding.make_mesh`, if the weights lie on one.
+      rngs: Random keys of fresh weights.
+      mesh: Mesh of `sharding.make_mesh`, if the weights lie on one.
 
     Raises:
       ValueError: heads that cannot be divided among the mesh.
@@ -96,9 +96,9 @@ class QwenVL(qwen_text.QwenText):
     )
     patches = sharding.constrain(patches, self.mesh, *sharding.TOKENS)
     # A buffer of bool segments is one image.
-    whole = not image_patches or patch_segments.dtype == jnp.bool_
+    is_one_image = not image_patches or patch_segments.dtype == jnp.bool_
     reach = kernels.Reach(patches.shape[1])
-    if not whole:
+    if not is_one_image:
       reach = kernels.Reach(image_patches, aligned_images)
     return self.visual(patches, patch_segments, patch_positions, reach)
 
@@ -120,12 +120,12 @@ class QwenVL(qwen_text.QwenText):
     )
     index = jnp.asarray(vision_index_BT)
     flat = jnp.maximum(index, 0).reshape(s, b // s * t)
-    seen = jax.vmap(lambda v, i: v[i])(vision_SVXD, flat)
-    seen = seen.reshape(b, t, parts, d).astype(x.dtype)
-    seen = sharding.constrain(seen, self.mesh, *sharding.TOKENS)
+    vision_BTXD = jax.vmap(lambda v, i: v[i])(vision_SVXD, flat)
+    vision_BTXD = vision_BTXD.reshape(b, t, parts, d).astype(x.dtype)
+    vision_BTXD = sharding.constrain(vision_BTXD, self.mesh, *sharding.TOKENS)
     is_vision = (index >= 0)[..., None]
-    x = jnp.where(is_vision, seen[:, :, 0], x)
+    x = jnp.where(is_vision, vision_BTXD[:, :, 0], x)
     early = tuple(
-        jnp.where(is_vision, seen[:, :, i], 0) for i in range(1, parts)
+        jnp.where(is_vision, vision_BTXD[:, :, i], 0) for i in range(1, parts)
     )
     return x, early

@@ -77,10 +77,10 @@ class QwenVLProcessor:
     max_pixels: larger images are shrunk to at most this area, see
       `smart_resize`.
     image_token_id: the placeholder's id; None leaves it unchecked.
-    mean: of each channel, as a fraction of 255; None if unknown. Not applied
+    mean: Mean of each channel, a fraction of 255; None if unknown. Not applied
       here: the model subtracts it on the device.
-    std: likewise; the model divides by it.
-    source: where the settings are from, for people.
+    std: Standard deviation of each channel; the model divides by it.
+    source: Origin of the settings, for people.
     flat_positions: whether a vision token counts as one position on all axes,
       like a word (OpenCUA).
     lift_sides: whether an image with a side below a vision token's is enlarged
@@ -144,8 +144,8 @@ class QwenVLProcessor:
         as in transformers.
       image_token_id: the placeholder's id, from the tokenizer.
       min_pixels: takes the place of the config's; None keeps it.
-      max_pixels: likewise.
-      source: of the config, for people.
+      max_pixels: takes the place of the config's; None keeps it.
+      source: Origin of the config, for people.
       flat_positions: see the class.
       lift_sides: see the class.
 
@@ -294,7 +294,7 @@ class QwenVLProcessor:
     """M-RoPE positions (time, height, width) of tokens[start:].
 
     Text counts up on all axes alike. An image that begins at position p stands
-    at time p, its rows at p, p + 1, … and its columns likewise; the text after
+    at time p, its rows at p, p + 1, … and its columns as well; the text after
     it continues at p + max(rows, columns), in vision tokens. With
     `flat_positions`, images count up like text.
 
@@ -363,14 +363,15 @@ class QwenVLProcessor:
           f" {rows}x{cols} = {rows * cols}; render the prompt with this"
           " processor's num_image_tokens"
       )
-    wanted = self.image_token_id
-    if wanted is not None:
+    placeholder = self.image_token_id
+    if placeholder is not None:
       run = tokens_T[span.offset : span.end]
-      wrong = np.flatnonzero(run != wanted)
+      wrong = np.flatnonzero(run != placeholder)
       if len(wrong):
         raise ValueError(
             f"{name} holds token {int(run[wrong[0]])} at"
-            f" {span.offset + int(wrong[0])}, not the placeholder {wanted};"
+            f" {span.offset + int(wrong[0])}, not the placeholder"
+            f" {placeholder};"
             " check the span's offset and image_token_id"
         )
     return rows, cols

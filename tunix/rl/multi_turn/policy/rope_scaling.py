@@ -35,14 +35,14 @@ class RopeScaling:
   """Scaled rotary positions of a decoder.
 
   Attributes:
-    kind: of `KINDS`.
-    factor: by which the context is longer than the original one.
+    kind: One of `KINDS`.
+    factor: Ratio of the context to the original one.
     original_max_position_embeddings: tokens of the original context (yarn,
       llama3).
     beta_fast: turns within it above which a frequency stays (yarn).
     beta_slow: turns within it below which a frequency is divided (yarn).
     truncate: whether the ramp's ends are whole frequencies (yarn).
-    attention_factor: by which cosine and sine are multiplied.
+    attention_factor: Factor of cosine and sine.
     low_freq_factor: turns within the original context below which a frequency
       is divided (llama3).
     high_freq_factor: turns above which it stays (llama3).
@@ -126,7 +126,7 @@ def read(
 
   Args:
     rope: the section of config.json, of either transformers' spelling.
-    max_position_embeddings: of the decoder.
+    max_position_embeddings: Longest context of the decoder.
 
   Raises:
     ValueError: another kind, or a field that it needs is missing.
@@ -185,9 +185,9 @@ def read(
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
-  given = rope.get("attention_factor")
-  if given is not None:
-    return float(given)
+  stated = rope.get("attention_factor")
+  if stated is not None:
+    return float(stated)
 
   def temperature(weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -149,7 +149,7 @@ class Projector(nnx.Module):
     self.mm_soft_emb_norm = layers.RMSNorm(
         vision.hidden_size, init, vision.rms_norm_eps, 1.0
     )
-    # The one matrix that the checkpoint holds as it is multiplied.
+    # The one matrix that the checkpoint does not hold transposed.
     self.mm_input_projection_weight = init.normal(
         (vision.hidden_size, vision.out_hidden_size), ("fsdp", None)
     )

@@ -281,7 +281,7 @@ class TinyVL(nnx.Module):
     self.config = config
     d, e = config.width, AXIS_FEATURES
     self.stem = Stem(config, rngs)
-    # Positions: f(u) has norm 1, so each of these adds variance 1 / D.
+    # Positions: f(u) has norm 1, so each axis adds variance 1 / D.
     self.axis_x = _param(rngs, (e, d), d**-0.5, (None, "fsdp"))
     self.axis_y = _param(rngs, (e, d), d**-0.5, (None, "fsdp"))
     self.axis_number = _param(rngs, (e, d), d**-0.5, (None, "fsdp"))
@@ -353,12 +353,12 @@ class TinyVL(nnx.Module):
   ) -> tuple[jax.Array, Cache]:
     x = self._embed(tokens, vision_index, vision)
     new_cache = []
-    for block, kept in zip(self.blocks, cache, strict=True):
+    for block, entry in zip(self.blocks, cache, strict=True):
       q, k, v = block.project(x, positions[..., 0])
-      mixed, kept = cached_attention.attend_rows(
-          q, k, v, kept, starts, lengths
+      mixed, entry = cached_attention.attend_rows(
+          q, k, v, entry, starts, lengths
       )
-      new_cache.append(kept)
+      new_cache.append(entry)
       x = block.finish(x, mixed)
     return _rms_norm(x, self.norm), tuple(new_cache)
 
@@ -404,8 +404,8 @@ class TinyVL(nnx.Module):
     b, t = tokens_BT.shape
     s = vision_SVD.shape[0]
     index = jnp.asarray(vision_index_BT).reshape(s, b // s * t)
-    seen = jax.vmap(lambda v, i: v[i])(vision_SVD, jnp.maximum(index, 0))
-    seen = _rms_norm(seen, self.vision_norm).astype(dtype)
+    vision_BTD = jax.vmap(lambda v, i: v[i])(vision_SVD, jnp.maximum(index, 0))
+    vision_BTD = _rms_norm(vision_BTD, self.vision_norm).astype(dtype)
     return jnp.where(
-        vision_index_BT[..., None] >= 0, seen.reshape(b, t, -1), x
+        vision_index_BT[..., None] >= 0, vision_BTD.reshape(b, t, -1), x
     )

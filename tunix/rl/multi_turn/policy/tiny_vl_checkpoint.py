@@ -129,16 +129,16 @@ def check(directory: pathlib.Path, model: tiny_vl.TinyVL) -> None:
   weights = policy_files.file_of(directory, "model.safetensors")
   with tensor_files.opened(weights) as file:
     there = {k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}
-  wanted = {
+  expected = {
       name: value.shape
       for name, value in policy_files.named_parameters(model).items()
   }
-  for name in sorted({*there, *wanted}):
-    if there.get(name) != wanted.get(name):
+  for name in sorted({*there, *expected}):
+    if there.get(name) != expected.get(name):
       raise ValueError(
           f"weights of another architecture (tensor {name} is"
           f" {there.get(name, 'absent')} there,"
-          f" {wanted.get(name, 'absent')} here)"
+          f" {expected.get(name, 'absent')} here)"
       )
 
 

@@ -74,7 +74,7 @@ def sequence_mean(step: StepTokens) -> np.ndarray:
 def episode_mean(step: StepTokens) -> np.ndarray:
   """Every episode equally, every token of an episode equally.
 
-  Shao et al. 2024 (arXiv:2402.03300), equation 3, where an output is all that
+  Shao et al. 2024 (arXiv:2402.03300), equation 3, where an output is everything
   the policy sampled in an episode.
   """
   unique, inverse = np.unique(step.episode_N, return_inverse=True)

@@ -22,7 +22,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EpisodeValues:
-  """What a `TokenEstimator` sees of an episode.
+  """Rewards and values of an episode, the input of a `TokenEstimator`.
 
   Attributes:
     rewards_K: float64[K], of its turns.

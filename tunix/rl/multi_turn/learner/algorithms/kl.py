@@ -60,9 +60,9 @@ def adapted_coef(coef: float, measured: float, target: float) -> float:
   2.2 (arXiv:1909.08593).
 
   Args:
-    coef: of this update.
+    coef: Coefficient of this update.
     measured: mean KL a token in it, in nats.
-    target: in nats, > 0.
+    target: KL to hold, in nats, > 0.
   """
   error = (measured - target) / target
   return coef * (1.0 + GAIN * min(max(error, -MOST), MOST))

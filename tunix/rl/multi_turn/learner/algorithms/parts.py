@@ -32,7 +32,7 @@ class Algorithm:
     estimate: advantages of the turns of a group, or of a step's groups; or of
       the tokens of an episode, by a value head.
     aggregate: weights of tokens in the loss.
-    correction: of tokens sampled by other weights.
+    correction: Correction of tokens sampled by other weights.
     objective: loss of a token.
     kl: price of a token's distance to the reference.
   """
@@ -141,14 +141,14 @@ class Algorithm:
       )
     truncated = sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0
     corrected = self.correction.needs_proximal
-    kept = self.config.keep_sampling_mask
-    if kept and not 0 < sampling.top_k <= policy_client.MAX_TOP_LOGPROBS:
+    has_mask = self.config.keep_sampling_mask
+    if has_mask and not 0 < sampling.top_k <= policy_client.MAX_TOP_LOGPROBS:
       raise ValueError(
           f"keep_sampling_mask=true needs 0 < top_k <="
           f" {policy_client.MAX_TOP_LOGPROBS}, got top_k={sampling.top_k}: so"
           " many tokens are kept with each sampled one"
       )
-    reproduced = kept or corrected
+    reproduced = has_mask or corrected
     if truncated and self.objective.uses_advantages and not reproduced:
       raise ValueError(
           f"top_k={sampling.top_k}, top_p={sampling.top_p}: the sampler's"
@@ -158,5 +158,5 @@ class Algorithm:
       )
 
 
-def _find(known: registry.Registry[T], name: str) -> T:
-  return known.get(name, "operator")
+def _find(operators: registry.Registry[T], name: str) -> T:
+  return operators.get(name, "operator")
