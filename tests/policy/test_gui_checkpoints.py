@@ -108,7 +108,7 @@ def test_the_table_names_every_type():
   table = rows()
   loads = {k for k, text in table.items() if text.startswith("loads")}
   assert loads == {
-      *qwen_checkpoint.FAMILIES, *checkpoint.qwen_text_checkpoint.FAMILIES
+      *qwen_checkpoint.FAMILIES, *qwen_checkpoint.TEXT_FAMILIES
   }
   refused = {kind for kind in table if kind not in loads}
   assert refused == set(config_checks.NOT_HERE)

@@ -26,7 +26,7 @@ from tunix.rl.multi_turn.policy import hf_checkpoint  # noqa: E402
 from tunix.rl.multi_turn.policy import int8  # noqa: E402
 from tunix.rl.multi_turn.policy import lora  # noqa: E402
 from tunix.rl.multi_turn.policy import policy_files  # noqa: E402
-from tunix.rl.multi_turn.policy import qwen_text_checkpoint  # noqa: E402
+from tunix.rl.multi_turn.policy import qwen_checkpoint  # noqa: E402
 from tunix.rl.multi_turn.policy import qwen_text_config  # noqa: E402
 
 TOL = 1e-5
@@ -311,4 +311,4 @@ def test_only_what_a_run_decides_can_be_changed():
   with pytest.raises(ValueError, match="'text' .* cannot be changed.*remat"):
     qwen_text_config.from_hf(QWEN3, text=None)
   with pytest.raises(ValueError, match="remat must be one of none, dots"):
-    qwen_text_checkpoint.small_config("qwen3_text_tiny", remat="all")
+    qwen_checkpoint.small_config("qwen3_text_tiny", remat="all")

@@ -27,8 +27,6 @@ from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import qwen_checkpoint
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_text
-from tunix.rl.multi_turn.policy import qwen_text_checkpoint
-from tunix.rl.multi_turn.policy import qwen_text_config
 from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import tensor_files
 from tunix.rl.multi_turn.policy import tiny_vl
@@ -37,7 +35,7 @@ from tunix.rl.multi_turn.policy import tiny_vl_checkpoint
 Loaded = tuple[Any, base.Processor, tokenizers.Tokenizer]
 """(model, processor, tokenizer); the model is a `base.Policy`."""
 
-SMALL = (*qwen_checkpoint.SMALL, *qwen_text_checkpoint.SMALL)
+SMALL = (*qwen_checkpoint.SMALL, *qwen_checkpoint.SMALL_TEXT)
 """Published architectures at sizes for a CPU, by name."""
 
 resolve = policy_files.resolve
@@ -69,8 +67,7 @@ def create_policy(
   """
   for family, sizes in (
       (tiny_vl_checkpoint, tiny_vl.SIZES),
-      (qwen_checkpoint, qwen_checkpoint.SMALL),
-      (qwen_text_checkpoint, qwen_text_checkpoint.SMALL),
+      (qwen_checkpoint, SMALL),
   ):
     if size in sizes:
       return family.create(size, seed, tokenizer, mesh, screen, **changes)
@@ -140,13 +137,10 @@ def save_policy(
   """
   directory = pathlib.Path(path)
   directory.mkdir(parents=True, exist_ok=True)
-  if isinstance(model.config, qwen_text_config.QwenTextConfig):
-    family: Any = qwen_text_checkpoint
+  if isinstance(model, qwen_text.QwenText):
+    qwen_checkpoint.save(directory, model, tokenizer, dtype, untied)
   else:
-    qwen = isinstance(model, qwen_text.QwenText)
-    family = qwen_checkpoint if qwen else tiny_vl_checkpoint
-  options = {} if family is tiny_vl_checkpoint else {"untied": untied}
-  family.save(directory, model, tokenizer, dtype, **options)
+    tiny_vl_checkpoint.save(directory, model, tokenizer, dtype)
   return directory
 
 
@@ -218,8 +212,10 @@ def check(path: str | pathlib.Path, model: Any, **changes: Any) -> None:
 def _family(directory: pathlib.Path) -> Any:
   kind = policy_files.model_type(directory)
   families = {tiny_vl_checkpoint.MODEL_TYPE: tiny_vl_checkpoint}
-  families |= dict.fromkeys(qwen_checkpoint.FAMILIES, qwen_checkpoint)
-  families |= dict.fromkeys(qwen_text_checkpoint.FAMILIES, qwen_text_checkpoint)
+  families |= dict.fromkeys(
+      (*qwen_checkpoint.FAMILIES, *qwen_checkpoint.TEXT_FAMILIES),
+      qwen_checkpoint,
+  )
   if kind in families:
     return families[kind]
   if kind == custom_policy.MODEL_TYPE:
