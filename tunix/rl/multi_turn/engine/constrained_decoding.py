@@ -53,7 +53,7 @@ _S = TypeVar("_S", bound=Steered)
 
 
 def pack(tokens_V: np.ndarray) -> np.ndarray:
-  """bool[V] to a grammar's mask, uint32[ceil(V / 32)]."""
+  """Converts bool[V] to a grammar's mask, uint32[ceil(V / 32)]."""
   padded = np.pad(tokens_V, (0, -len(tokens_V) % 32))
   return np.packbits(padded, bitorder="little").view(np.uint32)
 
@@ -106,7 +106,7 @@ class Forced:
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:
-  """The function's result; native panics become `RuntimeError`.
+  """Returns the function's result; native panics become `RuntimeError`.
 
   Native code may raise a `BaseException` of its own, which must fail its
   request alone as well.

@@ -48,7 +48,7 @@ class PagedPolicy(base.Policy, Protocol):
   reads_pages: bool  # False: not on this backend.
 
   def init_pages(self, pages: int, page_size: int) -> Any:
-    """An empty KV cache (a pytree) of `pages` pages."""
+    """Returns an empty KV cache (a pytree) of `pages` pages."""
     ...
 
   def extend_pages(
@@ -119,7 +119,7 @@ def _checked(
 
 
 def _narrow(model: Any) -> dict[Path, Any]:
-  """The type in which a policy computes with its matrices, by path.
+  """Returns the type in which a policy computes with its matrices, by path.
 
   Of a policy whose parameters are wider than that and which casts its matrices
   wherever it uses them: narrower ones give the same numbers.
@@ -200,7 +200,7 @@ def _places(state: nnx.State, mesh: jax.sharding.Mesh | None) -> list[Any]:
 
 
 def weight_bytes(model: Any, mesh: Any, weights: str = "same") -> int:
-  """Bytes of an engine's weights on a device.
+  """Returns the bytes of an engine's weights on a device.
 
   Args:
     model: the policy, of arrays or of shapes.
@@ -436,7 +436,7 @@ class DeviceState:
     return tuple(new)
 
   def shape(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-    """An array that is not a parameter, and its place."""
+    """Returns an array that is not a parameter, and its place."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=self.place)
 
   def rows_shape(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:

@@ -376,7 +376,7 @@ class RolloutEngine:
     }
 
   def stats(self) -> dict[str, float]:
-    """A snapshot of counters and gauges; seconds are wall seconds."""
+    """Returns a snapshot of counters and gauges; seconds are wall seconds."""
     scheduler = self._scheduler
     with self._wake:
       counters = scheduler.counters.to_dict()

@@ -36,7 +36,7 @@ def common_prefix(
     new_T: np.ndarray,
     new_spans: Sequence[trajectory.ImageSpan],
 ) -> int:
-  """Leading tokens that two sequences share, same pixels included."""
+  """Returns the number of leading tokens, pixels included, that are shared."""
   n = min(len(old_T), len(new_T))
   differ = np.flatnonzero(old_T[:n] != new_T[:n])
   n = int(differ[0]) if len(differ) else n

@@ -81,6 +81,6 @@ class RoundTimer:
     slots.start_batch(batch)
 
   def _batch_waits(self) -> bool:
-    """Whether requests of the present batch still wait."""
+    """Returns whether requests of the present batch still wait."""
     slots = self._scheduler.slots
     return any(r in slots.waiting for r in slots.batch or ())

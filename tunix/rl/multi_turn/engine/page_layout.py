@@ -120,7 +120,7 @@ class PageLayout:
     return jax.tree.unflatten(tree, out)
 
   def take(self, cache: Any, pages_RN: jax.Array, starts: jax.Array) -> Any:
-    """The rows' pages, side by side: as `init_cache(R, N * page size)`.
+    """Returns the rows' pages, side by side: as `init_cache(R, N * page size)`.
 
     Args:
       cache: Cache to read from.

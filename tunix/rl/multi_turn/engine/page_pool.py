@@ -59,7 +59,7 @@ _PICTURE = np.uint64(1 << 63)
 
 
 def _alike(a: np.ndarray, b: np.ndarray) -> int:
-  """Leading ids that two arrays share."""
+  """Returns the leading ids that two arrays share."""
   n = min(len(a), len(b))
   differ = np.flatnonzero(a[:n] != b[:n])
   return int(differ[0]) if len(differ) else n
@@ -151,7 +151,7 @@ class PagePool:
     return len(self._kept)
 
   def room(self, start: int) -> int:
-    """Tokens that a call may add to a sequence of `start` tokens."""
+    """Returns the most tokens that a call may add to `start` tokens."""
     places = self.page_size - start % self.page_size
     return places if self.keeps_state else _NO_LIMIT
 
@@ -176,7 +176,7 @@ class PagePool:
     return table
 
   def take(self) -> int | None:
-    """A page for one holder, or None when all are held."""
+    """Returns a page for one holder, or None when all are held."""
     if self._free:
       page = self._free.pop()
       self._disown(page)

@@ -141,7 +141,7 @@ class _ComingCalls:
   def serves(
       self, sequence: kv_cache.CachedSequence, goal: int, shard: int
   ) -> bool:
-    """Whether another sequence makes the next call of this one."""
+    """Returns whether another sequence makes the next call of this one."""
     return self._name(sequence, shard) in self._names
 
 

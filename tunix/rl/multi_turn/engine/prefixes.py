@@ -22,7 +22,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
-  """Each uint64 with its bits stirred (the finaliser of splitmix64)."""
+  """Returns each uint64 with its bits stirred (the finaliser of splitmix64)."""
   x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
   x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
   return x ^ (x >> np.uint64(31))

@@ -78,7 +78,7 @@ def prefill_row(tokens: int) -> np.dtype:
 
 
 def words(rows_R: np.ndarray) -> np.ndarray:
-  """int32[R, W], the memory of contiguous rows.
+  """Returns int32[R, W], the memory of contiguous rows.
 
   One array crosses to the device at once; numpy copies rows some times faster
   in words than field by field.
@@ -304,7 +304,7 @@ class Programs:
         self.compile_seconds += time.perf_counter() - started
 
   def lower(self, variant: Variant) -> jax.stages.Lowered:
-    """A program before it is compiled."""
+    """Returns a program before it is compiled."""
     build = {
         "encode": self._build_encode,
         "prefill": self._build_prefill,
@@ -477,7 +477,7 @@ class Programs:
     )
 
   def _masked(self, allowed: jax.Array) -> jax.Array:
-    """bool[R, vocabulary]: tokens whose bit is not set."""
+    """Returns bool[R, vocabulary]: tokens whose bit is not set."""
     token = jnp.arange(self.state.vocabulary)
     bits = allowed[:, token // 32] >> (token % 32).astype(jnp.uint32)
     return bits & 1 == 0

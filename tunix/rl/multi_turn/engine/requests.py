@@ -220,7 +220,7 @@ class SlotTable:
     return any(self._free)
 
   def shard(self, request: Request) -> int:
-    """The shard of the request's session."""
+    """Returns the shard of the request's session."""
     return self.sessions[request.session].shard
 
   def shards_for(self, request: Request) -> list[int]:
@@ -252,7 +252,7 @@ class SlotTable:
       session.sequence.move(self.pools[shard])
 
   def open(self, name: str) -> Session:
-    """The session of that name, made when it does not exist."""
+    """Returns the session of that name, made when it does not exist."""
     session = self.sessions.get(name)
     if session is None:
       session = Session(
@@ -332,7 +332,7 @@ class SlotTable:
   def completion(
       self, request: Request, stopped: bool
   ) -> policy_client.Completion:
-    """The completion of a running request."""
+    """Returns the completion of a running request."""
     span = slice(len(request.prompt), request.length)
     more: dict[str, Any] = {}
     if request.detailed:

@@ -401,7 +401,7 @@ class Scheduler:
         self._decode_call(active, call, window, details, masks)
 
   def _decode_end(self, request: requests_lib.Request) -> int:
-    """Tokens that the request's cache has after the next call."""
+    """Returns the tokens that the request's cache has after the next call."""
     slots, slot = self.slots, request.slot
     # A grammar must see a token before it can allow the next.
     steps = 1 if request.grammar is not None else self._buckets.steps
@@ -459,7 +459,7 @@ class Scheduler:
       request: requests_lib.Request,
       spans: Sequence[vision_cache.Placed],
   ) -> bool:
-    """Whether these images can be had; fails the request if not."""
+    """Returns whether these images can be had; fails the request if not."""
     try:
       self._vision.check(spans)
       return True
@@ -468,7 +468,7 @@ class Scheduler:
       return False
 
   def _with_pending_images(self) -> list[requests_lib.Request]:
-    """The requests that may decode now.
+    """Returns the requests that may decode now.
 
     A prompt that ends in an image needs that image's last vision token in the
     pool; when they do not all fit, some wait for the next round.

@@ -64,7 +64,7 @@ def put(
 def sized(
     shape_of: Callable[[int, int], Any], config: config_lib.EngineConfig
 ) -> config_lib.EngineConfig:
-  """The settings with a page size that a policy's states are worth.
+  """Returns the settings with a page size that a policy's states are worth.
 
   Unless one is given, a page's keys and values are as large as its snapshot at
   least, or a page holds a whole context. Without states nothing changes.

@@ -38,7 +38,7 @@ class PatchCache(patch_cache.PatchCache):
   """A patch cache whose missing images are errors of their requests."""
 
   def get(self, span: trajectory.ImageSpan) -> base.PatchedImage:
-    """Patches of the span's image.
+    """Returns the patches of the span's image.
 
     Raises:
       ValueError: the image is unknown, or does not become as many tokens as
@@ -88,7 +88,7 @@ class VisionPool:
     return self._places[sha]
 
   def fits(self, spans: Iterable[trajectory.ImageSpan]) -> bool:
-    """Whether the pool can hold these images at one time."""
+    """Returns whether the pool can hold these images at one time."""
     sizes = {s.image.sha256: s.num_tokens for s in spans}
     return sum(sizes.values()) <= self.capacity
 
@@ -169,7 +169,7 @@ class VisionCache:
       pool.clear()
 
   def fits(self, spans: Sequence[Placed]) -> bool:
-    """Whether the devices can hold these images at one time."""
+    """Returns whether the devices can hold these images at one time."""
     return all(
         pool.fits(span for s, span in spans if s == shard)
         for shard, pool in enumerate(self._pools)

@@ -119,7 +119,7 @@ class Packer:
     self._support = support
 
   def check(self, examples: Sequence[Example], row_length: int) -> list[int]:
-    """Numbers of the examples longer than a row.
+    """Returns the numbers of the examples longer than a row.
 
     Raises:
       ValueError: a target that cannot have been sampled.
@@ -168,7 +168,7 @@ class Packer:
       image_patches: int = 0,
       aligned: bool = True,
   ) -> packing.BatchShape:
-    """The shape for examples like these; 0 = as these need.
+    """Returns the shape for examples like these; 0 = as these need.
 
     Rows are planned without limits on patches and targets, then the fullest
     buffer's need is rounded up by a tenth. A buffer never holds less than one
@@ -235,7 +235,7 @@ class Packer:
   def largest_image(
       self, examples: Sequence[Example], limit: int = 0
   ) -> int:
-    """Patches of the largest image of the examples, 0 without images.
+    """Returns the patches of the examples' largest image, 0 without images.
 
     Args:
       examples: Examples to be packed.
@@ -323,7 +323,7 @@ class Packer:
       examples: Sequence[Example],
       weights_N: np.ndarray,
   ) -> list[Batch]:
-    """The batches of a plan.
+    """Returns the batches of a plan.
 
     Args:
       plan: The result of `plan` for the same examples.

@@ -243,7 +243,7 @@ class LearnerCheckpoints:
     return step
 
   def steps(self) -> list[int]:
-    """Numbers of the complete checkpoints, ascending."""
+    """Returns the numbers of the complete checkpoints, ascending."""
     return sorted(self._manager.all_steps())
 
   def restore(
@@ -315,7 +315,7 @@ class LearnerCheckpoints:
     return bool(newer)
 
   def restore_parameters(self, model: Any, step: int) -> Any:
-    """The parameters alone, for a policy that is not trained.
+    """Returns the parameters alone, for a policy that is not trained.
 
     Args:
       model: the policy's module, with the adapter if one was trained; gives
@@ -373,7 +373,7 @@ class LearnerCheckpoints:
     return split.state(restored["params"], split.frozen_of(model))
 
   def extras(self, step: int) -> dict[str, Any]:
-    """The extras of a checkpoint; reads no array.
+    """Returns the extras of a checkpoint; reads no array.
 
     Raises:
       DamagedCheckpoint: its files are damaged.

@@ -64,7 +64,7 @@ def activations(
     mesh: Mesh | None = None,
     image_patches: int = 0,
 ) -> int | None:
-  """Bytes that the update of a micro-batch takes on each device.
+  """Returns the bytes that the update of a micro-batch takes on each device.
 
   Those of its batch and temporary buffers, hence activations and the gradients
   of the micro-batch; parameters, running gradients and optimizer state exist
@@ -211,7 +211,7 @@ def _batch(
     share: bool,
     algorithm: parts.Algorithm,
 ) -> batching.Batch:
-  """A `batching.Batch` of shapes."""
+  """Returns a `batching.Batch` of shapes."""
   b, t, s, m = shape.rows, shape.row_length, shape.buffers, shape.targets
   p = shape.patches
 

@@ -46,7 +46,7 @@ Score = Callable[[Sequence[trajectory.TokenSequence]], "list[np.ndarray]"]
 
 
 def shapes(width: int) -> dict[str, jax.ShapeDtypeStruct]:
-  """The head's parameters for hidden states of this width."""
+  """Returns the head's parameters for hidden states of this width."""
   return {
       WEIGHT: jax.ShapeDtypeStruct((width,), jnp.float32),
       BIAS: jax.ShapeDtypeStruct((), jnp.float32),
@@ -80,7 +80,7 @@ def width_of(model: base.Policy, processor: base.Processor, rows: int) -> int:
 
 
 def values(params: Mapping[str, jax.Array], hidden: jax.Array) -> jax.Array:
-  """float32[...] of hidden states [..., D]."""
+  """Returns float32[...] of hidden states [..., D]."""
   weight = params[WEIGHT]
   product = hidden.astype(jnp.float32) * weight
   return jnp.sum(product, axis=-1) + params[BIAS]
@@ -266,7 +266,7 @@ def _of_episode(
 def _spread(
     values_M: np.ndarray, sequence: trajectory.TokenSequence
 ) -> np.ndarray:
-  """float32[T]: numbers of a sequence's sampled tokens, 0 elsewhere."""
+  """Returns float32[T]: numbers of a sequence's sampled tokens, 0 elsewhere."""
   out = np.zeros(len(sequence), np.float32)
   out[sequence.loss_mask] = values_M
   return out

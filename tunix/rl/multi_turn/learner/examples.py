@@ -109,7 +109,7 @@ class GroupStats:
 
 
 def turn_rewards(episode: trajectory.Trajectory) -> np.ndarray:
-  """float64[K]: rewards of the turns; they sum to the episode's reward.
+  """Returns float64[K]: rewards of the turns; they sum to the episode's reward.
 
   K covers every turn in which a token was sampled, also one that did not
   become a step (a completion that could not be parsed). The rest of the
@@ -130,12 +130,12 @@ def turn_rewards(episode: trajectory.Trajectory) -> np.ndarray:
 
 
 def length_in_row(sequence: trajectory.TokenSequence) -> int:
-  """Tokens that predict another: all before the last sampled one."""
+  """Returns the number of tokens before the last sampled one, which predict."""
   return int(np.flatnonzero(sequence.loss_mask)[-1])
 
 
 def turn_tokens(episode: trajectory.Trajectory, turns: int) -> np.ndarray:
-  """int64[turns]: tokens sampled in each turn."""
+  """Returns int64[turns]: tokens sampled in each turn."""
   counts = np.zeros(turns, np.int64)
   for sequence in episode.sequences:
     np.add.at(counts, sequence.turn_ids[sequence.loss_mask], 1)

@@ -284,7 +284,7 @@ class Learner:
     return self._split.params_of(cast(nnx.Module, model))
 
   def _referred(self) -> dict[str, jax.Array]:
-    """The reference's parameters on the devices."""
+    """Returns the reference's parameters on the devices."""
     return self._reference.params() if self._reference is not None else {}
 
   @property
@@ -312,15 +312,15 @@ class Learner:
     return dict(self._programs.compiles)
 
   def policy_state(self) -> nnx.State:
-    """A copy of the parameters in the model's types, for publishing."""
+    """Returns a copy of the parameters in the model's types, for publishing."""
     return self._split.state(self._programs.publish(self._params), self._frozen)
 
   def policy(self) -> Any:
-    """A copy of the policy as a module."""
+    """Returns a copy of the policy as a module."""
     return self._split.merge(self._programs.publish(self._params), self._frozen)
 
   def parameters(self) -> dict[str, jax.Array]:
-    """A copy of the trained parameters as {name: array}.
+    """Returns a copy of the trained parameters as {name: array}.
 
     They are masters: float32 where the model's are narrower.
     """
@@ -457,7 +457,7 @@ class Learner:
   def sequence_logprobs(
       self, sequences: Sequence[trajectory.TokenSequence]
   ) -> list[np.ndarray]:
-    """float32[T] log-probs of the sampled tokens, 0 elsewhere.
+    """Returns float32[T] log-probs of the sampled tokens, 0 elsewhere.
 
     They are of the present weights and, without truncation, of the same
     distribution that the sampler drew from.

@@ -50,7 +50,7 @@ class TokenScores:
 
 
 def gather_hidden(hidden_BTD: jax.Array, index_SM: base.Array) -> jax.Array:
-  """[S, M, D] hidden states at the positions of `Batch.index`."""
+  """Returns [S, M, D] hidden states at the positions of `Batch.index`."""
   b, t, d = hidden_BTD.shape
   s = index_SM.shape[0]
   flat = hidden_BTD.reshape(s, b // s * t, d)
@@ -195,7 +195,7 @@ def batch_scores(
 def banned_mask(
     vocabulary: int, banned_token_ids: Sequence[int]
 ) -> np.ndarray | None:
-  """bool[V] of banned ids; None when there is none.
+  """Returns bool[V] of banned ids; None when there is none.
 
   Raises:
     ValueError: an id outside the vocabulary.

@@ -552,7 +552,7 @@ class LearnerLoop:
       )
 
   def _lends_to(self, group: trajectory.TrajectoryGroup) -> bool:
-    """Whether a success would make the group vary."""
+    """Returns whether a success would make the group vary."""
     return self._replay is not None and self._replay.lends_to(
         group, self.learner.version
     )

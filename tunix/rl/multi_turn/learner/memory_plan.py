@@ -83,7 +83,7 @@ class Sizes:
 
   @classmethod
   def known(cls, config: Any) -> bool:
-    """Whether `of` takes this policy's config."""
+    """Returns whether `of` takes this policy's config."""
     kinds = (
         qwen_text_config.QwenTextConfig,
         qwen_config.QwenVLConfig,
@@ -254,7 +254,7 @@ class MemoryPlan:
 def abstract_mesh(
     data: int = 1, fsdp: int = 1, tensor: int = 1, sequence: int = 1
 ) -> jax.sharding.AbstractMesh:
-  """A mesh of devices that need not exist.
+  """Returns a mesh of devices that need not exist.
 
   Raises:
     ValueError: a size below 1.
@@ -269,7 +269,7 @@ def abstract_mesh(
 
 
 def process_mesh(mesh: Any, processes: int) -> Any:
-  """The mesh of one of several processes' own devices, see
+  """Returns the mesh of one of several processes' own devices, see
   `sharding.HostCopies`; the mesh itself where there is one process."""
   if mesh is None or processes == 1:
     return mesh
@@ -287,7 +287,7 @@ def parameter_bytes(
     kind: Any = nnx.Param,
     itemsize: int = 0,
 ) -> int:
-  """Bytes of a model's parameters on one device of `mesh`.
+  """Returns the bytes of a model's parameters on one device of `mesh`.
 
   Args:
     model: Model with weights, or with shapes only.
@@ -419,7 +419,7 @@ def plan(
 def with_adapter(
     model: qwen_text.QwenText, rank: int
 ) -> qwen_text.QwenText:
-  """The shapes of a Qwen policy with a LoRA adapter on its decoder.
+  """Returns the shapes of a Qwen policy with a LoRA adapter on its decoder.
 
   Raises:
     ValueError: another policy, or a rank below 1.
@@ -467,7 +467,7 @@ def _decoder(
 
 
 def _trains_tower(model: Any, left_out: Collection[str]) -> bool:
-  """Whether anything of the tower has a gradient."""
+  """Returns whether anything of the tower has a gradient."""
   names = set(getattr(model, "vision_modules", ()))
   if not names:  # Not known: a policy of its own.
     return True

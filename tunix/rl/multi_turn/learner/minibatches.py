@@ -239,7 +239,7 @@ class Minibatches:
   def _shape_for(
       self, examples: Sequence[Example], largest: int
   ) -> batching.BatchShape:
-    """The shape, grown where these examples need it.
+    """Returns the shape, grown where these examples need it.
 
     Args:
       examples: Examples of this process.
@@ -273,7 +273,7 @@ class Minibatches:
     return results[0]
 
   def _agreed(self, shape: batching.BatchShape) -> batching.BatchShape:
-    """The shape that holds what every process has."""
+    """Returns the shape that holds what every process has."""
     shapes = self._processes.gather("shape", [shape.patches, shape.targets])
     patches, targets = (max(sizes) for sizes in zip(*shapes))
     return dataclasses.replace(shape, patches=patches, targets=targets)
@@ -337,7 +337,7 @@ def streams_of(algorithm: parts.Algorithm) -> tuple[str, ...]:
 
 
 def support_of(algorithm: parts.Algorithm) -> int:
-  """Tokens of a sampling mask that its batches hold; 0 without one."""
+  """Returns the tokens of a sampling mask in its batches; 0 without one."""
   if not algorithm.config.keep_sampling_mask:
     return 0
   return policy_client.MAX_TOP_LOGPROBS + 1  # One sampled among ties.
@@ -346,7 +346,7 @@ def support_of(algorithm: parts.Algorithm) -> int:
 def _fixed_shape(
     config: LearnerConfig, rows: int, buffers: int, aligned: bool
 ) -> batching.BatchShape | None:
-  """The configured shape; None where the first batch decides it."""
+  """Returns the configured shape; None where the first batch decides it."""
   if not (config.patches and config.targets):
     return None
   return batching.BatchShape(

@@ -72,7 +72,7 @@ class BatchShape:
     return self.rows // self.buffers
 
   def windows(self) -> Windows:
-    """An empty buffer's places for images."""
+    """Returns an empty buffer's places for images."""
     return Windows(self.patches, self.image_patches * self.aligned)
 
   def bounded(
@@ -175,7 +175,7 @@ class PackStats:
 
   @classmethod
   def total(cls, stats: Iterable[PackStats]) -> PackStats:
-    """The fill of several lists of batches together."""
+    """Returns the fill of several lists of batches together."""
     stats = list(stats)
     names = [field.name for field in dataclasses.fields(cls)]
     return cls(**{n: sum(getattr(s, n) for s in stats) for n in names})
@@ -196,7 +196,7 @@ class PackStats:
 
 
 def image_bound(patches: int, multiple: int = 1) -> int:
-  """A bound of an image's patches that few sizes of images exceed.
+  """Returns a bound of an image's patches that few sizes of images exceed.
 
   Rounded up by at most an eighth (or to 8): a program is compiled for each
   bound, and attention within images costs in proportion to it.
@@ -305,7 +305,7 @@ def make_items(
 def make_item(
     examples: Sequence[Example], members: Sequence[int], first: int
 ) -> Item:
-  """The item of examples that share their first `first` tokens."""
+  """Returns the item of examples that share their first `first` tokens."""
   if len(members) == 1:
     first = 0
   branches = tuple(

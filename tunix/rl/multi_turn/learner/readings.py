@@ -90,7 +90,7 @@ _POOLED = {
 
 
 def of_all(readings: Sequence[Metrics]) -> Metrics:
-  """The readings of all processes' samples, from each process's.
+  """Returns the readings of all processes' samples, from each process's.
 
   Counts add up, means and standard deviations are pooled, and of all others
   (seconds, extremes, and what is equal in all processes) the largest counts.

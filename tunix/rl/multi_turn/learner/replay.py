@@ -100,7 +100,7 @@ class SuccessReplay:
     return out, frozenset(borrowed)
 
   def lends_to(self, group: TrajectoryGroup, version: int) -> bool:
-    """Whether `lend` at this version would give the group a success."""
+    """Returns whether `lend` at this version would give the group a success."""
     self._forget_old(version)
     return self._for(group, version) is not None
 

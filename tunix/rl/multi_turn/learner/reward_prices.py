@@ -32,7 +32,7 @@ def of_groups(
     row_length: int,
     score: Score,
 ) -> tuple[Prices, dict[str, float]]:
-  """The prices of the groups' valid members, and readings of them.
+  """Returns the prices of the groups' valid members, and readings of them.
 
   Args:
     groups: Groups of an update.

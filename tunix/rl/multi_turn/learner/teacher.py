@@ -108,7 +108,7 @@ class Teacher:
       sampling: policy_client.SamplingParams,
       config: config_lib.LearnerConfig,
   ) -> Teacher | None:
-    """The teacher of a learner; None without distillation.
+    """Returns the teacher of a learner; None without distillation.
 
     Raises:
       ValueError: there should be one, or as of the constructor.

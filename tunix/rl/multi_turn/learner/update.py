@@ -130,16 +130,16 @@ class SplitModel:
     return {k: params[k].astype(x) for k, x in self._dtypes.items()}
 
   def params_of(self, model: nnx.Module) -> Params:
-    """The trained parameters of a module like this one, not copied."""
+    """Returns the trained parameters of a module like this one, not copied."""
     return self._trained.flat(nnx.split(model, self.trained, ...)[1])
 
   def frozen_of(self, model: nnx.Module) -> Params:
-    """The model's frozen parameters, not copied."""
+    """Returns the model's frozen parameters, not copied."""
     parts: Any = nnx.split(model, self.trained, nnx.Param, ...)
     return self._frozen.flat(parts[2])
 
   def state(self, params: Params, frozen: Params) -> nnx.State:
-    """An nnx.State of all Params around these arrays."""
+    """Returns an nnx.State of all Params around these arrays."""
     return nnx.merge_state(
         self._trained.state(self.rounded(params)), self._frozen.state(frozen)
     )
@@ -178,7 +178,7 @@ class Placement:
 
   @classmethod
   def of(cls, split: SplitModel, model: Any, mesh: Mesh | None) -> Placement:
-    """Places on `mesh` by the parameters' `axes`, or on one device."""
+    """Returns places on `mesh` by the parameters' `axes`, or on one device."""
     if mesh is None:
       here: jax.sharding.Sharding = jax.sharding.SingleDeviceSharding(
           jax.local_devices()[0]
@@ -352,7 +352,7 @@ class UpdatePrograms:
     return {name: getattr(self, name).compiles for name in names}
 
   def init_head(self) -> Params:
-    """A value head of zeros at its place; {} without a critic."""
+    """Returns a value head of zeros at its place; {} without a critic."""
     if not self._algorithm.has_critic:
       return {}
     return {

@@ -109,7 +109,7 @@ class Processor(Protocol):
     ...
 
   def patchify(self, pixels: np.ndarray) -> PatchedImage:
-    """uint8[H, W, 3] pixels to patches."""
+    """Cuts uint8[H, W, 3] pixels into patches."""
     ...
 
   def positions(
@@ -208,5 +208,5 @@ class Policy(Protocol):
   # and, after it, int32[B, M] the pages of each row.
 
   def logits(self, hidden: jax.Array) -> jax.Array:
-    """float32[..., vocabulary] of hidden states [..., D]."""
+    """Returns float32[..., vocabulary] of hidden states [..., D]."""
     ...

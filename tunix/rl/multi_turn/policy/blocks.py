@@ -195,7 +195,7 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _row_peaks(scores: jax.Array) -> jax.Array:
-  """The largest of each row of [rows, keys].
+  """Returns the largest of each row of [rows, keys].
 
   A comparison and a choice are one instruction of a CPU; `jnp.max` spends four
   more on NaNs, which the exponential of a score keeps all the same.

@@ -60,7 +60,7 @@ class NamedPolicy(Protocol):
       screen: tuple[int, int] | None = None,
       **changes: Any,
   ) -> checkpoint.Loaded:
-    """The policy with random weights; `changes` to its config."""
+    """Returns the policy with random weights; `changes` to its config."""
     ...
 
   def load(
@@ -70,7 +70,7 @@ class NamedPolicy(Protocol):
       screen: tuple[int, int] | None = None,
       **changes: Any,
   ) -> checkpoint.Loaded:
-    """The policy with the weights of a directory or shipped name."""
+    """Returns the policy with the weights of a directory or shipped name."""
     ...
 
   def check(

@@ -43,7 +43,7 @@ def split_rows(mesh: jax.sharding.Mesh, rows: int) -> tuple[str, ...]:
 
 
 def split_heads(mesh: jax.sharding.Mesh, kv_heads: int) -> str | None:
-  """The mesh's axis that a cache's heads are split over."""
+  """Returns the mesh's axis that a cache's heads are split over."""
   return "tensor" if kv_heads % mesh.shape["tensor"] == 0 else None
 
 
@@ -136,7 +136,7 @@ def pages_apply(head_dim: int, kv_heads: int, dtype: jnp.dtype) -> bool:
 def init_pages(
     layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype
 ) -> jax.Array:
-  """[L * P, S, 2 K, H]: keys and values of a head are neighbours."""
+  """Returns [L * P, S, 2 K, H]: keys and values of a head are neighbours."""
   return jnp.zeros((layers * pages, page_size, 2 * kv_heads, head_dim), dtype)
 
 

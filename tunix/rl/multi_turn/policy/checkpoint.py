@@ -145,7 +145,7 @@ def save_policy(
 
 
 def load_config(path: str | pathlib.Path, **changes: Any) -> Any:
-  """The config of a policy directory, with `changes` applied."""
+  """Returns the config of a policy directory, with `changes` applied."""
   directory = resolve(path)
   return _family(directory).load_config(directory, **changes)
 
@@ -153,7 +153,7 @@ def load_config(path: str | pathlib.Path, **changes: Any) -> Any:
 def parameter_bytes(
     size_or_path: str | pathlib.Path, **changes: Any
 ) -> int | None:
-  """Bytes of a policy's parameters, without making or reading them.
+  """Returns the bytes of a policy's parameters, without making or reading them.
 
   Args:
     size_or_path: a key of `tiny_vl.SIZES`, a directory or a shipped name.

@@ -39,12 +39,12 @@ class Tensors(Protocol):
   dtypes: dict[str, str]
 
   def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
-    """A slice of a tensor in host memory."""
+    """Returns a slice of a tensor in host memory."""
     ...
 
 
 def views_of(files: Tensors, raw: Mapping[str, Any]) -> Tensors:
-  """The tensors of a directory whose config.json is `raw`.
+  """Returns the tensors of a directory whose config.json is `raw`.
 
   Raises:
     ValueError: experts that are not all there, or scales that do not fit.
@@ -89,7 +89,7 @@ class Dequantized:
         )
 
   def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
-    """A slice; float32 of a tensor of 8 bits."""
+    """Returns a slice; float32 of a tensor of 8 bits."""
     value = self._files.read(key, index)
     if key not in self._scaled:
       return value
@@ -152,7 +152,7 @@ class JoinedExperts:
     self.dtypes[name] = self._files.dtypes[keys[0][0]]
 
   def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
-    """A slice; of experts, each one's own part."""
+    """Returns a slice; of experts, each one's own part."""
     if key not in self._keys:
       return self._files.read(key, index)
     rows = self.shapes[key][1]

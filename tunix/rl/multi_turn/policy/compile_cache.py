@@ -21,7 +21,7 @@ _CPU_FACTS = pathlib.Path("/proc/cpuinfo")
 
 
 def _processor() -> str:
-  """A name for the instructions that this machine's CPU has."""
+  """Returns a name for the instructions that this machine's CPU has."""
   facts = platform.machine()
   try:
     for line in _CPU_FACTS.read_text(encoding="utf-8").splitlines():
@@ -35,7 +35,7 @@ def _processor() -> str:
 
 
 def directory(choice: str = AUTO) -> pathlib.Path | None:
-  """The directory that `enable` would use; None if it would use none.
+  """Returns the directory that `enable` would use; None if it would use none.
 
   Args:
     choice: a directory, "off", or "auto": that of the environment variable

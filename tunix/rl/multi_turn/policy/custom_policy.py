@@ -249,7 +249,7 @@ class CustomPolicy:
       screen: tuple[int, int] | None = None,
       **changes: Any,
   ) -> Loaded:
-    """A policy of the factory with the weights of a saved directory.
+    """Returns a policy of the factory with the weights of a saved directory.
 
     Raises:
       FileNotFoundError, ValueError: as `check` and `create`.
@@ -328,7 +328,7 @@ class CustomPolicy:
 def chat_template(
     processor: Any, options: Mapping[str, Any]
 ) -> template_lib.ChatTemplate | None:
-  """The template that a factory's processor brings; None for none.
+  """Returns the template that a factory's processor brings; None for none.
 
   Raises:
     ValueError: it is no Jinja.

@@ -115,7 +115,7 @@ class Gemma3(Gemma3Text, qwen_vl.QwenVL):
 
 
 def last_seen(is_image_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
-  """int32[B, T]: the last place that a token sees.
+  """Returns int32[B, T]: the last place that a token sees.
 
   That of a vision token is the last of the run it stands in, within its
   segment; that of any other one is its own.

@@ -29,7 +29,7 @@ _TOKENS = 256  # Of an image.
 def read(
     raw: Mapping[str, Any], text: Mapping[str, Any], vision: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """The fields `vision` and `text` of a `QwenVLConfig`.
+  """Returns the fields `vision` and `text` of a `QwenVLConfig`.
 
   Args:
     raw: the file's content.
@@ -170,7 +170,7 @@ def _rope(text: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def to_hf(config: qwen_shapes.QwenVLConfig) -> dict[str, Any]:
-  """A `config.json` that `transformers` builds the same model from."""
+  """Returns a `config.json` that `transformers` builds the same model from."""
   vision = config.vision
   side = round(vision.num_position_embeddings**0.5)
   return {
@@ -197,7 +197,7 @@ def to_hf(config: qwen_shapes.QwenVLConfig) -> dict[str, Any]:
 
 
 def text_to_hf(config: Any) -> dict[str, Any]:
-  """The decoder's section, or the file of a text model."""
+  """Returns the decoder's section, or the file of a text model."""
   text = config.text
   full: dict[str, Any] = {
       "rope_type": "default", "rope_theta": text.rope_theta

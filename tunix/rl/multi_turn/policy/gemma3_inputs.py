@@ -57,7 +57,7 @@ class Gemma3Processor(qwen_vl_inputs.QwenVLProcessor):
     return round(self.max_pixels**0.5)
 
   def describe(self) -> str:
-    """The settings and their source, in a line for people."""
+    """Returns the settings and their source, in a line for people."""
     return (
         f"all of {self.side}x{self.side}, patches of {self.patch_size},"
         f" {self.merge_size}x{self.merge_size} a token"
@@ -80,7 +80,7 @@ class Gemma3Processor(qwen_vl_inputs.QwenVLProcessor):
       images: Sequence[trajectory.ImageSpan],
       start: int = 0,
   ) -> np.ndarray:
-    """Places in the sequence, see `QwenVLProcessor.positions`.
+    """Returns the places in the sequence, see `QwenVLProcessor.positions`.
 
     Raises:
       ValueError: also where an image follows another one immediately.
@@ -119,7 +119,7 @@ def processor(
     pixels: Mapping[str, Any],
     budget: tuple[int, int] | None = None,
 ) -> Gemma3Processor:
-  """The host side of a config.
+  """Returns the host side of a config.
 
   Args:
     settings: Settings of `image_settings.read`.

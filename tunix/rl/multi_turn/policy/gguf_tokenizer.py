@@ -41,7 +41,7 @@ def _split(digits: str) -> list[Any]:
 
 
 def _pre_tokenizers(name: Any) -> list[Any]:
-  """The steps before bytes, of `tokenizer.ggml.pre`.
+  """Returns the steps before bytes, of `tokenizer.ggml.pre`.
 
   Raises:
     ValueError: another name.

@@ -157,7 +157,7 @@ def load_model(
     mesh: jax.sharding.Mesh | None = None,
     **changes: Any,
 ) -> qwen_text.QwenText:
-  """A policy with the weights of a checkpoint directory.
+  """Returns a policy with the weights of a checkpoint directory.
 
   Args:
     directory: Directory with config.json and safetensors files.
@@ -200,7 +200,7 @@ def _files(directory: pathlib.Path) -> checkpoint_views.Tensors:
 
 
 def model_class(config: qwen_text_config.AnyConfig) -> type:
-  """The policy class of a config."""
+  """Returns the policy class of a config."""
   if isinstance(config, qwen_text_config.QwenTextConfig):
     return gemma3.Gemma3Text if config.traits.windows else qwen_text.QwenText
   return gemma3.Gemma3 if config.traits.windows else qwen_vl.QwenVL
@@ -209,7 +209,7 @@ def model_class(config: qwen_text_config.AnyConfig) -> type:
 def abstract_model(
     config: qwen_text_config.AnyConfig, mesh: jax.sharding.Mesh | None = None
 ) -> qwen_text.QwenText:
-  """The policy with shapes in place of weights."""
+  """Returns the policy with shapes in place of weights."""
   kind = model_class(config)
   return nnx.eval_shape(lambda: kind(config, random_keys.Keys(), mesh))
 
@@ -217,7 +217,7 @@ def abstract_model(
 def load_config(
     directory: str | pathlib.Path, **changes: Any
 ) -> qwen_text_config.AnyConfig:
-  """The configuration of a checkpoint directory.
+  """Returns the configuration of a checkpoint directory.
 
   Raises:
     FileNotFoundError: no config.json.
@@ -270,7 +270,7 @@ def _read_placed(
     names: Mapping[str, str],
     mesh: jax.sharding.Mesh | None,
 ) -> jax.Array:
-  """The parameter on its devices; one part at a time in host memory."""
+  """Returns the parameter on its devices; one part at a time in host memory."""
   shape = tuple(tensor.variable.shape)
   read = functools.partial(
       _read_part, tensor, files, names, np.dtype(tensor.variable.dtype)
@@ -299,7 +299,7 @@ def _read_part(
     dtype: np.dtype,
     spans: Sequence[tuple[int, int]],
 ) -> np.ndarray:
-  """The part of a parameter between the spans of its axes.
+  """Returns the part of a parameter between the spans of its axes.
 
   A transposed one is a view: the transfer to the device turns it, which is
   several times faster than numpy.
@@ -476,7 +476,7 @@ def _take_place(
 def _config_json(
     model: qwen_text.QwenText, source: str | pathlib.Path | None, stored: str
 ) -> dict[str, Any]:
-  """The content of config.json: the source's own, or the model's.
+  """Returns the content of config.json: the source's own, or the model's.
 
   Raises:
     ValueError: the source's is of another model.
@@ -541,7 +541,7 @@ def _to_hf(config: qwen_text_config.AnyConfig) -> dict[str, Any]:
 
 
 def _on_host(piece: checkpoint_names.Piece, dtype: str) -> np.ndarray:
-  """A tensor as the file has it."""
+  """Returns a tensor as the file has it."""
   tensor = piece.tensor
   value = _as_stored(
       tensor.variable[...],

@@ -110,7 +110,7 @@ class ImageSettings:
 
 
 def read(directory: pathlib.Path, family: str) -> ImageSettings | None:
-  """The settings of a checkpoint directory; None where no file has any.
+  """Returns the settings of a checkpoint directory; None where no file has any.
 
   Args:
     directory: Directory of the checkpoint.
@@ -182,7 +182,7 @@ def _section(raw: Any, file: pathlib.Path, family: str) -> dict[str, Any]:
 def _canonical(
     raw: Mapping[str, Any], file: pathlib.Path, frames: int
 ) -> dict[str, Any]:
-  """The fields that a section gives, each under one name.
+  """Returns the fields that a section gives, each under one name.
 
   Raises:
     ValueError: a limit that is not of whole pixels a frame.
@@ -221,7 +221,7 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _square(raw: Mapping[str, Any], file: pathlib.Path) -> dict[str, Any]:
-  """The fields that a section of Gemma 3 gives.
+  """Returns the fields that a section of Gemma 3 gives.
 
   Raises:
     ValueError: a step that is not computed, or a size that is no square.

@@ -76,7 +76,7 @@ class Converter:
     self._last: dict[Path, tuple[Any, jax.Array, jax.Array]] = {}
 
   def copy(self) -> qwen_text.QwenText:
-    """The copy of the policy; shares arrays that are not rounded."""
+    """Returns the copy of the policy; shares arrays that are not rounded."""
     copy = nnx.clone(self._model)
     self._model = None
     for path, module, name in _matrices(copy):

@@ -75,7 +75,7 @@ class Sight:
 
 
 def windows_help(head_dim: int) -> bool:
-  """Whether `image_attention` costs less where images are `aligned`.
+  """Returns whether `image_attention` costs less where images are `aligned`.
 
   Not on the splash kernel, which skips blocks out of reach by itself. It needs
   a whole number of `SPLASH_BLOCK` places instead.
@@ -90,7 +90,7 @@ def windows_help(head_dim: int) -> bool:
 
 
 def dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
-  """[..., I] @ [I, O] in the dtype of x, summed in float32.
+  """Returns [..., I] @ [I, O] in the dtype of x, summed in float32.
 
   Flat: XLA:CPU's gradients of products with two leading axes take twice as
   long.
@@ -105,7 +105,7 @@ def dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def dot_wide(x: jax.Array, table: jax.Array) -> jax.Array:
-  """[..., I] times the transpose of [O, I], kept in float32."""
+  """Returns [..., I] times the transpose of [O, I], kept in float32."""
   return jax.lax.dot_general(
       x,
       table.astype(x.dtype),
@@ -133,7 +133,7 @@ _wide_dot.defvjp(_wide_dot_forward, _wide_dot_backward)
 
 
 def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-  """An einsum; of bfloat16 operands, summed into float32."""
+  """Returns an einsum; of bfloat16 operands, summed into float32."""
   if a.dtype == jnp.bfloat16:
     return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
   return jnp.einsum(spec, a, b)
@@ -420,7 +420,7 @@ def _image_local(
 
 
 def _attend_where(q_SPNH, k_SPNH, v_SPNH, real_SP) -> jax.Array:
-  """All queries to the same keys, those of real places.
+  """Attends from all queries to the same keys, those of real places.
 
   A key's mask is added to its scores as one more feature, against a one of
   each query: on a CPU a mask of all scores takes as long as the scores.
@@ -507,13 +507,13 @@ def _flash(q_BTNH, k_BCKH, v_BCKH, mask_BTC, *, implementation) -> jax.Array:
 
 
 def _splash_applies(q_BTNH: jax.Array) -> bool:
-  """Whether the kernel takes rows of this length and head size."""
+  """Returns whether the kernel takes rows of this length and head size."""
   t, h = q_BTNH.shape[1], q_BTNH.shape[3]
   return compiling.backend() == "tpu" and t % SPLASH_BLOCK == 0 and h % 128 == 0
 
 
 def _splash_takes_images(head_dim: int) -> bool:
-  """Whether the kernel takes images, given a whole number of blocks."""
+  """Returns whether the kernel takes images, given a whole number of blocks."""
   return compiling.backend() == "tpu" and head_dim >= 64 and head_dim % 8 == 0
 
 

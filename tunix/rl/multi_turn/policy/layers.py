@@ -157,12 +157,12 @@ class LayerNorm(nnx.Module):
 
 
 def gelu(x: jax.Array) -> jax.Array:
-  """The Gaussian error linear unit, exactly."""
+  """Returns the Gaussian error linear unit, exactly."""
   return jax.nn.gelu(x, approximate=False)
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
-  """The Gaussian error linear unit by its approximation with tanh."""
+  """Returns the Gaussian error linear unit by its approximation with tanh."""
   return jax.nn.gelu(x, approximate=True)
 
 
@@ -275,7 +275,7 @@ class Embedding(nnx.Module):
 
 
 def rope_frequencies(dim: int, theta: float) -> np.ndarray:
-  """float32[dim / 2]."""
+  """Returns float32[dim / 2]."""
   return (1.0 / theta ** (np.arange(0, dim, 2, dtype=np.float32) / dim)).astype(
       np.float32
   )

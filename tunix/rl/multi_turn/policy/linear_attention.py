@@ -45,7 +45,7 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 
 def init_state(text: qwen_shapes.TextConfig, batch: int, dtype) -> State:
-  """The state before a sequence's first token, of one layer."""
+  """Returns the state before a sequence's first token, of one layer."""
   heads, lead = text.linear_num_value_heads, text.linear_conv_kernel_dim - 1
   wide, out = text.linear_key_head_dim, text.linear_value_head_dim
   return (
@@ -88,7 +88,7 @@ def delta_rule(
     state_BNHV: jax.Array,
     chunk: int = CHUNK,
 ) -> tuple[jax.Array, jax.Array]:
-  """Tokens one after the other, in chunks.
+  """Computes tokens one after the other, in chunks.
 
   Args:
     q_BTNH: queries, scaled.
@@ -155,7 +155,7 @@ def delta_rule(
 
 
 def _inverse(strict: jax.Array) -> jax.Array:
-  """The inverse of 1 + a strictly lower triangular matrix [..., C, C].
+  """Returns the inverse of 1 + a strictly lower triangular matrix [..., C, C].
 
   Blocks of the diagonal are inverted in pairs, from 1 x 1 upwards: all matrix
   products, and as exact as substitution (a series of powers is not).
@@ -312,7 +312,7 @@ class GatedDeltaNet(nnx.Module):
       real_BT: jax.Array,
       state: State,
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """[B, T, D], the convolution's inputs, and the new matrix."""
+    """Returns [B, T, D], the convolution's inputs, and the new matrix."""
     text, (before, matrix) = self.text, state
     b, t, _ = x_BTD.shape
     mixed = self.in_proj_qkv(x_BTD)

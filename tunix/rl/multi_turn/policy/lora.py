@@ -163,7 +163,7 @@ def need_none(model: nnx.Module) -> None:
 
 
 def ends_with(name: str, target: str) -> bool:
-  """Whether a target means a module, by PEFT's rule."""
+  """Returns whether a target means a module, by PEFT's rule."""
   return name == target or name.endswith(f".{target}")
 
 
@@ -245,7 +245,7 @@ def add(
 
 
 def default_targets(model: qwen_text.QwenText) -> tuple[str, ...]:
-  """Every matrix of the decoder's layers but experts'."""
+  """Returns every matrix of the decoder's layers but experts'."""
   traits = model.config.traits
   targets = TARGETS
   if traits.fused_mlp:
@@ -321,7 +321,7 @@ def attach(layer: Layer, a: np.ndarray, b: np.ndarray, scale: float) -> None:
 
 
 def has_adapter(model: nnx.Module) -> bool:
-  """Whether any layer has an adapter."""
+  """Returns whether any layer has an adapter."""
   return bool(adapted(model))
 
 
@@ -362,7 +362,7 @@ def disabled(model: nnx.Module) -> Iterator[None]:
 
 
 def reference(model: nnx.Module) -> Any:
-  """A second module that computes the base: a KL reference.
+  """Returns a second module that computes the base: a KL reference.
 
   It has the model's structure, so that the same compiled programs run it, and
   the same arrays in memory, which no one may donate; only B is replaced, by

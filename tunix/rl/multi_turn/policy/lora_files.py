@@ -116,7 +116,7 @@ def save(
 
 
 def _alpha(scale: float, rank: int) -> float | int:
-  """The number that gives `scale` again when divided by `rank`."""
+  """Returns the number that gives `scale` again when divided by `rank`."""
   exact = scale * rank
   near = round(exact, 6)
   alpha = near if near / rank == scale else exact
@@ -266,7 +266,7 @@ def _read_config(file: pathlib.Path) -> dict[str, Any]:
 
 
 def _is_target(name: str, config: Mapping[str, Any]) -> bool:
-  """Whether the file must hold a layer's tensors, by PEFT's rules."""
+  """Returns whether the file must hold a layer's tensors, by PEFT's rules."""
 
   def fits(rule: Any) -> bool:
     for spelled in hf_checkpoint.spellings(name):

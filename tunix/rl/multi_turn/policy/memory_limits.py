@@ -41,7 +41,7 @@ def device_bytes() -> int | None:
 
 
 def human(size: float) -> str:
-  """Bytes as people read them."""
+  """Returns the bytes as people read them."""
   for unit in ("B", "KiB", "MiB", "GiB"):
     if abs(size) < 1024:
       return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

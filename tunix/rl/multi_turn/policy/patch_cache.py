@@ -40,7 +40,7 @@ class PatchCache:
     self.misses = 0
 
   def get(self, span: trajectory.ImageSpan) -> base.PatchedImage:
-    """Patches of the span's image.
+    """Returns the patches of the span's image.
 
     Raises:
       KeyError: the store no longer has it.

@@ -32,7 +32,7 @@ TOKENIZER_FILES = (
 
 
 def resolve(path: str | pathlib.Path) -> pathlib.Path:
-  """The directory that `path` stands for.
+  """Returns the directory that `path` stands for.
 
   Args:
     path: A directory, a shipped name, a GGUF file, or a name whose weights a
@@ -103,7 +103,7 @@ def file_of(directory: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def model_type(directory: pathlib.Path) -> str:
-  """The architecture of a directory, from its config.json.
+  """Returns the architecture of a directory, from its config.json.
 
   Raises:
     FileNotFoundError: no config.json.
@@ -120,7 +120,7 @@ def model_type(directory: pathlib.Path) -> str:
 
 
 def load_tokenizer(path: str | pathlib.Path) -> tokenizers.Tokenizer:
-  """The tokenizer of a policy directory or shipped name.
+  """Returns the tokenizer of a policy directory or shipped name.
 
   Raises:
     FileNotFoundError: no such directory, or no tokenizer.json in it, nor
@@ -141,7 +141,7 @@ def load_tokenizer(path: str | pathlib.Path) -> tokenizers.Tokenizer:
 
 
 def _by_ranks(directory: pathlib.Path) -> bool:
-  """Whether a directory's tokenizer is tiktoken's alone."""
+  """Returns whether a directory's tokenizer is tiktoken's alone."""
   return (directory / tiktoken_files.RANKS).is_file() and not (
       directory / "tokenizer.json"
   ).is_file()
@@ -150,7 +150,7 @@ def _by_ranks(directory: pathlib.Path) -> bool:
 def chat_template(
     path: str | pathlib.Path, options: Mapping[str, Any] | None = None
 ) -> template_lib.ChatTemplate | None:
-  """The chat template of a policy directory or shipped name.
+  """Returns the chat template of a policy directory or shipped name.
 
   Args:
     path: Path of the directory.
@@ -195,7 +195,7 @@ def chat_template(
 
 
 def _json_of(file: pathlib.Path) -> dict[str, Any]:
-  """A JSON object of a file; {} where it is not there."""
+  """Returns a JSON object of a file; {} where it is not there."""
   if not file.is_file():
     return {}
   try:

@@ -153,7 +153,7 @@ def create_like(
     screen: tuple[int, int] | None = None,
     **changes: Any,
 ) -> Loaded:
-  """A policy of a directory's sizes with fresh weights."""
+  """Returns a policy of a directory's sizes with fresh weights."""
   encoder = policy_files.load_tokenizer(directory)
   config, processor = _read(directory, encoder, screen, changes)
   return _fresh(config, processor, encoder, seed, mesh)
@@ -165,7 +165,7 @@ def load(
     screen: tuple[int, int] | None = None,
     **changes: Any,
 ) -> Loaded:
-  """The policy of a directory; see `checkpoint.load_policy`.
+  """Returns the policy of a directory; see `checkpoint.load_policy`.
 
   Beside the run-time fields of `QwenVLConfig`, among them `min_pixels` and
   `max_pixels` of the host side, `image_budget` can be given: (pixels, images)
@@ -356,7 +356,7 @@ def _fit(
     processor: qwen_vl_inputs.QwenVLProcessor,
     screen: tuple[int, int] | None,
 ) -> qwen_config.QwenVLConfig:
-  """The configuration with its processor's limits of an image's area.
+  """Returns the configuration with its processor's limits of an image's area.
 
   Raises:
     ValueError: the limit of an image's patches excludes every screenshot.

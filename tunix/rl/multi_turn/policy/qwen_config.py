@@ -36,7 +36,7 @@ SIZES = qwen_sizes.SIZES
 
 
 def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
-  """The configuration of a checkpoint's `config.json`.
+  """Returns the configuration of a checkpoint's `config.json`.
 
   Args:
     raw: the file's content.
@@ -91,7 +91,7 @@ def _tied(
 def _sections(
     raw: Mapping[str, Any], family: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-  """The decoder's fields and the tower's, with defaults.
+  """Returns the decoder's fields and the tower's, with defaults.
 
   Raises:
     ValueError: a section is not there as a whole.
@@ -173,7 +173,7 @@ _WIDTHS = ("hidden_size", "intermediate_size", "out_hidden_size")
 
 
 def _vision(vision: Mapping[str, Any], family: str) -> VisionConfig:
-  """The tower."""
+  """Returns the tower."""
   tower = qwen_families.VISION_LANGUAGE[family].tower
   sizes = {name: vision[name] for name in _TOWER}
   if tower == "qwen2":  # Names its width otherwise than the later ones.
@@ -211,7 +211,7 @@ def _vision(vision: Mapping[str, Any], family: str) -> VisionConfig:
 def _text(
     text: Mapping[str, Any], raw: Mapping[str, Any], family: str
 ) -> TextConfig:
-  """The decoder."""
+  """Returns the decoder."""
   sizes = {name: text[name] for name in qwen_shapes.DECODER_FIELDS}
   sizes["num_key_value_heads"] = (
       text["num_key_value_heads"] or text["num_attention_heads"]
@@ -363,7 +363,7 @@ def _linear_to_hf(text: TextConfig) -> dict[str, Any]:
 
 
 def to_hf(config: QwenVLConfig) -> dict[str, Any]:
-  """A `config.json` that `transformers` builds the same model from."""
+  """Returns a `config.json` that `transformers` builds the same model from."""
   family, text, traits = config.family, config.text, config.traits
   if traits.tower == "siglip":
     return gemma3_config.to_hf(config)

@@ -199,7 +199,7 @@ class Decoder(nnx.Module):
     return cos * scaling.attention_factor, sin * scaling.attention_factor
 
   def rotations(self, positions_BT3: jax.Array) -> Callable[[Any], Rotation]:
-    """The rotary positions of each layer, by its number."""
+    """Returns the rotary positions of each layer, by its number."""
     rotation = self.rotation(positions_BT3)
     return lambda layer: rotation
 

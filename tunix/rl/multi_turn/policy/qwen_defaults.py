@@ -310,7 +310,7 @@ def image_tokens(raw: Mapping[str, Any], family: str) -> dict[str, int]:
 
 
 def image_tokens_to_hf(config: Any) -> dict[str, int]:
-  """The fields of config.json that `image_tokens` reads."""
+  """Returns the fields of config.json that `image_tokens` reads."""
   names = _NAMES.get(config.family, IMAGE_TOKENS)
   return {
       name: getattr(config, field)

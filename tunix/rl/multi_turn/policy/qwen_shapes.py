@@ -144,7 +144,7 @@ class TextConfig:
     return int(self.head_dim * self.partial_rotary_factor)
 
   def is_linear(self, layer: int) -> bool:
-    """Whether a layer's attention is linear."""
+    """Returns whether a layer's attention is linear."""
     return not self.sliding_window and self._is_partial(layer)
 
   def window(self, layer: int) -> int:
@@ -157,7 +157,7 @@ class TextConfig:
     return full is not None and layer not in full
 
   def is_sparse(self, layer: int) -> bool:
-    """Whether a layer's MLP is a mixture of experts."""
+    """Returns whether a layer's MLP is a mixture of experts."""
     return (
         self.num_experts > 0
         and layer not in self.mlp_only_layers

@@ -121,7 +121,7 @@ class QwenText(nnx.Module):
       image_patches: int = 0,
       aligned_images: bool = False,
   ) -> jax.Array:
-    """[S, 0, 0]: no vision tokens."""
+    """Returns [S, 0, 0]: no vision tokens."""
     del patch_segments, patch_positions, image_patches, aligned_images
     return jnp.zeros((patches.shape[0], 0, 0), self.config.compute_dtype)
 
@@ -233,7 +233,7 @@ class QwenText(nnx.Module):
     return *stacked, cached_attention.ROWS, split, None, None
 
   def logits(self, hidden: jax.Array) -> jax.Array:
-    """float32[..., vocabulary]; split along the vocabulary on a mesh.
+    """Returns float32[..., vocabulary]; split along the vocabulary on a mesh.
 
     Where the mesh does not divide the vocabulary, each device gathers the
     matrix, and computes its own rows.
@@ -262,14 +262,14 @@ class QwenText(nnx.Module):
       vision_index_BT: base.Array | None,
       vision_SVXD: base.Array | None,
   ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """[B, T, D], and the additions after each of the first layers."""
+    """Returns [B, T, D], and the additions after each of the first layers."""
     del vision_index_BT, vision_SVXD
     return self._look_up(tokens_BT), ()
 
   def _last_seen(
       self, vision_index_BT: base.Array | None, segments_BT: jax.Array
   ) -> jax.Array | None:
-    """The last place of a row that each token sees; None = its own."""
+    """Returns the last place of a row that each token sees; None = its own."""
     del vision_index_BT, segments_BT
     return None
 
@@ -284,7 +284,7 @@ class QwenText(nnx.Module):
     )
 
   def _look_up(self, tokens_BT: base.Array) -> jax.Array:
-    """The embeddings [B, T, D] of tokens."""
+    """Returns the embeddings [B, T, D] of tokens."""
     dtype = jnp.dtype(self.config.compute_dtype)
     tokens_BT = jnp.asarray(tokens_BT)
     # Each device looks up its columns for all rows of its data shard, then

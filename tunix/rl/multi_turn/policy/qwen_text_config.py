@@ -96,14 +96,14 @@ AnyConfig = qwen_config.QwenVLConfig | QwenTextConfig
 
 
 def run_fields(config: AnyConfig) -> tuple[str, ...]:
-  """The fields of a config that its file does not decide."""
+  """Returns the fields of a config that its file does not decide."""
   if isinstance(config, QwenTextConfig):
     return (*RUN_FIELDS, "banned_token_ids")
   return qwen_config.RUN_FIELDS
 
 
 def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenTextConfig:
-  """The configuration of a checkpoint's `config.json`.
+  """Returns the configuration of a checkpoint's `config.json`.
 
   Args:
     raw: the file's content.
@@ -138,7 +138,7 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenTextConfig:
 
 
 def _text(raw: Mapping[str, Any]) -> qwen_config.TextConfig:
-  """The decoder of a file with defaults.
+  """Returns the decoder of a file with defaults.
 
   Raises:
     ValueError: a field that asks for more than is computed here.
@@ -208,7 +208,7 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
 
 
 def to_hf(config: QwenTextConfig) -> dict[str, Any]:
-  """A `config.json` that `transformers` builds the same model from."""
+  """Returns a `config.json` that `transformers` builds the same model from."""
   text = config.text
   architecture = {"architectures": [config.traits.architecture]}
   if config.traits.windows:

@@ -90,7 +90,7 @@ class QwenVL(qwen_text.QwenText):
       image_patches: int = 0,
       aligned_images: bool = False,
   ) -> jax.Array:
-    """[S, V, 1 + deepstack, D]; the last two as of `PolicyInputs`."""
+    """Returns [S, V, 1 + deepstack, D]; the last two as of `PolicyInputs`."""
     patches, patch_segments, patch_positions = map(
         jnp.asarray, (patches, patch_segments, patch_positions)
     )
@@ -108,7 +108,7 @@ class QwenVL(qwen_text.QwenText):
       vision_index_BT: base.Array | None,
       vision_SVXD: base.Array | None,
   ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """[B, T, D], and the additions after each of the first layers."""
+    """Returns [B, T, D], and the additions after each of the first layers."""
     x = self._look_up(tokens_BT)
     if vision_index_BT is None or vision_SVXD is None:
       return x, ()

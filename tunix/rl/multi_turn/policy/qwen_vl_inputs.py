@@ -135,7 +135,7 @@ class QwenVLProcessor:
       flat_positions: bool = False,
       lift_sides: bool = False,
   ) -> QwenVLProcessor:
-    """The processor a checkpoint was trained with.
+    """Returns the processor a checkpoint was trained with.
 
     Args:
       config: its preprocessor_config.json, or QWEN2_5_VL or QWEN3_VL. Both
@@ -186,7 +186,7 @@ class QwenVLProcessor:
     )
 
   def describe(self) -> str:
-    """The settings and their source, in a line for people."""
+    """Returns the settings and their source, in a line for people."""
     numbers = lambda values: " ".join(f"{v:.4g}" for v in values or ())
     return (
         f"patches of {self.patch_size}, {self.merge_size}x{self.merge_size} a"

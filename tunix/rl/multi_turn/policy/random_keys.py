@@ -19,7 +19,7 @@ class Keys:
     self._count = 0
 
   def params(self) -> jax.Array:
-    """The next key."""
+    """Returns the next key."""
     key = jax.random.fold_in(self._key, self._count)
     self._count += 1
     return key

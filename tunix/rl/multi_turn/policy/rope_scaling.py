@@ -75,7 +75,7 @@ class RopeScaling:
       )
 
   def scaled(self, frequencies_H: np.ndarray, theta: float) -> np.ndarray:
-    """float32[H / 2] of the plain frequencies to this base."""
+    """Returns float32[H / 2] of the plain frequencies to this base."""
     divided = (frequencies_H / np.float32(self.factor)).astype(np.float32)
     if self.kind == "linear":
       return divided
@@ -106,7 +106,7 @@ class RopeScaling:
     return dim * math.log(length) / (2 * math.log(theta))
 
   def to_hf(self) -> dict[str, Any]:
-    """The fields of `rope_parameters`."""
+    """Returns the fields of `rope_parameters`."""
     out: dict[str, Any] = {"rope_type": self.kind, "factor": self.factor}
     if self.kind == "yarn":
       names = (

@@ -36,7 +36,7 @@ TOKENS = (BATCH_AXES, "sequence")
 
 
 def mesh_of(config: settings.MeshConfig) -> Mesh | None:
-  """The configured mesh; None for a single device.
+  """Returns the configured mesh; None for a single device.
 
   Raises:
     ValueError: it is not made of all devices.
@@ -62,7 +62,7 @@ def make_mesh(
     *,
     sequence: int = 1,
 ) -> Mesh:
-  """A mesh with axes `AXES`.
+  """Returns a mesh with axes `AXES`.
 
   Args:
     data, fsdp, tensor, sequence: sizes; one of them may be -1, which takes
@@ -102,7 +102,7 @@ def make_mesh(
 
 
 def parameter_sharding(variable: nnx.Variable, mesh: Mesh) -> NamedSharding:
-  """A parameter's sharding, from its `axes` metadata and its shape."""
+  """Returns a parameter's sharding, from its `axes` metadata and its shape."""
   about = variable.get_metadata()
   axes = about.get("axes", (None,) * len(variable.shape))
   spec = _fit(_sequenced(axes, mesh), variable.shape, mesh)
@@ -134,7 +134,7 @@ def shard_model(model: nnx.Module, mesh: Mesh) -> None:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """Leading axis (rows B, buffers S) over `data` and `fsdp`."""
+  """Shards the leading axis (rows B, buffers S) over `data` and `fsdp`."""
   return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
@@ -234,12 +234,12 @@ class HostCopies:
     )
 
   def of_parameter(self, variable: nnx.Variable) -> jax.Array:
-    """A parameter's array, on this process's devices."""
+    """Returns a parameter's array, on this process's devices."""
     where = parameter_sharding(variable, self.mesh)
     return self._copy(variable[...], where)
 
   def of_module(self, module: Any) -> Any:
-    """A module like `module`, a policy on the whole mesh."""
+    """Returns a module like `module`, a policy on the whole mesh."""
     graphdef, state = nnx.split(module)
     local = nnx.merge(graphdef, self.of_state(state))
     for _, node in nnx.iter_graph(local):
@@ -267,7 +267,7 @@ class HostCopies:
 def put_rows(
     rows: np.ndarray, where: jax.sharding.Sharding, processes: int
 ) -> jax.Array:
-  """A batch of which each process gives its own rows.
+  """Returns a batch of which each process gives its own rows.
 
   Args:
     rows: [R, …] of this process, as many as of every other.
@@ -284,7 +284,7 @@ def put_rows(
 
 
 def local_rows(array: jax.Array | np.ndarray) -> np.ndarray:
-  """The rows of a batch that lie with this process, in order."""
+  """Returns the rows of a batch that lie with this process, in order."""
   if not isinstance(array, jax.Array) or array.is_fully_addressable:
     return np.asarray(array)
   parts = {}
@@ -349,7 +349,7 @@ def _fit(
 def _divide(
     axis: str | tuple[str, ...] | None, size: int, mesh: Mesh
 ) -> str | tuple[str, ...] | None:
-  """The longest beginning of the axes that divides a dimension."""
+  """Returns the longest beginning of the axes that divides a dimension."""
   if axis is None:
     return None
   names = (axis,) if isinstance(axis, str) else tuple(axis)

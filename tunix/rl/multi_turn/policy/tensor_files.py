@@ -88,7 +88,7 @@ class Reader:
             self.dtypes[key] = part.get_dtype()
 
   def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
-    """A slice of a tensor in host memory, and nothing more of it.
+    """Returns a slice of a tensor in host memory, and nothing more of it.
 
     The file is mapped for as long as this takes: its pages count as memory of
     this process while it is open.
@@ -203,12 +203,12 @@ def split(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
-  """The dtype of a name, "bfloat16" among them."""
+  """Returns the dtype of a name, "bfloat16" among them."""
   return np.dtype(getattr(ml_dtypes, dtype, dtype))
 
 
 def part(path: pathlib.Path) -> pathlib.Path:
-  """A file's name until all of it is written."""
+  """Returns a file's name until all of it is written."""
   return path.with_name(path.name + ".part")
 
 
@@ -217,7 +217,7 @@ def json_bytes(value: Any) -> bytes:
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
-  """An object in a file; ValueError names the file if it is none."""
+  """Returns an object in a file; ValueError names the file if it is none."""
   try:
     value = json_text.read(file)
   except ValueError as error:

@@ -33,7 +33,7 @@ _PATTERN = "pat_str"
 
 
 def read(directory: pathlib.Path) -> tokenizers.Tokenizer:
-  """The tokenizer of a directory with `tiktoken.model`.
+  """Returns the tokenizer of a directory with `tiktoken.model`.
 
   Raises:
     FileNotFoundError: a file of it is missing.
@@ -95,7 +95,7 @@ def _ranks(file: pathlib.Path) -> dict[bytes, int]:
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-  """Every pair of tokens that make one, by its rank."""
+  """Returns every pair of tokens that make one, by its rank."""
   merges = []
   for token in ranks:
     pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
@@ -181,7 +181,7 @@ def _assigned(line: ast.stmt) -> str | None:
 
 
 def _letters() -> dict[int, str]:
-  """The character by which a byte-level vocabulary spells each byte."""
+  """Returns the character by which a byte-level vocabulary spells each byte."""
   shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
   letters = {byte: chr(byte) for byte in shown}
   unprintable = (byte for byte in range(256) if byte not in letters)

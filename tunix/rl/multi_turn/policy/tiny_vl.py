@@ -363,7 +363,7 @@ class TinyVL(nnx.Module):
     return _rms_norm(x, self.norm), tuple(new_cache)
 
   def logits(self, hidden: jax.Array) -> jax.Array:
-    """float32[..., vocabulary].
+    """Returns float32[..., vocabulary].
 
     Row n of the numbers is free row + W_n f(n), as on the input side, and
     <f(n), h W_x> and <f(n), h W_y> are added as far as h asks for an axis.
@@ -389,7 +389,7 @@ class TinyVL(nnx.Module):
       vision_index_BT: base.Array | None,
       vision_SVD: base.Array | None,
   ) -> jax.Array:
-    """[B, T, D] from token rows, vision tokens at their indices."""
+    """Returns [B, T, D] from token rows, vision tokens at their indices."""
     c = self.config
     dtype = jnp.dtype(c.compute_dtype)
     tokens_BT = jnp.asarray(tokens_BT)

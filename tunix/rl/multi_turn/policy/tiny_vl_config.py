@@ -133,7 +133,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def config_for(tokenizer: Any, size: str = "tiny", **changes) -> TinyVLConfig:
-  """The config of a named size for a tokenizer.
+  """Returns the config of a named size for a tokenizer.
 
   Args:
     tokenizer: a `tokenizers.Tokenizer`, or a transformers one around it.

@@ -96,11 +96,11 @@ class GroupRewards:
     return np.maximum(np.abs(self.total_N), turns)
 
   def differ(self) -> bool:
-    """Whether the episodes' rewards differ, by more than rounding."""
+    """Returns whether the episodes' rewards differ, by more than rounding."""
     return not reward_equality.all_equal(self.total_N, self.magnitudes_N())
 
   def lengths_N(self) -> np.ndarray:
-    """float64[N]: tokens that each member sampled.
+    """Returns float64[N]: tokens that each member sampled.
 
     Raises:
       ValueError: `tokens` are unknown.
@@ -171,7 +171,7 @@ def of_step(
     groups: Sequence[GroupRewards],
     options: AdvantageOptions,
 ) -> list[tuple[np.ndarray, ...]]:
-  """The advantages of each group of a step.
+  """Returns the advantages of each group of a step.
 
   Raises:
     ValueError: an advantage for another number of groups, members or turns
@@ -354,7 +354,7 @@ def rloo(
 
 
 def discounted_returns(rewards_K: np.ndarray, gamma: float) -> np.ndarray:
-  """float64[K]: sum over j >= k of gamma^(j - k) r_j."""
+  """Returns float64[K]: sum over j >= k of gamma^(j - k) r_j."""
   returns = np.zeros(len(rewards_K), np.float64)
   running = 0.0
   for k in range(len(rewards_K) - 1, -1, -1):

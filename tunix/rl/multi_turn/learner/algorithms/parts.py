@@ -51,7 +51,7 @@ class Algorithm:
 
   @classmethod
   def of(cls, config: config_lib.AlgorithmConfig) -> Algorithm:
-    """The algorithm that `config` names.
+    """Returns the algorithm that `config` names.
 
     Raises:
       ValueError: an unknown name.
@@ -93,12 +93,12 @@ class Algorithm:
     return isinstance(self.estimate, advantages.GreedyEstimator)
 
   def gae_options(self, gamma: float) -> gae.GaeOptions:
-    """Numbers of `advantage=gae`; `gamma` discounts a turn."""
+    """Returns the numbers of `advantage=gae`; `gamma` discounts a turn."""
     c = self.config
     return gae.GaeOptions(gamma, c.gae_lambda, c.gae_token_lambda)
 
   def advantage_options(self, gamma: float) -> advantages.AdvantageOptions:
-    """Numbers of the advantages; `gamma` discounts a turn."""
+    """Returns the numbers of the advantages; `gamma` discounts a turn."""
     c = self.config
     return advantages.AdvantageOptions(
         std_eps=c.std_eps,

@@ -312,7 +312,7 @@ _IMPLIED = ("learner.skip_zero_advantage",)
 
 
 def table() -> str:
-  """The presets as a Markdown table, a row each."""
+  """Returns the presets as a Markdown table, a row each."""
   heads = ["name", *_COLUMNS, "beside it", "paper"]
   lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
   for name in PRESETS.names():
@@ -333,7 +333,7 @@ def table() -> str:
 
 
 def _cell(values: Mapping[str, Any], fields: tuple[str, ...]) -> str:
-  """The first field's value, then the others that the preset sets."""
+  """Returns the first field's value, then the others that the preset sets."""
   entries = [
       (field, values[f"algorithm.{field}"])
       for field in fields
@@ -348,7 +348,7 @@ def _cell(values: Mapping[str, Any], fields: tuple[str, ...]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """The command; returns the exit status."""
+  """Runs the command; returns the exit status."""
   words = sys.argv[1:] if argv is None else list(argv)
   if words:
     print(f"error: {words[0]}: it takes no arguments", file=sys.stderr)

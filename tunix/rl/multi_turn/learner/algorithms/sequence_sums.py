@@ -37,13 +37,13 @@ def total(values: jax.Array, sequences: Numbers) -> jax.Array:
 
 
 def mean(values: jax.Array, sequences: Numbers) -> jax.Array:
-  """float32[M]: as `total`, the mean; 0 for padding."""
+  """Returns float32[M]: as `total`, the mean; 0 for padding."""
   count = total(jnp.ones_like(values), sequences)
   return total(values, sequences) / jnp.maximum(count, 1.0)
 
 
 def least(values: jax.Array, sequences: Numbers) -> jax.Array:
-  """float32[M]: as `total`, the minimum; no gradient."""
+  """Returns float32[M]: as `total`, the minimum; no gradient."""
   values = jax.lax.stop_gradient(values)
   numbers = jnp.asarray(sequences)
   changes = numbers[1:] != numbers[:-1]

@@ -33,7 +33,7 @@ def soft_overlong(
 def kl_price(
     kl_T: np.ndarray, turn_ids_T: np.ndarray, coef: float, turns: int
 ) -> np.ndarray:
-  """float64[K]: -coef times the sum of each turn's KL.
+  """Returns float64[K]: -coef times the sum of each turn's KL.
 
   The reward of Ouyang et al. 2022, "InstructGPT", equation 2
   (arXiv:2203.02155), and of Ahmadian et al. 2024, "Back to Basics", equation 3
@@ -52,7 +52,7 @@ def kl_price(
 def length_price(
     tokens_K: np.ndarray, limit: int, cache: int
 ) -> np.ndarray:
-  """float64[K]: `soft_overlong` of an episode, at its last turn."""
+  """Returns float64[K]: `soft_overlong` of an episode, at its last turn."""
   out = np.zeros(len(tokens_K), np.float64)
   if len(out):
     out[-1] = soft_overlong(np.array([tokens_K.sum()]), limit, cache)[0]
