@@ -17,7 +17,6 @@ from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.learner.algorithms import kl
 from tunix.rl.multi_turn.learner.algorithms import parts
 from tunix.rl.multi_turn.learner.algorithms import presets
-from tunix.rl.multi_turn.learner.algorithms import shaping
 
 from tests.learner import learner_cases
 
@@ -317,7 +316,8 @@ def test_a_turn_without_a_record_has_no_state(case):
 
 
 def test_soft_overlong_is_dapos_equation_13():
-  got = shaping.soft_overlong(np.array([0, 80, 81, 90, 100, 101, 500]), 100, 20)
+  lengths = np.array([0, 80, 81, 90, 100, 101, 500])
+  got = reward_prices.soft_overlong(lengths, 100, 20)
   np.testing.assert_allclose(got, [0, 0, -0.05, -0.5, -1, -1, -1], atol=1e-12)
 
 

@@ -289,22 +289,8 @@ class CustomPolicy:
     if self._own_files:
       return
     file = policy_files.file_of(directory, WEIGHTS)
-    with tensor_files.opened(file) as opened:
-      there = {
-          key: tuple(opened.get_slice(key).get_shape())
-          for key in opened.keys()
-      }
-    expected = {
-        name: tuple(value.shape)
-        for name, value in policy_files.named_parameters(model).items()
-    }
-    for name in sorted({*there, *expected}):
-      if there.get(name) != expected.get(name):
-        raise ValueError(
-            f"{directory} does not fit {self.name}: tensor {name} is"
-            f" {there.get(name, 'absent')} there,"
-            f" {expected.get(name, 'absent')} here"
-        )
+    if difference := policy_files.misfit(file, model):
+      raise ValueError(f"{directory} does not fit {self.name}: {difference}")
 
   def save(self, directory: str | pathlib.Path, model: nnx.Module) -> None:
     """Writes a directory that `load` reads; its policy files are replaced."""

@@ -19,6 +19,7 @@ import tokenizers
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.parser.renderer import chat_template as template_lib
 from tunix.rl.multi_turn.policy import settings
+from tunix.rl.multi_turn.policy import tensor_files
 from tunix.rl.multi_turn.policy import tiktoken_files
 
 DATA = pathlib.Path(__file__).parent / "data"
@@ -232,6 +233,20 @@ def named_parameters(model: nnx.Module) -> dict[str, jax.Array]:
       ".".join(map(str, path)): variable[...]
       for path, variable in parameters(model)
   }
+
+
+def misfit(weights: pathlib.Path, model: nnx.Module) -> str:
+  """Returns the first tensor of a file that is not the model's, or ""."""
+  with tensor_files.opened(weights) as file:
+    there = {k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}
+  here = {k: tuple(v.shape) for k, v in named_parameters(model).items()}
+  for name in sorted({*there, *here}):
+    if there.get(name) != here.get(name):
+      return (
+          f"tensor {name} is {there.get(name, 'absent')} there,"
+          f" {here.get(name, 'absent')} here"
+      )
+  return ""
 
 
 def parameters(model: nnx.Module) -> list[tuple[Any, nnx.Variable]]:

@@ -247,7 +247,7 @@ def _rope(
   )
   theta = rope.get("rope_theta", text.get("rope_theta"))
   if theta is None:
-    theta = qwen_defaults.ROPE_THETA[family]
+    theta = qwen_defaults.rope_theta(family)
   traits = qwen_families.VISION_LANGUAGE[family]
   if traits.flat_positions:
     section = (_head_dim(text, family) // 2, 0, 0)

@@ -218,7 +218,7 @@ class QwenVLConfig:
     config_checks.check_dtypes(self.compute_dtype, self.param_dtype)
     config_checks.check_remat(self.remat)
     text, vision = self.text, self.vision
-    mean, std = qwen_defaults.IMAGE_STATISTICS[self.family]
+    mean, std = qwen_defaults.IMAGE_STATISTICS[self.traits.tower]
     vision = dataclasses.replace(
         vision,
         image_mean=vision.image_mean or mean,

@@ -198,7 +198,7 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
       if value is not None
   }
   if not values:
-    return qwen_defaults.ROPE_THETA[raw["model_type"]]
+    return qwen_defaults.rope_theta(raw["model_type"])
   config_checks.refuse(
       len(values) > 1,
       f"rope_theta={raw.get('rope_theta')} but rope_parameters.rope_theta="

@@ -127,19 +127,8 @@ def check(directory: pathlib.Path, model: tiny_vl.TinyVL) -> None:
     ValueError: naming the first tensor that differs.
   """
   weights = policy_files.file_of(directory, "model.safetensors")
-  with tensor_files.opened(weights) as file:
-    there = {k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}
-  expected = {
-      name: value.shape
-      for name, value in policy_files.named_parameters(model).items()
-  }
-  for name in sorted({*there, *expected}):
-    if there.get(name) != expected.get(name):
-      raise ValueError(
-          f"weights of another architecture (tensor {name} is"
-          f" {there.get(name, 'absent')} there,"
-          f" {expected.get(name, 'absent')} here)"
-      )
+  if difference := policy_files.misfit(weights, model):
+    raise ValueError(f"weights of another architecture ({difference})")
 
 
 def _fill(

@@ -15,7 +15,7 @@ Promises: advantages are finite, in float32 too, for every value that
 `GroupRewards` accepts.
 
 Does not: see tokens or log-probs; a KL price in the reward is in the rewards
-already (see `shaping`).
+already (see `reward_prices`).
 
 Axis names: N = valid members of a group, K = turns of one member.
 """

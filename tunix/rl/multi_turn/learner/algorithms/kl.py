@@ -6,7 +6,7 @@ The expectation under the policy is the KL for k1 and k3, and close to it for
 k2. As a penalty that gradients flow through, k2 has the gradient of
 KL(policy || reference) in expectation, k3 that of KL(reference || policy), and
 k1's vanishes: in the loss, k1 is a reading and no penalty. In the reward
-(`shaping.kl_price`) no gradient flows through any of them, and k1 is the
+(`reward_prices`) no gradient flows through any of them, and k1 is the
 unbiased one.
 
 Axis names: M = tokens.

@@ -111,17 +111,9 @@ class Algorithm:
   @property
   def objective_options(self) -> objectives.ObjectiveOptions:
     """Numbers of the objective."""
-    c = self.config
+    fields = dataclasses.fields(objectives.ObjectiveOptions)
     return objectives.ObjectiveOptions(
-        clip_low=c.clip_low,
-        clip_high=c.clip_high,
-        dual_clip=c.dual_clip,
-        sapo_tau_pos=c.sapo_tau_pos,
-        sapo_tau_neg=c.sapo_tau_neg,
-        cov_share=c.cov_share,
-        cov_low=c.cov_low,
-        cov_high=c.cov_high,
-        cov_kl_coef=c.cov_kl_coef,
+        **{field.name: getattr(self.config, field.name) for field in fields}
     )
 
   @property
