@@ -21,7 +21,7 @@ _MOST_DEFAULT = 256  # Tokens a row of a prefill call, unless images need more.
 
 
 def smallest(buckets: Sequence[int], need: int) -> int:
-  """The smallest of the ascending buckets that holds `need`, else the last."""
+  """Returns the smallest ascending bucket that holds `need`, or the last."""
   for size in buckets:
     if size >= need:
       return size
@@ -70,7 +70,7 @@ def deal(
 
 
 def announced(variant: programs.Variant, features: Collection[str]) -> bool:
-  """Whether an engine with these optional features can need the variant."""
+  """Returns whether an engine with these features can need the variant."""
   return (not variant.details or "details" in features) and (
       not variant.masked or "grammar" in features
   )
@@ -118,7 +118,7 @@ class Buckets:
       object.__setattr__(self, name, value)
 
   def variants(self, features: Sequence[str] = ()) -> list[programs.Variant]:
-    """All programs, the ones every run needs first; and those of `features`.
+    """Lists all programs, the ones that every run needs first.
 
     Args:
       features: Names from `config.FEATURES`.
@@ -156,7 +156,7 @@ def choose(
     shards: int = 1,
     platform: str = "",
 ) -> Buckets:
-  """The shapes of an engine: those of its config, the rest by the device.
+  """Chooses an engine's shapes, by its config and else by the device.
 
   Args:
     processor: the policy's host side.

@@ -122,7 +122,7 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 def masks(
     requests: Sequence[_S], unbanned: np.ndarray
 ) -> tuple[dict[_S, np.ndarray], dict[_S, Exception]]:
-  """Each request's mask of allowed tokens, and the errors of the others.
+  """Returns each request's mask of allowed tokens, or its error.
 
   Args:
     requests: each with a grammar.

@@ -165,7 +165,7 @@ def types_to_send(model: Any, weights: str = "same") -> dict[Path, Any]:
 def _int8(
     model: Any, narrow: dict[Path, Any]
 ) -> tuple[Any, Callable[[dict[Path, Any]], dict[Path, Any]]]:
-  """The model's int8 copy, and what makes its parameters of the model's.
+  """Returns the model's int8 copy and the converter of parameters.
 
   Rounded matrices leave `narrow`. Of a model of shapes, the copy is one, too.
   """
@@ -188,7 +188,7 @@ def _int8(
 
 
 def _places(state: nnx.State, mesh: jax.sharding.Mesh | None) -> list[Any]:
-  """The sharding of each parameter on a mesh, in the order of the leaves."""
+  """Returns each parameter's sharding on a mesh, in order of the leaves."""
   if mesh is None:
     return [None] * len(jax.tree.leaves(state))
   return [

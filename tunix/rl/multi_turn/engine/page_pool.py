@@ -39,7 +39,7 @@ def content_ids(
     start: int,
     end: int,
 ) -> np.ndarray:
-  """uint64[end - start]: names of tokens, those of images by their pixels.
+  """Returns uint64[end - start], names of tokens; images' by their pixels.
 
   Equal ids stand for equal tokens; of an image, for equal pixels and place
   within it, up to collisions of 63 bits.
@@ -295,7 +295,7 @@ class PagePool:
     return True
 
   def writable(self, page: int) -> bool:
-    """Whether the page has one holder; it is no longer findable then."""
+    """Returns whether the page has one holder, and hides it if so."""
     if self._holders[page] != 1:
       return False
     self._unpublish(page)

@@ -76,7 +76,7 @@ class Positions:
   def between(
       self, request: requests_lib.Request, start: int, end: int
   ) -> np.ndarray:
-    """int32[end - start, 3]; sampled tokens count on from the prompt."""
+    """Returns int32[end - start, 3]; sampled tokens continue the prompt's."""
     if start < request.positions_from:
       self.locate(request, start)
     assert request.positions is not None
@@ -171,7 +171,7 @@ class _ComingPages:
   def serves(
       self, sequence: kv_cache.CachedSequence, goal: int, shard: int
   ) -> bool:
-    """Whether a sequence gains by waiting: a twentieth of all it needs."""
+    """Returns whether waiting saves a twentieth of a sequence's tokens."""
     block, cached_part = divmod(sequence.cached, self._size)
     start = block * self._size
     coming = self._ids.get((shard, sequence.parent_key(block)))

@@ -99,7 +99,7 @@ def pick(
 
 
 def _fields(words_RW: jax.Array, row: np.dtype) -> dict[str, jax.Array]:
-  """The fields of a program's rows by name, each of its own type, [R, …]."""
+  """Returns the fields of a program's rows by name, [R, …] each."""
   fields = {}
   for name, (kind, start, *_) in (row.fields or {}).items():
     part = words_RW[:, start // 4 : (start + kind.itemsize) // 4]

@@ -407,7 +407,7 @@ class SlotTable:
     return [*self.sessions.values(), *self._released]
 
   def victim(self, request: Request) -> Session | None:
-    """The session whose cache makes room for `request`, if there is one.
+    """Returns the session whose cache makes room for `request`, or None.
 
     That is the session of its shard that has been idle for longest, else the
     session of the last request in the queue.

@@ -109,7 +109,7 @@ def _first_above(mass: jax.Array, u: jax.Array) -> jax.Array:
 
 
 def _draw(weights_RV: jax.Array, u_R2: jax.Array) -> jax.Array:
-  """int32[R] token drawn in proportion to its weight: block, then token."""
+  """Draws int32[R] tokens by their weights: a block, then a token of it."""
   rows, vocabulary = weights_RV.shape
   width = 64 if vocabulary <= 8192 else 512
   padded = jnp.pad(weights_RV, ((0, 0), (0, -vocabulary % width)))
@@ -123,7 +123,7 @@ def _draw(weights_RV: jax.Array, u_R2: jax.Array) -> jax.Array:
 
 
 def uniforms(keys_R2: jax.Array, index_R: jax.Array) -> jax.Array:
-  """float32[R, 2] in [0, 1) for draw number `index` of each row's key."""
+  """Draws float32[R, 2] in [0, 1), number `index` of each row's key."""
 
   def one(key, index):
     key = jax.random.wrap_key_data(key, impl="threefry2x32")
@@ -134,7 +134,7 @@ def uniforms(keys_R2: jax.Array, index_R: jax.Array) -> jax.Array:
 
 
 def entropy(logits_RV: jax.Array, banned_V: jax.Array) -> jax.Array:
-  """float32[R], nats: entropy of the policy's distribution before a draw.
+  """Returns float32[R] nats, the entropy of the policy before a draw.
 
   At temperature 1, before min-p, top-k and top-p, over the tokens that are not
   banned, as the learner's entropy is. In [0, log(tokens that are not banned)];

@@ -36,7 +36,7 @@ def take(
     starts: jax.Array,
     page_size: int,
 ) -> jax.Array:
-  """The rows' states [… R …] after `starts` tokens; any where that is 0."""
+  """Returns the rows' states after `starts` tokens; any where that is 0."""
   block = jnp.maximum(starts - 1, 0) // page_size
   page = jnp.take_along_axis(pages_RN, block[:, None], axis=1)[:, 0]
   return jnp.take(leaf, page, axis=page_axis, mode="clip")

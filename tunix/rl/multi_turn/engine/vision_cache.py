@@ -84,7 +84,7 @@ class VisionPool:
     return sha in self._places
 
   def places(self, sha: str) -> np.ndarray:
-    """int32[num_tokens] places of an image that `reserve` has admitted."""
+    """Returns int32[num_tokens], places of an image that `reserve` took."""
     return self._places[sha]
 
   def fits(self, spans: Iterable[trajectory.ImageSpan]) -> bool:
@@ -176,7 +176,7 @@ class VisionCache:
     )
 
   def places(self, shard: int, span: trajectory.ImageSpan) -> np.ndarray:
-    """int32[num_tokens] places in the shard of an image that `ensure` put."""
+    """Returns int32[num_tokens], the shard's places of an ensured image."""
     return self._pools[shard].places(span.image.sha256)
 
   def check(self, spans: Sequence[Placed]) -> None:

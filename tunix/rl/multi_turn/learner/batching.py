@@ -213,7 +213,7 @@ class Packer:
   def places_of_one(
       self, examples: Sequence[Example], shape: packing.BatchShape
   ) -> int:
-    """Places that the images of any one example take in an empty buffer.
+    """Returns the most places that an example's images take when alone.
 
     An aligned image that shares its window with none leaves the rest of it
     empty, so that they may be more than `shape.patches` although the patches
@@ -540,7 +540,7 @@ class _Rows:
     self._filled = np.zeros(s, np.int64)
 
   def take(self, row: int, length: int) -> tuple[slice, int]:
-    """The next free tokens of a row, as a new segment, and its number."""
+    """Takes a row's next free tokens as a segment; returns its number too."""
     start = int(self._used[row])
     here = slice(start, start + length)
     self._used[row] = here.stop

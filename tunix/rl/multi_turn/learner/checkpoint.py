@@ -143,7 +143,7 @@ class _NewestAndPinned:
 def _trained_shapes(
     model: Any, left_out: Sequence[str] = ()
 ) -> tuple[update.SplitModel, dict[str, Any]]:
-  """A model's trained parameters, and what a checkpoint holds of them."""
+  """Returns a model's trained parameters and their shapes in a checkpoint."""
   split = update.SplitModel(model, left_out)
   return split, {"params": {
       name: jax.ShapeDtypeStruct(

@@ -170,7 +170,7 @@ _LIMITS = frozenset({
 
 
 def was_truncated(episode: trajectory.Trajectory) -> bool:
-  """Whether a limit ended the episode: of turns, context or a turn's tokens.
+  """Returns whether a limit of turns, context or tokens ended the episode.
 
   The last is `Step.info["response_truncated"]` of its last turn.
   """

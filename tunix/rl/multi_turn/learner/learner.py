@@ -272,7 +272,7 @@ class Learner:
   def _params_of_reference(
       self, model: base.Policy | None
   ) -> dict[str, jax.Array] | None:
-    """The reference's parameters, not copied; None without a KL term."""
+    """Returns the reference's parameters, not copied; None without KL."""
     kl_coef = self.algorithm.config.kl_coef
     if not kl_coef:
       return None
@@ -478,7 +478,7 @@ class Learner:
       params: dict[str, jax.Array],
       sequences: Sequence[trajectory.TokenSequence],
   ) -> list[np.ndarray]:
-    """float32[T] of each sequence's sampled tokens by a program, 0 elsewhere.
+    """Runs a program: float32[T] of each sequence, 0 at unsampled tokens.
 
     Where several processes learn, all call it together.
     """
@@ -612,7 +612,7 @@ class Learner:
     return corrected and self.config.steps_per_update > 1
 
   def _warming(self) -> tuple[jax.Array, ...]:
-    """Whether the policy moves beside the value head, where that may wait."""
+    """Returns whether warm-up of the value head is over, as an argument."""
     if not (self.algorithm.config.value_warmup and self.algorithm.has_critic):
       return ()
     warm = self.counters.updates >= self.algorithm.config.value_warmup

@@ -126,7 +126,7 @@ class Minibatches:
   def prepare(
       self, examples: Sequence[Example]
   ) -> tuple[Minibatch | None, list[tuple[Example, str]]]:
-    """A minibatch, None without a gradient; and the examples left out."""
+    """Returns a minibatch (None without a gradient) and what it leaves out."""
     fitting, long = self._in_all("check", lambda: self._fitting(examples))
     skipped = [(e, example_lib.TOO_LONG) for e in long]
     if self._algorithm.config.filter_truncated:
@@ -327,7 +327,7 @@ class Minibatches:
 
 
 def aligns_images(model: base.Policy) -> bool:
-  """Whether its images are packed in windows; see `BatchShape.aligned`."""
+  """Returns whether images are packed in windows: `BatchShape.aligned`."""
   return bool(getattr(model, "wants_aligned_images", False))
 
 

@@ -238,7 +238,7 @@ class Item:
 
 
 def used_length(sequence: trajectory.TokenSequence) -> int:
-  """Number of tokens that predict another: all before the last sampled one."""
+  """Returns the number of tokens before the last sampled one."""
   return example_lib.length_in_row(sequence)
 
 

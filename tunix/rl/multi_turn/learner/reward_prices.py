@@ -99,7 +99,7 @@ def _add_kl(
 def soft_overlong(
     lengths_N: np.ndarray, limit: int, cache: int
 ) -> np.ndarray:
-  """float64[N]: 0 up to limit - cache tokens, then falling to -1 at the limit.
+  """Returns float64[N], 0 up to limit - cache tokens, falling to -1 at limit.
 
   Yu et al. 2025, "DAPO", equation 13 (arXiv:2503.14476), with L_max = limit
   and L_cache = cache; longer than the limit costs 1.

@@ -129,7 +129,7 @@ class Teacher:
     )
 
   def score(self, batch: batching.Batch) -> jax.Array:
-    """float32[S, M] log-probs of the batch's targets; padding holds zeros."""
+    """Returns float32[S, M] log-probs of the targets; padding holds zeros."""
     return self._score(self._params, self._frozen, batch)
 
   @property

@@ -501,7 +501,7 @@ class UpdatePrograms:
       batch: batching.Batch,
       extra: Extra,
   ) -> tuple[program.Program, Sums]:
-    """The program of `start`, and the shapes of the readings it gives."""
+    """Returns the program of `start` and the shapes of its readings."""
     with self._start_lock:
       if self._start is None:
         here = self._placement.replicated

@@ -118,7 +118,7 @@ class Processor(Protocol):
       images: Sequence[trajectory.ImageSpan],
       start: int = 0,
   ) -> np.ndarray:
-    """int32[T, 3] rotary positions of tokens[start:] of one sequence."""
+    """Returns int32[T, 3], rotary positions of tokens[start:] of a sequence."""
     ...
 
 
@@ -161,7 +161,7 @@ class Policy(Protocol):
     ...
 
   def init_cache(self, batch: int, length: int) -> Any:
-    """An empty KV cache (a pytree) for `batch` slots of `length` tokens.
+    """Makes an empty KV cache, a pytree: `batch` slots of `length` tokens.
 
     An array whose shape does not depend on the length is a state after the
     cached tokens: `extend` begins without it where `starts` is 0, and leaves

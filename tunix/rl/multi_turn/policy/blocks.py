@@ -161,7 +161,7 @@ def attend(
 
 
 def _most(causal: bool) -> int:
-  """Tokens of a block at most, on the cores that this process may use."""
+  """Returns the most tokens of a block, by the cores of this process."""
   if not causal:
     return MOST_FULL
   several = worker_pool.usable_cores() > 1
@@ -207,7 +207,7 @@ def _row_peaks(scores: jax.Array) -> jax.Array:
 def _hidden(
     inputs: _Inputs, i: jax.Array, j: jax.Array, rule: _Rule
 ) -> jax.Array:
-  """bool[Q, Q]: queries of block `i` that do not see keys of block `j`."""
+  """Returns bool[Q, Q], queries of block `i` that do not see keys of `j`."""
   ids = inputs.ids[j]
   visible = (inputs.ids[i][:, None] == ids) | (inputs.prefix[i][:, None] == ids)
   q = np.arange(len(ids))
@@ -222,7 +222,7 @@ def _hidden(
 
 
 def _range(inputs: _Inputs, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The first and the end of the blocks of keys that block `i` sees any of."""
+  """Returns the first and the end of the blocks of keys that block `i` sees."""
   keys = inputs.reachable[i]
   return jnp.argmax(keys), len(keys) - jnp.argmax(keys[::-1])
 

@@ -85,7 +85,7 @@ class NamedPolicy(Protocol):
 
 
 def resolve(name: str) -> NamedPolicy:
-  """The policy that a name stands for; imports a factory, reads no weights.
+  """Returns the policy of a name; imports a factory, reads no weights.
 
   Args:
     name: A name of `BUILT_IN` or `settings.PRETRAINED`, a directory, a GGUF

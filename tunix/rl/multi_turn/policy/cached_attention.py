@@ -126,7 +126,7 @@ def attend_rows(
 
 
 def pages_apply(head_dim: int, kv_heads: int, dtype: jnp.dtype) -> bool:
-  """Whether the kernel takes such heads, on the backend compiled for."""
+  """Returns whether the kernel of the target backend takes such heads."""
   packed = 4 // jnp.dtype(dtype).itemsize
   tiles, remainder = divmod(2 * kv_heads, packed)
   fits = not remainder and (tiles in (1, 2, 4) or tiles % 8 == 0)
@@ -199,7 +199,7 @@ def attend_pages(
 
 
 def _ragged(q_BTNH, cache, table_BM, queries_B, keys_B) -> jax.Array:
-  """The kernel on one device's heads; rows' queries lie end to end in it."""
+  """Runs the kernel on one device's heads; rows' queries lie end to end."""
   from jax.experimental.pallas.ops.tpu import ragged_paged_attention as rpa  # pylint: disable=g-import-not-at-top
 
   b, t, n, h = q_BTNH.shape

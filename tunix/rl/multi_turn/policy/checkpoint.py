@@ -84,7 +84,7 @@ def create_like(
     screen: tuple[int, int] | None = None,
     **changes: Any,
 ) -> Loaded:
-  """A policy of a directory's architecture and sizes with fresh weights."""
+  """Creates a policy of a directory's architecture with fresh weights."""
   directory = resolve(path)
   return _family(directory).create_like(
       directory, seed, mesh, screen, **changes

@@ -99,7 +99,7 @@ def _renamed(key: str, prefixes: Sequence[tuple[str, str]]) -> str:
 
 
 def tensors_of(model: Any) -> list[Tensor]:
-  """Every parameter of a published checkpoint; adapters are left out."""
+  """Returns a published checkpoint's parameters, without adapters'."""
   flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
   tensors = [
       Tensor(path, variable, model.config.traits.prefixes)

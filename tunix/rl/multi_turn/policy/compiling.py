@@ -76,7 +76,7 @@ def _chosen(option: str) -> bool:
 
 @functools.cache
 def _takes(option: str, value: Any) -> bool:
-  """Whether this XLA has the option; others refuse what they do not know."""
+  """Returns whether this XLA has the option; it refuses unknown ones."""
   probe = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), jnp.float32))
   try:
     probe.compile({option: value})

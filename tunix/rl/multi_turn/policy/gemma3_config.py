@@ -111,7 +111,7 @@ def _vision(
 
 
 def read_text(text: Mapping[str, Any]) -> qwen_shapes.TextConfig:
-  """The decoder, of a text_config or a text model's file, with defaults.
+  """Returns the decoder of a text_config or a text model's file.
 
   Raises:
     ValueError: a field that asks for more than is computed here.

@@ -50,7 +50,7 @@ _LLAMA3_FACTORS = "rope_freqs.weight"
 
 
 def pretrained(name: str) -> pathlib.Path:
-  """The file of a name of `settings.PRETRAINED`, in its installed package.
+  """Returns the file of a name of `settings.PRETRAINED`, in its package.
 
   Raises:
     ValueError: the package is not installed.
@@ -147,7 +147,7 @@ def _package() -> Any:
 
 
 def _open(file: pathlib.Path) -> Any:
-  """The package's reader; refuses other architectures before it reads on."""
+  """Opens the package's reader; refuses other architectures at once."""
   gguf = _package()
 
   class Reader(gguf.GGUFReader):

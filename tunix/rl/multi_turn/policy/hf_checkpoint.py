@@ -247,7 +247,7 @@ def _with_statistics(
     config: qwen_config.QwenVLConfig,
     images: image_settings.ImageSettings | None,
 ) -> qwen_config.QwenVLConfig:
-  """The config with the mean and deviation that images are normalised by."""
+  """Returns the config with the mean and deviation of its images."""
   if images is None:
     return config
   vision = config.vision
@@ -570,7 +570,7 @@ def _as_stored(
     transposed: bool,
     dtype: str,
 ) -> jax.Array:
-  """A tensor as the file has it, made where it lies: quicker than in numpy.
+  """Makes a file's tensor on its device, which is quicker than in numpy.
 
   Always a copy: an array on several devices keeps the host's copy of it, and
   saving would leave the whole model on the host.

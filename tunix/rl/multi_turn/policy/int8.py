@@ -111,7 +111,7 @@ class Converter:
 
 
 def quantized(model: Any) -> qwen_text.QwenText:
-  """A copy of a policy whose decoder's matrices are int8; see `Converter`."""
+  """Copies a policy with int8 matrices in its decoder; see `Converter`."""
   return Converter(model).copy()
 
 

@@ -484,7 +484,7 @@ def _over_mesh(
 
 
 def _cudnn_applies(q_BTNH: jax.Array, block: int) -> bool:
-  """Whether cuDNN's kernel takes this dtype, head size and query block."""
+  """Returns whether cuDNN's kernel takes this dtype, width and block."""
   h = q_BTNH.shape[3]
   half = q_BTNH.dtype in (jnp.bfloat16, jnp.float16)
   even = min(block, q_BTNH.shape[1]) % 2 == 0

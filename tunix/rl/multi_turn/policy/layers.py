@@ -320,7 +320,7 @@ def vision_rotation(
 
 
 def mrope_axes(section: tuple[int, int, int], interleaved: bool) -> np.ndarray:
-  """int32[H / 2]: which of (time, height, width) each frequency follows.
+  """Returns int32[H / 2], each frequency's axis: time, height or width.
 
   In chunks (Qwen2.5-VL), or interleaved as time, height, width, time, … with
   the remaining frequencies following time (Qwen3-VL).

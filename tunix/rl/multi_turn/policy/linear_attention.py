@@ -283,7 +283,7 @@ class GatedDeltaNet(nnx.Module):
       lengths_B: jax.Array,
       state: State,
   ) -> tuple[jax.Array, State]:
-    """[B, T, D] of rows that go on, and their state after the real tokens.
+    """Continues rows: returns [B, T, D] and the state after real tokens.
 
     Args:
       x_BTD: new tokens.

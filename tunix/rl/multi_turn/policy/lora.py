@@ -125,7 +125,7 @@ class ExpertLayer(Layer):
 
 
 def linears(model: Any) -> list[Layer]:
-  """Every `Linear` of the model, and every kind of experts' matrices."""
+  """Returns each `Linear` of the model and each kind of experts' matrices."""
   prefixes = model.config.traits.modules
   matches: list[Layer] = []
   for path, node in nnx.iter_graph(model):

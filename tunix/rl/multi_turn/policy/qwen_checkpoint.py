@@ -135,7 +135,7 @@ def create(
     screen: tuple[int, int] | None = None,
     **changes: Any,
 ) -> Loaded:
-  """A small policy with fresh weights; see `checkpoint.create_policy`."""
+  """Creates a small policy; see `checkpoint.create_policy`."""
   encoder = policy_files.load_tokenizer(tokenizer)
   config, pixels = _apply(_small_config(size, encoder), changes)
   if isinstance(config, qwen_text_config.QwenTextConfig):
@@ -217,7 +217,7 @@ def check(directory: pathlib.Path, model: qwen_text.QwenText) -> None:
 def processor_of(
     config: qwen_config.QwenVLConfig, directory: pathlib.Path | None = None
 ) -> qwen_vl_inputs.QwenVLProcessor:
-  """The host side that belongs to a config, or to a directory that has one."""
+  """Returns the processor of a config, or of a directory that has one."""
   settings = _default_settings(config)
   if directory is not None:
     settings = _settings_of(directory, config)

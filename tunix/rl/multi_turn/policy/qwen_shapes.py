@@ -148,7 +148,7 @@ class TextConfig:
     return not self.sliding_window and self._is_partial(layer)
 
   def window(self, layer: int) -> int:
-    """Tokens that a layer sees, its own among them; 0 = all earlier ones."""
+    """Returns the tokens that a layer sees, its own included; 0 = all."""
     partial = self.sliding_window and self._is_partial(layer)
     return self.sliding_window if partial else 0
 

@@ -310,7 +310,7 @@ class QwenText(nnx.Module):
 def output_matrix(
     config: qwen_text_config.AnyConfig, init: layers.Init
 ) -> layers.Embedding | None:
-  """[vocabulary, width], lying like the embedding; None if it is that."""
+  """Makes the output matrix [vocabulary, width]; None if it is tied."""
   if config.tie_word_embeddings:
     return None
   text = config.text

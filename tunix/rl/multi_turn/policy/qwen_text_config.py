@@ -181,7 +181,7 @@ def _text(raw: Mapping[str, Any]) -> qwen_config.TextConfig:
 
 
 def plain_rotary(head_dim: int) -> tuple[int, int, int]:
-  """The `mrope_section` of one-axis positions: every frequency follows it."""
+  """Returns the `mrope_section` of positions with one axis."""
   return (head_dim // 2, 0, 0)
 
 
@@ -190,7 +190,7 @@ def _rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rope_theta(raw: Mapping[str, Any]) -> float:
-  """The base of the rotary frequencies, of either transformers' spelling."""
+  """Returns the base of the rotary frequencies, in either spelling."""
   rope = _rope(raw)
   values = {
       float(value)

@@ -243,7 +243,7 @@ class QwenVLProcessor:
     return rows * cols // self.patches_per_token
 
   def resize(self, pixels: np.ndarray) -> np.ndarray:
-    """The uint8[H, W, 3] pixels at the size of which the policy sees them."""
+    """Resizes uint8[H, W, 3] pixels to the size that the policy sees."""
     height, width, _ = pixels.shape
     size = self.image_size(width, height)
     if size == (width, height):
@@ -400,7 +400,7 @@ def _field(config: Mapping[str, Any], name: str) -> Any:
 def _limit(
     config: Mapping[str, Any], name: str, edge: str, override: int | None
 ) -> int:
-  """A limit of an image's area: as given, else by its old or new key."""
+  """Returns a limit of an image's area: `override`, else the file's."""
   size = config.get("size")
   size = size if isinstance(size, Mapping) else {}
   for value in (override, config.get(name), size.get(edge)):

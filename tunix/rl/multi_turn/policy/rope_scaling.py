@@ -101,7 +101,7 @@ class RopeScaling:
     return (divided * ramp + frequencies_H * (1 - ramp)).astype(np.float32)
 
   def _frequency_of(self, turns: float, dim: int, theta: float) -> float:
-    """Number of the frequency that turns so often in the original context."""
+    """Returns the number of the frequency with this many turns in a context."""
     length = self.original_max_position_embeddings / (turns * 2 * math.pi)
     return dim * math.log(length) / (2 * math.log(theta))
 
@@ -122,7 +122,7 @@ class RopeScaling:
 def read(
     rope: Mapping[str, Any], max_position_embeddings: int
 ) -> RopeScaling | None:
-  """The scaling that `rope_parameters` or `rope_scaling` asks for, if any.
+  """Returns the scaling of `rope_parameters` or `rope_scaling`, if any.
 
   Args:
     rope: the section of config.json, of either transformers' spelling.

@@ -226,7 +226,7 @@ class HostCopies:
     self._copies: dict[Any, Any] = {}
 
   def of_state(self, state: nnx.State) -> nnx.State:
-    """A state like `state`, with every array on this process's devices."""
+    """Copies `state` with every array on this process's devices."""
     return jax.tree.map(
         lambda v: v.replace(self.of_parameter(v)),
         state,

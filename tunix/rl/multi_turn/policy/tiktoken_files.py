@@ -159,7 +159,7 @@ def _pattern(directory: pathlib.Path) -> str:
 
 
 def _assigned(line: ast.stmt) -> str | None:
-  """The string that a line gives `pat_str`: a literal, or a join of some."""
+  """Returns the string that a line assigns: a literal, or joined ones."""
   if not isinstance(line, ast.Assign) or not any(
       isinstance(to, ast.Name) and to.id == _PATTERN for to in line.targets
   ):

@@ -68,7 +68,7 @@ def axis_features(u: jax.Array) -> jax.Array:
 
 
 def number_features() -> jax.Array:
-  """float32[1000, E]: features of number token n at (n + 0.5) / 1000."""
+  """Returns float32[1000, E], features of number n at (n + 0.5) / 1000."""
   return axis_features((jnp.arange(1000, dtype=jnp.float32) + 0.5) / 1000)
 
 
@@ -81,7 +81,7 @@ def _param(
     std: float,
     axes: tuple[str | None, ...],
 ) -> nnx.Param:
-  """A normal parameter; `axes` names the mesh axis of each dimension."""
+  """Draws a normal parameter; `axes` names each dimension's mesh axis."""
   value = jax.random.normal(rngs.params(), shape, jnp.float32) * std
   return nnx.Param(value, axes=axes)
 

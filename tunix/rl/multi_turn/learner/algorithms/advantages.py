@@ -91,7 +91,7 @@ class GroupRewards:
     object.__setattr__(self, "tokens", tokens)
 
   def magnitudes_N(self) -> np.ndarray:
-    """float64[N]: Of each member, the sum of its turns' absolute rewards."""
+    """Returns float64[N], each member's sum of its turns' absolute rewards."""
     turns = [np.abs(t).sum() for t in self.turns]
     return np.maximum(np.abs(self.total_N), turns)
 
@@ -206,7 +206,7 @@ def over_processes(
     estimator: Estimator | GreedyEstimator | StepEstimator,
     processes: peers_lib.Peers,
 ) -> Estimator | GreedyEstimator | StepEstimator:
-  """An estimator of the groups that all processes have, from each one's own.
+  """Makes an estimator see the groups of all processes.
 
   An `Estimator` of one group is as it was; of a `StepEstimator` all processes
   must call the result together. Rewards, token counts and digests travel.

@@ -53,7 +53,7 @@ GAIN, MOST = 0.1, 0.2
 
 
 def adapted_coef(coef: float, measured: float, target: float) -> float:
-  """The coefficient of the next update: higher where the KL is above target.
+  """Returns the next update's coefficient: higher if the KL is above target.
 
   coef (1 + 0.1 e), e = (measured - target) / target clipped to +-0.2: Ziegler
   et al. 2019, "Fine-Tuning Language Models from Human Preferences", section

@@ -222,7 +222,7 @@ def kl_cov(
 
 
 def covariances(tokens: TokenBatch) -> jax.Array:
-  """float32[M]: (log p - mean) (A - mean) over the buffer; -inf for padding."""
+  """Returns float32[M], (log p - mean) (A - mean); -inf for padding."""
   real = jnp.asarray(tokens.sequences) >= 0
   count = jnp.maximum(jnp.sum(real), 1)
 
@@ -239,7 +239,7 @@ def covariances(tokens: TokenBatch) -> jax.Array:
 def _highest(
     values: jax.Array, tokens: TokenBatch, share: float
 ) -> jax.Array:
-  """bool[M]: the share of real tokens with the highest values, at least one."""
+  """Returns bool[M], the share of real tokens with the highest values."""
   real = jnp.asarray(tokens.sequences) >= 0
   count = jnp.maximum((share * jnp.sum(real)).astype(jnp.int32), 1)
   order = jnp.argsort(jnp.where(real, -values, jnp.inf))

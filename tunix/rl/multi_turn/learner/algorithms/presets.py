@@ -70,7 +70,7 @@ def _preset(
 
 
 def get(name: str) -> AlgorithmPreset:
-  """The preset of a name, or the one at a path "package.module:attribute".
+  """Returns the preset of a name or of a path "package.module:attribute".
 
   Raises:
     ValueError: unknown, the message names the nearest; or no preset.

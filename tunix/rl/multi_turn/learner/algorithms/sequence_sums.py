@@ -18,7 +18,7 @@ Numbers = jax.Array | np.ndarray
 
 
 def total(values: jax.Array, sequences: Numbers) -> jax.Array:
-  """float32[M]: at each token the sum of `values` over its whole sequence.
+  """Returns float32[M], at each token the sum over its whole sequence.
 
   Args:
     values: float32[M].
@@ -60,7 +60,7 @@ def least(values: jax.Array, sequences: Numbers) -> jax.Array:
 
 
 def _running(values, starts, combine=jnp.add) -> jax.Array:
-  """The running sum of `values` that begins anew where `starts` is True."""
+  """Returns the running sum of `values`, begun anew at `starts`."""
 
   def join(a, b):
     return jnp.where(b[1], b[0], combine(a[0], b[0])), a[1] | b[1]
