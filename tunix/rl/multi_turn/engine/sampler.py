@@ -78,19 +78,23 @@ def truncate(
     top_p_R: float32 in (0, 1], 1 keeps all.
     min_p_R: float32 in [0, 1], 0 keeps all.
   """
+  # 1. min-p: the highest logit is 0, so the bound is the logarithm itself.
   vocabulary = scaled_RV.shape[-1]
   finite = scaled_RV > -jnp.inf
   finite &= scaled_RV >= jnp.log(min_p_R)[:, None]
+  # 2. top-k: the k-th highest logit, by halving its bits: a sort of a large
+  #    vocabulary would take longer.
   keys = _ordered_bits(scaled_RV)
   k = jnp.where(top_k_R > 0, top_k_R, vocabulary)
   k = jnp.minimum(k, jnp.sum(finite, axis=-1)).astype(jnp.float32)
   kth = _threshold(keys, finite.astype(jnp.float32), k)
   survives = finite & (keys >= kth[:, None])
+  # 3. top-p: the highest logits whose weights reach the share, in the same way.
   weights = jnp.where(survives, jnp.exp(scaled_RV), 0.0)
   goal = top_p_R * jnp.sum(weights, axis=-1)
   edge = _threshold(keys, weights, goal)
   survives &= (keys >= edge[:, None]) | (top_p_R >= 1.0)[:, None]
-  # The most likely token always stays, whatever rounding did to the sums.
+  # 4. The most likely token always stays, whatever rounding did to the sums.
   survives |= keys == jnp.max(keys, axis=-1, keepdims=True)
   return jnp.where(survives, scaled_RV, -jnp.inf)
 

@@ -146,6 +146,8 @@ def of_groups(
   Returns:
     Trajectory id -> its advantages.
   """
+  # 1. Collect the sequences to score. One that a limit cut gets one more token:
+  #    its value is that of the state at the end.
   members = [m for group in groups for m in group.valid]
   bootstrap = algorithm.config.gae_bootstrap
   sequences: list[trajectory.TokenSequence] = []
@@ -167,6 +169,7 @@ def of_groups(
         ends.add(member.trajectory_id)
       place[member.trajectory_id, i] = len(sequences)
       sequences.append(sequence)
+  # 2. Score all of them in one call, then estimate episode by episode.
   scores = score(sequences)
   options = algorithm.gae_options(gamma)
   out: dict[str, TokenAdvantages] = {}
@@ -183,6 +186,7 @@ def of_groups(
         options,
         (extra or {}).get(member.trajectory_id),
     )
+  # 3. Readings are of advantages before they are normalised.
   readings = _readings(members, out)
   if algorithm.config.gae_normalise:
     out = _normalised(

@@ -237,9 +237,12 @@ def _through_experts(
   b, t, d = x_BTD.shape
   k = weights_BTK.shape[-1]
   count = up_EDI.shape[0]
+  # 1. Sort the pairs of token and chosen expert by expert: a ragged product
+  #    takes the rows of each expert together. Pairs of experts of other devices
+  #    come last, behind all groups.
   chosen = experts_BTK.reshape(-1) - first
   is_local = (chosen >= 0) & (chosen < count)
-  chosen = jnp.where(is_local, chosen, count)  # Sorts last, behind all groups.
+  chosen = jnp.where(is_local, chosen, count)
   order = jnp.argsort(chosen, stable=True)
   sizes = jnp.bincount(chosen, length=count).astype(jnp.int32)
   x_XD = x_BTD.reshape(-1, d)[order // k]
@@ -250,14 +253,16 @@ def _through_experts(
     a, b = low[part]
     return y + jax.lax.ragged_dot(jax.lax.ragged_dot(x, a, sizes), b, sizes)
 
+  # 2. The experts' MLPs, one product a matrix.
   both = jax.lax.ragged_dot(x_XD, up_EDI, sizes)
   gate, up = jnp.split(both, 2, axis=-1)
   gate, up = added(gate, x_XD, "gate_proj"), added(up, x_XD, "up_proj")
   hidden_XI = jax.nn.silu(gate) * up
   y_XD = jax.lax.ragged_dot(hidden_XI, down_EID, sizes)
   y_XD = added(y_XD, hidden_XI, "down_proj")
+  # 3. Add the weighted rows to their tokens. Rows behind the last group are not
+  #    computed, so they may hold anything.
   weight = jnp.where(is_local, weights_BTK.reshape(-1), 0)[order]
-  # Rows behind the last group are not computed, so they may hold anything.
   y_XD = jnp.where(weight[:, None] != 0, y_XD * weight[:, None], 0)
   summed = jnp.zeros((b * t, d), jnp.float32).at[order // k].add(
       y_XD.astype(jnp.float32)

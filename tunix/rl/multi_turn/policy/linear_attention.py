@@ -103,9 +103,10 @@ def delta_rule(
   Returns:
     What the tokens read [B, T, N, V], and the state after the last one.
   """
+  # 1. Cut the rows into M chunks of C tokens. Padding belongs to the last
+  #    segment and leaves its state unchanged.
   t = q_BTNH.shape[1]
   fill = -t % chunk
-  # Padding belongs to the last segment and leaves its state unchanged.
   pad = lambda x, mode="constant": jnp.pad(
       x, [(0, 0), (0, fill)] + [(0, 0)] * (x.ndim - 2), mode=mode
   )
@@ -120,17 +121,22 @@ def delta_rule(
   ids = jnp.moveaxis(ids, 1, 0)[:, :, None]  # [M, B, 1, C]
   last = ids[..., -1:]
   before = jnp.concatenate([ids[:1, ..., :1], last[:-1]])
-  # From a token (column) to a later one (row): sums of their own, as a
-  # difference of sums from the chunk's beginning would cancel.
+  # 2. The decay from a token (column) to a later one of its segment (row), from
+  #    sums of their own: differences of sums from the chunk's beginning would
+  #    cancel.
   later = np.tri(chunk, k=-1, dtype=bool)
   gap = jnp.cumsum(jnp.where(later, g[..., :, None], 0.0), axis=-2)
   alike = (ids[..., :, None] == ids[..., None, :]) & np.tri(chunk, dtype=bool)
   decay = jnp.where(alike, jnp.exp(gap), 0.0)
   remaining = decay[..., -1, :, None]
-  # The state reaches the tokens of its own segment.
+  # 3. The decay of the state that enters a chunk, which reaches the tokens of
+  #    its own segment only.
   total = jnp.exp(jnp.cumsum(g, -1))
   reached = jnp.where(ids == before, total, 0.0)[..., None]
   state_decay = jnp.where(last == before, total[..., -1:], 0.0)[..., None]
+  # 4. A token's change depends on the earlier changes of its chunk. The inverse
+  #    of that triangular system gives all changes of a chunk at once, as
+  #    `values` - `stored` @ state: linear in the state that enters.
   k_beta = k * beta[..., None]
   among = jnp.einsum("...ch,...dh->...cd", k_beta, k) * decay
   solve = _inverse(jnp.where(later, among, 0.0))
@@ -138,6 +144,7 @@ def delta_rule(
   stored = jnp.einsum("...cd,...dh->...ch", solve, k_beta * reached)
   scores = jnp.einsum("...ch,...dh->...cd", q, k) * decay
 
+  # 5. Only these products wait for the chunk before.
   def one(state, parts):
     values, stored, scores, q, k, state_decay = parts
     new = values - stored @ state

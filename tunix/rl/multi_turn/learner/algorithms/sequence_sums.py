@@ -25,6 +25,8 @@ def total(values: jax.Array, sequences: Numbers) -> jax.Array:
     sequences: int32[M], equal for the tokens of a sequence, which are
       neighbours; -1 for padding, whose values are not read.
   """
+  # Running sums from both ends of a sequence add up to its sum, and hold the
+  # token itself twice. Two scans need no table of sequences.
   numbers = jnp.asarray(sequences)
   values = jnp.where(numbers >= 0, values, 0.0)
   changes = numbers[1:] != numbers[:-1]
