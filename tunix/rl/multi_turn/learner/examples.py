@@ -234,11 +234,7 @@ def group_rewards(
 
 def turn_advantages(
     groups: Sequence[trajectory.TrajectoryGroup],
-    estimator: (
-        advantages.Estimator
-        | advantages.GreedyEstimator
-        | advantages.StepEstimator
-    ),
+    estimator: advantages.AnyEstimator,
     options: advantages.AdvantageOptions,
     *,
     extra: Mapping[str, np.ndarray] | None = None,
@@ -276,11 +272,7 @@ Tokens = Mapping[
 
 def from_groups(
     groups: Sequence[trajectory.TrajectoryGroup],
-    estimator: (
-        advantages.Estimator
-        | advantages.GreedyEstimator
-        | advantages.StepEstimator
-    ),
+    estimator: advantages.AnyEstimator,
     options: advantages.AdvantageOptions,
     *,
     extra: Mapping[str, np.ndarray] | None = None,

@@ -166,8 +166,11 @@ class GreedyEstimator:
   apply: Estimator
 
 
+AnyEstimator = Estimator | GreedyEstimator | StepEstimator
+
+
 def of_step(
-    estimator: Estimator | GreedyEstimator | StepEstimator,
+    estimator: AnyEstimator,
     groups: Sequence[GroupRewards],
     options: AdvantageOptions,
 ) -> list[tuple[np.ndarray, ...]]:
@@ -203,9 +206,9 @@ def of_step(
 
 
 def over_processes(
-    estimator: Estimator | GreedyEstimator | StepEstimator,
+    estimator: AnyEstimator,
     processes: peers_lib.Peers,
-) -> Estimator | GreedyEstimator | StepEstimator:
+) -> AnyEstimator:
   """Makes an estimator see the groups of all processes.
 
   An `Estimator` of one group is as it was; of a `StepEstimator` all processes

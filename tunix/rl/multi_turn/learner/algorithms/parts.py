@@ -38,12 +38,7 @@ class Algorithm:
   """
 
   config: config_lib.AlgorithmConfig
-  estimate: (
-      advantages.Estimator
-      | advantages.GreedyEstimator
-      | advantages.StepEstimator
-      | gae.TokenEstimator
-  )
+  estimate: advantages.AnyEstimator | gae.TokenEstimator
   aggregate: aggregation.Aggregator
   correction: importance.Correction
   objective: objectives.Objective
