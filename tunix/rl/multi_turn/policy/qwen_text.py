@@ -59,7 +59,7 @@ class QwenText(nnx.Module):
 
   def __init__(
       self,
-      config: qwen_text_config.QwenTextConfig,
+      config: qwen_text_config.AnyConfig,
       rngs: random_keys.Source,
       mesh: jax.sharding.Mesh | None = None,
   ):
@@ -76,8 +76,12 @@ class QwenText(nnx.Module):
     self.mesh = mesh
     check_heads(mesh, "attention", config.text.num_attention_heads)
     init = layers.Init(rngs, config.param_dtype)
-    self.model = self.decoder_class(config, init, mesh)
+    self._make_parts(init)
     self.lm_head = output_matrix(config, init)
+
+  def _make_parts(self, init: layers.Init) -> None:
+    """Makes the modules before the output matrix, whose keys are the last."""
+    self.model = self.decoder_class(self.config, init, self.mesh)
 
   @property
   def decoder(self) -> qwen_decoder.Decoder:

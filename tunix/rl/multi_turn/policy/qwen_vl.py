@@ -26,7 +26,6 @@ from tunix.rl.multi_turn.policy import qwen3_vl
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_decoder
 from tunix.rl.multi_turn.policy import qwen_text
-from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy import siglip
 
@@ -45,32 +44,21 @@ class QwenVL(qwen_text.QwenText):
   reads_image_patches = True
   vision_modules = ("visual",)
 
-  def __init__(
-      self,
-      config: qwen_config.QwenVLConfig,
-      rngs: random_keys.Source,
-      mesh: jax.sharding.Mesh | None = None,
-  ):
-    """Args:
+  config: qwen_config.QwenVLConfig
 
-      config: sizes.
-      rngs: Random keys of fresh weights.
-      mesh: Mesh of `sharding.make_mesh`, if the weights lie on one.
+  def _make_parts(self, init: layers.Init) -> None:
+    """Makes the tower, then the decoder.
 
     Raises:
       ValueError: heads that cannot be divided among the mesh.
     """
-    self.config = config
-    self.mesh = mesh
-    qwen_text.check_heads(mesh, "attention", config.text.num_attention_heads)
+    config, mesh = self.config, self.mesh
     qwen_text.check_heads(
         mesh, "vision", config.vision.num_heads, config.vision_tensor_parallel
     )
-    init = layers.Init(rngs, config.param_dtype)
     tower = _TOWERS[config.traits.tower]
     self.visual = tower.VisionTower(config, init, mesh)
     self.language_model = self.decoder_class(config, init, mesh)
-    self.lm_head = qwen_text.output_matrix(config, init)
 
   @property
   def decoder(self) -> qwen_decoder.Decoder:
