@@ -397,13 +397,13 @@ def test_the_memory_of_an_update_is_compiled_with_its_extras(case):
       ),
   ]
   sizes = [
-      compiled_memory.programs(
+      compiled_memory.activations(
           case.model,
           case.processor,
           dataclasses.replace(learner.config, freeze_vision=freeze),
           algorithm,
           sampling=sampling,
-      ).activations()
+      )
       for algorithm, freeze in settings
   ]
   assert all(size > 0 for size in sizes)

@@ -54,6 +54,52 @@ def least_shape(
   ).bounded(packing.image_bound(image_patches, ppt), multiple=ppt)
 
 
+def activations(
+    model: base.Policy,
+    processor: base.Processor,
+    config: config_lib.LearnerConfig,
+    algorithm: config_lib.AlgorithmConfig,
+    *,
+    sampling: policy_client.SamplingConfig,
+    mesh: Mesh | None = None,
+    image_patches: int = 0,
+) -> int | None:
+  """Returns the bytes that the update of a micro-batch takes on each device.
+
+  Those of its batch and temporary buffers, hence activations and the gradients
+  of the micro-batch; parameters, running gradients and optimizer state exist
+  beside them.
+
+  Args:
+    model: the policy.
+    processor: its host side.
+    config, algorithm, sampling, mesh: as of a `Learner`.
+    image_patches: Patches of the largest image; 0 = not known.
+
+  Returns:
+    The bytes; None on a backend that does not report them.
+
+  Raises:
+    ValueError: an unknown algorithm.
+  """
+  lowered = programs(
+      model,
+      processor,
+      config,
+      algorithm,
+      sampling=sampling,
+      mesh=mesh,
+      image_patches=image_patches,
+  )
+  compiled = lowered.accumulate.compile()
+  memory = compiled.memory_analysis()
+  if memory is None:
+    return None
+  return memory.temp_size_in_bytes + max(
+      0, memory.argument_size_in_bytes - lowered.weights
+  )
+
+
 class Programs(NamedTuple):
   """A learner's programs before they are compiled.
 
@@ -70,20 +116,6 @@ class Programs(NamedTuple):
   weights: int
   shape: packing.BatchShape
 
-  def activations(self) -> int | None:
-    """Compiles `accumulate`; returns the bytes that it takes on each device.
-
-    The bytes are those of its batch and temporary buffers, hence activations
-    and the gradients of the micro-batch; parameters, running gradients and
-    optimizer state exist besides. None on a backend that does not report them.
-    """
-    memory = self.accumulate.compile().memory_analysis()
-    if memory is None:
-      return None
-    return memory.temp_size_in_bytes + max(
-        0, memory.argument_size_in_bytes - self.weights
-    )
-
 
 def programs(
     model: base.Policy,
@@ -95,17 +127,7 @@ def programs(
     mesh: Mesh | None = None,
     image_patches: int = 0,
 ) -> Programs:
-  """Lowers an update.
-
-  Args:
-    model: the policy.
-    processor: its host side.
-    config, algorithm, sampling, mesh: Arguments of a `Learner`.
-    image_patches: Patches of the largest image; 0 = not known.
-
-  Raises:
-    ValueError: an unknown algorithm.
-  """
+  """Lowers an update; see `activations`."""
   module = cast(nnx.Module, model)
   split = update.SplitModel(module, frozen_lib.modules(model, config))
   placement = update.Placement.of(split, model, mesh)

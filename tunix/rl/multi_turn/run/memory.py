@@ -428,7 +428,7 @@ def _activations(
     far = hopeless or predicted < there // COMPILE_WITHIN
   compiled = None
   if exact is not None and not hopeless and (exact or not far):
-    compiled = compiled_memory.programs(
+    compiled = compiled_memory.activations(
         model,
         processor,
         learner,
@@ -436,7 +436,7 @@ def _activations(
         sampling=config.sampling,
         mesh=mesh,
         image_patches=_screenshot_patches(config, processor),
-    ).activations()
+    )
   if compiled is not None:
     return Part(name, compiled, settings, how="compiled" + remat)
   how = (
