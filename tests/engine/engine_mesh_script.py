@@ -80,11 +80,11 @@ def sample(mesh, weights):
     engine.update_weights(1, nnx.state(model)).result(60)
     second = asyncio.run(all_of_them())
     assert engine.stats()["compiles_after_warm_up"] == 0
-  done = [*first, *second]
+  completions = [*first, *second]
   return {
-      "tokens": [c.tokens.tolist() for c in done],
-      "logprobs": [c.logprobs.tolist() for c in done],
-      "versions": [c.versions.tolist() for c in done],
+      "tokens": [c.tokens.tolist() for c in completions],
+      "logprobs": [c.logprobs.tolist() for c in completions],
+      "versions": [c.versions.tolist() for c in completions],
   }
 
 

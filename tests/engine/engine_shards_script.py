@@ -45,15 +45,15 @@ def make(mesh):
 def prompts(processor, store):
   """One each session; images repeat, and so does the beginning."""
   head = np.random.default_rng(0).integers(0, 90, SHARED).astype(np.int32)
-  found = []
+  drawn = []
   for i in range(SESSIONS):
     own = engine_mesh_script.prompt(processor, store, i % 4, 3 + i % 5)
     spans = tuple(
         type(s)(s.image, s.offset + SHARED, s.num_tokens) for s in own.images
     )
     tokens = np.concatenate([head, own.tokens])
-    found.append(policy_client.TokenPrompt(tokens, spans))
-  return found
+    drawn.append(policy_client.TokenPrompt(tokens, spans))
+  return drawn
 
 
 def play(mesh, seconds=400, **settings):
@@ -72,7 +72,7 @@ def play(mesh, seconds=400, **settings):
   sampling = policy_client.SamplingParams(
       max_new_tokens=5, temperature=1.0, seed=7, top_logprobs=2
   )
-  done = []
+  completions = []
   with engine_lib.RolloutEngine(
       model,
       processor,
@@ -108,15 +108,15 @@ def play(mesh, seconds=400, **settings):
         for i in range(SESSIONS)
     ]
     second = asyncio.run(asyncio.wait_for(turn(texts, forced), seconds))
-    done = [*first, *second]
-    stats, held = engine.stats(), engine.device_bytes
+    completions = [*first, *second]
+    stats, device_bytes = engine.stats(), engine.device_bytes
     tokens = engine.cache_tokens
   return {
-      "tokens": [c.tokens.tolist() for c in done],
-      "logprobs": [c.logprobs.tolist() for c in done],
-      "top": [np.asarray(c.top_logprobs).tolist() for c in done],
+      "tokens": [c.tokens.tolist() for c in completions],
+      "logprobs": [c.logprobs.tolist() for c in completions],
+      "top": [np.asarray(c.top_logprobs).tolist() for c in completions],
       "stats": stats,
-      "device_bytes": held,
+      "device_bytes": device_bytes,
       "cache_tokens": tokens,
   }
 

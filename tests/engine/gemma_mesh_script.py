@@ -41,15 +41,15 @@ def prompt(config, processor, store, seed, words):
   return policy_client.TokenPrompt(np.array(tokens, np.int32), tuple(spans))
 
 
-def sequence_of(asked, got):
-  n, m = len(asked.tokens), len(got.tokens)
+def sequence_of(prompt, got):
+  n, m = len(prompt.tokens), len(got.tokens)
   return trajectory.TokenSequence(
-      np.append(asked.tokens, got.tokens),
+      np.append(prompt.tokens, got.tokens),
       np.arange(n + m) >= n,
       np.append(np.zeros(n, np.float32), got.logprobs),
       np.append(np.full(n, -1, np.int32), got.versions),
       np.zeros(n + m, np.int32),
-      asked.images,
+      prompt.images,
   )
 
 
@@ -83,8 +83,8 @@ def report(directory, sizes):
             for i, p in enumerate(prompts))
       )  # pyformat: disable
 
-    found = asyncio.run(all_of_them())
-  sequences = [sequence_of(p, got) for p, got in zip(prompts, found)]
+    completions = asyncio.run(all_of_them())
+  sequences = [sequence_of(p, got) for p, got in zip(prompts, completions)]
   learner = learner_lib.Learner(
       model,
       processor,
@@ -97,8 +97,8 @@ def report(directory, sizes):
   scored = learner.sequence_logprobs(sequences)
   norm = learner.update_on_sequences(sequences)["grad_norm"]
   return {
-      "tokens": [list(map(int, got.tokens)) for got in found],
-      "sampled": [list(map(float, got.logprobs)) for got in found],
+      "tokens": [list(map(int, got.tokens)) for got in completions],
+      "sampled": [list(map(float, got.logprobs)) for got in completions],
       "scored": [
           [float(x) for x in row[len(p.tokens) :]]
           for p, row in zip(prompts, scored)

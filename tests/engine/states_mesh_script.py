@@ -45,7 +45,7 @@ def play(mesh):
     prompts.append(
         policy_client.TokenPrompt(np.concatenate([head, own.tokens]), spans)
     )
-  done = []
+  completions = []
   with engine_lib.RolloutEngine(
       model,
       processor,
@@ -73,13 +73,13 @@ def play(mesh):
         for p, c in zip(prompts, first)
     ]
     second = asyncio.run(asyncio.wait_for(turn(longer), 300))
-    done = [*first, *second]
-    held = engine.device_bytes
+    completions = [*first, *second]
+    device_bytes = engine.device_bytes
   return {
-      "tokens": [c.tokens.tolist() for c in done],
-      "logprobs": [c.logprobs.tolist() for c in done],
+      "tokens": [c.tokens.tolist() for c in completions],
+      "logprobs": [c.logprobs.tolist() for c in completions],
       "reused": [c.metrics["reused_tokens"] for c in second],
-      "kv_cache": held["kv_cache"],
+      "kv_cache": device_bytes["kv_cache"],
   }
 
 

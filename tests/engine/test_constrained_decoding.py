@@ -1,4 +1,4 @@
-"""What a completion may be held to, without an engine."""
+"""Constraints of completions, without an engine."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,8 +25,8 @@ def test_min_tokens_allows_all_but_stops_and_then_all(
   grammar = constrained_decoding.MinTokens(least, stops, vocabulary)
   everything = set(range(vocabulary))
   for token in range(least + 2):
-    held = set(stops) if token < least else set()
-    assert allowed(grammar, vocabulary) == everything - held
+    banned = set(stops) if token < least else set()
+    assert allowed(grammar, vocabulary) == everything - banned
     grammar.advance(token)
 
 

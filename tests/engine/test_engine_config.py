@@ -79,7 +79,7 @@ def test_a_run_decides_what_is_left_to_it():
 
 def test_settings_load_no_jax_of_their_own():
   """google-tunix's package imports it; this module must not."""
-  done = subprocess.run(
+  process = subprocess.run(
       [
           sys.executable,
           "-c",
@@ -94,4 +94,4 @@ def test_settings_load_no_jax_of_their_own():
       ],
       capture_output=True, text=True, check=False,
   )  # fmt: skip
-  assert done.stdout == "96\n", done.stderr
+  assert process.stdout == "96\n", process.stderr

@@ -82,7 +82,7 @@ def _recompute(qwen, store):
 
 
 class Qwen:
-  """What an episode of the small Qwen3-VL is made of."""
+  """Parts of an episode of the small Qwen3-VL."""
 
   vocabulary = 1300
 
@@ -133,10 +133,10 @@ def opening(world, group, member):
   image = world.picture(rng)
   if member == 2:
     while True:
-      seen = world.picture(other)
-      if (seen.width, seen.height) == (image.width, image.height):
+      candidate = world.picture(other)
+      if (candidate.width, candidate.height) == (image.width, image.height):
         break
-    image = seen
+    image = candidate
   tokens, spans = world.with_image(tokens, (), image)
   tokens = world.with_text(tokens, rng, PAGE + 4)
   if member == 3:
@@ -181,9 +181,9 @@ async def play(engine, world, name, group, member, greedy, context, most):
     )
     sampled.append((len(tokens), sampling, got))
     tokens = np.append(tokens, got.tokens)
-    known = tokens, spans
+    before = tokens, spans
   await engine.release(name)
-  return *known, sampled
+  return *before, sampled
 
 
 async def play_groups(engine, world, first, groups, greedy, context, most=2):
@@ -353,16 +353,16 @@ async def swapped(engine, later, prompts, count):
   """Greedy completions of all prompts; new weights come while they run.
 
   Session i gets `prompts[i]`. The weights are handed over when the first
-  session has told of 10 tokens.
+  session has reported 10 tokens.
   """
   handed = []
 
   def on_tokens(tokens):
-    told.append(len(tokens))
-    if sum(told) >= 10 and not handed:
+    counts.append(len(tokens))
+    if sum(counts) >= 10 and not handed:
       handed.append(engine.update_weights(1, nnx.state(later, nnx.Param)))
 
-  told: list[int] = []
+  counts: list[int] = []
   sampling = Sampling(max_new_tokens=count, temperature=0.0)
   async with asyncio.timeout(250):
     got = await asyncio.gather(
@@ -406,7 +406,7 @@ async def test_a_swap_in_mid_completion_equals_a_replay_by_hand(
       )
       follow_ups.append((tokens, spans, again))
   mixed = 0
-  for (tokens, spans), got, (more, seen, again) in zip(
+  for (tokens, spans), got, (more, spans_then, again) in zip(
       prompts, first, follow_ups
   ):
     old = int((got.versions == 0).sum())
@@ -421,10 +421,10 @@ async def test_a_swap_in_mid_completion_equals_a_replay_by_hand(
       by_hand.append(replay.sample(banned))
     # The next turn reads nothing of the old weights, its own history's neither.
     replay = references.Replay(later, processor, store, CONTEXT)
-    replay.show(more, seen)
+    replay.show(more, spans_then)
     by_hand += [replay.sample(banned) for _ in range(len(again.tokens))]
-    told, logprobs = zip(*by_hand)
-    assert told == (*got.tokens, *again.tokens)
+    tokens_by_hand, logprobs = zip(*by_hand)
+    assert tokens_by_hand == (*got.tokens, *again.tokens)
     np.testing.assert_allclose(
         logprobs, [*got.logprobs, *again.logprobs], atol=1e-4
     )
@@ -468,16 +468,16 @@ async def test_a_swap_that_recomputes_goes_on_as_the_new_weights_would(
       )
 
 
-@pytest.mark.parametrize("known", [2 * PAGE + 3, PAGE - 3])
+@pytest.mark.parametrize("shared_tokens", [2 * PAGE + 3, PAGE - 3])
 async def test_a_session_begun_after_a_swap_knows_nothing_of_the_old_weights(
-    qwen, later, store, known
+    qwen, later, store, shared_tokens
 ):
   """Nor does it take up what an older session has kept over the swap."""
-  world, rng = Qwen(qwen, store), np.random.default_rng(known)
+  world, rng = Qwen(qwen, store), np.random.default_rng(shared_tokens)
   renewed = references.Recompute(
       later, qwen[1], store, CONTEXT, images=2 * TURNS
   )
-  first = world.with_text(np.zeros(0, np.int32), rng, known)
+  first = world.with_text(np.zeros(0, np.int32), rng, shared_tokens)
   with make_engine(qwen, store) as engine:
     warm_up(engine)
     got = await engine.generate(
@@ -512,7 +512,7 @@ async def play_by_http(server, client, processor, store, pad, seed, greedy):
   """A session by the `openai` client; the same records as of `play`."""
   rng = np.random.default_rng((seed, 99))
   session = await server.start()
-  messages, shown, sampled, known = [], [], [], []
+  messages, shown, sampled, history = [], [], [], []
   for turn in range(3):
     sampling = draw_sampling(rng)
     sampling = dataclasses.replace(sampling, stop_token_ids=())
@@ -542,8 +542,8 @@ async def play_by_http(server, client, processor, store, pad, seed, greedy):
     )
     (choice,) = answer.choices
     prompt = answer.prompt_token_ids
-    assert prompt[: len(known)] == known
-    known = prompt + choice.token_ids
+    assert prompt[: len(history)] == history
+    history = prompt + choice.token_ids
     got = policy_client.Completion(
         tokens=choice.token_ids,
         logprobs=[t.logprob for t in choice.logprobs.content],
@@ -552,7 +552,7 @@ async def play_by_http(server, client, processor, store, pad, seed, greedy):
     )
     sampled.append((len(prompt), sampling, got))
     messages.append({"role": "assistant", "content": choice.message.content})
-  tokens, spans, at = np.array(known, np.int32), [], 0
+  tokens, spans, at = np.array(history, np.int32), [], 0
   for pixels in shown:
     image = store.put(pixels)
     count = processor.num_image_tokens(image.width, image.height)
@@ -600,10 +600,10 @@ def test_the_replay_without_a_swap_is_the_forward_pass(
   tokens, spans = prompts[0]
   replay = references.Replay(model, processor, store, CONTEXT)
   replay.show(tokens, spans)
-  told, logprobs = zip(*(replay.sample(banned) for _ in range(6)))
+  drawn, logprobs = zip(*(replay.sample(banned) for _ in range(6)))
   (logits,) = recompute.logits([(replay.tokens, spans)])
   references.check_completion(
-      logits[len(tokens) - 1 : -1], np.array(told), logprobs, GREEDY, banned
+      logits[len(tokens) - 1 : -1], np.array(drawn), logprobs, GREEDY, banned
   )
 
 

@@ -1,4 +1,4 @@
-"""What the engine returns is what a plain forward pass says."""
+"""The engine's completions equal those of a plain forward pass."""
 
 import asyncio
 

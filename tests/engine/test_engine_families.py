@@ -35,12 +35,12 @@ DRAWN = policy_client.SamplingParams(max_new_tokens=6, temperature=1.0, seed=3)
 def parts(request, tmp_path_factory):
   """The family's policy, processor and screenshots."""
   configs = qwen_reference.CONFIGS | qwen_reference.TEXT_CONFIGS
-  made = qwen_reference.Reference(
+  reference = qwen_reference.Reference(
       configs[request.param], tmp_path_factory.mktemp("policy")
   )
   text = request.param in qwen_reference.TEXT_CONFIGS
-  processor = text_inputs.TextProcessor() if text else made.processor
-  return made.policy(), processor, images_lib.ImageStore()
+  processor = text_inputs.TextProcessor() if text else reference.processor
+  return reference.policy(), processor, images_lib.ImageStore()
 
 
 def prompt(parts, rng, images):
@@ -79,8 +79,8 @@ def test_turns_and_groups_are_what_the_policy_says(parts):
   )
 
   def check(tokens, spans, completion, sampling):
-    whole = np.append(tokens, completion.tokens)
-    (logits,) = recompute.logits([(whole, spans)])
+    full = np.append(tokens, completion.tokens)
+    (logits,) = recompute.logits([(full, spans)])
     undecided = references.check_completion(
         logits[len(tokens) - 1 : -1], completion.tokens, completion.logprobs,
         sampling, banned,

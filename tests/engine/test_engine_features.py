@@ -1,4 +1,4 @@
-"""What only some requests ask of the engine, held to a full forward pass."""
+"""Options that few requests use, compared with a full forward pass."""
 
 import asyncio
 
@@ -54,8 +54,10 @@ def generate(engine, *requests):
 def rows_of(model, prompt, tokens, banned=BANNED):
   """float64[S, V] log-probs that the tokens were sampled from."""
   full = np.append(prompt, tokens).astype(np.int32)
-  found = micro.reference_logprobs(model, micro.new_store(), full, (), banned)
-  return found[len(prompt) - 1 : len(full) - 1].astype(np.float64)
+  logprobs = micro.reference_logprobs(
+      model, micro.new_store(), full, (), banned
+  )
+  return logprobs[len(prompt) - 1 : len(full) - 1].astype(np.float64)
 
 
 def renormalised(rows, temperature, keep):
@@ -73,19 +75,19 @@ def at(rows, tokens):
 
 def test_min_p_leaves_what_is_likely_enough(engine, model):
   options = dict(max_new_tokens=40, temperature=1.3, min_p=0.2)
-  (found,) = generate(engine, (PROMPT, Sampling(seed=1, **options), {}))
-  scaled = rows_of(model, PROMPT, found.tokens) / 1.3
+  (completion,) = generate(engine, (PROMPT, Sampling(seed=1, **options), {}))
+  scaled = rows_of(model, PROMPT, completion.tokens) / 1.3
   keep = scaled >= scaled.max(-1, keepdims=True) + np.log(0.2)
   assert (keep.sum(-1) < micro.VOCAB // 2).all()
-  assert at(keep, found.tokens).all()
-  want = renormalised(rows_of(model, PROMPT, found.tokens), 1.3, keep)
+  assert at(keep, completion.tokens).all()
+  want = renormalised(rows_of(model, PROMPT, completion.tokens), 1.3, keep)
   np.testing.assert_allclose(
-      found.logprobs, at(want, found.tokens), atol=1e-4
+      completion.logprobs, at(want, completion.tokens), atol=1e-4
   )
   (other,) = generate(
       engine, (PROMPT, Sampling(seed=1, max_new_tokens=40, temperature=1.3), {})
   )
-  assert other.tokens.tolist() != found.tokens.tolist()
+  assert other.tokens.tolist() != completion.tokens.tolist()
 
 
 # --- alternatives and raw log-probs -----------------------------------------
@@ -98,7 +100,7 @@ def test_alternatives_are_of_the_sampled_distribution(
   plain = Sampling(
       max_new_tokens=12, temperature=temperature, top_k=6, seed=3
   )
-  told = Sampling(
+  detailed = Sampling(
       max_new_tokens=12,
       temperature=temperature,
       top_k=6,
@@ -106,7 +108,7 @@ def test_alternatives_are_of_the_sampled_distribution(
       top_logprobs=8,
       raw_logprobs=True,
   )
-  one, two = generate(engine, (PROMPT, plain, {}), (PROMPT, told, {}))
+  one, two = generate(engine, (PROMPT, plain, {}), (PROMPT, detailed, {}))
   # Asking changes nothing.
   np.testing.assert_array_equal(one.tokens, two.tokens)
   np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-5)
@@ -118,13 +120,13 @@ def test_alternatives_are_of_the_sampled_distribution(
     sixth = np.sort(rows, axis=-1)[:, -6][:, None]
     want = renormalised(rows, temperature, rows >= sixth)
     assert np.isneginf(two.top_logprobs[:, 6:]).all()
-    kept = slice(6)
+    first = slice(6)
   else:
-    want, kept = rows, slice(8)
-  np.testing.assert_array_equal(two.top_tokens[:, kept], order[:, kept])
+    want, first = rows, slice(8)
+  np.testing.assert_array_equal(two.top_tokens[:, first], order[:, first])
   np.testing.assert_allclose(
-      two.top_logprobs[:, kept],
-      np.take_along_axis(want, order, -1)[:, kept],
+      two.top_logprobs[:, first],
+      np.take_along_axis(want, order, -1)[:, first],
       atol=1e-4,
   )
   raw = rows_of(model, PROMPT, two.tokens, banned=())
@@ -178,32 +180,36 @@ class Pair:
 @pytest.mark.parametrize("end", [2, 3, 4, 5, 9])
 def test_a_completion_ends_with_the_token_that_completes_it(engine, end):
   sampling = Sampling(max_new_tokens=24, seed=11)
-  (whole,) = generate(engine, (PROMPT, sampling, {}))
-  tokens = whole.tokens.tolist()
+  (uncut,) = generate(engine, (PROMPT, sampling, {}))
+  tokens = uncut.tokens.tolist()
   pair = tuple(tokens[end - 2 : end])
   first = next(
       i for i in range(2, 25) if tuple(tokens[i - 2 : i]) == pair
   )
-  told, stop_when = [], Pair(pair)
+  reported, stop_when = [], Pair(pair)
   before = engine.stats()
   (cut,) = generate(
       engine,
-      (PROMPT, sampling, {"stop_when": stop_when, "on_tokens": told.append}),
+      (
+          PROMPT,
+          sampling,
+          {"stop_when": stop_when, "on_tokens": reported.append},
+      ),
   )
   after = engine.stats()
   assert cut.tokens.tolist() == tokens[:first]
-  np.testing.assert_allclose(cut.logprobs, whole.logprobs[:first], atol=1e-5)
+  np.testing.assert_allclose(cut.logprobs, uncut.logprobs[:first], atol=1e-5)
   assert cut.finish_reason == policy_client.FinishReason.STOP
-  # Nobody is told of what was sampled beyond the end.
-  assert np.concatenate(told).tolist() == tokens[:first]
+  # No callback gets the tokens that were sampled beyond the end.
+  assert np.concatenate(reported).tolist() == tokens[:first]
   surplus = after["surplus_tokens"] - before["surplus_tokens"]
   assert surplus == stop_when.shown[-1] - first <= 3
 
 
 def test_the_turn_after_a_cut_goes_on_with_what_was_kept(engine, model):
   sampling = Sampling(max_new_tokens=24, seed=11)
-  (whole,) = generate(engine, (PROMPT, sampling, {}))
-  pair = tuple(whole.tokens[1:3].tolist())
+  (uncut,) = generate(engine, (PROMPT, sampling, {}))
+  pair = tuple(uncut.tokens[1:3].tolist())
 
   async def turns():
     first = await engine.generate(
@@ -279,17 +285,17 @@ def test_a_grammar_is_kept_to_and_log_probs_are_of_what_it_leaves(
       stop_token_ids=(micro.STOP,),
   )
   grammar = EvenOdd(9)
-  found, free = generate(
+  constrained, free = generate(
       engine,
       (PROMPT, sampling, {"grammar": grammar}),
       (PROMPT, sampling, {}),
   )
-  tokens = found.tokens.tolist()
+  tokens = constrained.tokens.tolist()
   assert [t % 2 for t in tokens[:9]] == [0, 1] * 4 + [0]
   assert tokens[9:] == [micro.STOP] and grammar.taken == tokens[:9]
-  assert found.finish_reason == policy_client.FinishReason.STOP
-  assert found.logprobs[-1] == 0
-  rows = rows_of(model, PROMPT, found.tokens)
+  assert constrained.finish_reason == policy_client.FinishReason.STOP
+  assert constrained.logprobs[-1] == 0
+  rows = rows_of(model, PROMPT, constrained.tokens)
   keep = np.zeros(rows.shape, bool)
   for i in range(9):
     keep[i, i % 2 :: 2] = True
@@ -298,7 +304,7 @@ def test_a_grammar_is_kept_to_and_log_probs_are_of_what_it_leaves(
   keep[9, micro.STOP] = True
   want = renormalised(rows, 1.2, keep)
   np.testing.assert_allclose(
-      found.logprobs, at(want, found.tokens), atol=1e-4
+      constrained.logprobs, at(want, constrained.tokens), atol=1e-4
   )
   # Who has none is free.
   (alone,) = generate(engine, (PROMPT, sampling, {}))
@@ -309,16 +315,16 @@ def test_a_grammar_and_alternatives_go_together(engine):
   sampling = Sampling(
       max_new_tokens=6, seed=5, top_logprobs=20, raw_logprobs=True
   )
-  (found,) = generate(
+  (completion,) = generate(
       engine, (PROMPT, sampling, {"grammar": EvenOdd(20)})
   )
   for i, (tokens, logprobs) in enumerate(
-      zip(found.top_tokens, found.top_logprobs)
+      zip(completion.top_tokens, completion.top_logprobs)
   ):
-    kept = tokens[np.isfinite(logprobs)]
-    assert set(kept % 2) == {i % 2} and not set(kept) & set(BANNED)
+    allowed = tokens[np.isfinite(logprobs)]
+    assert set(allowed % 2) == {i % 2} and not set(allowed) & set(BANNED)
     assert np.exp(logprobs).sum() == pytest.approx(1, abs=1e-4)
-  assert (found.raw_logprobs < found.logprobs).all()
+  assert (completion.raw_logprobs < completion.logprobs).all()
 
 
 def test_a_grammar_that_leaves_nothing_fails_its_request(engine):
@@ -361,15 +367,16 @@ def test_what_is_preempted_loses_no_detail_and_no_state(model):
   ) as small:
     options = [{"grammar": EvenOdd(60)}, {}, {"stop_when": Pair((-1, -1))}]
     requests = [([3, 4, i], sampling, o) for i, o in enumerate(options, 5)]
-    found = generate(small, *requests)
+    completions = generate(small, *requests)
     assert small.stats()["preemptions"]
     for i, (prompt, _, option) in enumerate(requests):
       if "grammar" in option:
         option = {"grammar": EvenOdd(60)}
       (alone,) = generate(small, (prompt, sampling, option))
-      np.testing.assert_array_equal(found[i].tokens, alone.tokens)
-      np.testing.assert_array_equal(found[i].top_tokens, alone.top_tokens)
-      assert len(found[i].top_logprobs) == len(found[i].tokens) == 40
+      np.testing.assert_array_equal(completions[i].tokens, alone.tokens)
+      np.testing.assert_array_equal(completions[i].top_tokens, alone.top_tokens)
+      got = completions[i]
+      assert len(got.top_logprobs) == len(got.tokens) == 40
     stats = small.stats()
     assert stats["compiles_on_demand"] == stats["compiles_after_warm_up"] == 0
 
@@ -398,8 +405,8 @@ def test_a_grammar_takes_pages_for_one_token_at_a_time(model):
         ([3 + i] * length, sampling, option)
         for i, option in enumerate(options)
     ]
-    for found in generate(engine, *requests):
-      assert len(found.tokens) == steps - 1
+    for completion in generate(engine, *requests):
+      assert len(completion.tokens) == steps - 1
     assert engine.stats()["preemptions"] == 0
 
 
@@ -464,9 +471,9 @@ def test_who_steers_wrongly_fails_alone(engine, options, words):
     return await asyncio.gather(
         *(
             engine.generate(
-                micro.prompt_of(PROMPT), sampling, session=name, **asked
+                micro.prompt_of(PROMPT), sampling, session=name, **arguments
             )
-            for name, asked in (("a", {}), ("b", right), ("c", options))
+            for name, arguments in (("a", {}), ("b", right), ("c", options))
         ),
         return_exceptions=True,
     )

@@ -19,13 +19,13 @@ Sampling = policy_client.SamplingParams
 
 
 def play_lockstep(engine, store, delay_seed):
-  """Four episodes with random delays; returns all that was sampled."""
+  """Plays four episodes with random delays; returns their completions."""
   delays = np.random.default_rng(delay_seed)
 
   async def episode(i):
     rng = np.random.default_rng(i)
     tokens, spans = np.array([3 + i], np.int32), ()
-    found = []
+    completions = []
     for _ in range(1 + i % 3):  # Episodes end at different times.
       image = micro.picture(store, rng, (16, 8))
       tokens, spans = micro.with_image(tokens, spans, image)
@@ -37,10 +37,10 @@ def play_lockstep(engine, store, delay_seed):
           session=f"d{i}",
       )
       tokens = np.append(tokens, got.tokens)
-      found.append((got.tokens.tolist(), got.logprobs.tobytes()))
+      completions.append((got.tokens.tolist(), got.logprobs.tobytes()))
     await asyncio.sleep(delays.random() * 0.02)
     await engine.release(f"d{i}")
-    return found
+    return completions
 
   async def run():
     for i in range(6):
@@ -89,7 +89,7 @@ def test_nothing_compiles_after_warm_up(model, store):
     )
     with micro.make_engine(model, store, **shapes) as engine:
       progress = []
-      engine.warm_up(lambda done, total, what: progress.append((done, total)))
+      engine.warm_up(lambda count, total, what: progress.append((count, total)))
       total = len(engine._buckets.variants())  # pylint: disable=protected-access
       assert progress == [(i + 1, total) for i in range(total)]
       assert engine.stats()["compile_count"] == total <= len(compiled)

@@ -42,19 +42,19 @@ def _compiled():
 @pytest.fixture(name="make")
 def _make(model, store, compiled):
   """Makes engines; those with as much cache share compiled programs."""
-  made = []
+  engines = []
 
   def make(**changes):
     engine = micro.make_engine(model, store, **(ONE_SHAPE | changes))
     programs = engine._programs  # pylint: disable=protected-access
-    known = compiled.setdefault(programs.state.pages, {})
-    programs._compiled.update(known)  # pylint: disable=protected-access
-    made.append((engine, known))
+    programs_of_size = compiled.setdefault(programs.state.pages, {})
+    programs._compiled.update(programs_of_size)  # pylint: disable=protected-access
+    engines.append((engine, programs_of_size))
     return engine
 
   yield make
-  for engine, known in made:
-    known.update(engine._programs._compiled)  # pylint: disable=protected-access
+  for engine, programs_of_size in engines:
+    programs_of_size.update(engine._programs._compiled)  # pylint: disable=protected-access
     engine.close()
 
 
@@ -111,7 +111,7 @@ def test_a_group_prefills_its_prompt_once(make, model, store, lockstep):
 def test_sequences_that_part_within_a_page_share_up_to_there(
     make, model, store
 ):
-  """What is worth a call is waited for, and copied; each goes on by itself."""
+  """A request waits for pages worth a call, copies them and continues alone."""
   rng = np.random.default_rng(11)
   begin = micro.with_text(np.zeros(0, np.int32), rng, 2 * PAGE + PAGE // 2)
   prompts = [
@@ -137,21 +137,21 @@ def test_unique_tokens_do_not_hide_what_is_computed_again(make, store):
   requests = [
       (f"m{i}", micro.prompt_of(tokens, spans), GREEDY) for i in range(3)
   ]
-  done = micro.generate(engine, *requests)
+  completions = micro.generate(engine, *requests)
   n = len(tokens) - 1
   stats = engine.stats()
   assert stats["prefilled_tokens"] == 3 * n
   assert stats["unique_prompt_tokens"] == n
   # What a session has sampled is cached, but for the last token.
-  longer = np.append(tokens, [*done[0].tokens, 3, 4]).astype(np.int32)
+  longer = np.append(tokens, [*completions[0].tokens, 3, 4]).astype(np.int32)
   micro.generate(engine, ("m0", micro.prompt_of(longer, spans), GREEDY))
   after = engine.stats()
   assert after["unique_prompt_tokens"] == n + 2
   assert after["prefilled_tokens"] == 3 * n + 2
   # Sampling again from what is cached, or from its beginning, takes none away.
   for again in (longer, longer[: n - 3]):
-    kept = [span for span in spans if span.end <= len(again)]
-    micro.generate(engine, ("m0", micro.prompt_of(again, kept), GREEDY))
+    spans_within = [span for span in spans if span.end <= len(again)]
+    micro.generate(engine, ("m0", micro.prompt_of(again, spans_within), GREEDY))
     assert engine.stats()["unique_prompt_tokens"] == n + 2
 
 
@@ -167,10 +167,11 @@ def test_a_later_session_finds_what_a_released_one_left(make, model, store):
   micro.check_greedy(model, store, longer, spans, got)
   assert engine.stats()["shared_tokens"] >= len(tokens) // PAGE * PAGE
   # Sampled tokens are found as well.
-  told = micro.with_text(np.append(longer, got.tokens), rng, 3)
+  continued = micro.with_text(np.append(longer, got.tokens), rng, 3)
   before = engine.stats()["prefilled_tokens"]
-  (got,) = micro.generate(engine, ("c", micro.prompt_of(told, spans), GREEDY))
-  micro.check_greedy(model, store, told, spans, got)
+  next_prompt = micro.prompt_of(continued, spans)
+  (got,) = micro.generate(engine, ("c", next_prompt, GREEDY))
+  micro.check_greedy(model, store, continued, spans, got)
   assert engine.stats()["prefilled_tokens"] - before < 2 * PAGE
 
 
@@ -193,15 +194,15 @@ def test_sharing_can_be_left(make, model, store):
 def test_other_pixels_are_not_shared(make, model, store):
   rng = np.random.default_rng(3)
   tokens, spans = prompt(store, rng, before=0)
-  _, others = prompt(store, rng, before=0)
+  _, other_spans = prompt(store, rng, before=0)
   engine = make()
   requests = [
       ("a", micro.prompt_of(tokens, spans), GREEDY),
-      ("b", micro.prompt_of(tokens, others), GREEDY),
+      ("b", micro.prompt_of(tokens, other_spans), GREEDY),
   ]
   a, b = micro.generate(engine, *requests)
   micro.check_greedy(model, store, tokens, spans, a)
-  micro.check_greedy(model, store, tokens, others, b)
+  micro.check_greedy(model, store, tokens, other_spans, b)
   assert engine.stats()["shared_tokens"] == 0
 
 
@@ -257,9 +258,9 @@ async def test_many_sessions_in_a_small_cache(make, model, store):
             await call
             raise TimeoutError  # Was as fast.
         continue
-      done = await call
-      micro.check_greedy(model, store, tokens, spans, done)
-      tokens = micro.with_text(np.append(tokens, done.tokens), rng, 2)
+      completion = await call
+      micro.check_greedy(model, store, tokens, spans, completion)
+      tokens = micro.with_text(np.append(tokens, completion.tokens), rng, 2)
     if rng.random() < 0.7:
       await engine.release(name)
 
@@ -274,13 +275,13 @@ async def test_many_sessions_in_a_small_cache(make, model, store):
 
 
 class TellingPolicy(micro.MicroPolicy):
-  """What it computes of a token tells which program has computed it."""
+  """A policy whose keys and values depend on the program that computed them."""
 
   def extend(self, tokens, positions, starts, lengths, cache, *images):
-    told = 0.1 * tokens.shape[1] + 0.01 * cache["kv"].shape[2]
-    told += 0.001 * starts[:, None, None]
+    marks = 0.1 * tokens.shape[1] + 0.01 * cache["kv"].shape[2]
+    marks += 0.001 * starts[:, None, None]
     return super().extend(
-        tokens, positions + told, starts, lengths, cache, *images
+        tokens, positions + marks, starts, lengths, cache, *images
     )
 
 
@@ -313,7 +314,7 @@ def test_a_group_waits_for_no_call_that_it_cannot_use(
 
 
 def test_in_lockstep_no_bit_depends_on_other_sessions(store, copies):
-  """On whether they share, who else is there, or what was there before."""
+  """Neither sharing, nor other sessions of now or before, change a bit."""
   stop, model = 5, TellingPolicy(nnx.Rngs(0))
 
   def make(**options):
@@ -339,7 +340,7 @@ def test_in_lockstep_no_bit_depends_on_other_sessions(store, copies):
         tokens, (), micro.picture(store, group, (16, 8))
     )
     tokens = micro.with_text(tokens, group, 6)
-    found = []
+    results = []
     for turn in range(3):
       sampling = Sampling(
           max_new_tokens=5, seed=i // 2 + turn, stop_token_ids=(stop,)
@@ -347,23 +348,23 @@ def test_in_lockstep_no_bit_depends_on_other_sessions(store, copies):
       got = await engine.generate(
           micro.prompt_of(tokens, spans), sampling, session=f"s{i}"
       )
-      found.append((got.tokens.tolist(), got.logprobs.tobytes()))
+      results.append((got.tokens.tolist(), got.logprobs.tobytes()))
       rng = group if i % 2 else own
       tokens = np.append(tokens, got.tokens).astype(np.int32)
       if turn == i % 4:  # It rewrites its history.
         tokens, spans = tokens[: spans[0].offset - i % 3], ()
       tokens = micro.with_text(tokens, rng, 4)
     await engine.release(f"s{i}")
-    return found
+    return results
 
   async def play(engine, size):
-    found = []
+    results = []
     for start in range(0, 12, size):
       some = range(start, min(start + size, 12))
       for i in some:
         engine.open_session(f"s{i}")
-      found += await asyncio.gather(*(episode(engine, i) for i in some))
-    return found
+      results += await asyncio.gather(*(episode(engine, i) for i in some))
+    return results
 
   def played(engine, together):
     return asyncio.run(asyncio.wait_for(play(engine, together), 250))
@@ -389,18 +390,18 @@ def play_group(engine, store, delay_seed):
     tokens = micro.with_text(np.array([3], np.int32), shared, 9)
     image = micro.picture(store, shared, (16, 8))
     tokens, spans = micro.with_image(tokens, (), image)
-    found = []
+    results = []
     for _ in range(1 + i % 4):
       got = await engine.generate(
           micro.prompt_of(tokens, spans),
           Sampling(max_new_tokens=5, seed=100 * i + len(tokens)),
           session=f"g{i}",
       )
-      found.append((got.tokens.tolist(), got.logprobs.tobytes()))
+      results.append((got.tokens.tolist(), got.logprobs.tobytes()))
       tokens = micro.with_text(np.append(tokens, got.tokens), rng, 2)
       await asyncio.sleep(delays.random() * 0.02)
     await engine.release(f"g{i}")
-    return found
+    return results
 
   async def run():
     for i in range(9):
@@ -470,16 +471,16 @@ async def test_an_update_in_the_middle_of_preemptions(make, model, store):
   prompts = [
       micro.with_text(np.zeros(0, np.int32), rng, 9) for _ in range(4)
   ]
-  seen = 0
+  sampled = 0
 
   def on_tokens(new):
-    nonlocal seen
-    seen += len(new)
-    if seen > 60 and engine.version == 0:
+    nonlocal sampled
+    sampled += len(new)
+    if sampled > 60 and engine.version == 0:
       engine.update_weights(1, other)
 
   async with asyncio.timeout(250):
-    done = await asyncio.gather(*(
+    completions = await asyncio.gather(*(
         engine.generate(
             micro.prompt_of(p),
             Sampling(max_new_tokens=45, temperature=0.0),
@@ -490,7 +491,7 @@ async def test_an_update_in_the_middle_of_preemptions(make, model, store):
     ))
   assert engine.stats()["preemptions"] > 0
   mixed = 0
-  for p, completion in zip(prompts, done):
+  for p, completion in zip(prompts, completions):
     full = np.append(p, completion.tokens)
     by_weights = [
         micro.reference_logprobs(m, store, full, ())[len(p) - 1 : -1]
@@ -516,15 +517,15 @@ async def test_between_turns_waits_for_the_preempted_too(make, model, store):
       micro.with_text(np.zeros(0, np.int32), rng, 9) for _ in range(4)
   ]
   other = micro.MicroPolicy(nnx.Rngs(9))
-  told = []
+  updates = []
 
   def on_tokens(new):
     del new
-    if not told and engine.stats()["preemptions"]:
-      told.append(engine.update_weights(1, other))
+    if not updates and engine.stats()["preemptions"]:
+      updates.append(engine.update_weights(1, other))
 
   async with asyncio.timeout(250):
-    done = await asyncio.gather(*(
+    completions = await asyncio.gather(*(
         engine.generate(
             micro.prompt_of(p),
             Sampling(max_new_tokens=45, temperature=0.0),
@@ -536,8 +537,8 @@ async def test_between_turns_waits_for_the_preempted_too(make, model, store):
     late = await engine.generate(
         micro.prompt_of(prompts[0]), GREEDY, session="late"
     )
-  assert told
-  for p, completion in zip(prompts, done):
+  assert updates
+  for p, completion in zip(prompts, completions):
     (version,) = set(completion.versions.tolist())
     weights = (model, other)[version]
     micro.check_greedy(weights, store, p, (), completion)
@@ -554,12 +555,12 @@ async def test_a_prompt_that_cannot_be_placed_again_fails_alone(
   prompts = [
       micro.with_text(np.zeros(0, np.int32), rng, 9 + i) for i in range(4)
   ]
-  asked, ask = set(), type(processor).positions
+  lengths, ask = set(), type(processor).positions
 
   def positions(self, tokens, images, start=0):
-    if len(tokens) in asked and len(tokens) == 13:  # The last one's.
+    if len(tokens) in lengths and len(tokens) == 13:  # The last one's.
       raise ValueError("not again")
-    asked.add(len(tokens))
+    lengths.add(len(tokens))
     return ask(self, tokens, images, start)
 
   monkeypatch.setattr(type(processor), "positions", positions)
@@ -575,7 +576,7 @@ async def test_a_prompt_that_cannot_be_placed_again_fails_alone(
 
   monkeypatch.setattr(placing, "locate", forgetful)
   async with asyncio.timeout(100):
-    done = await asyncio.gather(
+    outcomes = await asyncio.gather(
         *(
             engine.generate(
                 micro.prompt_of(p),
@@ -586,8 +587,8 @@ async def test_a_prompt_that_cannot_be_placed_again_fails_alone(
         ),
         return_exceptions=True,
     )
-  assert isinstance(done[3], ValueError) and "not again" in str(done[3])
-  for p, completion in zip(prompts[:3], done):
+  assert isinstance(outcomes[3], ValueError) and "not again" in str(outcomes[3])
+  for p, completion in zip(prompts[:3], outcomes):
     micro.check_greedy(model, store, p, (), completion)
   assert engine.stats()["recoveries"] == 0
 

@@ -36,7 +36,7 @@ def parts():
 def make(parts):
   """Makes engines, which share compiled programs."""
   model, processor, store = parts
-  known, made = {}, []
+  programs_of, engines = {}, []
 
   def engine(**changes):
     options = dict(
@@ -52,15 +52,15 @@ def make(parts):
         page_size=PAGE,
         banned_token_ids=model.config.banned_token_ids,
     )
-    found = micro.engine_of(model, processor, store, **(options | changes))
-    programs = found._programs  # pylint: disable=protected-access
+    built = micro.engine_of(model, processor, store, **(options | changes))
+    programs = built._programs  # pylint: disable=protected-access
     if not changes:
-      programs._compiled.update(known)  # pylint: disable=protected-access
-    made.append(found)
-    return found
+      programs._compiled.update(programs_of)  # pylint: disable=protected-access
+    engines.append(built)
+    return built
 
   yield engine
-  for one in made:
+  for one in engines:
     one.close()
 
 
@@ -82,8 +82,8 @@ def prompt(parts, rng, before, after, images=1):
 
 
 def check(parts, recompute, tokens, spans, completion):
-  whole = np.append(tokens, completion.tokens)
-  (logits,) = recompute.logits([(whole, spans)])
+  full = np.append(tokens, completion.tokens)
+  (logits,) = recompute.logits([(full, spans)])
   references.check_completion(
       logits[len(tokens) - 1 : -1],
       completion.tokens,
@@ -123,33 +123,33 @@ def test_a_group_and_later_sessions_share_snapshots(parts, make, recompute):
   tokens, spans = prompt(parts, rng, 9, 12, images=2)
   n, members = len(tokens) - 1, 6
   assert n > 3 * PAGE
-  done = micro.generate(engine, *(
+  completions = micro.generate(engine, *(
       (f"m{i}", micro.prompt_of(tokens, spans), GREEDY) for i in range(members)
   ))
-  for got in done:
+  for got in completions:
     check(parts, recompute, tokens, spans, got)
   stats = engine.stats()
   assert stats["prefilled_tokens"] == n + (members - 1) * (n % PAGE)
   # The sampled tokens' pages are found as well.
-  longer = np.append(tokens, done[0].tokens)
+  longer = np.append(tokens, completions[0].tokens)
   longer = np.append(longer, rng.integers(300, 2500, 5)).astype(np.int32)
   (got,) = micro.generate(
       engine, ("new", micro.prompt_of(longer, spans), GREEDY)
   )
   check(parts, recompute, longer, spans, got)
-  known = (len(tokens) + len(done[0].tokens) - 1) // PAGE * PAGE
-  assert got.metrics["reused_tokens"] == known
+  cached = (len(tokens) + len(completions[0].tokens) - 1) // PAGE * PAGE
+  assert got.metrics["reused_tokens"] == cached
 
 
 @pytest.mark.slow
 def test_a_cache_too_small_costs_time_alone(parts, make, recompute):
   rng = np.random.default_rng(2)
   engine = make(cache_tokens=CONTEXT + PAGE)
-  asked = [prompt(parts, rng, 20 + i, 25) for i in range(5)]
-  done = micro.generate(engine, *(
-      (f"s{i}", micro.prompt_of(*one), GREEDY) for i, one in enumerate(asked)
+  prompts = [prompt(parts, rng, 20 + i, 25) for i in range(5)]
+  completions = micro.generate(engine, *(
+      (f"s{i}", micro.prompt_of(*one), GREEDY) for i, one in enumerate(prompts)
   ))
-  for (tokens, spans), got in zip(asked, done):
+  for (tokens, spans), got in zip(prompts, completions):
     check(parts, recompute, tokens, spans, got)
 
 
@@ -158,13 +158,13 @@ def test_what_is_sampled_is_what_is_learned_from(parts, make):
   model, processor, store = parts
   rng = np.random.default_rng(3)
   engine = make()
-  asked = [prompt(parts, rng, 3 + 5 * i, 6) for i in range(5)]
+  prompts = [prompt(parts, rng, 3 + 5 * i, 6) for i in range(5)]
   drawn = policy_client.SamplingParams(max_new_tokens=12, seed=5)
-  done = micro.generate(engine, *(
-      (f"l{i}", micro.prompt_of(*one), drawn) for i, one in enumerate(asked)
+  completions = micro.generate(engine, *(
+      (f"l{i}", micro.prompt_of(*one), drawn) for i, one in enumerate(prompts)
   ))
   sequences = []
-  for (tokens, spans), got in zip(asked, done):
+  for (tokens, spans), got in zip(prompts, completions):
     n, m = len(tokens), len(got.tokens)
     zeros = np.zeros(n, np.float32)
     sequences.append(
@@ -198,8 +198,8 @@ def test_a_page_is_worth_its_snapshot(parts):
   # keys and values for 2 heads of 48.
   states, token = 3 * 4 * (4 * 32 * 32 + 3 * 256), 4 * 2 * 2 * 48
   assert size % 64 == 0 and (size - 64) * token < states <= size * token
-  given = engine_config.EngineConfig(context_length=8192, page_size=32)
-  assert state_pages.sized(shapes, given) is given
+  settings = engine_config.EngineConfig(context_length=8192, page_size=32)
+  assert state_pages.sized(shapes, settings) is settings
   short = engine_config.EngineConfig(context_length=96)
   assert state_pages.sized(shapes, short).page_size == 96
   plain, *_ = checkpoint.create_policy("qwen3_vl_tiny")

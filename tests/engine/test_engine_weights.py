@@ -60,12 +60,12 @@ def test_weights_swap_in_the_middle_of_a_completion(make, model):
   assert got.versions.tolist() == [0] * 4 + [7] * 6
   # By hand: old weights fill the cache up to the swap, new ones go on.
   cache = model.init_cache(1, micro.CONTEXT)
-  known = [*PROMPT.tokens.tolist(), *got.tokens.tolist()]
-  for i in range(len(known) - 1):
+  tokens = [*PROMPT.tokens.tolist(), *got.tokens.tolist()]
+  for i in range(len(tokens) - 1):
     policy = model if i < len(PROMPT) + 4 - 1 else new_model
     place = jnp.full((1, 1, 3), i, jnp.int32)
     hidden, cache = policy.extend(
-        jnp.asarray([[known[i]]]), place, jnp.asarray([i]), jnp.asarray([1]),
+        jnp.asarray([[tokens[i]]]), place, jnp.asarray([i]), jnp.asarray([1]),
         cache,
     )  # fmt: skip
     if i < len(PROMPT) - 1:
@@ -82,13 +82,13 @@ def test_weights_swap_in_the_middle_of_a_completion(make, model):
 
 def test_recompute_gives_what_the_new_weights_say(make, model, store):
   got, new_model = swap(make, model, on_update="recompute")
-  kept, _ = swap(make, model)
+  mixed, _ = swap(make, model)
   full = np.append(PROMPT.tokens, got.tokens)
   rows = micro.reference_logprobs(new_model, store, full, ())
   rows = rows[len(PROMPT) - 1 : -1][4:]
   np.testing.assert_array_equal(got.tokens[4:], rows.argmax(-1))
   np.testing.assert_allclose(got.logprobs[4:], rows.max(-1), atol=1e-4)
-  assert not np.allclose(got.logprobs, kept.logprobs, atol=1e-4)
+  assert not np.allclose(got.logprobs, mixed.logprobs, atol=1e-4)
 
 
 @pytest.mark.parametrize("on_update", ("keep_kv", "recompute"))
@@ -244,29 +244,29 @@ async def test_vision_follows_the_weights(make, model, store):
 async def test_a_pause_holds_requests_and_loses_none(make, model):
   engine = make()
   sampling = Sampling(max_new_tokens=30, temperature=0.0)
-  seen = []
+  sampled = []
   running = asyncio.ensure_future(
       engine.generate(
-          PROMPT, sampling, session="a", on_tokens=lambda t: seen.extend(t)
+          PROMPT, sampling, session="a", on_tokens=lambda t: sampled.extend(t)
       )
   )
-  await until(lambda: seen)
+  await until(lambda: sampled)
   await asyncio.wait_for(asyncio.wrap_future(engine.pause()), 60)
   late = asyncio.ensure_future(
       engine.generate(PROMPT, sampling, session="b")
   )
   await asyncio.sleep(0.05)
-  held, steps = len(seen), engine.stats()["decode_steps"]
+  count, steps = len(sampled), engine.stats()["decode_steps"]
   await asyncio.sleep(0.1)
   assert engine.stats()["decode_steps"] == steps
-  done = running.done()  # It may have been as fast as the pause.
-  assert not late.done() and (done or held < 30)
+  was_done = running.done()  # It may have been as fast as the pause.
+  assert not late.done() and (was_done or count < 30)
   engine.update_weights(3, scaled(model, 1.3))
   engine.resume()
   first, second = await asyncio.wait_for(asyncio.gather(running, late), 60)
   assert len(first.tokens) == 30
-  if not done:
-    assert first.versions.tolist() == [0] * held + [3] * (30 - held)
+  if not was_done:
+    assert first.versions.tolist() == [0] * count + [3] * (30 - count)
   assert set(second.versions.tolist()) == {3}
 
 

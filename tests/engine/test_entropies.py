@@ -1,4 +1,4 @@
-"""How sure the policy was of each token: engine, sequences, files."""
+"""Entropies of the policy's tokens: in the engine, in sequences, in files."""
 
 import asyncio
 import dataclasses
@@ -86,17 +86,17 @@ def test_a_draw_tells_it_whatever_it_draws_from(heat, top_k):
   logits = (rng.normal(size=(3, 150)) * 4).astype(np.float32)
   banned = np.arange(150) % 9 == 2
   alike = lambda value, kind=np.float32: np.full(3, value, kind)
-  told = jax.jit(sampler.sample, static_argnames="entropies")(
+  entropies = jax.jit(sampler.sample, static_argnames="entropies")(
       logits, banned, rng.integers(0, 99, (3, 2)).astype(np.uint32),
       alike(0, np.int32), np.array(heat, np.float32), alike(top_k, np.int32),
       alike(1), alike(0), np.bool_(top_k > 0), entropies=True,
   )[2]  # pyformat: disable
   want = entropy_of(np.where(banned, -np.inf, logits.astype(np.float64)))
-  np.testing.assert_allclose(told, want, atol=2e-6)
+  np.testing.assert_allclose(entropies, want, atol=2e-6)
 
 
 def test_the_engine_tells_that_of_a_pass_without_a_cache(engine, model):
-  """Whatever the temperature and the truncation, in every decode call."""
+  """Holds for any temperature and truncation, in every decode call."""
   requests = [
       ("plain", [3, 4, 5], Sampling(max_new_tokens=30, seed=1)),
       ("hot", [6, 4], Sampling(max_new_tokens=30, seed=2, temperature=1.9)),
@@ -104,11 +104,11 @@ def test_the_engine_tells_that_of_a_pass_without_a_cache(engine, model):
       ("few", [8], Sampling(max_new_tokens=30, seed=3, top_k=2, top_p=0.7)),
   ]
   before = engine.stats()["preemptions"]
-  found = micro.generate(
+  completions = micro.generate(
       engine, *((name, micro.prompt_of(p), s) for name, p, s in requests)
   )
   assert engine.stats()["preemptions"] > before
-  for (_, prompt, _), completion in zip(requests, found):
+  for (_, prompt, _), completion in zip(requests, completions):
     assert completion.entropies.dtype == np.float32
     assert len(completion.entropies) == 30
     np.testing.assert_allclose(
@@ -147,11 +147,11 @@ def test_with_a_grammar_it_is_of_what_may_be_drawn(engine, model):
         grammar=grammar,
     )
 
-  found = asyncio.run(asyncio.wait_for(run(), 250))
+  completion = asyncio.run(asyncio.wait_for(run(), 250))
   banned = sorted({*BANNED, *np.flatnonzero(~grammar.kept).tolist()})
   np.testing.assert_allclose(
-      found.entropies,
-      expected(model, prompt, found.tokens, banned),
+      completion.entropies,
+      expected(model, prompt, completion.tokens, banned),
       atol=1e-4,
   )
 
@@ -164,10 +164,10 @@ def test_an_engine_that_is_not_asked_tells_none(model):
       window_buckets=(micro.CONTEXT,),
   ) as silent:
     prompt = micro.prompt_of([3, 4, 5])
-    (found,) = micro.generate(
+    (completion,) = micro.generate(
         silent, ("s", prompt, Sampling(max_new_tokens=5, seed=1))
     )
-  assert found.entropies is None
+  assert completion.entropies is None
 
 
 # --- kept by sequences --------------------------------------------------------
@@ -203,11 +203,11 @@ def completion_of(tokens, entropies):
   )
 
 
-def episode(*told):
+def episode(*per_turn):
   """Two turns in one sequence, one token of prompt before each."""
   builder = sequence_builder.SequenceBuilder(Renderer())
   messages = []
-  for number, entropies in enumerate(told):
+  for number, entropies in enumerate(per_turn):
     messages.append({"role": "user", "content": str(10 + number)})
     builder.prompt(messages)
     text = builder.append(completion_of([20 + number, 30], entropies))
@@ -223,26 +223,27 @@ def test_a_sequence_has_them_where_tokens_were_sampled():
 
 
 def test_what_one_turn_does_not_tell_the_sequence_does_not_claim():
-  for told in ((None, None), ([0.5, 0.5], None), (None, [0.5, 0.5])):
-    (sequence,) = episode(*told)
+  for per_turn in ((None, None), ([0.5, 0.5], None), (None, [0.5, 0.5])):
+    (sequence,) = episode(*per_turn)
     assert sequence.entropies is None
     assert "entropies" not in sequence.to_json()
 
 
 def test_they_survive_json_and_the_queues_file(tmp_path):
-  (told,), (silent,) = episode([0.1, 0.7], [0.3, 2.0]), episode(None, None)
-  for sequence in (told, silent):
+  (with_entropies,) = episode([0.1, 0.7], [0.3, 2.0])
+  (silent,) = episode(None, None)
+  for sequence in (with_entropies, silent):
     again = trajectory.TokenSequence.from_json(
         json.loads(json.dumps(sequence.to_json()))
     )
     assert again == sequence
-  assert told != silent
+  assert with_entropies != silent
   members = [
       trajectory.Trajectory(
           trajectory_id=f"t{i}", sequences=[sequence],
           status=trajectory.TrajectoryStatus.SUCCEEDED,
       )
-      for i, sequence in enumerate((told, silent))
+      for i, sequence in enumerate((with_entropies, silent))
   ]  # pyformat: disable
   store = group_store.SqliteGroupStore(tmp_path / "queue.db")
   store.append(0, trajectory.TrajectoryGroup("g", "task", members))
@@ -251,19 +252,19 @@ def test_they_survive_json_and_the_queues_file(tmp_path):
   ((_, group),) = store.load()
   store.close()
   first, second = (t.sequences[0] for t in group.trajectories)
-  np.testing.assert_array_equal(first.entropies, told.entropies)
+  np.testing.assert_array_equal(first.entropies, with_entropies.entropies)
   assert second.entropies is None
 
 
 def test_a_recording_keeps_them(tmp_path):
-  made = record_replay.RecordedCompletions()
-  made.add("a", completion_of([4, 5], [0.5, 1.0]))
-  made.add("b", completion_of([4, 5], None))
-  made.save(tmp_path / "r.jsonl")
+  recording = record_replay.RecordedCompletions()
+  recording.add("a", completion_of([4, 5], [0.5, 1.0]))
+  recording.add("b", completion_of([4, 5], None))
+  recording.save(tmp_path / "r.jsonl")
   loaded = record_replay.RecordedCompletions.load(tmp_path / "r.jsonl")
-  found = loaded.completions
-  assert found["a"][0].entropies.tolist() == [0.5, 1.0]
-  assert found["b"][0].entropies is None
+  completions = loaded.completions
+  assert completions["a"][0].entropies.tolist() == [0.5, 1.0]
+  assert completions["b"][0].entropies is None
 
 
 def test_values_that_none_can_have_are_refused():

@@ -28,14 +28,14 @@ def fill(seq, tokens, spans=()):
   """Computes all but the last token, as the engine does."""
   tokens = np.asarray(tokens, np.int32)
   seq.begin(tokens, spans, len(tokens) - 1)
-  found = seq.cached
+  cached = seq.cached
   assert seq.grow(len(tokens))
   seq.advance(len(tokens) - 1)
-  return found
+  return cached
 
 
 class Model:
-  """What every page of a pool holds, written by hand."""
+  """Contents of every page of a pool, written by hand."""
 
   def __init__(self, pages, share, copies):
     self.pool = page_pool.PagePool(pages, SIZE, copies=copies)
@@ -47,11 +47,11 @@ class Model:
     self.alone = {}
 
   def check(self):
-    held = {}
+    holders = {}
     for seq in self.sequences.values():
       for page in seq.pages:
         assert page != 0
-        held[page] = held.get(page, 0) + 1
+        holders[page] = holders.get(page, 0) + 1
       # Everything before it, since keys and values depend on all of it.
       for i in range(seq.cached):
         place = seq.pages[i // SIZE] * SIZE + i % SIZE
@@ -61,9 +61,9 @@ class Model:
         )
         if seq in self.alone:
           assert self.content[place][2] == tuple(self.alone[seq][: i + 1])
-    assert self.pool.available == self.pool.capacity - len(held)
+    assert self.pool.available == self.pool.capacity - len(holders)
     if not self.share:
-      assert all(count == 1 for count in held.values())
+      assert all(count == 1 for count in holders.values())
 
   def copy(self):
     """As the device does, before anything is written."""
@@ -349,11 +349,11 @@ def test_a_pool_needs_pages(pages):
 
 def test_equal_tokens_with_other_pixels_share_what_precedes_the_picture():
   tokens = np.array([1, 2, 9, 9, 9, 3, 4], np.int32)
-  mine, other = image(0, 2), image(1, 2)
+  own, other = image(0, 2), image(1, 2)
   common = kv_cache.common_prefix
-  assert common(tokens, (mine,), tokens, (mine,)) == len(tokens)
-  assert common(tokens, (mine,), tokens, (other,)) == 2
-  assert common(tokens, (mine,), tokens, ()) == 2
+  assert common(tokens, (own,), tokens, (own,)) == len(tokens)
+  assert common(tokens, (own,), tokens, (other,)) == 2
+  assert common(tokens, (own,), tokens, ()) == 2
 
 
 def test_pages_of_older_weights_are_not_published():
@@ -368,7 +368,7 @@ def test_pages_of_older_weights_are_not_published():
   assert seq.cached == SIZE
   seq.advance(3 * SIZE - 1)
   # They attend to keys of the old weights: a session that has the first page
-  # of the new ones must not go on with them.
+  # of the new ones must not adopt them.
   other = sequence(pool)
   other.begin(tokens, (), 3 * SIZE - 1)
   assert other.grow(3 * SIZE)

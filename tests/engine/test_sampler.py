@@ -91,12 +91,12 @@ def test_draws_follow_the_truncated_distribution(options):
   want = p * len(tokens)
   rare = want < 8
   want = np.append(want[~rare], want[rare].sum())
-  seen = np.append(counts[~rare], counts[rare].sum())
-  kept = want > 0
-  chi2 = ((seen[kept] - want[kept]) ** 2 / want[kept]).sum()
-  freedom = max(1, kept.sum() - 1)
+  observed = np.append(counts[~rare], counts[rare].sum())
+  possible = want > 0
+  chi2 = ((observed[possible] - want[possible]) ** 2 / want[possible]).sum()
+  freedom = max(1, possible.sum() - 1)
   assert chi2 < freedom + 6 * np.sqrt(2 * freedom), (chi2, freedom)
-  if kept.sum() > 1:
+  if possible.sum() > 1:
     assert chi2 > 0
 
 

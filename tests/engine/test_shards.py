@@ -33,15 +33,15 @@ from tunix.rl.multi_turn.policy import qwen_vl
 def test_every_item_gets_one_row_of_its_shards_block(case):
   shards, shard_of, each = case
   sizes = [shards * n for n in sorted(each)]
-  seen = []
+  items = []
   for call in buckets.deal(shard_of, sizes, shards):
     assert call.size in sizes
     assert len(set(call.rows.tolist())) == len(call.rows) == len(call.items)
     block = call.size // shards
     for item, row in zip(call.items, call.rows):
       assert row // block == shard_of[item]
-    seen += call.items
-  assert sorted(seen) == list(range(len(shard_of)))
+    items += call.items
+  assert sorted(items) == list(range(len(shard_of)))
 
 
 def test_one_shard_fills_calls_in_order():
@@ -79,10 +79,10 @@ def run(slots, request):
 
 def test_new_sessions_go_where_the_fewest_run():
   slots = table()
-  asked = [ask(slots, name) for name in "abcd"]
-  assert [run(slots, r) for r in asked] == [0, 1, 0, 1]
-  assert sorted(r.slot for r in asked) == [0, 1, 2, 3]
-  assert {r.slot // 2 for r in asked[::2]} == {0}
+  requests = [ask(slots, name) for name in "abcd"]
+  assert [run(slots, r) for r in requests] == [0, 1, 0, 1]
+  assert sorted(r.slot for r in requests) == [0, 1, 2, 3]
+  assert {r.slot // 2 for r in requests[::2]} == {0}
   assert not slots.has_room
 
 
@@ -141,10 +141,10 @@ def test_matrices_are_kept_in_the_type_they_are_computed_in(wide):
   state = device_state.DeviceState(
       model, processor, pages=3, page_size=8, vision_tokens=4
   )
-  held = sum(x.nbytes for x in state.params)
-  assert held == device_state.weight_bytes(model, None)
-  whole = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
-  assert held < 0.55 * whole
+  kept_bytes = sum(x.nbytes for x in state.params)
+  assert kept_bytes == device_state.weight_bytes(model, None)
+  model_bytes = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
+  assert kept_bytes < 0.55 * model_bytes
   narrow = state.merge(state.params)
   # The same numbers, to the bit.
   tokens = np.arange(8, dtype=np.int32)[None]
@@ -198,9 +198,9 @@ def test_shapes_are_enough_to_lower_an_engines_programs(wide):
 
 
 def test_a_processs_mesh_is_its_part_of_the_whole_one():
-  whole = memory_plan.abstract_mesh(fsdp=8, tensor=2)
-  part = memory_plan.process_mesh(whole, 4)
+  full = memory_plan.abstract_mesh(fsdp=8, tensor=2)
+  part = memory_plan.process_mesh(full, 4)
   assert dict(part.shape) == {
       "data": 1, "fsdp": 2, "sequence": 1, "tensor": 2
   }  # pyformat: disable
-  assert memory_plan.process_mesh(whole, 1) is whole
+  assert memory_plan.process_mesh(full, 1) is full

@@ -27,10 +27,10 @@ GREEDY = policy_client.SamplingParams(max_new_tokens=5, temperature=0.0)
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-  made = qwen_reference.Reference(
+  reference = qwen_reference.Reference(
       qwen_reference.CONFIGS["gemma3"], tmp_path_factory.mktemp("policy")
   )
-  return made.policy(), made.processor, images_lib.ImageStore()
+  return reference.policy(), reference.processor, images_lib.ImageStore()
 
 
 @contextlib.contextmanager
@@ -84,8 +84,8 @@ def checker(parts):
   banned = parts[0].config.banned_token_ids
 
   def check(prompt, completion, sampling=GREEDY):
-    whole = np.append(prompt.tokens, completion.tokens)
-    (logits,) = recompute.logits([(whole, prompt.images)])
+    full = np.append(prompt.tokens, completion.tokens)
+    (logits,) = recompute.logits([(full, prompt.images)])
     undecided = references.check_completion(
         logits[len(prompt.tokens) - 1 : -1], completion.tokens,
         completion.logprobs, sampling, banned,
@@ -109,10 +109,10 @@ def test_chunks_and_pages_end_anywhere(parts, page, share):
         for _ in range(4):
           writer.image().words(1 + i)
         prompts.append(writer.words(2).prompt)
-      found = micro.generate(engine, *(
+      completions = micro.generate(engine, *(
           (f"{seed} {i}", prompt, GREEDY) for i, prompt in enumerate(prompts)
       ))
-      for prompt, got in zip(prompts, found, strict=True):
+      for prompt, got in zip(prompts, completions, strict=True):
         check(prompt, got)
 
 
@@ -166,10 +166,10 @@ def test_pages_that_run_short_are_filled_again(parts):
         Writer(parts, i).words(3).image().words(2 + i).image().words(4).prompt
         for i in range(6)
     ]
-    found = micro.generate(engine, *(
+    completions = micro.generate(engine, *(
         (f"{i}", prompt, long) for i, prompt in enumerate(prompts)
     ))
-    for prompt, got in zip(prompts, found, strict=True):
+    for prompt, got in zip(prompts, completions, strict=True):
       check(prompt, got, long)
     stats = engine.stats()
     assert stats["preemptions"] + stats["evictions"] > 0
@@ -197,11 +197,11 @@ def test_default_calls_hold_an_image_and_the_text_around_it(platform, want):
   from tunix.rl.multi_turn.policy import qwen_config
 
   processor = qwen_checkpoint.processor_of(qwen_config.SIZES["Gemma-3-4B"])
-  found = buckets.choose(
+  chosen = buckets.choose(
       processor,
       engine_config.EngineConfig(context_length=4096),
       ((1280, 720),),
       platform=platform or "tpu",
   )
-  assert found.tokens == (want or (64, 288))
-  assert found.patches == (4096,)
+  assert chosen.tokens == (want or (64, 288))
+  assert chosen.patches == (4096,)

@@ -30,7 +30,8 @@ def test_completions_and_gradients_equal_those_of_one_device(report, mesh):
 
 @pytest.mark.parametrize("mesh", ["one", "fsdp_tensor", "sequence"])
 def test_the_learner_scores_packed_rows_as_they_were_sampled(report, mesh):
-  found = report[mesh]
-  assert sum(map(len, found["sampled"])) >= 20
-  for a, b in zip(found["sampled"], found["scored"], strict=True):
+  report_of_mesh = report[mesh]
+  assert sum(map(len, report_of_mesh["sampled"])) >= 20
+  sampled, scored = report_of_mesh["sampled"], report_of_mesh["scored"]
+  for a, b in zip(sampled, scored, strict=True):
     np.testing.assert_allclose(a, b, atol=1e-4)

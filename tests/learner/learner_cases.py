@@ -56,25 +56,25 @@ class Case:
         [i for i in range(FIRST_ID, LAST_ID) if i not in banned]
     )
 
-  def learner(self, mesh=None, reference=None, model=None, **given):
+  def learner(self, mesh=None, reference=None, model=None, **arguments):
     """A learner; the shape of its batches is the same in all tests.
 
     Settings of `LearnerConfig`, `AlgorithmConfig` and `SamplingParams`, and
     the learner's own arguments, are given by their names.
     """
-    given = (
+    arguments = (
         dict(rows=2, row_length=64, patches=32, targets=48, learning_rate=1e-2)
-        | given
+        | arguments
     )
 
-    seed = given.pop("seed", 0)
-    teacher = given.pop("teacher", None)
-    if given.get("distill_coef"):
-      given["teacher"] = "named"  # Its name, a setting of its own.
+    seed = arguments.pop("seed", 0)
+    teacher = arguments.pop("teacher", None)
+    if arguments.get("distill_coef"):
+      arguments["teacher"] = "named"  # Its name, a setting of its own.
 
     def take(cls):
-      names = {f.name for f in dataclasses.fields(cls)} & given.keys()
-      return cls(**{name: given.pop(name) for name in names})
+      names = {f.name for f in dataclasses.fields(cls)} & arguments.keys()
+      return cls(**{name: arguments.pop(name) for name in names})
 
     sampling = take(policy_client.SamplingParams)
     learner = learner_lib.Learner(
@@ -88,7 +88,7 @@ class Case:
         mesh=mesh,
         reference=reference,
         teacher=teacher,
-        **given,
+        **arguments,
     )
     # Compiling is all the time these tests take, and a program has no state.
     key = (
@@ -188,9 +188,9 @@ def examples_of(groups):
 
 def gradients(learner, examples, weights=None):
   """({name: gradient}, sums, stats) of one step, which is not made."""
-  kept, own_weights = learner._minibatches.weigh(examples)
+  weighed, own_weights = learner._minibatches.weigh(examples)
   packed = learner._minibatches.pack(
-      kept, own_weights if weights is None else weights
+      weighed, own_weights if weights is None else weights
   )
   programs, params = learner._programs, learner._params
   frozen = learner._frozen

@@ -120,7 +120,7 @@ def main(directory):
 
   # Sums over sequences are of one buffer, wherever it lies; the coefficient of
   # the KL is on all devices.
-  whole = dict(
+  per_sequence = dict(
       objective="gspo",
       importance="mis_sequence",
       tis_cap=1e6,
@@ -131,8 +131,8 @@ def main(directory):
       **config,
   )
   pair = [
-      case.learner(**whole),
-      case.learner(mesh=sharding.make_mesh(**MESHES["mixed"]), **whole),
+      case.learner(**per_sequence),
+      case.learner(mesh=sharding.make_mesh(**MESHES["mixed"]), **per_sequence),
   ]
   metrics = [[one.update(groups) for groups in data] for one in pair]
   report["whole_sequences"] = {

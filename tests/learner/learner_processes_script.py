@@ -27,9 +27,9 @@ def whole(copies, state):
   return [np.asarray(x) for x in jax.tree.leaves(local)]
 
 
-def largest(found, want):
+def largest(got, want):
   return max(
-      float(np.abs(a - b).max()) for a, b in zip(found, want, strict=True)
+      float(np.abs(a - b).max()) for a, b in zip(got, want, strict=True)
   )
 
 
@@ -57,13 +57,13 @@ def main(directory, address, count, index):
     mesh = sharding.make_mesh(**sizes)
     copies = sharding.HostCopies(mesh)
     learner = case.learner(mesh=mesh, processes=processes, **CONFIG)
-    found = [learner.update(groups[index::count]) for groups in data[:2]]
+    readings = [learner.update(groups[index::count]) for groups in data[:2]]
     state = learner.policy_state()
     local = copies.of_state(state)
     report[name] = {
-        "loss": max(abs(a["loss"] - b["loss"]) for a, b in zip(found, want)),
+        "loss": max(abs(a["loss"] - b["loss"]) for a, b in zip(readings, want)),
         "metrics": {
-            key: max(abs(a[key] - b[key]) for a, b in zip(found, want))
+            key: max(abs(a[key] - b[key]) for a, b in zip(readings, want))
             for key in (
                 "groups", "episodes", "reward_mean", "reward_std",
                 "success_rate", "turns_mean", "advantage_std",
@@ -91,24 +91,24 @@ def main(directory, address, count, index):
   alone = case.learner(**CONFIG)
   share = data[0][:3] if index == 0 else [flat(g) for g in data[0][3:]]
   got = first.update(share)
-  ours = alone.update(data[0][:3] + [flat(g) for g in data[0][3:]])
-  report["one_learns"] = abs(got["loss"] - ours["loss"])
+  expected = alone.update(data[0][:3] + [flat(g) for g in data[0][3:]])
+  report["one_learns"] = abs(got["loss"] - expected["loss"])
   # And one without any group, whose own others gave.
   first = case.learner(
       mesh=sharding.make_mesh(**MESHES["mixed"]), processes=processes, **CONFIG
   )
   alone = case.learner(**CONFIG)
   got = first.update(data[0] if index == 0 else [])
-  ours = alone.update(data[0])
+  expected = alone.update(data[0])
   report["one_gives"] = {
-      name: abs(got[name] - ours[name])
+      name: abs(got[name] - expected[name])
       for name in ("loss", "grad_norm", "reward_mean", "groups", "tokens")
   }
-  asked = sequences if index == 0 else []
-  found = first.sequence_logprobs(asked)
-  report["one_asks"] = [len(found), largest(
-      found, alone.sequence_logprobs(asked)
-  ) if asked else 0.0]
+  own_sequences = sequences if index == 0 else []
+  readings = first.sequence_logprobs(own_sequences)
+  report["one_asks"] = [len(readings), largest(
+      readings, alone.sequence_logprobs(own_sequences)
+  ) if own_sequences else 0.0]
   # Advantages of the whole step, and prices of a reference's log-probs.
   changes = CONFIG | dict(
       advantage="reinforce_pp", kl_coef=0.1, kl_in="reward",
@@ -119,12 +119,12 @@ def main(directory, address, count, index):
   )
   alone = case.learner(**changes)
   got = [whole_step.update(groups[index::count]) for groups in data[:2]]
-  ours = [alone.update(groups) for groups in data[:2]]
+  expected = [alone.update(groups) for groups in data[:2]]
   report["whole_step"] = {
-      name: max(abs(a[name] - b[name]) for a, b in zip(got, ours))
+      name: max(abs(a[name] - b[name]) for a, b in zip(got, expected))
       for name in ("loss", "grad_norm", "kl", "kl_coef", "advantage_mean")
   }
-  # Who is at another step is told so.
+  # A process at another step gets an error that says so.
   try:
     processes.gather(f"step of {index}", None)
   except RuntimeError as error:

@@ -85,8 +85,8 @@ def _token_losses(c, s):
   if c.objective == "gspo":
     ratio = (new - anchor).mean().exp().expand(len(new))
   elif c.objective == "gspo_token":
-    whole = (new - anchor).mean().exp().detach()
-    ratio = whole * (new - new.detach()).exp()
+    sequence_ratio = (new - anchor).mean().exp().detach()
+    ratio = sequence_ratio * (new - new.detach()).exp()
   low, high = 1 - c.clip_low, 1 + c.clip_high
   if c.objective in ("grpo", "gspo", "gspo_token"):
     gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
@@ -201,10 +201,10 @@ def _programs(config, steps_per_update=2):
   learner = config_lib.LearnerConfig(
       groups_per_step=2, minibatches=steps_per_update
   )
-  made = object.__new__(update.UpdatePrograms)  # Nothing is compiled.
-  made._algorithm = parts.Algorithm.of(config)
-  made._config = learner
-  return made
+  programs = object.__new__(update.UpdatePrograms)  # Nothing is compiled.
+  programs._algorithm = parts.Algorithm.of(config)
+  programs._config = learner
+  return programs
 
 
 def _compare(config, packed, seed=0, values=None):
@@ -228,7 +228,7 @@ def _compare(config, packed, seed=0, values=None):
       )
   )
   programs = _programs(config)
-  got, seen = 0.0, set()
+  got, numbers = 0.0, set()
 
   @jax.value_and_grad
   def slope(lp, entropy, batch, extra):
@@ -253,14 +253,14 @@ def _compare(config, packed, seed=0, values=None):
     mask, number = np.asarray(batch.mask), np.asarray(batch.sequences)
     assert not np.any(np.asarray(grad)[~mask])
     for i in np.unique(number[mask]):
-      seen.add(int(i))
+      numbers.add(int(i))
       np.testing.assert_allclose(
           np.asarray(grad)[mask & (number == i)],
           leaves[i].grad.numpy(),
           rtol=2e-4,
           atol=2e-6,
       )
-  assert seen == set(range(len(examples)))
+  assert numbers == set(range(len(examples)))
   assert got == pytest.approx(want.item(), rel=2e-5, abs=2e-6)
   return values
 
@@ -373,7 +373,7 @@ def test_the_veto_drops_whole_sequences(packed):
 
 
 def test_padding_may_hold_anything(packed):
-  """What lies behind the last token reaches no sum over a sequence."""
+  """Padding behind the last token enters no sum over a sequence."""
   examples, fill = packed
   values = _values(examples, 0)
   for objective in OBJECTIVES:
@@ -467,10 +467,10 @@ def test_parameters_get_the_references_gradient(case):
       _groups(case), advantages.dr_grpo, advantages.AdvantageOptions()
   )
   examples = [e for group in per_group for e in group]
-  found = learner.sequence_logprobs([e.sequence for e in examples])
+  logprobs = learner.sequence_logprobs([e.sequence for e in examples])
   rng = np.random.default_rng(0)
   near = []
-  for e, lp in zip(examples, found):
+  for e, lp in zip(examples, logprobs):
     sequence = e.sequence
     noise = 0.2 * rng.normal(size=len(lp))
     sampled = np.where(sequence.loss_mask, np.minimum(lp + noise, 0), 0)
@@ -483,7 +483,7 @@ def test_parameters_get_the_references_gradient(case):
   config = config_lib.AlgorithmConfig(**settings)
   episodes: dict[int, list] = {}
   leaves = []
-  for e, lp in zip(near, found):
+  for e, lp in zip(near, logprobs):
     mask = e.sequence.loss_mask
     new = torch.tensor(lp[mask], dtype=torch.float64, requires_grad=True)
     leaves.append(new)
@@ -502,9 +502,9 @@ def test_parameters_get_the_references_gradient(case):
     slope = np.zeros(len(e.sequence), np.float32)
     slope[e.sequence.loss_mask] = leaf.grad.numpy()
     sloped.append(dataclasses.replace(e, advantages=slope))
-  kept = [e for e in sloped if e.has_gradient]
+  with_gradient = [e for e in sloped if e.has_gradient]
   expected, _, _ = learner_cases.gradients(
-      straight, sloped, np.ones(len(kept))
+      straight, sloped, np.ones(len(with_gradient))
   )
   scale = max(float(np.abs(x).max()) for x in expected.values())
   assert scale > 0

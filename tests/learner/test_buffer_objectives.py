@@ -60,11 +60,11 @@ def test_kl_cov_equals_torch(share):
   options = objectives.ObjectiveOptions(cov_share=share, cov_kl_coef=0.7)
   values, readings, slope = loss_and_slope(objectives.kl_cov, tokens, options)
   new, anchor, weight, advantage = in_torch(tokens)
-  held = torch.zeros(SIZE, dtype=torch.bool)
+  is_priced = torch.zeros(SIZE, dtype=torch.bool)
   count = max(int(share * SIZE), 1)
-  held[covariances(new, advantage).topk(count).indices] = True
+  is_priced[covariances(new, advantage).topk(count).indices] = True
   want = weight * (
-      -(new - anchor).exp() * advantage + held * 0.7 * (new - anchor).abs()
+      -(new - anchor).exp() * advantage + is_priced * 0.7 * (new - anchor).abs()
   )
   want.sum().backward()
   np.testing.assert_allclose(values[:SIZE], want.detach(), rtol=1e-4, atol=1e-5)
@@ -86,17 +86,17 @@ def test_clip_cov_equals_torch_but_for_the_tokens_held_back(share, drawn):
   want = -weight * gain
   want.sum().backward()
   np.testing.assert_allclose(values[:SIZE], want.detach(), rtol=1e-4, atol=1e-5)
-  held = np.asarray(readings["held_fraction"])[:SIZE] > 0
+  is_clipped = np.asarray(readings["held_fraction"])[:SIZE] > 0
   cov = covariances(new, advantage).numpy()
   clipped = ((ratio < 0.8) & (advantage < 0)) | (
       (ratio > 1.3) & (advantage > 0)
   )
   may = (cov > 0.05) & (cov < 0.9) & ~clipped.numpy()
   assert may.sum() > 4
-  assert held.sum() == (may.sum() if drawn is None else drawn)
-  assert not (held & ~may).any()
+  assert is_clipped.sum() == (may.sum() if drawn is None else drawn)
+  assert not (is_clipped & ~may).any()
   np.testing.assert_allclose(
-      slope[:SIZE], np.where(held, 0.0, new.grad), rtol=1e-4, atol=1e-5
+      slope[:SIZE], np.where(is_clipped, 0.0, new.grad), rtol=1e-4, atol=1e-5
   )
 
 

@@ -1,4 +1,4 @@
-"""A learner that compiles before its data is there learns the same."""
+"""A learner that compiles before its data has come learns the same."""
 
 import gc
 import threading
@@ -18,20 +18,21 @@ from tests.learner import learner_cases
 
 def test_what_compiled_ahead_is_what_the_update_runs():
   case = learner_cases.Case()  # Programs of its own: compilations are counted.
-  ahead = case.learner()
-  before = ahead.parameters()
-  assert ahead.compile_ahead()
-  assert ahead.compiles == {"accumulate": 1, "apply": 1, "score": 0}
-  assert learner_cases.largest_difference(before, ahead.parameters()) == 0
+  compiled_first = case.learner()
+  before = compiled_first.parameters()
+  assert compiled_first.compile_ahead()
+  assert compiled_first.compiles == {"accumulate": 1, "apply": 1, "score": 0}
+  after = compiled_first.parameters()
+  assert learner_cases.largest_difference(before, after) == 0
   groups = case.groups(2, 4)
-  ahead.update(groups)
-  assert ahead.compiles == {"accumulate": 1, "apply": 1, "score": 0}
+  compiled_first.update(groups)
+  assert compiled_first.compiles == {"accumulate": 1, "apply": 1, "score": 0}
   # The same bits as of a learner that compiles when its data comes.
   case.programs = {}
   late = case.learner()
   late.update(groups)
   assert learner_cases.largest_difference(
-      ahead.parameters(), late.parameters()
+      compiled_first.parameters(), late.parameters()
   ) == 0
 
 
@@ -46,21 +47,21 @@ def test_a_learner_begins_from_weights_that_came_later(case):
   other, _ = learner_cases.policy(1)
   learner = case.learner()
   learner.begin_from(other)
-  wanted = case.learner(model=other)
+  expected = case.learner(model=other)
   assert learner_cases.largest_difference(
-      learner.parameters(), wanted.parameters()
+      learner.parameters(), expected.parameters()
   ) == 0
   learner.update(groups)
-  wanted.update(groups)
+  expected.update(groups)
   assert learner_cases.largest_difference(
-      learner.parameters(), wanted.parameters()
+      learner.parameters(), expected.parameters()
   ) == 0
   with pytest.raises(ValueError, match="has made 1 updates"):
     learner.begin_from(other)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "settings",
     trials.by_default(
         [dict(value_warmup=1, advantage="gae")],
         [
@@ -69,17 +70,17 @@ def test_a_learner_begins_from_weights_that_came_later(case):
             dict(epochs=2, importance="tis"),
         ],
     ),
-    ids=lambda given: next(iter(given)),
+    ids=lambda settings: next(iter(settings)),
 )
-def test_shapes_compile_the_programs_of_an_update(given):
+def test_shapes_compile_the_programs_of_an_update(settings):
   case = learner_cases.Case()
-  if "kl_coef" in given:
-    given = given | dict(reference=case.model)
-  ahead = case.learner(**given)
-  assert ahead.compile_ahead()
-  compiled = {k: v for k, v in ahead.compiles.items() if k != "value"}
-  ahead.update(case.groups(2, 4))
-  assert {k: ahead.compiles[k] for k in compiled} == compiled
+  if "kl_coef" in settings:
+    settings = settings | dict(reference=case.model)
+  compiled_first = case.learner(**settings)
+  assert compiled_first.compile_ahead()
+  compiled = {k: v for k, v in compiled_first.compiles.items() if k != "value"}
+  compiled_first.update(case.groups(2, 4))
+  assert {k: compiled_first.compiles[k] for k in compiled} == compiled
 
 
 @pytest.mark.slow
@@ -89,12 +90,12 @@ def test_shapes_compile_the_scores_of_rounded_masters():
       lambda x: x.astype(jnp.bfloat16), nnx.state(model, nnx.Param)
   ))  # pyformat: disable
   case = learner_cases.Case(own=(model, processor))
-  ahead = case.learner(kl_coef=0.1, reference=model)
-  assert ahead.compile_ahead()
-  compiled = ahead.compiles
+  compiled_first = case.learner(kl_coef=0.1, reference=model)
+  assert compiled_first.compile_ahead()
+  compiled = compiled_first.compiles
   assert compiled == {"accumulate": 1, "apply": 1, "score": 1}
-  ahead.update(case.groups(2, 4))
-  assert ahead.compiles == compiled
+  compiled_first.update(case.groups(2, 4))
+  assert compiled_first.compiles == compiled
 
 
 def test_compiling_pins_no_array_and_bears_that_an_update_donates_them(
@@ -113,8 +114,8 @@ def test_compiling_pins_no_array_and_bears_that_an_update_donates_them(
     return lower(self, *args)
 
   monkeypatch.setattr(program_lib.Program, "lower", held)
-  found = []
-  thread = threading.Thread(target=lambda: found.append(
+  results = []
+  thread = threading.Thread(target=lambda: results.append(
       learner.compile_ahead()
   ))  # pyformat: disable
   thread.start()
@@ -123,7 +124,7 @@ def test_compiling_pins_no_array_and_bears_that_an_update_donates_them(
     x.delete()  # As an update's donation does.
   go.set()
   thread.join(120)
-  assert found == [True]
+  assert results == [True]
 
 
 def test_weights_of_before_are_gone_when_new_ones_are_made(monkeypatch):
@@ -167,7 +168,7 @@ def test_threads_that_need_one_program_compile_it_once():
   first = threading.Thread(target=program.prepare, args=(one,))
   first.start()
   begun.wait(30)
-  found = program(one)
+  results = program(one)
   first.join(30)
   assert len(traced) == program.compiles == 1
-  np.testing.assert_allclose(found, 2.0**51 - 1, rtol=1e-6)
+  np.testing.assert_allclose(results, 2.0**51 - 1, rtol=1e-6)

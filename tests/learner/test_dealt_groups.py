@@ -90,10 +90,10 @@ def run(peers, steps, stuck_in, order="admission", staleness=0, share_s=0.2):
 @pytest.mark.parametrize("order", group_queue.ORDERS)
 def test_the_others_give_what_a_stuck_process_does_not(order):
   stuck = {1: {1, 2}}
-  found = peer_threads.run_all(
+  results = peer_threads.run_all(
       3, lambda peers: run(peers, 8, stuck, order=order)
   )
-  (a, _, _), (b, dealt, queue), (c, _, _) = found
+  (a, _, _), (b, dealt, queue), (c, _, _) = results
   for step in range(8):
     assert len(a[step]) + len(b[step]) + len(c[step]) == 6, step
   # Groups that were there when it got stuck are its share still.
@@ -106,10 +106,10 @@ def test_the_others_give_what_a_stuck_process_does_not(order):
 
 
 def test_while_all_are_in_time_nothing_is_dealt():
-  found = peer_threads.run_all(2, lambda p: run(p, 4, {}, share_s=30.0))
-  for learned, dealt, _ in found:
+  results = peer_threads.run_all(2, lambda p: run(p, 4, {}, share_s=30.0))
+  for learned, dealt, _ in results:
     assert dealt == [0.0] * 4 and [len(g) for g in learned] == [2] * 4
-  assert found[0][0] == [[f"a{2 * i}", f"a{2 * i + 1}"] for i in range(4)]
+  assert results[0][0] == [[f"a{2 * i}", f"a{2 * i + 1}"] for i in range(4)]
 
 
 def test_when_all_are_stuck_they_wait():
@@ -133,8 +133,8 @@ def test_when_all_are_stuck_they_wait():
     thread.join(20)
     return learner.learned
 
-  found = peer_threads.run_all(2, work)
-  assert sum(len(step) for of in found for step in of) == 4
+  results = peer_threads.run_all(2, work)
+  assert sum(len(step) for of in results for step in of) == 4
 
 
 @pytest.mark.parametrize("share_s", [None, 0.05, 30.0])

@@ -34,24 +34,24 @@ def test_a_frozen_tower_stays_and_the_rest_learns_as_it_would(case):
   assert {k for k in free._params if not of_tower(k)} == set(frozen._params)
   assert set(frozen._frozen) == {k for k in free._params if of_tower(k)}
   examples = learner_cases.examples_of(groups)
-  wanted, _, _ = learner_cases.gradients(free, examples)
+  expected, _, _ = learner_cases.gradients(free, examples)
   got, _, _ = learner_cases.gradients(frozen, examples)
-  assert any(np.abs(wanted[k]).max() > 0 for k in wanted if of_tower(k))
+  assert any(np.abs(expected[k]).max() > 0 for k in expected if of_tower(k))
   for name, value in got.items():
-    np.testing.assert_allclose(value, wanted[name], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-6)
   before = {k: np.asarray(v) for k, v in frozen._frozen.items()}
   frozen.update(groups)
   state = frozen._split.frozen_of(frozen.policy())
   for name, value in before.items():
     np.testing.assert_array_equal(np.asarray(state[name]), value)
-  held = jax.tree.leaves(frozen.arrays()["optimizer"])
+  moments = jax.tree.leaves(frozen.arrays()["optimizer"])
   everything = jax.tree.leaves(free.arrays()["optimizer"])
-  assert sum(x.size for x in held) < sum(x.size for x in everything)
+  assert sum(x.size for x in moments) < sum(x.size for x in everything)
 
 
 @pytest.mark.parametrize("rank", trials.by_default([2], [0, 2]))
 def test_a_routers_correction_stays_whatever_trains(rank):
-  """It chooses experts without a gradient; weight decay must not move it."""
+  """The correction has no gradient; weight decay must not move it either."""
   config, processor = qwen_sharding_script.small("glm4v_moe")
   model = qwen_vl.QwenVL(config, nnx.Rngs(0))
   correction = model.decoder.layers[1].mlp.gate.e_score_correction_bias
@@ -228,20 +228,20 @@ def test_scores_over_a_support_equal_float64_numpy():
   logits = rng.normal(size=(2, 7, 50)) * 4
   targets = rng.integers(0, 50, (2, 7))
   support = np.full((2, 7, 6), -1, np.int32)
-  kept = np.zeros((2, 7, 50), bool)
+  in_support = np.zeros((2, 7, 50), bool)
   for i, j in np.ndindex(2, 7):
     size = int(rng.integers(0, 6))
     if j == 3:
       size = 0  # Nothing was truncated.
-    others = rng.choice(50, size, replace=False)
-    row = np.unique(np.append(others, targets[i, j])) if size else others
+    drawn = rng.choice(50, size, replace=False)
+    row = np.unique(np.append(drawn, targets[i, j])) if size else drawn
     support[i, j, : len(row)] = row
-    kept[i, j, row] = True
-  kept[~kept.any(-1)] = True
+    in_support[i, j, row] = True
+  in_support[~in_support.any(-1)] = True
   got = logprobs.score(
       jnp.asarray(logits, jnp.float32), targets, 0.7, None, support
   )
-  scaled = np.where(kept, logits / 0.7, -np.inf)
+  scaled = np.where(in_support, logits / 0.7, -np.inf)
   scaled -= scaled.max(-1, keepdims=True)
   p = np.exp(scaled) / np.exp(scaled).sum(-1, keepdims=True)
   chosen = np.take_along_axis(p, targets[..., None], -1)[..., 0]
@@ -282,14 +282,14 @@ def test_chunks_of_a_support_change_nothing():
     def logits(self, hidden):
       return hidden @ kernel
 
-  whole, parts = (
+  at_once, parts = (
       logprobs.token_scores(
           Head(), hidden, targets, chunk=chunk, support_SMK=support
       )
       for chunk in (64, 4)
   )
-  np.testing.assert_allclose(whole.logprobs, parts.logprobs, atol=1e-6)
-  np.testing.assert_allclose(whole.entropy, parts.entropy, atol=1e-6)
+  np.testing.assert_allclose(at_once.logprobs, parts.logprobs, atol=1e-6)
+  np.testing.assert_allclose(at_once.entropy, parts.entropy, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -343,14 +343,17 @@ def test_truncated_rollouts_are_on_policy_in_the_learner(case):
       banned_token_ids=case.model.config.banned_token_ids,
   ) as engine:
     sequences = asyncio.run(play_all(engine))
-  found = learner.sequence_logprobs(sequences)
-  whole = plain.sequence_logprobs(sequences)
-  for sequence, ours, theirs in zip(sequences, found, whole, strict=True):
-    np.testing.assert_allclose(ours, sequence.logprobs, atol=1e-4)
+  truncated = learner.sequence_logprobs(sequences)
+  untruncated = plain.sequence_logprobs(sequences)
+  for sequence, got, plain_logprobs in zip(
+      sequences, truncated, untruncated, strict=True
+  ):
+    np.testing.assert_allclose(got, sequence.logprobs, atol=1e-4)
     again = trajectory.TokenSequence.from_json(sequence.to_json())
     assert again == sequence
     # Without the mask they are of another distribution.
-    assert (theirs - sequence.logprobs)[sequence.loss_mask].max() < -1e-3
+    lower = (plain_logprobs - sequence.logprobs)[sequence.loss_mask]
+    assert lower.max() < -1e-3
   group = trajectory.TrajectoryGroup(
       "g",
       "t",
@@ -376,11 +379,11 @@ def test_a_sequence_without_a_mask_is_refused(case):
     learner.update(case.groups())
 
 
-@pytest.mark.parametrize("given, message", [
+@pytest.mark.parametrize("settings, message", [
     (dict(keep_sampling_mask=True), "0 < top_k <= 20"),
     (dict(keep_sampling_mask=True, top_k=21), "top_k=21"),
     (dict(top_p=0.9), "keep_sampling_mask=True"),
 ])  # pyformat: disable
-def test_sampling_that_cannot_be_reproduced_is_refused(case, given, message):
+def test_sampling_that_cannot_be_reproduced_is_refused(case, settings, message):
   with pytest.raises(ValueError, match=message):
-    case.learner(**given)
+    case.learner(**settings)

@@ -44,17 +44,17 @@ def test_grpo_by_hand():
 
 
 @pytest.mark.parametrize(
-    "ours, theirs",
+    "name, upstream",
     [
         ("grpo", algo_core.compute_advantages),
         ("dr_grpo", algo_core.compute_drgrpo_advantages),
         ("rloo", algo_core.compute_rloo_advantages),
     ],
 )
-def test_advantages_equal_upstream(ours, theirs):
+def test_advantages_equal_upstream(name, upstream):
   rewards = np.random.default_rng(0).normal(size=(5, 8))
-  want = np.asarray(theirs(rewards.reshape(-1).astype(np.float32), 8))
-  estimator = advantages.ESTIMATORS.get(ours)
+  want = np.asarray(upstream(rewards.reshape(-1).astype(np.float32), 8))
+  estimator = advantages.ESTIMATORS.get(name)
   got = [v[0] for row in rewards for v in estimator(_group(row), OPTIONS)]
   np.testing.assert_allclose(got, want, atol=2e-5)
 
@@ -138,14 +138,14 @@ def _policies(seed=0, size=7):
 
 
 @pytest.mark.parametrize(
-    "ours, theirs", [("k1", "kl"), ("k2", "mse_kl"), ("k3", "low_var_kl")]
+    "name, method", [("k1", "kl"), ("k2", "mse_kl"), ("k3", "low_var_kl")]
 )
-def test_kl_equals_upstream(ours, theirs):
+def test_kl_equals_upstream(name, method):
   rng = np.random.default_rng(1)
   p, q = jnp.array(-rng.random((2, 50)) * 4)
   np.testing.assert_allclose(
-      kl.ESTIMATORS.get(ours)(p, q),
-      common.compute_kl_divergence(p, q, method=theirs),
+      kl.ESTIMATORS.get(name)(p, q),
+      common.compute_kl_divergence(p, q, method=method),
       atol=1e-6,
   )
 

@@ -116,14 +116,14 @@ def _visible(batch, buffer, at):
   for t in range(column + 1):
     if inputs.segment_ids[row, t] not in (own, prefix):
       continue
-    seen = None
+    pixels = None
     index = inputs.vision_index[row, t]
     if index >= 0:
-      seen = inputs.patches[buffer, index].tobytes()
+      pixels = inputs.patches[buffer, index].tobytes()
     out.append((
         int(inputs.tokens[row, t]),
         inputs.positions[row, t].tolist(),
-        seen,
+        pixels,
     ))
   return out
 
@@ -132,13 +132,13 @@ def _expected_context(example, upto):
   """The same for tokens [0, upto) of the sequence itself."""
   sequence = example.sequence
   positions = PROCESSOR.positions(sequence.tokens, sequence.images)
-  seen = {}
+  pixels = {}
   for span in sequence.images:
     patches = PROCESSOR.patchify(STORE.get(span.image)).patches
     for i in range(span.num_tokens):
-      seen[span.offset + i] = patches[i].tobytes()
+      pixels[span.offset + i] = patches[i].tobytes()
   return [
-      (int(sequence.tokens[t]), positions[t].tolist(), seen.get(t))
+      (int(sequence.tokens[t]), positions[t].tolist(), pixels.get(t))
       for t in range(upto)
   ]
 
@@ -225,17 +225,17 @@ def test_a_group_shares_its_prompt_and_first_screenshot():
 @settings(max_examples=50, deadline=None)
 def test_images_lie_apart_and_cross_no_window(sizes, window, places):
   windows = packing.Windows(places, window)
-  taken = np.zeros(places, int)
+  uses = np.zeros(places, int)
   for size in sizes:
     if windows.fit([size]) is None:
       for start in range(0, places, window):
-        assert (taken[start : start + window] == 0).sum() < size
+        assert (uses[start : start + window] == 0).sum() < size
       continue
     (at,) = windows.take([size])
     assert at // window == (at + size - 1) // window
-    taken[at : at + size] += 1
-    assert windows.used == np.flatnonzero(taken).max() + 1
-  assert taken.max(initial=0) <= 1
+    uses[at : at + size] += 1
+    assert windows.used == np.flatnonzero(uses).max() + 1
+  assert uses.max(initial=0) <= 1
 
 
 @given(_examples())
@@ -423,8 +423,8 @@ def test_a_suggested_shape_holds_whatever_fits_a_row():
     examples = example_lib.from_sequences([_sequence(hard, 0)])
     assert packer.plan(examples, shape).stats.batches == 1
   # A shape that is asked for is the one that is given.
-  asked = packer.suggest((), 4, 32, 1, patches=8, targets=16)
-  assert (asked.patches, asked.targets) == (8, 16)
+  suggested = packer.suggest((), 4, 32, 1, patches=8, targets=16)
+  assert (suggested.patches, suggested.targets) == (8, 16)
 
 
 # --- groups to examples -----------------------------------------------------
@@ -456,8 +456,10 @@ def test_only_valid_members_count_and_normalise():
   assert [e.advantages[1] for e in examples] == [0.5, -0.5]
   assert (stats.episodes, stats.valid, stats.success) == (3, 2, 0.5)
   assert stats.reward_mean == 0.5
-  told = [stats.advantages[m.trajectory_id] for m in group.trajectories[:2]]
-  assert [float(values[-1]) for values in told] == [0.5, -0.5]
+  per_member = [
+      stats.advantages[m.trajectory_id] for m in group.trajectories[:2]
+  ]
+  assert [float(values[-1]) for values in per_member] == [0.5, -0.5]
   assert len(stats.advantages) == 2
   broken = trajectory.TrajectoryGroup(
       "b", "t", (episode(1.0, status.TIMEOUT),)
@@ -534,12 +536,12 @@ def test_every_sampled_token_carries_the_advantage_of_its_turn():
   group = trajectory.TrajectoryGroup(
       "g", "t", (member(1.0, 0.0), member(0.0, 3.0))
   )
-  (made,), stats = example_lib.from_groups(
+  (built,), stats = example_lib.from_groups(
       [group],
       advantages.turn_returns,
       advantages.AdvantageOptions(gamma=0.5),
   )
-  for example, one in zip(made, group, strict=True):
+  for example, one in zip(built, group, strict=True):
     per_turn = stats.advantages[one.trajectory_id]
     assert len(set(per_turn)) == 2
     first, second = per_turn

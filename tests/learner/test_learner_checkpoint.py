@@ -152,8 +152,8 @@ def test_any_flipped_bit_and_any_two_places_exchanged_change_the_checksum():
     assert other != plain
 
 
-@pytest.fixture(name="kept")
-def _kept(case, tmp_path):
+@pytest.fixture(name="saved")
+def _saved(case, tmp_path):
   """The files of a checkpoint, and the learner that saved it."""
   learner = case.learner()
   learner.update(case.groups(3, 3))
@@ -164,9 +164,9 @@ def _kept(case, tmp_path):
 
 
 @pytest.mark.slow
-def test_damage_is_named_and_never_restored(kept):
+def test_damage_is_named_and_never_restored(saved):
   """Of every file of it, cut in half, emptied, and with a flipped bit."""
-  learner, directory, files = kept
+  learner, directory, files = saved
   named = {}
   for path, data in files.items():
     if not data:
@@ -182,10 +182,10 @@ def test_damage_is_named_and_never_restored(kept):
         with checkpoint.LearnerCheckpoints(directory) as checkpoints:
           checkpoints.restore(learner)
       except checkpoint.DamagedCheckpoint as error:
-        said = str(error)
-        assert re.search(r"/1 is damaged: .*; restore it from a copy", said)
-        assert len(said.splitlines()) == 1 and len(said) < 800
-        named[path.name, kind] = said
+        message = str(error)
+        assert re.search(r"/1 is damaged: .*; restore it from a copy", message)
+        assert len(message.splitlines()) == 1 and len(message) < 800
+        named[path.name, kind] = message
       else:  # A file that nothing is read from.
         after = learner.parameters()
         assert learner_cases.largest_difference(before, after) == 0
@@ -208,8 +208,8 @@ def test_a_checkpoint_is_on_the_disk_when_wait_returns(
   with checkpoint.LearnerCheckpoints(tmp_path) as checkpoints:
     checkpoints.save(case.learner())
     checkpoints.wait()
-    wanted = {str(p) for p in (tmp_path / "0").rglob("*")}
-    assert wanted | {str(tmp_path)} <= synced
+    expected = {str(p) for p in (tmp_path / "0").rglob("*")}
+    assert expected | {str(tmp_path)} <= synced
 
 
 def test_a_disk_that_hangs_ends_a_save_in_time(case, tmp_path, monkeypatch):

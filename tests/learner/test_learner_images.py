@@ -86,9 +86,9 @@ def reference(case, model, directory):
     scores = torch.log_softmax(logits, -1).numpy()
     # Tokens that no sampler may draw have no share.
     banned = list(model.config.banned_token_ids)
-    rest = np.log1p(-np.exp(scores[:, banned]).sum(1))
+    allowed = np.log1p(-np.exp(scores[:, banned]).sum(1))
     mask = np.flatnonzero(sequence.loss_mask)
-    return scores[mask - 1, sequence.tokens[mask]] - rest[mask - 1]
+    return scores[mask - 1, sequence.tokens[mask]] - allowed[mask - 1]
 
   return logprobs
 
@@ -100,8 +100,8 @@ def test_an_image_larger_than_the_screen_is_attended_whole(policy, tmp_path):
   small, large = sequences_of(case, SCREEN, LARGE)
   for batch in ([small], [large, small]):
     for sequence, got in zip(batch, learner.sequence_logprobs(batch)):
-      found = got[sequence.loss_mask]
-      np.testing.assert_allclose(found, want(sequence), atol=TOLERANCE)
+      logprobs = got[sequence.loss_mask]
+      np.testing.assert_allclose(logprobs, want(sequence), atol=TOLERANCE)
   bound = learner.shape.image_patches
   assert bound == packing.image_bound(patches_of(policy[1], LARGE))
   # Each size was bounded by itself, and the smaller one by the larger's.
@@ -111,7 +111,7 @@ def test_an_image_larger_than_the_screen_is_attended_whole(policy, tmp_path):
 
 
 def test_a_bound_below_the_image_would_be_wrong(policy):
-  """That the test above would see what it is about."""
+  """Checks that the test above can fail."""
   case = learner_cases.Case(own=policy)
   learner = case.learner(**ROWS)
   (large,) = sequences_of(case, LARGE)
@@ -129,8 +129,8 @@ def test_a_bound_below_the_image_would_be_wrong(policy):
 
 
 def everything(*sequences):
-  found = examples.from_sequences(sequences)
-  return found, np.ones(len(found))
+  built = examples.from_sequences(sequences)
+  return built, np.ones(len(built))
 
 
 def test_bounds_are_few_and_near(policy):
@@ -147,17 +147,17 @@ def test_bounds_are_few_and_near(policy):
 
 def test_the_packer_refuses_an_image_above_the_shapes_bound(policy):
   case = learner_cases.Case(own=policy)
-  given, _ = everything(*sequences_of(case, SCREEN, LARGE))
+  built, _ = everything(*sequences_of(case, SCREEN, LARGE))
   packer = batching.Packer(case.processor, case.store)
   few = patches_of(policy[1], SCREEN)
   shape = batching.BatchShape(1, 256, 1, 1024, 64, few)
-  packer.plan(given[:1], shape)
+  packer.plan(built[:1], shape)
   need = patches_of(policy[1], LARGE)
   with pytest.raises(
       ValueError, match=f"of 192x128 has {need} patches, .*image_patches={few}"
   ):
-    packer.plan(given, shape)
-  assert packer.largest_image(given) == need
+    packer.plan(built, shape)
+  assert packer.largest_image(built) == need
 
 
 def test_the_learner_refuses_an_image_above_the_policys_limit(policy):
@@ -191,8 +191,8 @@ def test_a_limit_below_the_screen_is_refused_when_loading():
 def test_a_resumed_learner_keeps_the_bound(policy):
   case = learner_cases.Case(own=policy)
   learner = case.learner(**ROWS)
-  given, weights = everything(*sequences_of(case, LARGE))
-  learner._minibatches.pack(given, weights)
+  built, weights = everything(*sequences_of(case, LARGE))
+  learner._minibatches.pack(built, weights)
   bound = learner.shape.image_patches
   progress = learner.progress()
   other = case.learner(**ROWS)
@@ -232,7 +232,7 @@ def test_a_resumed_learner_keeps_the_places_it_grew_by(policy, aligned):
     other._minibatches.pack(*everything(*sequences_of(case, LARGE)))
     assert other.shape == grown
     progress = other.progress()
-  # Whoever asks for more has it, and other batches have their own.
+  # A larger image gets a larger bound; other batches keep their own.
   more = fresh(3000)
   more.load(more.arrays(), progress)
   assert more.shape.patches >= 3000
@@ -268,11 +268,11 @@ def test_splash_attention_takes_the_shapes_of_a_tpus_batches():
       qwen_checkpoint.processor_of(config),
   )
   case = learner_cases.Case(own=own)
-  given = everything(*sequences_of(case, SCREEN, LARGE))
+  examples_and_weights = everything(*sequences_of(case, SCREEN, LARGE))
   for patches in (0, 1000):
     with compiling.compile_for("tpu"):
       learner = case.learner(**ROWS | dict(patches=patches))
-    (batch,) = learner._minibatches.pack(*given).batches
+    (batch,) = learner._minibatches.pack(*examples_and_weights).batches
     assert batch.inputs.patches.shape[1] % kernels.SPLASH_BLOCK == 0
     assert batch.inputs.image_patches and not batch.inputs.aligned_images
 

@@ -157,9 +157,9 @@ def test_packed_log_probs_equal_each_sequence_alone(case, share):
       for s in t.sequences
   ]
   got = learner.sequence_logprobs(sequences)
-  for found, sequence in zip(got, sequences, strict=True):
+  for packed, sequence in zip(got, sequences, strict=True):
     np.testing.assert_allclose(
-        found, _alone(case, sequence, 0.8), atol=2e-5
+        packed, _alone(case, sequence, 0.8), atol=2e-5
     )
 
 
@@ -208,8 +208,8 @@ def test_log_probs_equal_those_the_engine_sampled_with(case):
     )
 
   def check(sequences, version):
-    found = learner.sequence_logprobs(sequences)
-    for sequence, logprobs_T in zip(sequences, found, strict=True):
+    scored = learner.sequence_logprobs(sequences)
+    for sequence, logprobs_T in zip(sequences, scored, strict=True):
       assert sequence.num_sampled == 12
       assert set(sequence.versions[sequence.loss_mask]) == {version}
       np.testing.assert_allclose(logprobs_T, sequence.logprobs, atol=1e-4)

@@ -27,9 +27,9 @@ class _Engine:
   def update_weights(self, version, params):
     self.log.append(("published", version))
     self.states[version] = params
-    done = concurrent.futures.Future()
-    done.set_result(version)
-    return done
+    future = concurrent.futures.Future()
+    future.set_result(version)
+    return future
 
 
 class _Log:
@@ -176,8 +176,8 @@ def test_what_the_last_checkpoint_holds_is_not_trained_on_again(
     extras = checkpoints.restore(case.learner())
   assert extras == {"mine": 1, loop_lib.CONSUMED: [0, 1]}
   queue = parts(1, extras[loop_lib.CONSUMED] if killed else ())
-  left = [queue.get(timeout=0).group_id for _ in range(queue.qsize())]
-  assert left == ["g2", "g3", "g4", "g5"]
+  remaining = [queue.get(timeout=0).group_id for _ in range(queue.qsize())]
+  assert remaining == ["g2", "g3", "g4", "g5"]
 
 
 def test_a_batch_whose_update_failed_is_no_later_one_s(case, tmp_path):
@@ -383,21 +383,21 @@ def test_groups_of_equal_rewards_are_replaced_and_counted(case, tmp_path):
   queue = group_queue.GroupQueue(2, order="admission")
   rounded = [0.1 + 0.2, 0.3]
   rewards = [EVEN, VARIED, rounded, [0.0, 0.0], VARIED, VARIED, VARIED]
-  made = _produce(case, queue, rewards)
-  seen = _Groups()
+  producer = _produce(case, queue, rewards)
+  observed = _Groups()
   with checkpoint.LearnerCheckpoints(tmp_path) as checkpoints:
     loop = _dynamic(
         case,
         queue,
         2,
-        observers=events.Observers([seen]),
+        observers=events.Observers([observed]),
         checkpoints=checkpoints,
     )
     first, second = loop.step(), loop.step()
-    made.result(timeout=60)
-    assert seen.learned == [["g1", "g4"], ["g5", "g6"]]
-    assert [name for name, *_ in seen.dropped] == ["g0", "g2", "g3"]
-    assert {outcome for _, outcome, _ in seen.dropped} == {"dropped"}
+    producer.result(timeout=60)
+    assert observed.learned == [["g1", "g4"], ["g5", "g6"]]
+    assert [name for name, *_ in observed.dropped] == ["g0", "g2", "g3"]
+    assert {outcome for _, outcome, _ in observed.dropped} == {"dropped"}
     assert first["replaced_groups"] == 3 and second["replaced_groups"] == 0
     assert first["zero_advantage_groups"] == 0
     counters = queue.counters()
@@ -410,13 +410,13 @@ def test_groups_of_equal_rewards_are_replaced_and_counted(case, tmp_path):
 
 def test_replacing_is_bounded(case):
   queue = group_queue.GroupQueue(2, order="admission")
-  made = _produce(case, queue, [EVEN] * 4)
-  seen = _Groups()
-  loop = _dynamic(case, queue, 1, observers=events.Observers([seen]))
+  producer = _produce(case, queue, [EVEN] * 4)
+  observed = _Groups()
+  loop = _dynamic(case, queue, 1, observers=events.Observers([observed]))
   metrics = loop.step()
-  made.result(timeout=60)
+  producer.result(timeout=60)
   assert metrics["replaced_groups"] == 2
-  assert seen.learned == [["g2", "g3"]] and metrics["empty_updates"] == 1
+  assert observed.learned == [["g2", "g3"]] and metrics["empty_updates"] == 1
 
 
 def test_the_last_groups_are_replaced_too(case):
@@ -435,10 +435,10 @@ def test_the_last_groups_are_replaced_too(case):
 
 def test_without_dynamic_sampling_nothing_is_replaced(case):
   queue = group_queue.GroupQueue(2, order="admission")
-  made = _produce(case, queue, [EVEN, VARIED])
+  producer = _produce(case, queue, [EVEN, VARIED])
   loop = _dynamic(case, queue, 0)
   metrics = loop.step()
-  made.result(timeout=60)
+  producer.result(timeout=60)
   assert "replaced_groups" not in metrics
   assert metrics["zero_advantage_groups"] == 1
 
@@ -448,36 +448,36 @@ def test_a_stop_between_replacements_keeps_what_was_taken(case):
   for name, members in (("g0", EVEN), ("g1", VARIED)):
     ticket = queue.acquire_start(timeout=1)
     queue.put(case.group(members, name), ticket, timeout=1)
-  seen = _Groups()
-  loop = _dynamic(case, queue, 2, observers=events.Observers([seen]))
+  observed = _Groups()
+  loop = _dynamic(case, queue, 2, observers=events.Observers([observed]))
   stop = threading.Event()
   stop.set()
   assert loop.step(stop) is None
   ticket = queue.acquire_start(timeout=1)  # Admitted for the one replaced.
   queue.put(case.group(VARIED, "g2"), ticket, timeout=1)
   assert loop.step()["replaced_groups"] == 1
-  assert seen.learned == [["g1", "g2"]]
+  assert observed.learned == [["g1", "g2"]]
   assert loop._consumed == {0, 1, 2}
 
 
 def test_a_failed_group_that_borrows_a_success_is_not_replaced(case):
   """Of the tasks, only one was solved lately."""
   queue = group_queue.GroupQueue(2, group_queue.QueueConfig(capacity=3))
-  kept = replay.SuccessReplay(1)
-  kept.lend([case.group([1.0], "old")], 0)
+  successes = replay.SuccessReplay(1)
+  successes.lend([case.group([1.0], "old")], 0)
   for name, task, rewards in (
       ("g0", "task", [0.0, 0.0]),
       ("g1", "other", [0.0, 0.0]),
       ("g2", "other", VARIED),
   ):
-    made = case.group(rewards, name)
-    queue.put(dataclasses.replace(made, task_id=task))
-  seen = _Groups()
+    group = case.group(rewards, name)
+    queue.put(dataclasses.replace(group, task_id=task))
+  observed = _Groups()
   loop = _dynamic(
-      case, queue, 1, observers=events.Observers([seen]), replay=kept
+      case, queue, 1, observers=events.Observers([observed]), replay=successes
   )
   metrics = loop.step()
-  assert seen.learned == [["g0", "g2"]]
-  assert [name for name, *_ in seen.dropped] == ["g1"]
+  assert observed.learned == [["g0", "g2"]]
+  assert [name for name, *_ in observed.dropped] == ["g1"]
   assert metrics["replaced_groups"] == metrics["borrowed_episodes"] == 1
   assert metrics["optimizer_steps"] == 1

@@ -103,14 +103,14 @@ def test_the_gradient_is_that_of_float32_up_to_its_rounding(pair):
 def test_every_master_moves_that_would_in_float32(trained):
   (half, full), (before, _), _ = trained
   moved = still = lost = 0
-  after, wanted = arrays(half.parameters()), arrays(full.parameters())
+  after, expected = arrays(half.parameters()), arrays(full.parameters())
   for name, start in before.items():
     assert half.parameters()[name].dtype == jnp.float32
-    moves = wanted[name] != start
+    moves = expected[name] != start
     moved += np.sum(after[name][moves] != start[moves])
     still += np.sum(after[name][moves] == start[moves])
     # Where the weights themselves would be stepped, in bfloat16.
-    stepped = (start + RATE * np.sign(wanted[name] - start)).astype(
+    stepped = (start + RATE * np.sign(expected[name] - start)).astype(
         jnp.bfloat16
     ).astype(np.float32)
     lost += np.sum(stepped[moves] == start[moves])
@@ -148,9 +148,9 @@ def test_training_follows_float32_within_bfloat16s_rounding(trained):
     rounding = 2.0**-9 * np.abs(b[name]) + 2.1 * RATE * STEPS
     assert (np.abs(np.asarray(acting[name], np.float32) - b[name])
             <= rounding).all()
-    ours, theirs = a[name] - start, b[name] - start
-    agree += float(np.sum(ours * theirs))
-    steps += float(np.sum(theirs * theirs))
+    half_move, full_move = a[name] - start, b[name] - start
+    agree += float(np.sum(half_move * full_move))
+    steps += float(np.sum(full_move * full_move))
   assert agree / steps > 0.98
 
 

@@ -18,11 +18,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.mark.parametrize("mesh", ["data", "fsdp", "mixed"])
 def test_loss_gradient_and_parameters_equal_one_device(report, mesh):
-  found = report[mesh]
-  assert found["loss"] < 1e-5
-  assert found["later_loss"] < 1e-5
-  assert found["gradient"] < 1e-5
-  assert found["parameters"] < 1e-5
+  errors = report[mesh]
+  assert errors["loss"] < 1e-5
+  assert errors["later_loss"] < 1e-5
+  assert errors["gradient"] < 1e-5
+  assert errors["parameters"] < 1e-5
 
 
 def test_an_update_without_weight_moves_nothing_on_a_mesh(report):
@@ -30,27 +30,27 @@ def test_an_update_without_weight_moves_nothing_on_a_mesh(report):
 
 
 def test_whole_sequence_ratios_and_an_adapted_kl_equal_one_device(report):
-  found = report["whole_sequences"]
-  assert found["loss"] < 1e-5 and found["norm"] < 1e-4
-  assert found["kl"] > 0 and found["parameters"] < 1e-5
-  assert found["compiles"]["accumulate"] == 1
+  errors = report["whole_sequences"]
+  assert errors["loss"] < 1e-5 and errors["norm"] < 1e-4
+  assert errors["kl"] > 0 and errors["parameters"] < 1e-5
+  assert errors["compiles"]["accumulate"] == 1
 
 
 def test_a_value_head_on_a_mesh_equals_one_device(report):
-  found = report["critic"]
-  assert found["loss"] < 1e-4 and found["value_loss"] < 1e-4
-  assert found["parameters"] < 1e-4
-  assert found["compiles"]["value"] == found["compiles"]["accumulate"] == 1
+  errors = report["critic"]
+  assert errors["loss"] < 1e-4 and errors["value_loss"] < 1e-4
+  assert errors["parameters"] < 1e-4
+  assert errors["compiles"]["value"] == errors["compiles"]["accumulate"] == 1
 
 
 @pytest.mark.parametrize("mesh", ["data", "fsdp", "mixed"])
 def test_no_device_ever_gathers_the_logits(report, mesh):
-  found = report[mesh]
+  sizes = report[mesh]
   # With the vocabulary split over `tensor`, not even those of one shard.
   limit = "shard_logits" if mesh == "mixed" else "logits"
-  assert found["gather"] < found[limit]
-  assert found["compiles"]["accumulate"] == 1
-  assert found["compiles"]["apply"] == 1
+  assert sizes["gather"] < sizes[limit]
+  assert sizes["compiles"]["accumulate"] == 1
+  assert sizes["compiles"]["apply"] == 1
 
 
 def test_parameters_and_optimizer_state_are_sharded(report):
@@ -66,11 +66,11 @@ def test_a_checkpoint_restores_on_another_mesh_to_the_bit(report, mesh):
 
 
 def test_masters_of_bfloat16_parameters_are_sharded_like_them(report):
-  found = report["half"]
-  assert found["types"] == ["float32"]
-  assert found["published"] == ["bfloat16"]
-  assert found["placed"]
-  assert found["bytes"] == report["mixed"]["bytes"]
+  types = report["half"]
+  assert types["types"] == ["float32"]
+  assert types["published"] == ["bfloat16"]
+  assert types["placed"]
+  assert types["bytes"] == report["mixed"]["bytes"]
   # A sum in another order may be rounded to the next bfloat16, by a step that
   # the optimizer's large epsilon keeps as small as the gradient's change.
-  assert found["masters"] < 1e-4
+  assert types["masters"] < 1e-4

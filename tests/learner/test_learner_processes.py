@@ -24,11 +24,11 @@ def reports(request, tmp_path_factory):
 def test_losses_weights_and_readings_equal_those_of_one_device(reports):
   for report in reports:
     for mesh in ("data", "mixed"):
-      found = report[mesh]
-      assert found["loss"] < 1e-5
-      assert found["parameters"] < 1e-5
-      assert found["logprobs"] < 1e-5
-      for name, difference in found["metrics"].items():
+      errors = report[mesh]
+      assert errors["loss"] < 1e-5
+      assert errors["parameters"] < 1e-5
+      assert errors["logprobs"] < 1e-5
+      for name, difference in errors["metrics"].items():
         assert difference <= (1e-6 if name in MEANS else 0), name
     assert report["one_learns"] < 1e-5  # The others have nothing to learn.
 

@@ -46,12 +46,12 @@ def test_packing_sharing_and_accumulation_do_not_change_the_gradient(case):
 
 def _on_policy(learner, examples):
   sequences = [e.sequence for e in examples]
-  found = learner.sequence_logprobs(sequences)
+  logprobs = learner.sequence_logprobs(sequences)
   return [
       dataclasses.replace(
           e, sequence=dataclasses.replace(s, logprobs=np.minimum(lp, 0))
       )
-      for e, s, lp in zip(examples, sequences, found, strict=True)
+      for e, s, lp in zip(examples, sequences, logprobs, strict=True)
   ]
 
 
@@ -74,8 +74,8 @@ def test_gradient_equals_finite_differences(case):
   # Near the policy, so that some tokens are inside the clip.
   examples = _on_policy(learner, examples)
   grads, _, _ = gradients(learner, examples)
-  kept, weights = learner._minibatches.weigh(examples)
-  packed = learner._minibatches.pack(kept, weights)
+  weighed, weights = learner._minibatches.weigh(examples)
+  packed = learner._minibatches.pack(weighed, weights)
   programs = learner._programs
   loss = jax.jit(lambda p, b, x: programs.loss(p, {}, b, x)[0])
   rng = np.random.default_rng(0)
@@ -194,10 +194,10 @@ def test_truncated_importance_weights(case):
   learner = case.learner(importance="tis", tis_cap=1.5, minibatches=2)
   groups = case.groups(2, 3)
   examples = learner_cases.examples_of(groups)
-  found = learner.sequence_logprobs([e.sequence for e in examples])
+  logprobs = learner.sequence_logprobs([e.sequence for e in examples])
   ratio = np.concatenate([
       np.exp(lp - e.sequence.logprobs)[e.sequence.loss_mask]
-      for lp, e in zip(found, examples)
+      for lp, e in zip(logprobs, examples)
   ])
   metrics = learner.update(groups)
   # Both minibatches are compared with the weights the update began with; a
@@ -244,13 +244,13 @@ def test_published_weights_outlive_updates_in_place(case):
   published = learner.policy_state()
   before = [np.array(x) for x in jax.tree.leaves(published)]
   inner = list(learner._params.values())
-  theirs = learner._split.params_of(case.model)
-  given = {name: np.array(x) for name, x in theirs.items()}
+  published_params = learner._split.params_of(case.model)
+  copies = {name: np.array(x) for name, x in published_params.items()}
   learner.update(case.groups())
   assert all(x.is_deleted() for x in inner), "parameters were not donated"
   for old, now in zip(before, jax.tree.leaves(published), strict=True):
     np.testing.assert_array_equal(old, now)
-  assert largest_difference(given, theirs) == 0
+  assert largest_difference(copies, published_params) == 0
   assert largest_difference(
       dict(enumerate(before)),
       dict(enumerate(jax.tree.leaves(learner.policy_state()))),
@@ -459,8 +459,8 @@ def test_grpo_learns_what_is_rewarded(case):
   rng = np.random.default_rng(0)
   success = []
   for _ in range(25):
-    found = learner.sequence_logprobs(probe)
-    logprobs = np.array([lp[len(prompt)] for lp in found])
+    scored = learner.sequence_logprobs(probe)
+    logprobs = np.array([lp[len(prompt)] for lp in scored])
     p = np.exp(logprobs) / np.exp(logprobs).sum()
     success.append(p[pays].sum())
     members = tuple(
@@ -468,7 +468,7 @@ def test_grpo_learns_what_is_rewarded(case):
             steps=[trajectory.Step()],
             reward=float(pays[i]),
             status=trajectory.TrajectoryStatus.SUCCEEDED,
-            sequences=[dataclasses.replace(probe[i], logprobs=found[i])],
+            sequences=[dataclasses.replace(probe[i], logprobs=scored[i])],
         )
         for i in rng.choice(len(arms), 16, p=p)
     )

@@ -107,13 +107,13 @@ def test_value_loss_and_gradient_equal_torch(clip):
   rng = np.random.default_rng(1)
   new, old, target = rng.normal(size=(3, 64))
   old = new + 0.3 * rng.normal(size=64)
-  theirs = torch.tensor(new, requires_grad=True)
+  t_new = torch.tensor(new, requires_grad=True)
   t_old, t_target = torch.tensor(old), torch.tensor(target)
-  plain = (theirs - t_target) ** 2
+  plain = (t_new - t_target) ** 2
   want = 0.5 * plain
   if clip:
-    held = t_old + (theirs - t_old).clamp(-clip, clip)
-    want = 0.5 * torch.maximum(plain, (held - t_target) ** 2)
+    clipped = t_old + (t_new - t_old).clamp(-clip, clip)
+    want = 0.5 * torch.maximum(plain, (clipped - t_target) ** 2)
   want.sum().backward()
   as32 = lambda x: jnp.asarray(x, jnp.float32)
   loss = lambda v: jnp.sum(
@@ -121,7 +121,7 @@ def test_value_loss_and_gradient_equal_torch(clip):
   )
   got, grad = jax.value_and_grad(loss)(as32(new))
   assert float(got) == pytest.approx(want.sum().item(), rel=1e-5)
-  np.testing.assert_allclose(grad, theirs.grad.numpy(), rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(grad, t_new.grad.numpy(), rtol=1e-4, atol=1e-5)
 
 
 def groups_of(case):
@@ -164,18 +164,18 @@ def test_values_advantages_and_targets_are_those_of_the_reference(case):
       case.learner(**PPO, gae_lambda=0.8, gamma=0.9, gae_bootstrap=True)
   )
   groups = groups_of(case)
-  found, _ = critic.of_groups(
+  advantages_of, _ = critic.of_groups(
       groups,
       learner.algorithm,
       learner.gamma,
       64,
-      lambda asked: learner._scored(
-          learner._programs.value, learner._acting(), asked
+      lambda sequences: learner._scored(
+          learner._programs.value, learner._acting(), sequences
       ),
   )
   weight = np.asarray(learner._params[critic.WEIGHT], np.float64)
   bias = float(learner._params[critic.BIAS])
-  flat_got, flat_want, kept = [], [], []
+  flat_got, flat_want, ids = [], [], []
   members = [m for g in groups for m in g.valid]
   assert len(members) == 4
   for member in members:
@@ -192,25 +192,25 @@ def test_values_advantages_and_targets_are_those_of_the_reference(case):
       assert last != values[-1]
     rewards = example_lib.turn_rewards(member)
     want = weighted_deltas(rewards, turns, values, last, 0.9, 0.8, 1.0)
-    got = found[member.trajectory_id].per_sequence
+    got = advantages_of[member.trajectory_id].per_sequence
     streams = [got[i][1] for i in range(len(member.sequences))]
     masks = [s.loss_mask for s in member.sequences]
-    for name, wanted in (
+    for name, expected in (
         (critic.VALUES, np.array(values)),
         (critic.TARGETS, want + values),
     ):
       joined = np.concatenate([s[name][m] for s, m in zip(streams, masks)])
-      np.testing.assert_allclose(joined, wanted, rtol=1e-4, atol=1e-4)
+      np.testing.assert_allclose(joined, expected, rtol=1e-4, atol=1e-4)
     flat_got.extend(
         np.concatenate([got[i][0][m] for i, m in enumerate(masks)])
     )
     flat_want.extend(want)
-    kept.append(member.trajectory_id)
+    ids.append(member.trajectory_id)
   want = np.array(flat_want)
   np.testing.assert_allclose(
       flat_got, (want - want.mean()) / (want.std() + 1e-6), rtol=1e-3, atol=1e-4
   )
-  assert set(found) == set(kept)
+  assert set(advantages_of) == set(ids)
 
 
 def test_loss_and_gradient_of_head_and_trunk_equal_torch(case):
@@ -249,9 +249,9 @@ def test_loss_and_gradient_of_head_and_trunk_equal_torch(case):
     new = torch.tensor(hidden[: mask.sum()]) @ weight + bias
     old = torch.tensor(e.streams[critic.VALUES][mask]).double()
     target = torch.tensor(e.streams[critic.TARGETS][mask]).double()
-    held = old + (new - old).clamp(-0.1, 0.1)
+    clipped = old + (new - old).clamp(-0.1, 0.1)
     losses.append(
-        0.5 * torch.maximum((new - target) ** 2, (held - target) ** 2)
+        0.5 * torch.maximum((new - target) ** 2, (clipped - target) ** 2)
     )
   value_loss = torch.cat(losses).sum() / tokens
   (0.7 * value_loss).backward()
@@ -357,12 +357,12 @@ def test_the_value_predicts_the_reward_after_some_updates(case):
       tuple(case.episode(prompt, reward, turns=1) for _ in range(3)),
   )  # pyformat: disable
   good, bad = ([("text", case.text(6)), ("image", case.image())] for _ in "ab")
-  seen = [
+  explained = [
       learner.update([make(good, 1.0), make(bad, 0.0)])["explained_variance"]
       for _ in range(25)
   ]
-  assert abs(seen[0]) < 1e-6  # A head of zeros explains nothing.
-  assert np.mean(seen[-5:]) > 0.5
+  assert abs(explained[0]) < 1e-6  # A head of zeros explains nothing.
+  assert np.mean(explained[-5:]) > 0.5
 
 
 def test_nothing_of_a_critic_is_there_without_one(case):
@@ -396,7 +396,7 @@ def test_the_memory_of_an_update_is_compiled_with_its_extras(case):
           True,
       ),
   ]
-  found = [
+  sizes = [
       compiled_memory.activations(
           case.model,
           case.processor,
@@ -406,7 +406,7 @@ def test_the_memory_of_an_update_is_compiled_with_its_extras(case):
       )
       for algorithm, freeze in settings
   ]
-  assert all(size > 0 for size in found)
+  assert all(size > 0 for size in sizes)
 
 
 @pytest.mark.slow
@@ -449,7 +449,7 @@ def distributions(learner, sequences):
   packed = learner._minibatches.pack(examples, np.ones(len(examples)))
   model = learner.policy()
   banned = list(model.config.banned_token_ids)
-  found = {}
+  rows_of = {}
   for batch in packed.batches:
     hidden = logprobs.gather_hidden(model(batch.inputs), batch.index)
     logits = np.array(model.logits(hidden), np.float64)
@@ -458,8 +458,8 @@ def distributions(learner, sequences):
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     mask, number = np.asarray(batch.mask), np.asarray(batch.sequences)
     for i in np.unique(number[mask]):
-      found[i] = p[mask & (number == i)]
-  return [found[i] for i in range(len(sequences))]
+      rows_of[i] = p[mask & (number == i)]
+  return [rows_of[i] for i in range(len(sequences))]
 
 
 @pytest.mark.slow
@@ -485,14 +485,14 @@ def test_ppo_learns_a_task_whose_reward_comes_a_turn_later(case):
     return [int(rng.choice(len(p), p=p)) for p in rows]
 
   def sequence(first, second, lps=(0.0, 0.0)):
-    made = case.sequence(
+    built = case.sequence(
         [*prompt, ("sampled", [first]), bridge, ("sampled", [second])]
     )
-    lp = np.zeros(len(made))
-    lp[made.loss_mask] = lps
-    turns = np.zeros(len(made), int)
+    lp = np.zeros(len(built))
+    lp[built.loss_mask] = lps
+    turns = np.zeros(len(built), int)
     turns[-3:] = 1
-    return dataclasses.replace(made, logprobs=lp, turn_ids=turns)
+    return dataclasses.replace(built, logprobs=lp, turn_ids=turns)
 
   def play(count):
     any_token = int(case.ids[0])
@@ -552,12 +552,12 @@ def test_what_stale_turns_earned_is_not_the_first_fresh_tokens(case):
   )
 
   def targets(one):
-    found, _ = critic.of_groups(
+    advantages_of, _ = critic.of_groups(
         [dataclasses.replace(group, trajectories=(one,))],
         learner.algorithm, 1.0, 64,
-        lambda asked: [np.zeros(len(s)) for s in asked],
+        lambda scored: [np.zeros(len(s)) for s in scored],
     )  # pyformat: disable
-    per_sequence = found[one.trajectory_id].per_sequence
+    per_sequence = advantages_of[one.trajectory_id].per_sequence
     # At the first token of each turn, where another turn's reward would be.
     first = {}
     for i, (_, streams) in sorted(per_sequence.items()):
@@ -566,7 +566,7 @@ def test_what_stale_turns_earned_is_not_the_first_fresh_tokens(case):
         first.setdefault(int(s.turn_ids[at]), float(target[at]))
     return first
 
-  whole = targets(member)
-  assert whole == pytest.approx({0: 7.0, 1: 3.0, 2: 1.0})
+  complete = targets(member)
+  assert complete == pytest.approx({0: 7.0, 1: 3.0, 2: 1.0})
   # Turn 0 is of version 0.
   assert targets(member.trimmed(1)) == pytest.approx({1: 3.0, 2: 1.0})

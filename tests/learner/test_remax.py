@@ -13,9 +13,9 @@ STATUS = trajectory.TrajectoryStatus
 
 
 def with_greedy(case, rewards, greedy, name="g"):
-  made = case.group(rewards, name)
-  beside = case.group([greedy], name).trajectories[0]
-  return dataclasses.replace(made, greedy=beside)
+  group = case.group(rewards, name)
+  greedy_episode = case.group([greedy], name).trajectories[0]
+  return dataclasses.replace(group, greedy=greedy_episode)
 
 
 def test_the_advantage_is_the_reward_less_the_greedy_ones():
@@ -71,10 +71,10 @@ def test_a_group_keeps_its_baseline_in_json_and_in_the_store(case, tmp_path):
 def test_the_preset_asks_the_collector_for_it(monkeypatch):
   from tunix.rl.multi_turn.run import episodes
 
-  made = {}
+  collected = {}
 
   def collector(*args, **kwargs):
-    made.update(kwargs, model=args[1])
+    collected.update(kwargs, model=args[1])
 
   monkeypatch.setattr(episodes.groups, "GroupCollector", collector)
 
@@ -84,7 +84,7 @@ def test_the_preset_asks_the_collector_for_it(monkeypatch):
   class Episodes:
     episode_reward = None
 
-  for name, mode, wanted in (
+  for name, mode, is_greedy in (
       ("remax", "train", True), ("grpo", "train", False),
       ("remax", "sampled", False),
   ):  # pyformat: disable
@@ -92,7 +92,7 @@ def test_the_preset_asks_the_collector_for_it(monkeypatch):
     episodes.make_collector(
         config, Episodes(), None, Renderer(), observers=None, mode=mode
     )
-    assert (made["greedy_call"] is not None) == wanted
-    assert made["model"].sampling.temperature == 1
-    if wanted:
-      assert made["greedy_call"].sampling.temperature == 0
+    assert (collected["greedy_call"] is not None) == is_greedy
+    assert collected["model"].sampling.temperature == 1
+    if is_greedy:
+      assert collected["greedy_call"].sampling.temperature == 0

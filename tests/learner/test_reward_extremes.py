@@ -67,10 +67,10 @@ def test_advantages_are_finite(name, rewards, gamma, std_eps):
   )
   options = advantages.AdvantageOptions(std_eps=std_eps, gamma=gamma)
   with np.errstate(over="raise", invalid="raise", divide="raise"):
-    (made,), stats = examples.from_groups(
+    (built,), stats = examples.from_groups(
         [group], advantages.ESTIMATORS.get(name), options
     )
-  assert len(made) == len(rewards)  # Each checks that it is finite.
+  assert len(built) == len(rewards)  # Each checks that it is finite.
   assert np.isfinite(stats.reward_mean) and np.isfinite(stats.reward_std)
 
 
@@ -115,7 +115,7 @@ def test_advantages_are_zero_or_centred(name, amounts, unit, offset, std_eps):
 
 
 @pytest.mark.parametrize(
-    "reward, said",
+    "reward, message",
     [
         (float("nan"), "must be a finite number, got nan"),
         (float("-inf"), "must be a finite number, got -inf"),
@@ -125,10 +125,10 @@ def test_advantages_are_zero_or_centred(name, amounts, unit, offset, std_eps):
         (None, "float"),
     ],
 )
-def test_a_group_with_an_unusable_reward_cannot_be_built(reward, said):
+def test_a_group_with_an_unusable_reward_cannot_be_built(reward, message):
   bad = member("bad-1", [0.0, 1.0])
   bad.steps[1].reward = reward
-  with pytest.raises(ValueError, match=rf"'g', episode 'bad-1': .*{said}"):
+  with pytest.raises(ValueError, match=rf"'g', episode 'bad-1': .*{message}"):
     trajectory.TrajectoryGroup("g", "t", [member("a", [0.0]), bad])
   # Of an episode that is left out of all statistics, it does no harm.
   bad.status = trajectory.TrajectoryStatus.ENV_ERROR

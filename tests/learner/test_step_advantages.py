@@ -17,7 +17,6 @@ from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.learner.algorithms import kl
 from tunix.rl.multi_turn.learner.algorithms import parts
 from tunix.rl.multi_turn.learner.algorithms import presets
-from tunix.rl.multi_turn.learner.algorithms import shaping
 
 from tests.learner import learner_cases
 
@@ -52,11 +51,11 @@ def _estimate(name, groups, **options):
   )
 
 
-def _by_token(groups, found):
+def _by_token(groups, per_group):
   """One number a sampled token of the step, in order."""
   return np.array([
       value
-      for group, members in zip(groups, found)
+      for group, members in zip(groups, per_group)
       for tokens, values in zip(group.tokens, members)
       for count, value in zip(tokens, values)
       for _ in range(count)
@@ -187,9 +186,9 @@ def test_pass_at_k_sums_over_all_sets_of_k(rewards, k):
   sets = list(itertools.combinations(range(n), k))
   for chosen in sets:
     for i in chosen:
-      others = [rewards[j] for j in chosen if j != i]
-      if others:
-        want[i] += max(rewards[j] for j in chosen) - max(others)
+      further = [rewards[j] for j in chosen if j != i]
+      if further:
+        want[i] += max(rewards[j] for j in chosen) - max(further)
   if k == 1:
     want = np.array([
         r - (sum(rewards) - r) / (n - 1) for r in rewards
@@ -263,7 +262,7 @@ def test_a_function_of_google_tunix_is_taken_by_its_path():
   group = advantages.GroupRewards(
       rewards, tuple(np.array([r, 0.0]) for r in rewards)
   )
-  for function, ours in (
+  for function, name in (
       ("compute_rloo_advantages", "rloo"),
       ("compute_drgrpo_advantages", "dr_grpo"),
   ):
@@ -274,7 +273,7 @@ def test_a_function_of_google_tunix_is_taken_by_its_path():
     (got,) = advantages.of_step(
         estimator, [group], advantages.AdvantageOptions()
     )
-    (want,) = _estimate(ours, [group])
+    (want,) = _estimate(name, [group])
     np.testing.assert_allclose(
         np.concatenate(got), np.concatenate(want), atol=1e-6
     )
@@ -291,17 +290,17 @@ def test_a_groups_rewards_carry_tokens_states_and_ids(case):
   other = store.put(np.ones((4, 4, 3), np.uint8))
   prompt = [("text", case.text(3))]
   members = [case.episode(prompt, 1.0, 3), case.episode(prompt, 0.0, 3)]
-  for member, seen in zip(members, ((shot, other), (other, shot))):
-    for step, image in zip(member.steps, seen):
+  for member, shown in zip(members, ((shot, other), (other, shot))):
+    for step, image in zip(member.steps, shown):
       step.observation = {"screenshot": image, "text": ""}
   broken = case.episode(prompt, 0.0, 1, status=STATUS.ENV_ERROR)
   group = trajectory.TrajectoryGroup("g", "task", (*members, broken))
-  found = examples.group_rewards(group, with_states=True)
-  assert found.group_id == "g" and found.task_id == "task"
-  assert found.episode_ids == tuple(m.trajectory_id for m in members)
-  for member, tokens in zip(members, found.tokens):
+  rewards = examples.group_rewards(group, with_states=True)
+  assert rewards.group_id == "g" and rewards.task_id == "task"
+  assert rewards.episode_ids == tuple(m.trajectory_id for m in members)
+  for member, tokens in zip(members, rewards.tokens):
     assert tokens.tolist() == [s.num_sampled for s in member.sequences]
-  (a0, a1, a2), (b0, b1, b2) = found.states
+  (a0, a1, a2), (b0, b1, b2) = rewards.states
   assert a0 == b0 == "start" and a1 == b2 and a2 == b1 and a1 != a2
   assert examples.group_rewards(group).states == ()
 
@@ -317,7 +316,8 @@ def test_a_turn_without_a_record_has_no_state(case):
 
 
 def test_soft_overlong_is_dapos_equation_13():
-  got = shaping.soft_overlong(np.array([0, 80, 81, 90, 100, 101, 500]), 100, 20)
+  lengths = np.array([0, 80, 81, 90, 100, 101, 500])
+  got = reward_prices.soft_overlong(lengths, 100, 20)
   np.testing.assert_allclose(got, [0, 0, -0.05, -0.5, -1, -1, -1], atol=1e-12)
 
 
@@ -335,9 +335,9 @@ def test_a_long_episode_pays_at_its_last_turn(case):
     got = prices[member.trajectory_id]
     np.testing.assert_allclose(got, [0.0, price], atol=1e-12)
   assert readings["overlong_price"] == pytest.approx(-np.mean(want))
-  found = examples.group_rewards(group, extra=prices)
+  rewards = examples.group_rewards(group, extra=prices)
   np.testing.assert_allclose(
-      found.total_N, np.array([1.0, 1.0, 0.0]) + want
+      rewards.total_N, np.array([1.0, 1.0, 0.0]) + want
   )
 
 
@@ -350,19 +350,20 @@ def test_kl_in_the_reward_by_hand(case, estimator):
       )
   )
   rng = np.random.default_rng(0)
-  given = {}
+  references = {}
 
   def score(sequences):
     for s in sequences:
-      given[id(s)] = s.logprobs + 0.3 * rng.normal(size=len(s))
-    return [given[id(s)] for s in sequences]
+      references[id(s)] = s.logprobs + 0.3 * rng.normal(size=len(s))
+    return [references[id(s)] for s in sequences]
 
   prices, readings = reward_prices.of_groups([group], algorithm, 0.2, 64, score)
   total = count = 0.0
   for member in group:
     for turn, sequence in enumerate(member.sequences):
       mask = sequence.loss_mask
-      d = (given[id(sequence)] - sequence.logprobs)[mask].astype(np.float64)
+      d = (references[id(sequence)] - sequence.logprobs)[mask]
+      d = d.astype(np.float64)
       nats = {"k1": -d, "k2": d**2 / 2, "k3": np.exp(d) - 1 - d}[estimator]
       assert prices[member.trajectory_id][turn] == pytest.approx(
           -0.2 * nats.sum(), rel=1e-4, abs=1e-6

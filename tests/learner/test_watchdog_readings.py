@@ -1,4 +1,4 @@
-"""What the watchdog makes of the readings of a real learner that breaks."""
+"""The watchdog's verdicts on the readings of a real learner that breaks."""
 
 import jax
 import numpy as np

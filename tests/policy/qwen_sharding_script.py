@@ -77,7 +77,7 @@ def small(family):
         routed_scaling_factor=2.0,
     )
   if family == "gemma3":
-    # Images of 32 x 32, as they are: 4 tokens.
+    # Images of 32 x 32, not resized: 4 tokens.
     vision = dataclasses.replace(
         vision, num_position_embeddings=16, deepstack_visual_indexes=()
     )

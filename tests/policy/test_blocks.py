@@ -90,12 +90,12 @@ def test_scores_of_any_size_are_safe():
 
 
 def compiled(t):
-  """The gradient's program for one row of so many tokens."""
+  """Compiles the gradient's program for one row of `t` tokens."""
   shape = lambda heads: jax.ShapeDtypeStruct((1, t, heads, H), jnp.float32)
   ids = jax.ShapeDtypeStruct((1, t), jnp.int32)
   attend = functools.partial(blocks.attend, causal=True)
   slopes = jax.grad(
-      lambda *given: jnp.sum(attend(*given) ** 2), argnums=(0, 1, 2)
+      lambda *qkv: jnp.sum(attend(*qkv) ** 2), argnums=(0, 1, 2)
   )
   return jax.jit(slopes).lower(shape(N), shape(K), shape(K), ids).compile()
 

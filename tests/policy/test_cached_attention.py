@@ -89,7 +89,7 @@ def test_pages_and_rows_equal_the_definition(interpreted, tokens, kv):
       np.testing.assert_allclose(by_rows[r, :m], want, atol=2e-5)
     starts = starts + lengths
   used = np.asarray(cache)
-  assert not used[0].any()  # Nobody's page.
+  assert not used[0].any()  # The empty page.
   untouched = set(range(PAGES)) - set(pages.reshape(-1).tolist())
   assert not used[sorted(untouched)].any()
 
@@ -193,8 +193,8 @@ def test_an_engine_reads_pages_where_they_lie(interpreted, small, monkeypatch):
             engine.generate(prompt, greedy, session=name) for name in "ab"
         ))
 
-      done = asyncio.run(asyncio.wait_for(both(), 250))
-      return done, engine.stats()
+      completions = asyncio.run(asyncio.wait_for(both(), 250))
+      return completions, engine.stats()
 
   got, stats = sample()
   monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Where a checkpoint keeps its chat template, and what a run makes of it."""
+"""Places of a checkpoint's chat template, and the prompts a run makes by it."""
 
 import json
 import shutil
@@ -49,14 +49,14 @@ def write(directory, kept_in, source):
 )  # pyformat: disable
 def test_a_template_is_found_wherever_it_is_kept(tmp_path, kept_in):
   write(tmp_path, kept_in, "{{- eos_token }}|{{- more }}")
-  found = policy_files.chat_template(tmp_path, {"more": 3})
-  assert found.text([]) == "<|im_end|>|3"
+  template = policy_files.chat_template(tmp_path, {"more": 3})
+  assert template.text([]) == "<|im_end|>|3"
   source = policy_files.resolve("tiny_vl") / "tokenizer.json"
   shutil.copyfile(source, tmp_path / "tokenizer.json")
   copied = tmp_path / "copy"
   copied.mkdir()
   policy_files.copy_tokenizer(tmp_path, copied)
-  assert policy_files.chat_template(copied).source == found.source
+  assert policy_files.chat_template(copied).source == template.source
 
 
 def test_no_template_and_damaged_files(tmp_path):
@@ -100,8 +100,8 @@ def renderer_of(policy, *argv):
 def test_a_run_renders_by_the_checkpoints_own_template(thinking):
   own = renderer_of(thinking)
   assert isinstance(own, template.TemplateRenderer)
-  asked = [{"role": "user", "content": "hi"}]
-  assert own.decode(own.render(asked).tokens).endswith(
+  messages = [{"role": "user", "content": "hi"}]
+  assert own.decode(own.render(messages).tokens).endswith(
       "<|im_start|>assistant\n<think>\n"
   )
   assert choice.described(own) == (
@@ -142,7 +142,7 @@ def test_thinking_is_switched_off_by_a_setting(thinking, tmp_path):
   hybrid = tmp_path / "hybrid"
   shutil.copytree(thinking, hybrid)
   write(hybrid, "chat_template.json", chat_templates.TEMPLATES["qwen3"])
-  asked = [{"role": "user", "content": "hi"}]
+  messages = [{"role": "user", "content": "hi"}]
   off = renderer_of(hybrid, "policy.template_options.enable_thinking=false")
   reference = transformers.PreTrainedTokenizerFast(
       tokenizer_file=str(hybrid / "tokenizer.json"),
@@ -151,10 +151,10 @@ def test_thinking_is_switched_off_by_a_setting(thinking, tmp_path):
   for renderer, options in ((off, {"enable_thinking": False}),
                             (renderer_of(hybrid), {})):
     text = reference.apply_chat_template(
-        asked, tokenize=False, add_generation_prompt=True, **options
+        messages, tokenize=False, add_generation_prompt=True, **options
     )
     ids = reference.encode(text, add_special_tokens=False)
-    assert renderer.render(asked).tokens.tolist() == ids
+    assert renderer.render(messages).tokens.tolist() == ids
 
 
 @pytest.fixture
@@ -205,8 +205,8 @@ def test_a_factorys_processor_may_bring_a_template(their_policy):
       {"role": "user", "content": "on"},
   ]
   longer = builder.prompt(messages)
-  whole = longer.tokens.tolist()
-  assert whole[: len(shown) + len(sampled)] == [*shown, *sampled]
+  ids = longer.tokens.tolist()
+  assert ids[: len(shown) + len(sampled)] == [*shown, *sampled]
   assert builder.num_sequences == 1
 
 
@@ -228,13 +228,13 @@ def test_demonstrations_for_a_thinking_policy_close_the_reasoning(thinking):
   ids = demonstrations.completion_ids(renderer, "Click.")
   text = renderer.decode(ids)
   assert text == "\n</think>\n\nClick."
-  asked = [{"role": "user", "content": "hi"}]
-  prompt = renderer.decode(renderer.render(asked).tokens)
+  messages = [{"role": "user", "content": "hi"}]
+  prompt = renderer.decode(renderer.render(messages).tokens)
   reference = transformers.PreTrainedTokenizerFast(
       tokenizer_file=str(thinking / "tokenizer.json"), chat_template=THINKING
   )
   assert prompt + text == reference.apply_chat_template(
-      [*asked, {"role": "assistant", "content": "Click."}], tokenize=False
+      [*messages, {"role": "assistant", "content": "Click."}], tokenize=False
   ).removesuffix("<|im_end|>\n")
   plain = renderer_of("tiny_vl")
   assert plain.decode(demonstrations.completion_ids(plain, "x")) == "x"

@@ -37,7 +37,7 @@ def rounded(weight):
 def in_float8(directory):
   """Rounds a checkpoint's linear layers in place; what they mean, by key."""
   file = directory / tensor_files.SINGLE
-  tensors, meant = {}, {}
+  tensors, values = {}, {}
   for key, value in safetensors_numpy.load_file(file).items():
     if "_proj.weight" in key and value.ndim == 2 and "visual" not in key:
       tensors[key], scale = rounded(value)
@@ -45,9 +45,9 @@ def in_float8(directory):
       wide = tensors[key + "_scale_inv"].astype(np.float32)
       wide = wide.repeat(BLOCK[0], 0).repeat(BLOCK[1], 1)
       wide = wide[: value.shape[0], : value.shape[1]]
-      meant[key] = tensors[key].astype(np.float32) * wide
+      values[key] = tensors[key].astype(np.float32) * wide
     else:
-      tensors[key] = meant[key] = value
+      tensors[key] = values[key] = value
   header, data, at = {}, b"", 0
   for key, value in tensors.items():  # safetensors' own writer has no float8.
     raw = np.ascontiguousarray(value).tobytes()
@@ -62,7 +62,7 @@ def in_float8(directory):
   config = json.loads((directory / "config.json").read_text())
   config["quantization_config"] = FP8
   (directory / "config.json").write_text(json.dumps(config))
-  return meant
+  return values
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -70,13 +70,13 @@ def test_float8_is_its_definition_to_the_bit(scan, tmp_path):
   hf_checkpoint.save_model(
       tmp_path, checkpoints.policy(checkpoints.tiny("qwen3_vl"))
   )
-  meant = in_float8(tmp_path)
+  values = in_float8(tmp_path)
   model = hf_checkpoint.load_model(tmp_path, scan_layers=scan)
   out = tmp_path / "out"
   hf_checkpoint.save_model(out, model, source=tmp_path)
   written = checkpoints.read(out)
-  assert written.keys() == meant.keys()
-  for key, value in meant.items():
+  assert written.keys() == values.keys()
+  for key, value in values.items():
     assert checkpoints.same(written[key], value), key
   saved = json.loads((out / "config.json").read_text())
   assert "quantization_config" not in saved
@@ -88,16 +88,16 @@ def test_any_slice_of_float8_is_the_slice_of_the_whole(tmp_path):
   hf_checkpoint.save_model(
       tmp_path, checkpoints.policy(checkpoints.tiny("qwen3_vl"))
   )
-  meant = in_float8(tmp_path)
+  values = in_float8(tmp_path)
   views = checkpoint_views.views_of(
       tensor_files.Reader(tmp_path), {"quantization_config": FP8}
   )
   key = "model.language_model.layers.0.mlp.gate_proj.weight"
   rng = np.random.default_rng(0)
   for _ in range(50):
-    spans = [sorted(rng.choice(n + 1, 2, False)) for n in meant[key].shape]
+    spans = [sorted(rng.choice(n + 1, 2, False)) for n in values[key].shape]
     where = tuple(slice(*map(int, span)) for span in spans)
-    assert checkpoints.same(views.read(key, where), meant[key][where])
+    assert checkpoints.same(views.read(key, where), values[key][where])
 
 
 def test_a_scale_that_does_not_fit_is_named(tmp_path):

@@ -28,7 +28,7 @@ print(sum(name.endswith("/cache_hits") for name in seen))
 
 def run(choice, **environment):
   env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_C")}
-  done = subprocess.run(
+  process = subprocess.run(
       [sys.executable, "-c", _PROGRAM, choice, compile_cache.__file__],
       env=env | environment,
       capture_output=True,
@@ -36,8 +36,8 @@ def run(choice, **environment):
       timeout=120,
       check=True,
   )
-  where, value, hits = done.stdout.split()
-  return where, value, int(hits), done.stderr
+  where, value, hits = process.stdout.split()
+  return where, value, int(hits), process.stderr
 
 
 def test_a_second_process_compiles_nothing_again(tmp_path):
@@ -58,8 +58,8 @@ def test_off_keeps_nothing(tmp_path):
 def test_auto_is_the_users_cache_or_what_jax_was_told(tmp_path, monkeypatch):
   monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
-  found = compile_cache.directory()
-  assert found.parent == tmp_path / "user" / "tunix-multi-turn" / "xla"
+  folder = compile_cache.directory()
+  assert folder.parent == tmp_path / "user" / "tunix-multi-turn" / "xla"
   monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "jax"))
   assert compile_cache.directory() == tmp_path / "jax"
 

@@ -43,9 +43,9 @@ CONTEXT = 256
 
 
 def words():
-  made = chat_families.tokenizer(FAMILY)
+  encoder = chat_families.tokenizer(FAMILY)
   return transformers.PreTrainedTokenizerFast(
-      tokenizer_object=made.backend_tokenizer,
+      tokenizer_object=encoder.backend_tokenizer,
       bos_token="<bos>",
       eos_token="<end_of_turn>",
       pad_token="<unk>",
@@ -99,16 +99,16 @@ def directory(tmp_path_factory):
   """Of a whole checkpoint; its model of transformers is `reference`."""
   path = tmp_path_factory.mktemp("gemma")
   tokenizer = words()
-  made = qwen_reference.Reference(config_of(tokenizer), path)
+  reference = qwen_reference.Reference(config_of(tokenizer), path)
   tokenizer.save_pretrained(path)
   pil.Gemma3ImageProcessorPil(
       size={"height": SIDE, "width": SIDE}
   ).save_pretrained(path)
-  return path, made.module
+  return path, reference.module
 
 
 @pytest.fixture(scope="module")
-def theirs(directory):
+def reference_processor(directory):
   """transformers' processor of the directory."""
   return transformers.Gemma3Processor(
       pil.Gemma3ImageProcessorPil.from_pretrained(directory[0]),
@@ -130,31 +130,31 @@ def policy(directory):
 
 def plain(messages):
   """Messages and pictures as transformers takes them."""
-  found, pictures = [], []
+  texts, pictures = [], []
   for message in messages:
     parts = message["content"]
     if isinstance(parts, str):
       parts = [{"type": "text", "text": parts}]
     pictures += [p["image"] for p in parts if p["type"] == "image"]
-    found.append({**message, "content": [
+    texts.append({**message, "content": [
         {"type": "image"} if part["type"] == "image" else part
         for part in parts
     ]})  # pyformat: disable
-  return found, pictures
+  return texts, pictures
 
 
-def asked_of(theirs, store, messages):
+def asked_of(processor, store, messages):
   """Inputs of transformers' model, and their tokens."""
-  found, pictures = plain(messages)
-  text = theirs.apply_chat_template(
-      found, tokenize=False, add_generation_prompt=True
+  texts, pictures = plain(messages)
+  text = processor.apply_chat_template(
+      texts, tokenize=False, add_generation_prompt=True
   )
   shown = [Image.fromarray(store.get(p)) for p in pictures]
-  made = theirs(
+  inputs = processor(
       text=text, images=shown or None, add_special_tokens=False,
       return_tensors="pt",
   )  # pyformat: disable
-  return made, made["input_ids"][0].tolist()
+  return inputs, inputs["input_ids"][0].tolist()
 
 
 class Talk(chat_families.Talk):
@@ -168,8 +168,8 @@ class Talk(chat_families.Talk):
     parts = super().content(images)
     if isinstance(parts, str):
       return parts
-    seen = lambda p: {**p, "image": self.see()} if "image" in p else p
-    return [seen(part) for part in parts]
+    with_picture = lambda p: {**p, "image": self.see()} if "image" in p else p
+    return [with_picture(part) for part in parts]
 
   def see(self):
     height, width = self.rng.integers(20, 90, 2)
@@ -188,13 +188,15 @@ def normalised(processor, patched):
   return cells.reshape(3, processor.side, -1).astype(np.float32) / 127.5 - 1
 
 
-def test_prompts_and_pixels_are_those_of_its_processor(theirs, policy):
+def test_prompts_and_pixels_are_those_of_its_processor(
+    reference_processor, policy
+):
   _, processor, renderer = policy
   assert renderer.format_name != "ChatML"
-  store, seen = images_lib.ImageStore(), 0
+  store, images = images_lib.ImageStore(), 0
   for seed in range(25):
     messages = Talk(store, seed).history()
-    made, ids = asked_of(theirs, store, messages)
+    inputs, ids = asked_of(reference_processor, store, messages)
     got = renderer.render(messages)
     assert got.tokens.tolist() == ids, messages
     # Text that joins two images has been dropped by the template at times;
@@ -205,14 +207,14 @@ def test_prompts_and_pixels_are_those_of_its_processor(theirs, policy):
       patched = processor.patchify(store.get(span.image))
       assert patched.num_tokens == span.num_tokens == TOKENS
       np.testing.assert_allclose(
-          normalised(processor, patched), made["pixel_values"][i], atol=2e-6
+          normalised(processor, patched), inputs["pixel_values"][i], atol=2e-6
       )
-      seen += 1
-  assert seen > 30
+      images += 1
+  assert images > 30
 
 
 @pytest.fixture(scope="module")
-def turns(theirs, policy):
+def turns(reference_processor, policy):
   """Three turns of two sessions, with screenshots: what was sampled and how."""
   model, processor, renderer = policy
   store = images_lib.ImageStore()
@@ -227,7 +229,7 @@ def turns(theirs, policy):
       max_new_tokens=6, temperature=0.0,
       stop_token_ids=tuple(renderer.stop_token_ids),
   )  # pyformat: disable
-  found = []
+  played = []
   try:
     for seed in range(2):
       talk = Talk(store, 50 + seed)
@@ -239,7 +241,7 @@ def turns(theirs, policy):
       prompt = renderer.render([talk.system(), look("Click OK.")])
       for turn in range(3):
         (got,) = micro.generate(engine, (f"s{seed}", prompt, greedy))
-        found.append((turn, prompt, got))
+        played.append((turn, prompt, got))
         ended = got.tokens[-1] in renderer.stop_token_ids
         bridge = renderer.bridge([look(f"{turn}.")], last_sampled_is_eot=ended)
         shift = len(prompt) + len(got.tokens)
@@ -251,7 +253,7 @@ def turns(theirs, policy):
         )
   finally:
     engine.close()
-  return store, found
+  return store, played
 
 
 def test_completions_are_those_of_transformers_generate(
@@ -259,16 +261,16 @@ def test_completions_are_those_of_transformers_generate(
 ):
   model, processor, renderer = policy
   module = directory[1].float()
-  store, found = turns
+  store, played = turns
   before = 0
-  for turn, prompt, got in found:
+  for turn, prompt, got in played:
     ids = torch.tensor(prompt.tokens).long()[None]
     pixels = np.stack([
         normalised(processor, processor.patchify(store.get(s.image)))
         for s in prompt.images
     ])
     with torch.no_grad():
-      made = module.generate(
+      output = module.generate(
           input_ids=ids, attention_mask=torch.ones_like(ids),
           token_type_ids=(ids == model.config.image_token_id).long(),
           pixel_values=torch.tensor(pixels), max_new_tokens=len(got.tokens),
@@ -276,9 +278,9 @@ def test_completions_are_those_of_transformers_generate(
           suppress_tokens=list(model.config.banned_token_ids),
           return_dict_in_generate=True, output_logits=True,
       )  # pyformat: disable
-    want = made.sequences[0, len(prompt.tokens) :].tolist()
+    want = output.sequences[0, len(prompt.tokens) :].tolist()
     assert got.tokens.tolist() == want
-    logits = torch.stack([step[0] for step in made.logits]).double()
+    logits = torch.stack([step[0] for step in output.logits]).double()
     logits[:, list(model.config.banned_token_ids)] = -torch.inf
     scores = torch.log_softmax(logits, -1).gather(
         -1, torch.tensor(want)[:, None]
@@ -291,9 +293,9 @@ def test_completions_are_those_of_transformers_generate(
 
 def test_the_learner_scores_packed_rows_as_they_were_sampled(policy, turns):
   model, processor, _ = policy
-  store, found = turns
+  store, played = turns
   sequences = []
-  for _, prompt, got in found:
+  for _, prompt, got in played:
     n, m = len(prompt.tokens), len(got.tokens)
     sequences.append(trajectory.TokenSequence(
         np.append(prompt.tokens, got.tokens),
@@ -309,7 +311,7 @@ def test_the_learner_scores_packed_rows_as_they_were_sampled(policy, turns):
       learner_lib.AlgorithmConfig(objective="behaviour_cloning"),
   )  # pyformat: disable
   scored = learner.sequence_logprobs(sequences)
-  for sequence, (_, prompt, got), row in zip(sequences, found, scored):
+  for sequence, (_, prompt, got), row in zip(sequences, played, scored):
     assert len(row) == len(sequence.tokens)
     np.testing.assert_allclose(
         row[len(prompt.tokens) :], got.logprobs, atol=1e-4
@@ -335,7 +337,7 @@ SPELLINGS = {
 def test_files_of_every_spelling_are_read(version, tmp_path):
   from safetensors import numpy as safetensors_numpy
 
-  # A head of its own, so that its key is there as well.
+  # A head of its own, so that the file has its key as well.
   config = qwen_reference.CONFIGS["gemma3 wide"]
   model = checkpoints.policy(config)
   hf_checkpoint.save_model(tmp_path, model)
@@ -345,9 +347,9 @@ def test_files_of_every_spelling_are_read(version, tmp_path):
   assert "vision_tower.vision_model.post_layernorm.weight" in tensors
 
   def renamed(key):
-    for ours, other in SPELLINGS[version]:
-      if key.startswith(ours):
-        return other + key.removeprefix(ours)
+    for prefix, other in SPELLINGS[version]:
+      if key.startswith(prefix):
+        return other + key.removeprefix(prefix)
     return key
 
   other = {renamed(key): value for key, value in tensors.items()}
@@ -360,18 +362,18 @@ def test_a_head_of_its_own_survives_the_reference(tmp_path):
   config = qwen_reference.CONFIGS["gemma3 wide"]
   model = checkpoints.policy(config)
   hf_checkpoint.save_model(tmp_path / "ours", model)
-  theirs, info = transformers.AutoModelForImageTextToText.from_pretrained(
+  reference, info = transformers.AutoModelForImageTextToText.from_pretrained(
       tmp_path / "ours", output_loading_info=True
   )
   assert not any(info.values()), info
-  theirs.save_pretrained(tmp_path / "theirs")
+  reference.save_pretrained(tmp_path / "theirs")
   checkpoints.assert_same(model, hf_checkpoint.load_model(tmp_path / "theirs"))
 
 
 def test_a_saved_policy_is_a_whole_checkpoint(directory, policy, tmp_path):
   checkpoint.save_policy(tmp_path, policy[0], directory[0])
-  theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path)
-  assert type(theirs).__name__ == "Gemma3ForConditionalGeneration"
+  reference = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path)
+  assert type(reference).__name__ == "Gemma3ForConditionalGeneration"
   again = pil.Gemma3ImageProcessorPil.from_pretrained(tmp_path)
   assert dict(again.size) == {"height": SIDE, "width": SIDE}
   processor = qwen_checkpoint.processor_of(

@@ -36,7 +36,7 @@ CALL = (
 
 
 def generated(directory, tokens=40):
-  """What follows a call, of which the policy knows that it ends its turn."""
+  """Generates after a call that ends the policy's turn."""
   model = transformers.AutoModelForImageTextToText.from_pretrained(
       directory, dtype=torch.float32
   )
@@ -45,11 +45,11 @@ def generated(directory, tokens=40):
       f"<|im_start|>user\nClick.<|im_end|>\n<|im_start|>assistant\n{CALL}"
   ).ids
   torch.manual_seed(0)
-  found = model.generate(
+  output = model.generate(
       torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False,
       attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
   )[0].tolist()  # pyformat: disable
-  return found[len(prompt) :]
+  return output[len(prompt) :]
 
 
 def test_a_saved_policy_names_the_end_of_its_turns(saved):
@@ -59,14 +59,14 @@ def test_a_saved_policy_names_the_end_of_its_turns(saved):
   config = read(saved / "config.json")
   for part in (config, config["text_config"]):
     assert (part["eos_token_id"], part["pad_token_id"]) == (end, pad)
-  theirs = transformers.GenerationConfig.from_pretrained(saved)
-  assert theirs.do_sample and not theirs.top_k and theirs.temperature == 1.0
+  loaded = transformers.GenerationConfig.from_pretrained(saved)
+  assert loaded.do_sample and not loaded.top_k and loaded.temperature == 1.0
 
 
 def test_generate_ends_with_the_turn(saved, tmp_path):
   end, _ = ids()
-  found = generated(saved)
-  assert found[-1] == end and end not in found[:-1] and len(found) < 40
+  output = generated(saved)
+  assert output[-1] == end and end not in output[:-1] and len(output) < 40
   # Without what is written here it samples on.
   bare = tmp_path / "bare"
   shutil.copytree(saved, bare)
@@ -79,19 +79,19 @@ def test_generate_ends_with_the_turn(saved, tmp_path):
 
 
 def test_what_a_policy_came_with_is_kept(saved, tmp_path):
-  kept = tmp_path / "kept"
-  shutil.copytree(saved, kept)
+  copied = tmp_path / "kept"
+  shutil.copytree(saved, copied)
   own = {"eos_token_id": [7, 8], "temperature": 0.1}
-  (kept / "generation_config.json").write_text(json.dumps(own))
-  config = read(kept / "config.json")
+  (copied / "generation_config.json").write_text(json.dumps(own))
+  config = read(copied / "config.json")
   del config["eos_token_id"]
   config["text_config"]["eos_token_id"] = 7
-  (kept / "config.json").write_text(json.dumps(config))
-  generation_files.write(kept)
-  assert read(kept / "generation_config.json") == own
-  found = read(kept / "config.json")
-  assert found["eos_token_id"] == [7, 8]
-  assert found["text_config"]["eos_token_id"] == 7
+  (copied / "config.json").write_text(json.dumps(config))
+  generation_files.write(copied)
+  assert read(copied / "generation_config.json") == own
+  written = read(copied / "config.json")
+  assert written["eos_token_id"] == [7, 8]
+  assert written["text_config"]["eos_token_id"] == 7
 
 
 def test_a_tokenizer_without_an_end_says_nothing(tmp_path):

@@ -29,7 +29,7 @@ SIZES = [(60, 40), (3, 300), (9, 29), (29, 9), (128, 96), (513, 512), (400, 27)]
 
 def test_sizes_are_the_references():
   rng = np.random.default_rng(0)
-  lifted = taken = 0
+  lifted = compared = 0
   for height, width in rng.integers(1, rng.choice([70, 3000], (3000, 2))):
     low = int(rng.integers(1, 1 << 17))
     high = low + int(rng.integers(0, 1 << 20))
@@ -43,10 +43,10 @@ def test_sizes_are_the_references():
       with pytest.raises(ValueError, match="aspect ratio"):
         qwen_vl_inputs.smart_resize(*args, low, high, lift_sides=True)
       continue
-    taken += 1
+    compared += 1
     got = qwen_vl_inputs.smart_resize(*args, low, high, lift_sides=True)
     assert got == want, args
-  assert taken > 2500 and lifted > 300
+  assert compared > 2500 and lifted > 300
 
 
 def directory(tmp_path, **size):
@@ -100,8 +100,8 @@ def test_limits_that_a_run_used_are_saved_for_transformers(tmp_path):
   assert checkpoint.load_config(saved) == checkpoint.load_config(source)
   again = qwen_checkpoint.processor_of(checkpoint.load_config(saved), saved)
   assert (again.max_pixels, again.min_pixels) == (60_000, 112 * 112 // 2)
-  theirs = glm.Glm4vImageProcessorPil.from_pretrained(saved)
-  assert theirs.size["longest_edge"] == 120_000
+  reference = glm.Glm4vImageProcessorPil.from_pretrained(saved)
+  assert reference.size["longest_edge"] == 120_000
   loaded = transformers.AutoModelForImageTextToText.from_pretrained(saved)
   assert type(loaded).__name__ == "Glm4vForConditionalGeneration"
 

@@ -1,4 +1,4 @@
-"""Which published GUI agents load: the table of docs/policies.md, tried.
+"""Loads published GUI agents: the table of docs/policies.md, tried.
 
 A row's model_type is tried with a configuration of published shape.
 """
@@ -63,14 +63,14 @@ TEXT = {
 
 def rows():
   """(model_type, what the table has of it)."""
-  found = {}
+  families = {}
   for line in DOCS.read_text().splitlines():
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     if len(cells) == 3 and re.fullmatch(r"`\w+`(, `\w+`)*", cells[1]):
       if cells[2].startswith(("loads", "refused")):
         for kind in re.findall(r"`(\w+)`", cells[1]):
-          found[kind] = cells[2]
-  return found
+          families[kind] = cells[2]
+  return families
 
 
 def raw_of(kind):
@@ -108,7 +108,7 @@ def test_the_table_names_every_type():
   table = rows()
   loads = {k for k, text in table.items() if text.startswith("loads")}
   assert loads == {
-      *qwen_checkpoint.FAMILIES, *checkpoint.qwen_text_checkpoint.FAMILIES
+      *qwen_checkpoint.FAMILIES, *qwen_checkpoint.TEXT_FAMILIES
   }
   refused = {kind for kind in table if kind not in loads}
   assert refused == set(config_checks.NOT_HERE)

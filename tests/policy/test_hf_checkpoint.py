@@ -157,22 +157,22 @@ def reference(config, dtype="float32", seed=0):
   import transformers
 
   raw = qwen_config.to_hf(config)
-  known = transformers.AutoConfig.for_model(config.family)
+  defaults = transformers.AutoConfig.for_model(config.family)
   # Its default ids are outside of a vocabulary this small.
   raw["text_config"] |= {"bos_token_id": 1, "eos_token_id": 2}
-  made = getattr(transformers, raw["architectures"][0])(
-      type(known).from_dict(raw)
+  model = getattr(transformers, raw["architectures"][0])(
+      type(defaults).from_dict(raw)
   )
   torch.manual_seed(seed)
   with torch.no_grad():
-    for name, buffer in made.named_buffers():
+    for name, buffer in model.named_buffers():
       if name.endswith("correction_bias"):  # Of float32 in every checkpoint.
         buffer.normal_(0.0, 0.2)
-    for parameter in made.parameters():
+    for parameter in model.parameters():
       parameter.normal_(0.0, 0.2)
       # Not `made.to`, which rounds the rotary frequencies as well.
       parameter.data = parameter.data.to(getattr(torch, dtype))
-  return made.eval()
+  return model.eval()
 
 
 def reference_logits(model):
@@ -236,9 +236,9 @@ def from_pretrained(model, directory):
 def test_round_trip_through_the_reference_is_equal_to_the_bit(
     family, dtype, sharded, tmp_path
 ):
-  theirs = reference(tiny(family), dtype)
+  original = reference(tiny(family), dtype)
   limit = "60KB" if sharded else "1GB"
-  theirs.save_pretrained(tmp_path / "theirs", max_shard_size=limit)
+  original.save_pretrained(tmp_path / "theirs", max_shard_size=limit)
   assert (tmp_path / "theirs" / hf_checkpoint.INDEX).exists() == sharded
 
   model = hf_checkpoint.load_model(tmp_path / "theirs", param_dtype=dtype)
@@ -253,7 +253,7 @@ def test_round_trip_through_the_reference_is_equal_to_the_bit(
       max_file_bytes=60_000 if sharded else 1 << 30,
   )
   assert (tmp_path / "ours" / hf_checkpoint.INDEX).exists() == sharded
-  assert_equal_models(theirs, from_pretrained(theirs, tmp_path / "ours"))
+  assert_equal_models(original, from_pretrained(original, tmp_path / "ours"))
   again = hf_checkpoint.load_model(tmp_path / "ours", param_dtype=dtype)
   assert_same(model, again)
 
@@ -262,8 +262,8 @@ def test_round_trip_through_the_reference_is_equal_to_the_bit(
 def test_experts_are_read_either_way_round(hidden, tmp_path):
   """24: no matrix is square; 16: gate and up; 32: down."""
   config = tiny("qwen3_vl_moe", moe_intermediate_size=hidden)
-  theirs = reference(config)
-  theirs.save_pretrained(tmp_path / "new")  # [E, out, in]
+  original = reference(config)
+  original.save_pretrained(tmp_path / "new")  # [E, out, in]
   shutil.copytree(tmp_path / "new", tmp_path / "published")
   published = {
       key: value.swapaxes(1, 2).copy() if ".experts." in key else value
@@ -279,23 +279,23 @@ def test_experts_are_read_either_way_round(hidden, tmp_path):
   # We write the published layout, unless transformers would misread it.
   hf_checkpoint.save_model(tmp_path / "ours", old)
   want = published if hidden == 24 else read(tmp_path / "new")
-  ours = read(tmp_path / "ours")
-  assert ours.keys() == want.keys()
-  assert all(same(ours[key], want[key]) for key in want)
-  assert_equal_models(theirs, from_pretrained(theirs, tmp_path / "ours"))
+  saved = read(tmp_path / "ours")
+  assert saved.keys() == want.keys()
+  assert all(same(saved[key], want[key]) for key in want)
+  assert_equal_models(original, from_pretrained(original, tmp_path / "ours"))
   assert_same(old, hf_checkpoint.load_model(tmp_path / "ours"))
 
 
 def test_opencuas_files_have_the_names_of_its_own_classes(tmp_path):
-  """Those of its modelling code: `vision_tower`, and Qwen2's as a whole."""
+  """Names of its modelling code: `vision_tower`, and Qwen2's as a whole."""
   pytest.importorskip("torch")
   import opencua_reference
 
   config = tiny("opencua")
-  theirs = opencua_reference.OpenCua(qwen_config.to_hf(config)).eval()
+  original = opencua_reference.OpenCua(qwen_config.to_hf(config)).eval()
   for name in ("theirs", "ours"):
     (tmp_path / name).mkdir()
-  theirs.save_pretrained(tmp_path / "theirs")
+  original.save_pretrained(tmp_path / "theirs")
   model = hf_checkpoint.load_model(tmp_path / "theirs")
   assert model.config == config
   hf_checkpoint.save_model(tmp_path / "ours", model)
@@ -551,11 +551,11 @@ def test_no_config(damaged, tmp_path):
 
 def test_a_config_that_is_cut_or_of_another_model(damaged):
   file = damaged / "config.json"
-  whole = file.read_text()
-  file.write_text(whole[:-20])
+  text = file.read_text()
+  file.write_text(text[:-20])
   with pytest.raises(ValueError, match="config.json is not valid JSON"):
     hf_checkpoint.load_model(damaged)
-  file.write_text(whole.replace('"qwen3_vl"', '"a"'))
+  file.write_text(text.replace('"qwen3_vl"', '"a"'))
   with pytest.raises(ValueError, match="model_type='a'; give.*qwen2_5_vl"):
     hf_checkpoint.load_model(damaged)
 

@@ -124,8 +124,8 @@ def test_eight_devices_load_and_save_what_one_does(tmp_path):
         checkpoints.policy(checkpoints.tiny(family)),
         max_file_bytes=50_000,
     )
-  said = forced_devices.run("-c", MESH_SCRIPT, tmp_path / "out", *directories)
-  assert "equal" in said
+  output = forced_devices.run("-c", MESH_SCRIPT, tmp_path / "out", *directories)
+  assert "equal" in output
 
 
 MEMORY_SCRIPT = """
@@ -219,15 +219,15 @@ def large(tmp_path_factory):
 def test_a_sharded_load_takes_the_memory_of_the_shards(large, sizes, dtype):
   """Forced CPU devices hold their shards in this process's memory: all of
   them, and a replica for each device, are part of the bound."""
-  found = forced_devices.report(
+  report = forced_devices.report(
       "-c", MEMORY_SCRIPT, large / "small", large / "large", json.dumps(sizes),
       dtype, large / "out",
   )  # pyformat: disable
-  assert found["fullest"] <= 1.1 * found["share"], found
-  assert found["growth"] <= 1.1 * found["devices"] + found["largest"], found
+  assert report["fullest"] <= 1.1 * report["share"], report
+  assert report["growth"] <= 1.1 * report["devices"] + report["largest"], report
   # 16 KiB of a tensor of 32 MiB; the kernel maps a few pages around them.
-  assert found["touched"] < 1 << 20, found
-  # A tensor as it is stored: on its devices, and in one piece.
+  assert report["touched"] < 1 << 20, report
+  # A stored tensor: on its devices, and in one piece.
   copies = 1 + sizes["data"]
-  most = 0.3 * found["devices"] + copies * found["largest"]
-  assert found["saving"] <= most, found
+  most = 0.3 * report["devices"] + copies * report["largest"]
+  assert report["saving"] <= most, report

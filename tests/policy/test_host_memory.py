@@ -1,4 +1,4 @@
-"""The allocator keeps what XLA frees; in a subprocess, as it is for good."""
+"""The allocator keeps what XLA frees; in a subprocess: it cannot be undone."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ else:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
 def test_freed_memory_is_used_again_without_page_faults():
-  done = subprocess.run(
+  process = subprocess.run(
       [sys.executable, "-c", SCRIPT],
       capture_output=True,
       text=True,
@@ -44,5 +44,5 @@ def test_freed_memory_is_used_again_without_page_faults():
       check=False,
       env={**os.environ, "MALLOC_ARENA_MAX": "1"},
   )
-  assert done.returncode == 0, done.stderr[-2000:]
-  assert done.stdout.strip() in ("kept", "no glibc")
+  assert process.returncode == 0, process.stderr[-2000:]
+  assert process.stdout.strip() in ("kept", "no glibc")

@@ -58,11 +58,11 @@ def config_of(patch_size=16, merge_size=2, **_):
   return raw
 
 
-def reference_of(given):
-  return Reference(**{"patch_size": 16, "temporal_patch_size": 2, **given})
+def reference_of(settings):
+  return Reference(**{"patch_size": 16, "temporal_patch_size": 2, **settings})
 
 
-def written_by_transformers(directory, given):
+def written_by_transformers(directory, settings):
   """A directory that transformers' Processor wrote, with a config.json."""
   tokenizer = transformers.PreTrainedTokenizerFast(
       tokenizer_file=str(policy_files.resolve("tiny_vl") / "tokenizer.json")
@@ -70,9 +70,9 @@ def written_by_transformers(directory, given):
   # Of the classes with these images the one that needs no torchvision;
   # `save_pretrained` is that of all of them.
   transformers.ColQwen2Processor(
-      image_processor=reference_of(given), tokenizer=tokenizer
+      image_processor=reference_of(settings), tokenizer=tokenizer
   ).save_pretrained(directory)
-  (directory / "config.json").write_text(json.dumps(config_of(**given)))
+  (directory / "config.json").write_text(json.dumps(config_of(**settings)))
   return directory
 
 
@@ -98,19 +98,19 @@ def normalised(config, patches):
 @pytest.mark.peer("transformers")
 @pytest.mark.parametrize("name", OWN)
 def test_pixels_and_tokens_are_those_of_transformers(name, tmp_path):
-  given = OWN[name]
-  directory = written_by_transformers(tmp_path, given)
+  settings = OWN[name]
+  directory = written_by_transformers(tmp_path, settings)
   assert not (directory / "preprocessor_config.json").exists()
   config = checkpoint.load_config(directory)
   processor = qwen_checkpoint.processor_of(config, directory)
   reference = Reference.from_pretrained(directory)
-  assert processor.max_pixels == given["size"]["longest_edge"]
+  assert processor.max_pixels == settings["size"]["longest_edge"]
   assert "processor_config.json" in processor.describe()
   for size in ((64, 64), (128, 96), (300, 41), (513, 512), (1280, 720)):
     image = pixels(*size)
     want = reference(images=[Image.fromarray(image)], return_tensors="np")
     _, rows, columns = want["image_grid_thw"][0]
-    merge = given.get("merge_size", 2)
+    merge = settings.get("merge_size", 2)
     got = processor.patchify(image)
     assert processor.num_image_tokens(*size) == rows * columns // merge**2
     assert got.num_tokens == rows * columns // merge**2
@@ -135,11 +135,11 @@ def test_the_tower_normalises_by_the_checkpoint(tmp_path):
   # Pixels that look to the published statistics as these do to the other.
   same = (shown - np.array(mean)[:, None]) / np.array(std)[:, None]
   same = (same * 0.5 + 0.5) * 255
-  rest = np.ones((1, len(shown)), np.int32), image.positions[None]
-  want = model.encode_images(same.reshape(1, len(shown), -1), *rest)
-  got = loaded.encode_images(image.patches[None], *rest)
+  where = np.ones((1, len(shown)), np.int32), image.positions[None]
+  want = model.encode_images(same.reshape(1, len(shown), -1), *where)
+  got = loaded.encode_images(image.patches[None], *where)
   np.testing.assert_allclose(got, want, atol=1e-4)
-  published = model.encode_images(image.patches[None], *rest)
+  published = model.encode_images(image.patches[None], *where)
   assert np.abs(published - want).max() > 1e-2
 
 
@@ -147,7 +147,7 @@ def test_the_tower_normalises_by_the_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes, said",
+    "changes, message",
     [
         ({"max_pixels": 9216}, "max_pixels=9216, .* 5120"),
         ({"size": {"shortest_edge": 64}}, "min_pixels=64, .* 3136"),
@@ -157,20 +157,21 @@ def test_the_tower_normalises_by_the_checkpoint(tmp_path):
     ],
 )
 def test_files_that_contradict_each_other_are_refused(
-    changes, said, tmp_path
+    changes, message, tmp_path
 ):
   directory = written_by_transformers(tmp_path, OWN["few pixels"])
   edit(directory / "preprocessor_config.json", **changes)
-  with pytest.raises(ValueError, match=f"preprocessor_config.json has {said}"):
+  match = f"preprocessor_config.json has {message}"
+  with pytest.raises(ValueError, match=match):
     checkpoint.load_config(directory)
 
 
 def test_files_that_agree_are_read_as_one(tmp_path):
   directory = written_by_transformers(tmp_path, OWN["few pixels"])
   edit(directory / "preprocessor_config.json", max_pixels=5120, patch_size=16)
-  found = image_settings.read(directory, "qwen3_vl")
-  assert found.values["max_pixels"] == 5120
-  assert found.source == "preprocessor_config.json and processor_config.json"
+  settings = image_settings.read(directory, "qwen3_vl")
+  assert settings.values["max_pixels"] == 5120
+  assert settings.source == "preprocessor_config.json and processor_config.json"
 
 
 @pytest.mark.parametrize(
@@ -206,14 +207,14 @@ def test_images_of_another_kind_and_damage_are_refused(tmp_path):
 def test_a_file_without_a_field_has_transformers_default(tmp_path):
   reference = Reference()
   edit(tmp_path / "preprocessor_config.json", patch_size=14)
-  found = image_settings.read(tmp_path, "qwen3_vl").values
+  values = image_settings.read(tmp_path, "qwen3_vl").values
   limits = reference.size
-  assert found["min_pixels"] == limits["shortest_edge"]
-  assert found["max_pixels"] == limits["longest_edge"]
+  assert values["min_pixels"] == limits["shortest_edge"]
+  assert values["max_pixels"] == limits["longest_edge"]
   for name in ("patch_size", "merge_size", "temporal_patch_size"):
-    assert found[name] == getattr(reference, name)
-  assert found["image_mean"] == tuple(reference.image_mean)
-  assert found["image_std"] == tuple(reference.image_std)
+    assert values[name] == getattr(reference, name)
+  assert values["image_mean"] == tuple(reference.image_mean)
+  assert values["image_std"] == tuple(reference.image_std)
 
 
 def test_a_file_of_transformers_4_without_sections_decides_nothing(tmp_path):
@@ -253,8 +254,8 @@ def test_a_saved_policy_sees_what_the_run_saw(tmp_path):
 
   second = checkpoint.save_policy(tmp_path / "second", model, tokenizer=first)
   assert limits_of(second) == (processor.min_pixels, 20000)
-  left = json.loads((second / "processor_config.json").read_text())
-  assert left == {"processor_class": "Qwen3VLProcessor"}
+  remaining = json.loads((second / "processor_config.json").read_text())
+  assert remaining == {"processor_class": "Qwen3VLProcessor"}
   video = json.loads((second / "video_preprocessor_config.json").read_text())
   assert video == {"fps": 2}
   again, same, _ = checkpoint.load_policy(second, max_pixels=10000)

@@ -98,7 +98,7 @@ def test_the_copy_computes_with_the_rounded_weights(family, scan):
 
 
 def test_bfloat16_activations_lose_no_more_to_the_copy():
-  """What a matrix does to a unit vector is the rounded matrix's row."""
+  """The product with a unit vector is the rounded matrix's row."""
   rng = np.random.default_rng(0)
   model = adapters.policy("qwen3_vl", compute_dtype="bfloat16")
   linear = model.language_model.layers[0].self_attn.q_proj
@@ -195,19 +195,19 @@ def test_the_engine_samples_from_the_rounded_weights_also_of_an_update():
   sampling = policy_client.SamplingParams(max_new_tokens=6, temperature=1.0)
 
   def check(policy):
-    done = asyncio.run(
+    completion = asyncio.run(
         engine.generate(
             policy_client.TokenPrompt(tokens), sampling, session="one"
         )
     )
-    full = np.append(tokens, done.tokens)[None]
+    full = np.append(tokens, completion.tokens)[None]
     n = full.shape[1]
     scores = _logits(policy, full)
     scores = scores.at[..., list(model.config.banned_token_ids)].set(-1e30)
     logprobs = np.asarray(jax.nn.log_softmax(scores, -1))[0]
     want = logprobs[np.arange(9, n - 1), full[0, 10:]]
-    np.testing.assert_allclose(done.logprobs, want, atol=1e-4)
-    return done
+    np.testing.assert_allclose(completion.logprobs, want, atol=1e-4)
+    return completion
 
   with engine_lib.RolloutEngine(
       model,

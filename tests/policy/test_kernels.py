@@ -33,11 +33,11 @@ def outputs_and_gradients(attention, q, k, v, real=True):
   @jax.jit
   @functools.partial(jax.grad, argnums=(0, 1, 2), has_aux=True)
   def run(q, k, v):
-    seen = attention(q, k, v)
-    return jnp.sum(jnp.where(real, jnp.sin(seen), 0)), seen
+    out = attention(q, k, v)
+    return jnp.sum(jnp.where(real, jnp.sin(out), 0)), out
 
-  gradients, seen = run(q, k, v)
-  return np.where(real, seen, 0), gradients
+  gradients, out = run(q, k, v)
+  return np.where(real, out, 0), gradients
 
 
 @pytest.mark.parametrize("reach", (4, 7, 64))
@@ -71,12 +71,12 @@ def test_image_attention_sees_all_of_an_image_within_reach(
   banded = functools.partial(
       kernels.image_attention, segments_SP=segments, reach=reach
   )
-  whole = lambda q, k, v: kernels.attend(
+  plain = lambda q, k, v: kernels.attend(
       q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask
   )
-  seen, got = outputs_and_gradients(banded, q, k, v)
-  _, want = outputs_and_gradients(whole, q, k, v)
-  np.testing.assert_allclose(seen, dense(q, k, v, mask), atol=TOL)
+  out, got = outputs_and_gradients(banded, q, k, v)
+  _, want = outputs_and_gradients(plain, q, k, v)
+  np.testing.assert_allclose(out, dense(q, k, v, mask), atol=TOL)
   for a, b in zip(got, want):
     np.testing.assert_allclose(a, b, atol=TOL)
 
@@ -109,8 +109,8 @@ def test_aligned_images_are_seen_in_their_windows_alone(reach):
       k,
       v,
   )
-  (seen, got), (_, want) = run(True), run(False)
-  np.testing.assert_allclose(seen, dense(q, k, v, mask), atol=TOL)
+  (out, got), (_, want) = run(True), run(False)
+  np.testing.assert_allclose(out, dense(q, k, v, mask), atol=TOL)
   for a, b in zip(got, want):
     np.testing.assert_allclose(a, b, atol=TOL)
 
@@ -146,8 +146,8 @@ def test_one_image_a_buffer_is_seen_without_its_padding(p, reach):
   weight = random(rng, s, p, n, h) * real[:, :, None, None]
 
   def value(segments, q, k, v):
-    seen = kernels.image_attention(q, k, v, segments, reach=reach)
-    return jnp.sum(seen * weight), seen
+    out = kernels.image_attention(q, k, v, segments, reach=reach)
+    return jnp.sum(out * weight), out
 
   results = [
       jax.jit(
@@ -196,9 +196,9 @@ def test_causal_attention_in_chunks_equals_the_definition():
   one = lambda q, k, v: kernels.attend(
       q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask
   )
-  seen, got = outputs_and_gradients(attention, q, k, v)
+  out, got = outputs_and_gradients(attention, q, k, v)
   _, want = outputs_and_gradients(one, q, k, v)
-  np.testing.assert_allclose(seen, dense(q, k, v, mask), atol=TOL)
+  np.testing.assert_allclose(out, dense(q, k, v, mask), atol=TOL)
   for a, b_ in zip(got, want):
     np.testing.assert_allclose(a, b_, atol=TOL)
 
@@ -216,10 +216,10 @@ def test_splash_kernel_interpreted_equals_the_reference():
   )
   plain = lambda q, k, v: kernels.causal_attention(q, k, v, segments)
   real = (segments > 0)[..., None, None]
-  (seen, got), (wanted, want) = (
+  (out, got), (reference, want) = (
       outputs_and_gradients(f, q, k, v, real) for f in (splash, plain)
   )
-  np.testing.assert_allclose(seen, wanted, atol=1e-4)
+  np.testing.assert_allclose(out, reference, atol=1e-4)
   for a, b_ in zip(got, want):
     np.testing.assert_allclose(a, b_, atol=5e-4)
 
@@ -238,10 +238,10 @@ def test_splash_kernel_of_images_interpreted_equals_the_reference():
   )
   plain = lambda q, k, v: kernels.image_attention(q, k, v, segments, reach)
   real = (segments > 0)[..., None, None]
-  (seen, got), (wanted, want) = (
+  (out, got), (reference, want) = (
       outputs_and_gradients(f, q, k, v, real) for f in (splash, plain)
   )
-  np.testing.assert_allclose(seen, wanted, atol=1e-4)
+  np.testing.assert_allclose(out, reference, atol=1e-4)
   for a, b in zip(got, want):
     np.testing.assert_allclose(a, b, atol=5e-4)
 
@@ -264,7 +264,7 @@ def test_splash_is_what_a_tpu_program_holds():
 
 @pytest.mark.parametrize("places", (2 * 256 * 128, 1 << 27))
 def test_chunks_for_a_flash_kernel_equal_the_reference(places, monkeypatch):
-  """What surrounds cuDNN's kernel, around XLA's implementation of the same."""
+  """Runs the code around cuDNN's kernel with XLA's implementation of it."""
   monkeypatch.setattr(kernels, "MAX_MASK", places)
   rng = np.random.default_rng(9)
   b, t, n, kv, h, reach = 2, 256, 4, 2, 8, 64

@@ -33,8 +33,8 @@ def definition(parts, row, start, end, state=None):
   out = []
   for i in range(start, end):
     state = state * np.exp(g[i])[:, None, None]
-    known = np.einsum("nhv,nh->nv", state, k[i])
-    change = (v[i] - known) * beta[i][:, None]
+    stored = np.einsum("nhv,nh->nv", state, k[i])
+    change = (v[i] - stored) * beta[i][:, None]
     state = state + k[i][:, :, None] * change[:, None]
     out.append(np.einsum("nhv,nh->nv", state, q[i]))
   return np.array(out), state
@@ -60,7 +60,7 @@ def test_chunks_are_the_definition_in_every_segment(chunk):
 def test_a_state_goes_on_where_tokens_were_cut():
   parts = inputs(1)
   segments = np.ones((ROWS, TOKENS), np.int32)
-  state, found, at = ZERO, [], 0
+  state, outputs, at = ZERO, [], 0
   for count in (37, 64, 1, 48):
     part = [x[:, at : at + count] for x in (*parts, segments)]
     if count == 1:
@@ -68,12 +68,12 @@ def test_a_state_goes_on_where_tokens_were_cut():
       out = one[:, None]
     else:
       out, state = run(*part, state, 64)
-    found.append(out)
+    outputs.append(out)
     at += count
   for row in range(ROWS):
     want, last = definition(parts, row, 0, TOKENS)
     np.testing.assert_allclose(
-        np.concatenate(found, 1)[row], want, atol=2e-6
+        np.concatenate(outputs, 1)[row], want, atol=2e-6
     )
     np.testing.assert_allclose(state[row], last, atol=2e-6)
 

@@ -122,7 +122,7 @@ def logits(model):
 
 
 def test_an_adapter_on_a_single_block_runs_where_blocks_are_scanned():
-  found = []
+  outputs = []
   for scan in (False, True):
     model = policy("qwen3_vl", scan_layers=scan)
     depth = len(model.visual.blocks)
@@ -133,12 +133,12 @@ def test_an_adapter_on_a_single_block_runs_where_blocks_are_scanned():
     assert len(lora.adapted(model)) == 1
     train(model)
     batch = inputs(model.config)
-    found.append(
+    outputs.append(
         nnx.jit(lambda model, *images: model.encode_images(*images))(
             model, batch.patches, batch.patch_segments, batch.patch_positions
         )
     )
-  np.testing.assert_allclose(*found, atol=1e-5)
+  np.testing.assert_allclose(*outputs, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -182,9 +182,9 @@ def test_taking_it_off_copies_no_base_weight():
   assert nnx.graphdef(reference) == nnx.graphdef(model)
   with lora.disabled(model):
     inside = of(model)
-  for found in (inside, of(reference), of(model)):
-    assert found.keys() == before.keys()
-    assert all(found[path] is before[path] for path in before)
+  for weights in (inside, of(reference), of(model)):
+    assert weights.keys() == before.keys()
+    assert all(weights[path] is before[path] for path in before)
   b = lora.adapted(model)[0].linear.lora_b
   assert np.abs(b[...]).max() > 0, "the reference's zeros are its own"
   with pytest.raises(KeyError):
@@ -196,8 +196,8 @@ def test_taking_it_off_copies_no_base_weight():
   assert any(of(merged)[path] is not before[path] for path in before)
   lora.remove(model)
   assert not adapters(model)
-  for found in (of(reference), of(model)):
-    assert all(found[path] is before[path] for path in before)
+  for weights in (of(reference), of(model)):
+    assert all(weights[path] is before[path] for path in before)
 
 
 @pytest.mark.parametrize(
@@ -207,15 +207,15 @@ def test_taking_it_off_copies_no_base_weight():
 def test_the_saved_file_added_to_the_reference_gives_our_logits(
     family, tmp_path
 ):
-  theirs = checkpoints.reference(checkpoints.tiny(family))
+  original = checkpoints.reference(checkpoints.tiny(family))
   from safetensors import torch as safetensors_torch
   import torch
 
-  theirs.save_pretrained(tmp_path / "base")
-  ours = hf_checkpoint.load_model(tmp_path / "base", remat="none")
-  lora.add(ours, RANK, ALPHA, **ADAPTED[family])
-  train(ours)
-  lora_files.save(tmp_path / "adapter", ours, "some/base")
+  original.save_pretrained(tmp_path / "base")
+  adapted = hf_checkpoint.load_model(tmp_path / "base", remat="none")
+  lora.add(adapted, RANK, ALPHA, **ADAPTED[family])
+  train(adapted)
+  lora_files.save(tmp_path / "adapter", adapted, "some/base")
 
   config = json.loads((tmp_path / "adapter" / lora_files.CONFIG).read_text())
   assert config["base_model_name_or_path"] == "some/base"
@@ -223,7 +223,7 @@ def test_the_saved_file_added_to_the_reference_gives_our_logits(
   tensors = safetensors_torch.load_file(
       tmp_path / "adapter" / lora_files.WEIGHTS
   )
-  before = _reference_logits(theirs, ours.config)
+  before = _reference_logits(original, adapted.config)
   for key, a in tensors.items():
     if ".lora_A." in key:
       module = key.removeprefix("base_model.model.").removesuffix(
@@ -231,11 +231,11 @@ def test_the_saved_file_added_to_the_reference_gives_our_logits(
       )
       b = tensors[key.replace(".lora_A.", ".lora_B.")]
       with torch.no_grad():
-        theirs.get_submodule(module).weight += scale * b @ a
-  want = _reference_logits(theirs, ours.config)
+        original.get_submodule(module).weight += scale * b @ a
+  want = _reference_logits(original, adapted.config)
   size = np.abs(want).max()
   assert np.abs(want - before).max() > 0.05 * size
-  np.testing.assert_allclose(logits(ours), want, atol=2e-5 * size)
+  np.testing.assert_allclose(logits(adapted), want, atol=2e-5 * size)
 
 
 def _reference_logits(model, config):
@@ -257,14 +257,14 @@ def _reference_logits(model, config):
   assert pixels.shape[1] == tower.patch_embed.proj.weight[0].numel()
   tokens = torch.tensor(batch.tokens).long()
   with torch.no_grad():
-    found = model(
+    output = model(
         input_ids=tokens,
         pixel_values=pixels,
         image_grid_thw=torch.tensor([[1, 4, 4]]),
         mm_token_type_ids=(tokens == config.image_token_id).int(),
         use_cache=False,
     )
-  return found.logits.numpy()
+  return output.logits.numpy()
 
 
 def _gemma_logits(model, config, batch):
@@ -298,9 +298,9 @@ def test_gradients_are_those_of_the_product(scan):
     return (model.logits(model(batch)) ** 2).mean()
 
   def gradients(kind):
-    graph, state, rest = nnx.split(model, kind, ...)
+    graph, state, static = nnx.split(model, kind, ...)
     run = jax.jit(
-        jax.grad(lambda s: loss(nnx.merge(graph, s, rest))),
+        jax.grad(lambda s: loss(nnx.merge(graph, s, static))),
         compiler_options={"xla_backend_optimization_level": 0},
     )
     return {path: v[...] for path, v in nnx.to_flat_state(run(state))}
@@ -323,20 +323,20 @@ def test_gradients_are_those_of_the_product(scan):
     ):
       size = float(np.abs(want).max())
       assert size > 0, path
-      for found in (only, everything):
+      for grads in (only, everything):
         np.testing.assert_allclose(
-            found[*path, part], want, atol=1e-4 * size, err_msg=str(path)
+            grads[*path, part], want, atol=1e-4 * size, err_msg=str(path)
         )
   assert 2 * checked == len(only)
   # nnx's own way to ask for them.
   selected = nnx.DiffState(0, layers.LoRAParam)
-  found = jax.eval_shape(
+  grads = jax.eval_shape(
       lambda s: nnx.grad(loss, argnums=selected)(
           nnx.merge(nnx.graphdef(model), s)
       ),
       nnx.state(model),
   )
-  assert {path for path, _ in nnx.to_flat_state(found)} == only.keys()
+  assert {path for path, _ in nnx.to_flat_state(grads)} == only.keys()
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["list", "stacked"])
@@ -369,7 +369,7 @@ def test_fresh_numbers_are_peft_s_and_do_not_depend_on_stacking():
     lora.add(model, 8, seed=seed)
   values = []
   lists = {a.names[0]: a.linear for a in lora.adapted(listed)}
-  others = {a.names[0]: a.linear for a in lora.adapted(other)}
+  linears = {a.names[0]: a.linear for a in lora.adapted(other)}
   for layer in lora.adapted(stacked):
     assert layer.linear.lora_scale == 4.0
     wide, out = layer.sizes
@@ -379,7 +379,7 @@ def test_fresh_numbers_are_peft_s_and_do_not_depend_on_stacking():
       assert a.shape == (wide, 8) and a.dtype == jnp.float32
       assert b.shape == (8, out) and not b.any()
       assert checkpoints.same(a, lists[name].lora_a[...])
-      assert not checkpoints.same(a, others[name].lora_a[...])
+      assert not checkpoints.same(a, linears[name].lora_a[...])
       values.append(np.asarray(a).ravel() * wide**0.5)
   values = np.concatenate(values)
   # Uniform within +-1 / sqrt(in), and no two layers alike.

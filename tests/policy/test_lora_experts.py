@@ -96,19 +96,19 @@ def test_gradients_are_those_of_the_product():
   batch = plain.inputs(model.config)
 
   def gradients(kind):
-    graph, state, rest = nnx.split(model, kind, ...)
+    graph, state, static = nnx.split(model, kind, ...)
     loss = lambda m: (m.logits(m(batch)) ** 2).mean()
     run = jax.jit(
-        jax.grad(lambda s: loss(nnx.merge(graph, s, rest))),
+        jax.grad(lambda s: loss(nnx.merge(graph, s, static))),
         compiler_options={"xla_backend_optimization_level": 0},
     )
     return {path: v[...] for path, v in nnx.to_flat_state(run(state))}
 
-  found = gradients(nnx.Param)
+  grads = gradients(nnx.Param)
   paths = {id(node): path for path, node in nnx.iter_graph(model)}
   for layer in of_experts(model):
     owner, name = layer.owner
-    dw = found[*paths[id(owner)], name][..., layer.columns or slice(None)]
+    dw = grads[*paths[id(owner)], name][..., layer.columns or slice(None)]
     adapter = layer.linear
     a, b, scale = adapter.lora_a[...], adapter.lora_b[...], adapter.lora_scale
     path = paths[id(adapter)]
@@ -119,25 +119,25 @@ def test_gradients_are_those_of_the_product():
       size = float(np.abs(want).max())
       assert size > 0, path
       np.testing.assert_allclose(
-          found[*path, part], want, atol=1e-4 * size, err_msg=str(path)
+          grads[*path, part], want, atol=1e-4 * size, err_msg=str(path)
       )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_file_added_to_the_reference_gives_our_logits(family, tmp_path):
-  theirs = checkpoints.reference(checkpoints.tiny(family))
+  original = checkpoints.reference(checkpoints.tiny(family))
   from safetensors import torch as safetensors_torch
   import torch
 
-  theirs.save_pretrained(tmp_path / "base")
-  ours = hf_checkpoint.load_model(tmp_path / "base", remat="none")
-  lora.add(ours, RANK, ALPHA, targets=experts.PARTS, experts=True)
-  plain.train(ours)
-  lora_files.save(tmp_path / "adapter", ours)
+  original.save_pretrained(tmp_path / "base")
+  adapted = hf_checkpoint.load_model(tmp_path / "base", remat="none")
+  lora.add(adapted, RANK, ALPHA, targets=experts.PARTS, experts=True)
+  plain.train(adapted)
+  lora_files.save(tmp_path / "adapter", adapted)
   config = json.loads((tmp_path / "adapter" / lora_files.CONFIG).read_text())
   named = set(config["target_modules"])
-  text = ours.config.text
-  if ours.config.traits.tower == "glm4v":  # Its MLP has the same names.
+  text = adapted.config.text
+  if adapted.config.traits.tower == "glm4v":  # Its MLP has the same names.
     assert {name.rpartition(".")[2] for name in named} == set(experts.PARTS)
   else:
     assert named == set(experts.PARTS)
@@ -145,7 +145,7 @@ def test_the_file_added_to_the_reference_gives_our_logits(family, tmp_path):
   tensors = safetensors_torch.load_file(
       tmp_path / "adapter" / lora_files.WEIGHTS
   )
-  before = plain._reference_logits(theirs, ours.config)
+  before = plain._reference_logits(original, adapted.config)
   count = 0
   for key, a in tensors.items():
     if ".lora_A." not in key:
@@ -154,14 +154,14 @@ def test_the_file_added_to_the_reference_gives_our_logits(family, tmp_path):
         ".lora_A.weight"
     )
     change = scale * tensors[key.replace(".lora_A.", ".lora_B.")] @ a
-    home, dot, rest = module.partition(".experts.")
+    home, dot, tail = module.partition(".experts.")
     with torch.no_grad():
       if not dot:  # The shared expert.
-        theirs.get_submodule(module).weight += change
+        original.get_submodule(module).weight += change
         continue
       count += 1
-      number, part = rest.split(".")
-      weights = theirs.get_submodule(home).experts
+      number, part = tail.split(".")
+      weights = original.get_submodule(home).experts
       if part == "down_proj":
         weights.down_proj[int(number)] += change
       else:
@@ -170,14 +170,14 @@ def test_the_file_added_to_the_reference_gives_our_logits(family, tmp_path):
         weights.gate_up_proj[int(number), first : first + half] += change
   sparse = text.num_hidden_layers - len(text.mlp_only_layers)
   assert count == sparse * 4 * 3
-  want = plain._reference_logits(theirs, ours.config)
+  want = plain._reference_logits(original, adapted.config)
   size = np.abs(want).max()
   assert np.abs(want - before).max() > 0.01 * size
-  np.testing.assert_allclose(plain.logits(ours), want, atol=2e-5 * size)
+  np.testing.assert_allclose(plain.logits(adapted), want, atol=2e-5 * size)
 
   again = hf_checkpoint.load_model(tmp_path / "base", remat="none")
   lora_files.load(tmp_path / "adapter", again)
-  checkpoints.assert_same(ours, again)
+  checkpoints.assert_same(adapted, again)
 
 
 def test_what_cannot_be_added_is_named():
@@ -232,11 +232,11 @@ print(json.dumps(dict(loss=abs(a - b) / a, gradient=float(worst), specs=specs,
 
 @pytest.mark.slow
 def test_experts_adapters_lie_over_the_axis_of_experts():
-  found = forced_devices.report("-c", MESH, devices=4, seconds=300)
-  assert found["loss"] < 1e-5 and found["gradient"] < 1e-4
-  assert found["merged"] < 1e-5
-  for specs in (found["specs"], found["kept"]):
-    assert specs and all("'tensor'" in spec for spec in specs), found
+  report = forced_devices.report("-c", MESH, devices=4, seconds=300)
+  assert report["loss"] < 1e-5 and report["gradient"] < 1e-4
+  assert report["merged"] < 1e-5
+  for specs in (report["specs"], report["kept"]):
+    assert specs and all("'tensor'" in spec for spec in specs), report
 
 
 def test_fresh_numbers_do_not_depend_on_stacking():

@@ -90,9 +90,9 @@ def edited(source, directory, tensors=None, **config):
   """A copy of an adapter with other config fields or tensors."""
   fields = json.loads((source / lora_files.CONFIG).read_text()) | config
   (directory / lora_files.CONFIG).write_text(json.dumps(fields))
-  found = safetensors_numpy.load_file(source / lora_files.WEIGHTS)
-  found = tensors(found) if tensors else found
-  safetensors_numpy.save_file(found, directory / lora_files.WEIGHTS)
+  content = safetensors_numpy.load_file(source / lora_files.WEIGHTS)
+  content = tensors(content) if tensors else content
+  safetensors_numpy.save_file(content, directory / lora_files.WEIGHTS)
   return directory
 
 
@@ -186,9 +186,9 @@ FIRST = (
 def test_tensors_that_do_not_fit_are_named(
     saved_adapter, tmp_path, edit, message, scan
 ):
-  def tensors(found):
-    edit(found)
-    return found
+  def tensors(content):
+    edit(content)
+    return content
 
   edited(saved_adapter, tmp_path, tensors)
   model = cases.policy("qwen2_5_vl", scan_layers=scan)
@@ -205,7 +205,7 @@ def test_missing_and_cut_files_are_named(saved_adapter, tmp_path):
     with pytest.raises(FileNotFoundError, match=f"has no {name}; give a dir"):
       lora_files.load(tmp_path, model)
   edited(saved_adapter, tmp_path)
-  whole = (tmp_path / lora_files.WEIGHTS).read_bytes()
-  (tmp_path / lora_files.WEIGHTS).write_bytes(whole[:-1])
+  data = (tmp_path / lora_files.WEIGHTS).read_bytes()
+  (tmp_path / lora_files.WEIGHTS).write_bytes(data[:-1])
   with pytest.raises(ValueError, match="not a whole safetensors file"):
     lora_files.load(tmp_path, model)

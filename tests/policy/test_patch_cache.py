@@ -20,17 +20,17 @@ def _spans(store, count):
 
 def test_the_cache_is_bounded_and_hits():
   store = images.ImageStore()
-  first, *others = _spans(store, 5)
+  first, *further = _spans(store, 5)
   one = PROCESSOR.patchify(store.get(first.image)).patches.nbytes
   cache = patch_cache.PatchCache(store, PROCESSOR, capacity_bytes=2 * one)
   for _ in range(3):
     cache.get(first)
   assert cache.misses == 1
-  for span in others:
+  for span in further:
     cache.get(span)
     assert cache._bytes <= 2 * one  # pylint: disable=protected-access
   assert cache.misses == 5
-  cache.get(others[-2])
+  cache.get(further[-2])
   assert cache.misses == 5
   cache.get(first)
   assert cache.misses == 6

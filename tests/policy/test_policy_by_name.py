@@ -1,4 +1,4 @@
-"""What policy.name stands for; custom factories, and the files they leave."""
+"""Policies by name: architectures, custom factories, and their files."""
 
 import asyncio
 import json
@@ -30,9 +30,9 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs" / "policies.md"
 @pytest.fixture
 def module(monkeypatch):
   """A module of the user's, to put factories in."""
-  made = types.ModuleType("their_policies")
-  monkeypatch.setitem(sys.modules, made.__name__, made)
-  return made
+  policies = types.ModuleType("their_policies")
+  monkeypatch.setitem(sys.modules, policies.__name__, policies)
+  return policies
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +42,10 @@ def example():
       r"```python\n(import types\n.*?)```", DOCS.read_text(), re.DOTALL
   )
   assert len([line for line in code.splitlines() if line.strip()]) <= 40
-  made = types.ModuleType("my_policy")
-  exec(compile(code, str(DOCS), "exec"), made.__dict__)
-  sys.modules["my_policy"] = made
-  yield made
+  policies = types.ModuleType("my_policy")
+  exec(compile(code, str(DOCS), "exec"), policies.__dict__)
+  sys.modules["my_policy"] = policies
+  yield policies
   del sys.modules["my_policy"]
 
 
@@ -111,10 +111,10 @@ def test_a_factory_is_told_from_a_path(name, is_factory):
 
 
 def test_the_run_gives_what_the_signature_names(module):
-  given = {}
+  arguments = {}
 
   def create(*, layers=1, seed, screen):
-    given.update(layers=layers, seed=seed, screen=screen)
+    arguments.update(layers=layers, seed=seed, screen=screen)
     return nano(layers, seed)
 
   module.create = create
@@ -123,7 +123,7 @@ def test_the_run_gives_what_the_signature_names(module):
   model, _, _ = named.create(
       7, None, (64, 48), compute_dtype="float32", layers=2
   )
-  assert given == {"layers": 2, "seed": 7, "screen": (64, 48)}
+  assert arguments == {"layers": 2, "seed": 7, "screen": (64, 48)}
   assert model.config.layers == 2
 
 
@@ -146,11 +146,11 @@ def test_arguments_that_do_not_fit_are_named(module, changes, message):
   assert "their_policies:create" in str(error.value)
 
 
-def without(found, name):
-  """An object like `found` but for one attribute."""
+def without(original, name):
+  """Returns an object like `original` without one attribute."""
   return types.SimpleNamespace(**{
-      key: getattr(found, key)
-      for key in dir(found)
+      key: getattr(original, key)
+      for key in dir(original)
       if not key.startswith("__") and key != name
   })
 
@@ -160,11 +160,11 @@ class Bare(nnx.Module):
 
 
 def bare(model, lacking):
-  made = Bare()
+  policy = Bare()
   for name in ("encode_images", "init_cache", "extend", "logits", "config"):
     if name != lacking:
-      setattr(made, name, nnx.static(getattr(model, name)))
-  return made
+      setattr(policy, name, nnx.static(getattr(model, name)))
+  return policy
 
 
 @pytest.mark.parametrize(
@@ -202,11 +202,11 @@ def test_a_missing_method_is_named(module, lacking):
 
   def create():
     model, processor, tokenizer = nano()
-    made = Model()
+    policy = Model()
     for name in ("encode_images", "init_cache", "extend", "logits", "config"):
       if name != lacking:
-        setattr(made, name, nnx.static(getattr(model, name)))
-    return made, processor, tokenizer
+        setattr(policy, name, nnx.static(getattr(model, name)))
+    return policy, processor, tokenizer
 
   module.create = create
   with pytest.raises(ValueError, match=f"Model.*no method '{lacking}'"):

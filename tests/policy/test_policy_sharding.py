@@ -74,7 +74,7 @@ print("sharded equals unsharded")
 @pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_eight_devices_equal_one(tmp_path):
-  said = forced_devices.run(
+  output = forced_devices.run(
       "-c", SCRIPT.format(tests=os.path.dirname(__file__)), tmp_path / "policy"
   )
-  assert "sharded equals unsharded" in said
+  assert "sharded equals unsharded" in output

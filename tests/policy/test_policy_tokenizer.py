@@ -33,13 +33,13 @@ def test_a_checkpoint_without_a_tokenizer_is_told(tmp_path):
     checkpoint.load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("name, told", [
+@pytest.mark.parametrize("name, message", [
     ("Qwen/Qwen3-VL-4B-Instruct", "hf download Qwen/Qwen3-VL-4B-Instruct "),
     ("runs/none", "there is no such directory"),
     ("tiny_v1", "did you mean 'tiny_vl'"),
 ])  # pyformat: disable
-def test_a_name_that_is_no_policy_has_the_fix(name, told):
-  with pytest.raises(FileNotFoundError, match=told):
+def test_a_name_that_is_no_policy_has_the_fix(name, message):
+  with pytest.raises(FileNotFoundError, match=message):
     policy_files.resolve(name)
 
 

@@ -77,8 +77,8 @@ def without(raw, section, field):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_field_may_be_left_out_as_in_transformers(family):
   raw = published(family)
-  whole = read(raw)
-  assert not isinstance(whole, str), whole
+  complete = read(raw)
+  assert not isinstance(complete, str), complete
   fields = list(fields_of(family))
   assert len(fields) > 25
   for section, field in fields:
@@ -104,7 +104,7 @@ def test_every_field_may_be_left_out_as_in_transformers(family):
     assert not isinstance(got, str), (section, field, got)
     assert got == read(as_transformers_has_it(less)), (section, field)
     if base is raw:
-      assert got == whole, (section, field)
+      assert got == complete, (section, field)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -174,8 +174,8 @@ def test_the_head_is_tied_where_transformers_ties_it(family, top, text):
     }  # pyformat: disable
   else:
     raw["vision_config"][out_width(family)] = 128
-  given = dict(raw)
-  config = transformers.AutoConfig.for_model(given.pop("model_type"), **given)
+  fields = dict(raw)
+  config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
   module = transformers.AutoModelForImageTextToText.from_config(config)
   tied = (
       module.lm_head.weight is module.get_input_embeddings().weight

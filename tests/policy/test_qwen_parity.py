@@ -68,8 +68,8 @@ def trials(reference):
     assert model.config == qwen_reference.CONFIGS[name]
     run = qwen_reference.differentiator(model)
     rng = np.random.default_rng(list(qwen_reference.CONFIGS).index(name))
-    found = []
-    while sum(len(trial.batch.cases) for trial in found) < CASES:
+    made_trials = []
+    while sum(len(trial.batch.cases) for trial in made_trials) < CASES:
       batch = qwen_reference.draw_batch(
           rng, processor=reference(name).processor
       )
@@ -78,8 +78,8 @@ def trials(reference):
       weights = weights.astype(np.float32)
       want = reference(name).run(batch, weights)
       got = run(batch, weights, want)
-      found.append(Trial(batch, weights, want, got))
-    return tuple(found)
+      made_trials.append(Trial(batch, weights, want, got))
+    return tuple(made_trials)
 
   return make
 
@@ -150,9 +150,9 @@ def _some_windows_end_in_images(name, batches):
   window = qwen_reference.CONFIGS[name].text.sliding_window
   cut = 0
   for batch in batches:
-    seen = batch.inputs.vision_index >= 0
+    is_vision = batch.inputs.vision_index >= 0
     for case in batch.cases:
-      row = seen[case.place]
+      row = is_vision[case.place]
       for q in np.flatnonzero(~row):
         first = q - window + 1
         cut += first > 0 and row[first] and row[first - 1]
@@ -286,16 +286,17 @@ def test_bfloat16_is_as_exact_as_the_references(name, reference, trials):
   policy = reference(name).policy(compute_dtype="bfloat16")
   score = qwen_reference.scorer(policy)
   module = reference(name).in_bfloat16()
-  ours, theirs = [], []
+  own_errors, reference_errors = [], []
   for trial in trials(name):
     _, same = qwen_reference.targets(trial.batch.inputs)
     exact = trial.want.logprobs[same]
     other = reference(name).run(trial.batch, module=module)
-    ours.append(np.abs(score(trial.batch).logprobs[same] - exact))
-    theirs.append(np.abs(other.logprobs[same] - exact))
-  ours, theirs = np.concatenate(ours), np.concatenate(theirs)
-  assert 0 < ours.max() <= BFLOAT16_BOUNDS[name]  # 0 were float32.
-  assert ours.mean() <= 1.5 * theirs.mean()
+    own_errors.append(np.abs(score(trial.batch).logprobs[same] - exact))
+    reference_errors.append(np.abs(other.logprobs[same] - exact))
+  own_errors = np.concatenate(own_errors)
+  reference_errors = np.concatenate(reference_errors)
+  assert 0 < own_errors.max() <= BFLOAT16_BOUNDS[name]  # 0 were float32.
+  assert own_errors.mean() <= 1.5 * reference_errors.mean()
 
 
 # --- decoding ----------------------------------------------------------------
@@ -350,14 +351,14 @@ def decode(model, inputs, vision, lengths_B, rng):
 
 def _to_image_ends(is_vision_BT, done_B, count_B):
   """Counts that end no row's call within an image."""
-  found = count_B.copy()
+  counts = count_B.copy()
   for row, start in enumerate(done_B):
-    while found[row] and start + found[row] < is_vision_BT.shape[1]:
-      end = start + found[row]
+    while counts[row] and start + counts[row] < is_vision_BT.shape[1]:
+      end = start + counts[row]
       if not is_vision_BT[row, end - 1 : end + 1].all():
         break
-      found[row] -= 1
-  return found
+      counts[row] -= 1
+  return counts
 
 
 @pytest.mark.parametrize(
@@ -436,11 +437,11 @@ PUBLISHED = {
 
 def _sizes():
   """The smallest of each family; the others are slow."""
-  seen = set()
+  families = set()
   for name in sorted(PUBLISHED, key=PUBLISHED.get):
     family = qwen_config.SIZES[name].family
-    marks = [pytest.mark.slow] if family in seen else []
-    seen.add(family)
+    marks = [pytest.mark.slow] if family in families else []
+    families.add(family)
     yield pytest.param(name, marks=marks)
 
 
@@ -463,12 +464,12 @@ def test_a_published_size_has_the_references_parameters(name):
   elif config.tie_word_embeddings:
     del want["lm_head.weight"]
   # Stacked layers have the same keys, and are made in a fraction of the time.
-  ours = hf_checkpoint.abstract_model(
+  abstract = hf_checkpoint.abstract_model(
       dataclasses.replace(config, scan_layers=True)
   )
   got = {
       key: tensor.shape
-      for tensor in hf_checkpoint.tensors_of(ours)
+      for tensor in hf_checkpoint.tensors_of(abstract)
       for key in tensor.keys
   }
   assert set(got) == set(want)

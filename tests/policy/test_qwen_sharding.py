@@ -31,21 +31,21 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_loss_and_gradients_equal_one_device(report):
-  for mesh, found in report.items():
-    assert found["loss"] < 1e-5, mesh
-    assert found["gradient"] < 1e-5, mesh
+  for mesh, errors in report.items():
+    assert errors["loss"] < 1e-5, mesh
+    assert errors["gradient"] < 1e-5, mesh
 
 
 def test_no_device_gathers_the_embedding_or_the_logits(report):
-  for mesh, found in report.items():
+  for mesh, program in report.items():
     # Both have the vocabulary as one of their dimensions.
-    assert found["whole_vocabulary"] == [], mesh
+    assert program["whole_vocabulary"] == [], mesh
 
 
 def test_weights_are_split_over_the_model_axes(report):
   # The tower is split over `fsdp` alone in some of them.
-  for mesh, found in report.items():
-    assert found["weights_share"] < 1.8 / found["model_devices"], mesh
+  for mesh, sizes in report.items():
+    assert sizes["weights_share"] < 1.8 / sizes["model_devices"], mesh
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

@@ -26,7 +26,7 @@ from tunix.rl.multi_turn.policy import hf_checkpoint  # noqa: E402
 from tunix.rl.multi_turn.policy import int8  # noqa: E402
 from tunix.rl.multi_turn.policy import lora  # noqa: E402
 from tunix.rl.multi_turn.policy import policy_files  # noqa: E402
-from tunix.rl.multi_turn.policy import qwen_text_checkpoint  # noqa: E402
+from tunix.rl.multi_turn.policy import qwen_checkpoint  # noqa: E402
 from tunix.rl.multi_turn.policy import qwen_text_config  # noqa: E402
 
 TOL = 1e-5
@@ -86,18 +86,18 @@ def test_transformers_loads_what_is_saved_here(name, reference, tmp_path):
   config = qwen_reference.TEXT_CONFIGS[name]
   assert model.config == config
   hf_checkpoint.save_model(tmp_path, model)
-  theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-  assert type(theirs).__name__ == qwen_text_config.to_hf(config)[
+  loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+  assert type(loaded).__name__ == qwen_text_config.to_hf(config)[
       "architectures"
   ][0]
   want = reference(name).module.state_dict()
-  got = theirs.state_dict()
+  got = loaded.state_dict()
   assert got.keys() == want.keys()
   for key, value in want.items():
     assert torch.equal(got[key], value), key
   batch = draw(5)
   np.testing.assert_allclose(
-      reference(name).run(batch, module=theirs.eval().float()).logits,
+      reference(name).run(batch, module=loaded.eval().float()).logits,
       qwen_reference.scorer(model)(batch).logits,
       rtol=0,
       atol=TOL,
@@ -107,11 +107,11 @@ def test_transformers_loads_what_is_saved_here(name, reference, tmp_path):
 def test_a_fresh_policy_is_saved_for_transformers(tmp_path):
   model, _, encoder = checkpoint.create_policy("qwen3_text_tiny", seed=3)
   checkpoint.save_policy(tmp_path, model)
-  theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-  assert type(theirs).__name__ == "Qwen3ForCausalLM"
+  loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+  assert type(loaded).__name__ == "Qwen3ForCausalLM"
   ids = np.array(encoder.encode("Add 3 and 4.").ids, np.int32)
   with torch.no_grad():
-    want = theirs(torch.tensor(ids).long()[None]).logits[0].numpy()
+    want = loaded(torch.tensor(ids).long()[None]).logits[0].numpy()
   again, processor, _ = checkpoint.load_policy(tmp_path)
   assert model.config == dataclasses.replace(again.config, remat="none")
   score = nnx.jit(lambda model, inputs: model.logits(model(inputs)))
@@ -120,9 +120,9 @@ def test_a_fresh_policy_is_saved_for_transformers(tmp_path):
   # Once more, as a run with policy=<directory> saves it.
   checkpoint.save_policy(tmp_path / "again", again, tmp_path)
   third, _, _ = checkpoint.load_policy(tmp_path / "again")
-  kept = checkpoint.named_parameters(model)
+  parameters = checkpoint.named_parameters(model)
   for key, value in checkpoint.named_parameters(third).items():
-    np.testing.assert_array_equal(value, kept[key], err_msg=key)
+    np.testing.assert_array_equal(value, parameters[key], err_msg=key)
 
 
 def inputs_of(processor, ids):
@@ -268,12 +268,12 @@ def test_a_published_file_has_the_references_parameters(raw, parameters):
   with torch.device("meta"):
     module = qwen_reference.build(config)
   want = {key: tuple(w.shape) for key, w in module.named_parameters()}
-  ours = hf_checkpoint.abstract_model(
+  abstract = hf_checkpoint.abstract_model(
       dataclasses.replace(config, scan_layers=True)
   )
   got = {
       key: tensor.shape
-      for tensor in hf_checkpoint.tensors_of(ours)
+      for tensor in hf_checkpoint.tensors_of(abstract)
       for key in tensor.keys
   }
   assert got == want
@@ -311,4 +311,4 @@ def test_only_what_a_run_decides_can_be_changed():
   with pytest.raises(ValueError, match="'text' .* cannot be changed.*remat"):
     qwen_text_config.from_hf(QWEN3, text=None)
   with pytest.raises(ValueError, match="remat must be one of none, dots"):
-    qwen_text_checkpoint.small_config("qwen3_text_tiny", remat="all")
+    qwen_checkpoint.small_config("qwen3_text_tiny", remat="all")

@@ -321,9 +321,9 @@ def test_limits_are_read_from_both_keys():
   assert new == read(FAMILIES["qwen3_vl"])
   both = read({**QWEN3_FILE, "min_pixels": 4096, "max_pixels": None})
   assert (both.min_pixels, both.max_pixels) == (4096, 16777216)
-  ours = read(QWEN3_FILE, max_pixels=100_000, image_token_id=IMAGE)
-  assert (ours.min_pixels, ours.max_pixels) == (65536, 100_000)
-  assert ours.image_token_id == IMAGE
+  processor = read(QWEN3_FILE, max_pixels=100_000, image_token_id=IMAGE)
+  assert (processor.min_pixels, processor.max_pixels) == (65536, 100_000)
+  assert processor.image_token_id == IMAGE
 
 
 @pytest.mark.parametrize(
@@ -475,7 +475,7 @@ def test_sizes_are_the_references(family):
     # the last bit decides between a row more and a row less.
     size, area = (rows * scale, cols * scale), rows * cols * factor**2
     cases += [(*size, factor, 1, area), (*size, factor, area, 1 << 30)]
-  taken = 0
+  compared = 0
   for args in cases:
     try:
       want = module.smart_resize(*args)
@@ -483,9 +483,9 @@ def test_sizes_are_the_references(family):
       with pytest.raises(ValueError, match="aspect ratio"):
         qwen_vl_inputs.smart_resize(*args)
       continue
-    taken += 1
+    compared += 1
     assert qwen_vl_inputs.smart_resize(*args) == want, args
-  assert taken > 7000
+  assert compared > 7000
 
 
 @pytest.fixture(scope="module")
@@ -532,10 +532,10 @@ def test_positions_are_the_references(family, reference_models):
 
   processor = make(family)
   rng = np.random.default_rng(2)
-  seen = set()
+  counts = set()
   for _ in range(120):
     count = int(rng.integers(0, 7))
-    seen.add(count)
+    counts.add(count)
     pieces = [int(rng.integers(0, 20))]
     for size in rng.integers(20, 600, (count, 2)).tolist():
       # Never two images side by side: the reference takes them for one.
@@ -557,4 +557,4 @@ def test_positions_are_the_references(family, reference_models):
     np.testing.assert_array_equal(
         processor.positions(tokens, spans), want[:, 0].T.numpy(), str(pieces)
     )
-  assert seen == set(range(7))
+  assert counts == set(range(7))

@@ -9,11 +9,11 @@ from tunix.rl.multi_turn.policy import random_keys
 
 @pytest.mark.parametrize("seed", [0, 7])
 def test_each_key_is_that_of_rngs(seed):
-  ours, theirs = random_keys.Keys(seed), nnx.Rngs(seed)
+  keys, rngs = random_keys.Keys(seed), nnx.Rngs(seed)
   for _ in range(5):
     np.testing.assert_array_equal(
-        jax.random.key_data(ours.params()),
-        jax.random.key_data(theirs.params()),
+        jax.random.key_data(keys.params()),
+        jax.random.key_data(rngs.params()),
     )
 
 

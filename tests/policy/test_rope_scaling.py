@@ -68,7 +68,7 @@ ASKED = {
 }  # pyformat: disable
 
 
-def raw_of(family, asked):
+def raw_of(family, scaling):
   """A config.json with these rotary positions."""
   vl = family in qwen_config.FAMILIES
   if vl:
@@ -85,8 +85,8 @@ def raw_of(family, asked):
   if family.startswith("gemma3"):  # Those of full attention.
     rope = rope["full_attention"]
     rope.pop("factor", None)
-  rope |= asked
-  if "type" in asked:
+  rope |= scaling
+  if "type" in scaling:
     del rope["rope_type"]
   return json.loads(json.dumps(raw))
 
@@ -102,8 +102,8 @@ def read(raw):
 def test_frequencies_are_transformers(family, name):
   raw = raw_of(family, ASKED[name])
   text = read(raw)
-  given = dict(raw)
-  config = transformers.AutoConfig.for_model(given.pop("model_type"), **given)
+  fields = dict(raw)
+  config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
   config = config.get_text_config()
   kind = text.rope_scaling.kind
   windows = family.startswith("gemma3")
@@ -135,15 +135,15 @@ def test_scaling_survives_its_file(family, name):
     "name",
     trials.by_default(["qwen3_vl"], ["qwen3_vl", "qwen2_5_vl", "qwen3"]),
 )
-@pytest.mark.parametrize("asked", ["yarn", "linear"])
-def test_logits_are_transformers(name, asked, tmp_path):
+@pytest.mark.parametrize("kind", ["yarn", "linear"])
+def test_logits_are_transformers(name, kind, tmp_path):
   scaling = {
       # A context that the test's sequences are longer than.
       "yarn": rope_scaling.RopeScaling(
           "yarn", 4.0, 16, 8.0, 1.0, attention_factor=1.3
       ),
       "linear": rope_scaling.RopeScaling("linear", 2.5),
-  }[asked]
+  }[kind]
   base = {**qwen_reference.CONFIGS, **qwen_reference.TEXT_CONFIGS}[name]
   config = dataclasses.replace(
       base, text=dataclasses.replace(base.text, rope_scaling=scaling)
@@ -195,20 +195,20 @@ def test_a_cache_goes_on_with_scaled_positions():
   frequencies = scaling.scaled(layers.rope_frequencies(16, 1e4), 1e4)
   axes = layers.mrope_axes((4, 2, 2), True)
   place = jnp.arange(40)[None, :, None] * jnp.ones(3, jnp.int32)
-  whole = layers.mrope(place, axes, frequencies)
+  full = layers.mrope(place, axes, frequencies)
   last = layers.mrope(place[:, 39:], axes, frequencies)
-  for a, b in zip(whole, last):
+  for a, b in zip(full, last):
     np.testing.assert_array_equal(a[:, 39:], b)
 
 
 @pytest.mark.parametrize(
-    "fields, said",
+    "fields, message",
     [
         (("ntk", 2.0), "kind must be one of"),
         (("linear", 0.0), "factor must be > 0"),
         (("yarn", 2.0, 0), "original_max_position_embeddings must be >= 1"),
     ],
 )
-def test_impossible_scalings_are_refused(fields, said):
-  with pytest.raises(ValueError, match=said):
+def test_impossible_scalings_are_refused(fields, message):
+  with pytest.raises(ValueError, match=message):
     rope_scaling.RopeScaling(*fields)

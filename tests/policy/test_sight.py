@@ -1,4 +1,4 @@
-"""What tokens see where images are seen as a whole and layers have windows.
+"""Intervals that tokens see, with whole images and layers with windows.
 
 Every way of computing attention under a `kernels.Sight` is held to attention
 under the explicit mask of the definition, written out token by token.
@@ -41,8 +41,8 @@ def row(rng, t):
 
 def rows(t, seed=0):
   rng = np.random.default_rng(seed)
-  made = [row(rng, t) for _ in range(B)]
-  return tuple(np.stack(part) for part in zip(*made, strict=True))
+  drawn = [row(rng, t) for _ in range(B)]
+  return tuple(np.stack(part) for part in zip(*drawn, strict=True))
 
 
 def definition(segments, images, window):
@@ -89,13 +89,13 @@ def test_values_and_gradients_are_those_of_the_definition(
   monkeypatch.setattr(blocks, "_most", lambda causal: 48)
   segments, images = rows(t)
   mask = definition(segments, images, window)
-  ahead = np.triu(mask.any(0), 1)
-  assert ahead.any() and mask.any(-1).all()
-  given = sight(segments, images, window)
+  later = np.triu(mask.any(0), 1)
+  assert later.any() and mask.any(-1).all()
+  interval = sight(segments, images, window)
 
   def ours(*qkv):
     with compiling.compile_for(platform):
-      return kernels.causal_attention(*qkv, segments, sight=given)
+      return kernels.causal_attention(*qkv, segments, sight=interval)
 
   got, slopes = test_blocks.value_and_slopes(ours, qkv(t))
   want, want_slopes = test_blocks.value_and_slopes(
@@ -110,13 +110,13 @@ def test_values_and_gradients_are_those_of_the_definition(
 def test_chunks_for_a_flash_kernel_are_those_of_the_definition(
     window, monkeypatch
 ):
-  """What surrounds cuDNN's kernel, around XLA's implementation of the same."""
+  """Runs the code around cuDNN's kernel with XLA's implementation of it."""
   monkeypatch.setattr(kernels, "MAX_MASK", B * 401 * 128)
   segments, images = rows(401)
   mask = definition(segments, images, window)
-  given = sight(segments, images, window)
+  interval = sight(segments, images, window)
   got = kernels._seen_local(
-      *qkv(401), segments, given.last_BT, window=window, ahead=IMAGE,
+      *qkv(401), segments, interval.last_BT, window=window, lookahead=IMAGE,
       flash="xla",
   )  # pyformat: disable
   np.testing.assert_allclose(got, dense(*qkv(401), mask), atol=3e-6)
@@ -140,8 +140,9 @@ def test_blocks_out_of_sight_are_not_computed():
   segments = np.ones((1, t), np.int32)
   ids = jnp.asarray(segments.reshape(1, -1, 128))
   last = jnp.arange(t, dtype=jnp.int32).reshape(1, -1, 128)
-  seen = blocks._seen(ids, ids, blocks._Rule(True, window), last)
-  assert np.asarray(seen).sum() == 2 * (t // 128) - 1  # Its own and the last.
+  reachable = blocks._reachable(ids, ids, blocks._Rule(True, window), last)
+  # Its own and the last.
+  assert np.asarray(reachable).sum() == 2 * (t // 128) - 1
 
 
 def test_a_prefix_and_a_sight_exclude_each_other():
@@ -162,42 +163,44 @@ def test_a_cache_is_seen_as_the_definition_has_it(window):
   t = 120
   q, k, v = qkv(t)
   rng = np.random.default_rng(7)
-  made = []
+  drawn = []
   for _ in range(B):
     _, images = row(rng, t)
     images[-6:] = 0
-    made.append(images)
-  images = np.stack(made)
+    drawn.append(images)
+  images = np.stack(drawn)
   segments = np.ones((B, t), np.int32)
   want = np.asarray(dense(q, k, v, definition(segments, images, window)))
   noise = lambda x: jnp.asarray(rng.normal(scale=99, size=x.shape), x.dtype)
-  kept = jax.tree.map(
+  cache = jax.tree.map(
       noise, cached_attention.init_rows(B, t + 3, K, H, jnp.float32)
   )
-  done = np.zeros(B, np.int32)
-  while (done < t).any():
-    width = 24 if (done < t - 6).any() else 1
-    count = np.minimum(width, t - done).astype(np.int32)
+  cached_B = np.zeros(B, np.int32)
+  while (cached_B < t).any():
+    width = 24 if (cached_B < t - 6).any() else 1
+    count = np.minimum(width, t - cached_B).astype(np.int32)
     for r in range(B):
-      while parts_an_image(images[r], done[r] + count[r]):
+      while parts_an_image(images[r], cached_B[r] + count[r]):
         count[r] -= 1
-    column = np.minimum(done[:, None] + np.arange(width), t - 1)
+    column = np.minimum(cached_B[:, None] + np.arange(width), t - 1)
     real = (np.arange(width) < count[:, None]).astype(np.int32)
     at = np.arange(B)[:, None], column
     # What lies beyond a row's real tokens may be anything.
     shown = np.where(real, images[at] > 0, rng.random(real.shape) < 0.5)
-    given = kernels.Sight(
+    interval = kernels.Sight(
         gemma3.last_seen(jnp.asarray(shown), jnp.asarray(real)), window, IMAGE
     )
-    mixed, kept = cached_attention.attend_rows(
-        q[at], k[at], v[at], kept, jnp.asarray(done), jnp.asarray(count),
-        sight=given,
+    mixed, cache = cached_attention.attend_rows(
+        q[at], k[at], v[at], cache, jnp.asarray(cached_B), jnp.asarray(count),
+        sight=interval,
     )  # pyformat: disable
     for r in range(B):
       np.testing.assert_allclose(
-          mixed[r, : count[r]], want[r, done[r] : done[r] + count[r]], atol=3e-6
+          mixed[r, : count[r]],
+          want[r, cached_B[r] : cached_B[r] + count[r]],
+          atol=3e-6,
       )
-    done += count
+    cached_B += count
 
 
 def test_two_sequences_that_meet_in_images_do_not_see_each_other():

@@ -174,7 +174,7 @@ def test_extend_in_random_pieces_equals_the_full_forward_pass(policy, seed):
   vision = encode(
       model, inputs.patches, inputs.patch_segments, inputs.patch_positions
   )
-  # One shape for all pieces, so that there is one compile.
+  # One shape for all pieces, so that one compile serves them.
   width, capacity = 8, 40
   cache = model.init_cache(len(seqs), capacity)
   starts = np.zeros(len(seqs), np.int32)
@@ -318,23 +318,23 @@ def test_number_logits_follow_positions_along_the_gated_axis(policy):
   d = model.config.width
   u_x, u_y = 0.2, 0.8
   f = tiny_vl.axis_features(jnp.array([u_x, u_y]))
-  held = f[0] @ model.axis_x[...] + f[1] @ model.axis_y[...]
+  direction = f[0] @ model.axis_x[...] + f[1] @ model.axis_y[...]
   start = model.config.number_start
   model.embedding[...] = jnp.zeros_like(model.embedding[...])
   model.axis_number[...] = jnp.zeros_like(model.axis_number[...])
   for axis, _ in ((0, u_x), (1, u_y)):
     gate = np.zeros((d, 2), np.float32)
-    gate[:, axis] = np.asarray(held) * 1e3
-    gate[:, 1 - axis] = -np.asarray(held) * 1e3
+    gate[:, axis] = np.asarray(direction) * 1e3
+    gate[:, 1 - axis] = -np.asarray(direction) * 1e3
     model.axis_gate[...] = jnp.asarray(gate)
     # The nano width cannot hold 64 features: hold them exactly instead.
     model.axis_x[...] = jnp.eye(64, d) if axis == 0 else jnp.zeros((64, d))
     model.axis_y[...] = jnp.eye(64, d) if axis == 1 else jnp.zeros((64, d))
     features = np.asarray(tiny_vl.number_features())
-    hidden = jnp.asarray(held)
+    hidden = jnp.asarray(direction)
     logits = np.asarray(model.logits(hidden[None]))[0]
     want = np.zeros(model.config.vocab_size, np.float32)
-    want[start : start + 1000] = features[:, :d] @ np.asarray(held)[:64]
+    want[start : start + 1000] = features[:, :d] @ np.asarray(direction)[:64]
     np.testing.assert_allclose(logits, want, atol=1e-4)
 
 

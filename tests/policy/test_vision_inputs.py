@@ -19,11 +19,12 @@ def test_cells_are_windows_of_the_edge_padded_image(height, width):
   assert image.num_tokens == processor.num_image_tokens(width, height)
   assert image.patches.shape == (rows * cols, processor.patch_bytes)
   for i in range(rows * cols):
-    top, left = (i // cols) * 16 - 4, (i % cols) * 16 - 4
+    top, first_column = (i // cols) * 16 - 4, (i % cols) * 16 - 4
     window = image.patches[i].reshape(24, 24, 3)
     for y, x in rng.integers(0, 24, (20, 2)):
       source = pixels[
-          min(max(top + y, 0), height - 1), min(max(left + x, 0), width - 1)
+          min(max(top + y, 0), height - 1),
+          min(max(first_column + x, 0), width - 1),
       ]
       np.testing.assert_array_equal(window[y, x], source)
 

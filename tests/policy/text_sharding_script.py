@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import qwen_checkpoint
-from tunix.rl.multi_turn.policy import qwen_text_checkpoint
 from tunix.rl.multi_turn.policy import sharding
 
 from tests.policy import qwen_sharding_script
@@ -28,7 +27,7 @@ WINDOWS = {
 def main(family, *names):
   jax.config.update("jax_disable_most_optimizations", True)
   assert jax.device_count() == 8
-  config = qwen_text_checkpoint.small_config("qwen3_text_tiny")
+  config = qwen_checkpoint.small_config("qwen3_text_tiny")
   windows = WINDOWS if family == "gemma3_text" else {}
   config = dataclasses.replace(
       config,

@@ -20,7 +20,6 @@ from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import qwen_checkpoint
 from tunix.rl.multi_turn.policy import qwen_config
-from tunix.rl.multi_turn.policy import qwen_text_checkpoint
 from tunix.rl.multi_turn.policy import qwen_text_config
 from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import text_inputs
@@ -71,12 +70,8 @@ def find(
     # Stacked layers are made in a fraction of the time.
     change = {"compute_dtype": "bfloat16", "scan_layers": True} | change
     config = dataclasses.replace(qwen_config.SIZES[key], **change)
-  elif name in qwen_checkpoint.SMALL and not (
-      policy_files.DATA / name
-  ).is_dir():
+  elif name in checkpoint.SMALL and not (policy_files.DATA / name).is_dir():
     config = qwen_checkpoint.small_config(name, **change)
-  elif name in qwen_text_checkpoint.SMALL:
-    config = qwen_text_checkpoint.small_config(name, **change)
   else:
     directory = _directory(name)
     config = checkpoint.load_config(directory, **change)

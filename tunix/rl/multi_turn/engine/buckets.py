@@ -1,6 +1,6 @@
 """Chooses the shapes of the engine's calls, and lists the programs they need.
 
-Promises: every call has one of these shapes, so that a program is compiled
+Promises: every call has one of the listed shapes, so that a program is compiled
 once for each; a window is a whole number of pages.
 """
 
@@ -21,7 +21,7 @@ _MOST_DEFAULT = 256  # Tokens a row of a prefill call, unless images need more.
 
 
 def smallest(buckets: Sequence[int], need: int) -> int:
-  """The smallest of the ascending buckets that holds `need`, else the last."""
+  """Returns the smallest ascending bucket that holds `need`, or the last."""
   for size in buckets:
     if size >= need:
       return size
@@ -52,12 +52,12 @@ def deal(
     sizes: rows that a call may have, ascending multiples of `shards`.
     shards: equal blocks that a call's rows are split into.
   """
-  held: list[list[int]] = [[] for _ in range(shards)]
+  dealt: list[list[int]] = [[] for _ in range(shards)]
   for item, shard in enumerate(shard_of):
-    held[shard].append(item)
+    dealt[shard].append(item)
   most = sizes[-1] // shards
-  for start in range(0, max(map(len, held)), most):
-    parts = [items[start : start + most] for items in held]
+  for start in range(0, max(map(len, dealt)), most):
+    parts = [items[start : start + most] for items in dealt]
     size = smallest(sizes, shards * max(map(len, parts))) // shards
     rows = [
         s * size + i for s, part in enumerate(parts) for i in range(len(part))
@@ -70,7 +70,7 @@ def deal(
 
 
 def announced(variant: programs.Variant, features: Collection[str]) -> bool:
-  """Whether an engine with these optional features can need the variant."""
+  """Returns whether an engine with these features can need the variant."""
   return (not variant.details or "details" in features) and (
       not variant.masked or "grammar" in features
   )
@@ -84,7 +84,7 @@ class Buckets:
 
   Attributes:
     decode_rows: rows of a decode call; more rows go into further calls.
-    prefill_rows: rows of a prefill call, likewise.
+    prefill_rows: rows of a prefill call; more rows go into further calls.
     tokens: tokens a row of a prefill call; longer suffixes are chunked.
     windows: cache positions a call reads; the last holds a whole context.
     images: images of an encode call.
@@ -118,12 +118,12 @@ class Buckets:
       object.__setattr__(self, name, value)
 
   def variants(self, features: Sequence[str] = ()) -> list[programs.Variant]:
-    """All programs, the ones every run needs first; and those of `features`.
+    """Lists all programs, the ones that every run needs first.
 
     Args:
-      features: of `config.FEATURES`.
+      features: Names from `config.FEATURES`.
     """
-    found = []
+    shapes = []
     decodes = [(self.steps, False, False)]
     if "details" in features:
       decodes.append((self.steps, True, False))
@@ -133,20 +133,20 @@ class Buckets:
       decodes.append((1, True, True))
     for window in reversed(self.windows):
       for rows in reversed(self.decode_rows):
-        for steps, *asked in decodes:
-          found.append(
-              programs.Variant("decode", rows, steps, window, *asked)
+        for steps, *features_of_call in decodes:
+          shapes.append(
+              programs.Variant("decode", rows, steps, window, *features_of_call)
           )
       for rows in reversed(self.prefill_rows):
         for tokens in reversed(self.tokens):
           if tokens <= window:
-            found.append(programs.Variant("prefill", rows, tokens, window))
+            shapes.append(programs.Variant("prefill", rows, tokens, window))
     for rows in self.copies:
-      found.append(programs.Variant("copy", rows, self.page_size))
+      shapes.append(programs.Variant("copy", rows, self.page_size))
     for patches in self.patches:
       for images in self.images:
-        found.append(programs.Variant("encode", images, patches))
-    return found
+        shapes.append(programs.Variant("encode", images, patches))
+    return shapes
 
 
 def choose(
@@ -156,15 +156,15 @@ def choose(
     shards: int = 1,
     platform: str = "",
 ) -> Buckets:
-  """The shapes of an engine: those of its config, the rest by the device.
+  """Chooses an engine's shapes, by its config and else by the device.
 
   Args:
     processor: the policy's host side.
     config: the engine's settings.
     image_sizes: (width, height) in pixels of the screenshots to come.
-    shards: that rows and images are split into; they are rounded up to a
-      multiple of it.
-    platform: of the device; "" = JAX's default.
+    shards: Parts of rows and images, whose numbers are rounded up to a multiple
+      of it.
+    platform: Platform of the device; "" = JAX's default.
 
   Raises:
     ValueError: a bucket of patches is not a whole number of vision tokens, or
@@ -188,15 +188,15 @@ def choose(
   on_cpu = (platform or jax.default_backend()) == "cpu"
   decode_rows = config.decode_rows or (16 if on_cpu else slots,)
   prefill_rows = config.prefill_rows or (8 if on_cpu else slots,)
-  whole = getattr(processor, "whole_image_tokens", 0)
-  if whole and max(config.prefill_buckets, default=whole) < whole:
+  image = getattr(processor, "whole_image_tokens", 0)
+  if image and max(config.prefill_buckets, default=image) < image:
     raise ValueError(
-        f"prefill_buckets={config.prefill_buckets}: the {whole} tokens of an"
+        f"prefill_buckets={config.prefill_buckets}: the {image} tokens of an"
         " image see each other and are computed at once; give one of at least"
-        f" {whole}"
+        f" {image}"
     )
   # A call has the text around an image that it may not part.
-  most = max(_MOST_DEFAULT, -(-(whole + _PLAIN_TEXT) // 32) * 32 * bool(whole))
+  most = max(_MOST_DEFAULT, -(-(image + _PLAIN_TEXT) // 32) * 32 * bool(image))
   tokens = config.prefill_buckets or (64, most)
   if on_cpu and not config.prefill_buckets:
     # A call reads its rows' whole windows: one call a turn, which is a

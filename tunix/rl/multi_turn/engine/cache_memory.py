@@ -25,8 +25,8 @@ class CacheSizes:
   """Sizes of a shard of an engine's caches.
 
   Attributes:
-    pages: of the KV cache, the empty page 0 included.
-    vision_tokens: of the pool.
+    pages: Pages of the KV cache, the empty page 0 included.
+    vision_tokens: Places of the pool.
   """
 
   pages: int
@@ -39,7 +39,7 @@ def sizes(
     chosen: buckets_lib.Buckets,
     shards: int = 1,
 ) -> CacheSizes:
-  """The caches of one of so many shards.
+  """Returns the sizes of the caches of one of `shards` shards.
 
   A shard holds at least a whole context, and the vision tokens of the largest
   image.
@@ -64,10 +64,10 @@ class CacheBytes:
   """Bytes of the caches on a device.
 
   Attributes:
-    kv: of its KV cache's pages.
-    kv_tokens: that all shards' pages hold.
-    vision: of its vision tokens.
-    images: of its patches of the largest encode call.
+    kv: Bytes of its KV cache's pages.
+    kv_tokens: Tokens that all shards' pages hold.
+    vision: Bytes of its vision tokens.
+    images: Bytes of its patches of the largest encode call.
   """
 
   kv: int
@@ -84,22 +84,22 @@ def of_engine(
     mesh: Any = None,
     platform: str = "",
 ) -> CacheBytes:
-  """The caches of a `RolloutEngine` of these arguments.
+  """Returns the bytes of the caches of a `RolloutEngine`.
 
   Args:
     model, processor, config, image_sizes: as of the engine.
-    mesh: that the policy lies on, real or abstract.
-    platform: of its devices; "" = JAX's default.
+    mesh: Mesh that the policy lies on, real or abstract.
+    platform: Platform of its devices; "" = JAX's default.
 
   Raises:
-    ValueError: as of the engine.
+    ValueError: The engine would refuse the arguments.
   """
   config = state_pages.sized(device_state.cache_shapes(model), config)
   shards = cached_attention.row_shards(mesh)
   chosen = buckets_lib.choose(
       processor, config, image_sizes, shards, platform
   )
-  found = sizes(processor, config, chosen, shards)
+  cache_sizes = sizes(processor, config, chosen, shards)
   graphdef, state = nnx.split(cast(nnx.Module, model))
   paged = isinstance(model, device_state.PagedPolicy) and model.reads_pages
 
@@ -131,10 +131,10 @@ def of_engine(
       heads = mesh.shape["tensor"]
   # Of one, and multiplied here: a cache of any size has a number of bytes.
   return CacheBytes(
-      kv=found.pages * _bytes(jax.eval_shape(a_page, state)) // heads,
-      kv_tokens=shards * (found.pages - 1) * chosen.page_size,
+      kv=cache_sizes.pages * _bytes(jax.eval_shape(a_page, state)) // heads,
+      kv_tokens=shards * (cache_sizes.pages - 1) * chosen.page_size,
       vision=(
-          found.vision_tokens
+          cache_sizes.vision_tokens
           * _bytes(jax.eval_shape(a_token, state, *image))
           if n
           else 0

@@ -222,7 +222,7 @@ class EngineConfig:
     return self.share_prefixes != "false"
 
   def resolved(self, *, lockstep: bool) -> EngineConfig:
-    """A copy whose lockstep is decided: "auto" becomes `lockstep`."""
+    """Returns a copy whose lockstep is decided: "auto" becomes `lockstep`."""
     if self.lockstep != "auto":
       return self
     return dataclasses.replace(self, lockstep="true" if lockstep else "false")

@@ -53,7 +53,7 @@ _S = TypeVar("_S", bound=Steered)
 
 
 def pack(tokens_V: np.ndarray) -> np.ndarray:
-  """bool[V] to a grammar's mask, uint32[ceil(V / 32)]."""
+  """Converts bool[V] to a grammar's mask, uint32[ceil(V / 32)]."""
   padded = np.pad(tokens_V, (0, -len(tokens_V) % 32))
   return np.packbits(padded, bitorder="little").view(np.uint32)
 
@@ -67,7 +67,7 @@ class MinTokens:
     """Args:
 
       least: sampled tokens before one of the stop tokens may come.
-      stop_token_ids: of the request.
+      stop_token_ids: Stop tokens of the request.
       vocabulary: number of the policy's ids.
     """
     tokens_V = np.ones(vocabulary, bool)
@@ -106,7 +106,7 @@ class Forced:
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:
-  """The function's result; native panics become `RuntimeError`.
+  """Returns the function's result; native panics become `RuntimeError`.
 
   Native code may raise a `BaseException` of its own, which must fail its
   request alone as well.
@@ -122,13 +122,13 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 def masks(
     requests: Sequence[_S], unbanned: np.ndarray
 ) -> tuple[dict[_S, np.ndarray], dict[_S, Exception]]:
-  """Each request's mask of allowed tokens, and the errors of the others.
+  """Returns each request's mask of allowed tokens, or its error.
 
   Args:
     requests: each with a grammar.
     unbanned: uint32[ceil(V / 32)], the tokens that may be sampled at all.
   """
-  found: dict[_S, np.ndarray] = {}
+  masks_of: dict[_S, np.ndarray] = {}
   failed: dict[_S, Exception] = {}
   for request in requests:
     try:
@@ -147,10 +147,10 @@ def masks(
             "grammar allows no token that may be sampled after"
             f" {request.sampled} tokens; let it end with a stop token"
         )
-      found[request] = mask
+      masks_of[request] = mask
     except Exception as error:  # pylint: disable=broad-except
       failed[request] = error
-  return found, failed
+  return masks_of, failed
 
 
 def ends(
@@ -162,7 +162,7 @@ def ends(
     request: its length becomes that of the tokens to keep. Its cache keeps
       all, as a sequence that the next turn does not extend.
     tokens: int32, prompt and sampled tokens.
-    start: where the new tokens begin.
+    start: Place of the first new token.
     stopped: whether the last one is a stop token.
 
   Returns:

@@ -3,7 +3,7 @@
 Promises: the weights are the engine's own copy, so that their giver may donate
 or update theirs; new weights are checked before they take over. On a mesh, KV
 pages and vision tokens are split into shards over `cached_attention.ROWS`, and
-heads as the policy wants it: a device holds its shard, and nothing of others.
+heads as the policy wants it: a device holds its own shard only.
 Matrices of Qwen policies are kept in the type they are computed in.
 
 Does not compile or run programs; `programs` does.
@@ -48,7 +48,7 @@ class PagedPolicy(base.Policy, Protocol):
   reads_pages: bool  # False: not on this backend.
 
   def init_pages(self, pages: int, page_size: int) -> Any:
-    """An empty KV cache (a pytree) of `pages` pages."""
+    """Returns an empty KV cache (a pytree) of `pages` pages."""
     ...
 
   def extend_pages(
@@ -119,7 +119,7 @@ def _checked(
 
 
 def _narrow(model: Any) -> dict[Path, Any]:
-  """The type in which a policy computes with its matrices, by path.
+  """Returns the type in which a policy computes with its matrices, by path.
 
   Of a policy whose parameters are wider than that and which casts its matrices
   wherever it uses them: narrower ones give the same numbers.
@@ -127,7 +127,7 @@ def _narrow(model: Any) -> dict[Path, Any]:
   if not isinstance(model, qwen_text.QwenText):
     return {}
   compute = jnp.dtype(model.config.compute_dtype)
-  found = {}
+  types = {}
   for path, module in nnx.iter_modules(model):
     names: tuple[str, ...] = ()
     if isinstance(module, layers.Linear) or (
@@ -142,8 +142,8 @@ def _narrow(model: Any) -> dict[Path, Any]:
       if jnp.issubdtype(dtype, jnp.floating) and (
           dtype.itemsize > compute.itemsize
       ):
-        found[(*map(str, path), name)] = compute
-  return found
+        types[(*map(str, path), name)] = compute
+  return types
 
 
 def types_to_send(model: Any, weights: str = "same") -> dict[Path, Any]:
@@ -153,19 +153,19 @@ def types_to_send(model: Any, weights: str = "same") -> dict[Path, Any]:
 
   Args:
     model: the policy.
-    weights: as of `DeviceState`; what becomes int8 is rounded once.
+    weights: Type of weights, see `DeviceState`; int8 ones are rounded once.
   """
-  found = _narrow(model)
+  types = _narrow(model)
   if weights == "int8":
     for path in int8.paths(model):
-      found.pop(path, None)
-  return found
+      types.pop(path, None)
+  return types
 
 
 def _int8(
     model: Any, narrow: dict[Path, Any]
 ) -> tuple[Any, Callable[[dict[Path, Any]], dict[Path, Any]]]:
-  """The model's int8 copy, and what makes its parameters of the model's.
+  """Returns the model's int8 copy and the converter of parameters.
 
   Rounded matrices leave `narrow`. Of a model of shapes, the copy is one, too.
   """
@@ -188,7 +188,7 @@ def _int8(
 
 
 def _places(state: nnx.State, mesh: jax.sharding.Mesh | None) -> list[Any]:
-  """The sharding of each parameter on a mesh, in the order of the leaves."""
+  """Returns each parameter's sharding on a mesh, in order of the leaves."""
   if mesh is None:
     return [None] * len(jax.tree.leaves(state))
   return [
@@ -200,13 +200,13 @@ def _places(state: nnx.State, mesh: jax.sharding.Mesh | None) -> list[Any]:
 
 
 def weight_bytes(model: Any, mesh: Any, weights: str = "same") -> int:
-  """Bytes of an engine's weights on a device.
+  """Returns the bytes of an engine's weights on a device.
 
   Args:
     model: the policy, of arrays or of shapes.
-    mesh: that it lies on, real or abstract; None for a single device.
-    weights: as of `DeviceState`; "int8" counts matrices a byte a number,
-      without their scales.
+    mesh: Mesh that it lies on, real or abstract; None for a single device.
+    weights: Type of weights, see `DeviceState`; "int8" counts matrices a byte a
+      number, without their scales.
   """
   narrow = _narrow(model)
   rounded = int8.paths(model) if weights == "int8" else frozenset()
@@ -261,12 +261,12 @@ class DeviceState:
     shards: blocks that a call's rows, the pages and the pool are split into.
     place: sharding of inputs and outputs beside the cache; None on a single
       device.
-    row_place: as `place`, of what is split by rows.
+    row_place: Sharding of arrays that are split by rows.
     cache_place: the sharding of each leaf of the cache.
-    cache_shape, pool_shape: shapes, dtypes and places of those trees.
+    cache_shape, pool_shape: shapes, dtypes and places of cache and pool.
     processor: the policy's host side.
     layout: gathers rows from pages; None where the policy reads pages itself.
-    pages: of a shard of the KV cache, page 0 included.
+    pages: Pages of a shard of the KV cache, page 0 included.
     page_size: tokens of a page.
     vision_tokens: size of a shard of the pool.
     vocabulary: tokens that the policy knows.
@@ -288,11 +288,11 @@ class DeviceState:
       model: a flax nnx module; its present parameters are copied. Shapes are
         enough to lower programs, with `mesh`; nothing is made of them then.
       processor: the policy's host side.
-      pages: of a shard of the KV cache, page 0 included.
+      pages: Pages of a shard of the KV cache, page 0 included.
       page_size: tokens of a page.
       vision_tokens: size of a shard of the vision pool.
       weights: "same" as the model's, or "int8", see `policy.int8`.
-      mesh: of a model of shapes; else that of its parameters.
+      mesh: Mesh of a model of shapes; else that of its parameters.
 
     Raises:
       ValueError: a setting does not go together with this policy.
@@ -436,7 +436,7 @@ class DeviceState:
     return tuple(new)
 
   def shape(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-    """An array that is not a parameter, and its place."""
+    """Returns an array that is not a parameter, and its place."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=self.place)
 
   def rows_shape(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:

@@ -90,12 +90,12 @@ class _Release:
 class _SetWeights:
   version: int
   params: scheduler_lib.Weights
-  done: concurrent.futures.Future[int]
+  future: concurrent.futures.Future[int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Pause:
-  done: concurrent.futures.Future[None]
+  future: concurrent.futures.Future[None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,11 +107,11 @@ _Command = _Open | _Submit | _Cancel | _Release | _SetWeights | _Pause | _Resume
 
 
 def _by_device(tree: Any) -> dict[jax.Device, int]:
-  found: dict[jax.Device, int] = {}
+  bytes_of: dict[jax.Device, int] = {}
   for array in jax.tree.leaves(tree):
     for shard in array.addressable_shards:
-      found[shard.device] = found.get(shard.device, 0) + shard.data.nbytes
-  return found
+      bytes_of[shard.device] = bytes_of.get(shard.device, 0) + shard.data.nbytes
+  return bytes_of
 
 
 class RolloutEngine:
@@ -141,8 +141,8 @@ class RolloutEngine:
       config: the settings.
       image_sizes: (width, height) in pixels of the screenshots to come.
       banned_token_ids: never sampled; the image placeholder must be here.
-      seed: of the engine's own randomness, for requests without a seed.
-      version: of the model's present parameters, >= 0.
+      seed: Seed of the engine's own randomness, for requests without a seed.
+      version: Version of the model's present parameters, >= 0.
 
     Raises:
       ValueError: a setting does not go together with the policy.
@@ -279,8 +279,8 @@ class RolloutEngine:
     Args:
       version: recorded for each token they sample, >= 0.
       params: nnx module, nnx.State (full, or Param only) or its pure dict.
-        The engine uses buffers that are already on its device as they are:
-        the publisher must first copy those that it will donate or delete.
+        The engine does not copy buffers that are on its device already: the
+        publisher must first copy the ones that it will donate or delete.
 
     Returns:
       A future of the version, done when the engine has received them.
@@ -291,9 +291,9 @@ class RolloutEngine:
     if version < 0:
       raise ValueError(f"version must be >= 0, got {version}")
     prepared = self._state.prepare(params)
-    done: concurrent.futures.Future[int] = concurrent.futures.Future()
-    self._post(_SetWeights(version, prepared, done))
-    return done
+    received: concurrent.futures.Future[int] = concurrent.futures.Future()
+    self._post(_SetWeights(version, prepared, received))
+    return received
 
   # --- life cycle ------------------------------------------------------------
 
@@ -303,9 +303,9 @@ class RolloutEngine:
     Returns:
       A future, done when the device is at rest.
     """
-    done: concurrent.futures.Future[None] = concurrent.futures.Future()
-    self._post(_Pause(done))
-    return done
+    at_rest: concurrent.futures.Future[None] = concurrent.futures.Future()
+    self._post(_Pause(at_rest))
+    return at_rest
 
   def resume(self) -> None:
     """Ends a `pause`: sampling resumes where it stopped."""
@@ -324,7 +324,7 @@ class RolloutEngine:
     with concurrent.futures.ThreadPoolExecutor(2, "engine-compile") as pool:
       futures = {pool.submit(self._programs.compile, v): v for v in variants}
       finished = concurrent.futures.as_completed(futures)
-      for done, future in enumerate(finished, 1):
+      for count, future in enumerate(finished, 1):
         future.result()
         if progress is not None:
           v = futures[future]
@@ -332,7 +332,7 @@ class RolloutEngine:
           what += " details" * v.details + " grammar" * v.masked
           if v.window:
             what += f" window {v.window}"
-          progress(done, len(variants), what)
+          progress(count, len(variants), what)
     self._warm = self._programs.compiled
     return time.monotonic() - started
 
@@ -376,7 +376,7 @@ class RolloutEngine:
     }
 
   def stats(self) -> dict[str, float]:
-    """A snapshot of counters and gauges; seconds are wall seconds."""
+    """Returns a snapshot of counters and gauges; seconds are wall seconds."""
     scheduler = self._scheduler
     with self._wake:
       counters = scheduler.counters.to_dict()
@@ -513,14 +513,14 @@ class RolloutEngine:
         scheduler.slots.open(session)
       case _Release(session):
         scheduler.release(session)
-      case _Pause(done):
+      case _Pause(future):
         self._rounds.paused = True
-        requests_lib.settle(done, None)
+        requests_lib.settle(future, None)
       case _Resume():
         self._rounds.paused = False
-      case _SetWeights(version, params, done):
+      case _SetWeights(version, params, future):
         scheduler.set_weights(version, params)
-        requests_lib.settle(done, version)
+        requests_lib.settle(future, version)
 
   def _step(self) -> None:
     scheduler = self._scheduler
@@ -547,9 +547,9 @@ class RolloutEngine:
     )
 
   def _deliver(self) -> None:
-    done = self._scheduler.take_done()
-    if done:
-      requests_lib.deliver(done)
+    finished = self._scheduler.take_done()
+    if finished:
+      requests_lib.deliver(finished)
 
   def _fail_all(self, error: BaseException) -> None:
     """Fails every request that has no outcome yet."""
@@ -565,4 +565,4 @@ class RolloutEngine:
     requests_lib.deliver(pending)
     for command in commands:
       if isinstance(command, (_SetWeights, _Pause)):
-        requests_lib.settle(command.done, error)
+        requests_lib.settle(command.future, error)

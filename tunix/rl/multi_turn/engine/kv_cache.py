@@ -1,8 +1,8 @@
 """Keeps each session's keys and values in pages that sessions share.
 
-A sequence's keys and values lie in pages of a fixed number of tokens, those of
-a `page_pool.PagePool`. `CachedSequence` is one session's pages: those it has
-computed, and those it has found because another sequence begins alike.
+A sequence's keys and values lie in pages of a fixed number of tokens, which a
+`page_pool.PagePool` hands out. `CachedSequence` is one session's pages: some it
+has computed itself, others it shares because another sequence begins alike.
 
 A sequence that is given a `Plan` shares nothing but what it would have computed
 to the bit: what calls of the same program have computed from the same tokens.
@@ -36,7 +36,7 @@ def common_prefix(
     new_T: np.ndarray,
     new_spans: Sequence[trajectory.ImageSpan],
 ) -> int:
-  """Leading tokens that two sequences share, same pixels included."""
+  """Returns the number of leading tokens, pixels included, that are shared."""
   n = min(len(old_T), len(new_T))
   differ = np.flatnonzero(old_T[:n] != new_T[:n])
   n = int(differ[0]) if len(differ) else n
@@ -54,8 +54,8 @@ class CachedSequence:
 
   Attributes:
     tokens: int32, `cached` or more.
-    spans: images of these tokens.
-    pages: held, in the sequence's order.
+    spans: Images among `tokens`.
+    pages: Pages that the sequence holds, in its order.
     cached: leading tokens with valid keys and values.
     outdated: Whether older weights computed some of them. Only the completion
       that ran during the update may read such a cache.
@@ -105,7 +105,7 @@ class CachedSequence:
 
     Args:
       tokens: int32, `limit` or more; kept, and read again as it grows.
-      spans: images of these tokens.
+      spans: Images among `tokens`.
       limit: tokens that the cache may serve at most.
       plan: the calls that compute it up to the limit; None: it shares what
         any calls have computed.
@@ -114,6 +114,8 @@ class CachedSequence:
       Leading tokens that the new sequence shares with the cached one.
     """
     size = self._pool.page_size
+    # 1. Keep what the session has cached of the new sequence: whole pages of
+    #    it where there are recurrent states or a plan.
     common = common_prefix(
         self.tokens[: self.cached], self.spans, tokens, spans
     )
@@ -121,16 +123,22 @@ class CachedSequence:
     if (self._pool.keeps_state or plan) and shared < self.cached:
       shared -= shared % size
     self._cut(self._pool.count(shared))
-    # With a plan nothing may depend on who else holds the page; then only a
-    # copy that is still to be made does, and that reads what it has now.
+    # 2. The last page will be written behind the shared tokens: give it up if
+    #    another sequence holds it. With a plan nothing may depend on other
+    #    holders: only a copy that is still to be made can be one, and it reads
+    #    the page before it is written.
     alone = plan is not None or not shared % size
     if not alone and not self._pool.writable(self.pages[-1]):
       self._cut(shared // size)
       shared -= shared % size
+    # 3. Count what an update has dropped, and forget the names of pages whose
+    #    tokens change.
     self.lost = min(common_prefix(*self._former, tokens, spans), limit)
     del self._keys[shared // size :]
     self._published = shared // size
     self.tokens, self.spans, self.cached = tokens, spans, shared
+    # 4. With a plan, name each token by the program that will compute it, so
+    #    that only equal bits are shared.
     if plan is None:
       self._ends, self._programs = None, page_pool.NO_PROGRAMS
     else:
@@ -138,6 +146,7 @@ class CachedSequence:
       for end, program in plan(shared):
         self._name(self._ends[-1] if self._ends else shared, end, program)
         self._ends.append(end)
+    # 5. Take further pages that other sequences have computed.
     self.adopt(limit)
     return common
 
@@ -152,18 +161,24 @@ class CachedSequence:
     del self._keys[start // self._pool.page_size :]
 
   def ids(self, start: int, end: int) -> np.ndarray:
-    """uint64[end - start]: names of tokens, and of their programs where these
-    matter."""
+    """Returns uint64[end - start], the names of tokens.
+
+    With a plan a name includes the token's program.
+    """
     ids = page_pool.content_ids(self.tokens, self.spans, start, end)
     return ids if self._ends is None else ids ^ self._programs[start:end]
 
   def next_end(self) -> int | None:
-    """The next end of a call up to which others' pages can be had, if any."""
+    """Returns the next end of a call at which pages can be shared, or None."""
     later = (e for e in self._ends or () if e > self.cached)
     return next(filter(self._is_adoptable, later), None)
 
   def adopt(self, limit: int) -> int:
-    """Takes pages that others have published; returns the tokens gained."""
+    """Takes pages that other sequences have published.
+
+    Returns:
+      The number of tokens gained.
+    """
     before = self.cached
     if self._ends is None:
       self._adopt_pages(limit)
@@ -174,16 +189,21 @@ class CachedSequence:
     return self.cached - before
 
   def _adopt_calls(self, ends: Sequence[int]) -> None:
-    """Takes what others have computed up to the last of the ends of calls up
-    to which all of it can be had."""
+    """Adopts everything up to the last possible end of a call.
+
+    Half a call would leave the other half to a program of another shape, whose
+    rounding differs: only ends of planned calls count.
+    """
     size = self._pool.page_size
-    whole = self.cached // size
-    while whole < ends[-1] // size and self._key(whole) in self._pool:
-      whole += 1
+    # 1. Count the pages in a row that can be found.
+    full_pages = self.cached // size
+    while full_pages < ends[-1] // size and self._key(full_pages) in self._pool:
+      full_pages += 1
+    # 2. Try the ends from the last on; one within a page needs a copy as well.
     for end in reversed(ends):
       if end <= self.cached:
         break
-      can = end // size <= whole and self._is_adoptable(end)
+      can = end // size <= full_pages and self._is_adoptable(end)
       if can and self._adopt_up_to(end):
         break
 
@@ -191,19 +211,25 @@ class CachedSequence:
     return self._pool.copies or end % self._pool.page_size == 0
 
   def _adopt_up_to(self, end: int) -> bool:
-    """As `_adopt_calls`, up to one end, before which whole pages are there."""
+    """Adopts up to `end`, if the page that it lies in can be copied.
+
+    All full pages before it can be found.
+    """
     size, pool = self._pool.page_size, self._pool
-    block, held = divmod(self.cached, size)
-    whole, part = divmod(end, size)
-    found = [pool.find(self._key(i)) for i in range(block, whole)]
-    pages = [page for page in found if page is not None]
+    # 1. Hold the full pages, so that taking a page for the copy evicts none.
+    block, cached_part = divmod(self.cached, size)
+    last_block, part = divmod(end, size)
+    candidates = [pool.find(self._key(i)) for i in range(block, last_block)]
+    pages = [page for page in candidates if page is not None]
+    # 2. List a copy of the page that begins with all tokens up to the end;
+    #    without one let go of the pages again: nothing has changed.
     target: list[int] = []
     if part:
-      own = self.pages[whole] if whole < len(self.pages) else None
+      own = self.pages[last_block] if last_block < len(self.pages) else None
       copied = pool.copy(
-          self.parent_key(whole),
-          self.ids(whole * size, end),
-          0 if pages else held,
+          self.parent_key(last_block),
+          self.ids(last_block * size, end),
+          0 if pages else cached_part,
           own,
           least=part,
       )
@@ -212,10 +238,11 @@ class CachedSequence:
         return False
       if own is None:
         target = [copied[0]]
-    former = self.pages[block:whole]
-    self.pages[block:whole] = pages + target
+    # 3. Put them in the place of the pages that this sequence had there.
+    former = self.pages[block:last_block]
+    self.pages[block:last_block] = pages + target
     pool.drop(former)
-    self.cached, self._published = end, max(self._published, whole)
+    self.cached, self._published = end, max(self._published, last_block)
     return True
 
   def _adopt_pages(self, limit: int) -> None:
@@ -234,15 +261,15 @@ class CachedSequence:
       self._published = block + 1
 
   def _adopt_part(self, limit: int) -> None:
-    """Lists a copy of the page that begins as the next one is to begin."""
+    """Lists a copy of the page that has most of the next page's tokens."""
     size = self._pool.page_size
-    block, held = divmod(self.cached, size)
+    block, cached_part = divmod(self.cached, size)
     end = min(limit, (block + 1) * size)
     if not (self._pool.copies and self.shares) or end <= self.cached:
       return
     ids = self.ids(block * size, end)
     own = self.pages[block] if block < len(self.pages) else None
-    copied = self._pool.copy(self.parent_key(block), ids, held, own)
+    copied = self._pool.copy(self.parent_key(block), ids, cached_part, own)
     if copied is not None:
       page, count = copied
       if own is None:
@@ -259,11 +286,11 @@ class CachedSequence:
 
   @property
   def shares(self) -> bool:
-    """Whether it may go on with others' pages."""
+    """Whether it may take pages that other sequences have computed."""
     return self._share and not self.outdated
 
   def grow(self, tokens: int) -> bool:
-    """Makes room for so many tokens; False when the pool has too few pages."""
+    """Makes room for `tokens` tokens; False if the pool has too few pages."""
     for _ in range(self._pool.count(tokens) - len(self.pages)):
       page = self._pool.take()
       if page is None:
@@ -272,11 +299,11 @@ class CachedSequence:
     return True
 
   def advance(self, cached: int, program: int = 0) -> None:
-    """Records that so many tokens are cached; publishes the full pages.
+    """Records `cached` leading tokens as cached and publishes the full pages.
 
     Args:
-      cached: leading tokens.
-      program: that has computed the new ones, where there is a plan.
+      cached: Leading tokens with valid keys and values.
+      program: Name of the program that computed the new ones; used with a plan.
     """
     if self._ends is not None:
       self._name(self.cached, cached, program)
@@ -293,8 +320,8 @@ class CachedSequence:
 
   def announce(self) -> None:
     """Makes the last page findable by what it begins with."""
-    block, held = divmod(self.cached, self._pool.page_size)
-    if held and self._pool.copies and self.shares:
+    block, cached_part = divmod(self.cached, self._pool.page_size)
+    if cached_part and self._pool.copies and self.shares:
       self._announce(block, self.cached)
 
   def _announce(self, block: int, end: int) -> None:

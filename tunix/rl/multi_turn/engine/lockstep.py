@@ -1,7 +1,7 @@
 """Decides when the engine's next round starts, and with which requests.
 
 A round that starts at once leaves the first request alone in its batch; one
-that waits for long holds up the requests that are there. In lockstep a batch
+that waits for long holds up the requests that have come. In lockstep a batch
 waits for all open sessions.
 
 Promises: a lockstep batch follows from its requests, their order, and the
@@ -52,10 +52,10 @@ class RoundTimer:
     now = time.monotonic()
     if not self._lockstep:
       # Where a session is new, more of them may be about to open.
-      known = all(slots.sessions[r.session].length for r in slots.waiting)
-      if len(slots.waiting) >= (
-          min(slots.size, len(slots.sessions)) if known else slots.size
-      ):
+      enough = slots.size
+      if all(slots.sessions[r.session].length for r in slots.waiting):
+        enough = min(enough, len(slots.sessions))
+      if len(slots.waiting) >= enough:
         return 0.0
       # While they keep coming: those of one round often answer together.
       wait = self._config.admission_wait_s
@@ -81,6 +81,6 @@ class RoundTimer:
     slots.start_batch(batch)
 
   def _batch_waits(self) -> bool:
-    """Whether requests of the present batch still wait."""
+    """Returns whether requests of the present batch still wait."""
     slots = self._scheduler.slots
     return any(r in slots.waiting for r in slots.batch or ())

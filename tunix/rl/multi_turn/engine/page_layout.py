@@ -58,7 +58,7 @@ class PageLayout:
 
   Attributes:
     keeps_state: whether there are states.
-    specs: of each leaf, flat; () without a mesh.
+    specs: Partition of each leaf, flat; () without a mesh.
   """
 
   def __init__(
@@ -72,7 +72,7 @@ class PageLayout:
 
       shape_of: the cache's shapes by its number of rows and of tokens.
       page_size: tokens of a page.
-      mesh: that the cache lies on.
+      mesh: Mesh that the cache lies on.
       axes: mesh axes of the dimensions of every leaf; () = pages are split,
         nothing else is.
 
@@ -103,9 +103,9 @@ class PageLayout:
     """Copies whole pages; a target out of range is dropped.
 
     Args:
-      cache: to read from and write to.
+      cache: Cache to read from and write to.
       sources_R: int32, pages of the row's own shard.
-      targets_R: int32, likewise; none of them is a source.
+      targets_R: int32, pages of the same shard; none of them is a source.
     """
     return self._local(self._copy, cache, sources_R, targets_R)
 
@@ -120,10 +120,10 @@ class PageLayout:
     return jax.tree.unflatten(tree, out)
 
   def take(self, cache: Any, pages_RN: jax.Array, starts: jax.Array) -> Any:
-    """The rows' pages, side by side: as `init_cache(R, N * page size)`.
+    """Returns the rows' pages, side by side: as `init_cache(R, N * page size)`.
 
     Args:
-      cache: to read from.
+      cache: Cache to read from.
       pages_RN: int32, each row's pages.
       starts: int32[R] tokens of each row that they hold.
     """
@@ -183,9 +183,9 @@ class PageLayout:
     """Writes back the positions that `extend` added to `take`'s rows.
 
     Args:
-      cache: to write to.
+      cache: Cache to write to.
       part: the rows after `extend`.
-      pages_RN: as of `take`.
+      pages_RN: int32, each row's pages.
       starts: int32[R] first new position of each row.
       counts: int32[R] new positions, at most `most`.
       most: static.

@@ -39,7 +39,7 @@ def content_ids(
     start: int,
     end: int,
 ) -> np.ndarray:
-  """uint64[end - start]: names of tokens, those of images by their pixels.
+  """Returns uint64[end - start], names of tokens; images' by their pixels.
 
   Equal ids stand for equal tokens; of an image, for equal pixels and place
   within it, up to collisions of 63 bits.
@@ -59,7 +59,7 @@ _PICTURE = np.uint64(1 << 63)
 
 
 def _alike(a: np.ndarray, b: np.ndarray) -> int:
-  """Leading ids that two arrays share."""
+  """Returns the leading ids that two arrays share."""
   n = min(len(a), len(b))
   differ = np.flatnonzero(a[:n] != b[:n])
   return int(differ[0]) if len(differ) else n
@@ -111,7 +111,7 @@ class PagePool:
   ):
     """Args:
 
-      pages: of the cache, page 0 included.
+      pages: Pages of the cache, page 0 included.
       page_size: tokens of a page.
       keeps_state: whether a page holds a state after its last token, see
         `state_pages`: a sequence goes on from its end or a page's.
@@ -151,17 +151,17 @@ class PagePool:
     return len(self._kept)
 
   def room(self, start: int) -> int:
-    """Tokens that a call may add to a sequence of `start` tokens."""
-    left = self.page_size - start % self.page_size
-    return left if self.keeps_state else _NO_LIMIT
+    """Returns the most tokens that a call may add to `start` tokens."""
+    places = self.page_size - start % self.page_size
+    return places if self.keeps_state else _NO_LIMIT
 
   def count(self, tokens: int) -> int:
-    """Pages that so many tokens fill, the last one perhaps in part."""
+    """Returns the pages that `tokens` fill, the last one perhaps in part."""
     return -(-tokens // self.page_size)
 
   def table(
       self,
-      held: Sequence[Sequence[int]],
+      pages_of_rows: Sequence[Sequence[int]],
       rows: Sequence[int] | np.ndarray,
       count: int,
       window: int,
@@ -170,13 +170,13 @@ class PagePool:
     0 where there is none."""
     width = self.count(window)
     table = np.zeros((count, width), np.int32)
-    for row, pages in zip(rows, held, strict=True):
+    for row, pages in zip(rows, pages_of_rows, strict=True):
       first = pages[:width]
       table[row, : len(first)] = first
     return table
 
   def take(self) -> int | None:
-    """A page for one holder, or None when all are held."""
+    """Returns a page for one holder, or None when all are held."""
     if self._free:
       page = self._free.pop()
       self._disown(page)
@@ -224,35 +224,39 @@ class PagePool:
       self,
       parent: bytes,
       ids: np.ndarray,
-      held: int,
+      cached: int,
       target: int | None,
       least: int = 1,
   ) -> tuple[int, int] | None:
-    """Lists a copy of the page that begins with the most of these ids.
+    """Lists a copy of the page that begins with the most of the ids.
 
     Args:
       parent: key of the page before, or ROOT.
-      ids: `content_ids` of the tokens wanted, one at least.
-      held: leading ones that the target holds already.
+      ids: `content_ids` of the next tokens, one at least.
+      cached: Leading ids that the target holds already.
       target: a page that one sequence holds and may write; None = a new one.
       least: leading ids that are of use.
 
     Returns:
-      (target, leading ids it will hold); None: no page has more than `held`
-      and `least` at least, or none is left to copy to.
+      (target, leading ids it will hold); None: no page has more than `cached`
+      and `least` at least, or no page is free to copy to.
     """
-    best, source = max(held, least - 1), 0
-    for page, known in self._alike.get((parent, int(ids[0])), {}).items():
-      if page != target and (count := _alike(known, ids)) > best:
+    # 1. Find the page that agrees longest, among those of the same beginning.
+    best, source = max(cached, least - 1), 0
+    for page, page_ids in self._alike.get((parent, int(ids[0])), {}).items():
+      if page != target and (count := _alike(page_ids, ids)) > best:
         best, source = count, page
     if not source:
       return None
+    # 2. Hold the source until the copy is made: taking a page for the copy
+    #    must not evict it.
     self._hold(source)
     if target is None:
       target = self.take()
     if target is None:
       self.drop([source])
       return None
+    # 3. One copy a target: a longer agreement replaces an earlier one.
     if (former := self._copies.pop(target, None)) is not None:
       self.drop([former])
     self._copies[target] = source
@@ -291,7 +295,7 @@ class PagePool:
     return True
 
   def writable(self, page: int) -> bool:
-    """Whether the page has one holder; it is no longer findable then."""
+    """Returns whether the page has one holder, and hides it if so."""
     if self._holders[page] != 1:
       return False
     self._unpublish(page)

@@ -76,17 +76,17 @@ class Positions:
   def between(
       self, request: requests_lib.Request, start: int, end: int
   ) -> np.ndarray:
-    """int32[end - start, 3]; sampled tokens count on from the prompt."""
+    """Returns int32[end - start, 3]; sampled tokens continue the prompt's."""
     if start < request.positions_from:
       self.locate(request, start)
     assert request.positions is not None
-    known = request.positions[:-1]
+    cached = request.positions[:-1]
     first = request.positions_from
     n = len(request.prompt)
     if end <= n:
-      return known[start - first : end - first]
+      return cached[start - first : end - first]
     after = int(request.positions[-1, 0]) + np.arange(end - n, dtype=np.int32)
-    joined = np.concatenate([known, np.repeat(after[:, None], 3, axis=1)])
+    joined = np.concatenate([cached, np.repeat(after[:, None], 3, axis=1)])
     return joined[start - first : end - first]
 
 
@@ -114,7 +114,7 @@ def _before_image(images: Sequence[trajectory.ImageSpan], end: int) -> int:
 
 
 class _ComingCalls:
-  """What each request computes next, for later ones to wait: in lockstep."""
+  """Names of the calls that a round of lockstep makes, for others to wait."""
 
   def __init__(self, pool: page_pool.PagePool):
     self._size = pool.page_size
@@ -141,7 +141,7 @@ class _ComingCalls:
   def serves(
       self, sequence: kv_cache.CachedSequence, goal: int, shard: int
   ) -> bool:
-    """Whether another sequence makes the next call of this one."""
+    """Returns whether another sequence makes the next call of this one."""
     return self._name(sequence, shard) in self._names
 
 
@@ -150,7 +150,7 @@ class _ComingPages:
 
   One page of a request is enough: a later request that would gain from a page
   after it holds all before that page, and so would the earlier one, which
-  adopts whatever is there.
+  adopts every published page.
   """
 
   def __init__(self, pool: page_pool.PagePool):
@@ -171,8 +171,8 @@ class _ComingPages:
   def serves(
       self, sequence: kv_cache.CachedSequence, goal: int, shard: int
   ) -> bool:
-    """Whether a sequence gains by waiting: a twentieth of all it needs."""
-    block, held = divmod(sequence.cached, self._size)
+    """Returns whether waiting saves a twentieth of a sequence's tokens."""
+    block, cached_part = divmod(sequence.cached, self._size)
     start = block * self._size
     coming = self._ids.get((shard, sequence.parent_key(block)))
     if not coming:
@@ -182,13 +182,13 @@ class _ComingPages:
     least = len(ids)
     if self._copies:
       need = goal - sequence.cached
-      least = min(least, held + max(1, need // 20))
+      least = min(least, cached_part + max(1, need // 20))
     elif least < self._size:
       return False  # Nothing but whole pages can be had.
     return any(
         np.array_equal(other[:least], ids[:least])
         for other in coming
-        if len(other) >= least and other[held] == ids[held]
+        if len(other) >= least and other[cached_part] == ids[cached_part]
     )
 
 
@@ -214,8 +214,8 @@ class Prefill:
       slots: the requests; active ones are served.
       vision: holds images' vision tokens.
       positions: computes tokens' positions.
-      counters: added to.
-      most_calls: of a round while others could decode; 0: no limit.
+      counters: Counters that this adds to.
+      most_calls: Limit of a round's calls while a request is ready; 0: none.
       fail: ends a request.
     """
     self._programs = programs
@@ -233,13 +233,17 @@ class Prefill:
     vision = self._counters.seconds_vision
     calls = 0
     while True:
+      # 1. Group what is missing by the shape of its program. Requests that
+      #    another one's call serves wait, and adopt its pages the next time.
       groups, ready = self._wanting()
+      # 2. Make the copies before any page is written: a source may change.
       self.copy_pages()
       if not groups:
         break
+      # 3. Long prompts must not keep requests from decoding.
       if ready and self._most_calls and calls >= self._most_calls:
         break
-      # The most urgent first; among equals long chunks, which fill calls.
+      # 4. The most urgent first; among equals long chunks, which fill calls.
       urgency = {k: (-group[0].priority, k) for k, group in groups.items()}
       size, window = max(groups, key=urgency.__getitem__)
       calls += self._chunks(groups[size, window], size, window)
@@ -293,10 +297,10 @@ class Prefill:
     size = buckets_lib.smallest(self._buckets.tokens, need)
     end = start + min(need, size)
     window = buckets_lib.smallest(self._buckets.windows, max(size, end))
-    whole = self._parting(request, end // page * page)
-    if end == last or whole <= start:
-      whole = self._parting(request, end)
-    return whole, size, window
+    boundary = self._parting(request, end // page * page)
+    if end == last or boundary <= start:
+      boundary = self._parting(request, end)
+    return boundary, size, window
 
   def _parting(self, request: requests_lib.Request, end: int) -> int:
     """`end`, or before the image that may not be parted there."""
@@ -344,7 +348,7 @@ class Prefill:
   def _chunks(
       self, requests: Sequence[requests_lib.Request], size: int, window: int
   ) -> int:
-    """Appends the next up to `size` tokens of each of these requests.
+    """Appends up to `size` further tokens of each of the requests.
 
     Serves all requests whose images fit the pool together, so that encode
     calls are full.
@@ -410,8 +414,10 @@ class Prefill:
         vision[r, a - start : b - start] = places[
             a - span.offset : b - span.offset
         ]
-    held = [self._slots.sequence(chunk.request).pages for chunk in chunks]
-    pages = self._slots.pools[0].table(held, call.rows, count, window)
+    pages_of_rows = [
+        self._slots.sequence(chunk.request).pages for chunk in chunks
+    ]
+    pages = self._slots.pools[0].table(pages_of_rows, call.rows, count, window)
     self._programs.prefill(pages, rows)
     for request, start, end, *_ in chunks:
       self._slots.start[request.slot] = end

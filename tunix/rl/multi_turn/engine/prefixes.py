@@ -1,4 +1,4 @@
-"""Counts the tokens that prompts have in common, whoever computes them.
+"""Counts the tokens that prompts have in common, in any session or shard.
 
 A measure to hold prefilling to: `KnownPrefixes.add` returns how many leading
 tokens of a sequence other sequences have begun with before, to the token and
@@ -22,7 +22,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
-  """Each uint64 with its bits stirred (the finaliser of splitmix64)."""
+  """Returns each uint64 with its bits stirred (the finaliser of splitmix64)."""
   x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
   x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
   return x ^ (x >> np.uint64(31))
@@ -41,18 +41,20 @@ class KnownPrefixes:
   def add(
       self, tokens: np.ndarray, spans: Sequence[trajectory.ImageSpan]
   ) -> int:
-    """Leading tokens that were known; all of the sequence's are from now on.
+    """Returns the length of the longest prefix added before; adds all prefixes.
 
     Args:
       tokens: int32[T].
-      spans: images, of which those within the tokens count.
+      spans: Images; the ones within the tokens count.
     """
     n = len(tokens)
     ids = page_pool.content_ids(tokens, spans, 0, n)
     # A prefix's name is the sum of its tokens', each bound to its place.
     places = np.arange(1, n + 1, dtype=np.uint64) * _STEP
     names = _mixed(np.cumsum(_mixed(_mixed(ids) + places)))
-    low, high = 0, n  # All prefixes of a known one are known.
+    # All prefixes of a known prefix are known, so the longest one is found by
+    # halving.
+    low, high = 0, n
     while low < high:
       middle = (low + high) // 2
       if int(names[middle]) in self._known:

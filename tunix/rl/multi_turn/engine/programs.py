@@ -62,7 +62,7 @@ DECODE_ROW = np.dtype([
 
 @functools.lru_cache(maxsize=None)
 def prefill_row(tokens: int) -> np.dtype:
-  """A row of a prefill call of so many tokens.
+  """Returns the type of a row of a prefill call of `tokens` tokens.
 
   start: tokens that the cache holds. length: real ones among the new; 0
   changes nothing. tokens, positions: the new ones, with their rotary
@@ -78,7 +78,7 @@ def prefill_row(tokens: int) -> np.dtype:
 
 
 def words(rows_R: np.ndarray) -> np.ndarray:
-  """int32[R, W], the memory of contiguous rows.
+  """Returns int32[R, W], the memory of contiguous rows.
 
   One array crosses to the device at once; numpy copies rows some times faster
   in words than field by field.
@@ -89,15 +89,17 @@ def words(rows_R: np.ndarray) -> np.ndarray:
 def pick(
     rows: np.ndarray, index_A: np.ndarray, to_A: np.ndarray, count: int
 ) -> np.ndarray:
-  """`count` rows: copies of those at `index` in rows `to`, else zeros (rows at
-  rest)."""
+  """Returns `count` rows, of which rows `to` copy the ones at `index`.
+
+  The others are zeros: rows at rest.
+  """
   picked_RW = np.zeros((count, rows.itemsize // 4), np.int32)
   picked_RW[to_A] = words(rows)[index_A]
   return picked_RW.view(rows.dtype)[:, 0]
 
 
 def _fields(words_RW: jax.Array, row: np.dtype) -> dict[str, jax.Array]:
-  """The fields of a program's rows by name, each of its own type, [R, …]."""
+  """Returns the fields of a program's rows by name, [R, …] each."""
   fields = {}
   for name, (kind, start, *_) in (row.fields or {}).items():
     part = words_RW[:, start // 4 : (start + kind.itemsize) // 4]
@@ -235,7 +237,7 @@ class Programs:
 
     Args:
       pages_RN: int32, each row's pages; all of them are the window.
-      rows_R: of a `prefill_row`.
+      rows_R: Rows of the type `prefill_row`.
     """
     state = self.state
     (tokens,) = rows_R.dtype["tokens"].shape
@@ -258,11 +260,11 @@ class Programs:
 
     Args:
       pages_RN: int32; room for start + K tokens of every row that runs.
-      rows_R: of DECODE_ROW.
+      rows_R: Rows of the type DECODE_ROW.
       steps: K.
       details: return `Decoded.details`.
       allowed: uint32[R, `mask_words`], a bit for each token that may be
-        sampled; None for all that are not banned.
+        sampled; None allows every token that is not banned.
     """
     state = self.state
     window = pages_RN.shape[1] * state.page_size
@@ -302,7 +304,7 @@ class Programs:
         self.compile_seconds += time.perf_counter() - started
 
   def lower(self, variant: Variant) -> jax.stages.Lowered:
-    """A program before it is compiled."""
+    """Returns a program before it is compiled."""
     build = {
         "encode": self._build_encode,
         "prefill": self._build_prefill,
@@ -327,9 +329,9 @@ class Programs:
     images, patches = variant.rows, variant.tokens
     state = self.state
 
-    def keep(kept, new, destination):
+    def keep(pool_leaf, new, destination):
       flat = destination.reshape(-1)
-      return kept.at[0, flat].set(
+      return pool_leaf.at[0, flat].set(
           new.reshape(-1, *new.shape[2:]), mode="drop"
       )
 
@@ -346,7 +348,7 @@ class Programs:
     def encode(params, pool, patches, real, positions, destination):
       vision = state.merge(params).encode_images(patches, real, positions)
       return jax.tree.map(
-          lambda kept, new: keep(kept, new, destination), pool, vision
+          lambda pool_leaf, new: keep(pool_leaf, new, destination), pool, vision
       )
 
     return state.jit(encode, state.row_place, donate_argnums=1).lower(
@@ -475,7 +477,7 @@ class Programs:
     )
 
   def _masked(self, allowed: jax.Array) -> jax.Array:
-    """bool[R, vocabulary]: tokens whose bit is not set."""
+    """Returns bool[R, vocabulary]: tokens whose bit is not set."""
     token = jnp.arange(self.state.vocabulary)
     bits = allowed[:, token // 32] >> (token % 32).astype(jnp.uint32)
     return bits & 1 == 0

@@ -62,14 +62,14 @@ class Request:
       `RolloutEngine.generate`.
     loop, future: deliver the outcome.
     submitted, admitted: `time.monotonic()`.
-    number: in the order of arrival.
-    slot: while it runs.
+    number: Number in the order of arrival.
+    slot: Slot while it runs.
     length: prompt and sampled tokens so far.
     positions: int32[., 3], rotary positions from `positions_from` to one past
       the prompt.
     prefilled, reused: prompt tokens computed, and found in the cache.
     preempted: state to resume from; None unless preempted.
-    details: of its decode calls, each array [sampled tokens, …].
+    details: Details of its decode calls, each array [sampled tokens, …].
     outcome: its completion or error.
   """
 
@@ -153,15 +153,15 @@ class SlotTable:
 
   Attributes:
     size: requests that run at a time.
-    pools: of the cache's pages, one a shard.
-    rows: of `programs.DECODE_ROW`, one a slot.
-    start, remaining: views of these fields, to read single ones fast.
+    pools: Pools of the cache's pages, one a shard.
+    rows: Rows of the type `programs.DECODE_ROW`, one a slot.
+    start, remaining: Views of the rows' fields, to read single ones fast.
     tokens: int32[slots, width], prompt and sampled tokens.
     logprobs, versions, entropies: of the sampled ones; entropies may be None.
     requests: those that run, by slot.
-    sessions: by name.
-    waiting: in order of service.
-    batch: of lockstep, the requests that may be served; None: any.
+    sessions: Sessions by name.
+    waiting: Requests without a slot, in order of service.
+    batch: In lockstep the requests that may be served; None: any.
   """
 
   def __init__(
@@ -176,7 +176,7 @@ class SlotTable:
 
       slots: requests that run at a time, a multiple of the pools.
       width: tokens of a slot.
-      pools: of the cache's pages, one a shard.
+      pools: Pools of the cache's pages, one a shard.
       share: whether sessions share pages.
       entropies: whether sampled tokens come with their entropies.
     """
@@ -220,7 +220,7 @@ class SlotTable:
     return any(self._free)
 
   def shard(self, request: Request) -> int:
-    """The shard of the request's session."""
+    """Returns the shard of the request's session."""
     return self.sessions[request.session].shard
 
   def shards_for(self, request: Request) -> list[int]:
@@ -234,12 +234,12 @@ class SlotTable:
       return [session.shard]
     if len(self.pools) == 1:
       return [0]
-    kept = [0] * len(self.pools)
+    cached_sessions = [0] * len(self.pools)
     for other in self.holders:
-      kept[other.shard] += bool(other.sequence.pages)
+      cached_sessions[other.shard] += bool(other.sequence.pages)
     return sorted(
         range(len(self.pools)),
-        key=lambda s: (-len(self._free[s]), kept[s], s),
+        key=lambda s: (-len(self._free[s]), cached_sessions[s], s),
     )
 
   def has_slot(self, shard: int) -> bool:
@@ -252,7 +252,7 @@ class SlotTable:
       session.sequence.move(self.pools[shard])
 
   def open(self, name: str) -> Session:
-    """The session of that name, made when it does not exist."""
+    """Returns the session of that name, made when it does not exist."""
     session = self.sessions.get(name)
     if session is None:
       session = Session(
@@ -312,8 +312,8 @@ class SlotTable:
     slot, n = request.slot, len(tokens)
     self.rows[slot] = row
     self.tokens[slot, :n] = tokens
-    for array, held in zip(self.sampled, sampled):
-      array[slot, :n] = held
+    for array, values in zip(self.sampled, sampled):
+      array[slot, :n] = values
     request.preempted = None
 
   def preempt(self, request: Request) -> None:
@@ -332,7 +332,7 @@ class SlotTable:
   def completion(
       self, request: Request, stopped: bool
   ) -> policy_client.Completion:
-    """The completion of a running request."""
+    """Returns the completion of a running request."""
     span = slice(len(request.prompt), request.length)
     more: dict[str, Any] = {}
     if request.detailed:
@@ -407,10 +407,10 @@ class SlotTable:
     return [*self.sessions.values(), *self._released]
 
   def victim(self, request: Request) -> Session | None:
-    """The session whose cache makes room for `request`, if there is one.
+    """Returns the session whose cache makes room for `request`, or None.
 
-    Of those in its shard, the session idle for longest, else that of the last
-    in the queue.
+    That is the session of its shard that has been idle for longest, else the
+    session of the last request in the queue.
     """
     shard = self.shard(request)
     near = [s for s in self.holders if s.sequence.pages and s.shard == shard]

@@ -78,21 +78,25 @@ def truncate(
     top_p_R: float32 in (0, 1], 1 keeps all.
     min_p_R: float32 in [0, 1], 0 keeps all.
   """
+  # 1. min-p: the highest logit is 0, so the bound is the logarithm itself.
   vocabulary = scaled_RV.shape[-1]
   finite = scaled_RV > -jnp.inf
   finite &= scaled_RV >= jnp.log(min_p_R)[:, None]
+  # 2. top-k: the k-th highest logit, by halving its bits: a sort of a large
+  #    vocabulary would take longer.
   keys = _ordered_bits(scaled_RV)
   k = jnp.where(top_k_R > 0, top_k_R, vocabulary)
   k = jnp.minimum(k, jnp.sum(finite, axis=-1)).astype(jnp.float32)
   kth = _threshold(keys, finite.astype(jnp.float32), k)
-  kept = finite & (keys >= kth[:, None])
-  weights = jnp.where(kept, jnp.exp(scaled_RV), 0.0)
+  survives = finite & (keys >= kth[:, None])
+  # 3. top-p: the highest logits whose weights reach the share, in the same way.
+  weights = jnp.where(survives, jnp.exp(scaled_RV), 0.0)
   goal = top_p_R * jnp.sum(weights, axis=-1)
   edge = _threshold(keys, weights, goal)
-  kept &= (keys >= edge[:, None]) | (top_p_R >= 1.0)[:, None]
-  # The most likely token always stays, whatever rounding did to the sums.
-  kept |= keys == jnp.max(keys, axis=-1, keepdims=True)
-  return jnp.where(kept, scaled_RV, -jnp.inf)
+  survives &= (keys >= edge[:, None]) | (top_p_R >= 1.0)[:, None]
+  # 4. The most likely token always stays, whatever rounding did to the sums.
+  survives |= keys == jnp.max(keys, axis=-1, keepdims=True)
+  return jnp.where(survives, scaled_RV, -jnp.inf)
 
 
 def _first_above(mass: jax.Array, u: jax.Array) -> jax.Array:
@@ -109,7 +113,7 @@ def _first_above(mass: jax.Array, u: jax.Array) -> jax.Array:
 
 
 def _draw(weights_RV: jax.Array, u_R2: jax.Array) -> jax.Array:
-  """int32[R] token drawn in proportion to its weight: block, then token."""
+  """Draws int32[R] tokens by their weights: a block, then a token of it."""
   rows, vocabulary = weights_RV.shape
   width = 64 if vocabulary <= 8192 else 512
   padded = jnp.pad(weights_RV, ((0, 0), (0, -vocabulary % width)))
@@ -123,7 +127,7 @@ def _draw(weights_RV: jax.Array, u_R2: jax.Array) -> jax.Array:
 
 
 def uniforms(keys_R2: jax.Array, index_R: jax.Array) -> jax.Array:
-  """float32[R, 2] in [0, 1) for draw number `index` of each row's key."""
+  """Draws float32[R, 2] in [0, 1), number `index` of each row's key."""
 
   def one(key, index):
     key = jax.random.wrap_key_data(key, impl="threefry2x32")
@@ -134,15 +138,15 @@ def uniforms(keys_R2: jax.Array, index_R: jax.Array) -> jax.Array:
 
 
 def entropy(logits_RV: jax.Array, banned_V: jax.Array) -> jax.Array:
-  """float32[R], nats: entropy of the policy's distribution before a draw.
+  """Returns float32[R] nats, the entropy of the policy before a draw.
 
   At temperature 1, before min-p, top-k and top-p, over the tokens that are not
   banned, as the learner's entropy is. In [0, log(tokens that are not banned)];
   NaN when the row's logits are.
 
   Args:
-    logits_RV: as of `sample`.
-    banned_V: as of `sample`; leaves at least one token a row.
+    logits_RV: float32, logits of each row.
+    banned_V: bool; leaves at least one token a row.
   """
   peaked_RV = _peaked(logits_RV, banned_V)
   return _entropy(peaked_RV, jnp.exp(peaked_RV))

@@ -51,9 +51,9 @@ class Scheduler:
 
   Attributes:
     slots: requests and sessions.
-    pools: of the KV cache's pages, one a shard.
-    counters: of the engine's work.
-    version: of the weights in use.
+    pools: Pools of the KV cache's pages, one a shard.
+    counters: Counters of the engine's work.
+    version: Version of the weights in use.
   """
 
   def __init__(
@@ -72,8 +72,8 @@ class Scheduler:
       patches: makes images' patches.
       buckets: shapes of calls.
       config: the engine's settings.
-      seed: of requests without one.
-      version: of the present weights.
+      seed: Seed of the randomness of requests without a seed.
+      version: Version of the present weights.
     """
     self.version = version
     self.counters = requests_lib.Counters()
@@ -131,8 +131,8 @@ class Scheduler:
     """Takes new weights into use as soon as the update policy allows.
 
     Args:
-      version: of the weights.
-      params: as `DeviceState.prepare` returns them.
+      version: Version of the weights.
+      params: The result of `DeviceState.prepare`.
     """
     self._weights = (version, params)
     self._apply_weights()
@@ -171,10 +171,10 @@ class Scheduler:
 
   def release(self, session: str) -> None:
     """Forgets a session; fails its request, if it has one."""
-    held = self.slots.sessions.get(session)
-    if held is not None and held.request is not None:
+    open_session = self.slots.sessions.get(session)
+    if open_session is not None and open_session.request is not None:
       self._end(
-          held.request,
+          open_session.request,
           EngineError(f"session {session!r} was released during its request"),
       )
     self.slots.release(session)
@@ -210,17 +210,21 @@ class Scheduler:
 
   def take_done(self) -> list[requests_lib.Request]:
     """Requests that have got an outcome since the last call."""
-    done, self._done = self._done, []
-    return done
+    finished, self._done = self._done, []
+    return finished
 
   def step(self) -> None:
     """Runs one round; leaves finished requests for `take_done`."""
+    # 1. New weights take over here, never within a round.
     self._apply_weights()
+    # 2. Waiting requests get a slot and pages, as far as both suffice.
     self._admit()
+    # 3. Compute the prompts that caches lack; long ones take several rounds.
     self._prefill.run()
+    # 4. One decode call for each group of requests that are ready.
     self._decode()
     if self._poisoned:
-      # A NaN in the cache outlives its owner: zero times NaN is NaN.
+      # 5. A NaN in the cache outlives its owner: zero times NaN is NaN.
       self._poisoned = False
       self._drop_caches()
 
@@ -246,8 +250,13 @@ class Scheduler:
         self._end(request, error)
 
   def _load(self, request: requests_lib.Request, shard: int) -> bool:
-    """Gives the request pages and a slot of the shard; False when they are
-    wanting."""
+    """Gives the request pages and a slot of the shard.
+
+    Returns:
+      False if the shard has no free slot or too few pages.
+    """
+    # 1. Turn the session's sequence into the request's; it keeps and adopts
+    #    all of its prefix that is cached.
     if not self.slots.has_slot(shard):
       return False
     self.slots.move(self.slots.sessions[request.session], shard)
@@ -261,17 +270,19 @@ class Scheduler:
     shared = sequence.begin(
         tokens, prompt.images, n - 1, plan if self._buckets.fixed_rows else None
     )
-    # For the first decode call too, or it would be preempted there.
-    left = self._config.context_length - n
+    # 2. Reserve pages, for the first decode call too, or the request would be
+    #    preempted there.
+    budget = self._config.context_length - n
     if preempted:
-      left = int(preempted.row["remaining"])
-    left = min(left, request.sampling.max_new_tokens, self._buckets.steps)
-    if not self._make_room(request, n - 1 + left):
+      budget = int(preempted.row["remaining"])
+    budget = min(budget, request.sampling.max_new_tokens, self._buckets.steps)
+    if not self._make_room(request, n - 1 + budget):
       if before or self._shards == 1:
         sequence.rest()
       else:  # What others hold here must not bind it to this shard.
         sequence.clear()
       return False
+    # 3. Fill the slot: from the state at the preemption, or afresh.
     slot = self.slots.place(request)
     self.slots.tokens[slot, :n] = tokens
     sequence.tokens = self.slots.tokens[slot]  # Grows with the sampled ones.
@@ -285,8 +296,8 @@ class Scheduler:
       self._describe(request)
       self.counters.prompt_tokens += n
       own = min(session.length if shared >= before else shared, n - 1)
-      known = self._prefixes.add(tokens[: n - 1], prompt.images)
-      self.counters.unique_prompt_tokens += n - 1 - max(known, own)
+      seen_before = self._prefixes.add(tokens[: n - 1], prompt.images)
+      self.counters.unique_prompt_tokens += n - 1 - max(seen_before, own)
       session.length = n - 1
     self.slots.start[slot] = sequence.cached
     return True
@@ -321,7 +332,11 @@ class Scheduler:
   # --- pages -----------------------------------------------------------------
 
   def _make_room(self, request: requests_lib.Request, tokens: int) -> bool:
-    """Pages for so many tokens, from sessions that do not run; else False."""
+    """Takes pages for `tokens` tokens, if need be from idle sessions.
+
+    Returns:
+      False if idle and waiting sessions have too few.
+    """
     sequence = self.slots.sequence(request)
     while not sequence.grow(tokens):
       if self._prefill.copy_pages():
@@ -356,19 +371,22 @@ class Scheduler:
   # --- decode ----------------------------------------------------------------
 
   def _decode(self) -> None:
-    # A request's program follows from the request alone.
+    # 1. Make room for each request's next tokens, in order of service: a later
+    #    one may lose its pages to an earlier one.
     groups: dict[tuple[int, bool, bool], list[requests_lib.Request]] = {}
     ready = self._with_pending_images()
     for request in sorted(ready, key=lambda r: r.turn):
       if request.slot is None:
         continue  # An earlier one needed its pages.
       self._make_room_running(request, self._decode_end(request))
+    # 2. Group by program, which follows from the request alone.
     for request in ready:
       if request.slot is not None:
         end = self._decode_end(request)
         window = buckets_lib.smallest(self._buckets.windows, end)
         kind = window, request.detailed, request.grammar is not None
         groups.setdefault(kind, []).append(request)
+    # 3. One call for as many rows as the largest bucket holds.
     for (window, details, masked), group in groups.items():
       masks: dict[requests_lib.Request, np.ndarray] | None = None
       if masked:
@@ -383,7 +401,7 @@ class Scheduler:
         self._decode_call(active, call, window, details, masks)
 
   def _decode_end(self, request: requests_lib.Request) -> int:
-    """Tokens that the request's cache has after the next call."""
+    """Returns the tokens that the request's cache has after the next call."""
     slots, slot = self.slots, request.slot
     # A grammar must see a token before it can allow the next.
     steps = 1 if request.grammar is not None else self._buckets.steps
@@ -397,11 +415,11 @@ class Scheduler:
       details: bool,
       masks: dict[requests_lib.Request, np.ndarray] | None,
   ) -> None:
-    """Samples up to K tokens for each of these requests."""
+    """Samples up to K tokens for each of the requests in `active`."""
     started = time.perf_counter()
     steps, allowed = self._buckets.steps, None
     slots_A = np.array([r.slot for r in active], np.int32)
-    held = [self.slots.sequence(request).pages for request in active]
+    pages_of_rows = [self.slots.sequence(request).pages for request in active]
     if masks is not None:
       steps = 1
       words = self._programs.mask_words
@@ -413,7 +431,7 @@ class Scheduler:
         room = self.pools[0].room(int(rows[place]["start"]))
         rows[place]["remaining"] = min(int(rows[place]["remaining"]), room)
     decoded = self._programs.decode(
-        self.pools[0].table(held, call.rows, call.size, window),
+        self.pools[0].table(pages_of_rows, call.rows, call.size, window),
         rows,
         steps,
         details=details,
@@ -441,7 +459,7 @@ class Scheduler:
       request: requests_lib.Request,
       spans: Sequence[vision_cache.Placed],
   ) -> bool:
-    """Whether these images can be had; fails the request if not."""
+    """Returns whether these images can be had; fails the request if not."""
     try:
       self._vision.check(spans)
       return True
@@ -450,7 +468,7 @@ class Scheduler:
       return False
 
   def _with_pending_images(self) -> list[requests_lib.Request]:
-    """The requests that may decode now.
+    """Returns the requests that may decode now.
 
     A prompt that ends in an image needs that image's last vision token in the
     pool; when they do not all fit, some wait for the next round.
@@ -493,9 +511,10 @@ class Scheduler:
       active: the call's requests.
       slots_A: int32, their slots.
       at: int32, their rows of the call.
-      decoded: what it sampled.
+      decoded: Tokens and log-probs that the call sampled.
       program: the name of the call's program.
     """
+    # 1. Copy each request's sampled tokens behind its earlier ones.
     tokens_AK, logprobs_AK = decoded.tokens[at], decoded.logprobs[at]
     counts_A = decoded.counts[at].astype(np.int32)
     lengths_A = np.array([r.length for r in active])
@@ -511,6 +530,7 @@ class Scheduler:
     last_A = tokens_AK[np.arange(len(active)), np.maximum(counts_A - 1, 0)]
     finite_AK = np.isfinite(np.where(real_AK, logprobs_AK, 0.0))
     finite_A = np.asarray(finite_AK.all(axis=1))
+    # 2. Advance the rows: the last token is fed to the next call.
     rows = programs_lib.pick(
         slots.rows, slots_A, np.arange(len(active)), len(active)
     )
@@ -522,6 +542,7 @@ class Scheduler:
     rows["position"] = (rows["next_position"] + counts_A - 1)[:, None]
     rows["next_position"] += counts_A
     programs_lib.words(slots.rows)[slots_A] = programs_lib.words(rows)
+    # 3. A request is over at a stop token, at its limit, or when broken.
     stopped_A = (rows["stops"] == last_A[:, None]).any(axis=1)
     over_A = stopped_A | (rows["remaining"] <= 0) | ~finite_A
     self.counters.decode_tokens += int(counts_A.sum())
@@ -531,6 +552,7 @@ class Scheduler:
         if slots.sequence(request).outdated
     )
     self._poisoned |= not finite_A.all()
+    # 4. Publish full pages, show the new tokens, and end what is over.
     cached_A = rows["start"].tolist()
     for i, request in enumerate(active):
       slots.sequence(request).advance(cached_A[i], program)
@@ -595,7 +617,7 @@ class Scheduler:
       self._done.append(request)
 
   def _remember(self, request: requests_lib.Request) -> None:
-    """Counts what a request has sampled as known; its last token is not."""
+    """Counts a request's tokens as known, except the last: it is not cached."""
     if self.slots.sequence(request).outdated:
       return
     n = request.length - 1

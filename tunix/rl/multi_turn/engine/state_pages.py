@@ -7,8 +7,8 @@ begins alike goes on from the end of a page they share: pages are found, shared
 and dropped as keys and values are (`kv_cache`). For that no call may pass a
 page's end: `PagePool.room` is its limit.
 
-Promises: what `take` gives is the state after a row's cached tokens, whoever
-computed it; `put` changes the page of a row's last new token only.
+Promises: `take` returns the state after a row's cached tokens, of whichever
+session computed it; `put` changes the page of a row's last new token only.
 
 Does not: keep snapshots within a page: a sequence that is cut there is computed
 again from the page's beginning.
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn.engine import config as config_lib
 
-_UNIT = 64  # Pages are a multiple of so many tokens.
+_UNIT = 64  # Tokens of a page are a multiple of this.
 
 
 def take(
@@ -36,7 +36,7 @@ def take(
     starts: jax.Array,
     page_size: int,
 ) -> jax.Array:
-  """The rows' states [… R …] after `starts` tokens; any where that is 0."""
+  """Returns the rows' states after `starts` tokens; any where that is 0."""
   block = jnp.maximum(starts - 1, 0) // page_size
   page = jnp.take_along_axis(pages_RN, block[:, None], axis=1)[:, 0]
   return jnp.take(leaf, page, axis=page_axis, mode="clip")
@@ -64,14 +64,14 @@ def put(
 def sized(
     shape_of: Callable[[int, int], Any], config: config_lib.EngineConfig
 ) -> config_lib.EngineConfig:
-  """The settings with a page size that a policy's states are worth.
+  """Returns the settings with a page size that a policy's states are worth.
 
   Unless one is given, a page's keys and values are as large as its snapshot at
   least, or a page holds a whole context. Without states nothing changes.
 
   Args:
     shape_of: a cache's shapes by its number of rows and of tokens.
-    config: of the engine.
+    config: Settings of the engine.
   """
   if config.page_size:
     return config

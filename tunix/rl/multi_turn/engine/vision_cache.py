@@ -7,8 +7,8 @@ On a mesh the pool is split into shards, each with an order of its own: images
 are given with the shard whose rows read them.
 
 Promises: an image is encoded once for a shard, while it stays there and the
-weights are the same; no image of the call at hand is evicted for another of its
-images; an image that cannot be had fails with an error that names it.
+weights are the same; no image of a call is evicted for another of the same
+call; an image that cannot be had fails with an error that names it.
 
 Not thread-safe: the engine's thread owns it.
 
@@ -38,7 +38,7 @@ class PatchCache(patch_cache.PatchCache):
   """A patch cache whose missing images are errors of their requests."""
 
   def get(self, span: trajectory.ImageSpan) -> base.PatchedImage:
-    """Patches of the span's image.
+    """Returns the patches of the span's image.
 
     Raises:
       ValueError: the image is unknown, or does not become as many tokens as
@@ -84,11 +84,11 @@ class VisionPool:
     return sha in self._places
 
   def places(self, sha: str) -> np.ndarray:
-    """int32[num_tokens] places of an image that `reserve` has admitted."""
+    """Returns int32[num_tokens], places of an image that `reserve` took."""
     return self._places[sha]
 
   def fits(self, spans: Iterable[trajectory.ImageSpan]) -> bool:
-    """Whether the pool can hold these images at one time."""
+    """Returns whether the pool can hold these images at one time."""
     sizes = {s.image.sha256: s.num_tokens for s in spans}
     return sum(sizes.values()) <= self.capacity
 
@@ -169,14 +169,14 @@ class VisionCache:
       pool.clear()
 
   def fits(self, spans: Sequence[Placed]) -> bool:
-    """Whether the devices can hold these images at one time."""
+    """Returns whether the devices can hold these images at one time."""
     return all(
         pool.fits(span for s, span in spans if s == shard)
         for shard, pool in enumerate(self._pools)
     )
 
   def places(self, shard: int, span: trajectory.ImageSpan) -> np.ndarray:
-    """int32[num_tokens] places in the shard of an image that `ensure` put."""
+    """Returns int32[num_tokens], the shard's places of an ensured image."""
     return self._pools[shard].places(span.image.sha256)
 
   def check(self, spans: Sequence[Placed]) -> None:

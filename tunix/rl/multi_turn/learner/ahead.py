@@ -32,8 +32,8 @@ def compile_update(
   """Compiles an optimizer step, and the scores before it.
 
   Args:
-    programs: of the learner.
-    split, placement, algorithm: that these were made of.
+    programs: Programs of the learner.
+    split, placement, algorithm: Parts that the programs were made of.
     weights: shapes of parameters, optimizer state and frozen parameters.
     batch: shapes of a batch.
     scores: whether updates score their tokens before the first step.

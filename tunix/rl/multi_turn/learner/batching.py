@@ -48,7 +48,7 @@ class Batch:
   """A packed batch.
 
   Attributes:
-    inputs: of the policy.
+    inputs: Inputs of the policy.
     index: int32[S, M], position among the buffer's B/S * T tokens whose hidden
       state predicts the target.
     targets: int32[S, M], token ids.
@@ -104,11 +104,11 @@ class Packer:
         `PolicyInputs.prefix_ids`.
       pad_token_id: fills rows.
       banned_token_ids: a target among them is refused: its log-prob is -inf.
-      cache_bytes: of patched images.
+      cache_bytes: Most bytes of patched images.
       streams: names of `Example.streams` that batches hold; 0 where an example
         has none of that name.
-      support: K of `Batch.support`, at most so many tokens of a sampling mask
-        a sampled one; 0 holds none.
+      support: K of `Batch.support`, the most tokens of a sampling mask for a
+        sampled token; 0 holds none.
     """
     self._processor = processor
     self._patches = patch_cache.PatchCache(store, processor, cache_bytes)
@@ -119,7 +119,7 @@ class Packer:
     self._support = support
 
   def check(self, examples: Sequence[Example], row_length: int) -> list[int]:
-    """Numbers of the examples longer than a row.
+    """Returns the numbers of the examples longer than a row.
 
     Raises:
       ValueError: a target that cannot have been sampled.
@@ -168,7 +168,7 @@ class Packer:
       image_patches: int = 0,
       aligned: bool = True,
   ) -> packing.BatchShape:
-    """The shape for examples like these; 0 = as these need.
+    """Returns the shape for examples like these; 0 = as these need.
 
     Rows are planned without limits on patches and targets, then the fullest
     buffer's need is rounded up by a tenth. A buffer never holds less than one
@@ -213,7 +213,7 @@ class Packer:
   def places_of_one(
       self, examples: Sequence[Example], shape: packing.BatchShape
   ) -> int:
-    """Places that the images of any one example take in an empty buffer.
+    """Returns the most places that an example's images take when alone.
 
     An aligned image that shares its window with none leaves the rest of it
     empty, so that they may be more than `shape.patches` although the patches
@@ -235,10 +235,10 @@ class Packer:
   def largest_image(
       self, examples: Sequence[Example], limit: int = 0
   ) -> int:
-    """Patches of the largest image of the examples, 0 without images.
+    """Returns the patches of the examples' largest image, 0 without images.
 
     Args:
-      examples: to be packed.
+      examples: Examples to be packed.
       limit: patches that an image may have; 0 = any number.
 
     Raises:
@@ -272,7 +272,9 @@ class Packer:
           f"BatchShape.image_patches={shape.image_patches} must be a multiple"
           f" of a vision token's {self._processor.patches_per_token} patches"
       )
+    # 1. Make items: sequences, or a prompt with the completions that share it.
     items = packing.make_items(examples, shape.row_length, self._share)
+    # 2. Refuse images that a window cannot hold.
     sizes: dict[str, int] = {}
     for item in items:
       for image in item.images:
@@ -285,12 +287,14 @@ class Packer:
               f"{shape.image_patches}: patches further apart would not see"
               " each other; raise it to `image_bound(largest_image(examples))`"
           )
+    # 3. Halve items that no empty buffer holds.
     items = [
         part
         for item in items
         for part in self._split(examples, item, sizes, shape)
     ]
-    # Longest first; equal lengths keep their order, hence their group.
+    # 4. Place the longest first: short ones fill the gaps. Equal lengths keep
+    #    their order, hence their group.
     order = sorted(range(len(items)), key=lambda i: -items[i].length)
     bins = packing.Bins(shape)
     placed: list[list[tuple[int, packing.Item, list[str]]]] = []
@@ -319,10 +323,10 @@ class Packer:
       examples: Sequence[Example],
       weights_N: np.ndarray,
   ) -> list[Batch]:
-    """The batches of a plan.
+    """Returns the batches of a plan.
 
     Args:
-      plan: as from `plan` of the same examples.
+      plan: The result of `plan` for the same examples.
       examples: N of them.
       weights_N: weight in the loss of every token of each example.
 
@@ -398,12 +402,15 @@ class Packer:
       examples: Sequence[Example],
       weights_N: np.ndarray,
   ) -> Batch:
+    # 1. Images first: a row refers to the places of their vision tokens.
     patches, patch_segments, patch_positions, first_token = self._buffers(
         shape, placed, examples
     )
     rows = _Rows(shape, self._pad, self._streams, self._support)
     for row, item, _ in placed:
       buffer = row // shape.rows_per_buffer
+      # 2. An item's pieces lie one after the other, the prompt first, each a
+      #    segment of its own.
       trunk = None
       for piece in ((item.trunk,) if item.trunk else ()) + item.branches:
         sequence = examples[piece.example].sequence
@@ -420,6 +427,7 @@ class Packer:
             rows.vision[row, where : where + span.num_tokens] = first_token[
                 buffer, span.image.sha256
             ] + np.arange(span.num_tokens)
+        # 3. A shared prompt has no targets; a branch sees it as its prefix.
         if piece is item.trunk:
           trunk = here.stop, segment
           continue
@@ -479,8 +487,8 @@ class Packer:
           for piece in item.branches
           for span in examples[piece.example].sequence.images
       }
-      taken = windows[buffer].take([self._size(sha, item) for sha in new])
-      for sha, at in zip(new, taken):
+      starts = windows[buffer].take([self._size(sha, item) for sha in new])
+      for sha, at in zip(new, starts):
         image = self._patches.get(spans[sha])
         stop = at + len(image.patches)
         count[buffer] += 1
@@ -532,7 +540,7 @@ class _Rows:
     self._filled = np.zeros(s, np.int64)
 
   def take(self, row: int, length: int) -> tuple[slice, int]:
-    """The next free tokens of a row, as a new segment, and its number."""
+    """Takes a row's next free tokens as a segment; returns its number too."""
     start = int(self._used[row])
     here = slice(start, start + length)
     self._used[row] = here.stop
@@ -557,9 +565,9 @@ class _Rows:
       row: number of the row.
       piece: part of the example's sequence, with all its sampled tokens.
       example: the example.
-      at: where in the row the piece begins.
-      trunk_end: where its prompt ends, if that is stored apart from it.
-      weight: of each token in the loss.
+      at: Place in the row at which the piece begins.
+      trunk_end: Place at which its prompt ends, if that is stored apart.
+      weight: Weight of each token in the loss.
     """
     sequence = example.sequence
     sampled = np.flatnonzero(sequence.loss_mask)
@@ -582,8 +590,8 @@ class _Rows:
     self.floats["advantages"][out] = example.advantages[sampled]
     self.floats["weights"][out] = weight
     if self.support is not None and sequence.support is not None:
-      kept = sequence.support[sampled]
-      self.support[out][:, : kept.shape[1]] = kept
+      support = sequence.support[sampled]
+      self.support[out][:, : support.shape[1]] = support
     for name, stream in self.streams.items():
       if name in example.streams:
         stream[out] = example.streams[name][sampled]

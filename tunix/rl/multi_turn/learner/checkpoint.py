@@ -2,7 +2,7 @@
 
 Orbax writes them: a checkpoint is complete or does not exist, the newest `keep`
 and those that are `pinned` stay, and saving runs in the background. Restoring
-places every array where the learner at hand wants it, from any mesh.
+places every array where the restoring learner wants it, from any mesh.
 
 Promises: a learner that is restored continues as if it had never stopped.
 Random state is in the counters (see `Learner.progress`); other state of a run
@@ -68,14 +68,14 @@ def _report_once() -> None:
     logging.getLogger(name).addFilter(_RaisedOnce())
   before = sys.unraisablehook
 
-  def report(left: Any) -> None:
+  def report(unraisable: Any) -> None:
     # Callbacks of an event loop that orbax has closed.
-    closed = isinstance(left.exc_value, RuntimeError) and (
-        "Event loop is closed" in str(left.exc_value)
+    closed = isinstance(unraisable.exc_value, RuntimeError) and (
+        "Event loop is closed" in str(unraisable.exc_value)
     )
-    code = getattr(left.object, "cr_code", None)
+    code = getattr(unraisable.object, "cr_code", None)
     if not closed and "orbax" not in getattr(code, "co_filename", ""):
-      before(left)
+      before(unraisable)
 
   sys.unraisablehook = report
 
@@ -143,7 +143,7 @@ class _NewestAndPinned:
 def _trained_shapes(
     model: Any, left_out: Sequence[str] = ()
 ) -> tuple[update.SplitModel, dict[str, Any]]:
-  """A model's trained parameters, and what a checkpoint holds of them."""
+  """Returns a model's trained parameters and their shapes in a checkpoint."""
   split = update.SplitModel(model, left_out)
   return split, {"params": {
       name: jax.ShapeDtypeStruct(
@@ -159,8 +159,8 @@ class LearnerCheckpoints:
   """The checkpoints of one run, numbered by the learner's version.
 
   Attributes:
-    pinned: numbers of those that stay although there are newer ones. One that
-      is taken out goes at the next save.
+    pinned: Numbers of checkpoints that stay in spite of newer ones. The next
+      save deletes one that is no longer pinned.
   """
 
   def __init__(
@@ -243,7 +243,7 @@ class LearnerCheckpoints:
     return step
 
   def steps(self) -> list[int]:
-    """Numbers of the complete checkpoints, ascending."""
+    """Returns the numbers of the complete checkpoints, ascending."""
     return sorted(self._manager.all_steps())
 
   def restore(
@@ -261,36 +261,36 @@ class LearnerCheckpoints:
       ValueError: it is of another model or configuration.
     """
     self.wait()
-    known = self.steps()
+    steps = self.steps()
     if step is None:
-      step = known[-1] if known else None
-    if step is None or step not in known:
+      step = steps[-1] if steps else None
+    if step is None or step not in steps:
       raise FileNotFoundError(
           f"{self.directory} has no checkpoint"
-          + ("" if step is None else f" {step}; it has {known}")
+          + ("" if step is None else f" {step}; it has {steps}")
       )
     progress = self._progress(step)
     reason = ""
-    wanted = jax.tree.map(
+    targets = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
         learner.arrays(),
     )
     expected = progress.get("checksums")
     try:
-      found = self._manager.restore(
+      restored = self._manager.restore(
           step,
-          args=ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted)),
+          args=ocp.args.Composite(arrays=ocp.args.StandardRestore(targets)),
       )
     except Exception as error:  # pylint: disable=broad-except
       # Orbax has no class of its own for a file that is damaged.
-      if expected is None or list(expected) != list(checksums(wanted)):
+      if expected is None or list(expected) != list(checksums(targets)):
         raise  # Of another model or optimizer.
-      found, reason = {}, str(error)
-    if not found:
+      restored, reason = {}, str(error)
+    if not restored:
       raise self._damaged(step, reason)
-    arrays = found["arrays"]
+    arrays = restored["arrays"]
     if expected is not None and (
-        other := [k for k in checksums(wanted) if k not in expected]
+        other := [k for k in checksums(targets) if k not in expected]
     ):
       raise ValueError(
           f"{self.directory / str(step)} holds no {other[0]}, which this"
@@ -315,7 +315,7 @@ class LearnerCheckpoints:
     return bool(newer)
 
   def restore_parameters(self, model: Any, step: int) -> Any:
-    """The parameters alone, for a policy that is not trained.
+    """Returns the parameters alone, for a policy that is not trained.
 
     Args:
       model: the policy's module, with the adapter if one was trained; gives
@@ -335,14 +335,14 @@ class LearnerCheckpoints:
           f"{self.directory} has no checkpoint {step}; it has {self.steps()}"
       )
     expected = self._progress(step).get("checksums")
-    split, wanted = _trained_shapes(model)
-    other = [k for k in checksums(wanted) if k not in (expected or ())]
+    split, targets = _trained_shapes(model)
+    other = [k for k in checksums(targets) if k not in (expected or ())]
     if expected is not None and other:
       # A run with learner.freeze_vision keeps the tower of its model.
-      split, wanted = _trained_shapes(
+      split, targets = _trained_shapes(
           model, getattr(model, "vision_modules", ())
       )
-      missing = [k for k in checksums(wanted) if k not in expected]
+      missing = [k for k in checksums(targets) if k not in expected]
       other = other if missing else []
     if expected is not None and other:
       raise ValueError(
@@ -351,12 +351,12 @@ class LearnerCheckpoints:
       )
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
       try:
-        found = reader.restore(
+        restored = reader.restore(
             self.directory / str(step) / "arrays",
             args=ocp.args.PyTreeRestore(
-                item=wanted,
+                item=targets,
                 restore_args=ocp.checkpoint_utils.construct_restore_args(
-                    wanted
+                    targets
                 ),
                 partial_restore=True,
             ),
@@ -367,13 +367,13 @@ class LearnerCheckpoints:
           raise
         raise self._damaged(step, error) from error
     if expected is not None:
-      for key, value in checksums(found).items():
+      for key, value in checksums(restored).items():
         if expected.get(key) != value:
           raise self._damaged(step, f"array {key} is not what was saved")
-    return split.state(found["params"], split.frozen_of(model))
+    return split.state(restored["params"], split.frozen_of(model))
 
   def extras(self, step: int) -> dict[str, Any]:
-    """The extras of a checkpoint; reads no array.
+    """Returns the extras of a checkpoint; reads no array.
 
     Raises:
       DamagedCheckpoint: its files are damaged.
@@ -382,22 +382,22 @@ class LearnerCheckpoints:
 
   def _progress(self, step: int) -> dict[str, Any]:
     try:
-      found = self._manager.restore(
+      progress = self._manager.restore(
           step, args=ocp.args.Composite(progress=ocp.args.JsonRestore())
       )["progress"]
-      digest = found.pop("digest", None)
-      whole = {"learner", "extras"} <= set(found)
+      digest = progress.pop("digest", None)
+      is_complete = {"learner", "extras"} <= set(progress)
     except Exception as error:  # pylint: disable=broad-except
       raise self._damaged(step, error) from error
-    if not whole or digest not in (None, _digest(found)):
+    if not is_complete or digest not in (None, _digest(progress)):
       raise self._damaged(step, "progress/metadata is not what was saved")
-    return found
+    return progress
 
   def _damaged(self, step: int, reason: object) -> DamagedCheckpoint:
-    others = [s for s in self.steps() if s != step]
-    instead = f"the run resumes from {others[-1]}" if others else (
-        "the run begins without one"
-    )
+    other_steps = [s for s in self.steps() if s != step]
+    instead = "the run begins without one"
+    if other_steps:
+      instead = f"the run resumes from {other_steps[-1]}"
     text = " ".join(str(reason).split())
     return DamagedCheckpoint(
         f"{self.directory / str(step)} is damaged: {text[:300]}; restore it"

@@ -36,7 +36,7 @@ def least_shape(
     image_patches: int = 0,
     aligned: bool = True,
 ) -> packing.BatchShape:
-  """The smallest batch that a learner of these settings compiles.
+  """Returns the smallest batch that a learner with these settings compiles.
 
   Without learner.patches and learner.targets the first batch decides them, and
   they may become larger. `image_patches` are those of the largest image;
@@ -64,7 +64,7 @@ def activations(
     mesh: Mesh | None = None,
     image_patches: int = 0,
 ) -> int | None:
-  """Bytes that the update of a micro-batch takes on each device.
+  """Returns the bytes that the update of a micro-batch takes on each device.
 
   Those of its batch and temporary buffers, hence activations and the gradients
   of the micro-batch; parameters, running gradients and optimizer state exist
@@ -74,7 +74,7 @@ def activations(
     model: the policy.
     processor: its host side.
     config, algorithm, sampling, mesh: as of a `Learner`.
-    image_patches: of the largest image; 0 = not known.
+    image_patches: Patches of the largest image; 0 = not known.
 
   Returns:
     The bytes; None on a backend that does not report them.
@@ -82,7 +82,7 @@ def activations(
   Raises:
     ValueError: an unknown algorithm.
   """
-  found = programs(
+  lowered = programs(
       model,
       processor,
       config,
@@ -91,12 +91,12 @@ def activations(
       mesh=mesh,
       image_patches=image_patches,
   )
-  compiled = found.accumulate.compile()
+  compiled = lowered.accumulate.compile()
   memory = compiled.memory_analysis()
   if memory is None:
     return None
   return memory.temp_size_in_bytes + max(
-      0, memory.argument_size_in_bytes - found.weights
+      0, memory.argument_size_in_bytes - lowered.weights
   )
 
 
@@ -108,7 +108,7 @@ class Programs(NamedTuple):
     apply: lowers the optimizer step.
     weights: bytes on a device of parameters, running gradients and frozen
       parameters, which are arguments of the first.
-    shape: of the micro-batch.
+    shape: Shape of the micro-batch.
   """
 
   accumulate: jax.stages.Lowered
@@ -132,14 +132,14 @@ def programs(
   split = update.SplitModel(module, frozen_lib.modules(model, config))
   placement = update.Placement.of(split, model, mesh)
   about = model.config
-  made = parts.Algorithm.of(algorithm)
+  operators = parts.Algorithm.of(algorithm)
   width = 0
-  if made.has_critic:
+  if operators.has_critic:
     width = critic.width_of(model, processor, config.rows)
   steps = update.UpdatePrograms(
       split,
       config,
-      made,
+      operators,
       logprobs.banned_mask(about.vocab_size, tuple(about.banned_token_ids)),
       placement,
       temperature=sampling.temperature,
@@ -153,7 +153,7 @@ def programs(
       name: placed(shape, placement.params[name])
       for name, shape in zip(split.names, split.shapes)
   }
-  if made.has_critic:
+  if operators.has_critic:
     params |= {
         name: placed(shape, placement.head[name])
         for name, shape in critic.shapes(width).items()
@@ -175,7 +175,7 @@ def programs(
       placement.batch,
       share=config.share_prompts
       and bool(getattr(model, "supports_prefix_ids", False)),
-      algorithm=made,
+      algorithm=operators,
   )
   extra = update.Extra(
       batch.logprobs,
@@ -211,7 +211,7 @@ def _batch(
     share: bool,
     algorithm: parts.Algorithm,
 ) -> batching.Batch:
-  """A `batching.Batch` of shapes."""
+  """Returns a `batching.Batch` of shapes."""
   b, t, s, m = shape.rows, shape.row_length, shape.buffers, shape.targets
   p = shape.patches
 

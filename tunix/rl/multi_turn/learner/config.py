@@ -1,7 +1,7 @@
 """Declares the learner's settings: algorithm, optimizer, batches, checkpoints.
 
 `AlgorithmConfig`, `LearnerConfig` and `CheckpointConfig` are sections of a
-run's configuration and, as they are, arguments of `Learner` and
+run's configuration and at the same time arguments of `Learner` and
 `LearnerCheckpoints`. Constructing one refuses values out of range and values
 of one section that contradict each other.
 
@@ -538,9 +538,9 @@ class CheckpointConfig:
   )
 
   def problems(self) -> Iterator[str]:
-    found = self.resume_from
-    if found not in ("newest", "best") and not found.isdecimal():
+    choice = self.resume_from
+    if choice not in ("newest", "best") and not choice.isdecimal():
       yield (
-          f"resume_from={found!r} must be newest, best, or the number of a"
+          f"resume_from={choice!r} must be newest, best, or the number of a"
           " checkpoint"
       )

@@ -46,7 +46,7 @@ Score = Callable[[Sequence[trajectory.TokenSequence]], "list[np.ndarray]"]
 
 
 def shapes(width: int) -> dict[str, jax.ShapeDtypeStruct]:
-  """The head's parameters for hidden states of this width."""
+  """Returns the head's parameters for hidden states of this width."""
   return {
       WEIGHT: jax.ShapeDtypeStruct((width,), jnp.float32),
       BIAS: jax.ShapeDtypeStruct((), jnp.float32),
@@ -59,7 +59,7 @@ def width_of(model: base.Policy, processor: base.Processor, rows: int) -> int:
   Args:
     model: the policy.
     processor: its host side.
-    rows: of a batch, which the policy's mesh divides.
+    rows: Rows of a batch, which the policy's mesh divides.
   """
   length, patches = 16, max(processor.patches_per_token, 0)
   # Shapes in place of arrays.
@@ -76,11 +76,11 @@ def width_of(model: base.Policy, processor: base.Processor, rows: int) -> int:
       patch_segments=ints(rows, patches),
       patch_positions=ints(rows, patches, processor.position_axes),
   )
-  return int(jax.eval_shape(lambda given: model(given), inputs).shape[-1])
+  return int(jax.eval_shape(lambda arrays: model(arrays), inputs).shape[-1])
 
 
 def values(params: Mapping[str, jax.Array], hidden: jax.Array) -> jax.Array:
-  """float32[...] of hidden states [..., D]."""
+  """Returns float32[...] of hidden states [..., D]."""
   weight = params[WEIGHT]
   product = hidden.astype(jnp.float32) * weight
   return jnp.sum(product, axis=-1) + params[BIAS]
@@ -99,8 +99,9 @@ def value_loss(
   plain = jnp.square(new - targets)
   if not clip:
     return 0.5 * plain, jnp.zeros_like(new)
-  held = jnp.square(old + jnp.clip(new - old, -clip, clip) - targets)
-  return 0.5 * jnp.maximum(plain, held), (held > plain).astype(jnp.float32)
+  clipped = jnp.square(old + jnp.clip(new - old, -clip, clip) - targets)
+  is_clipped = (clipped > plain).astype(jnp.float32)
+  return 0.5 * jnp.maximum(plain, clipped), is_clipped
 
 
 # --- host side ----------------------------------------------------------------
@@ -108,11 +109,11 @@ def value_loss(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenAdvantages:
-  """Of one episode.
+  """Advantages of one episode's tokens.
 
   Attributes:
-    per_sequence: of each training sequence with a sampled token: float32[T]
-      advantages, and its streams.
+    per_sequence: Number of each training sequence with a sampled token ->
+      its float32[T] advantages, and its streams.
     turns_K: float64[K], each turn's mean advantage.
   """
 
@@ -130,24 +131,26 @@ def of_groups(
     extra: Mapping[str, np.ndarray] | None = None,
     processes: peers_lib.Peers = peers_lib.ALONE,
 ) -> tuple[dict[str, TokenAdvantages], dict[str, float]]:
-  """Advantages of the valid members' tokens, and readings.
+  """Computes the advantages of the valid members' tokens, and readings.
 
   Args:
-    groups: of an update.
+    groups: Groups of an update.
     algorithm: one with a critic.
     gamma: discount a turn.
     row_length: longer sequences have no values: no row holds them. They count
       with value 0, and are left out of the update or refused by it.
-    score: of the weights at the update's start; called once.
+    score: Computes values by the weights at the update's start; called once.
     extra: trajectory id -> float64[K] added to the turns' rewards.
-    processes: whose tokens are normalised together.
+    processes: Processes whose tokens are normalised together.
 
   Returns:
     Trajectory id -> its advantages.
   """
+  # 1. Collect the sequences to score. One that a limit cut gets one more token:
+  #    its value is that of the state at the end.
   members = [m for group in groups for m in group.valid]
   bootstrap = algorithm.config.gae_bootstrap
-  asked: list[trajectory.TokenSequence] = []
+  sequences: list[trajectory.TokenSequence] = []
   place: dict[tuple[str, int], int] = {}
   ends: set[str] = set()
   for member in members:
@@ -164,16 +167,17 @@ def of_groups(
       ):
         sequence = _with_end(sequence)
         ends.add(member.trajectory_id)
-      place[member.trajectory_id, i] = len(asked)
-      asked.append(sequence)
-  found = score(asked)
+      place[member.trajectory_id, i] = len(sequences)
+      sequences.append(sequence)
+  # 2. Score all of them in one call, then estimate episode by episode.
+  scores = score(sequences)
   options = algorithm.gae_options(gamma)
   out: dict[str, TokenAdvantages] = {}
   for member in members:
     out[member.trajectory_id] = _of_episode(
         member,
         {
-            i: found[place[member.trajectory_id, i]]
+            i: scores[place[member.trajectory_id, i]]
             for i in range(len(member.sequences))
             if (member.trajectory_id, i) in place
         },
@@ -182,6 +186,7 @@ def of_groups(
         options,
         (extra or {}).get(member.trajectory_id),
     )
+  # 3. Readings are of advantages before they are normalised.
   readings = _readings(members, out)
   if algorithm.config.gae_normalise:
     out = _normalised(
@@ -213,7 +218,7 @@ def _with_end(sequence: trajectory.TokenSequence) -> trajectory.TokenSequence:
 
 def _of_episode(
     member: trajectory.Trajectory,
-    found: Mapping[int, np.ndarray],
+    scores: Mapping[int, np.ndarray],
     has_end: bool,
     algorithm: parts.Algorithm,
     options: gae.GaeOptions,
@@ -227,17 +232,18 @@ def _of_episode(
   turns, values_of = [], []
   for i, sequence in used:
     turns.append(sequence.turn_ids[sequence.loss_mask])
-    scored = found.get(i, np.zeros(len(sequence)))[: len(sequence)]
+    scored = scores.get(i, np.zeros(len(sequence)))[: len(sequence)]
     values_of.append(np.asarray(scored[sequence.loss_mask], np.float64))
   none = np.zeros(0)
   turn_ids_M = np.concatenate(turns or [none.astype(np.int64)])
   if member.stale_tokens and len(turn_ids_M):
-    # They were earned by tokens that left the loss, before all that are left.
+    # Rewards before the first token of the loss were earned by tokens that
+    # left it.
     rewards_K = np.where(
         np.arange(len(rewards_K)) < turn_ids_M[0], 0.0, rewards_K
     )
   values_M = np.concatenate(values_of or [none])
-  last = float(found[used[-1][0]][-1]) if has_end else 0.0
+  last = float(scores[used[-1][0]][-1]) if has_end else 0.0
   estimator = algorithm.estimate
   assert isinstance(estimator, gae.TokenEstimator)
   advantages_M, targets_M = estimator.apply(
@@ -264,7 +270,7 @@ def _of_episode(
 def _spread(
     values_M: np.ndarray, sequence: trajectory.TokenSequence
 ) -> np.ndarray:
-  """float32[T]: numbers of a sequence's sampled tokens, 0 elsewhere."""
+  """Returns float32[T]: numbers of a sequence's sampled tokens, 0 elsewhere."""
   out = np.zeros(len(sequence), np.float32)
   out[sequence.loss_mask] = values_M
   return out
@@ -272,13 +278,13 @@ def _spread(
 
 def _tokens(
     members: Sequence[trajectory.Trajectory],
-    found: Mapping[str, TokenAdvantages],
+    advantages_of: Mapping[str, TokenAdvantages],
     name: str = "",
 ) -> np.ndarray:
   """float64: advantages or a stream of all sampled tokens."""
   out = [np.zeros(0)]
   for member in members:
-    for i, (values_T, streams) in found[
+    for i, (values_T, streams) in advantages_of[
         member.trajectory_id
     ].per_sequence.items():
       mask = member.sequences[i].loss_mask
@@ -288,12 +294,12 @@ def _tokens(
 
 def _normalised(
     members: Sequence[trajectory.Trajectory],
-    found: Mapping[str, TokenAdvantages],
+    advantages_of: Mapping[str, TokenAdvantages],
     std_eps: float,
     processes: peers_lib.Peers,
 ) -> dict[str, TokenAdvantages]:
   """(A - mean) / (std + eps) over all sampled tokens of the update."""
-  flat = _tokens(members, found)
+  flat = _tokens(members, advantages_of)
   of_all = processes.gather(
       "token advantages",
       [
@@ -324,24 +330,26 @@ def _normalised(
         (one.turns_K - mean) * scale,
     )
 
-  return {m.trajectory_id: of(found[m.trajectory_id], m) for m in members}
+  return {
+      m.trajectory_id: of(advantages_of[m.trajectory_id], m) for m in members
+  }
 
 
 def _readings(
     members: Sequence[trajectory.Trajectory],
-    found: Mapping[str, TokenAdvantages],
+    advantages_of: Mapping[str, TokenAdvantages],
 ) -> dict[str, float]:
-  """How well the values predict the targets."""
-  values_M, targets_M = (_tokens(members, found, n) for n in STREAMS)
+  """Returns readings of how well the values predict the targets."""
+  values_M, targets_M = (_tokens(members, advantages_of, n) for n in STREAMS)
   if not len(values_M):
     return {}
   spread = float(targets_M.var())
-  left = float((targets_M - values_M).var())
+  residual = float((targets_M - values_M).var())
   return {
       "value_mean": float(values_M.mean()),
       "value_target_mean": float(targets_M.mean()),
       # Targets are float32: less of their size is rounding.
-      "explained_variance": 1.0 - left / spread
+      "explained_variance": 1.0 - residual / spread
       if spread > 1e-12 * float(np.square(targets_M).mean())
       else 0.0,
   }

@@ -31,7 +31,7 @@ class Example:
     advantages: float32[T], finite, 0 where the token was not sampled.
     episode: number of its episode, unique in a step.
     group: number of its group, unique in a step.
-    trajectory_id: of its episode; "" for a demonstration.
+    trajectory_id: Id of its episode; "" for a demonstration.
     truncated: whether a limit ended its episode, see `was_truncated`.
     streams: name -> float32[T], more numbers of each sampled token.
   """
@@ -109,7 +109,7 @@ class GroupStats:
 
 
 def turn_rewards(episode: trajectory.Trajectory) -> np.ndarray:
-  """float64[K]: rewards of the turns; they sum to the episode's reward.
+  """Returns float64[K]: rewards of the turns; they sum to the episode's reward.
 
   K covers every turn in which a token was sampled, also one that did not
   become a step (a completion that could not be parsed). The rest of the
@@ -130,12 +130,12 @@ def turn_rewards(episode: trajectory.Trajectory) -> np.ndarray:
 
 
 def length_in_row(sequence: trajectory.TokenSequence) -> int:
-  """Tokens that predict another: all before the last sampled one."""
+  """Returns the number of tokens before the last sampled one, which predict."""
   return int(np.flatnonzero(sequence.loss_mask)[-1])
 
 
 def turn_tokens(episode: trajectory.Trajectory, turns: int) -> np.ndarray:
-  """int64[turns]: tokens sampled in each turn."""
+  """Returns int64[turns]: tokens sampled in each turn."""
   counts = np.zeros(turns, np.int64)
   for sequence in episode.sequences:
     np.add.at(counts, sequence.turn_ids[sequence.loss_mask], 1)
@@ -170,7 +170,7 @@ _LIMITS = frozenset({
 
 
 def was_truncated(episode: trajectory.Trajectory) -> bool:
-  """Whether a limit ended the episode: of turns, context or a turn's tokens.
+  """Returns whether a limit of turns, context or tokens ended the episode.
 
   The last is `Step.info["response_truncated"]` of its last turn.
   """
@@ -186,12 +186,12 @@ def group_rewards(
     with_states: bool = False,
     extra: Mapping[str, np.ndarray] | None = None,
 ) -> advantages.GroupRewards:
-  """What estimators see of a group: its valid members, then their peers.
+  """Returns a group's rewards: of its valid members, then of their peers.
 
   A peer is known by its reward alone: it is one turn of unknown length.
 
   Args:
-    group: of a step.
+    group: Group of a step.
     with_states: whether to digest observations.
     extra: trajectory id -> float64[K] added to the turns' rewards, and their
       sum to the episode's.
@@ -234,11 +234,7 @@ def group_rewards(
 
 def turn_advantages(
     groups: Sequence[trajectory.TrajectoryGroup],
-    estimator: (
-        advantages.Estimator
-        | advantages.GreedyEstimator
-        | advantages.StepEstimator
-    ),
+    estimator: advantages.AnyEstimator,
     options: advantages.AdvantageOptions,
     *,
     extra: Mapping[str, np.ndarray] | None = None,
@@ -246,11 +242,11 @@ def turn_advantages(
   """Trajectory id -> float32[K], of the turns of valid members.
 
   Raises:
-    ValueError: as `from_groups`.
+    ValueError: The cases of `from_groups`.
   """
   needs_states = getattr(estimator, "needs_states", False)
   counted = [g for g in groups if g.valid]
-  found = advantages.of_step(
+  per_group = advantages.of_step(
       estimator,
       [
           group_rewards(g, with_states=needs_states, extra=extra)
@@ -260,7 +256,7 @@ def turn_advantages(
   )
   return {
       member.trajectory_id: np.asarray(values, np.float32)
-      for group, per_turn in zip(counted, found, strict=True)
+      for group, per_turn in zip(counted, per_group, strict=True)
       # The peers' are behind the members'.
       for member, values in zip(
           group.valid, per_turn[: len(group.valid)], strict=True
@@ -276,11 +272,7 @@ Tokens = Mapping[
 
 def from_groups(
     groups: Sequence[trajectory.TrajectoryGroup],
-    estimator: (
-        advantages.Estimator
-        | advantages.GreedyEstimator
-        | advantages.StepEstimator
-    ),
+    estimator: advantages.AnyEstimator,
     options: advantages.AdvantageOptions,
     *,
     extra: Mapping[str, np.ndarray] | None = None,
@@ -289,17 +281,17 @@ def from_groups(
   """Examples of each group, and the groups' statistics.
 
   Args:
-    groups: of a step.
-    estimator: of advantages.
-    options: of the estimator.
+    groups: Groups of a step.
+    estimator: Estimator of advantages.
+    options: Options of the estimator.
     extra: see `group_rewards`; statistics are of the rewards without it.
     borrowed: trajectory ids that statistics leave out.
 
   Raises:
     ValueError: a reward or advantage is not finite, naming the group.
   """
-  found = turn_advantages(groups, estimator, options, extra=extra)
-  return from_advantages(groups, found, borrowed=borrowed)
+  per_episode = turn_advantages(groups, estimator, options, extra=extra)
+  return from_advantages(groups, per_episode, borrowed=borrowed)
 
 
 def from_advantages(
@@ -311,9 +303,9 @@ def from_advantages(
   """As `from_groups`, of advantages that are known.
 
   Args:
-    groups: of a step.
+    groups: Groups of a step.
     per_episode: trajectory id -> float32[K], of valid members.
-    tokens: where each token has an advantage of its own. A group then counts
+    tokens: Each token's own advantage, if it has one. A group then counts
       as one without a gradient if all rewards of the step are equal up to
       rounding: a value head's errors alone make no group teach.
     borrowed: trajectory ids that statistics leave out.
@@ -396,27 +388,27 @@ def left_out(
   Of every member of the groups, and as long as `turn_rewards`.
 
   Args:
-    groups: of an update.
-    skipped: examples of theirs that it left out, and the reasons.
+    groups: Groups of an update.
+    skipped: Examples that the update left out, and the reasons.
   """
-  found: dict[str, list[str]] = {}
+  reasons_of: dict[str, list[str]] = {}
   for group in groups:
     valid = {id(m) for m in group.valid}
     for member in group.trajectories:
       reason = "" if id(member) in valid else INVALID
       turns = len(turn_rewards(member))
-      found[member.trajectory_id] = [reason] * turns
+      reasons_of[member.trajectory_id] = [reason] * turns
       masked = member.stale_tokens or member.untrained_tokens
       if masked and not reason:
         why = STALE if member.stale_tokens else UNTRAINED
-        found[member.trajectory_id] = [
+        reasons_of[member.trajectory_id] = [
             "" if tokens else why for tokens in turn_tokens(member, turns)
         ]
   for example, reason in skipped:
     sequence = example.sequence
     for turn in np.unique(sequence.turn_ids[sequence.loss_mask]):
-      found[example.trajectory_id][int(turn)] = reason
-  return {name: tuple(reasons) for name, reasons in found.items()}
+      reasons_of[example.trajectory_id][int(turn)] = reason
+  return {name: tuple(reasons) for name, reasons in reasons_of.items()}
 
 
 def from_sequences(

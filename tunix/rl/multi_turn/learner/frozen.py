@@ -1,4 +1,4 @@
-"""Names the parts of a policy that the settings leave as they are."""
+"""Names the parts of a policy that the settings leave unchanged."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def modules(
   """
   if not config.freeze_vision:
     return ()
-  found = tuple(getattr(model, "vision_modules", ()))
-  if not found:
+  names = tuple(getattr(model, "vision_modules", ()))
+  if not names:
     raise ValueError(
         f"freeze_vision=True, but {type(model).__name__} names no"
         " vision_modules; set learner.freeze_vision=false"
     )
-  return found
+  return names

@@ -69,7 +69,7 @@ class LearnerCounters:
   """Integers that a checkpoint keeps.
 
   Attributes:
-    version: of the weights, one higher after each update.
+    version: Version of the weights, one higher after each update.
     updates: calls of `update` and `update_on_sequences`.
     optimizer_steps: steps made.
     skipped_steps: steps not made because a gradient was not finite.
@@ -93,12 +93,12 @@ class Learner:
     config, algorithm: settings, and the resolved algorithm.
     gamma, seed: as given.
     counters: kept by checkpoints.
-    shape: of every batch; None until the first one decides it. Its bound of an
-      image's patches grows with the data.
-    advantages: of the last `update`: trajectory id -> float32[turns], valid
-      members.
-    left_out: of the last `update`: see `examples.left_out`.
-    kl_coef: of the next update; a checkpoint keeps it.
+    shape: Shape of every batch; None until the first one decides it. Its bound
+      of an image's patches grows with the data.
+    advantages: Advantages of the last `update`: trajectory id ->
+      float32[turns], of valid members.
+    left_out: Turns that the last `update` left out, see `examples.left_out`.
+    kl_coef: Coefficient of the next update; a checkpoint keeps it.
   """
 
   def __init__(
@@ -120,8 +120,8 @@ class Learner:
     """Args:
 
       model: the policy, an nnx module; its `nnx.Param`s are copied. With a
-        LoRA adapter, the adapter's are, and the others are used as they are
-        and never trained; no one may donate them.
+        LoRA adapter only the adapter's are copied; the others are used without
+        a copy and never trained, and the caller must not donate them.
       processor: its host side.
       image_store: pixels of the images that trajectories refer to.
       config: optimizer and batches.
@@ -129,12 +129,13 @@ class Learner:
       sampling: parameters that the episodes are sampled with; read are
         temperature, top_k and top_p.
       gamma: discount a turn, for estimators of turns; in [0, 1].
-      seed: of the order of groups in minibatches.
-      mesh: as of `sharding.make_mesh`; None is the default device.
+      seed: Seed of the order of groups in minibatches.
+      mesh: Mesh of `sharding.make_mesh`; None is the default device.
       reference: module of the same structure that the KL term is measured to;
         copied. Needed when kl_coef > 0.
-      processes: of the run. Each calls the same methods in the same order, an
-        update with groups of its own; `config.rows` are the rows of all.
+      processes: Processes of the run. Each calls the same methods in the same
+        order, an update with groups of its own; `config.rows` are the rows of
+        all.
       teacher: the policy that is distilled. Needed when distill_coef > 0.
 
     Raises:
@@ -225,8 +226,8 @@ class Learner:
     No `compile_ahead` may be beginning meanwhile.
 
     Args:
-      model: of the structure that the learner was built with; copied.
-      reference: as of `__init__`.
+      model: Module of the structure that the learner was built with; copied.
+      reference: Reference, see `__init__`.
 
     Raises:
       ValueError: another structure, or updates have been made.
@@ -271,7 +272,7 @@ class Learner:
   def _params_of_reference(
       self, model: base.Policy | None
   ) -> dict[str, jax.Array] | None:
-    """The reference's parameters, not copied; None without a KL term."""
+    """Returns the reference's parameters, not copied; None without KL."""
     kl_coef = self.algorithm.config.kl_coef
     if not kl_coef:
       return None
@@ -283,7 +284,7 @@ class Learner:
     return self._split.params_of(cast(nnx.Module, model))
 
   def _referred(self) -> dict[str, jax.Array]:
-    """The reference's parameters on the devices."""
+    """Returns the reference's parameters on the devices."""
     return self._reference.params() if self._reference is not None else {}
 
   @property
@@ -311,15 +312,15 @@ class Learner:
     return dict(self._programs.compiles)
 
   def policy_state(self) -> nnx.State:
-    """A copy of the parameters in the model's types, for publishing."""
+    """Returns a copy of the parameters in the model's types, for publishing."""
     return self._split.state(self._programs.publish(self._params), self._frozen)
 
   def policy(self) -> Any:
-    """A copy of the policy as a module."""
+    """Returns a copy of the policy as a module."""
     return self._split.merge(self._programs.publish(self._params), self._frozen)
 
   def parameters(self) -> dict[str, jax.Array]:
-    """A copy of the trained parameters as {name: array}.
+    """Returns a copy of the trained parameters as {name: array}.
 
     They are masters: float32 where the model's are narrower.
     """
@@ -335,7 +336,7 @@ class Learner:
     """Learns from groups; the version is one higher afterwards.
 
     Args:
-      groups: of the update.
+      groups: Groups of the update.
       borrowed: trajectory ids of members that are other groups' (see
         `replay`): trained on, and left out of statistics of rewards, of
         `advantages` and of `left_out`.
@@ -356,7 +357,7 @@ class Learner:
           self.algorithm,
           self.kl_coef,
           config.row_length,
-          lambda found: self._logprobs(self._referred(), found),
+          lambda sequences: self._logprobs(self._referred(), sequences),
       )
     per_group, stats = self._examples(
         groups, prices, priced, clock, frozenset(borrowed)
@@ -409,13 +410,13 @@ class Learner:
             borrowed=borrowed,
         )
     with clock("score"):
-      found, more = critic.of_groups(
+      token_advantages, more = critic.of_groups(
           groups,
           self.algorithm,
           self.gamma,
           self.config.row_length,
-          lambda asked: self._scored(
-              self._programs.value, self._acting(), asked
+          lambda sequences: self._scored(
+              self._programs.value, self._acting(), sequences
           ),
           extra=prices,
           processes=self._processes,
@@ -423,8 +424,8 @@ class Learner:
     readings |= more
     return example_lib.from_advantages(
         groups,
-        {k: v.turns_K.astype(np.float32) for k, v in found.items()},
-        {k: v.per_sequence for k, v in found.items()},
+        {k: v.turns_K.astype(np.float32) for k, v in token_advantages.items()},
+        {k: v.per_sequence for k, v in token_advantages.items()},
     )
 
   def update_on_sequences(
@@ -456,7 +457,7 @@ class Learner:
   def sequence_logprobs(
       self, sequences: Sequence[trajectory.TokenSequence]
   ) -> list[np.ndarray]:
-    """float32[T] log-probs of the sampled tokens, 0 elsewhere.
+    """Returns float32[T] log-probs of the sampled tokens, 0 elsewhere.
 
     They are of the present weights and, without truncation, of the same
     distribution that the sampler drew from.
@@ -477,7 +478,7 @@ class Learner:
       params: dict[str, jax.Array],
       sequences: Sequence[trajectory.TokenSequence],
   ) -> list[np.ndarray]:
-    """float32[T] of each sequence's sampled tokens by a program, 0 elsewhere.
+    """Runs a program: float32[T] of each sequence, 0 at unsampled tokens.
 
     Where several processes learn, all call it together.
     """
@@ -487,13 +488,13 @@ class Learner:
     packed = self._minibatches.pack(all_examples, np.ones(len(all_examples)))
     out = [np.zeros(len(s), np.float32) for s in sequences]
     for batch in packed.batches:
-      found = sharding.local_rows(
+      values = sharding.local_rows(
           program(params, self._frozen, batch)
       )
       mask = sharding.local_rows(batch.mask)
       number = sharding.local_rows(batch.sequences)
       for i in np.unique(number[mask]):
-        out[i][sequences[i].loss_mask] = found[mask & (number == i)]
+        out[i][sequences[i].loss_mask] = values[mask & (number == i)]
     return out
 
   def _learn(
@@ -511,8 +512,8 @@ class Learner:
     packed: list[Minibatch] = []
     with clock("pack"):
       for examples in minibatches:
-        minibatch, left = self._minibatches.prepare(examples)
-        skipped += left
+        minibatch, skipped_here = self._minibatches.prepare(examples)
+        skipped += skipped_here
         if minibatch is not None:
           packed.append(minibatch)
     if self.algorithm.config.kl_target and self.algorithm.config.kl_in_loss:
@@ -593,11 +594,11 @@ class Learner:
       grads, sums = programs.accumulate(
           self._params, grads, sums, self._frozen, batch, extra
       )
-    self._params, self._opt_state, norm, made = programs.apply(
+    self._params, self._opt_state, norm, was_applied = programs.apply(
         self._params, self._opt_state, grads, sums.weighted, *self._warming()
     )
-    sums, norm, made = jax.device_get((sums, norm, made))
-    self.counters.optimizer_steps += int(made)
+    sums, norm, was_applied = jax.device_get((sums, norm, was_applied))
+    self.counters.optimizer_steps += int(was_applied)
     self.counters.skipped_steps += int(not np.isfinite(norm))
     tokens = max(float(sums.tokens), 1.0)
     readings = {k: float(v) / tokens for k, v in sums.total.items()}
@@ -611,7 +612,7 @@ class Learner:
     return corrected and self.config.steps_per_update > 1
 
   def _warming(self) -> tuple[jax.Array, ...]:
-    """Whether the policy moves beside the value head, where that may wait."""
+    """Returns whether warm-up of the value head is over, as an argument."""
     if not (self.algorithm.config.value_warmup and self.algorithm.has_critic):
       return ()
     warm = self.counters.updates >= self.algorithm.config.value_warmup

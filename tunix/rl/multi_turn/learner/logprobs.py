@@ -50,7 +50,7 @@ class TokenScores:
 
 
 def gather_hidden(hidden_BTD: jax.Array, index_SM: base.Array) -> jax.Array:
-  """[S, M, D] hidden states at the positions of `Batch.index`."""
+  """Returns [S, M, D] hidden states at the positions of `Batch.index`."""
   b, t, d = hidden_BTD.shape
   s = index_SM.shape[0]
   flat = hidden_BTD.reshape(s, b // s * t, d)
@@ -88,21 +88,24 @@ def score(
   chosen = jnp.sum(jnp.where(hit, shifted, 0.0), axis=-1)
   mean = jnp.sum(exp * shifted, axis=-1) / total
   if support is not None:
-    kept = jnp.asarray(support) >= 0
+    in_support = jnp.asarray(support) >= 0
     of_kept = jnp.take_along_axis(
-        shifted, jnp.where(kept, support, 0), axis=-1
+        shifted, jnp.where(in_support, support, 0), axis=-1
     )
-    truncated = jnp.any(kept, axis=-1)
+    truncated = jnp.any(in_support, axis=-1)
     # The likeliest of them is at 0 again: another's weights may rank a token
     # outside of the support far above it.
-    highest = jnp.max(jnp.where(kept, of_kept, _BANNED), axis=-1)
+    highest = jnp.max(jnp.where(in_support, of_kept, _BANNED), axis=-1)
     peak = lax.stop_gradient(jnp.where(truncated, highest, 0.0))
     exp = jnp.where(
-        kept, jnp.exp(jnp.where(kept, of_kept - peak[..., None], 0.0)), 0.0
+        in_support,
+        jnp.exp(jnp.where(in_support, of_kept - peak[..., None], 0.0)),
+        0.0,
     )
     part = jnp.where(truncated, jnp.sum(exp, axis=-1), 1.0)
     log_part = jnp.log(part) + peak
-    own_mean = jnp.sum(jnp.where(kept, exp * of_kept, 0.0), axis=-1) / part
+    weighted = jnp.where(in_support, exp * of_kept, 0.0)
+    own_mean = jnp.sum(weighted, axis=-1) / part
     log_total = jnp.where(truncated, log_part, log_total)
     mean = jnp.where(truncated, own_mean, mean)
   return TokenScores(
@@ -126,7 +129,7 @@ def token_scores(
 
   Args:
     model: has `logits(hidden [..., D]) -> [..., V]`.
-    hidden_SMD: of the gathered positions.
+    hidden_SMD: Hidden states of the gathered positions.
     targets_SM: int32.
     temperature: > 0.
     banned_V: bool, True where a token is never drawn; None bans nothing.
@@ -145,19 +148,19 @@ def token_scores(
   targets = jnp.pad(targets_SM, ((0, 0), (0, fill)))
   hidden = hidden.reshape(s, steps, chunk, d).swapaxes(0, 1)
   targets = targets.reshape(s, steps, chunk).swapaxes(0, 1)
-  given: tuple[jax.Array, ...] = (hidden, targets)
+  arrays: tuple[jax.Array, ...] = (hidden, targets)
   if support_SMK is not None:
     padded = jnp.pad(
         support_SMK, ((0, 0), (0, fill), (0, 0)), constant_values=-1
     )
-    given += (padded.reshape(s, steps, chunk, -1).swapaxes(0, 1),)
+    arrays += (padded.reshape(s, steps, chunk, -1).swapaxes(0, 1),)
 
   @jax.checkpoint
   def one(hidden_SCD, targets_SC, support_SCK=None):
     logits = model.logits(hidden_SCD)
     return score(logits, targets_SC, temperature, banned_V, support_SCK)
 
-  _, scores = lax.scan(lambda _, x: (None, one(*x)), None, given)
+  _, scores = lax.scan(lambda _, x: (None, one(*x)), None, arrays)
   return jax.tree.map(
       lambda x: x.swapaxes(0, 1).reshape(s, steps * chunk)[:, :m], scores
   )
@@ -192,7 +195,7 @@ def batch_scores(
 def banned_mask(
     vocabulary: int, banned_token_ids: Sequence[int]
 ) -> np.ndarray | None:
-  """bool[V] of banned ids; None when there is none.
+  """Returns bool[V] of banned ids; None when there is none.
 
   Raises:
     ValueError: an id outside the vocabulary.

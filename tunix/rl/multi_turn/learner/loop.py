@@ -134,7 +134,7 @@ class LearnerLoop:
 
       learner: the learner; its settings give `groups_per_step` and
         `publish_every`.
-      queue: of groups. A `GatedQueue` also receives versions and
+      queue: Queue of groups. A `GatedQueue` also receives versions and
         acknowledgements; of any other queue only `get` is used.
       publish: e.g. the rollout engine's `update_weights`.
       observers: receive StepFinished and WeightsPublished.
@@ -144,8 +144,8 @@ class LearnerLoop:
         beside the learner and `CONSUMED`.
       updated: called after each update, before the queue admits groups of its
         version.
-      parts: that each group comes in; a step takes that many times
-        `groups_per_step` from the queue.
+      parts: Number of parts that each group comes in; a step takes that many
+        times `groups_per_step` from the queue.
       publish_ahead: do not wait, after an update, until its weights have
         arrived, but before the next ones are published. For an engine that
         serves requests sent after `publish` returns with these weights or
@@ -154,7 +154,7 @@ class LearnerLoop:
         however many times other processes are asked meanwhile; None waits
         until the queue closes or fails.
       publish_timeout_s: longest wait for published weights to arrive.
-      processes: that learn together, each from a queue of its own.
+      processes: Processes that learn together, each from a queue of its own.
       share_timeout_s: longest wait for this process's share of a step's groups
         before others' take their place; None waits without end. Where nothing
         of it came, the next step does not wait, and after n such waits 2^n at
@@ -273,8 +273,8 @@ class LearnerLoop:
     if not (self._kept or self._replaced):
       self._before = self._delivered()
     with self.seconds("wait"):
-      taken = self._take_together(stop)
-    if not taken:
+      batch = self._take_together(stop)
+    if not batch:
       return None
     groups, self._kept = self._kept, []
     dealt, self._dealt = self._dealt, 0
@@ -339,7 +339,7 @@ class LearnerLoop:
       Updates made by this call; fewer when `stop` was set, or when the queue
       was closed and had no group left.
     """
-    made = 0
+    updates = 0
     while self.learner.counters.updates < steps:
       if stop is not None and stop.is_set():
         break
@@ -348,10 +348,10 @@ class LearnerLoop:
           break
       except admission.QueueClosed:
         break
-      made += 1
+      updates += 1
     self.await_weights()
     self.settle()
-    return made
+    return updates
 
   def save(self) -> None:
     """Saves a checkpoint, unless this version has one.
@@ -395,7 +395,21 @@ class LearnerLoop:
     return set() if self._gated is None else set(self._gated.unacked())
 
   def _take_together(self, stop: threading.Event | None) -> bool:
-    """Fills `_kept` in every process; False when some process is stopped."""
+    """Fills `_kept` in every process; False when some process is stopped.
+
+    1. Every process takes its share of the step's groups, for as long as
+       `share_timeout_s` at most: a process whose episodes are slow must not
+       hold up the others.
+    2. If all have their shares, the step begins.
+    3. Else the late ones take the groups that are ready at that time and give
+       up the others.
+    4. The groups given up are dealt to the processes that were in time, one
+       after the other, and these take them: a step has the same number of
+       groups whichever process collected them.
+
+    A process that gives up everything several times in a row waits for no
+    groups in the next steps (`_skips`), ever longer, up to a limit.
+    """
     alone = self._processes.count == 1
     seconds = None if alone else self._share_timeout_s
     skip = seconds is not None and self._skips > 0
@@ -416,10 +430,9 @@ class LearnerLoop:
         if not out:
           self._missed = self._skips = 0
         return True
-      mine = self._processes.index
-      # The others have theirs by now: what is there at this time counts.
+      index = self._processes.index
       self._processes.together(
-          "take what is there", self._take_ready if late[mine] else _nothing
+          "take what is ready", self._take_ready if late[index] else _nothing
       )
       missing = self._wanted - len(self._kept)
       over = out or self._closed is not None
@@ -427,15 +440,15 @@ class LearnerLoop:
       taking = [
           i for i, (_, ended) in enumerate(shares) if not (ended or late[i])
       ]
-      if not taking:  # Nobody to deal to, and nothing else to do than to wait.
+      if not taking:  # No process to deal to: wait for groups instead.
         skip = False
         continue
       short = sum(count for count, _ in shares)
-      if late[mine]:
+      if late[index]:
         out = True
         self._give_up(missing)
-      elif mine in taking:
-        more = len(range(taking.index(mine), short, len(taking)))
+      elif index in taking:
+        more = len(range(taking.index(index), short, len(taking)))
         self._wanted += more
         if more:
           self._restart_deadline()
@@ -443,14 +456,14 @@ class LearnerLoop:
         self._gated.refund(more)
 
   def _take_ready(self) -> None:
-    """Takes the groups that are there, of those that are wanted."""
+    """Takes ready groups without waiting, up to this process's share."""
     assert self._gated is not None
     missing = self._wanted - len(self._kept)
     while missing > 0 and self._gated.qsize():
       try:
         self._kept += self._gated.get_batch(1, timeout=0.0)
       except (std_queue.Empty, admission.QueueClosed):
-        return  # In admission order others are awaited; or it ended just now.
+        return  # An earlier group is awaited, or the queue ended just now.
       missing -= 1
 
   def _give_up(self, missing: int) -> None:
@@ -539,7 +552,7 @@ class LearnerLoop:
       )
 
   def _lends_to(self, group: trajectory.TrajectoryGroup) -> bool:
-    """Whether a success would make the group vary."""
+    """Returns whether a success would make the group vary."""
     return self._replay is not None and self._replay.lends_to(
         group, self.learner.version
     )
@@ -551,8 +564,8 @@ class LearnerLoop:
     while True:
       try:
         if self._gated is not None:
-          left = _POLL_S if due is None else due - time.monotonic()
-          return self._gated.get_batch(count, min(_POLL_S, max(0.0, left)))
+          remaining = _POLL_S if due is None else due - time.monotonic()
+          return self._gated.get_batch(count, min(_POLL_S, max(0.0, remaining)))
         queue = cast(DataQueue, self._queue)
         self._pending.append(queue.get(block=True, timeout=_POLL_S))
         if len(self._pending) == count:

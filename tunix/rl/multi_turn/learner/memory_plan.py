@@ -53,7 +53,7 @@ class Sizes:
     layers, width, heads, kv_heads, head_dim, mlp: of the decoder; `mlp` is the
       hidden units a token goes through, of all its experts together, the
       shared one included.
-    full_layers: of them, those that keep keys and values; the others' attention
+    full_layers: Layers that keep keys and values; the attention of the others
       is linear.
     linear_state: numbers of the recurrent state of such a layer.
     mlp_copies: times a token's row is copied for its experts, 0 without them.
@@ -74,16 +74,16 @@ class Sizes:
   full_layers: int
   linear_state: int
   vocabulary: int
-  blocks: int
-  vision_width: int
-  vision_mlp: int
-  deep: int
-  patches_per_token: int
-  patch_bytes: int
+  blocks: int = 0
+  vision_width: int = 0
+  vision_mlp: int = 0
+  deep: int = 0
+  patches_per_token: int = 1
+  patch_bytes: int = 0
 
   @classmethod
   def known(cls, config: Any) -> bool:
-    """Whether `of` takes this policy's config."""
+    """Returns whether `of` takes this policy's config."""
     kinds = (
         qwen_text_config.QwenTextConfig,
         qwen_config.QwenVLConfig,
@@ -94,26 +94,7 @@ class Sizes:
   @classmethod
   def of(cls, config: Any) -> Sizes:
     """Sizes of a `QwenVLConfig`, a `QwenTextConfig` or a `TinyVLConfig`."""
-    if isinstance(config, qwen_text_config.QwenTextConfig):
-      text = config.text
-      return cls(
-          layers=text.num_hidden_layers,
-          width=text.hidden_size,
-          heads=text.num_attention_heads,
-          kv_heads=text.num_key_value_heads,
-          head_dim=text.head_dim,
-          mlp=text.intermediate_size,
-          mlp_copies=0,
-          **_kinds_of_layers(text),
-          vocabulary=text.vocab_size,
-          blocks=0,
-          vision_width=0,
-          vision_mlp=0,
-          deep=0,
-          patches_per_token=1,
-          patch_bytes=0,
-      )
-    if not hasattr(config, "vision"):
+    if isinstance(config, tiny_vl_config.TinyVLConfig):
       return cls(
           layers=config.layers,
           width=config.width,
@@ -128,16 +109,24 @@ class Sizes:
           blocks=config.vision_layers,
           vision_width=config.width,
           vision_mlp=config.vision_mlp,
-          deep=0,
-          patches_per_token=1,
           patch_bytes=24 * 24 * 3,
       )
-    text, vision = config.text, config.vision
+    text = config.text
+    tower: dict[str, int] = {}
     copies = text.num_experts_per_tok if text.num_experts else 0
-    experts = 0
+    experts = text.moe_intermediate_size * copies
     if copies:
-      experts = text.moe_intermediate_size * copies
       experts += text.shared_expert_intermediate_size
+    if isinstance(config, qwen_config.QwenVLConfig):
+      vision = config.vision
+      tower = {
+          "blocks": vision.depth,
+          "vision_width": vision.hidden_size,
+          "vision_mlp": vision.intermediate_size,
+          "deep": len(vision.deepstack_visual_indexes),
+          "patches_per_token": vision.patches_per_token,
+          "patch_bytes": 3 * vision.patch_size**2,
+      }
     return cls(
         layers=text.num_hidden_layers,
         width=text.hidden_size,
@@ -148,12 +137,7 @@ class Sizes:
         mlp_copies=copies,
         **_kinds_of_layers(text),
         vocabulary=text.vocab_size,
-        blocks=vision.depth,
-        vision_width=vision.hidden_size,
-        vision_mlp=vision.intermediate_size,
-        deep=len(vision.deepstack_visual_indexes),
-        patches_per_token=vision.patches_per_token,
-        patch_bytes=3 * vision.patch_size**2,
+        **tower,
     )
 
 
@@ -211,7 +195,7 @@ class MemoryPlan:
     vision_residuals: kept of the tower, its output and its additions to the
       decoder's first layers.
     vision_peak: inside the tower's block that is being differentiated.
-    logits: of one chunk and their gradients.
+    logits: Logits of one chunk and their gradients.
     batch: tokens, positions, patches, targets.
   """
 
@@ -270,7 +254,7 @@ class MemoryPlan:
 def abstract_mesh(
     data: int = 1, fsdp: int = 1, tensor: int = 1, sequence: int = 1
 ) -> jax.sharding.AbstractMesh:
-  """A mesh of devices that need not exist.
+  """Returns a mesh of devices that need not exist.
 
   Raises:
     ValueError: a size below 1.
@@ -285,16 +269,16 @@ def abstract_mesh(
 
 
 def process_mesh(mesh: Any, processes: int) -> Any:
-  """The mesh of one of several processes' own devices, see
+  """Returns the mesh of one of several processes' own devices, see
   `sharding.HostCopies`; the mesh itself where there is one process."""
   if mesh is None or processes == 1:
     return mesh
-  left = mesh.size // processes
+  remaining = mesh.size // processes
   sizes = {}
   for name in ("tensor", "sequence", "fsdp"):
-    sizes[name] = math.gcd(mesh.shape[name], left)
-    left //= sizes[name]
-  return abstract_mesh(data=left, **sizes)
+    sizes[name] = math.gcd(mesh.shape[name], remaining)
+    remaining //= sizes[name]
+  return abstract_mesh(data=remaining, **sizes)
 
 
 def parameter_bytes(
@@ -303,12 +287,12 @@ def parameter_bytes(
     kind: Any = nnx.Param,
     itemsize: int = 0,
 ) -> int:
-  """Bytes of a model's parameters on one device of `mesh`.
+  """Returns the bytes of a model's parameters on one device of `mesh`.
 
   Args:
-    model: with weights, or with shapes only.
+    model: Model with weights, or with shapes only.
     mesh: real or abstract.
-    kind: of variables that count.
+    kind: Kind of variables that count.
     itemsize: bytes a number; 0 = as the parameters are.
   """
   total = 0
@@ -324,12 +308,12 @@ class WeightBytes:
   """Bytes of a learner's weights on one device.
 
   Attributes:
-    masters: of the trained parameters, 4 each; so have the running gradients,
-      and each of the optimizer's two moments.
-    own: of the trained parameters in the model's own type; so has the gradient
-      of a micro-batch until it is added.
-    frozen: of the others, with an adapter.
-    cast: of copies in a narrower type that exist while a micro-batch is
+    masters: Bytes of the trained parameters, 4 each; the running gradients and
+      each of the optimizer's two moments take as many.
+    own: Bytes of the trained parameters in the model's own type; the gradient
+      of a micro-batch takes as many until it is added.
+    frozen: Bytes of the other parameters.
+    cast: Bytes of copies in a narrower type that exist while a micro-batch is
       computed: masters in the model's or the compute type, frozen ones in the
       latter.
   """
@@ -350,10 +334,10 @@ def weight_bytes(
   """Counts a learner's weights, tensor by tensor.
 
   Args:
-    model: with weights, or with shapes only.
+    model: Model with weights, or with shapes only.
     mesh: real or abstract.
-    param_itemsize: bytes of the model's numbers; 0 = as they are. An adapter's
-      are float32 in any case.
+    param_itemsize: Bytes of the model's numbers; 0 = of their present type. An
+      adapter's are float32 in any case.
     compute_itemsize: bytes of a number of the activations.
     left_out: names of submodules that are not trained.
   """
@@ -395,10 +379,10 @@ def plan(
     model: the policy; shapes are enough. With a LoRA adapter only its
       matrices are trained.
     mesh: real or abstract, with the axes of `sharding.AXES`.
-    work: of one batch shard.
+    work: Work of one batch shard.
     remat: one of `REMAT`; None = the config's, of which auto is block.
-    param_dtype: of the model's parameters; None = as they are.
-    compute_dtype: of activations; None = the config's.
+    param_dtype: Type of the model's parameters; None = their present one.
+    compute_dtype: Type of activations; None = the config's.
     lora_rank: plans for an adapter of this rank, see `with_adapter`; 0 = as
       the model is.
     left_out: names of submodules that are not trained, see `weight_bytes`.
@@ -435,7 +419,7 @@ def plan(
 def with_adapter(
     model: qwen_text.QwenText, rank: int
 ) -> qwen_text.QwenText:
-  """The shapes of a Qwen policy with a LoRA adapter on its decoder.
+  """Returns the shapes of a Qwen policy with a LoRA adapter on its decoder.
 
   Raises:
     ValueError: another policy, or a rank below 1.
@@ -467,7 +451,7 @@ def _decoder(
   # Before and after norm and rotation: q and k; v; the kernel's output.
   attention = 3 * heads + 3 * kv
   hidden = 3 * mlp + sizes.mlp_copies * width
-  kept = {
+  residuals = {
       "block": width,
       "dots": 2 * width + heads + 2 * kv + 2 * mlp,
       "none": 6 * width + attention + hidden,
@@ -477,20 +461,20 @@ def _decoder(
   # kernel's output exist in the kernel's layout, too.
   inside = 2 * hidden + attention + 2 * heads + kv + 6 * width
   return {
-      "layer_residuals": sizes.layers * tokens * kept * wide,
+      "layer_residuals": sizes.layers * tokens * residuals * wide,
       "layer_peak": tokens * inside * wide,
   }
 
 
 def _trains_tower(model: Any, left_out: Collection[str]) -> bool:
-  """Whether anything of the tower has a gradient."""
+  """Returns whether anything of the tower has a gradient."""
   names = set(getattr(model, "vision_modules", ()))
   if not names:  # Not known: a policy of its own.
     return True
   adapted = bool(jax.tree.leaves(nnx.state(model, layers.LoRAParam)))
   kind = layers.LoRAParam if adapted else nnx.Param
-  found = {path[0] for path, _ in nnx.to_flat_state(nnx.state(model, kind))}
-  return bool(found & (names - set(left_out)))
+  trained = {path[0] for path, _ in nnx.to_flat_state(nnx.state(model, kind))}
+  return bool(trained & (names - set(left_out)))
 
 
 def _tower(
@@ -499,7 +483,7 @@ def _tower(
   """`trained`: whether it has gradients; else its blocks keep nothing."""
   sequence = mesh.shape["sequence"]
   patches, width = -(-work.patches // sequence), sizes.vision_width
-  kept = {
+  residuals = {
       "block": width,
       "dots": 5 * width + sizes.vision_mlp,
       "none": 9 * width + 2 * sizes.vision_mlp,
@@ -508,17 +492,17 @@ def _tower(
   inside = 20 * width + 4 * sizes.vision_mlp
   tokens = patches // sizes.patches_per_token * (1 + sizes.deep)
   # Additions to the decoder's first layers, and their gradients.
-  seen = 2 * sizes.deep * work.rows * work.row_length // sequence
+  additions = 2 * sizes.deep * work.rows * work.row_length // sequence
   # Vision tokens are whole on each device of a row.
-  out = (tokens * sequence + (seen if patches else 0)) * sizes.width
+  out = (tokens * sequence + (additions if patches else 0)) * sizes.width
   # Mergers are not computed again: their hidden units are kept, once in
   # float32 for GELU.
   merged = tokens * sizes.patches_per_token * width * (3 * wide + 4)
   if not trained:
-    kept = merged = 0
+    residuals = merged = 0
   return {
       "vision_residuals": (
-          (sizes.blocks * patches * kept + out) * wide + merged
+          (sizes.blocks * patches * residuals + out) * wide + merged
       ),
       "vision_peak": patches * inside * wide,
   }

@@ -65,8 +65,8 @@ class Minibatches:
   """See the module docstring.
 
   Attributes:
-    packer: of this process's examples.
-    shape: of every batch of this process; None until the first decides it.
+    packer: Packer of this process's examples.
+    shape: Shape of this process's batches; None until the first decides it.
   """
 
   def __init__(
@@ -83,8 +83,8 @@ class Minibatches:
     """Args:
 
       model, processor, image_store, config, mesh, processes: as of the learner.
-      algorithm: of the loss.
-      placement: of batches.
+      algorithm: Algorithm of the loss.
+      placement: Placement of batches.
 
     Raises:
       ValueError: rows that do not divide over the mesh, or groups that do not
@@ -126,17 +126,17 @@ class Minibatches:
   def prepare(
       self, examples: Sequence[Example]
   ) -> tuple[Minibatch | None, list[tuple[Example, str]]]:
-    """A minibatch, None without a gradient; and the examples left out."""
-    kept, long = self._in_all("check", lambda: self._fitting(examples))
+    """Returns a minibatch (None without a gradient) and what it leaves out."""
+    fitting, long = self._in_all("check", lambda: self._fitting(examples))
     skipped = [(e, example_lib.TOO_LONG) for e in long]
     if self._algorithm.config.filter_truncated:
-      skipped += [(e, example_lib.TRUNCATED) for e in kept if e.truncated]
-      kept = [e for e in kept if not e.truncated]
-    weighed = self.weigh(kept)
+      skipped += [(e, example_lib.TRUNCATED) for e in fitting if e.truncated]
+      fitting = [e for e in fitting if not e.truncated]
+    weighed = self.weigh(fitting)
     learned_from = {id(e) for e in weighed[0]} if weighed else set()
     skipped += [
         (e, example_lib.ZERO_ADVANTAGE)
-        for e in kept
+        for e in fitting
         if id(e) not in learned_from
     ]
     return None if weighed is None else self.pack(*weighed), skipped
@@ -182,11 +182,11 @@ class Minibatches:
     of_all = self._processes.gather(
         "weigh", [[e.sequence.num_sampled, e.episode] for e in examples]
     )
-    first = sum(len(found) for found in of_all[: self._processes.index])
+    first = sum(len(counts) for counts in of_all[: self._processes.index])
     episodes: dict[tuple[int, int], int] = {}
     sampled, numbers = [], []
-    for process, found in enumerate(of_all):
-      for tokens, episode in found:
+    for process, counts in enumerate(of_all):
+      for tokens, episode in counts:
         sampled.append(tokens)
         number = episodes.setdefault((process, episode), len(episodes))
         numbers.append(number)
@@ -239,10 +239,10 @@ class Minibatches:
   def _shape_for(
       self, examples: Sequence[Example], largest: int
   ) -> batching.BatchShape:
-    """The shape, grown where these examples need it.
+    """Returns the shape, grown where these examples need it.
 
     Args:
-      examples: of this process.
+      examples: Examples of this process.
       largest: patches of the largest image of all processes; 0 = the policy's
         programs do not depend on it.
     """
@@ -267,15 +267,15 @@ class Minibatches:
     return shape.bounded(bound, places, multiple=self._image_multiple)
 
   def _in_all(self, what: str, work: Callable[[], T]) -> T:
-    """What `work` returns; it fails here if it fails in any process."""
-    done: list[T] = []
-    self._processes.together(what, lambda: done.append(work()))
-    return done[0]
+    """Returns the result of `work`; raises if it fails in any process."""
+    results: list[T] = []
+    self._processes.together(what, lambda: results.append(work()))
+    return results[0]
 
   def _agreed(self, shape: batching.BatchShape) -> batching.BatchShape:
-    """The shape that holds what every process has."""
-    found = self._processes.gather("shape", [shape.patches, shape.targets])
-    patches, targets = (max(sizes) for sizes in zip(*found))
+    """Returns the shape that holds what every process has."""
+    shapes = self._processes.gather("shape", [shape.patches, shape.targets])
+    patches, targets = (max(sizes) for sizes in zip(*shapes))
     return dataclasses.replace(shape, patches=patches, targets=targets)
 
   def suggest(
@@ -327,7 +327,7 @@ class Minibatches:
 
 
 def aligns_images(model: base.Policy) -> bool:
-  """Whether its images are packed in windows; see `BatchShape.aligned`."""
+  """Returns whether images are packed in windows: `BatchShape.aligned`."""
   return bool(getattr(model, "wants_aligned_images", False))
 
 
@@ -337,7 +337,7 @@ def streams_of(algorithm: parts.Algorithm) -> tuple[str, ...]:
 
 
 def support_of(algorithm: parts.Algorithm) -> int:
-  """Tokens of a sampling mask that its batches hold; 0 without one."""
+  """Returns the tokens of a sampling mask in its batches; 0 without one."""
   if not algorithm.config.keep_sampling_mask:
     return 0
   return policy_client.MAX_TOP_LOGPROBS + 1  # One sampled among ties.
@@ -346,7 +346,7 @@ def support_of(algorithm: parts.Algorithm) -> int:
 def _fixed_shape(
     config: LearnerConfig, rows: int, buffers: int, aligned: bool
 ) -> batching.BatchShape | None:
-  """The configured shape; None where the first batch decides it."""
+  """Returns the configured shape; None where the first batch decides it."""
   if not (config.patches and config.targets):
     return None
   return batching.BatchShape(

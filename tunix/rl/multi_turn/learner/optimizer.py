@@ -27,7 +27,7 @@ _TABLES = re.compile(r"embed|axis|head")
 
 
 def master_dtype(dtype: Any) -> jnp.dtype:
-  """The type a parameter of this type is trained in: float32 at least."""
+  """Returns the type that such a parameter is trained in: >= float32."""
   dtype = jnp.dtype(dtype)
   narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
   return jnp.dtype(jnp.float32) if narrow else dtype

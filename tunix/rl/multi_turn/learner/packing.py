@@ -72,23 +72,24 @@ class BatchShape:
     return self.rows // self.buffers
 
   def windows(self) -> Windows:
-    """An empty buffer's places for images."""
+    """Returns an empty buffer's places for images."""
     return Windows(self.patches, self.image_patches * self.aligned)
 
   def bounded(
       self, image_patches: int, patches: int = 0, *, multiple: int = 1
   ) -> BatchShape:
-    """This shape for images of up to so many patches.
+    """Returns this shape for images of up to `image_patches` patches.
 
     A buffer is rounded up to what attention within images computes by: whole
     windows where images are aligned; else blocks of the splash kernel, unless
     it is smaller than one. Rounding again changes nothing.
 
     Args:
-      image_patches: of the largest image; 0 = any, and nothing is rounded.
-      patches: that a buffer has at least; it never gets fewer than it has.
-      multiple: of which `patches` and `image_patches` are one: a vision
-        token's patches.
+      image_patches: Patches of the largest image; 0 = any, and nothing is
+        rounded.
+      patches: Least patches of a buffer, which never gets fewer than it has.
+      multiple: Divisor of `patches` and `image_patches`: a vision token's
+        patches.
     """
     patches = max(patches, self.patches)
     if image_patches and self.aligned:
@@ -104,13 +105,13 @@ class Windows:
   """Free places of a patch buffer, in windows that no image crosses.
 
   Attention within an image then needs the keys of the image's window only.
-  An image lies in the first window with room for it, behind what is there.
+  An image lies in the first window with room for it, behind earlier images.
   """
 
   def __init__(self, places: int, window: int = 0):
     """Args:
 
-      places: of the buffer.
+      places: Places of the buffer.
       window: places of a window; 0 = the buffer is one.
     """
     window = window or max(places, 1)
@@ -121,12 +122,16 @@ class Windows:
   @property
   def used(self) -> int:
     """Places up to the end of the last image."""
-    taken = self._next > self._start
-    return int(self._next[taken].max(initial=0))
+    is_used = self._next > self._start
+    return int(self._next[is_used].max(initial=0))
 
   def fit(self, sizes: Iterable[int]) -> tuple[list[int], np.ndarray] | None:
-    """First places of images of these sizes, and what `take` needs; None
-    without room for all."""
+    """Returns the first places of images of the given sizes.
+
+    Returns:
+      The places, and the next free place of each window once they are taken;
+      None without room for all.
+    """
     following, places = self._next.copy(), []
     for size in sizes:
       room = following + size <= self._end
@@ -138,10 +143,10 @@ class Windows:
     return places, following
 
   def take(self, sizes: Sequence[int]) -> list[int]:
-    """First places of images of these sizes, which `fit`."""
-    found = self.fit(sizes)
-    assert found is not None, f"no room for images of {sizes} patches"
-    places, self._next = found
+    """Takes places for images of sizes that `fit`; returns the first places."""
+    result = self.fit(sizes)
+    assert result is not None, f"no room for images of {sizes} patches"
+    places, self._next = result
     return places
 
 
@@ -170,7 +175,7 @@ class PackStats:
 
   @classmethod
   def total(cls, stats: Iterable[PackStats]) -> PackStats:
-    """The fill of several lists of batches together."""
+    """Returns the fill of several lists of batches together."""
     stats = list(stats)
     names = [field.name for field in dataclasses.fields(cls)]
     return cls(**{n: sum(getattr(s, n) for s in stats) for n in names})
@@ -191,14 +196,14 @@ class PackStats:
 
 
 def image_bound(patches: int, multiple: int = 1) -> int:
-  """A bound of an image's patches that few sizes of images exceed.
+  """Returns a bound of an image's patches that few sizes of images exceed.
 
   Rounded up by at most an eighth (or to 8): a program is compiled for each
   bound, and attention within images costs in proportion to it.
 
   Args:
-    patches: of the largest image.
-    multiple: of which the bound is one: a vision token's patches.
+    patches: Patches of the largest image.
+    multiple: Divisor of the bound: a vision token's patches.
   """
   step = max(8, 1 << max(patches.bit_length() - 4, 0))
   step = math.lcm(step, multiple)
@@ -233,7 +238,7 @@ class Item:
 
 
 def used_length(sequence: trajectory.TokenSequence) -> int:
-  """Number of tokens that predict another: all before the last sampled one."""
+  """Returns the number of tokens before the last sampled one."""
   return example_lib.length_in_row(sequence)
 
 
@@ -258,13 +263,14 @@ def _images_of(
 def make_items(
     examples: Sequence[Example], row_length: int, share: bool
 ) -> list[Item]:
-  """Items of at most `row_length` tokens where sequences allow it.
+  """Makes items of at most `row_length` tokens where sequences allow it.
 
   Args:
-    examples: to pack.
+    examples: Examples to pack.
     row_length: T.
     share: make trunks of prompts that are equal in tokens and pixels.
   """
+  # 1. Examples with the same prompt, tokens and pixels, are one cluster.
   clusters: dict[Any, list[int]] = {}
   for i, example in enumerate(examples):
     sequence = example.sequence
@@ -278,26 +284,28 @@ def make_items(
     first = int(np.argmax(examples[members[0]].sequence.loss_mask))
     if len(members) == 1:
       first = 0
+    # 2. Fill one item after the other with the prompt and the completions that
+    #    still fit a row, in the order of the examples.
     pending = list(members)
     while pending:
-      taken: list[int] = []
+      branches: list[int] = []
       length = first
       for i in pending:
         extra = used_length(examples[i].sequence) - first
-        if taken and length + extra > row_length:
+        if branches and length + extra > row_length:
           continue
-        taken.append(i)
+        branches.append(i)
         length += extra
-      chosen = set(taken)
+      chosen = set(branches)
       pending = [i for i in pending if i not in chosen]
-      items.append(make_item(examples, taken, first))
+      items.append(make_item(examples, branches, first))
   return items
 
 
 def make_item(
     examples: Sequence[Example], members: Sequence[int], first: int
 ) -> Item:
-  """The item of examples that share their first `first` tokens."""
+  """Returns the item of examples that share their first `first` tokens."""
   if len(members) == 1:
     first = 0
   branches = tuple(
@@ -372,20 +380,23 @@ class Bins:
     return row, new
 
   def _find(self, item: Item, sizes: dict[str, int]) -> int | None:
+    # 1. Patches that each buffer lacks: an image it holds costs nothing.
     total = sum(sizes[image.sha256] for image in item.images)
     cost = np.full(len(self.patches_free), total)
     for image in item.images:
       for buffer in self.holders.get(image.sha256, ()):
         cost[buffer] -= sizes[image.sha256]
+    # 2. Rows with room for the item's tokens, patches and targets.
     room = (cost <= self.patches_free) & (item.targets <= self.targets_free)
     fits = (self.free_R >= item.length) & room[self.buffer_R]
     if not fits.any():
       return None
-    # The first row whose buffer needs the fewest new patches: plain first fit
-    # unless some buffer holds an image already.
+    # 3. The first row whose buffer needs the fewest new patches: plain first
+    #    fit unless some buffer holds an image already.
     rows = np.flatnonzero(fits)
     rows = rows[np.argsort(cost[self.buffer_R[rows]], kind="stable")]
-    full: set[int] = set()  # Buffers whose free places are too scattered.
+    # 4. The free places may be too scattered for the images' windows.
+    full: set[int] = set()
     for row in rows:
       buffer = int(self.buffer_R[row])
       if buffer in full:

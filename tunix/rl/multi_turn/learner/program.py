@@ -1,6 +1,6 @@
 """Compiles a jitted function once for each set of argument shapes.
 
-Promises: shapes with their places compile the program that arrays of these
+Promises: shapes with their places compile the program that arrays of the same
 shapes and places run; what was compiled from shapes pins no array.
 
 Does not: lay out arguments; a compiled program refuses arrays that lie
@@ -35,7 +35,7 @@ class Program:
     return self.prepare(*args)(*args)
 
   def prepare(self, *args: Any) -> Any:
-    """The compiled program for such arguments; runs nothing."""
+    """Returns the compiled program for such arguments; runs nothing."""
     leaves, tree = jax.tree.flatten(args)
     key = tree, tuple((x.shape, x.dtype) for x in leaves)
     compiled = self._compiled.get(key)
@@ -48,7 +48,7 @@ class Program:
     return compiled
 
   def lower(self, *args: Any) -> jax.stages.Lowered:
-    """The program before compilation; placed shapes do for arrays."""
+    """Returns the program before compilation; placed shapes do for arrays."""
     return self._function.lower(*args)
 
   @property
@@ -58,12 +58,12 @@ class Program:
 
 
 def shape_of(array: Any, place: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-  """The shape of an array, or of another shape, that lies there."""
+  """Returns the shape of an array, or of another shape, that lies there."""
   return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
 
 
 def shapes_of(arrays: Any) -> Any:
-  """A pytree of arrays as their shapes, types and places.
+  """Returns a pytree of arrays as their shapes, types and places.
 
   They may have been donated.
   """

@@ -89,22 +89,22 @@ _POOLED = {
 """Means, and the counts that weigh them; their names may end in `_mean`."""
 
 
-def of_all(found: Sequence[Metrics]) -> Metrics:
-  """The readings of all processes' samples, from each process's.
+def of_all(readings: Sequence[Metrics]) -> Metrics:
+  """Returns the readings of all processes' samples, from each process's.
 
   Counts add up, means and standard deviations are pooled, and of all others
   (seconds, extremes, and what is equal in all processes) the largest counts.
   """
-  if len(found) == 1:
-    return dict(found[0])
-  names = {name: None for one in found for name in one}
+  if len(readings) == 1:
+    return dict(readings[0])
+  names = {name: None for one in readings for name in one}
   out = {}
   for name in names:
-    values = [one[name] for one in found if name in one]
+    values = [one[name] for one in readings if name in one]
     out[name] = math.fsum(values) if name in _SUMS else max(values)
   for stem, count in _POOLED.items():
     name = stem if stem in names else f"{stem}_mean"
-    have = [one for one in found if name in one and one.get(count)]
+    have = [one for one in readings if name in one and one.get(count)]
     weights = np.array([one[count] for one in have])
     if not have:
       continue

@@ -38,7 +38,7 @@ class Reference:
     return {x.sharding.memory_kind for x in self._kept.values()}
 
   def params(self) -> dict[str, jax.Array]:
-    """Them, on the devices."""
+    """Returns the parameters, on the devices."""
     if not self._on_host:
       return self._kept
     return {

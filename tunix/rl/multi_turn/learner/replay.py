@@ -73,13 +73,13 @@ class SuccessReplay:
   def lend(
       self, groups: Sequence[TrajectoryGroup], version: int
   ) -> tuple[list[TrajectoryGroup], frozenset[str]]:
-    """The groups, failed ones with a borrowed success; and whose those are.
+    """Extends each all-failed group by one stored success of its task.
 
     The groups' own successes are kept for later ones.
 
     Args:
-      groups: of an update.
-      version: of the learner.
+      groups: Groups of an update.
+      version: Version of the learner.
 
     Returns:
       Groups, and the trajectory ids of borrowed members, which are new.
@@ -87,11 +87,11 @@ class SuccessReplay:
     self._forget_old(version)
     out, borrowed = [], set()
     for group in groups:
-      found = self._for(group, version)
-      if found is not None:
-        name = f"{found.trajectory_id}+{group.group_id}"
+      stored = self._for(group, version)
+      if stored is not None:
+        name = f"{stored.trajectory_id}+{group.group_id}"
         borrowed.add(name)
-        lent = dataclasses.replace(found, trajectory_id=name)
+        lent = dataclasses.replace(stored, trajectory_id=name)
         group = dataclasses.replace(
             group, trajectories=(*group.trajectories, lent)
         )
@@ -100,14 +100,17 @@ class SuccessReplay:
     return out, frozenset(borrowed)
 
   def lends_to(self, group: TrajectoryGroup, version: int) -> bool:
-    """Whether `lend` at this version would give the group a success."""
+    """Returns whether `lend` at this version would give the group a success."""
     self._forget_old(version)
     return self._for(group, version) is not None
 
   def _for(
       self, group: TrajectoryGroup, version: int
   ) -> trajectory.Trajectory | None:
-    """What a group borrows; None where it has a success or nothing fits."""
+    """Returns the success that a group borrows.
+
+    None if the group has a success itself, or no stored one is of its task.
+    """
     if not group.valid or any(m.status is _SUCCEEDED for m in group.valid):
       return None
     return self._newest(group.task_id, version)
@@ -115,18 +118,20 @@ class SuccessReplay:
   def _newest(
       self, task_id: str, version: int
   ) -> trajectory.Trajectory | None:
-    mine = [
-        (kept.oldest_version, index)
-        for index, kept in self._kept.items()
-        if kept.task_id == task_id and kept.oldest_version <= version
+    candidates = [
+        (entry.oldest_version, index)
+        for index, entry in self._kept.items()
+        if entry.task_id == task_id and entry.oldest_version <= version
     ]
-    return self._kept[max(mine)[1]].trajectories[0] if mine else None
+    if not candidates:
+      return None
+    return self._kept[max(candidates)[1]].trajectories[0]
 
   def _forget_old(self, version: int) -> None:
     old = [
         index
-        for index, kept in self._kept.items()
-        if version - kept.oldest_version > self._max_age
+        for index, entry in self._kept.items()
+        if version - entry.oldest_version > self._max_age
     ]
     self._remove(old)
 
@@ -140,11 +145,11 @@ class SuccessReplay:
       newest[group.task_id] = TrajectoryGroup(
           group.group_id, group.task_id, (best,), group.start_version
       )
-    for kept in newest.values():
+    for entry in newest.values():
       index, self._next = self._next, self._next + 1
       if self._store is not None:
-        self._store.append(index, kept)
-      self._kept[index] = kept
+        self._store.append(index, entry)
+      self._kept[index] = entry
     self._remove(sorted(self._kept)[: max(0, len(self._kept) - MOST)])
 
   def _remove(self, indices: Sequence[int]) -> None:

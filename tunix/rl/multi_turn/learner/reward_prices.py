@@ -1,11 +1,12 @@
 """Prices of length and KL that an update takes off its episodes' rewards.
 
 Promises: only valid members are priced; statistics of rewards do not contain
-prices; without `overlong_tokens` and `kl_in=reward` there are none.
+prices; without `overlong_tokens` and `kl_in=reward` there are none. Prices are
+<= 0 for the length, and for k2 and k3.
 
 Does not: compute log-probs; the caller passes a function that does.
 
-Axis names: T = tokens of a sequence, K = turns of an episode.
+Axis names: N = episodes, T = tokens of a sequence, K = turns of an episode.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import numpy as np
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner.algorithms import parts
-from tunix.rl.multi_turn.learner.algorithms import shaping
 
 Score = Callable[[Sequence[trajectory.TokenSequence]], "list[np.ndarray]"]
 """Sequences -> float32[T] reference log-probs of their sampled tokens."""
@@ -32,14 +32,14 @@ def of_groups(
     row_length: int,
     score: Score,
 ) -> tuple[Prices, dict[str, float]]:
-  """The prices of the groups' valid members, and readings of them.
+  """Returns the prices of the groups' valid members, and readings of them.
 
   Args:
-    groups: of an update.
+    groups: Groups of an update.
     algorithm: its settings and KL estimator.
     kl_coef: price of a nat.
     row_length: longer sequences have no KL price: no row holds them.
-    score: of the reference; called where the KL is in the reward.
+    score: Scores by the reference; called where the KL is in the reward.
   """
   config = algorithm.config
   members = [m for group in groups for m in group.valid]
@@ -51,7 +51,7 @@ def of_groups(
   if members and config.overlong_tokens:
     for member in members:
       tokens = example_lib.turn_tokens(member, turns[member.trajectory_id])
-      prices[member.trajectory_id] = shaping.length_price(
+      prices[member.trajectory_id] = length_price(
           tokens, config.overlong_tokens, config.overlong_begin
       )
     readings["overlong_price"] = float(
@@ -80,17 +80,63 @@ def _add_kl(
       for sequence in member.sequences
       if sequence.num_sampled and len(sequence) <= row_length
   ]
-  found = score([sequence for _, sequence in pairs])
+  references = score([sequence for _, sequence in pairs])
   total, tokens = 0.0, 0
-  for (name, sequence), reference in zip(pairs, found, strict=True):
+  for (name, sequence), reference in zip(pairs, references, strict=True):
     mask = sequence.loss_mask
     nats = np.asarray(
         algorithm.kl(sequence.logprobs[mask], reference[mask]), np.float64
     )
-    price = shaping.kl_price(
+    price = kl_price(
         nats, sequence.turn_ids[mask], kl_coef, turns[name]
     )
     prices[name] = prices.get(name, 0.0) + price
     total += float(nats.sum())
     tokens += len(nats)
   return total / max(tokens, 1)
+
+
+def soft_overlong(
+    lengths_N: np.ndarray, limit: int, cache: int
+) -> np.ndarray:
+  """Returns float64[N], 0 up to limit - cache tokens, falling to -1 at limit.
+
+  Yu et al. 2025, "DAPO", equation 13 (arXiv:2503.14476), with L_max = limit
+  and L_cache = cache; longer than the limit costs 1.
+
+  Args:
+    lengths_N: tokens sampled in each episode.
+    limit: L_max, in tokens.
+    cache: L_cache, in tokens, in (0, limit].
+  """
+  over = (limit - cache - np.asarray(lengths_N, np.float64)) / cache
+  return np.clip(over, -1.0, 0.0)
+
+
+def kl_price(
+    kl_T: np.ndarray, turn_ids_T: np.ndarray, coef: float, turns: int
+) -> np.ndarray:
+  """Returns float64[K]: -coef times the sum of each turn's KL.
+
+  The reward of Ouyang et al. 2022, "InstructGPT", equation 2
+  (arXiv:2203.02155), and of Ahmadian et al. 2024, "Back to Basics", equation 3
+  (arXiv:2402.14740), at turns.
+
+  Args:
+    kl_T: KL estimate of each sampled token, in nats.
+    turn_ids_T: the turn that sampled it.
+    coef: price of a nat.
+    turns: K.
+  """
+  total_K = np.bincount(turn_ids_T, weights=kl_T, minlength=turns)
+  return -coef * total_K
+
+
+def length_price(
+    tokens_K: np.ndarray, limit: int, cache: int
+) -> np.ndarray:
+  """Returns float64[K]: `soft_overlong` of an episode, at its last turn."""
+  out = np.zeros(len(tokens_K), np.float64)
+  if len(out):
+    out[-1] = soft_overlong(np.array([tokens_K.sum()]), limit, cache)[0]
+  return out

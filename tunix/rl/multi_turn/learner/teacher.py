@@ -48,8 +48,8 @@ class Teacher:
 
       model: the teacher, an nnx module.
       student: the policy that is trained.
-      mesh: of the learner.
-      temperature: of the sampler.
+      mesh: Mesh of the learner.
+      temperature: Temperature of the sampler.
       chunk: see `logprobs.token_scores`.
       share_prompts: whether batches store equal prompts once.
 
@@ -108,7 +108,7 @@ class Teacher:
       sampling: policy_client.SamplingParams,
       config: config_lib.LearnerConfig,
   ) -> Teacher | None:
-    """The teacher of a learner; None without distillation.
+    """Returns the teacher of a learner; None without distillation.
 
     Raises:
       ValueError: there should be one, or as of the constructor.
@@ -129,7 +129,7 @@ class Teacher:
     )
 
   def score(self, batch: batching.Batch) -> jax.Array:
-    """float32[S, M] log-probs of the batch's targets; padding holds zeros."""
+    """Returns float32[S, M] log-probs of the targets; padding holds zeros."""
     return self._score(self._params, self._frozen, batch)
 
   @property

@@ -94,10 +94,10 @@ class SplitModel:
   """An nnx module as a function of flat {name: array}s.
 
   Attributes:
-    names: of the trained parameters.
-    shapes: of their masters, in the same order.
+    names: Names of the trained parameters.
+    shapes: Shapes of their masters, in the same order.
     rounds: whether the model's parameters are narrower than their masters.
-    trained: filter of those variables.
+    trained: Filter of the trained variables.
   """
 
   def __init__(self, model: nnx.Module, left_out: Collection[str] = ()):
@@ -130,16 +130,16 @@ class SplitModel:
     return {k: params[k].astype(x) for k, x in self._dtypes.items()}
 
   def params_of(self, model: nnx.Module) -> Params:
-    """The trained parameters of a module like this one, not copied."""
+    """Returns the trained parameters of a module like this one, not copied."""
     return self._trained.flat(nnx.split(model, self.trained, ...)[1])
 
   def frozen_of(self, model: nnx.Module) -> Params:
-    """The model's frozen parameters, not copied."""
+    """Returns the model's frozen parameters, not copied."""
     parts: Any = nnx.split(model, self.trained, nnx.Param, ...)
     return self._frozen.flat(parts[2])
 
   def state(self, params: Params, frozen: Params) -> nnx.State:
-    """An nnx.State of all Params around these arrays."""
+    """Returns an nnx.State of all Params around these arrays."""
     return nnx.merge_state(
         self._trained.state(self.rounded(params)), self._frozen.state(frozen)
     )
@@ -159,11 +159,11 @@ class Placement:
 
   Attributes:
     params: sharding of each trained parameter.
-    frozen: of each other one.
-    batch: of arrays with a leading axis B or S.
-    replicated: of everything else.
-    shards: batch shards.
-    head: of a value head's parameters.
+    frozen: Sharding of each other parameter.
+    batch: Sharding of arrays with a leading axis B or S.
+    replicated: Sharding of everything else.
+    shards: Number of batch shards.
+    head: Sharding of a value head's parameters.
   """
 
   params: dict[str, jax.sharding.Sharding]
@@ -178,7 +178,7 @@ class Placement:
 
   @classmethod
   def of(cls, split: SplitModel, model: Any, mesh: Mesh | None) -> Placement:
-    """Places on `mesh` by the parameters' `axes`, or on one device."""
+    """Returns places on `mesh` by the parameters' `axes`, or on one device."""
     if mesh is None:
       here: jax.sharding.Sharding = jax.sharding.SingleDeviceSharding(
           jax.local_devices()[0]
@@ -195,10 +195,10 @@ class Placement:
     )
     # Shardings lie where the arrays were.
     trained: Any = split.params_of(placed)
-    others: Any = split.frozen_of(placed)
+    rest_of_model: Any = split.frozen_of(placed)
     return cls(
         trained,
-        others,
+        rest_of_model,
         sharding.batch_sharding(mesh),
         sharding.replicated(mesh),
         sharding.batch_shards(mesh),
@@ -238,7 +238,7 @@ class Sums:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Extra:
-  """What the loss of a batch reads beside the batch.
+  """Arrays that the loss of a batch reads beside the batch.
 
   Attributes:
     proximal, reference: log-probs of other weights, float32[S, M]; where one
@@ -269,12 +269,12 @@ class UpdatePrograms:
     """Args:
 
       split: the model.
-      config: of the learner.
+      config: Settings of the learner.
       algorithm: makes the loss.
       banned_V: bool[V] or None, see `logprobs.score`.
-      placement: where arrays lie.
-      temperature: of the sampler.
-      width: of the model's hidden states; read with a critic.
+      placement: Shardings of the arrays.
+      temperature: Temperature of the sampler.
+      width: Width of the model's hidden states; read with a critic.
     """
     self._split = split
     self._width = width
@@ -352,7 +352,7 @@ class UpdatePrograms:
     return {name: getattr(self, name).compiles for name in names}
 
   def init_head(self) -> Params:
-    """A value head of zeros at its place; {} without a critic."""
+    """Returns a value head of zeros at its place; {} without a critic."""
     if not self._algorithm.has_critic:
       return {}
     return {
@@ -501,7 +501,7 @@ class UpdatePrograms:
       batch: batching.Batch,
       extra: Extra,
   ) -> tuple[program.Program, Sums]:
-    """The program of `start`, and the shapes of the readings it gives."""
+    """Returns the program of `start` and the shapes of its readings."""
     with self._start_lock:
       if self._start is None:
         here = self._placement.replicated
@@ -569,9 +569,11 @@ class UpdatePrograms:
       weighted: base.Array,
       acting: base.Array | None = None,
   ) -> tuple[Params, optax.OptState, jax.Array, jax.Array]:
-    """(params, state, gradient norm, 1.0 when the step was made).
+    """Makes an optimizer step; with `acting` 0 the value head alone moves.
 
-    With `acting` 0 the value head alone moves.
+    Returns:
+      (params, state, gradient norm, 1.0 if the step was made: its gradient is
+      finite, and a token had weight).
     """
     norm = optax.tree.norm(grads)
     ok = jnp.isfinite(norm) & ((jnp.asarray(weighted) > 0) | (norm > 0))
@@ -581,8 +583,8 @@ class UpdatePrograms:
     def keep(path: Any, new: jax.Array, old: jax.Array) -> jax.Array:
       keys = {getattr(key, "key", None) for key in path}
       head = bool(keys & {optimizer.HEAD, *critic.NAMES})
-      made = ok if acting is None or head else ok & (acting > 0)
-      return jnp.where(made, new, old)
+      is_step = ok if acting is None or head else ok & (acting > 0)
+      return jnp.where(is_step, new, old)
 
     keep_all = jax.tree_util.tree_map_with_path
     return (

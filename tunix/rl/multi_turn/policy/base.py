@@ -53,7 +53,7 @@ class PolicyInputs:
       image. Read by policies with `reads_image_patches = True`.
     aligned_images: no image crosses a multiple of `image_patches` in its
       buffer, so that attention within an image need not look beyond; part of
-      the batch's type likewise.
+      the batch's type as well.
   """
 
   tokens: Array
@@ -109,7 +109,7 @@ class Processor(Protocol):
     ...
 
   def patchify(self, pixels: np.ndarray) -> PatchedImage:
-    """uint8[H, W, 3] pixels to patches."""
+    """Cuts uint8[H, W, 3] pixels into patches."""
     ...
 
   def positions(
@@ -118,7 +118,7 @@ class Processor(Protocol):
       images: Sequence[trajectory.ImageSpan],
       start: int = 0,
   ) -> np.ndarray:
-    """int32[T, 3] rotary positions of tokens[start:] of one sequence."""
+    """Returns int32[T, 3], rotary positions of tokens[start:] of a sequence."""
     ...
 
 
@@ -161,11 +161,11 @@ class Policy(Protocol):
     ...
 
   def init_cache(self, batch: int, length: int) -> Any:
-    """An empty KV cache (a pytree) for `batch` slots of `length` tokens.
+    """Makes an empty KV cache, a pytree: `batch` slots of `length` tokens.
 
     An array whose shape does not depend on the length is a state after the
     cached tokens: `extend` begins without it where `starts` is 0, and leaves
-    it as it is where `lengths` is 0.
+    it unchanged where `lengths` is 0.
     """
     ...
 
@@ -188,7 +188,7 @@ class Policy(Protocol):
         written at cache index starts[b] + t.
       lengths: int32[B] how many of the T new tokens of each row are real;
         others write nothing that is ever attended to.
-      cache: as from `init_cache` with the same B.
+      cache: The result of `init_cache` or `extend` with the same B.
       vision_index: int32[B, T] into `vision`, -1 for text; None = text only.
         Row b looks into buffer b * S // B.
       vision: [S, V, …] from `encode_images`.
@@ -208,5 +208,5 @@ class Policy(Protocol):
   # and, after it, int32[B, M] the pages of each row.
 
   def logits(self, hidden: jax.Array) -> jax.Array:
-    """float32[..., vocabulary] of hidden states [..., D]."""
+    """Returns float32[..., vocabulary] of hidden states [..., D]."""
     ...

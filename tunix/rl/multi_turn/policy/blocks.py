@@ -45,8 +45,8 @@ _NEG = -1e30
 _zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
 
 
-class _Given(NamedTuple):
-  """What one KV head's attention reads.
+class _Inputs(NamedTuple):
+  """Inputs of the attention of one KV head.
 
   Attributes:
     q: [I, G * Q, H], scaled.
@@ -54,7 +54,8 @@ class _Given(NamedTuple):
     v: [I, Q, H].
     ids: int32[I, Q], a token's segment.
     prefix: int32[I, Q], the other segment that a token sees.
-    seen: bool[I, I], whether a block of queries sees any of a block of keys.
+    reachable: bool[I, I], whether a block of queries sees any of a block of
+      keys.
     last: int32[I, Q], the last place that a token sees; None = its own.
   """
 
@@ -63,12 +64,12 @@ class _Given(NamedTuple):
   v: jax.Array
   ids: jax.Array
   prefix: jax.Array
-  seen: jax.Array
+  reachable: jax.Array
   last: jax.Array | None = None
 
 
 class _Rule(NamedTuple):
-  """What a token sees of its segments.
+  """Rule by which a token sees parts of its segments.
 
   Attributes:
     causal: whether a token sees none that come later than its last.
@@ -90,20 +91,29 @@ def attend(
     last_BT: jax.Array | None = None,
     window: int = 0,
 ) -> jax.Array:
-  """Attention to the own segment; [B, T, N, H].
+  """Computes attention to the own segment: [B, T, N, H].
+
+  1. A row is padded to whole blocks, and its heads are grouped by KV head, so
+     that one product scores all query heads of a group.
+  2. `_reachable` marks pairs of blocks that have a segment in common; only
+     these are computed.
+  3. `_forward_one` goes over a query block's keys once, with a running maximum
+     and sum: scores of a pair of blocks stay in a core's cache.
+  4. `_backward_one` computes the scores again: keeping them would take memory
+     quadratic in the row.
 
   Args:
-    q_BTNH: queries.
-    k_BTKH: keys.
-    v_BTKH: values.
+    q_BTNH: Queries.
+    k_BTKH: Keys.
+    v_BTKH: Values.
     segments_BT: int32, at least -1, which segment of the row a token belongs
       to. Segments whose tokens lie together and whose ids rise are fast.
     prefix_BT: int32, one more segment that a token may see, -1 = none.
     causal: whether a token sees none that come later.
     last_BT: int32, with `causal` the last place that a token sees all the same;
       None = its own.
-    window: with `causal` and `last_BT`, places up to its own that a token sees;
-      0 = all.
+    window: Places up to its own that a token sees, where `causal` and `last_BT`
+      are given; 0 = all.
   """
   b, t, n, h = q_BTNH.shape
   kv = k_BTKH.shape[2]
@@ -136,48 +146,48 @@ def attend(
     own_place = np.broadcast_to(own_place, (b, fill))
     last = jnp.concatenate([last_BT, own_place], axis=1)
     last = last.reshape(b, count, size)
-  seen = _seen(own, other, rule, last)
-  given = _Given(
+  reachable = _reachable(own, other, rule, last)
+  inputs = _Inputs(
       q.reshape(b * kv, count, group * size, h),
       keys(k_BTKH),
       keys(v_BTKH),
-      *(jnp.repeat(x, kv, axis=0) for x in (own, other, seen)),
+      *(jnp.repeat(x, kv, axis=0) for x in (own, other, reachable)),
       None if last is None else jnp.repeat(last, kv, axis=0),
   )
-  mixed = _attend(rule, given.q, given.k, given.v, given[3:])
+  mixed = _attend(rule, inputs.q, inputs.k, inputs.v, inputs[3:])
   mixed = mixed.reshape(b, kv, count, group, size, h)
   mixed = mixed.transpose(0, 2, 4, 1, 3, 5).reshape(b, count * size, n, h)
   return mixed[:, :t]
 
 
 def _most(causal: bool) -> int:
-  """Tokens of a block at most, on the cores that this process may use."""
+  """Returns the most tokens of a block, by the cores of this process."""
   if not causal:
     return MOST_FULL
   several = worker_pool.usable_cores() > 1
   return MOST_CAUSAL_SHARED if several else MOST_CAUSAL
 
 
-def _seen(
+def _reachable(
     own_BIQ: jax.Array,
     other_BIQ: jax.Array,
     rule: _Rule,
     last_BIQ: jax.Array | None,
 ) -> jax.Array:
-  """bool[B, I, I]: pairs of blocks whose ranges of ids meet."""
+  """Returns bool[B, I, I], the pairs of blocks whose ranges of ids meet."""
   low, high = own_BIQ.min(-1)[:, None], own_BIQ.max(-1)[:, None]
   meet = lambda ids: (low <= ids.max(-1)[..., None]) & (
       ids.min(-1)[..., None] <= high
   )
-  seen = meet(own_BIQ) | meet(other_BIQ)
+  reachable = meet(own_BIQ) | meet(other_BIQ)
   if last_BIQ is None:
-    return jnp.tril(seen) if rule.causal else seen
+    return jnp.tril(reachable) if rule.causal else reachable
   _, count, size = own_BIQ.shape
   first = np.arange(count) * size
-  seen &= first <= last_BIQ.max(-1)[..., None]
+  reachable &= first <= last_BIQ.max(-1)[..., None]
   if rule.window:
-    seen &= first + size > first[:, None] - rule.window + 1
-  return seen
+    reachable &= first + size > first[:, None] - rule.window + 1
+  return reachable
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -185,7 +195,7 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _row_peaks(scores: jax.Array) -> jax.Array:
-  """The largest of each row of [rows, keys].
+  """Returns the largest of each row of [rows, keys].
 
   A comparison and a choice are one instruction of a CPU; `jnp.max` spends four
   more on NaNs, which the exponential of a score keeps all the same.
@@ -195,26 +205,26 @@ def _row_peaks(scores: jax.Array) -> jax.Array:
 
 
 def _hidden(
-    given: _Given, i: jax.Array, j: jax.Array, rule: _Rule
+    inputs: _Inputs, i: jax.Array, j: jax.Array, rule: _Rule
 ) -> jax.Array:
-  """bool[Q, Q]: queries of block `i` that do not see keys of block `j`."""
-  ids = given.ids[j]
-  seen = (given.ids[i][:, None] == ids) | (given.prefix[i][:, None] == ids)
+  """Returns bool[Q, Q], queries of block `i` that do not see keys of `j`."""
+  ids = inputs.ids[j]
+  visible = (inputs.ids[i][:, None] == ids) | (inputs.prefix[i][:, None] == ids)
   q = np.arange(len(ids))
-  if given.last is not None:
+  if inputs.last is not None:
     key = j * len(ids) + q
-    seen &= key <= given.last[i][:, None]
+    visible &= key <= inputs.last[i][:, None]
     if rule.window:
-      seen &= key > (i * len(ids) + q)[:, None] - rule.window
+      visible &= key > (i * len(ids) + q)[:, None] - rule.window
   elif rule.causal:
-    seen &= (j < i) | (q[:, None] >= q)
-  return ~seen
+    visible &= (j < i) | (q[:, None] >= q)
+  return ~visible
 
 
-def _range(given: _Given, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The first and the end of the blocks of keys that block `i` sees any of."""
-  seen = given.seen[i]
-  return jnp.argmax(seen), len(seen) - jnp.argmax(seen[::-1])
+def _range(inputs: _Inputs, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns the first and the end of the blocks of keys that block `i` sees."""
+  keys = inputs.reachable[i]
+  return jnp.argmax(keys), len(keys) - jnp.argmax(keys[::-1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -224,41 +234,48 @@ def _attend(rule, q, k, v, masks) -> jax.Array:
 
 def _forward(rule, q, k, v, masks) -> tuple[jax.Array, Any]:
   one = functools.partial(_forward_one, rule)
-  mixed, norms = jax.lax.map(one, _Given(q, k, v, *masks))
+  mixed, norms = jax.lax.map(one, _Inputs(q, k, v, *masks))
   return mixed, (q, k, v, masks, mixed, norms)
 
 
 def _forward_one(
-    rule: _Rule, given: _Given
+    rule: _Rule, inputs: _Inputs
 ) -> tuple[jax.Array, jax.Array]:
-  """The mix [I, G * Q, H]; peaks and inverse sums, [I, 2, G * Q]."""
-  count, rows, h = given.q.shape
-  size = given.k.shape[1]
+  """Returns the mix [I, G * Q, H], and peaks and inverse sums [I, 2, G * Q]."""
+  count, rows, h = inputs.q.shape
+  size = inputs.k.shape[1]
 
   def block(i):
-    q = given.q[i]
+    q = inputs.q[i]
 
     def turn(j, carry):
+      # 1. Score the block's keys; those that a query does not see get the
+      #    weight exp(-1e30) = 0.
       peak, total, mixed = carry
-      scores = _product(q, given.k[j].T).reshape(-1, size, size)
-      scores = jnp.where(_hidden(given, i, j, rule), _NEG, scores)
+      scores = _product(q, inputs.k[j].T).reshape(-1, size, size)
+      scores = jnp.where(_hidden(inputs, i, j, rule), _NEG, scores)
       scores = scores.reshape(rows, size)
+      # 2. Raise the running maximum: no exponent is ever above 0.
       above = jnp.maximum(peak, _row_peaks(scores))
       weights = jnp.exp(scores - above[:, None])
+      # 3. Scale down what earlier blocks added to the new maximum, then add.
       keep = jnp.exp(peak - above)
       mixed = mixed * keep[:, None]
-      mixed += _product(weights.astype(given.v.dtype), given.v[j])
+      mixed += _product(weights.astype(inputs.v.dtype), inputs.v[j])
       return above, total * keep + weights.sum(-1), mixed
 
     def maybe(j, carry):
       return jax.lax.cond(
-          given.seen[i, j], lambda carry: turn(j, carry), lambda x: x, carry
+          inputs.reachable[i, j],
+          lambda carry: turn(j, carry),
+          lambda x: x,
+          carry,
       )
 
     nothing = (
         jnp.full(rows, _NEG, jnp.float32), _zeros(rows), _zeros((rows, h))
     )
-    peak, total, mixed = jax.lax.fori_loop(*_range(given, i), maybe, nothing)
+    peak, total, mixed = jax.lax.fori_loop(*_range(inputs, i), maybe, nothing)
     mixed = (mixed / total[:, None]).astype(q.dtype)
     # One number, peak + log(total), would cost the gradients a digit.
     return mixed, jnp.stack([peak, 1 / total])
@@ -266,29 +283,29 @@ def _forward_one(
   return jax.lax.map(block, jnp.arange(count))
 
 
-def _backward(rule, kept, slopes) -> tuple[Any, ...]:
-  q, k, v, masks, mixed, norms = kept
-  given = _Given(q, k, v, *masks)
+def _backward(rule, residuals, slopes) -> tuple[Any, ...]:
+  q, k, v, masks, mixed, norms = residuals
+  inputs = _Inputs(q, k, v, *masks)
   offset = jnp.sum(mixed.astype(jnp.float32) * slopes, -1)
   one = functools.partial(_backward_one, rule)
-  return *jax.lax.map(one, (given, norms, offset, slopes)), None
+  return *jax.lax.map(one, (inputs, norms, offset, slopes)), None
 
 
-def _backward_one(rule, kept) -> tuple[jax.Array, jax.Array, jax.Array]:
-  given, norms, offsets, slopes = kept
-  count, rows, h = given.q.shape
-  size = given.k.shape[1]
+def _backward_one(rule, packed) -> tuple[jax.Array, jax.Array, jax.Array]:
+  inputs, norms, offsets, slopes = packed
+  count, rows, h = inputs.q.shape
+  size = inputs.k.shape[1]
 
   def block(i, carry):
     to_q, to_k, to_v = carry
-    q, offset, slope = given.q[i], offsets[i], slopes[i]
+    q, offset, slope = inputs.q[i], offsets[i], slopes[i]
     peak, inverse = norms[i]
 
     def turn(j):
       # Keys outside queries: two of three products with them need no
       # transpose.
-      hidden = jnp.tile(_hidden(given, i, j, rule), (rows // size, 1)).T
-      k, v = given.k[j], given.v[j]
+      hidden = jnp.tile(_hidden(inputs, i, j, rule), (rows // size, 1)).T
+      k, v = inputs.k[j], inputs.v[j]
       weights = jnp.exp(_product(k, q.T) - peak) * inverse
       weights = jnp.where(hidden, 0.0, weights)
       to_v = _product(weights.astype(v.dtype), slope)
@@ -300,18 +317,18 @@ def _backward_one(rule, kept) -> tuple[jax.Array, jax.Array, jax.Array]:
       # Sums lie outside the condition, which would copy them.
       to_q, to_k, to_v = carry
       none = _zeros((h, rows)), _zeros((size, h)), _zeros((size, h))
-      own, k, v = jax.lax.cond(given.seen[i, j], turn, lambda _: none, j)
+      own, k, v = jax.lax.cond(inputs.reachable[i, j], turn, lambda _: none, j)
       return to_q + own, to_k.at[j].add(k), to_v.at[j].add(v)
 
     own, to_k, to_v = jax.lax.fori_loop(
-        *_range(given, i), maybe, (_zeros((h, rows)), to_k, to_v)
+        *_range(inputs, i), maybe, (_zeros((h, rows)), to_k, to_v)
     )
     return to_q.at[i].set(own.T.astype(to_q.dtype)), to_k, to_v
 
-  sums = _zeros(given.k.shape), _zeros(given.v.shape)
-  start = (jnp.zeros(given.q.shape, given.q.dtype), *sums)
+  sums = _zeros(inputs.k.shape), _zeros(inputs.v.shape)
+  start = (jnp.zeros(inputs.q.shape, inputs.q.dtype), *sums)
   to_q, to_k, to_v = jax.lax.fori_loop(0, count, block, start)
-  return to_q, to_k.astype(given.k.dtype), to_v.astype(given.v.dtype)
+  return to_q, to_k.astype(inputs.k.dtype), to_v.astype(inputs.v.dtype)
 
 
 _attend.defvjp(_forward, _backward)

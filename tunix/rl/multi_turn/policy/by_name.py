@@ -35,7 +35,7 @@ class NamedPolicy(Protocol):
   """A policy by its name.
 
   Attributes:
-    name: as given.
+    name: The name in the settings.
     tokenizer: directory or shipped name with its tokenizer's files; "" where
       there are none.
     weights: directory or shipped name of the weights that the name comes with;
@@ -60,7 +60,7 @@ class NamedPolicy(Protocol):
       screen: tuple[int, int] | None = None,
       **changes: Any,
   ) -> checkpoint.Loaded:
-    """The policy with random weights; `changes` to its config."""
+    """Returns the policy with random weights; `changes` to its config."""
     ...
 
   def load(
@@ -70,7 +70,7 @@ class NamedPolicy(Protocol):
       screen: tuple[int, int] | None = None,
       **changes: Any,
   ) -> checkpoint.Loaded:
-    """The policy with the weights of a directory or shipped name."""
+    """Returns the policy with the weights of a directory or shipped name."""
     ...
 
   def check(
@@ -85,7 +85,7 @@ class NamedPolicy(Protocol):
 
 
 def resolve(name: str) -> NamedPolicy:
-  """The policy that a name stands for; imports a factory, reads no weights.
+  """Returns the policy of a name; imports a factory, reads no weights.
 
   Args:
     name: A name of `BUILT_IN` or `settings.PRETRAINED`, a directory, a GGUF

@@ -35,7 +35,7 @@ def row_shards(mesh: jax.sharding.Mesh | None) -> int:
 
 
 def split_rows(mesh: jax.sharding.Mesh, rows: int) -> tuple[str, ...]:
-  """The most of `ROWS` that divide so many rows."""
+  """Returns as many of the axes `ROWS` as divide this number of rows."""
   names = ROWS
   while names and rows % math.prod(mesh.shape[name] for name in names):
     names = names[:-1]
@@ -43,7 +43,7 @@ def split_rows(mesh: jax.sharding.Mesh, rows: int) -> tuple[str, ...]:
 
 
 def split_heads(mesh: jax.sharding.Mesh, kv_heads: int) -> str | None:
-  """The mesh's axis that a cache's heads are split over."""
+  """Returns the mesh's axis that a cache's heads are split over."""
   return "tensor" if kv_heads % mesh.shape["tensor"] == 0 else None
 
 
@@ -67,7 +67,7 @@ def attend_rows(
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
-    kept: tuple[jax.Array, jax.Array],
+    cache: tuple[jax.Array, jax.Array],
     starts_B: jax.Array,
     lengths_B: jax.Array,
     mesh: jax.sharding.Mesh | None = None,
@@ -79,12 +79,13 @@ def attend_rows(
     q_BTNH: queries.
     k_BTKH: keys of the new tokens.
     v_BTKH: values of the new tokens.
-    kept: keys [B, K, H, C] and values [B, K, C, H], as of `init_rows`.
+    cache: keys [B, K, H, C] and values [B, K, C, H], as of `init_rows`.
     starts_B: int32, tokens of each row that are cached already.
     lengths_B: int32, how many of the T are real.
-    mesh: that splits rows and heads, as far as it divides them.
-    sight: what a token sees in place of all up to its own; its places are those
-      of the new tokens, which come with all that they see of each other.
+    mesh: Mesh that splits rows and heads, as far as it divides them.
+    sight: Interval that a token sees in place of all tokens up to its own. Its
+      places are those of the new tokens, all of which are in the call that need
+      each other.
 
   Returns:
     [B, T, N, H], and the new cache.
@@ -95,16 +96,16 @@ def attend_rows(
     heads = split_heads(mesh, k_BTKH.shape[2])
     new, kept_at = P(rows, None, heads), P(rows, heads)
     places = (new, new, new, (kept_at, kept_at), P(rows), P(rows))
-    given = (q_BTNH, k_BTKH, v_BTKH, kept, starts_B, lengths_B)
+    arrays = (q_BTNH, k_BTKH, v_BTKH, cache, starts_B, lengths_B)
     function = attend_rows
     if sight is not None:
-      places, given = (*places, P(rows)), (*given, sight.last_BT)
+      places, arrays = (*places, P(rows)), (*arrays, sight.last_BT)
       function = lambda *args: attend_rows(
           *args[:-1],
-          sight=kernels.Sight(args[-1], sight.window, sight.ahead),
+          sight=kernels.Sight(args[-1], sight.window, sight.lookahead),
       )
-    return _local(function, mesh, places, (new, (kept_at, kept_at)))(*given)
-  k_BKHC, v_BKCH = kept
+    return _local(function, mesh, places, (new, (kept_at, kept_at)))(*arrays)
+  k_BKHC, v_BKCH = cache
   b, t = q_BTNH.shape[:2]
   length = v_BKCH.shape[2]
   index_BT = starts_B[:, None] + jnp.arange(t)
@@ -125,17 +126,17 @@ def attend_rows(
 
 
 def pages_apply(head_dim: int, kv_heads: int, dtype: jnp.dtype) -> bool:
-  """Whether the kernel takes such heads, on the backend compiled for."""
+  """Returns whether the kernel of the target backend takes such heads."""
   packed = 4 // jnp.dtype(dtype).itemsize
-  tiles, rest = divmod(2 * kv_heads, packed)
-  fits = not rest and (tiles in (1, 2, 4) or tiles % 8 == 0)
+  tiles, remainder = divmod(2 * kv_heads, packed)
+  fits = not remainder and (tiles in (1, 2, 4) or tiles % 8 == 0)
   return compiling.backend() == "tpu" and head_dim % 128 == 0 and fits
 
 
 def init_pages(
     layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype
 ) -> jax.Array:
-  """[L * P, S, 2 K, H]: keys and values of a head are neighbours."""
+  """Returns [L * P, S, 2 K, H]: keys and values of a head are neighbours."""
   return jnp.zeros((layers * pages, page_size, 2 * kv_heads, head_dim), dtype)
 
 
@@ -155,12 +156,12 @@ def attend_pages(
     q_BTNH: queries.
     k_BTKH: keys of the new tokens.
     v_BTKH: values of the new tokens.
-    cache: as of `init_pages`.
+    cache: The array of `init_pages`.
     table_BM: int32, each row's pages of this layer in the row's own shard,
       enough for all real tokens.
     starts_B: int32, tokens of each row that are cached already.
     lengths_B: int32, how many of the T are real.
-    mesh: that splits rows and pages into `row_shards`, and heads where it
+    mesh: Mesh that splits rows and pages into `row_shards`, and heads where it
       divides them.
 
   Returns:
@@ -198,7 +199,7 @@ def attend_pages(
 
 
 def _ragged(q_BTNH, cache, table_BM, queries_B, keys_B) -> jax.Array:
-  """The kernel on one device's heads; rows' queries lie end to end in it."""
+  """Runs the kernel on one device's heads; rows' queries lie end to end."""
   from jax.experimental.pallas.ops.tpu import ragged_paged_attention as rpa  # pylint: disable=g-import-not-at-top
 
   b, t, n, h = q_BTNH.shape

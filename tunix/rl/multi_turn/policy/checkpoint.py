@@ -27,8 +27,6 @@ from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import qwen_checkpoint
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_text
-from tunix.rl.multi_turn.policy import qwen_text_checkpoint
-from tunix.rl.multi_turn.policy import qwen_text_config
 from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import tensor_files
 from tunix.rl.multi_turn.policy import tiny_vl
@@ -37,7 +35,7 @@ from tunix.rl.multi_turn.policy import tiny_vl_checkpoint
 Loaded = tuple[Any, base.Processor, tokenizers.Tokenizer]
 """(model, processor, tokenizer); the model is a `base.Policy`."""
 
-SMALL = (*qwen_checkpoint.SMALL, *qwen_text_checkpoint.SMALL)
+SMALL = (*qwen_checkpoint.SMALL, *qwen_checkpoint.SMALL_TEXT)
 """Published architectures at sizes for a CPU, by name."""
 
 resolve = policy_files.resolve
@@ -53,13 +51,13 @@ def create_policy(
     screen: tuple[int, int] | None = None,
     **changes: Any,
 ) -> Loaded:
-  """A policy with fresh weights.
+  """Creates a policy with fresh weights.
 
   Args:
-    size: a key of `tiny_vl.SIZES`, or of `SMALL`.
-    seed: of the weights.
-    tokenizer: a directory with the tokenizer's files, or a shipped name.
-    mesh: where to put the weights; None is the default device.
+    size: A key of `tiny_vl.SIZES`, or of `SMALL`.
+    seed: Seed of the weights.
+    tokenizer: A directory with the tokenizer's files, or a shipped name.
+    mesh: Mesh to put the weights on; None is the default device.
     screen: (width, height) of the largest screenshot, if known: refused where
       it has more patches than max_image_patches.
     **changes: config fields that differ from the size's.
@@ -69,8 +67,7 @@ def create_policy(
   """
   for family, sizes in (
       (tiny_vl_checkpoint, tiny_vl.SIZES),
-      (qwen_checkpoint, qwen_checkpoint.SMALL),
-      (qwen_text_checkpoint, qwen_text_checkpoint.SMALL),
+      (qwen_checkpoint, SMALL),
   ):
     if size in sizes:
       return family.create(size, seed, tokenizer, mesh, screen, **changes)
@@ -87,7 +84,7 @@ def create_like(
     screen: tuple[int, int] | None = None,
     **changes: Any,
 ) -> Loaded:
-  """A policy of a directory's architecture and sizes with fresh weights."""
+  """Creates a policy of a directory's architecture with fresh weights."""
   directory = resolve(path)
   return _family(directory).create_like(
       directory, seed, mesh, screen, **changes
@@ -104,7 +101,7 @@ def load_policy(
 
   Args:
     path: directory, or name.
-    mesh: where to put the weights; None is the default device.
+    mesh: Mesh to put the weights on; None is the default device.
     screen: (width, height) of the largest screenshot, if known: refused where
       it has more patches than max_image_patches.
     **changes: config fields to override (compute_dtype, …).
@@ -130,7 +127,7 @@ def save_policy(
     path: directory, made if absent; its policy files are replaced.
     model: the policy.
     tokenizer: directory or shipped name whose tokenizer files are copied.
-    dtype: of the stored tensors: "float32", or "float16" (TinyVL), or
+    dtype: Type of the stored tensors: "float32", or "float16" (TinyVL), or
       "bfloat16" (Qwen).
     untied: writes a tied embedding twice, for readers that take the output
       matrix only under its own name. TinyVL has none.
@@ -140,18 +137,15 @@ def save_policy(
   """
   directory = pathlib.Path(path)
   directory.mkdir(parents=True, exist_ok=True)
-  if isinstance(model.config, qwen_text_config.QwenTextConfig):
-    family: Any = qwen_text_checkpoint
+  if isinstance(model, qwen_text.QwenText):
+    qwen_checkpoint.save(directory, model, tokenizer, dtype, untied)
   else:
-    qwen = isinstance(model, qwen_text.QwenText)
-    family = qwen_checkpoint if qwen else tiny_vl_checkpoint
-  options = {} if family is tiny_vl_checkpoint else {"untied": untied}
-  family.save(directory, model, tokenizer, dtype, **options)
+    tiny_vl_checkpoint.save(directory, model, tokenizer, dtype)
   return directory
 
 
 def load_config(path: str | pathlib.Path, **changes: Any) -> Any:
-  """The config of a policy directory, with `changes` applied."""
+  """Returns the config of a policy directory, with `changes` applied."""
   directory = resolve(path)
   return _family(directory).load_config(directory, **changes)
 
@@ -159,7 +153,7 @@ def load_config(path: str | pathlib.Path, **changes: Any) -> Any:
 def parameter_bytes(
     size_or_path: str | pathlib.Path, **changes: Any
 ) -> int | None:
-  """Bytes of a policy's parameters, without making or reading them.
+  """Returns the bytes of a policy's parameters, without making or reading them.
 
   Args:
     size_or_path: a key of `tiny_vl.SIZES`, a directory or a shipped name.
@@ -197,9 +191,9 @@ def check(path: str | pathlib.Path, model: Any, **changes: Any) -> None:
   """
   directory = resolve(path)
   family = _family(directory)
-  found = family.load_config(directory, **changes)
+  stored = family.load_config(directory, **changes)
   load_tokenizer(directory)
-  old, new = dataclasses.asdict(found), dataclasses.asdict(model.config)
+  old, new = dataclasses.asdict(stored), dataclasses.asdict(model.config)
   differing = [
       name
       for name in {**old, **new}
@@ -217,15 +211,17 @@ def check(path: str | pathlib.Path, model: Any, **changes: Any) -> None:
 
 def _family(directory: pathlib.Path) -> Any:
   kind = policy_files.model_type(directory)
-  known = {tiny_vl_checkpoint.MODEL_TYPE: tiny_vl_checkpoint}
-  known |= dict.fromkeys(qwen_checkpoint.FAMILIES, qwen_checkpoint)
-  known |= dict.fromkeys(qwen_text_checkpoint.FAMILIES, qwen_text_checkpoint)
-  if kind in known:
-    return known[kind]
+  families = {tiny_vl_checkpoint.MODEL_TYPE: tiny_vl_checkpoint}
+  families |= dict.fromkeys(
+      (*qwen_checkpoint.FAMILIES, *qwen_checkpoint.TEXT_FAMILIES),
+      qwen_checkpoint,
+  )
+  if kind in families:
+    return families[kind]
   if kind == custom_policy.MODEL_TYPE:
     raise ValueError(custom_policy.refusal(directory))
   raise ValueError(
       f"{directory} holds a model of type"
       f" {kind!r}{config_checks.why_not(kind)}; policies here are"
-      f" {', '.join(known)}"
+      f" {', '.join(families)}"
   )

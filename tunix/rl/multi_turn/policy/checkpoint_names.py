@@ -31,13 +31,13 @@ class Tensor:
   """One parameter of the model and where the checkpoint has it.
 
   Attributes:
-    path: of the parameter in the module.
+    path: Path of the parameter in the module.
     variable: the parameter.
-    keys: in the file; several for stacked layers, in their order.
+    keys: Keys in the file; several for stacked layers, in their order.
     stacked: the module's leading axis is the layer.
     transposed: the last two axes are swapped in the module.
     either_way: experts' matrices, whose files differ in this.
-    fixed: of float32 in the module and in files, whatever others are.
+    fixed: whether it is float32 in the module and in files in any case.
   """
 
   def __init__(
@@ -48,7 +48,7 @@ class Tensor:
   ):
     """Args:
 
-      path: of the parameter in the module.
+      path: Path of the parameter in the module.
       variable: the parameter.
       prefixes: (ours, the file's) beginnings of keys.
     """
@@ -92,21 +92,21 @@ class Tensor:
 
 
 def _renamed(key: str, prefixes: Sequence[tuple[str, str]]) -> str:
-  for ours, theirs in prefixes:
-    if key.startswith(ours):
-      return theirs + key[len(ours) :]
+  for prefix, file_prefix in prefixes:
+    if key.startswith(prefix):
+      return file_prefix + key[len(prefix) :]
   return key
 
 
 def tensors_of(model: Any) -> list[Tensor]:
-  """Every parameter of a published checkpoint; adapters are left out."""
+  """Returns a published checkpoint's parameters, without adapters'."""
   flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-  found = [
+  tensors = [
       Tensor(path, variable, model.config.traits.prefixes)
       for path, variable in flat
       if not str(path[-1]).startswith("lora_")
   ]
-  return sorted(found, key=lambda tensor: tensor.keys)
+  return sorted(tensors, key=lambda tensor: tensor.keys)
 
 
 class Piece(NamedTuple):
@@ -114,8 +114,8 @@ class Piece(NamedTuple):
 
   Attributes:
     tensor: the parameter.
-    layer: of stacked ones.
-    expert: whose matrix it is; None = all that the parameter holds.
+    layer: Number of the layer where layers are stacked.
+    expert: Number of the expert; None = all experts of the parameter.
     half: 0 or 1 for gate or up of a matrix that holds both; None = whole.
   """
 
@@ -136,17 +136,17 @@ class Piece(NamedTuple):
 def pieces_of(
     tensors: Sequence[Tensor], experts_apart: bool = False
 ) -> dict[str, Piece]:
-  """What a checkpoint's files hold, by key.
+  """Returns the tensors of a checkpoint's files, by key.
 
   Args:
-    tensors: of a model; experts that lie apart must be transposed.
+    tensors: Tensors of a model; experts that lie apart must be transposed.
     experts_apart: whether each expert's matrices are tensors of their own.
   """
-  found: dict[str, Piece] = {}
+  pieces: dict[str, Piece] = {}
   for tensor in tensors:
     for layer, key in enumerate(tensor.keys):
       if not (experts_apart and tensor.either_way):
-        found[key] = Piece(tensor, layer)
+        pieces[key] = Piece(tensor, layer)
         continue
       home, _, name = key.rpartition(".")
       halves = ((None, name),)
@@ -154,10 +154,10 @@ def pieces_of(
         halves = ((0, "gate_proj"), (1, "up_proj"))
       for expert in range(tensor.shape[0]):
         for half, part in halves:
-          found[f"{home}.{expert}.{part}.weight"] = Piece(
+          pieces[f"{home}.{expert}.{part}.weight"] = Piece(
               tensor, layer, expert, half
           )
-  return found
+  return pieces
 
 
 def spellings(key: str) -> list[str]:

@@ -39,12 +39,12 @@ class Tensors(Protocol):
   dtypes: dict[str, str]
 
   def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
-    """A slice of a tensor in host memory."""
+    """Returns a slice of a tensor in host memory."""
     ...
 
 
 def views_of(files: Tensors, raw: Mapping[str, Any]) -> Tensors:
-  """The tensors of a directory whose config.json is `raw`.
+  """Returns the tensors of a directory whose config.json is `raw`.
 
   Raises:
     ValueError: experts that are not all there, or scales that do not fit.
@@ -63,7 +63,7 @@ class Dequantized:
   def __init__(self, files: Tensors, block: tuple[int, int]):
     """Args:
 
-      files: with a tensor `<key>_scale_inv` [rows / block, columns / block]
+      files: Reader with a tensor `<key>_scale_inv` [rows / block, cols / block]
         for each of 8 bits, rounded up; leading axes are alike.
       block: rows and columns that share a scale.
 
@@ -77,18 +77,19 @@ class Dequantized:
     for key in self._scaled:
       *lead, rows, columns = files.shapes[key]
       want = (*lead, -(-rows // block[0]), -(-columns // block[1]))
-      found = self.shapes.pop(key + _SCALE, None)
+      scale_shape = self.shapes.pop(key + _SCALE, None)
       self.dtypes.pop(key + _SCALE, None)
       self.dtypes[key] = tensor_files.DTYPES["float32"]
-      if found != want:
+      if scale_shape != want:
         raise ValueError(
             f"{self.directory}: tensor {key} is {FLOAT8} and needs"
             f" {key}{_SCALE} of shape {list(want)}, got"
-            f" {found and list(found)}; copy or download the checkpoint again"
+            f" {scale_shape and list(scale_shape)}; copy or download the"
+            " checkpoint again"
         )
 
   def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
-    """A slice; float32 of a tensor of 8 bits."""
+    """Returns a slice; float32 of a tensor of 8 bits."""
     value = self._files.read(key, index)
     if key not in self._scaled:
       return value
@@ -110,7 +111,8 @@ class JoinedExperts:
   def __init__(self, files: Tensors):
     """Args:
 
-      files: with `<layer>.experts.<number>.<gate, up, down>_proj.weight`.
+      files: Reader with `<layer>.experts.<number>.<part>_proj.weight`, where
+        part is gate, up or down.
 
     Raises:
       ValueError: an expert's matrix is missing or of another shape.
@@ -135,12 +137,12 @@ class JoinedExperts:
         self._join(f"{experts}.{name}_proj", keys)
 
   def _join(self, name: str, keys: list[Sequence[str]]) -> None:
-    known = self._files.shapes
-    first = known.get(keys[0][0])
+    shapes = self._files.shapes
+    first = shapes.get(keys[0][0])
     for key in (key for parts in keys for key in parts):
-      if known.get(key) is None or known[key] != first:
+      if shapes.get(key) is None or shapes[key] != first:
         raise ValueError(
-            f"{self.directory}: tensor {key} has shape {known.get(key)}, the"
+            f"{self.directory}: tensor {key} has shape {shapes.get(key)}, the"
             f" other experts' have {first}; copy or download the checkpoint"
             " again"
         )
@@ -150,19 +152,19 @@ class JoinedExperts:
     self.dtypes[name] = self._files.dtypes[keys[0][0]]
 
   def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
-    """A slice; of experts, each one's own part."""
+    """Returns a slice; of experts, each one's own part."""
     if key not in self._keys:
       return self._files.read(key, index)
     rows = self.shapes[key][1]
-    whole = (*index, *(slice(None),) * (3 - len(index)))
-    start, stop, _ = whole[1].indices(rows)
+    slices = (*index, *(slice(None),) * (3 - len(index)))
+    start, stop, _ = slices[1].indices(rows)
     experts = []
-    for parts in self._keys[key][whole[0].start or 0 : whole[0].stop]:
+    for parts in self._keys[key][slices[0].start or 0 : slices[0].stop]:
       size = rows // len(parts)
-      found = []
+      halves = []
       for i, part in enumerate(parts):
         low, high = max(start - i * size, 0), min(stop - i * size, size)
         if low < high:
-          found.append(self._files.read(part, (slice(low, high), whole[2])))
-      experts.append(np.concatenate(found))
+          halves.append(self._files.read(part, (slice(low, high), slices[2])))
+      experts.append(np.concatenate(halves))
     return np.stack(experts)

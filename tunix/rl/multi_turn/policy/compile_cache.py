@@ -21,7 +21,7 @@ _CPU_FACTS = pathlib.Path("/proc/cpuinfo")
 
 
 def _processor() -> str:
-  """A name for the instructions that this machine's CPU has."""
+  """Returns a name for the instructions that this machine's CPU has."""
   facts = platform.machine()
   try:
     for line in _CPU_FACTS.read_text(encoding="utf-8").splitlines():
@@ -35,7 +35,7 @@ def _processor() -> str:
 
 
 def directory(choice: str = AUTO) -> pathlib.Path | None:
-  """The directory that `enable` would use; None if it would use none.
+  """Returns the directory that `enable` would use; None if it would use none.
 
   Args:
     choice: a directory, "off", or "auto": that of the environment variable
@@ -63,24 +63,24 @@ def enable(choice: str = AUTO) -> pathlib.Path | None:
   # Its name "auto" is a default of commands that explain themselves without.
   import jax  # pylint: disable=g-import-not-at-top
 
-  found = directory(choice)
-  if found is None:
+  folder = directory(choice)
+  if folder is None:
     jax.config.update("jax_enable_compilation_cache", False)
     return None
   try:
-    found.mkdir(parents=True, exist_ok=True)
-    probe = found / f".writable-{os.getpid()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / f".writable-{os.getpid()}"
     probe.touch()
     probe.unlink()
   except OSError as error:
     _LOG.warning(
         "compiled programs are not kept: %s cannot be written (%s); choose"
         " another directory with run.compile_cache or %s",
-        found, error, _VARIABLE,
+        folder, error, _VARIABLE,
     )  # pyformat: disable
     return None
-  jax.config.update("jax_compilation_cache_dir", str(found))
+  jax.config.update("jax_compilation_cache_dir", str(folder))
   if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
     # The engine's programs are many, and most compile in less than a second.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-  return found
+  return folder

@@ -25,7 +25,7 @@ _target: contextvars.ContextVar[str | None] = contextvars.ContextVar(
 
 
 def backend() -> str:
-  """The backend compiled for: "cpu", "gpu" or "tpu"."""
+  """Returns the backend compiled for: "cpu", "gpu" or "tpu"."""
   return _target.get() or jax.default_backend()
 
 
@@ -68,7 +68,7 @@ def update_options() -> dict[str, Any]:
 
 
 def _chosen(option: str) -> bool:
-  """Whether the environment or the user decided on `option`."""
+  """Returns whether the environment or the user decided on `option`."""
   return bool(
       jax.config.read("jax_disable_most_optimizations")
   ) or option in os.environ.get("XLA_FLAGS", "")
@@ -76,7 +76,7 @@ def _chosen(option: str) -> bool:
 
 @functools.cache
 def _takes(option: str, value: Any) -> bool:
-  """Whether this XLA has the option; others refuse what they do not know."""
+  """Returns whether this XLA has the option; it refuses unknown ones."""
   probe = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), jnp.float32))
   try:
     probe.compile({option: value})

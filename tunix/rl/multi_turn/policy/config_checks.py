@@ -57,20 +57,22 @@ def float8_block(raw: Mapping[str, Any]) -> tuple[int, int] | None:
 
   None where weights are not FP8, or scaled otherwise.
   """
-  found = raw.get("quantization_config")
-  if not isinstance(found, Mapping) or found.get("quant_method") != "fp8":
+  section = raw.get("quantization_config")
+  if not isinstance(section, Mapping) or section.get("quant_method") != "fp8":
     return None
-  block = found.get("weight_block_size")
-  if found.get("fmt", "e4m3") != "e4m3" or not block or len(block) != 2:
+  block = section.get("weight_block_size")
+  if section.get("fmt", "e4m3") != "e4m3" or not block or len(block) != 2:
     return None
   return int(block[0]), int(block[1])
 
 
 def refuse_quantized(raw: Mapping[str, Any]) -> None:
   """Refuses quantized weights (AWQ, GPTQ, ...), but for `float8_block`'s."""
-  found = raw.get("quantization_config")
-  if found and float8_block(raw) is None:
-    method = found.get("quant_method") if isinstance(found, Mapping) else found
+  section = raw.get("quantization_config")
+  if section and float8_block(raw) is None:
+    method = section
+    if isinstance(section, Mapping):
+      method = section.get("quant_method")
     raise ValueError(
         f"config.json: quantization_config.quant_method={method!r}, quantized"
         " weights are neither trained nor unpacked here but for fp8 in e4m3"

@@ -139,18 +139,18 @@ class CustomPolicy:
       ValueError: an argument that the factory does not take or lacks, or a
         result that lacks something; names it.
     """
-    given = {"seed": seed, "mesh": mesh, "screen": screen, **changes}
-    dtype = given.get("compute_dtype", "float32")
+    arguments = {"seed": seed, "mesh": mesh, "screen": screen, **changes}
+    dtype = arguments.get("compute_dtype", "float32")
     if "compute_dtype" not in self._takes and dtype != "float32":
       raise ValueError(
           f"{self.name} takes no compute_dtype, so policy.dtype={dtype} would"
           " have no effect; add the argument, or leave policy.dtype=float32"
       )
-    self._check_arguments(given)
+    self._check_arguments(arguments)
     model, processor, tokenizer = self._checked(
         self._factory(**{
             key: value
-            for key, value in given.items()
+            for key, value in arguments.items()
             if key in self._takes or key not in FROM_RUN
         })
     )
@@ -158,9 +158,9 @@ class CustomPolicy:
       sharding.shard_model(model, mesh)
     return model, processor, tokenizer
 
-  def _check_arguments(self, given: Mapping[str, Any]) -> None:
+  def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
     own = [name for name in self._takes if name not in FROM_RUN]
-    for key in given:
+    for key in arguments:
       if key in FROM_RUN or key in self._takes or self._takes_any:
         continue
       near = difflib.get_close_matches(key, own, 1, 0.0)
@@ -171,18 +171,18 @@ class CustomPolicy:
       )
     for key in own:
       needed = self._takes[key].default is inspect.Parameter.empty
-      if needed and key not in given:
+      if needed and key not in arguments:
         raise ValueError(
             f"{self.name} needs the argument {key!r}; set policy.config.{key}"
         )
 
-  def _checked(self, made: Any) -> Loaded:
-    if not isinstance(made, tuple) or len(made) != 3:
+  def _checked(self, result: Any) -> Loaded:
+    if not isinstance(result, tuple) or len(result) != 3:
       raise ValueError(
-          f"{self.name} returned a {type(made).__name__}; it must return the"
+          f"{self.name} returned a {type(result).__name__}; it must return the"
           " tuple (model, processor, tokenizer)"
       )
-    model, processor, tokenizer = made
+    model, processor, tokenizer = result
     if not isinstance(model, nnx.Module):
       raise ValueError(
           f"{self.name}: the model is a {type(model).__name__}; it must be a"
@@ -226,17 +226,17 @@ class CustomPolicy:
 
   def _need(
       self,
-      found: Any,
+      subject: Any,
       part: str,
       names: tuple[str, ...],
       method: bool = False,
   ) -> None:
     for name in names:
-      value = getattr(found, name, None)
+      value = getattr(subject, name, None)
       if value is None or (method and not callable(value)):
         kind = "method" if method else "attribute"
         raise ValueError(
-            f"{self.name}: {part} ({type(found).__name__}) has no {kind}"
+            f"{self.name}: {part} ({type(subject).__name__}) has no {kind}"
             f" {name!r}; policy/base.py documents the protocol"
         )
 
@@ -249,7 +249,7 @@ class CustomPolicy:
       screen: tuple[int, int] | None = None,
       **changes: Any,
   ) -> Loaded:
-    """A policy of the factory with the weights of a saved directory.
+    """Returns a policy of the factory with the weights of a saved directory.
 
     Raises:
       FileNotFoundError, ValueError: as `check` and `create`.
@@ -277,8 +277,8 @@ class CustomPolicy:
   ) -> None:
     """Refuses weights that cannot take the place of `model`'s; reads none.
 
-    Of a directory that the factory's own `save` has written, only whether it
-    is there.
+    Of a directory that the factory's own `save` wrote, checks its existence
+    only.
 
     Raises:
       FileNotFoundError: the directory or a file of it is missing.
@@ -289,22 +289,8 @@ class CustomPolicy:
     if self._own_files:
       return
     file = policy_files.file_of(directory, WEIGHTS)
-    with tensor_files.opened(file) as opened:
-      there = {
-          key: tuple(opened.get_slice(key).get_shape())
-          for key in opened.keys()
-      }
-    wanted = {
-        name: tuple(value.shape)
-        for name, value in policy_files.named_parameters(model).items()
-    }
-    for name in sorted({*there, *wanted}):
-      if there.get(name) != wanted.get(name):
-        raise ValueError(
-            f"{directory} does not fit {self.name}: tensor {name} is"
-            f" {there.get(name, 'absent')} there,"
-            f" {wanted.get(name, 'absent')} here"
-        )
+    if difference := policy_files.misfit(file, model):
+      raise ValueError(f"{directory} does not fit {self.name}: {difference}")
 
   def save(self, directory: str | pathlib.Path, model: nnx.Module) -> None:
     """Writes a directory that `load` reads; its policy files are replaced."""
@@ -328,7 +314,7 @@ class CustomPolicy:
 def chat_template(
     processor: Any, options: Mapping[str, Any]
 ) -> template_lib.ChatTemplate | None:
-  """The template that a factory's processor brings; None for none.
+  """Returns the template that a factory's processor brings; None for none.
 
   Raises:
     ValueError: it is no Jinja.

@@ -85,8 +85,8 @@ class SigmoidRouter(nnx.Module):
       grouped = choice_TE.reshape(len(x_TD), self.groups, -1)
       of_groups = jax.lax.top_k(grouped, 2)[0].sum(-1)
       _, best = jax.lax.top_k(of_groups, self.top_groups)
-      kept = jax.nn.one_hot(best, self.groups).sum(-2) > 0
-      choice_TE = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(
+      in_best = jax.nn.one_hot(best, self.groups).sum(-2) > 0
+      choice_TE = jnp.where(in_best[..., None], grouped, -jnp.inf).reshape(
           choice_TE.shape
       )
     _, experts = jax.lax.top_k(choice_TE, self.top_k)
@@ -116,13 +116,13 @@ class Experts(nnx.Module):
 
   def adapters(self, dtype: Any) -> LowRank:
     """Of the parts that have one."""
-    found = {}
+    pairs = {}
     for part in PARTS:
       adapter = getattr(self, part + "_lora")
       if adapter.lora_a is not None:
         b = adapter.lora_b[...] * adapter.lora_scale
-        found[part] = adapter.lora_a[...].astype(dtype), b.astype(dtype)
-    return found
+        pairs[part] = adapter.lora_a[...].astype(dtype), b.astype(dtype)
+    return pairs
 
   def matrices(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Gate and up [E, D, 2 I], down [E, I, D]; of an int8 copy restored."""
@@ -166,8 +166,8 @@ class SparseMLP(nnx.Module):
     """Args:
 
       text: sizes.
-      init: of fresh weights.
-      mesh: that the weights lie on, if any.
+      init: Maker of fresh weights.
+      mesh: Mesh that the weights lie on, if any.
       sigmoid_router: see `qwen_families.Family`.
     """
     self.gate = (SigmoidRouter if sigmoid_router else Router)(text, init)
@@ -191,7 +191,7 @@ class SparseMLP(nnx.Module):
     return chosen + share * self.shared_expert(x_BTD)
 
   def _chosen(self, x_BTD: jax.Array) -> jax.Array:
-    """What the chosen experts give."""
+    """Returns the weighted sum of each token's chosen experts: [B, T, D]."""
     b, t, d = x_BTD.shape
     weights, experts = self.gate(x_BTD.reshape(-1, d))
     k = weights.shape[-1]
@@ -233,13 +233,16 @@ def _through_experts(
     low: LowRank,
     first: int | jax.Array,
 ) -> jax.Array:
-  """Sum over the experts first, first + 1, … of those a token has chosen."""
+  """Sums a token's chosen experts from this call's: first, first + 1, …."""
   b, t, d = x_BTD.shape
   k = weights_BTK.shape[-1]
   count = up_EDI.shape[0]
+  # 1. Sort the pairs of token and chosen expert by expert: a ragged product
+  #    takes the rows of each expert together. Pairs of experts of other devices
+  #    come last, behind all groups.
   chosen = experts_BTK.reshape(-1) - first
-  mine = (chosen >= 0) & (chosen < count)
-  chosen = jnp.where(mine, chosen, count)  # Sorts last, behind all groups.
+  is_local = (chosen >= 0) & (chosen < count)
+  chosen = jnp.where(is_local, chosen, count)
   order = jnp.argsort(chosen, stable=True)
   sizes = jnp.bincount(chosen, length=count).astype(jnp.int32)
   x_XD = x_BTD.reshape(-1, d)[order // k]
@@ -250,14 +253,16 @@ def _through_experts(
     a, b = low[part]
     return y + jax.lax.ragged_dot(jax.lax.ragged_dot(x, a, sizes), b, sizes)
 
+  # 2. The experts' MLPs, one product a matrix.
   both = jax.lax.ragged_dot(x_XD, up_EDI, sizes)
   gate, up = jnp.split(both, 2, axis=-1)
   gate, up = added(gate, x_XD, "gate_proj"), added(up, x_XD, "up_proj")
   hidden_XI = jax.nn.silu(gate) * up
   y_XD = jax.lax.ragged_dot(hidden_XI, down_EID, sizes)
   y_XD = added(y_XD, hidden_XI, "down_proj")
-  weight = jnp.where(mine, weights_BTK.reshape(-1), 0)[order]
-  # Rows behind the last group are not computed, so they may hold anything.
+  # 3. Add the weighted rows to their tokens. Rows behind the last group are not
+  #    computed, so they may hold anything.
+  weight = jnp.where(is_local, weights_BTK.reshape(-1), 0)[order]
   y_XD = jnp.where(weight[:, None] != 0, y_XD * weight[:, None], 0)
   summed = jnp.zeros((b * t, d), jnp.float32).at[order // k].add(
       y_XD.astype(jnp.float32)

@@ -72,14 +72,14 @@ class Decoder(qwen_decoder.Decoder):
       self, positions_BT3: jax.Array
   ) -> Callable[[Any], qwen_decoder.Rotation]:
     text = self.config.text
-    whole = self.rotation(positions_BT3)
+    full = self.rotation(positions_BT3)
     axes = layers.mrope_axes(text.mrope_section, False)
     local = layers.mrope(
         positions_BT3,
         axes,
         layers.rope_frequencies(2 * len(axes), text.local_rope_theta),
     )
-    return lambda layer: local if text.window(layer) else whole
+    return lambda layer: local if text.window(layer) else full
 
 
 class Gemma3Text(qwen_text.QwenText):
@@ -115,7 +115,7 @@ class Gemma3(Gemma3Text, qwen_vl.QwenVL):
 
 
 def last_seen(is_image_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
-  """int32[B, T]: the last place that a token sees.
+  """Returns int32[B, T]: the last place that a token sees.
 
   That of a vision token is the last of the run it stands in, within its
   segment; that of any other one is its own.

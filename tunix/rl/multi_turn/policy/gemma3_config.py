@@ -29,7 +29,7 @@ _TOKENS = 256  # Of an image.
 def read(
     raw: Mapping[str, Any], text: Mapping[str, Any], vision: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """The fields `vision` and `text` of a `QwenVLConfig`.
+  """Returns the fields `vision` and `text` of a `QwenVLConfig`.
 
   Args:
     raw: the file's content.
@@ -111,7 +111,7 @@ def _vision(
 
 
 def read_text(text: Mapping[str, Any]) -> qwen_shapes.TextConfig:
-  """The decoder, of a text_config or a text model's file, with defaults.
+  """Returns the decoder of a text_config or a text model's file.
 
   Raises:
     ValueError: a field that asks for more than is computed here.
@@ -143,14 +143,8 @@ def read_text(text: Mapping[str, Any]) -> qwen_shapes.TextConfig:
       f"rope_parameters of {SLIDING} layers are scaled, which are plain here",
   )
   return qwen_shapes.TextConfig(
-      vocab_size=text["vocab_size"],
-      hidden_size=text["hidden_size"],
-      intermediate_size=text["intermediate_size"],
-      num_hidden_layers=layers,
-      num_attention_heads=text["num_attention_heads"],
-      num_key_value_heads=text["num_key_value_heads"],
+      **{name: text[name] for name in qwen_shapes.DECODER_FIELDS},
       head_dim=head_dim,
-      rms_norm_eps=text["rms_norm_eps"],
       rope_theta=float(rope[FULL]["rope_theta"]),
       mrope_section=(head_dim // 2, 0, 0),
       rope_scaling=rope_scaling.read(rope[FULL], longest),
@@ -166,17 +160,17 @@ def read_text(text: Mapping[str, Any]) -> qwen_shapes.TextConfig:
 def _rope(text: Mapping[str, Any], kind: str) -> dict[str, Any]:
   """A kind of layers' rotary positions; the old `rope_scaling` is of full
   ones."""
-  found = dict((text.get("rope_parameters") or {}).get(kind) or {})
+  rope = dict((text.get("rope_parameters") or {}).get(kind) or {})
   if kind == FULL:
-    found |= text.get("rope_scaling") or {}
-  found.pop("truncate", None)  # transformers reads none of a kind of layers.
+    rope |= text.get("rope_scaling") or {}
+  rope.pop("truncate", None)  # transformers reads none of a kind of layers.
   theta = text.get(_OLD_THETA[kind])
-  found.setdefault("rope_theta", _THETA[kind] if theta is None else theta)
-  return found
+  rope.setdefault("rope_theta", _THETA[kind] if theta is None else theta)
+  return rope
 
 
 def to_hf(config: qwen_shapes.QwenVLConfig) -> dict[str, Any]:
-  """A `config.json` that `transformers` builds the same model from."""
+  """Returns a `config.json` that `transformers` builds the same model from."""
   vision = config.vision
   side = round(vision.num_position_embeddings**0.5)
   return {
@@ -203,7 +197,7 @@ def to_hf(config: qwen_shapes.QwenVLConfig) -> dict[str, Any]:
 
 
 def text_to_hf(config: Any) -> dict[str, Any]:
-  """The decoder's section, or the file of a text model."""
+  """Returns the decoder's section, or the file of a text model."""
   text = config.text
   full: dict[str, Any] = {
       "rope_type": "default", "rope_theta": text.rope_theta
@@ -212,14 +206,8 @@ def text_to_hf(config: Any) -> dict[str, Any]:
   scalar = text.query_pre_attn_scalar or text.head_dim
   return {
       "model_type": "gemma3_text",
-      "vocab_size": text.vocab_size,
-      "hidden_size": text.hidden_size,
-      "intermediate_size": text.intermediate_size,
-      "num_hidden_layers": text.num_hidden_layers,
-      "num_attention_heads": text.num_attention_heads,
-      "num_key_value_heads": text.num_key_value_heads,
+      **{name: getattr(text, name) for name in qwen_shapes.DECODER_FIELDS},
       "head_dim": text.head_dim,
-      "rms_norm_eps": text.rms_norm_eps,
       "hidden_activation": _ACT,
       "max_position_embeddings": qwen_defaults.POSITIONS,
       "query_pre_attn_scalar": int(scalar) if scalar % 1 == 0 else scalar,

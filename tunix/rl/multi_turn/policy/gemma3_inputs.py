@@ -57,7 +57,7 @@ class Gemma3Processor(qwen_vl_inputs.QwenVLProcessor):
     return round(self.max_pixels**0.5)
 
   def describe(self) -> str:
-    """The settings and their source, in a line for people."""
+    """Returns the settings and their source, in a line for people."""
     return (
         f"all of {self.side}x{self.side}, patches of {self.patch_size},"
         f" {self.merge_size}x{self.merge_size} a token"
@@ -80,12 +80,12 @@ class Gemma3Processor(qwen_vl_inputs.QwenVLProcessor):
       images: Sequence[trajectory.ImageSpan],
       start: int = 0,
   ) -> np.ndarray:
-    """Places in the sequence, see `QwenVLProcessor.positions`.
+    """Returns the places in the sequence, see `QwenVLProcessor.positions`.
 
     Raises:
       ValueError: also where an image follows another one immediately.
     """
-    found = super().positions(tokens, images, start)
+    positions_T3 = super().positions(tokens, images, start)
     for before, after in zip(images, images[1:]):
       if before.end == after.offset:
         raise ValueError(
@@ -94,7 +94,7 @@ class Gemma3Processor(qwen_vl_inputs.QwenVLProcessor):
             " <end_of_image> and <start_of_image> between them, as its"
             " processor does"
         )
-    return found
+    return positions_T3
 
 
 def default_settings(
@@ -119,16 +119,16 @@ def processor(
     pixels: Mapping[str, Any],
     budget: tuple[int, int] | None = None,
 ) -> Gemma3Processor:
-  """The host side of a config.
+  """Returns the host side of a config.
 
   Args:
-    settings: as of `image_settings.read`.
-    config: of the model.
+    settings: Settings of `image_settings.read`.
+    config: Configuration of the model.
     pixels: limits of an image's area that were asked for.
     budget: (pixels, images) of a trajectory.
 
   Raises:
-    ValueError: an image cannot have so many pixels, or so few.
+    ValueError: the limits exclude the one size that images have.
   """
   vision = config.vision
   side = settings.values["image_size"]

@@ -3,7 +3,7 @@
 Without an end-of-turn id in generation_config.json, `generate` samples on past
 the end of a turn, up to its limit of tokens.
 
-Promises: a generation_config.json that the policy came with is kept as it is;
+Promises: a generation_config.json that the policy came with stays unchanged;
 config.json gets ids that it lacks, and none is replaced.
 """
 
@@ -32,8 +32,8 @@ def write(directory: str | pathlib.Path) -> None:
     return
   generation = directory / NAME
   if generation.is_file():  # Its own, which config.json then repeats.
-    theirs = tensor_files.read_json(generation)
-    ids |= {key: theirs[key] for key in ids if theirs.get(key) is not None}
+    existing = tensor_files.read_json(generation)
+    ids |= {key: existing[key] for key in ids if existing.get(key) is not None}
   else:
     _replace(generation, {
         **ids,
@@ -51,20 +51,22 @@ def write(directory: str | pathlib.Path) -> None:
 
 def ids_of(directory: pathlib.Path) -> dict[str, int]:
   """`eos_token_id` and `pad_token_id`, as tokenizer_config.json names them."""
-  found: dict[str, int] = {}
+  ids: dict[str, int] = {}
   path = directory / "tokenizer_config.json"
   if not path.is_file() or not (directory / "tokenizer.json").is_file():
-    return found
+    return ids
   named = tensor_files.read_json(path)
   added = tensor_files.read_json(directory / "tokenizer.json")
-  known = {one["content"]: one["id"] for one in added.get("added_tokens", ())}
+  added_ids = {
+      token["content"]: token["id"] for token in added.get("added_tokens", ())
+  }
   for role in ("eos", "pad"):
     token = named.get(f"{role}_token")
     # Older files hold {"content": …}.
     text = token.get("content") if isinstance(token, dict) else token
-    if text in known:
-      found[f"{role}_token_id"] = known[text]
-  return found
+    if text in added_ids:
+      ids[f"{role}_token_id"] = added_ids[text]
+  return ids
 
 
 def _with(config: dict[str, Any], ids: dict[str, Any]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ _LLAMA3_FACTORS = "rope_freqs.weight"
 
 
 def pretrained(name: str) -> pathlib.Path:
-  """The file of a name of `settings.PRETRAINED`, in its installed package.
+  """Returns the file of a name of `settings.PRETRAINED`, in its package.
 
   Raises:
     ValueError: the package is not installed.
@@ -70,7 +70,7 @@ def pretrained(name: str) -> pathlib.Path:
 
 
 def directory_of(file: pathlib.Path) -> pathlib.Path:
-  """The policy directory of a GGUF file, made on the first call.
+  """Returns the policy directory of a GGUF file, made on the first call.
 
   Raises:
     ValueError: the file is no whole GGUF file of a policy that loads here.
@@ -135,7 +135,7 @@ def _write(file: pathlib.Path, directory: pathlib.Path) -> None:
 
 
 def _package() -> Any:
-  """The package `gguf`, which the extra `pretrained` brings."""
+  """Returns the package `gguf`, which the extra `pretrained` brings."""
   try:
     import gguf
   except ImportError:
@@ -147,7 +147,7 @@ def _package() -> Any:
 
 
 def _open(file: pathlib.Path) -> Any:
-  """The package's reader; refuses other architectures before it reads on."""
+  """Opens the package's reader; refuses other architectures at once."""
   gguf = _package()
 
   class Reader(gguf.GGUFReader):
@@ -189,7 +189,7 @@ def _family(architecture: Any) -> str:
 def _config(
     fields: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """The content of config.json.
+  """Returns the content of config.json.
 
   Raises:
     ValueError: a field is missing, or asks for more than is computed here.
@@ -256,14 +256,14 @@ def _config(
 
 
 def _short(value: float) -> float:
-  """A float32 as it was written: 1e-05, not 9.99999975e-06."""
+  """Returns a float32 as it was written: 1e-05, not 9.99999975e-06."""
   return float(f"{value:.7g}")
 
 
 def _scaling(
     get: Any, tensors: Mapping[str, Any], head_dim: int, theta: float
 ) -> dict[str, Any] | None:
-  """The section `rope_scaling`; None where positions are plain."""
+  """Returns the section `rope_scaling`; None where positions are plain."""
   if _LLAMA3_FACTORS in tensors:
     return _llama3(np.array(tensors[_LLAMA3_FACTORS].data), head_dim, theta)
   kind = get("rope.scaling.type", "none")
@@ -348,7 +348,7 @@ def _value(
     file: pathlib.Path, config: Mapping[str, Any], key: str, tensor: Any,
     dtype: str,
 ) -> np.ndarray:  # pyformat: disable
-  """A tensor's numbers as a checkpoint has them."""
+  """Returns a tensor's numbers as a checkpoint has them."""
   gguf = _package()
   shape = tuple(int(n) for n in reversed(tensor.shape))
   if dtype == "bfloat16":

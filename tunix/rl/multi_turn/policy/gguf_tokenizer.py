@@ -41,7 +41,7 @@ def _split(digits: str) -> list[Any]:
 
 
 def _pre_tokenizers(name: Any) -> list[Any]:
-  """The steps before bytes, of `tokenizer.ggml.pre`.
+  """Returns the steps before bytes, of `tokenizer.ggml.pre`.
 
   Raises:
     ValueError: another name.
@@ -172,7 +172,7 @@ def _merges(
     vocabulary: Mapping[str, int],
     scores: Sequence[float],
 ) -> list[tuple[str, str]]:
-  """Every way to join two pieces to a third, the third's best score first."""
+  """Lists the ways to join two pieces to a third, best scores first."""
   if len(scores) != len(tokens):
     raise ValueError(
         f"tokenizer.ggml.scores has {len(scores)} entries for"

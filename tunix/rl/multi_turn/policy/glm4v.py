@@ -10,44 +10,19 @@ which the numbers are held in tests. Axis names: see `base`.
 
 from __future__ import annotations
 
+import functools
+
 from flax import nnx
 import jax
 import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import layers
-from tunix.rl.multi_turn.policy import qwen3_vl
 from tunix.rl.multi_turn.policy import qwen_shapes
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy import vision_blocks
 
 _SHARPNESS = -0.75
 """Of the cubic convolution (Keys 1981) that stretches learned positions."""
-
-
-class VisionBlock(nnx.Module):
-
-  def __init__(
-      self,
-      vision: qwen_shapes.VisionConfig,
-      init: layers.Init,
-      tensor: str | None,
-      mesh: jax.sharding.Mesh | None,
-  ):
-    width = vision.hidden_size
-    self.norm1 = layers.RMSNorm(width, init, vision.rms_norm_eps)
-    self.attn = qwen3_vl.VisionAttention(vision, init, tensor, mesh, bias=False)
-    self.norm2 = layers.RMSNorm(width, init, vision.rms_norm_eps)
-    # As wide inside as a vision token: `intermediate_size` is the merger's.
-    self.mlp = layers.GatedMLP(width, vision.out_hidden_size, init, tensor)
-
-  def __call__(
-      self,
-      x_SPD: jax.Array,
-      segments_SP: jax.Array,
-      rotation: tuple[jax.Array, jax.Array],
-      reach: kernels.Reach,
-  ) -> jax.Array:
-    x = x_SPD + self.attn(self.norm1(x_SPD), segments_SP, rotation, reach)
-    return x + self.mlp(self.norm2(x))
 
 
 class Downsample(nnx.Module):
@@ -74,7 +49,7 @@ class Downsample(nnx.Module):
     return y + self.bias[...].astype(y.dtype)
 
 
-class PatchMerger(nnx.Module):
+class PatchMerger(layers.GatedMLP):
   """down(silu(gate(y)) * up(y)) with y = gelu(norm(proj(x)))."""
 
   def __init__(
@@ -86,15 +61,11 @@ class PatchMerger(nnx.Module):
     width = vision.out_hidden_size
     self.proj = layers.Linear(width, width, init, ("fsdp", tensor), False)
     self.post_projection_norm = layers.LayerNorm(width, init, 1e-5)
-    hidden = vision.intermediate_size
-    self.gate_proj = layers.Linear(width, hidden, init, ("fsdp", tensor), False)
-    self.up_proj = layers.Linear(width, hidden, init, ("fsdp", tensor), False)
-    self.down_proj = layers.Linear(hidden, width, init, (tensor, "fsdp"), False)
+    super().__init__(width, vision.intermediate_size, init, tensor)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     x = self.post_projection_norm(self.proj(x))
-    x = jax.nn.gelu(x, approximate=False)
-    return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+    return super().__call__(layers.gelu(x))
 
 
 class Embeddings(nnx.Module):
@@ -106,7 +77,7 @@ class Embeddings(nnx.Module):
     )
 
 
-class VisionTower(nnx.Module):
+class VisionTower(vision_blocks.VisionTower):
   """See the module docstring."""
 
   def __init__(
@@ -115,24 +86,24 @@ class VisionTower(nnx.Module):
       init: layers.Init,
       mesh: jax.sharding.Mesh | None = None,
   ):
-    vision = config.vision
-    tensor = "tensor" if config.vision_tensor_parallel else None
-    self.config = config
-    self.mesh = mesh
-    self.patch_embed = layers.PatchEmbed(
-        vision.patch_size,
-        vision.hidden_size,
-        init,
-        vision.image_mean,
-        vision.image_std,
-        bias=True,
-    )
-    norm = lambda: layers.RMSNorm(vision.hidden_size, init, vision.rms_norm_eps)
+    super().__init__(config, init, mesh, patch_bias=True)
+    vision, tensor = config.vision, vision_blocks.tensor_axis(config)
+    width = vision.hidden_size
+    norm = functools.partial(layers.RMSNorm, width, init, vision.rms_norm_eps)
     self.post_conv_layernorm = norm()
     self.embeddings = Embeddings(vision, init)
-    self.blocks = nnx.List(
-        [VisionBlock(vision, init, tensor, mesh) for _ in range(vision.depth)]
-    )
+    self.blocks = nnx.List([
+        vision_blocks.VisionBlock(
+            norm,
+            vision_blocks.VisionAttention(
+                vision, init, tensor, mesh, bias=False
+            ),
+            # As wide inside as a vision token: `intermediate_size` is the
+            # merger's.
+            layers.GatedMLP(width, vision.out_hidden_size, init, tensor),
+        )
+        for _ in range(vision.depth)
+    ])
     self.post_layernorm = norm()
     self.downsample = Downsample(vision, init)
     self.merger = PatchMerger(vision, init, tensor)
@@ -150,12 +121,8 @@ class VisionTower(nnx.Module):
     x = self.post_conv_layernorm(x)
     rotation = layers.vision_rotation(positions_SP4[..., :2], vision.head_dim)
     x = x + self._learned_positions(positions_SP4).astype(x.dtype)
-    run = layers.remat(config.remat)(
-        lambda block, x: sharding.constrain(
-            block(x, segments_SP, rotation, reach),
-            self.mesh,
-            *sharding.TOKENS,
-        )
+    run = vision_blocks.runner(
+        config, self.mesh, segments_SP, rotation, reach
     )
     x = layers.repeat(run, self.blocks, x, config.scan_layers)
     x = self.downsample(self.post_layernorm(x))
@@ -163,9 +130,9 @@ class VisionTower(nnx.Module):
     return x[:, :, None]
 
   def _learned_positions(self, positions_SP4: jax.Array) -> jax.Array:
-    """[S, P, D]: the square of positions stretched over the image's grid.
+    """Stretches the square of positions over the image's grid: [S, P, D].
 
-    Bicubic, centre on centre; beyond the square its border goes on. In whole
+    Bicubic, centre on centre; beyond the square its border repeats. In whole
     numbers up to the fraction, so that no rounding picks another neighbour.
     """
     # A small table, looked up sixteen times: once gathered is cheapest.
@@ -182,13 +149,7 @@ class VisionTower(nnx.Module):
         (jnp.clip(low + step, 0, side - 1), _cubic(fraction - step))
         for step in (-1, 0, 1, 2)
     ]
-    total = jnp.zeros((), jnp.float32)
-    for rows, row_weight in taps:
-      for columns, column_weight in taps:
-        found = table[rows[..., 0] * side + columns[..., 1]]
-        weight = row_weight[..., 0] * column_weight[..., 1]
-        total += found * weight[..., None]
-    return total
+    return vision_blocks.interpolated(table, side, taps)
 
 
 def _cubic(distance: jax.Array) -> jax.Array:

@@ -87,26 +87,26 @@ def _resolve_keys(
   missing = []
   for tensor in tensors:
     for key in tensor.keys:
-      found = next((k for k in spellings(key) if k in files.shapes), None)
-      if found is None:
+      name = next((k for k in spellings(key) if k in files.shapes), None)
+      if name is None:
         missing.append(key)
       else:
-        names[key] = found
+        names[key] = name
   problems = []
   _orient(tensors, files, names)
   for tensor in tensors:
     for key in tensor.keys:
-      found = names.get(key)
-      if found is None:
+      name = names.get(key)
+      if name is None:
         continue
-      if files.shapes[found] != tensor.shape:
+      if files.shapes[name] != tensor.shape:
         problems.append(
-            f"tensor {found} has shape {list(files.shapes[found])}, config.json"
+            f"tensor {name} has shape {list(files.shapes[name])}, config.json"
             f" needs {list(tensor.shape)}"
         )
-      if files.dtypes[found] not in tensor_files.READABLE:
+      if files.dtypes[name] not in tensor_files.READABLE:
         problems.append(
-            f"tensor {found} has dtype {files.dtypes[found]}, only"
+            f"tensor {name} has dtype {files.dtypes[name]}, only"
             f" {', '.join(tensor_files.READABLE)} can be read, and of quantized"
             " checkpoints fp8 with blocks"
         )
@@ -142,11 +142,11 @@ def _orient(
   """
   experts = [t for t in tensors if t.either_way]
   for tensor in experts:
-    found = names.get(tensor.keys[0])
-    if found is None or tensor.square:
+    name = names.get(tensor.keys[0])
+    if name is None or tensor.square:
       continue
     swapped = (*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2])
-    if files.shapes[found] == swapped:
+    if files.shapes[name] == swapped:
       for other in experts:
         other.transposed = True
     return
@@ -157,11 +157,11 @@ def load_model(
     mesh: jax.sharding.Mesh | None = None,
     **changes: Any,
 ) -> qwen_text.QwenText:
-  """A policy with the weights of a checkpoint directory.
+  """Returns a policy with the weights of a checkpoint directory.
 
   Args:
-    directory: with config.json and safetensors files.
-    mesh: where the weights lie; None is the default device.
+    directory: Directory with config.json and safetensors files.
+    mesh: Mesh that the weights lie on; None is the default device.
     **changes: run-time fields of the config: compute_dtype, param_dtype,
       remat, ….
 
@@ -200,7 +200,7 @@ def _files(directory: pathlib.Path) -> checkpoint_views.Tensors:
 
 
 def model_class(config: qwen_text_config.AnyConfig) -> type:
-  """The policy class of a config."""
+  """Returns the policy class of a config."""
   if isinstance(config, qwen_text_config.QwenTextConfig):
     return gemma3.Gemma3Text if config.traits.windows else qwen_text.QwenText
   return gemma3.Gemma3 if config.traits.windows else qwen_vl.QwenVL
@@ -209,7 +209,7 @@ def model_class(config: qwen_text_config.AnyConfig) -> type:
 def abstract_model(
     config: qwen_text_config.AnyConfig, mesh: jax.sharding.Mesh | None = None
 ) -> qwen_text.QwenText:
-  """The policy with shapes in place of weights."""
+  """Returns the policy with shapes in place of weights."""
   kind = model_class(config)
   return nnx.eval_shape(lambda: kind(config, random_keys.Keys(), mesh))
 
@@ -217,7 +217,7 @@ def abstract_model(
 def load_config(
     directory: str | pathlib.Path, **changes: Any
 ) -> qwen_text_config.AnyConfig:
-  """The configuration of a checkpoint directory.
+  """Returns the configuration of a checkpoint directory.
 
   Raises:
     FileNotFoundError: no config.json.
@@ -247,7 +247,7 @@ def _with_statistics(
     config: qwen_config.QwenVLConfig,
     images: image_settings.ImageSettings | None,
 ) -> qwen_config.QwenVLConfig:
-  """The config with the mean and deviation that images are normalised by."""
+  """Returns the config with the mean and deviation of its images."""
   if images is None:
     return config
   vision = config.vision
@@ -270,7 +270,7 @@ def _read_placed(
     names: Mapping[str, str],
     mesh: jax.sharding.Mesh | None,
 ) -> jax.Array:
-  """The parameter on its devices; one part at a time in host memory."""
+  """Returns the parameter on its devices; one part at a time in host memory."""
   shape = tuple(tensor.variable.shape)
   read = functools.partial(
       _read_part, tensor, files, names, np.dtype(tensor.variable.dtype)
@@ -299,7 +299,7 @@ def _read_part(
     dtype: np.dtype,
     spans: Sequence[tuple[int, int]],
 ) -> np.ndarray:
-  """The part of a parameter between the spans of its axes.
+  """Returns the part of a parameter between the spans of its axes.
 
   A transposed one is a view: the transfer to the device turns it, which is
   several times faster than numpy.
@@ -341,7 +341,7 @@ def save_model(
       (`lora.merge`).
     source: directory whose config.json, tokenizer and processor files are
       copied; None writes a config.json from the model's configuration.
-    dtype: of the stored tensors; None = as the parameters are.
+    dtype: Type of the stored tensors; None = that of the parameters.
     max_file_bytes: larger models are split into several files and an index.
     untied: writes a tied embedding a second time, as the output matrix, and
       says in config.json that the two are not tied.
@@ -425,7 +425,7 @@ def save_policy(
     model: see `save_model`.
     tokenizer: a policy directory or a shipped name. Of the same family, its
       config.json is kept as well.
-    dtype: of the stored tensors.
+    dtype: Type of the stored tensors.
     untied: see `save_model`.
   """
   source = policy_files.resolve(tokenizer)
@@ -476,7 +476,7 @@ def _take_place(
 def _config_json(
     model: qwen_text.QwenText, source: str | pathlib.Path | None, stored: str
 ) -> dict[str, Any]:
-  """The content of config.json: the source's own, or the model's.
+  """Returns the content of config.json: the source's own, or the model's.
 
   Raises:
     ValueError: the source's is of another model.
@@ -484,13 +484,14 @@ def _config_json(
   if source is None:
     config = _to_hf(model.config)
   else:
-    theirs = load_config(source)
-    decided = qwen_text_config.run_fields(theirs)
-    for field in dataclasses.fields(theirs):
+    source_config = load_config(source)
+    decided = qwen_text_config.run_fields(source_config)
+    for field in dataclasses.fields(source_config):
       if field.name in decided:
         continue
       got, want = (
-          getattr(c, field.name, "absent") for c in (theirs, model.config)
+          getattr(c, field.name, "absent")
+          for c in (source_config, model.config)
       )
       if got != want:
         raise ValueError(
@@ -540,7 +541,7 @@ def _to_hf(config: qwen_text_config.AnyConfig) -> dict[str, Any]:
 
 
 def _on_host(piece: checkpoint_names.Piece, dtype: str) -> np.ndarray:
-  """A tensor as the file has it."""
+  """Returns a tensor as the file has it."""
   tensor = piece.tensor
   value = _as_stored(
       tensor.variable[...],
@@ -569,7 +570,7 @@ def _as_stored(
     transposed: bool,
     dtype: str,
 ) -> jax.Array:
-  """A tensor as the file has it, made where it lies: quicker than in numpy.
+  """Makes a file's tensor on its device, which is quicker than in numpy.
 
   Always a copy: an array on several devices keeps the host's copy of it, and
   saving would leave the whole model on the host.

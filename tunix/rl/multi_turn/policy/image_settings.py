@@ -98,8 +98,8 @@ class ImageSettings:
   `gemma3_inputs.processor`.
 
   Attributes:
-    values: by the names of preprocessor_config.json; limits of an image's area
-      are `min_pixels` and `max_pixels`.
+    values: Settings by the names of preprocessor_config.json, where limits of
+      an image's area are `min_pixels` and `max_pixels`.
     source: the files that they were read from, for people.
     raw: the file's own section, with fields that are not read here.
   """
@@ -110,26 +110,27 @@ class ImageSettings:
 
 
 def read(directory: pathlib.Path, family: str) -> ImageSettings | None:
-  """The settings of a checkpoint directory; None where no file has any.
+  """Returns the settings of a checkpoint directory; None where no file has any.
 
   Args:
-    directory: of the checkpoint.
+    directory: Directory of the checkpoint.
     family: `model_type` of its config.json.
 
   Raises:
     ValueError: a damaged file, an image processor of another kind, or two
       files that contradict each other.
   """
-  found = {}
+  sections = {}
   file = directory / PREPROCESSOR
   if file.is_file():
-    found[PREPROCESSOR] = _section(tensor_files.read_json(file), file, family)
+    raw = tensor_files.read_json(file)
+    sections[PREPROCESSOR] = _section(raw, file, family)
   file = directory / PROCESSOR
   if file.is_file():
     nested = tensor_files.read_json(file).get(SECTION)
     if nested is not None:
-      found[PROCESSOR] = _section(nested, file, family)
-  if not found:
+      sections[PROCESSOR] = _section(nested, file, family)
+  if not sections:
     return None
   glm = _is_glm(family)
   read_from = {
@@ -138,19 +139,21 @@ def read(directory: pathlib.Path, family: str) -> ImageSettings | None:
           if _is_gemma(family)
           else _canonical(raw, directory / name, 1 + glm)
       )
-      for name, raw in found.items()
+      for name, raw in sections.items()
   }
-  if len(found) == 2:
+  if len(sections) == 2:
     _agree(directory, read_from[PREPROCESSOR], read_from[PROCESSOR])
-  given: dict[str, Any] = {}
+  values: dict[str, Any] = {}
   raw: dict[str, Any] = {}
-  for name, section in found.items():
-    given |= read_from[name]
+  for name, section in sections.items():
+    values |= read_from[name]
     raw |= section
   defaults = GLM_DEFAULTS if glm else DEFAULTS
   defaults = GEMMA_DEFAULTS if _is_gemma(family) else defaults
   return ImageSettings(
-      {**defaults, **given}, " and ".join(found), types.MappingProxyType(raw)
+      {**defaults, **values},
+      " and ".join(sections),
+      types.MappingProxyType(raw),
   )
 
 
@@ -166,12 +169,12 @@ def _section(raw: Any, file: pathlib.Path, family: str) -> dict[str, Any]:
   if not isinstance(raw, dict):
     raise ValueError(f"{file}: {SECTION} must be an object, got {raw!r}")
   kind = raw.get("image_processor_type")
-  known = GLM_PROCESSORS if _is_glm(family) else IMAGE_PROCESSORS
-  known = GEMMA_PROCESSORS if _is_gemma(family) else known
-  if kind is not None and kind not in known:
+  classes = GLM_PROCESSORS if _is_glm(family) else IMAGE_PROCESSORS
+  classes = GEMMA_PROCESSORS if _is_gemma(family) else classes
+  if kind is not None and kind not in classes:
     raise ValueError(
         f"{file} has image_processor_type={kind!r}, whose images are not"
-        f" computed here for {family}; one of {', '.join(known)} is"
+        f" computed here for {family}; one of {', '.join(classes)} is"
     )
   return raw
 
@@ -179,7 +182,7 @@ def _section(raw: Any, file: pathlib.Path, family: str) -> dict[str, Any]:
 def _canonical(
     raw: Mapping[str, Any], file: pathlib.Path, frames: int
 ) -> dict[str, Any]:
-  """The fields that a section gives, each under one name.
+  """Returns the fields that a section gives, each under one name.
 
   Raises:
     ValueError: a limit that is not of whole pixels a frame.
@@ -218,19 +221,19 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _square(raw: Mapping[str, Any], file: pathlib.Path) -> dict[str, Any]:
-  """The fields that a section of Gemma 3 gives.
+  """Returns the fields that a section of Gemma 3 gives.
 
   Raises:
     ValueError: a step that is not computed, or a size that is no square.
   """
-  for name, known in _GEMMA_STEPS.items():
+  for name, allowed in _GEMMA_STEPS.items():
     value = raw.get(name)
-    if value is not None and value not in known:
+    if value is not None and value not in allowed:
       why = ""
       if name == "do_pan_and_scan":
         why = "; crops beside an image are not made here: set it to false"
       raise ValueError(
-          f"{file} has {name}={value}, only {known[0]} is computed here{why}"
+          f"{file} has {name}={value}, only {allowed[0]} is computed here{why}"
       )
   size, side = raw.get("size"), None
   if size is not None:
@@ -281,35 +284,36 @@ def check_model(
 
 
 def write(
-    directory: pathlib.Path, wanted: Mapping[str, Any], family: str
+    directory: pathlib.Path, values: Mapping[str, Any], family: str
 ) -> None:
-  """Makes a directory's processor files give `wanted`.
+  """Makes a directory's processor files give `values`.
 
-  Files that give it already and that both transformers read stay as they are.
+  Files that give them already, and that both transformers read, stay unchanged.
   Else preprocessor_config.json has it, with limits in both spellings, and
   what processor_config.json has of images and video is moved out of it:
   transformers 4 does not read sections.
 
   Args:
-    directory: of a checkpoint, with the processor files of its source, if any.
-    wanted: as `ImageSettings.values`.
+    directory: Directory of a checkpoint, with the processor files of its
+      source, if any.
+    values: Settings as in `ImageSettings.values`.
     family: `model_type` of the checkpoint.
 
   Raises:
     ValueError: see `read`.
   """
-  found = read(directory, family)
+  current = read(directory, family)
   nested = directory / PROCESSOR
-  whole = tensor_files.read_json(nested) if nested.is_file() else {}
-  same = found is not None and all(
-      found.values.get(name) == value for name, value in wanted.items()
+  nested_raw = tensor_files.read_json(nested) if nested.is_file() else {}
+  same = current is not None and all(
+      current.values.get(name) == value for name, value in values.items()
   )
-  if same and SECTION not in whole:
+  if same and SECTION not in nested_raw:
     return
-  raw = dict(found.raw) if found else {}
+  raw = dict(current.raw) if current else {}
   raw |= {
       name: list(value) if name in _CHANNELS else value
-      for name, value in wanted.items()
+      for name, value in values.items()
   }
   if _is_gemma(family):
     side = raw.pop("image_size")
@@ -319,16 +323,16 @@ def write(
     raw["size"] = {edge: 2 * raw.pop(name) for name, edge in _LIMITS}
     raw["image_processor_type"] = GLM_PROCESSORS[0]
   else:
-    raw["size"] = {edge: wanted[name] for name, edge in _LIMITS}
+    raw["size"] = {edge: values[name] for name, edge in _LIMITS}
     raw["image_processor_type"] = IMAGE_PROCESSORS[0]
-  if "processor_class" in whole:
-    raw.setdefault("processor_class", whole["processor_class"])
+  if "processor_class" in nested_raw:
+    raw.setdefault("processor_class", nested_raw["processor_class"])
   _replace(directory / PREPROCESSOR, raw)
-  video = whole.pop("video_processor", None)
+  video = nested_raw.pop("video_processor", None)
   if video is not None and not (directory / VIDEO).is_file():
     _replace(directory / VIDEO, video)
-  if whole.pop(SECTION, None) is not None or video is not None:
-    _replace(nested, whole)
+  if nested_raw.pop(SECTION, None) is not None or video is not None:
+    _replace(nested, nested_raw)
 
 
 def _replace(file: pathlib.Path, content: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ Decoding reads all weights for each token; at a byte a number it reads a half
 of bfloat16's, and a device keeps room for more KV cache. The matrices of the
 decoder (attention, MLP, experts) are rounded to 255 levels, symmetric about 0,
 with a float32 scale for each output channel; embeddings, head, norms, router,
-gates of linear attention and vision tower stay as they are. Activations are not
+gates of linear attention and vision tower stay unchanged. Activations are not
 rounded.
 
 The copy is another policy than the one trained, though a near one: the recorded
@@ -76,7 +76,7 @@ class Converter:
     self._last: dict[Path, tuple[Any, jax.Array, jax.Array]] = {}
 
   def copy(self) -> qwen_text.QwenText:
-    """The copy of the policy; shares arrays that are not rounded."""
+    """Returns the copy of the policy; shares arrays that are not rounded."""
     copy = nnx.clone(self._model)
     self._model = None
     for path, module, name in _matrices(copy):
@@ -111,7 +111,7 @@ class Converter:
 
 
 def quantized(model: Any) -> qwen_text.QwenText:
-  """A copy of a policy whose decoder's matrices are int8; see `Converter`."""
+  """Copies a policy with int8 matrices in its decoder; see `Converter`."""
   return Converter(model).copy()
 
 

@@ -48,10 +48,10 @@ MAX_MASK = 1 << 27
 
 @dataclasses.dataclass(frozen=True)
 class Reach:
-  """How far apart patches of one image may lie in a buffer.
+  """Bound of the distance between patches of one image in a buffer.
 
   Attributes:
-    places: at most so many.
+    places: The most places from an image's first patch to its end.
     aligned: no image crosses a multiple of `places`.
   """
 
@@ -61,27 +61,27 @@ class Reach:
 
 @dataclasses.dataclass(frozen=True)
 class Sight:
-  """Which tokens of its segment a token of a row sees: those in an interval.
+  """Interval of a row that each token sees, within its segment.
 
   Attributes:
     last_BT: int32, the place of the last one, its own at least.
     window: tokens up to its own that it sees, itself among them; 0 = all.
-    ahead: `last_BT` is less than so many places ahead.
+    lookahead: Bound of `last_BT`: less than this many places after the token.
   """
 
   last_BT: jax.Array
   window: int = 0
-  ahead: int = 1
+  lookahead: int = 1
 
 
 def windows_help(head_dim: int) -> bool:
-  """Whether `image_attention` costs less where images are `aligned`.
+  """Returns whether `image_attention` costs less where images are `aligned`.
 
   Not on the splash kernel, which skips blocks out of reach by itself. It needs
   a whole number of `SPLASH_BLOCK` places instead.
 
   Args:
-    head_dim: of the vision tower.
+    head_dim: Width of the vision tower's heads.
   """
   return not _splash_takes_images(head_dim)
 
@@ -90,7 +90,7 @@ def windows_help(head_dim: int) -> bool:
 
 
 def dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
-  """[..., I] @ [I, O] in the dtype of x, summed in float32.
+  """Returns [..., I] @ [I, O] in the dtype of x, summed in float32.
 
   Flat: XLA:CPU's gradients of products with two leading axes take twice as
   long.
@@ -105,7 +105,7 @@ def dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def dot_wide(x: jax.Array, table: jax.Array) -> jax.Array:
-  """[..., I] times the transpose of [O, I], kept in float32."""
+  """Returns [..., I] times the transpose of [O, I], kept in float32."""
   return jax.lax.dot_general(
       x,
       table.astype(x.dtype),
@@ -124,8 +124,8 @@ def _wide_dot_forward(x, kernel):
   return _wide_dot(x, kernel), (x, kernel)
 
 
-def _wide_dot_backward(kept, cotangent):
-  x, kernel = kept
+def _wide_dot_backward(residuals, cotangent):
+  x, kernel = residuals
   return _wide_dot(cotangent, kernel.T), _wide_dot(x.T, cotangent)
 
 
@@ -133,7 +133,7 @@ _wide_dot.defvjp(_wide_dot_forward, _wide_dot_backward)
 
 
 def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-  """An einsum; of bfloat16 operands, summed into float32."""
+  """Returns an einsum; of bfloat16 operands, summed into float32."""
   if a.dtype == jnp.bfloat16:
     return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
   return jnp.einsum(spec, a, b)
@@ -202,7 +202,7 @@ def causal_attention(
     segments_BT: int32, which sequence of the row a token belongs to.
     prefix_BT: int32, one more segment that a token may see, -1 = none.
     mesh: over which rows, tokens and heads are split.
-    sight: what a token sees in place of all earlier ones; excludes
+    sight: Interval that a token sees in place of all earlier ones; excludes
       `prefix_BT`.
   """
   ids = (segments_BT,) if prefix_BT is None else (segments_BT, prefix_BT)
@@ -213,7 +213,10 @@ def causal_attention(
     ids = segments_BT, sight.last_BT
     flash = "cudnn" if _cudnn_applies(q_BTNH, q_BTNH.shape[1]) else None
     run = functools.partial(
-        _seen_local, window=sight.window, ahead=sight.ahead, flash=flash
+        _seen_local,
+        window=sight.window,
+        lookahead=sight.lookahead,
+        flash=flash,
     )
   elif prefix_BT is None and _splash_applies(q_BTNH):
     run = _splash_local
@@ -239,8 +242,8 @@ def _causal_local(
       mask |= prefix_BT[:, start:end, None] == segments_BT[:, None, :end]
     mask &= np.tri(end - start, end, start, dtype=bool)
     # A chunk needs the keys up to its own end only.
-    seen = (jax.lax.slice_in_dim(x, 0, end, axis=axis) for x in (k, v))
-    return attend_(q_BTNH[:, start:end], *seen, mask)
+    keys_values = (jax.lax.slice_in_dim(x, 0, end, axis=axis) for x in (k, v))
+    return attend_(q_BTNH[:, start:end], *keys_values, mask)
 
   parts = [part(i, min(i + chunk, t)) for i in range(0, t, chunk)]
   return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
@@ -259,7 +262,7 @@ def _chunks(k_BTKH, v_BTKH, rows: int, flash: str | None):
 
 
 def _seen_local(
-    q_BTNH, k_BTKH, v_BTKH, segments_BT, last_BT, *, window, ahead, flash
+    q_BTNH, k_BTKH, v_BTKH, segments_BT, last_BT, *, window, lookahead, flash
 ) -> jax.Array:
   """As `_causal_local`, under a `Sight`."""
   b, t = segments_BT.shape
@@ -273,15 +276,17 @@ def _seen_local(
   def part(start: int, end: int) -> jax.Array:
     # The keys that any query of the chunk may see; even, for cuDNN.
     low = max(0, start - window + 1) // 128 * 128 if window else 0
-    high = min(t, end + ahead - 1)
+    high = min(t, end + lookahead - 1)
     high = min(t, -(-high // 128) * 128)
     key = np.arange(low, high)
     mask = segments_BT[:, start:end, None] == segments_BT[:, None, low:high]
     mask &= key <= last_BT[:, start:end, None]
     if window:
       mask &= key > np.arange(start, end)[:, None] - window
-    seen = (jax.lax.slice_in_dim(x, low, high, axis=axis) for x in (k, v))
-    return attend_(q_BTNH[:, start:end], *seen, mask)
+    keys_values = (
+        jax.lax.slice_in_dim(x, low, high, axis=axis) for x in (k, v)
+    )
+    return attend_(q_BTNH[:, start:end], *keys_values, mask)
 
   parts = [part(i, min(i + chunk, t)) for i in range(0, t, chunk)]
   return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
@@ -316,7 +321,7 @@ def image_attention(
     k_SPNH: keys.
     v_SPNH: values.
     segments_SP: int32; equal ids see each other. Or bool: a buffer's True
-      places see each other, and the outputs of others are not read.
+      places see each other, and the outputs of False ones are not read.
     reach: see above.
     cut: whether patches further apart do not see each other although they are
       of one segment; else they may or may not.
@@ -415,7 +420,7 @@ def _image_local(
 
 
 def _attend_where(q_SPNH, k_SPNH, v_SPNH, real_SP) -> jax.Array:
-  """All queries to the same keys, those of real places.
+  """Attends from all queries to the same keys, those of real places.
 
   A key's mask is added to its scores as one more feature, against a one of
   each query: on a CPU a mask of all scores takes as long as the scores.
@@ -479,7 +484,7 @@ def _over_mesh(
 
 
 def _cudnn_applies(q_BTNH: jax.Array, block: int) -> bool:
-  """Whether cuDNN's kernel takes this dtype, head size and query block."""
+  """Returns whether cuDNN's kernel takes this dtype, width and block."""
   h = q_BTNH.shape[3]
   half = q_BTNH.dtype in (jnp.bfloat16, jnp.float16)
   even = min(block, q_BTNH.shape[1]) % 2 == 0
@@ -502,13 +507,13 @@ def _flash(q_BTNH, k_BCKH, v_BCKH, mask_BTC, *, implementation) -> jax.Array:
 
 
 def _splash_applies(q_BTNH: jax.Array) -> bool:
-  """Whether the kernel takes rows of this length and head size."""
+  """Returns whether the kernel takes rows of this length and head size."""
   t, h = q_BTNH.shape[1], q_BTNH.shape[3]
   return compiling.backend() == "tpu" and t % SPLASH_BLOCK == 0 and h % 128 == 0
 
 
 def _splash_takes_images(head_dim: int) -> bool:
-  """Whether the kernel takes images, given a whole number of blocks."""
+  """Returns whether the kernel takes images, given a whole number of blocks."""
   return compiling.backend() == "tpu" and head_dim >= 64 and head_dim % 8 == 0
 
 

@@ -30,8 +30,8 @@ class Init:
 
   Attributes:
     rngs: random numbers.
-    dtype: of the parameters.
-    std: of matrices, 0.02 as in the published models.
+    dtype: Type of the parameters.
+    std: Standard deviation of matrices, 0.02 as in the published models.
     stack: leading axes, () or (layers,): parameters of stacked layers.
   """
 
@@ -156,8 +156,13 @@ class LayerNorm(nnx.Module):
     return (wide + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
+def gelu(x: jax.Array) -> jax.Array:
+  """Returns the Gaussian error linear unit, exactly."""
+  return jax.nn.gelu(x, approximate=False)
+
+
 def gelu_tanh(x: jax.Array) -> jax.Array:
-  """The Gaussian error linear unit by its approximation with tanh."""
+  """Returns the Gaussian error linear unit by its approximation with tanh."""
   return jax.nn.gelu(x, approximate=True)
 
 
@@ -225,18 +230,26 @@ class PatchEmbed(nnx.Module):
     self.mean, self.std = tuple(mean), tuple(std)
 
   def __call__(self, patches_SPF: jax.Array, dtype: Any) -> jax.Array:
-    s, p, f = patches_SPF.shape
     kernel = self.proj.weight[...]
-    pixels = patches_SPF.reshape(s, p, 3, f // 3).astype(jnp.float32)
-    mean, std = (
-        np.array(v, np.float32)[:, None] for v in (self.mean, self.std)
-    )
-    x = ((pixels / 255.0 - mean) / std).astype(dtype).reshape(s, p, f)
-    flat = kernel.sum(2).reshape(kernel.shape[0], f).T
+    x = normalised(patches_SPF, self.mean, self.std, dtype)
+    flat = kernel.sum(2).reshape(kernel.shape[0], -1).T
     y = kernels.dot(x, flat)
     if self.proj.bias is not None:
       y += self.proj.bias[...].astype(dtype)
     return y
+
+
+def normalised(
+    patches_SPF: jax.Array,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    dtype: Any,
+) -> jax.Array:
+  """Returns (patches / 255 - mean) / std, [S, P, F], by colour channel."""
+  s, p, f = patches_SPF.shape
+  pixels = patches_SPF.reshape(s, p, 3, f // 3).astype(jnp.float32)
+  centre, scale = (np.array(v, np.float32)[:, None] for v in (mean, std))
+  return ((pixels / 255.0 - centre) / scale).astype(dtype).reshape(s, p, f)
 
 
 class _Kernel(nnx.Module):
@@ -262,7 +275,7 @@ class Embedding(nnx.Module):
 
 
 def rope_frequencies(dim: int, theta: float) -> np.ndarray:
-  """float32[dim / 2]."""
+  """Returns float32[dim / 2]."""
   return (1.0 / theta ** (np.arange(0, dim, 2, dtype=np.float32) / dim)).astype(
       np.float32
   )
@@ -280,7 +293,7 @@ def rotate(
   stays. With `pairs`, neighbours turn together in place of halves.
   """
   width = 2 * cos_BTH.shape[-1]
-  rest = x_BTNH[..., width:]
+  tail = x_BTNH[..., width:]
   head = x_BTNH[..., :width].astype(jnp.float32)
   cos, sin = cos_BTH[:, :, None], sin_BTH[:, :, None]
   if pairs:
@@ -291,9 +304,9 @@ def rotate(
     a, b = jnp.split(head, 2, axis=-1)
     turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
   turned = turned.astype(x_BTNH.dtype)
-  if not rest.shape[-1]:
+  if not tail.shape[-1]:
     return turned
-  return jnp.concatenate([turned, rest], axis=-1)
+  return jnp.concatenate([turned, tail], axis=-1)
 
 
 def vision_rotation(
@@ -307,7 +320,7 @@ def vision_rotation(
 
 
 def mrope_axes(section: tuple[int, int, int], interleaved: bool) -> np.ndarray:
-  """int32[H / 2]: which of (time, height, width) each frequency follows.
+  """Returns int32[H / 2], each frequency's axis: time, height or width.
 
   In chunks (Qwen2.5-VL), or interleaved as time, height, width, time, … with
   the remaining frequencies following time (Qwen3-VL).

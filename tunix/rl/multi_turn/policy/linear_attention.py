@@ -13,7 +13,7 @@ projections, a short causal convolution, the rule, a gated norm.
 
 Promises: the numbers of the token-by-token rule, up to rounding, however tokens
 are cut into chunks and calls; nothing passes from a segment of a packed row to
-another; tokens that are not real leave the state as it is. State and decay are
+another; tokens that are not real leave the state unchanged. State and decay are
 float32.
 
 Does not: keep states; see `engine.state_pages`. Source: the paper, and
@@ -45,7 +45,7 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 
 def init_state(text: qwen_shapes.TextConfig, batch: int, dtype) -> State:
-  """The state before a sequence's first token, of one layer."""
+  """Returns the state before a sequence's first token, of one layer."""
   heads, lead = text.linear_num_value_heads, text.linear_conv_kernel_dim - 1
   wide, out = text.linear_key_head_dim, text.linear_value_head_dim
   return (
@@ -72,8 +72,8 @@ def step(
 ) -> tuple[jax.Array, jax.Array]:
   """One token: what it reads [B, N, V], and the new state; float32."""
   state = state_BNHV * jnp.exp(g_BN)[..., None, None]
-  known = (state * k_BNH[..., None]).sum(-2)
-  change = (v_BNV - known) * beta_BN[..., None]
+  stored = (state * k_BNH[..., None]).sum(-2)
+  change = (v_BNV - stored) * beta_BN[..., None]
   state = state + k_BNH[..., None] * change[..., None, :]
   return (state * q_BNH[..., None]).sum(-2), state
 
@@ -88,7 +88,7 @@ def delta_rule(
     state_BNHV: jax.Array,
     chunk: int = CHUNK,
 ) -> tuple[jax.Array, jax.Array]:
-  """Tokens one after the other, in chunks.
+  """Computes tokens one after the other, in chunks.
 
   Args:
     q_BTNH: queries, scaled.
@@ -103,9 +103,10 @@ def delta_rule(
   Returns:
     What the tokens read [B, T, N, V], and the state after the last one.
   """
+  # 1. Cut the rows into M chunks of C tokens. Padding belongs to the last
+  #    segment and leaves its state unchanged.
   t = q_BTNH.shape[1]
   fill = -t % chunk
-  # Padding belongs to the last segment and leaves its state as it is.
   pad = lambda x, mode="constant": jnp.pad(
       x, [(0, 0), (0, fill)] + [(0, 0)] * (x.ndim - 2), mode=mode
   )
@@ -120,33 +121,40 @@ def delta_rule(
   ids = jnp.moveaxis(ids, 1, 0)[:, :, None]  # [M, B, 1, C]
   last = ids[..., -1:]
   before = jnp.concatenate([ids[:1, ..., :1], last[:-1]])
-  # From a token (column) to a later one (row): sums of their own, as a
-  # difference of sums from the chunk's beginning would cancel.
+  # 2. The decay from a token (column) to a later one of its segment (row), from
+  #    sums of their own: differences of sums from the chunk's beginning would
+  #    cancel.
   later = np.tri(chunk, k=-1, dtype=bool)
   gap = jnp.cumsum(jnp.where(later, g[..., :, None], 0.0), axis=-2)
   alike = (ids[..., :, None] == ids[..., None, :]) & np.tri(chunk, dtype=bool)
   decay = jnp.where(alike, jnp.exp(gap), 0.0)
-  left = decay[..., -1, :, None]
-  # The state reaches the tokens of its own segment.
+  remaining = decay[..., -1, :, None]
+  # 3. The decay of the state that enters a chunk, which reaches the tokens of
+  #    its own segment only.
   total = jnp.exp(jnp.cumsum(g, -1))
   reached = jnp.where(ids == before, total, 0.0)[..., None]
-  kept = jnp.where(last == before, total[..., -1:], 0.0)[..., None]
+  state_decay = jnp.where(last == before, total[..., -1:], 0.0)[..., None]
+  # 4. A token's change depends on the earlier changes of its chunk. The inverse
+  #    of that triangular system gives all changes of a chunk at once, as
+  #    `values` - `stored` @ state: linear in the state that enters.
   k_beta = k * beta[..., None]
   among = jnp.einsum("...ch,...dh->...cd", k_beta, k) * decay
   solve = _inverse(jnp.where(later, among, 0.0))
   values = jnp.einsum("...cd,...dv->...cv", solve, v * beta[..., None])
-  known = jnp.einsum("...cd,...dh->...ch", solve, k_beta * reached)
-  seen = jnp.einsum("...ch,...dh->...cd", q, k) * decay
+  stored = jnp.einsum("...cd,...dh->...ch", solve, k_beta * reached)
+  scores = jnp.einsum("...ch,...dh->...cd", q, k) * decay
 
+  # 5. Only these products wait for the chunk before.
   def one(state, parts):
-    values, known, seen, q, k, kept = parts
-    new = values - known @ state
-    return state * kept + k.swapaxes(-1, -2) @ new, q @ state + seen @ new
+    values, stored, scores, q, k, state_decay = parts
+    new = values - stored @ state
+    after = state * state_decay + k.swapaxes(-1, -2) @ new
+    return after, q @ state + scores @ new
 
   state, out = jax.lax.scan(
       one,
       state_BNHV.astype(jnp.float32),
-      (values, known, seen, q * reached, k * left, kept),
+      (values, stored, scores, q * reached, k * remaining, state_decay),
   )
   out = jnp.moveaxis(out, (0, 2), (1, 3))  # [B, M, C, N, V]
   out = out.reshape(out.shape[0], -1, *out.shape[3:])
@@ -154,7 +162,7 @@ def delta_rule(
 
 
 def _inverse(strict: jax.Array) -> jax.Array:
-  """The inverse of 1 + a strictly lower triangular matrix [..., C, C].
+  """Returns the inverse of 1 + a strictly lower triangular matrix [..., C, C].
 
   Blocks of the diagonal are inverted in pairs, from 1 x 1 upwards: all matrix
   products, and as exact as substitution (a series of powers is not).
@@ -282,7 +290,7 @@ class GatedDeltaNet(nnx.Module):
       lengths_B: jax.Array,
       state: State,
   ) -> tuple[jax.Array, State]:
-    """[B, T, D] of rows that go on, and their state after the real tokens.
+    """Continues rows: returns [B, T, D] and the state after real tokens.
 
     Args:
       x_BTD: new tokens.
@@ -299,9 +307,9 @@ class GatedDeltaNet(nnx.Module):
     out, mixed, matrix = self._run(
         x_BTD, segments_BT, real_BT, (inputs, matrix)
     )
-    known = jnp.concatenate([inputs.astype(mixed.dtype), mixed], axis=1)
+    window = jnp.concatenate([inputs.astype(mixed.dtype), mixed], axis=1)
     last = jnp.asarray(lengths_B)[:, None] + jnp.arange(inputs.shape[1])
-    latest = jnp.take_along_axis(known, last[..., None], axis=1)
+    latest = jnp.take_along_axis(window, last[..., None], axis=1)
     return out, (latest.astype(inputs.dtype), matrix)
 
   def _run(
@@ -311,7 +319,7 @@ class GatedDeltaNet(nnx.Module):
       real_BT: jax.Array,
       state: State,
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """[B, T, D], the convolution's inputs, and the new matrix."""
+    """Returns [B, T, D], the convolution's inputs, and the new matrix."""
     text, (before, matrix) = self.text, state
     b, t, _ = x_BTD.shape
     mixed = self.in_proj_qkv(x_BTD)

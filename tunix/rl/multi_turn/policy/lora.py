@@ -56,7 +56,7 @@ class Layer:
     names: its modules in the checkpoint, as `transformers` names them; several
       for stacked layers, in their order, and for experts.
     lead: the leading dimensions of its matrices.
-    columns: of the weight that are its own; None = all.
+    columns: Columns of the weight that are its own; None = all.
     vision: whether it is in the tower.
     expert: whether it is of experts.
   """
@@ -125,32 +125,32 @@ class ExpertLayer(Layer):
 
 
 def linears(model: Any) -> list[Layer]:
-  """Every `Linear` of the model, and every kind of experts' matrices."""
+  """Returns each `Linear` of the model and each kind of experts' matrices."""
   prefixes = model.config.traits.modules
-  found: list[Layer] = []
+  matches: list[Layer] = []
   for path, node in nnx.iter_graph(model):
     if isinstance(node, layers.Linear):
-      found.append(Layer(path, node, prefixes))
+      matches.append(Layer(path, node, prefixes))
     elif isinstance(node, experts_lib.Experts):
-      found += [
+      matches += [
           ExpertLayer(path, node, part, prefixes) for part in experts_lib.PARTS
       ]
-  return found
+  return matches
 
 
 def adapted(model: nnx.Module) -> list[Layer]:
-  """Those of `linears` with an adapter."""
+  """Returns the layers of `linears` that have an adapter."""
   return [a for a in linears(model) if a.linear.lora_a is not None]
 
 
 def need_adapter(model: nnx.Module) -> list[Layer]:
   """`adapted`, or a ValueError if there is none."""
-  found = adapted(model)
-  if not found:
+  adapters = adapted(model)
+  if not adapters:
     raise ValueError(
         "the model has no LoRA adapter; lora.add or lora_files.load one"
     )
-  return found
+  return adapters
 
 
 def need_none(model: nnx.Module) -> None:
@@ -163,7 +163,7 @@ def need_none(model: nnx.Module) -> None:
 
 
 def ends_with(name: str, target: str) -> bool:
-  """Whether a target means a module, by PEFT's rule."""
+  """Returns whether a target means a module, by PEFT's rule."""
   return name == target or name.endswith(f".{target}")
 
 
@@ -192,14 +192,14 @@ def add(
     alpha: the adapter's product is multiplied by alpha / rank.
     targets: names of `Linear`s, or ends of their paths ("self_attn.q_proj");
       None = `default_targets`.
-    seed: of A.
+    seed: Seed of A.
     vision: adapt the vision tower as well; its names differ between families.
     experts: adapt the experts of a mixture as well, each with matrices of its
       own; else names of an MLP mean dense layers and the shared expert only.
 
   Raises:
-    ValueError: rank < 1, an adapter is there already, or a target is found
-      nowhere; names the nearest one.
+    ValueError: rank < 1, the model has an adapter already, or no layer has the
+      name of a target; names the nearest one.
   """
   if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
     raise ValueError(f"rank must be an int >= 1, got {rank!r}")
@@ -245,7 +245,7 @@ def add(
 
 
 def default_targets(model: qwen_text.QwenText) -> tuple[str, ...]:
-  """Every matrix of the decoder's layers but experts'."""
+  """Returns every matrix of the decoder's layers but experts'."""
   traits = model.config.traits
   targets = TARGETS
   if traits.fused_mlp:
@@ -262,14 +262,14 @@ def _check_targets(
     vision: bool,
 ) -> None:
   sparse = model.config.text.num_experts > 0
-  known = sorted({a.names[0].rsplit(".", 1)[-1] for a in allowed})
+  short_names = sorted({a.names[0].rsplit(".", 1)[-1] for a in allowed})
   lost = [t for t in targets if not any(a.matches(t) for a in allowed)]
   experts = [t for t in lost if sparse and t.split(".")[-1] in _EXPERTS]
   if len(experts) == len(targets):
     raise ValueError(
         f"targets {', '.join(experts)} are of experts only; pass experts=True"
         f" (their matrices are {', '.join(experts_lib.PARTS)}), or choose among"
-        f" {', '.join(known)}"
+        f" {', '.join(short_names)}"
     )
   for target in lost:
     if target in experts:
@@ -279,10 +279,10 @@ def _check_targets(
           f"target {target!r} is in the vision tower only; pass vision=True to"
           " adapt it"
       )
-    near = difflib.get_close_matches(target, known, 1, 0.0)
+    near = difflib.get_close_matches(target, short_names, 1, 0.0)
     raise ValueError(
         f"target {target!r} matches no linear layer; did you mean {near[0]!r}?"
-        f" There are {', '.join(known)}"
+        f" There are {', '.join(short_names)}"
     )
   tower = [a for a in allowed if a.vision]
   if vision and not any(a.matches(t) for a in tower for t in targets):
@@ -302,7 +302,7 @@ def attach(layer: Layer, a: np.ndarray, b: np.ndarray, scale: float) -> None:
 
   def param(value: np.ndarray, ends: tuple[Any, Any]) -> layers.LoRAParam:
     value = value.reshape(*layer.lead, *value.shape[-2:])
-    made = layers.LoRAParam(
+    parameter = layers.LoRAParam(
         jax.ShapeDtypeStruct(value.shape, value.dtype),
         axes=(*lead, *ends),
         transposed=True,
@@ -310,10 +310,10 @@ def attach(layer: Layer, a: np.ndarray, b: np.ndarray, scale: float) -> None:
     )
     if isinstance(place, jax.sharding.NamedSharding):
       value = sharding.put(
-          value, sharding.parameter_sharding(made, place.mesh)
+          value, sharding.parameter_sharding(parameter, place.mesh)
       )
-    made.set_value(jnp.asarray(value))
-    return made
+    parameter.set_value(jnp.asarray(value))
+    return parameter
 
   linear.lora_a = param(a, (into, None))
   linear.lora_b = param(b, (None, out))
@@ -321,7 +321,7 @@ def attach(layer: Layer, a: np.ndarray, b: np.ndarray, scale: float) -> None:
 
 
 def has_adapter(model: nnx.Module) -> bool:
-  """Whether any layer has an adapter."""
+  """Returns whether any layer has an adapter."""
   return bool(adapted(model))
 
 
@@ -348,21 +348,21 @@ def disabled(model: nnx.Module) -> Iterator[None]:
   Raises:
     ValueError: there is no adapter.
   """
-  found = [
+  adapters = [
       (a.linear, a.linear.lora_a, a.linear.lora_b, a.linear.lora_scale)
       for a in need_adapter(model)
   ]
-  for linear, *_ in found:
+  for linear, *_ in adapters:
     _detach(linear)
   try:
     yield
   finally:
-    for linear, a, b, scale in found:
+    for linear, a, b, scale in adapters:
       linear.lora_a, linear.lora_b, linear.lora_scale = a, b, scale
 
 
 def reference(model: nnx.Module) -> Any:
-  """A second module that computes the base: a KL reference.
+  """Returns a second module that computes the base: a KL reference.
 
   It has the model's structure, so that the same compiled programs run it, and
   the same arrays in memory, which no one may donate; only B is replaced, by

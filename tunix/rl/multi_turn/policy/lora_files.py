@@ -60,7 +60,7 @@ def save(
 
   Args:
     directory: made if absent; an adapter in it is replaced.
-    model: with an adapter.
+    model: Model with an adapter.
     base_model_name: name or directory of the adapter's base.
 
   Returns:
@@ -69,20 +69,20 @@ def save(
   Raises:
     ValueError: there is no adapter, or layers of it differ in rank or scale.
   """
-  found = lora.need_adapter(model)
-  kinds = {(a.linear.lora_a.shape[-1], a.linear.lora_scale) for a in found}
+  adapters = lora.need_adapter(model)
+  kinds = {(a.linear.lora_a.shape[-1], a.linear.lora_scale) for a in adapters}
   if len(kinds) > 1:
     raise ValueError(
         f"layers differ in (rank, scale): {sorted(kinds)}; one adapter has one"
     )
   ((rank, scale),) = kinds
   tensors = {}
-  for layer in found:
-    for part, theirs in _PARTS.items():
+  for layer in adapters:
+    for part, peft_part in _PARTS.items():
       value = np.asarray(getattr(layer.linear, part).get_value())
       value = value.reshape(-1, *value.shape[-2:])
       for name, one in zip(layer.names, value):
-        key = f"{_PREFIX}{name}.{theirs}.weight"
+        key = f"{_PREFIX}{name}.{peft_part}.weight"
         tensors[key] = np.ascontiguousarray(one.T)
   config = {
       "peft_type": "LORA",
@@ -90,7 +90,7 @@ def save(
       "base_model_name_or_path": base_model_name,
       "r": rank,
       "lora_alpha": _alpha(scale, rank),
-      "target_modules": _target_modules(model, found),
+      "target_modules": _target_modules(model, adapters),
       "lora_dropout": 0.0,
       "bias": "none",
       "fan_in_fan_out": False,
@@ -116,7 +116,7 @@ def save(
 
 
 def _alpha(scale: float, rank: int) -> float | int:
-  """The number that gives `scale` again when divided by `rank`."""
+  """Returns the number that gives `scale` again when divided by `rank`."""
   exact = scale * rank
   near = round(exact, 6)
   alpha = near if near / rank == scale else exact
@@ -124,14 +124,14 @@ def _alpha(scale: float, rank: int) -> float | int:
 
 
 def _target_modules(
-    model: nnx.Module, found: Sequence[lora.Layer]
+    model: nnx.Module, adapters: Sequence[lora.Layer]
 ) -> list[str]:
   """Short names if they mean just these layers, else the layers' own.
 
   PEFT would put (idle) adapters on all modules that a name fits: on a tower
   whose MLP is named as the decoder's, on a convolution.
   """
-  names = {name for layer in found for name in layer.names}
+  names = {name for layer in adapters for name in layer.names}
   short = sorted({name.rsplit(".", 1)[-1] for name in names})
   modules = {
       key.rpartition(".")[0]
@@ -139,8 +139,8 @@ def _target_modules(
       for key in tensor.keys
   }
   modules |= {name for layer in lora.linears(model) for name in layer.names}
-  meant = {m for m in modules if any(lora.ends_with(m, s) for s in short)}
-  return short if meant == names else sorted(names)
+  matches = {m for m in modules if any(lora.ends_with(m, s) for s in short)}
+  return short if matches == names else sorted(names)
 
 
 def load(directory: str | pathlib.Path, model: qwen_text.QwenText) -> None:
@@ -149,7 +149,7 @@ def load(directory: str | pathlib.Path, model: qwen_text.QwenText) -> None:
   Of any dtype there; float32 here, on the mesh that the weights lie on.
 
   Args:
-    directory: with adapter_config.json and adapter_model.safetensors.
+    directory: Directory with adapter_config.json and adapter_model.safetensors.
     model: without an adapter.
 
   Raises:
@@ -171,9 +171,9 @@ def load(directory: str | pathlib.Path, model: qwen_text.QwenText) -> None:
   problems: list[str] = []
   adapters = []
   for layer in lora.linears(model):
-    found = _take(layer, tensors, config, problems)
-    if found is not None:
-      adapters.append((layer, *found))
+    matrices = _take(layer, tensors, config, problems)
+    if matrices is not None:
+      adapters.append((layer, *matrices))
   if tensors:
     some = ", ".join(sorted(tensors)[:5])
     problems.append(f"{len(tensors)} tensors fit no linear layer: {some}")
@@ -202,14 +202,14 @@ def _take(
   wide, out = layer.sizes
   want = {"lora_A": (rank, wide), "lora_B": (out, rank)}
   values: dict[str, list[np.ndarray]] = {part: [] for part in want}
-  meant = [n for n in layer.names if _is_target(n, config)]
+  targets = [n for n in layer.names if _is_target(n, config)]
   for name in layer.names:
     for part, shape in want.items():
       key = _find(tensors, f"{name}.{part}.weight")
       if key is None:
         continue
       value = tensors.pop(key)
-      if name not in meant:  # PEFT would leave it out.
+      if name not in targets:  # PEFT would leave it out.
         problems.append(
             f"tensor {key} is of a layer that target_modules does not name"
         )
@@ -221,7 +221,7 @@ def _take(
         value = np.zeros(shape, np.float32)
       values[part].append(value.astype(np.float32).T)
   counts = {len(v) for v in values.values()}
-  if counts == {0} and not meant:
+  if counts == {0} and not targets:
     return None
   if counts != {len(layer.names)}:
     problems.append(
@@ -266,7 +266,7 @@ def _read_config(file: pathlib.Path) -> dict[str, Any]:
 
 
 def _is_target(name: str, config: Mapping[str, Any]) -> bool:
-  """Whether the file must hold a layer's tensors, by PEFT's rules."""
+  """Returns whether the file must hold a layer's tensors, by PEFT's rules."""
 
   def fits(rule: Any) -> bool:
     for spelled in hf_checkpoint.spellings(name):

@@ -16,15 +16,15 @@ _LIMITS = (
 
 def host_bytes() -> int:
   """This machine's memory, or what its cgroup may use."""
-  found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+  limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
   for file in _LIMITS:
     try:
       text = pathlib.Path(file).read_text(encoding="ascii").strip()
     except OSError:
       continue
     if text.isdigit():  # "max" without a limit.
-      found = min(found, int(text))
-  return found
+      limit = min(limit, int(text))
+  return limit
 
 
 def device_bytes() -> int | None:
@@ -41,7 +41,7 @@ def device_bytes() -> int | None:
 
 
 def human(size: float) -> str:
-  """Bytes as people read them."""
+  """Returns the bytes as people read them."""
   for unit in ("B", "KiB", "MiB", "GiB"):
     if abs(size) < 1024:
       return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

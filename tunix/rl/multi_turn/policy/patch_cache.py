@@ -26,8 +26,8 @@ class PatchCache:
   ):
     """Args:
 
-      store: where pixels come from.
-      processor: of the policy.
+      store: Store of the images' pixels.
+      processor: Processor of the policy.
       capacity_bytes: patches kept, in bytes.
     """
     self._store = store
@@ -40,28 +40,28 @@ class PatchCache:
     self.misses = 0
 
   def get(self, span: trajectory.ImageSpan) -> base.PatchedImage:
-    """Patches of the span's image.
+    """Returns the patches of the span's image.
 
     Raises:
       KeyError: the store no longer has it.
       ValueError: it does not become as many tokens as the span holds.
     """
     image = span.image
-    found = self._images.get(image.sha256)
-    if found is not None:
+    patched = self._images.get(image.sha256)
+    if patched is not None:
       self._images.move_to_end(image.sha256)
     else:
       self.misses += 1
-      found = self._processor.patchify(self._store.get(image))
-      self._images[image.sha256] = found
-      self._bytes += found.patches.nbytes
+      patched = self._processor.patchify(self._store.get(image))
+      self._images[image.sha256] = patched
+      self._bytes += patched.patches.nbytes
       while self._bytes > self._capacity and len(self._images) > 1:
         _, old = self._images.popitem(last=False)
         self._bytes -= old.patches.nbytes
-    if found.num_tokens != span.num_tokens:
+    if patched.num_tokens != span.num_tokens:
       raise ValueError(
           f"image {image.sha256[:12]}… of {image.width}x{image.height} becomes"
-          f" {found.num_tokens} tokens, the prompt holds {span.num_tokens}"
+          f" {patched.num_tokens} tokens, the prompt holds {span.num_tokens}"
           f" placeholders for it at token {span.offset}"
       )
-    return found
+    return patched

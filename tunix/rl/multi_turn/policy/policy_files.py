@@ -19,6 +19,7 @@ import tokenizers
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.parser.renderer import chat_template as template_lib
 from tunix.rl.multi_turn.policy import settings
+from tunix.rl.multi_turn.policy import tensor_files
 from tunix.rl.multi_turn.policy import tiktoken_files
 
 DATA = pathlib.Path(__file__).parent / "data"
@@ -32,7 +33,7 @@ TOKENIZER_FILES = (
 
 
 def resolve(path: str | pathlib.Path) -> pathlib.Path:
-  """The directory that `path` stands for.
+  """Returns the directory that `path` stands for.
 
   Args:
     path: A directory, a shipped name, a GGUF file, or a name whose weights a
@@ -79,7 +80,7 @@ def _refuse_two(directory: pathlib.Path) -> None:
 
 
 def _download(name: str) -> str:
-  """How to get a checkpoint by its name on the Hub; "" if it is none."""
+  """Returns how to download a checkpoint by its name on the Hub, or ""."""
   owner = name.partition("/")[0]
   if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
     return ""
@@ -103,7 +104,7 @@ def file_of(directory: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def model_type(directory: pathlib.Path) -> str:
-  """The architecture of a directory, from its config.json.
+  """Returns the architecture of a directory, from its config.json.
 
   Raises:
     FileNotFoundError: no config.json.
@@ -120,7 +121,7 @@ def model_type(directory: pathlib.Path) -> str:
 
 
 def load_tokenizer(path: str | pathlib.Path) -> tokenizers.Tokenizer:
-  """The tokenizer of a policy directory or shipped name.
+  """Returns the tokenizer of a policy directory or shipped name.
 
   Raises:
     FileNotFoundError: no such directory, or no tokenizer.json in it, nor
@@ -141,7 +142,7 @@ def load_tokenizer(path: str | pathlib.Path) -> tokenizers.Tokenizer:
 
 
 def _by_ranks(directory: pathlib.Path) -> bool:
-  """Whether a directory's tokenizer is tiktoken's alone."""
+  """Returns whether a directory's tokenizer is tiktoken's alone."""
   return (directory / tiktoken_files.RANKS).is_file() and not (
       directory / "tokenizer.json"
   ).is_file()
@@ -150,10 +151,10 @@ def _by_ranks(directory: pathlib.Path) -> bool:
 def chat_template(
     path: str | pathlib.Path, options: Mapping[str, Any] | None = None
 ) -> template_lib.ChatTemplate | None:
-  """The chat template of a policy directory or shipped name.
+  """Returns the chat template of a policy directory or shipped name.
 
   Args:
-    path: of the directory.
+    path: Path of the directory.
     options: variables for the template.
 
   Returns:
@@ -195,7 +196,7 @@ def chat_template(
 
 
 def _json_of(file: pathlib.Path) -> dict[str, Any]:
-  """A JSON object of a file; {} where it is not there."""
+  """Returns a JSON object of a file; {} where it is not there."""
   if not file.is_file():
     return {}
   try:
@@ -232,6 +233,20 @@ def named_parameters(model: nnx.Module) -> dict[str, jax.Array]:
       ".".join(map(str, path)): variable[...]
       for path, variable in parameters(model)
   }
+
+
+def misfit(weights: pathlib.Path, model: nnx.Module) -> str:
+  """Returns the first tensor of a file that is not the model's, or ""."""
+  with tensor_files.opened(weights) as file:
+    there = {k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}
+  here = {k: tuple(v.shape) for k, v in named_parameters(model).items()}
+  for name in sorted({*there, *here}):
+    if there.get(name) != here.get(name):
+      return (
+          f"tensor {name} is {there.get(name, 'absent')} there,"
+          f" {here.get(name, 'absent')} here"
+      )
+  return ""
 
 
 def parameters(model: nnx.Module) -> list[tuple[Any, nnx.Variable]]:

@@ -10,6 +10,7 @@ the numbers are held in tests. Axis names: see `base`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 from flax import nnx
@@ -17,60 +18,17 @@ import jax
 import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import layers
-from tunix.rl.multi_turn.policy import qwen3_vl
-from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import qwen_shapes
 from tunix.rl.multi_turn.policy import sharding
-
-
-class VisionBlock(nnx.Module):
-
-  def __init__(
-      self,
-      vision: qwen_config.VisionConfig,
-      init: layers.Init,
-      tensor: str | None,
-      mesh: jax.sharding.Mesh | None,
-  ):
-    self.norm1 = layers.RMSNorm(vision.hidden_size, init)
-    self.attn = qwen3_vl.VisionAttention(vision, init, tensor, mesh)
-    self.norm2 = layers.RMSNorm(vision.hidden_size, init)
-    self.mlp = layers.GatedMLP(
-        vision.hidden_size,
-        vision.intermediate_size,
-        init,
-        tensor,
-        bias=True,
-    )
-
-  def __call__(
-      self,
-      x_SPD: jax.Array,
-      segments_SP: jax.Array,
-      rotation: tuple[jax.Array, jax.Array],
-      reach: kernels.Reach,
-  ) -> jax.Array:
-    x = x_SPD + self.attn(self.norm1(x_SPD), segments_SP, rotation, reach)
-    return x + self.mlp(self.norm2(x))
-
-
-class MergerMLP(nnx.Module):
-  """Two layers; the checkpoint numbers them with the activation between."""
-
-  def __init__(self, wide: int, out: int, init: layers.Init, tensor):
-    setattr(self, "0", layers.Linear(wide, wide, init, ("fsdp", tensor), True))
-    setattr(self, "2", layers.Linear(wide, out, init, (tensor, "fsdp"), True))
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    first, second = getattr(self, "0"), getattr(self, "2")
-    return second(jax.nn.gelu(first(x), approximate=False))
+from tunix.rl.multi_turn.policy import vision_blocks
 
 
 class PatchMerger(nnx.Module):
-  """Four neighbouring patches to one vision token."""
+  """Merges four neighbouring patches to one vision token."""
 
   def __init__(
       self,
-      vision: qwen_config.VisionConfig,
+      vision: qwen_shapes.VisionConfig,
       init: layers.Init,
       tensor: str | None,
       mesh: jax.sharding.Mesh | None,
@@ -80,7 +38,14 @@ class PatchMerger(nnx.Module):
     wide = vision.hidden_size * vision.patches_per_token
     self.merge = vision.patches_per_token
     self.ln_q = norm(vision.hidden_size, init)
-    self.mlp = MergerMLP(wide, vision.out_hidden_size, init, tensor)
+    # The checkpoint numbers the layers with the activation between.
+    self.mlp = vision_blocks.TwoLayerMLP(
+        (wide, wide, vision.out_hidden_size),
+        init,
+        tensor,
+        layers.gelu,
+        ("0", "2"),
+    )
 
   def __call__(self, x_SPD: jax.Array) -> jax.Array:
     s, p, _ = x_SPD.shape
@@ -88,30 +53,28 @@ class PatchMerger(nnx.Module):
     return sharding.constrain(x, self.mesh, *sharding.TOKENS)
 
 
-class VisionTower(nnx.Module):
+class VisionTower(vision_blocks.VisionTower):
   """See the module docstring."""
 
   def __init__(
       self,
-      config: qwen_config.QwenVLConfig,
+      config: qwen_shapes.QwenVLConfig,
       init: layers.Init,
       mesh: jax.sharding.Mesh | None = None,
   ):
-    vision = config.vision
-    tensor = "tensor" if config.vision_tensor_parallel else None
-    self.config = config
-    self.mesh = mesh
-    self.patch_embed = layers.PatchEmbed(
-        vision.patch_size,
-        vision.hidden_size,
-        init,
-        vision.image_mean,
-        vision.image_std,
-        bias=False,
-    )
-    self.blocks = nnx.List(
-        [VisionBlock(vision, init, tensor, mesh) for _ in range(vision.depth)]
-    )
+    super().__init__(config, init, mesh, patch_bias=False)
+    vision, tensor = config.vision, vision_blocks.tensor_axis(config)
+    width = vision.hidden_size
+    self.blocks = nnx.List([
+        vision_blocks.VisionBlock(
+            functools.partial(layers.RMSNorm, width, init),
+            vision_blocks.VisionAttention(vision, init, tensor, mesh),
+            layers.GatedMLP(
+                width, vision.intermediate_size, init, tensor, bias=True
+            ),
+        )
+        for _ in range(vision.depth)
+    ])
     self.merger = PatchMerger(vision, init, tensor, mesh)
 
   def __call__(
@@ -125,30 +88,23 @@ class VisionTower(nnx.Module):
     config, vision = self.config, self.config.vision
     x = self.patch_embed(patches_SPF, jnp.dtype(config.compute_dtype))
     rotation = layers.vision_rotation(positions_SP4[..., :2], vision.head_dim)
-    windows = self._windows(segments_SP, positions_SP4)
-    run = layers.remat(config.remat)(
-        lambda block, x, segments: sharding.constrain(
-            block(x, segments, rotation, reach),
-            self.mesh,
-            *sharding.TOKENS,
-        )
-    )
-    numbered = enumerate(self.blocks)
-    whole = lambda pair: pair[0] in vision.fullatt_block_indexes
-    for is_whole, alike in itertools.groupby(numbered, whole):
-      segments = segments_SP if is_whole else windows
-      x = layers.repeat(
-          lambda block, x: run(block, x, segments),  # noqa: B023
-          [block for _, block in alike],
-          x,
-          config.scan_layers,
-      )
+    runs = [
+        vision_blocks.runner(config, self.mesh, segments, rotation, reach)
+        for segments in (self._windows(segments_SP, positions_SP4), segments_SP)
+    ]
+    # Neighbouring blocks that attend alike run as one loop.
+    attends_to_all = lambda pair: pair[0] in vision.fullatt_block_indexes
+    for to_all, numbered in itertools.groupby(
+        enumerate(self.blocks), attends_to_all
+    ):
+      blocks = [block for _, block in numbered]
+      x = layers.repeat(runs[to_all], blocks, x, config.scan_layers)
     return self.merger(x)[:, :, None]
 
   def _windows(
       self, segments_SP: jax.Array, positions_SP4: jax.Array
   ) -> jax.Array:
-    """int32[S, P]: equal for patches of one window of one image."""
+    """Returns int32[S, P], equal for patches of one window of one image."""
     vision = self.config.vision
     # A window holds whole merged tokens.
     side = vision.window_size // vision.patch_size // vision.spatial_merge_size

@@ -1,7 +1,7 @@
-"""Builds published policies with the host side and tokenizer of theirs.
+"""Builds published policies with the processor and tokenizer of each.
 
-Joins weights (`hf_checkpoint`), host side (`qwen_vl_inputs`) and the
-tokenizer's files; callers use `checkpoint`.
+Joins weights (`hf_checkpoint`), processor (`qwen_vl_inputs`, or `text_inputs`
+of a text policy) and the tokenizer's files; callers use `checkpoint`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_families
 from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import qwen_text_config
-from tunix.rl.multi_turn.policy import qwen_vl
 from tunix.rl.multi_turn.policy import qwen_vl_inputs
 from tunix.rl.multi_turn.policy import qwen_vl_sizes
 from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy import text_inputs
 
 FAMILIES = qwen_config.FAMILIES
+TEXT_FAMILIES = qwen_text_config.FAMILIES
 
-Loaded = tuple[
-    qwen_vl.QwenVL, qwen_vl_inputs.QwenVLProcessor, tokenizers.Tokenizer
-]
+AnyConfig = qwen_text_config.AnyConfig
+Processor = qwen_vl_inputs.QwenVLProcessor | text_inputs.TextProcessor
+Loaded = tuple[qwen_text.QwenText, Processor, tokenizers.Tokenizer]
 
 _PIXELS = ("min_pixels", "max_pixels")
 _BUDGET = "image_budget"
@@ -41,17 +42,41 @@ _BUDGET = "image_budget"
 SMALL = (
     "qwen3_vl_tiny", "qwen3_5_tiny", "qwen2_5_vl_tiny", "qwen2_vl_tiny",
 )  # pyformat: disable
+SMALL_TEXT = ("qwen3_text_tiny",)
 """Architectures of the published models at sizes that a CPU can train."""
 
+_PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
 
-def _small_config(name: str, tokenizer: tokenizers.Tokenizer) -> Any:
+
+def _small_config(name: str, tokenizer: tokenizers.Tokenizer) -> AnyConfig:
   def find(token: str) -> int:
-    found = tokenizer.token_to_id(token)
-    if found is None:
+    number = tokenizer.token_to_id(token)
+    if number is None:
       raise ValueError(f"the tokenizer has no token {token!r}")
-    return found
+    return number
 
-  width, family = 160, name.removesuffix("_tiny")
+  sizes = dict(
+      vocab_size=tokenizer.get_vocab_size(),
+      hidden_size=160,
+      intermediate_size=320,
+      num_hidden_layers=4,
+      num_attention_heads=4,
+      num_key_value_heads=2,
+      rope_theta=10_000.0,
+  )
+  if name in SMALL_TEXT:
+    return qwen_text_config.QwenTextConfig(
+        family="qwen3",
+        text=qwen_config.TextConfig(
+            **sizes,
+            head_dim=40,
+            mrope_section=qwen_text_config.plain_rotary(40),
+        ),
+        tie_word_embeddings=True,
+        banned_token_ids=_banned(tokenizer),
+        remat="none",
+    )
+  family = name.removesuffix("_tiny")
   traits = qwen_families.VISION_LANGUAGE[family]
   tower: dict[str, Any] = {
       "qwen2": {},
@@ -80,20 +105,11 @@ def _small_config(name: str, tokenizer: tokenizers.Tokenizer) -> Any:
           hidden_size=96,
           intermediate_size=192,
           num_heads=4,
-          out_hidden_size=width,
+          out_hidden_size=sizes["hidden_size"],
           patch_size=8,
           **tower,
       ),
-      text=qwen_config.TextConfig(
-          vocab_size=tokenizer.get_vocab_size(),
-          hidden_size=width,
-          intermediate_size=320,
-          num_hidden_layers=4,
-          num_attention_heads=4,
-          num_key_value_heads=2,
-          rope_theta=10_000.0,
-          **text,
-      ),
+      text=qwen_config.TextConfig(**sizes, **text),
       tie_word_embeddings=True,
       image_token_id=find("<|image_pad|>"),
       video_token_id=find("<|video_pad|>"),
@@ -105,8 +121,8 @@ def _small_config(name: str, tokenizer: tokenizers.Tokenizer) -> Any:
 
 def small_config(
     name: str, tokenizer: str | pathlib.Path = "tiny_vl", **changes: Any
-) -> qwen_config.QwenVLConfig:
-  """The config of one of `SMALL` for a tokenizer."""
+) -> Any:
+  """Returns the config of one of `SMALL` or `SMALL_TEXT` for a tokenizer."""
   encoder = policy_files.load_tokenizer(tokenizer)
   return dataclasses.replace(_small_config(name, encoder), **changes)
 
@@ -119,9 +135,12 @@ def create(
     screen: tuple[int, int] | None = None,
     **changes: Any,
 ) -> Loaded:
-  """A small policy with fresh weights; see `checkpoint.create_policy`."""
+  """Creates a small policy; see `checkpoint.create_policy`."""
   encoder = policy_files.load_tokenizer(tokenizer)
   config, pixels = _apply(_small_config(size, encoder), changes)
+  if isinstance(config, qwen_text_config.QwenTextConfig):
+    text = text_inputs.TextProcessor(size)
+    return _fresh(config, text, encoder, seed, mesh)
   processor = _processor(_default_settings(config), config, pixels)
   config = _fit(config, processor, screen)
   return _fresh(config, processor, encoder, seed, mesh)
@@ -134,9 +153,9 @@ def create_like(
     screen: tuple[int, int] | None = None,
     **changes: Any,
 ) -> Loaded:
-  """A policy of a directory's sizes with fresh weights."""
-  config, processor = _read(directory, screen, changes)
+  """Returns a policy of a directory's sizes with fresh weights."""
   encoder = policy_files.load_tokenizer(directory)
+  config, processor = _read(directory, encoder, screen, changes)
   return _fresh(config, processor, encoder, seed, mesh)
 
 
@@ -146,20 +165,24 @@ def load(
     screen: tuple[int, int] | None = None,
     **changes: Any,
 ) -> Loaded:
-  """The policy of a directory; see `checkpoint.load_policy`.
+  """Returns the policy of a directory; see `checkpoint.load_policy`.
 
   Beside the run-time fields of `QwenVLConfig`, among them `min_pixels` and
   `max_pixels` of the host side, `image_budget` can be given: (pixels, images)
   of a whole trajectory, see `qwen_vl_sizes.pixel_budget`.
   """
-  config, processor = _read(directory, screen, changes)
-  model = hf_checkpoint.load_model(directory, mesh, **_run_fields(config))
-  return model, processor, policy_files.load_tokenizer(directory)
+  encoder = policy_files.load_tokenizer(directory)
+  config, processor = _read(directory, encoder, screen, changes)
+  fields = qwen_text_config.run_fields(config)
+  model = hf_checkpoint.load_model(
+      directory, mesh, **{name: getattr(config, name) for name in fields}
+  )
+  return model, processor, encoder
 
 
 def save(
     directory: pathlib.Path,
-    model: qwen_vl.QwenVL,
+    model: qwen_text.QwenText,
     tokenizer: str | pathlib.Path,
     dtype: str = "float32",
     untied: bool = False,
@@ -170,22 +193,23 @@ def save(
   with, so that it sees the same pixels elsewhere.
   """
   hf_checkpoint.save_policy(directory, model, tokenizer, dtype, untied)
+  if isinstance(model.config, qwen_text_config.QwenTextConfig):
+    return
   config, vision = model.config, model.config.vision
   read = image_settings.read(directory, config.family)
-  wanted = dict(read.values if read else _default_settings(config).values)
-  wanted |= {"image_mean": vision.image_mean, "image_std": vision.image_std}
-  limits = {k: getattr(config, k) for k in _PIXELS if k in wanted}
-  wanted |= {k: limit for k, limit in limits.items() if limit}
-  image_settings.write(directory, wanted, config.family)
+  values = dict(read.values if read else _default_settings(config).values)
+  values |= {"image_mean": vision.image_mean, "image_std": vision.image_std}
+  limits = {k: getattr(config, k) for k in _PIXELS if k in values}
+  values |= {k: limit for k, limit in limits.items() if limit}
+  image_settings.write(directory, values, config.family)
 
 
-def load_config(
-    directory: pathlib.Path, **changes: Any
-) -> qwen_config.QwenVLConfig:
-  return _apply(hf_checkpoint.load_config(directory), changes)[0]
+def load_config(directory: pathlib.Path, **changes: Any) -> AnyConfig:
+  """Returns the config of a policy directory, with `changes` applied."""
+  return _apply(_config_of(directory), changes)[0]
 
 
-def check(directory: pathlib.Path, model: qwen_vl.QwenVL) -> None:
+def check(directory: pathlib.Path, model: qwen_text.QwenText) -> None:
   """Refuses a directory whose tensors do not fit `model`; reads none."""
   hf_checkpoint.check(directory, model)
 
@@ -193,7 +217,7 @@ def check(directory: pathlib.Path, model: qwen_vl.QwenVL) -> None:
 def processor_of(
     config: qwen_config.QwenVLConfig, directory: pathlib.Path | None = None
 ) -> qwen_vl_inputs.QwenVLProcessor:
-  """The host side that belongs to a config, or to a directory that has one."""
+  """Returns the processor of a config, or of a directory that has one."""
   settings = _default_settings(config)
   if directory is not None:
     settings = _settings_of(directory, config)
@@ -203,37 +227,67 @@ def processor_of(
 # --- pieces -------------------------------------------------------------------
 
 
+def _config_of(
+    directory: pathlib.Path, encoder: tokenizers.Tokenizer | None = None
+) -> AnyConfig:
+  """Returns a directory's config; a text policy's has the tokenizer's bans."""
+  config = hf_checkpoint.load_config(directory)
+  if isinstance(config, qwen_text_config.QwenTextConfig):
+    encoder = encoder or policy_files.load_tokenizer(directory)
+    _check_vocabulary(config, encoder)
+    return dataclasses.replace(config, banned_token_ids=_banned(encoder))
+  return config
+
+
+def _banned(encoder: tokenizers.Tokenizer) -> tuple[int, ...]:
+  """Placeholders that the tokenizer has: without an image they mean nothing."""
+  ids = (encoder.token_to_id(token) for token in _PLACEHOLDERS)
+  return tuple(token for token in ids if token is not None)
+
+
+def _check_vocabulary(
+    config: AnyConfig, encoder: tokenizers.Tokenizer
+) -> None:
+  if encoder.get_vocab_size() > config.vocab_size:
+    raise ValueError(
+        f"the tokenizer has {encoder.get_vocab_size()} tokens, the model's"
+        f" vocabulary {config.vocab_size}; give the model's own tokenizer"
+    )
+
+
 def _apply(
-    config: qwen_config.QwenVLConfig, changes: dict[str, Any]
-) -> tuple[qwen_config.QwenVLConfig, dict[str, Any]]:
-  """The config with run-time fields changed, and the pixel limits."""
-  pixels = {k: changes[k] for k in (*_PIXELS, _BUDGET) if k in changes}
-  rest = {k: v for k, v in changes.items() if k not in pixels}
-  unknown = sorted(set(rest) - set(qwen_config.RUN_FIELDS))
+    config: AnyConfig, changes: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+  """Returns the config with run-time fields changed, and the pixel limits."""
+  fields, limits = qwen_config.RUN_FIELDS, (*_PIXELS, _BUDGET)
+  if isinstance(config, qwen_text_config.QwenTextConfig):
+    fields, limits = qwen_text_config.RUN_FIELDS, ()
+  pixels = {k: changes[k] for k in limits if k in changes}
+  chosen = {k: v for k, v in changes.items() if k not in pixels}
+  unknown = sorted(set(chosen) - set(fields))
   if unknown:
     raise ValueError(
         f"{unknown[0]!r} cannot be changed in a {config.family} policy; change"
-        f" one of: {', '.join(qwen_config.RUN_FIELDS)}"
+        f" one of: {', '.join(fields)}"
     )
-  return dataclasses.replace(config, **rest), pixels
+  return dataclasses.replace(config, **chosen), pixels
 
 
 def _read(
     directory: pathlib.Path,
+    encoder: tokenizers.Tokenizer,
     screen: tuple[int, int] | None,
     changes: dict[str, Any],
-) -> tuple[qwen_config.QwenVLConfig, qwen_vl_inputs.QwenVLProcessor]:
-  """A directory's config, changed, and its host side; logs the latter."""
-  config, pixels = _apply(hf_checkpoint.load_config(directory), changes)
+) -> tuple[AnyConfig, Processor]:
+  """Returns a directory's config, changed, and its processor; logs images'."""
+  config, pixels = _apply(_config_of(directory, encoder), changes)
+  if isinstance(config, qwen_text_config.QwenTextConfig):
+    return config, text_inputs.TextProcessor(str(directory))
   processor = _processor(_settings_of(directory, config), config, pixels)
   logging.getLogger(__name__).info(
       "images of %s: %s", directory, processor.describe()
   )
   return _fit(config, processor, screen), processor
-
-
-def _run_fields(config: qwen_config.QwenVLConfig) -> dict[str, Any]:
-  return {name: getattr(config, name) for name in qwen_config.RUN_FIELDS}
 
 
 def _default_settings(
@@ -302,7 +356,7 @@ def _fit(
     processor: qwen_vl_inputs.QwenVLProcessor,
     screen: tuple[int, int] | None,
 ) -> qwen_config.QwenVLConfig:
-  """The configuration with its processor's limits of an image's area.
+  """Returns the configuration with its processor's limits of an image's area.
 
   Raises:
     ValueError: the limit of an image's patches excludes every screenshot.
@@ -324,19 +378,14 @@ def _fit(
 
 
 def _fresh(
-    config: qwen_config.QwenVLConfig,
-    processor: qwen_vl_inputs.QwenVLProcessor,
+    config: AnyConfig,
+    processor: Processor,
     encoder: tokenizers.Tokenizer,
     seed: int,
     mesh: jax.sharding.Mesh | None,
 ) -> Loaded:
-  if encoder.get_vocab_size() > config.vocab_size:
-    raise ValueError(
-        f"the tokenizer has {encoder.get_vocab_size()} tokens, the model's"
-        f" vocabulary {config.vocab_size}; give the model's own tokenizer"
-    )
-  model = random_model(config, seed, mesh)
-  return model, processor, encoder
+  _check_vocabulary(config, encoder)
+  return random_model(config, seed, mesh), processor, encoder
 
 
 def random_model(

@@ -34,8 +34,9 @@ TextConfig = qwen_shapes.TextConfig
 VisionConfig = qwen_shapes.VisionConfig
 SIZES = qwen_sizes.SIZES
 
+
 def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
-  """The configuration of a checkpoint's `config.json`.
+  """Returns the configuration of a checkpoint's `config.json`.
 
   Args:
     raw: the file's content.
@@ -78,7 +79,10 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
 def _tied(
     raw: Mapping[str, Any], text: Mapping[str, Any], family: str
 ) -> Any:
-  """Where a decoder is a class of its own, its own section decides."""
+  """Returns whether the output matrix is the embedding.
+
+  Where a decoder is a class of its own, its own section decides.
+  """
   traits = qwen_families.VISION_LANGUAGE[family]
   section = text if traits.text_type else raw
   return section.get("tie_word_embeddings", traits.tied)
@@ -87,7 +91,7 @@ def _tied(
 def _sections(
     raw: Mapping[str, Any], family: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-  """The decoder's fields and the tower's, with defaults.
+  """Returns the decoder's fields and the tower's, with defaults.
 
   Raises:
     ValueError: a section is not there as a whole.
@@ -118,24 +122,26 @@ def _check(
       text["hidden_act"] != "silu",
       f"text hidden_act={text['hidden_act']!r}, only silu is known",
   )
-  act, known = vision["hidden_act"], qwen_defaults.VISION[family]["hidden_act"]
-  refuse(act != known, f"vision hidden_act={act!r}, {family} has {known}")
+  act = vision["hidden_act"]
+  expected = qwen_defaults.VISION[family]["hidden_act"]
+  refuse(act != expected, f"vision hidden_act={act!r}, {family} has {expected}")
   refuse(
       bool(text.get("use_sliding_window")),
       "use_sliding_window=true, the decoder has no windows here",
   )
   traits = qwen_families.VISION_LANGUAGE[family]
   kinds = ["full_attention", "linear_attention"][: 1 + traits.linear]
-  given = text.get("layer_types") or ()
-  unknown = sorted(set(given) - set(kinds))
+  layer_types = text.get("layer_types") or ()
+  unknown = sorted(set(layer_types) - set(kinds))
   refuse(
       bool(unknown),
       f"layer_types holds {unknown}, only {' and '.join(kinds)} is known",
   )
   layers = text["num_hidden_layers"]
   refuse(
-      traits.linear and bool(given) and len(given) != layers,
-      f"layer_types names {len(given)} layers, num_hidden_layers is {layers}",
+      traits.linear and bool(layer_types) and len(layer_types) != layers,
+      f"layer_types names {len(layer_types)} layers, num_hidden_layers is"
+      f" {layers}",
   )
   refuse(
       traits.linear and text.get("attn_output_gate") is False,
@@ -162,11 +168,14 @@ def _check(
     refuse(got != want, f"vision {name}={got}, only {want} is known")
 
 
+_TOWER = ("depth", "num_heads", "patch_size", "spatial_merge_size")
+_WIDTHS = ("hidden_size", "intermediate_size", "out_hidden_size")
+
+
 def _vision(vision: Mapping[str, Any], family: str) -> VisionConfig:
-  """The tower."""
+  """Returns the tower."""
   tower = qwen_families.VISION_LANGUAGE[family].tower
-  names = ("depth", "num_heads", "patch_size", "spatial_merge_size")
-  sizes = {name: vision[name] for name in names}
+  sizes = {name: vision[name] for name in _TOWER}
   if tower == "qwen2":  # Names its width otherwise than the later ones.
     width = vision["embed_dim"]
     return VisionConfig(
@@ -175,8 +184,7 @@ def _vision(vision: Mapping[str, Any], family: str) -> VisionConfig:
         out_hidden_size=vision["hidden_size"],
         **sizes,
     )
-  for name in ("hidden_size", "intermediate_size", "out_hidden_size"):
-    sizes[name] = vision[name]
+  sizes |= {name: vision[name] for name in _WIDTHS}
   if tower == "glm4v":
     side = vision["image_size"]
     side = side[0] if isinstance(side, (list, tuple)) else side
@@ -203,17 +211,16 @@ def _vision(vision: Mapping[str, Any], family: str) -> VisionConfig:
 def _text(
     text: Mapping[str, Any], raw: Mapping[str, Any], family: str
 ) -> TextConfig:
-  """The decoder."""
-  heads, hidden = text["num_attention_heads"], text["hidden_size"]
+  """Returns the decoder."""
+  sizes = {name: text[name] for name in qwen_shapes.DECODER_FIELDS}
+  sizes["num_key_value_heads"] = (
+      text["num_key_value_heads"] or text["num_attention_heads"]
+  )
+  if family == "qwen3_5_moe":  # Every layer is sparse.
+    sizes["intermediate_size"] = 0
   return TextConfig(
-      vocab_size=text["vocab_size"],
-      hidden_size=hidden,
-      intermediate_size=text["intermediate_size"] * (family != "qwen3_5_moe"),
-      num_hidden_layers=text["num_hidden_layers"],
-      num_attention_heads=heads,
-      num_key_value_heads=text["num_key_value_heads"] or heads,
+      **sizes,
       head_dim=_head_dim(text, family),
-      rms_norm_eps=text["rms_norm_eps"],
       **_rope(text, raw, family),
       **_experts(text, family),
       **_linear(text, family),
@@ -240,7 +247,7 @@ def _rope(
   )
   theta = rope.get("rope_theta", text.get("rope_theta"))
   if theta is None:
-    theta = qwen_defaults.ROPE_THETA[family]
+    theta = qwen_defaults.rope_theta(family)
   traits = qwen_families.VISION_LANGUAGE[family]
   if traits.flat_positions:
     section = (_head_dim(text, family) // 2, 0, 0)
@@ -261,14 +268,16 @@ def _rope(
   }
 
 
+_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_SHARED_EXPERT = "shared_expert_intermediate_size"
+
+
 def _experts(text: Mapping[str, Any], family: str) -> dict[str, Any]:
   traits = qwen_families.VISION_LANGUAGE[family]
   if not traits.experts:
     return {}
   if traits.linear:
-    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size",
-             "shared_expert_intermediate_size")  # pyformat: disable
-    return {name: text[name] for name in names}
+    return {name: text[name] for name in (*_EXPERTS, _SHARED_EXPERT)}
   config_checks.refuse(
       text.get("norm_topk_prob", True) is False,
       "norm_topk_prob=false, routing weights always add up to 1 here",
@@ -279,8 +288,7 @@ def _experts(text: Mapping[str, Any], family: str) -> dict[str, Any]:
   count = qwen_defaults.NUM_EXPERTS if count is None else count
   return {
       "num_experts": count,
-      "num_experts_per_tok": text["num_experts_per_tok"],
-      "moe_intermediate_size": text["moe_intermediate_size"],
+      **{name: text[name] for name in _EXPERTS[1:]},
       "mlp_only_layers": tuple(text.get("mlp_only_layers") or ()),
       "decoder_sparse_step": text["decoder_sparse_step"],
   }
@@ -355,19 +363,13 @@ def _linear_to_hf(text: TextConfig) -> dict[str, Any]:
 
 
 def to_hf(config: QwenVLConfig) -> dict[str, Any]:
-  """A `config.json` that `transformers` builds the same model from."""
+  """Returns a `config.json` that `transformers` builds the same model from."""
   family, text, traits = config.family, config.text, config.traits
   if traits.tower == "siglip":
     return gemma3_config.to_hf(config)
   text_config: dict[str, Any] = {
       "model_type": traits.text_type or f"{family}_text",
-      "vocab_size": text.vocab_size,
-      "hidden_size": text.hidden_size,
-      "intermediate_size": text.intermediate_size,
-      "num_hidden_layers": text.num_hidden_layers,
-      "num_attention_heads": text.num_attention_heads,
-      "num_key_value_heads": text.num_key_value_heads,
-      "rms_norm_eps": text.rms_norm_eps,
+      **{name: getattr(text, name) for name in qwen_shapes.DECODER_FIELDS},
       "hidden_act": "silu",
       "max_position_embeddings": qwen_defaults.POSITIONS,
       "tie_word_embeddings": config.tie_word_embeddings,
@@ -392,20 +394,13 @@ def to_hf(config: QwenVLConfig) -> dict[str, Any]:
   if traits.linear and text.num_experts:
     del text_config["intermediate_size"]
     text_config |= {
-        "num_experts": text.num_experts,
-        "num_experts_per_tok": text.num_experts_per_tok,
-        "moe_intermediate_size": text.moe_intermediate_size,
-        "shared_expert_intermediate_size": (
-            text.shared_expert_intermediate_size
-        ),
+        name: getattr(text, name) for name in (*_EXPERTS, _SHARED_EXPERT)
     }
   elif traits.sigmoid_router:
     text_config |= _grouped_experts_to_hf(text)
   elif text.num_experts:
     text_config |= {
-        "num_experts": text.num_experts,
-        "num_experts_per_tok": text.num_experts_per_tok,
-        "moe_intermediate_size": text.moe_intermediate_size,
+        **{name: getattr(text, name) for name in _EXPERTS},
         "mlp_only_layers": list(text.mlp_only_layers),
         "decoder_sparse_step": text.decoder_sparse_step,
         "norm_topk_prob": True,
@@ -422,40 +417,33 @@ def to_hf(config: QwenVLConfig) -> dict[str, Any]:
 
 def _vision_to_hf(config: QwenVLConfig) -> dict[str, Any]:
   family, vision, tower = config.family, config.vision, config.traits.tower
-  found: dict[str, Any] = {
+  fields: dict[str, Any] = {
       "model_type": f"{family}_vision",
-      "depth": vision.depth,
-      "num_heads": vision.num_heads,
-      "patch_size": vision.patch_size,
-      "spatial_merge_size": vision.spatial_merge_size,
+      **{name: getattr(vision, name) for name in _TOWER},
       "temporal_patch_size": 2,
       "in_channels": 3,
       "hidden_act": qwen_defaults.VISION[family]["hidden_act"],
   }
   if tower == "qwen2":
-    return found | {
+    return fields | {
         "embed_dim": vision.hidden_size,
         "hidden_size": vision.out_hidden_size,
         "mlp_ratio": vision.intermediate_size // vision.hidden_size,
     }
-  found |= {
-      "hidden_size": vision.hidden_size,
-      "intermediate_size": vision.intermediate_size,
-      "out_hidden_size": vision.out_hidden_size,
-  }
+  fields |= {name: getattr(vision, name) for name in _WIDTHS}
   if tower == "glm4v":
     side = round(vision.num_position_embeddings**0.5)
-    return found | {
+    return fields | {
         "image_size": side * vision.patch_size,
         "rms_norm_eps": vision.rms_norm_eps,
         "attention_bias": False,
     }
   if tower == "qwen2_5":
-    return found | {
+    return fields | {
         "window_size": vision.window_size,
         "fullatt_block_indexes": list(vision.fullatt_block_indexes),
     }
-  found["num_position_embeddings"] = vision.num_position_embeddings
+  fields["num_position_embeddings"] = vision.num_position_embeddings
   if config.traits.deepstack:
-    found["deepstack_visual_indexes"] = list(vision.deepstack_visual_indexes)
-  return found
+    fields["deepstack_visual_indexes"] = list(vision.deepstack_visual_indexes)
+  return fields

@@ -147,7 +147,7 @@ class Decoder(nnx.Module):
 
   Attributes:
     layers: a list, or one `DecoderLayer` with stacked parameters.
-    layer_class: of the layers.
+    layer_class: Class of the layers.
   """
 
   layer_class: Any = DecoderLayer
@@ -199,7 +199,7 @@ class Decoder(nnx.Module):
     return cos * scaling.attention_factor, sin * scaling.attention_factor
 
   def rotations(self, positions_BT3: jax.Array) -> Callable[[Any], Rotation]:
-    """The rotary positions of each layer, by its number."""
+    """Returns the rotary positions of each layer, by its number."""
     rotation = self.rotation(positions_BT3)
     return lambda layer: rotation
 
@@ -271,8 +271,8 @@ class Decoder(nnx.Module):
     ):
       if some.start == some.stop:
         continue
-      ours = jax.tree.map(lambda p, at=some: p[at], state)
+      part = jax.tree.map(lambda p, at=some: p[at], state)
       (x, cache), _ = jax.lax.scan(
-          step, (x, cache), (ours, extra, order[some])
+          step, (x, cache), (part, extra, order[some])
       )
     return self.norm(x), cache

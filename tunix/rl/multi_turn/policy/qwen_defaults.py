@@ -24,18 +24,13 @@ POSITIONS = 262144
 have no end, and servers refuse longer contexts. That of Qwen3-VL."""
 
 IMAGE_STATISTICS = {
-    "qwen3_vl": (_HALF, _HALF),
-    "qwen3_vl_moe": (_HALF, _HALF),
-    "qwen3_5": (_HALF, _HALF),
-    "qwen3_5_moe": (_HALF, _HALF),
-    "qwen2_5_vl": _CLIP,
-    "qwen2_vl": _CLIP,
-    "opencua": _CLIP,
+    "qwen2": _CLIP,
+    "qwen2_5": _CLIP,
+    "qwen3": (_HALF, _HALF),
     "glm4v": _CLIP,
-    "glm4v_moe": _CLIP,
-    "gemma3": (_HALF, _HALF),
+    "siglip": (_HALF, _HALF),
 }
-"""Mean and standard deviation of the published checkpoints' processors."""
+"""Mean and standard deviation of the published processors, by tower."""
 
 _QWEN3_TOWER = {
     "depth": 27,
@@ -242,20 +237,9 @@ TEXT: Mapping[str, Mapping[str, Any]] = {
 NUM_EXPERTS = 60
 """Of qwen3_vl_moe: under two names, so not in `TEXT`."""
 
-ROPE_THETA = {
-    "qwen3_vl": 5e5,
-    "qwen3_vl_moe": 5e5,
-    "qwen3_5": 1e4,
-    "qwen3_5_moe": 1e4,
-    "qwen2_5_vl": 1e6,
-    "qwen2_vl": 1e6,
-    "opencua": 1e4,
-    "glm4v": 1e4,
-    "glm4v_moe": 1e4,
-    "qwen3": 1e4,
-    "qwen2": 1e4,
-    "llama": 1e4,
-}
+_ROPE_THETA = {
+    "qwen3_vl": 5e5, "qwen3_vl_moe": 5e5, "qwen2_5_vl": 1e6, "qwen2_vl": 1e6,
+}  # pyformat: disable
 MROPE_SECTION = {
     "qwen3_vl": (24, 20, 20),
     "qwen3_vl_moe": (24, 20, 20),
@@ -296,21 +280,26 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 """The fields' names in config.json; "" = it has none, and the id is fixed."""
 
 
+def rope_theta(family: str) -> float:
+  """Returns the base of a family's rotary frequencies."""
+  return _ROPE_THETA.get(family, 1e4)
+
+
 def image_tokens(raw: Mapping[str, Any], family: str) -> dict[str, int]:
   """`IMAGE_TOKENS` and their ids, by config.json's content."""
   ids = dict(zip(IMAGE_TOKENS, IMAGE_TOKEN_IDS.get(family, _IDS)))
   names = _NAMES.get(family, IMAGE_TOKENS)
-  found = {
+  tokens = {
       field: raw.get(name, ids[field]) if name else ids[field]
       for field, name in zip(IMAGE_TOKENS, names)
   }
   if not names[1]:
-    found["video_token_id"] = found["image_token_id"]
-  return found
+    tokens["video_token_id"] = tokens["image_token_id"]
+  return tokens
 
 
 def image_tokens_to_hf(config: Any) -> dict[str, int]:
-  """The fields of config.json that `image_tokens` reads."""
+  """Returns the fields of config.json that `image_tokens` reads."""
   names = _NAMES.get(config.family, IMAGE_TOKENS)
   return {
       name: getattr(config, field)
@@ -320,7 +309,7 @@ def image_tokens_to_hf(config: Any) -> dict[str, int]:
 
 
 def filled(
-    given: Mapping[str, Any], defaults: Mapping[str, Any]
+    fields: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
   """`given` and the defaults of fields that are not in it."""
-  return {**defaults, **given}
+  return {**defaults, **fields}

@@ -51,8 +51,8 @@ class Family:
     tied: whether the output matrix is the embedding where config.json does not
       decide it.
     prefixes: (ours, the checkpoint's) beginnings of a parameter's key.
-    module_prefixes: likewise of a module's name in transformers, by which an
-      adapter's file names it; None = as `prefixes`.
+    module_prefixes: (ours, transformers') beginnings of a module's name, by
+      which an adapter's file names it; None = as `prefixes`.
   """
 
   architecture: str
@@ -82,8 +82,8 @@ class Family:
   @property
   def modules(self) -> tuple[tuple[str, str], ...]:
     """(ours, transformers') beginnings of a module's name."""
-    found = self.module_prefixes
-    return self.prefixes if found is None else found
+    prefixes = self.module_prefixes
+    return self.prefixes if prefixes is None else prefixes
 
 
 _QWEN3 = dict(

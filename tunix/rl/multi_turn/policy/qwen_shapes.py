@@ -17,6 +17,12 @@ from tunix.rl.multi_turn.policy import rope_scaling
 
 FAMILIES = tuple(qwen_families.VISION_LANGUAGE)
 
+DECODER_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
+)  # pyformat: disable
+"""Fields of `TextConfig` that every family's config.json has by that name."""
+
 
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:
@@ -32,12 +38,13 @@ class VisionConfig:
     spatial_merge_size: patches of a side that become one vision token.
     num_position_embeddings: learned positions, a square (Qwen3-VL, Qwen3.5,
       GLM-4.1V and Gemma 3, whose images have as many patches); 0 = none.
-    rms_norm_eps: of its norms (GLM-4.1V, Gemma 3); of others it is 1e-6.
+    rms_norm_eps: Epsilon of its norms (GLM-4.1V, Gemma 3), 1e-6 in the other
+      families.
     deepstack_visual_indexes: blocks whose output is also merged and added
       after the first decoder layers (Qwen3-VL).
-    image_mean: of each channel, a fraction of 255, subtracted from pixels;
+    image_mean: Mean of each channel, a fraction of 255, subtracted from pixels;
       given by the processor's files. () = the family's published one.
-    image_std: likewise, by which they are divided.
+    image_std: Standard deviation of each channel, by which they are divided.
     window_size: pixels of a side of an attention window (Qwen2.5-VL).
     fullatt_block_indexes: blocks without windows (Qwen2.5-VL).
   """
@@ -78,22 +85,23 @@ class TextConfig:
       GLM-4.5V the first ones.
     decoder_sparse_step: every how many layers there are experts.
     mrope_section: frequencies of a head for the axes time, height, width.
-    rope_scaling: of the rotary positions; None = plain.
+    rope_scaling: Scaling of the rotary positions; None = plain.
     partial_rotary_factor: share of a head that is rotated, its beginning.
     shared_expert_intermediate_size: hidden units of the expert that every token
       goes through, beside the chosen ones; 0 = none.
-    expert_groups: of equally many experts; a token's experts are of its best
-      groups (GLM-4.5V).
+    expert_groups: Groups of equally many experts; a token's experts are of its
+      best groups (GLM-4.5V).
     chosen_groups: groups that a token's experts are of.
-    routed_scaling_factor: of the chosen experts' weights (GLM-4.5V).
+    routed_scaling_factor: Factor of the chosen experts' weights (GLM-4.5V).
     full_attention_layers: layers of full attention where the others are linear
       (Qwen3.5) or see a window (Gemma 3); None = all layers are full.
     sliding_window: tokens that a layer with a window sees, its own among them;
       0 = no layer has one.
     local_rope_theta: base of such a layer's rotary positions, which are plain.
     query_pre_attn_scalar: scores are divided by its root; 0 = head_dim.
-    linear_num_key_heads: of a linear layer.
-    linear_num_value_heads: of a linear layer, a multiple of the key heads.
+    linear_num_key_heads: Key heads of a linear layer.
+    linear_num_value_heads: Value heads of a linear layer, a multiple of the key
+      heads.
     linear_key_head_dim: width of a linear layer's query and key heads.
     linear_value_head_dim: width of its value heads.
     linear_conv_kernel_dim: tokens that its convolution sees.
@@ -136,11 +144,11 @@ class TextConfig:
     return int(self.head_dim * self.partial_rotary_factor)
 
   def is_linear(self, layer: int) -> bool:
-    """Whether a layer's attention is linear."""
+    """Returns whether a layer's attention is linear."""
     return not self.sliding_window and self._is_partial(layer)
 
   def window(self, layer: int) -> int:
-    """Tokens that a layer sees, its own among them; 0 = all earlier ones."""
+    """Returns the tokens that a layer sees, its own included; 0 = all."""
     partial = self.sliding_window and self._is_partial(layer)
     return self.sliding_window if partial else 0
 
@@ -149,7 +157,7 @@ class TextConfig:
     return full is not None and layer not in full
 
   def is_sparse(self, layer: int) -> bool:
-    """Whether a layer's MLP is a mixture of experts."""
+    """Returns whether a layer's MLP is a mixture of experts."""
     return (
         self.num_experts > 0
         and layer not in self.mlp_only_layers
@@ -170,9 +178,9 @@ class QwenVLConfig:
     video_token_id: never to be sampled either.
     vision_start_token_id: begins an image in the prompt.
     vision_end_token_id: ends it.
-    compute_dtype: of activations; sums are taken in float32.
-    param_dtype: of the model's weights; the learner trains float32 masters of
-      bfloat16 ones.
+    compute_dtype: Type of activations; sums are taken in float32.
+    param_dtype: Type of the model's weights; the learner trains float32 masters
+      of bfloat16 ones.
     remat: recomputed by the backward pass, see `config_checks.REMATS`; "auto"
       is "block" until a run chooses (`run.memory.settle_remat`).
     scan_layers: one loop over stacked layers, which compiles faster; unrolled
@@ -210,7 +218,7 @@ class QwenVLConfig:
     config_checks.check_dtypes(self.compute_dtype, self.param_dtype)
     config_checks.check_remat(self.remat)
     text, vision = self.text, self.vision
-    mean, std = qwen_defaults.IMAGE_STATISTICS[self.family]
+    mean, std = qwen_defaults.IMAGE_STATISTICS[self.traits.tower]
     vision = dataclasses.replace(
         vision,
         image_mean=vision.image_mean or mean,

@@ -1,11 +1,14 @@
 """Sizes of published vision-language checkpoints, by name.
 
+A family's first size is written out; the others name what differs from it.
+
 Does not: import JAX.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Mapping
 
 from tunix.rl.multi_turn.policy import qwen_shapes
 from tunix.rl.multi_turn.policy import rope_scaling
@@ -14,154 +17,123 @@ QwenVLConfig = qwen_shapes.QwenVLConfig
 TextConfig = qwen_shapes.TextConfig
 VisionConfig = qwen_shapes.VisionConfig
 
+_DECODER = (
+    "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads",
+)  # pyformat: disable
+"""Fields of a decoder that differ between all sizes of a family."""
 
-def _qwen3(
-    hidden: int,
-    mlp: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    tied: bool,
-    large_tower: bool = True,
-    **experts: int,
+
+def _size(
+    base: QwenVLConfig,
+    decoder: tuple[int, int, int, int, int],
+    vision: Mapping[str, Any] | None = None,
+    text: Mapping[str, Any] | None = None,
+    **fields: Any,
 ) -> QwenVLConfig:
-  tower = (27, 1152, 4304, (8, 16, 24)) if large_tower else (
-      24, 1024, 4096, (5, 11, 17)
-  )  # pyformat: disable
-  return QwenVLConfig(
-      family="qwen3_vl_moe" if experts else "qwen3_vl",
-      vision=VisionConfig(
-          depth=tower[0],
-          hidden_size=tower[1],
-          intermediate_size=tower[2],
-          num_heads=16,
-          out_hidden_size=hidden,
-          num_position_embeddings=2304,
-          deepstack_visual_indexes=tower[3],
-      ),
-      text=TextConfig(
-          vocab_size=151936,
-          hidden_size=hidden,
-          intermediate_size=mlp,
-          num_hidden_layers=layers,
-          num_attention_heads=heads,
-          num_key_value_heads=kv_heads,
-          **experts,
-      ),
-      tie_word_embeddings=tied,
-  )
+  """Returns another size of the family of `base`.
 
-
-def _qwen25(
-    hidden: int,
-    mlp: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    tied: bool,
-    vocab: int,
-    vision_mlp: int = 3420,
-) -> QwenVLConfig:
-  return QwenVLConfig(
-      family="qwen2_5_vl",
-      vision=VisionConfig(
-          depth=32,
-          hidden_size=1280,
-          intermediate_size=vision_mlp,
-          num_heads=16,
-          out_hidden_size=hidden,
-          patch_size=14,
-          window_size=112,
-          fullatt_block_indexes=(7, 15, 23, 31),
-      ),
-      text=TextConfig(
-          vocab_size=vocab,
-          hidden_size=hidden,
-          intermediate_size=mlp,
-          num_hidden_layers=layers,
-          num_attention_heads=heads,
-          num_key_value_heads=kv_heads,
-          rope_theta=1e6,
-          mrope_section=(16, 24, 24),
-      ),
-      tie_word_embeddings=tied,
-  )
-
-
-def _opencua(base: QwenVLConfig) -> QwenVLConfig:
-  """OpenCUA on a size of Qwen2.5-VL."""
-  text = dataclasses.replace(
-      base.text, mrope_section=(64, 0, 0), rms_norm_eps=1e-5
-  )
+  Args:
+    base: A size of the family.
+    decoder: Values of `_DECODER`.
+    vision: Fields of the tower that differ besides the width of its tokens.
+    text: Further fields of the decoder that differ.
+    **fields: Fields of the configuration that differ.
+  """
+  sizes = dict(zip(_DECODER, decoder))
   return dataclasses.replace(
       base,
-      family="opencua",
-      text=text,
-      image_token_id=151664,
-      video_token_id=151664,
-      vision_start_token_id=151661,
-      vision_end_token_id=151663,
+      vision=dataclasses.replace(
+          base.vision, out_hidden_size=decoder[0], **(vision or {})
+      ),
+      text=dataclasses.replace(base.text, **sizes, **(text or {})),
+      **fields,
   )
 
 
-def _qwen2(
-    hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: int
-) -> QwenVLConfig:
-  return QwenVLConfig(
-      family="qwen2_vl",
-      vision=VisionConfig(
-          depth=32,
-          hidden_size=1280,
-          intermediate_size=5120,
-          num_heads=16,
-          out_hidden_size=hidden,
-          patch_size=14,
-      ),
-      text=TextConfig(
-          vocab_size=vocab,
-          hidden_size=hidden,
-          intermediate_size=mlp,
-          num_hidden_layers=layers,
-          num_attention_heads=heads,
-          num_key_value_heads=kv_heads,
-          rope_theta=1e6,
-          mrope_section=(16, 24, 24),
-      ),
-      tie_word_embeddings=hidden == 1536,
-  )
+def _experts(
+    count: int, chosen: int, hidden: int, shared: int = 0
+) -> dict[str, int]:
+  return {
+      "num_experts": count,
+      "num_experts_per_tok": chosen,
+      "moe_intermediate_size": hidden,
+      "shared_expert_intermediate_size": shared,
+  }
+
+
+# --- Qwen: from the config.json of Qwen/<name>-Instruct ---------------------
+
+_QWEN3 = QwenVLConfig(
+    family="qwen3_vl",
+    vision=VisionConfig(
+        depth=27,
+        hidden_size=1152,
+        intermediate_size=4304,
+        num_heads=16,
+        out_hidden_size=4096,
+        num_position_embeddings=2304,
+        deepstack_visual_indexes=(8, 16, 24),
+    ),
+    text=TextConfig(151936, 4096, 12288, 36, 32, 8),
+)
+_SMALL_TOWER = {
+    "depth": 24,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "deepstack_visual_indexes": (5, 11, 17),
+}
+_MOE = {"family": "qwen3_vl_moe"}
+
+_QWEN2_5 = QwenVLConfig(
+    family="qwen2_5_vl",
+    vision=VisionConfig(
+        depth=32,
+        hidden_size=1280,
+        intermediate_size=3420,
+        num_heads=16,
+        out_hidden_size=3584,
+        patch_size=14,
+        window_size=112,
+        fullatt_block_indexes=(7, 15, 23, 31),
+    ),
+    text=TextConfig(
+        *(152064, 3584, 18944, 28, 28, 4),
+        rope_theta=1e6,
+        mrope_section=(16, 24, 24),
+    ),
+)
+_WIDE_TOWER = {"intermediate_size": 3456}
+
+_QWEN2 = dataclasses.replace(
+    _QWEN2_5,
+    family="qwen2_vl",
+    vision=dataclasses.replace(
+        _QWEN2_5.vision,
+        intermediate_size=5120,
+        window_size=0,
+        fullatt_block_indexes=(),
+    ),
+)
 
 
 def _qwen3_5(
-    hidden: int,
-    mlp: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    linear_heads: int,
-    **experts: int,
+    decoder: tuple[int, int, int, int, int], linear_heads: int, **experts: int
 ) -> QwenVLConfig:
   return QwenVLConfig(
       family="qwen3_5_moe" if experts else "qwen3_5",
-      vision=VisionConfig(
-          depth=27,
-          hidden_size=1152,
-          intermediate_size=4304,
-          num_heads=16,
-          out_hidden_size=hidden,
-          num_position_embeddings=2304,
+      vision=dataclasses.replace(
+          _QWEN3.vision,
+          out_hidden_size=decoder[0],
+          deepstack_visual_indexes=(),
       ),
       text=TextConfig(
-          vocab_size=248320,
-          hidden_size=hidden,
-          intermediate_size=mlp,
-          num_hidden_layers=layers,
-          num_attention_heads=heads,
-          num_key_value_heads=kv_heads,
+          *(248320, *decoder),
           head_dim=256,
           rope_theta=1e7,
           mrope_section=(11, 11, 10),
           partial_rotary_factor=0.25,
-          full_attention_layers=tuple(range(3, layers, 4)),
+          full_attention_layers=tuple(range(3, decoder[2], 4)),
           linear_num_key_heads=16,
           linear_num_value_heads=linear_heads,
           linear_key_head_dim=128,
@@ -176,16 +148,55 @@ def _qwen3_5(
   )
 
 
-# From the config.json of Qwen/<name>-Instruct.
+def _opencua(base: QwenVLConfig) -> QwenVLConfig:
+  """Returns OpenCUA on a size of Qwen2.5-VL."""
+  return dataclasses.replace(
+      base,
+      family="opencua",
+      text=dataclasses.replace(
+          base.text, mrope_section=(64, 0, 0), rms_norm_eps=1e-5
+      ),
+      image_token_id=151664,
+      video_token_id=151664,
+      vision_start_token_id=151661,
+      vision_end_token_id=151663,
+  )
+
+
+# --- GLM-V: from the config.json of zai-org/<name> --------------------------
+
+_GLM = QwenVLConfig(
+    family="glm4v",
+    vision=VisionConfig(
+        depth=24,
+        hidden_size=1536,
+        intermediate_size=13696,
+        num_heads=12,
+        out_hidden_size=4096,
+        patch_size=14,
+        num_position_embeddings=576,
+        rms_norm_eps=1e-5,
+    ),
+    text=TextConfig(
+        *(151552, 4096, 13696, 40, 32, 2),
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        mrope_section=(8, 12, 12),
+        partial_rotary_factor=0.5,
+    ),
+    image_token_id=151343,
+    video_token_id=151344,
+    vision_start_token_id=151339,
+    vision_end_token_id=151340,
+)
+
+# --- Gemma 3 ----------------------------------------------------------------
+
+
 def _gemma3(
-    width: int,
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    scalar: int,
+    decoder: tuple[int, int, int, int, int], head_dim: int, scalar: float
 ) -> QwenVLConfig:
+  """Returns a size whose scores are divided by the root of `scalar`."""
   return QwenVLConfig(
       family="gemma3",
       vision=VisionConfig(
@@ -193,26 +204,21 @@ def _gemma3(
           hidden_size=1152,
           intermediate_size=4304,
           num_heads=16,
-          out_hidden_size=width,
+          out_hidden_size=decoder[0],
           patch_size=14,
           spatial_merge_size=4,
           num_position_embeddings=64**2,
       ),
       text=TextConfig(
-          vocab_size=262208,
-          hidden_size=width,
-          intermediate_size=hidden,
-          num_hidden_layers=layers,
-          num_attention_heads=heads,
-          num_key_value_heads=kv_heads,
+          *(262208, *decoder),
           head_dim=head_dim,
           rope_theta=1e6,
           mrope_section=(head_dim // 2, 0, 0),
           rope_scaling=rope_scaling.RopeScaling("linear", 8.0),
-          full_attention_layers=tuple(range(5, layers, 6)),
+          full_attention_layers=tuple(range(5, decoder[2], 6)),
           sliding_window=1024,
           local_rope_theta=1e4,
-          query_pre_attn_scalar=float(scalar),
+          query_pre_attn_scalar=scalar,
       ),
       tie_word_embeddings=True,
       image_token_id=262144,
@@ -223,108 +229,57 @@ def _gemma3(
 
 
 SIZES: dict[str, QwenVLConfig] = {
-    "Qwen3-VL-2B": _qwen3(2048, 6144, 28, 16, 8, True, large_tower=False),
-    "Qwen3-VL-4B": _qwen3(2560, 9728, 36, 32, 8, True, large_tower=False),
-    "Qwen3-VL-8B": _qwen3(4096, 12288, 36, 32, 8, False),
-    "Qwen3-VL-32B": _qwen3(5120, 25600, 64, 64, 8, False),
-    "Qwen3-VL-30B-A3B": _qwen3(
-        2048, 6144, 48, 32, 4, False,
-        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+    "Qwen3-VL-2B": _size(
+        _QWEN3, (2048, 6144, 28, 16, 8), _SMALL_TOWER, tie_word_embeddings=True
     ),
-    "Qwen3-VL-235B-A22B": _qwen3(
-        4096, 12288, 94, 64, 4, False,
-        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536,
+    "Qwen3-VL-4B": _size(
+        _QWEN3, (2560, 9728, 36, 32, 8), _SMALL_TOWER, tie_word_embeddings=True
     ),
-    "Qwen3.5-9B": _qwen3_5(4096, 12288, 32, 16, 4, 32),
-    "Qwen3.5-27B": _qwen3_5(5120, 17408, 64, 24, 4, 48),
+    "Qwen3-VL-8B": _QWEN3,
+    "Qwen3-VL-32B": _size(_QWEN3, (5120, 25600, 64, 64, 8)),
+    "Qwen3-VL-30B-A3B": _size(
+        _QWEN3, (2048, 6144, 48, 32, 4), text=_experts(128, 8, 768), **_MOE
+    ),
+    "Qwen3-VL-235B-A22B": _size(
+        _QWEN3, (4096, 12288, 94, 64, 4), text=_experts(128, 8, 1536), **_MOE
+    ),
+    "Qwen3.5-9B": _qwen3_5((4096, 12288, 32, 16, 4), 32),
+    "Qwen3.5-27B": _qwen3_5((5120, 17408, 64, 24, 4), 48),
     "Qwen3.5-35B-A3B": _qwen3_5(
-        2048, 0, 40, 16, 2, 32,
-        num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512,
-        shared_expert_intermediate_size=512,
+        (2048, 0, 40, 16, 2), 32, **_experts(256, 8, 512, 512)
     ),
-    "Qwen2.5-VL-3B": _qwen25(2048, 11008, 36, 16, 2, True, 151936),
-    "Qwen2.5-VL-7B": _qwen25(3584, 18944, 28, 28, 4, False, 152064),
-    "Qwen2.5-VL-32B": _qwen25(
-        5120, 27648, 64, 40, 8, False, 152064, vision_mlp=3456
+    "Qwen2.5-VL-3B": _size(
+        _QWEN2_5,
+        (2048, 11008, 36, 16, 2),
+        text={"vocab_size": 151936},
+        tie_word_embeddings=True,
     ),
-    "Qwen2.5-VL-72B": _qwen25(
-        8192, 29568, 80, 64, 8, False, 152064, vision_mlp=3456
+    "Qwen2.5-VL-7B": _QWEN2_5,
+    "Qwen2.5-VL-32B": _size(_QWEN2_5, (5120, 27648, 64, 40, 8), _WIDE_TOWER),
+    "Qwen2.5-VL-72B": _size(_QWEN2_5, (8192, 29568, 80, 64, 8), _WIDE_TOWER),
+    "Qwen2-VL-2B": _size(
+        _QWEN2,
+        (1536, 8960, 28, 12, 2),
+        text={"vocab_size": 151936},
+        tie_word_embeddings=True,
     ),
-    "Qwen2-VL-2B": _qwen2(1536, 8960, 28, 12, 2, 151936),
-    "Qwen2-VL-7B": _qwen2(3584, 18944, 28, 28, 4, 152064),
-    "Qwen2-VL-72B": _qwen2(8192, 29568, 80, 64, 8, 152064),
-    # From the config.json of zai-org/GLM-4.5V.
-    "GLM-4.5V": QwenVLConfig(
+    "Qwen2-VL-7B": _QWEN2,
+    "Qwen2-VL-72B": _size(_QWEN2, (8192, 29568, 80, 64, 8)),
+    "GLM-4.5V": _size(
+        _GLM,
+        (4096, 10944, 46, 96, 8),
+        {"intermediate_size": 10944},
+        {**_experts(128, 8, 1408, 1408), "mlp_only_layers": (0,)},
         family="glm4v_moe",
-        vision=VisionConfig(
-            depth=24,
-            hidden_size=1536,
-            intermediate_size=10944,
-            num_heads=12,
-            out_hidden_size=4096,
-            patch_size=14,
-            num_position_embeddings=576,
-            rms_norm_eps=1e-5,
-        ),
-        text=TextConfig(
-            vocab_size=151552,
-            hidden_size=4096,
-            intermediate_size=10944,
-            num_hidden_layers=46,
-            num_attention_heads=96,
-            num_key_value_heads=8,
-            rms_norm_eps=1e-5,
-            rope_theta=1e4,
-            mrope_section=(8, 12, 12),
-            partial_rotary_factor=0.5,
-            num_experts=128,
-            num_experts_per_tok=8,
-            moe_intermediate_size=1408,
-            shared_expert_intermediate_size=1408,
-            mlp_only_layers=(0,),
-        ),
         image_token_id=151363,
         video_token_id=151364,
-        vision_start_token_id=151339,
-        vision_end_token_id=151340,
     ),
-    "GLM-4.1V-9B": QwenVLConfig(
-        family="glm4v",
-        vision=VisionConfig(
-            depth=24,
-            hidden_size=1536,
-            intermediate_size=13696,
-            num_heads=12,
-            out_hidden_size=4096,
-            patch_size=14,
-            num_position_embeddings=576,
-            rms_norm_eps=1e-5,
-        ),
-        text=TextConfig(
-            vocab_size=151552,
-            hidden_size=4096,
-            intermediate_size=13696,
-            num_hidden_layers=40,
-            num_attention_heads=32,
-            num_key_value_heads=2,
-            rms_norm_eps=1e-5,
-            rope_theta=1e4,
-            mrope_section=(8, 12, 12),
-            partial_rotary_factor=0.5,
-        ),
-        image_token_id=151343,
-        video_token_id=151344,
-        vision_start_token_id=151339,
-        vision_end_token_id=151340,
+    "GLM-4.1V-9B": _GLM,
+    "Gemma-3-4B": _gemma3((2560, 10240, 34, 8, 4), 256, 256.0),
+    "Gemma-3-12B": _gemma3((3840, 15360, 48, 16, 8), 256, 256.0),
+    "Gemma-3-27B": _gemma3((5376, 21504, 62, 32, 16), 128, 168.0),
+    "OpenCUA-7B": _opencua(_QWEN2_5),
+    "OpenCUA-32B": _opencua(
+        _size(_QWEN2_5, (5120, 27648, 64, 40, 8), _WIDE_TOWER)
     ),
-}  # pyformat: disable
-for _name, _size in (
-    # Width, hidden units, layers, heads, KV heads, their width, and what scores
-    # are divided by the root of.
-    ("Gemma-3-4B", (2560, 10240, 34, 8, 4, 256, 256)),
-    ("Gemma-3-12B", (3840, 15360, 48, 16, 8, 256, 256)),
-    ("Gemma-3-27B", (5376, 21504, 62, 32, 16, 128, 168)),
-):
-  SIZES[_name] = _gemma3(*_size)
-SIZES["OpenCUA-7B"] = _opencua(SIZES["Qwen2.5-VL-7B"])
-SIZES["OpenCUA-32B"] = _opencua(SIZES["Qwen2.5-VL-32B"])
+}

@@ -41,12 +41,12 @@ class QwenText(nnx.Module):
 
   Attributes:
     config: sizes.
-    mesh: where the weights lie, or None.
+    mesh: Mesh that the weights lie on, or None.
     lm_head: output matrix; None where it is the embedding.
   """
 
   decoder_class = qwen_decoder.Decoder
-  _see_ahead = 1  # A token's last one lies less than so many places ahead.
+  _see_ahead = 1  # `kernels.Sight.lookahead`: a token sees up to its own place.
 
   @property
   def supports_prefix_ids(self) -> bool:
@@ -59,15 +59,15 @@ class QwenText(nnx.Module):
 
   def __init__(
       self,
-      config: qwen_text_config.QwenTextConfig,
+      config: qwen_text_config.AnyConfig,
       rngs: random_keys.Source,
       mesh: jax.sharding.Mesh | None = None,
   ):
     """Args:
 
       config: sizes.
-      rngs: of fresh weights.
-      mesh: as of `sharding.make_mesh`, if the weights lie on one.
+      rngs: Random keys of fresh weights.
+      mesh: Mesh of `sharding.make_mesh`, if the weights lie on one.
 
     Raises:
       ValueError: heads that cannot be divided among the mesh.
@@ -76,8 +76,12 @@ class QwenText(nnx.Module):
     self.mesh = mesh
     check_heads(mesh, "attention", config.text.num_attention_heads)
     init = layers.Init(rngs, config.param_dtype)
-    self.model = self.decoder_class(config, init, mesh)
+    self._make_parts(init)
     self.lm_head = output_matrix(config, init)
+
+  def _make_parts(self, init: layers.Init) -> None:
+    """Makes the modules before the output matrix, whose keys are the last."""
+    self.model = self.decoder_class(self.config, init, self.mesh)
 
   @property
   def decoder(self) -> qwen_decoder.Decoder:
@@ -121,7 +125,7 @@ class QwenText(nnx.Module):
       image_patches: int = 0,
       aligned_images: bool = False,
   ) -> jax.Array:
-    """[S, 0, 0]: no vision tokens."""
+    """Returns [S, 0, 0]: no vision tokens."""
     del patch_segments, patch_positions, image_patches, aligned_images
     return jnp.zeros((patches.shape[0], 0, 0), self.config.compute_dtype)
 
@@ -152,15 +156,15 @@ class QwenText(nnx.Module):
     last = self._last_seen(vision_index, real.astype(jnp.int32))
 
     def mix(q, k, v, cache, layer):
-      kept = _of_layer(cache, layer)
-      mixed, kept = cached_attention.attend_rows(
-          q, k, v, kept, starts, lengths, self.mesh, self._sight(last, layer)
+      entry = _of_layer(cache, layer)
+      mixed, entry = cached_attention.attend_rows(
+          q, k, v, entry, starts, lengths, self.mesh, self._sight(last, layer)
       )
-      return mixed, _with_layer(cache, layer, kept)
+      return mixed, _with_layer(cache, layer, entry)
 
     def recur(net, x, cache, layer):
-      out, kept = net.extend(x, starts, lengths, _of_layer(cache, layer))
-      return out, _with_layer(cache, layer, kept)
+      out, entry = net.extend(x, starts, lengths, _of_layer(cache, layer))
+      return out, _with_layer(cache, layer, entry)
 
     x, early = self._embed(tokens, vision_index, vision)
     return self.decoder(x, positions, mix, recur, cache, early)
@@ -233,7 +237,7 @@ class QwenText(nnx.Module):
     return *stacked, cached_attention.ROWS, split, None, None
 
   def logits(self, hidden: jax.Array) -> jax.Array:
-    """float32[..., vocabulary]; split along the vocabulary on a mesh.
+    """Returns float32[..., vocabulary]; split along the vocabulary on a mesh.
 
     Where the mesh does not divide the vocabulary, each device gathers the
     matrix, and computes its own rows.
@@ -262,21 +266,21 @@ class QwenText(nnx.Module):
       vision_index_BT: base.Array | None,
       vision_SVXD: base.Array | None,
   ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """[B, T, D], and the additions after each of the first layers."""
+    """Returns [B, T, D], and the additions after each of the first layers."""
     del vision_index_BT, vision_SVXD
     return self._look_up(tokens_BT), ()
 
   def _last_seen(
       self, vision_index_BT: base.Array | None, segments_BT: jax.Array
   ) -> jax.Array | None:
-    """The last place of a row that each token sees; None = its own."""
+    """Returns the last place of a row that each token sees; None = its own."""
     del vision_index_BT, segments_BT
     return None
 
   def _sight(
       self, last_BT: jax.Array | None, layer: int | jax.Array
   ) -> kernels.Sight | None:
-    """What tokens of a layer see; None = all earlier ones."""
+    """Returns what a layer's tokens see; None = all earlier ones."""
     if last_BT is None:
       return None
     return kernels.Sight(
@@ -284,7 +288,7 @@ class QwenText(nnx.Module):
     )
 
   def _look_up(self, tokens_BT: base.Array) -> jax.Array:
-    """The embeddings [B, T, D] of tokens."""
+    """Returns the embeddings [B, T, D] of tokens."""
     dtype = jnp.dtype(self.config.compute_dtype)
     tokens_BT = jnp.asarray(tokens_BT)
     # Each device looks up its columns for all rows of its data shard, then
@@ -310,7 +314,7 @@ class QwenText(nnx.Module):
 def output_matrix(
     config: qwen_text_config.AnyConfig, init: layers.Init
 ) -> layers.Embedding | None:
-  """[vocabulary, width], lying like the embedding; None if it is that."""
+  """Makes the output matrix [vocabulary, width]; None if it is tied."""
   if config.tie_word_embeddings:
     return None
   text = config.text
@@ -331,11 +335,11 @@ def _of_layer(cache: Cache, layer: int | jax.Array):
   return jax.tree.map(at, cache)
 
 
-def _with_layer(cache: Cache, layer: int | jax.Array, kept) -> Cache:
+def _with_layer(cache: Cache, layer: int | jax.Array, entry) -> Cache:
   if isinstance(layer, int):
-    return (*cache[:layer], kept, *cache[layer + 1 :])
+    return (*cache[:layer], entry, *cache[layer + 1 :])
   put = lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, layer, 0)
-  return jax.tree.map(put, cache, kept)
+  return jax.tree.map(put, cache, entry)
 
 
 def check_heads(
@@ -344,8 +348,8 @@ def check_heads(
   """Refuses heads that attention cannot exchange for a row's tokens.
 
   Args:
-    mesh: of the weights; None has nothing to divide among.
-    kind: of attention, for the error.
+    mesh: Mesh of the weights; None has nothing to divide among.
+    kind: Kind of attention, for the error.
     heads: their number.
     tensor: whether the mesh's axis tensor splits them as well.
 

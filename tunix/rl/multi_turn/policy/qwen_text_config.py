@@ -23,6 +23,7 @@ from tunix.rl.multi_turn.policy import gemma3_config
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_defaults
 from tunix.rl.multi_turn.policy import qwen_families
+from tunix.rl.multi_turn.policy import qwen_shapes
 from tunix.rl.multi_turn.policy import rope_scaling
 
 FAMILIES = tuple(qwen_families.TEXT)
@@ -41,9 +42,9 @@ class QwenTextConfig:
     tie_word_embeddings: the output matrix is the embedding.
     banned_token_ids: tokens that no sampler may draw: the tokenizer's image
       and video placeholders. Not in config.json.
-    compute_dtype: of activations; sums are taken in float32.
-    param_dtype: of the model's weights; the learner trains float32 masters of
-      bfloat16 ones.
+    compute_dtype: Type of activations; sums are taken in float32.
+    param_dtype: Type of the model's weights; the learner trains float32 masters
+      of bfloat16 ones.
     remat: recomputed by the backward pass, see `config_checks.REMATS`; "auto"
       is "block" until a run chooses (`run.memory.settle_remat`).
     scan_layers: one loop over stacked layers, which compiles faster; unrolled
@@ -95,14 +96,14 @@ AnyConfig = qwen_config.QwenVLConfig | QwenTextConfig
 
 
 def run_fields(config: AnyConfig) -> tuple[str, ...]:
-  """The fields of a config that its file does not decide."""
+  """Returns the fields of a config that its file does not decide."""
   if isinstance(config, QwenTextConfig):
     return (*RUN_FIELDS, "banned_token_ids")
   return qwen_config.RUN_FIELDS
 
 
 def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenTextConfig:
-  """The configuration of a checkpoint's `config.json`.
+  """Returns the configuration of a checkpoint's `config.json`.
 
   Args:
     raw: the file's content.
@@ -137,7 +138,7 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenTextConfig:
 
 
 def _text(raw: Mapping[str, Any]) -> qwen_config.TextConfig:
-  """The decoder of a file with defaults.
+  """Returns the decoder of a file with defaults.
 
   Raises:
     ValueError: a field that asks for more than is computed here.
@@ -166,15 +167,11 @@ def _text(raw: Mapping[str, Any]) -> qwen_config.TextConfig:
       f"head_dim={head_dim}, qwen2's is hidden_size / num_attention_heads ="
       f" {hidden} / {heads}",
   )
+  sizes = {name: raw[name] for name in qwen_shapes.DECODER_FIELDS}
+  sizes["num_key_value_heads"] = raw["num_key_value_heads"] or heads
   return qwen_config.TextConfig(
-      vocab_size=raw["vocab_size"],
-      hidden_size=hidden,
-      intermediate_size=raw["intermediate_size"],
-      num_hidden_layers=raw["num_hidden_layers"],
-      num_attention_heads=heads,
-      num_key_value_heads=raw["num_key_value_heads"] or heads,
+      **sizes,
       head_dim=head_dim,
-      rms_norm_eps=raw["rms_norm_eps"],
       rope_theta=_rope_theta(raw),
       mrope_section=plain_rotary(head_dim),
       rope_scaling=rope_scaling.read(
@@ -184,7 +181,7 @@ def _text(raw: Mapping[str, Any]) -> qwen_config.TextConfig:
 
 
 def plain_rotary(head_dim: int) -> tuple[int, int, int]:
-  """The `mrope_section` of one-axis positions: every frequency follows it."""
+  """Returns the `mrope_section` of positions with one axis."""
   return (head_dim // 2, 0, 0)
 
 
@@ -193,25 +190,25 @@ def _rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rope_theta(raw: Mapping[str, Any]) -> float:
-  """The base of the rotary frequencies, of either transformers' spelling."""
+  """Returns the base of the rotary frequencies, in either spelling."""
   rope = _rope(raw)
-  found = {
+  values = {
       float(value)
       for value in (raw.get("rope_theta"), rope.get("rope_theta"))
       if value is not None
   }
-  if not found:
-    return qwen_defaults.ROPE_THETA[raw["model_type"]]
+  if not values:
+    return qwen_defaults.rope_theta(raw["model_type"])
   config_checks.refuse(
-      len(found) > 1,
+      len(values) > 1,
       f"rope_theta={raw.get('rope_theta')} but rope_parameters.rope_theta="
       f"{rope.get('rope_theta')}",
   )
-  return found.pop()
+  return values.pop()
 
 
 def to_hf(config: QwenTextConfig) -> dict[str, Any]:
-  """A `config.json` that `transformers` builds the same model from."""
+  """Returns a `config.json` that `transformers` builds the same model from."""
   text = config.text
   architecture = {"architectures": [config.traits.architecture]}
   if config.traits.windows:
@@ -219,13 +216,7 @@ def to_hf(config: QwenTextConfig) -> dict[str, Any]:
   raw: dict[str, Any] = {
       **architecture,
       "model_type": config.family,
-      "vocab_size": text.vocab_size,
-      "hidden_size": text.hidden_size,
-      "intermediate_size": text.intermediate_size,
-      "num_hidden_layers": text.num_hidden_layers,
-      "num_attention_heads": text.num_attention_heads,
-      "num_key_value_heads": text.num_key_value_heads,
-      "rms_norm_eps": text.rms_norm_eps,
+      **{name: getattr(text, name) for name in qwen_shapes.DECODER_FIELDS},
       "hidden_act": "silu",
       "max_position_embeddings": qwen_defaults.POSITIONS,
       "tie_word_embeddings": config.tie_word_embeddings,

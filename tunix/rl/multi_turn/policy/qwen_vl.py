@@ -26,7 +26,6 @@ from tunix.rl.multi_turn.policy import qwen3_vl
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_decoder
 from tunix.rl.multi_turn.policy import qwen_text
-from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy import siglip
 
@@ -45,32 +44,21 @@ class QwenVL(qwen_text.QwenText):
   reads_image_patches = True
   vision_modules = ("visual",)
 
-  def __init__(
-      self,
-      config: qwen_config.QwenVLConfig,
-      rngs: random_keys.Source,
-      mesh: jax.sharding.Mesh | None = None,
-  ):
-    """Args:
+  config: qwen_config.QwenVLConfig
 
-      config: sizes.
-      rngs: of fresh weights.
-      mesh: as of `sharding.make_mesh`, if the weights lie on one.
+  def _make_parts(self, init: layers.Init) -> None:
+    """Makes the tower, then the decoder.
 
     Raises:
       ValueError: heads that cannot be divided among the mesh.
     """
-    self.config = config
-    self.mesh = mesh
-    qwen_text.check_heads(mesh, "attention", config.text.num_attention_heads)
+    config, mesh = self.config, self.mesh
     qwen_text.check_heads(
         mesh, "vision", config.vision.num_heads, config.vision_tensor_parallel
     )
-    init = layers.Init(rngs, config.param_dtype)
     tower = _TOWERS[config.traits.tower]
     self.visual = tower.VisionTower(config, init, mesh)
     self.language_model = self.decoder_class(config, init, mesh)
-    self.lm_head = qwen_text.output_matrix(config, init)
 
   @property
   def decoder(self) -> qwen_decoder.Decoder:
@@ -90,15 +78,15 @@ class QwenVL(qwen_text.QwenText):
       image_patches: int = 0,
       aligned_images: bool = False,
   ) -> jax.Array:
-    """[S, V, 1 + deepstack, D]; the last two as of `PolicyInputs`."""
+    """Returns [S, V, 1 + deepstack, D]; the last two as of `PolicyInputs`."""
     patches, patch_segments, patch_positions = map(
         jnp.asarray, (patches, patch_segments, patch_positions)
     )
     patches = sharding.constrain(patches, self.mesh, *sharding.TOKENS)
     # A buffer of bool segments is one image.
-    whole = not image_patches or patch_segments.dtype == jnp.bool_
+    is_one_image = not image_patches or patch_segments.dtype == jnp.bool_
     reach = kernels.Reach(patches.shape[1])
-    if not whole:
+    if not is_one_image:
       reach = kernels.Reach(image_patches, aligned_images)
     return self.visual(patches, patch_segments, patch_positions, reach)
 
@@ -108,7 +96,7 @@ class QwenVL(qwen_text.QwenText):
       vision_index_BT: base.Array | None,
       vision_SVXD: base.Array | None,
   ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """[B, T, D], and the additions after each of the first layers."""
+    """Returns [B, T, D], and the additions after each of the first layers."""
     x = self._look_up(tokens_BT)
     if vision_index_BT is None or vision_SVXD is None:
       return x, ()
@@ -120,12 +108,12 @@ class QwenVL(qwen_text.QwenText):
     )
     index = jnp.asarray(vision_index_BT)
     flat = jnp.maximum(index, 0).reshape(s, b // s * t)
-    seen = jax.vmap(lambda v, i: v[i])(vision_SVXD, flat)
-    seen = seen.reshape(b, t, parts, d).astype(x.dtype)
-    seen = sharding.constrain(seen, self.mesh, *sharding.TOKENS)
+    vision_BTXD = jax.vmap(lambda v, i: v[i])(vision_SVXD, flat)
+    vision_BTXD = vision_BTXD.reshape(b, t, parts, d).astype(x.dtype)
+    vision_BTXD = sharding.constrain(vision_BTXD, self.mesh, *sharding.TOKENS)
     is_vision = (index >= 0)[..., None]
-    x = jnp.where(is_vision, seen[:, :, 0], x)
+    x = jnp.where(is_vision, vision_BTXD[:, :, 0], x)
     early = tuple(
-        jnp.where(is_vision, seen[:, :, i], 0) for i in range(1, parts)
+        jnp.where(is_vision, vision_BTXD[:, :, i], 0) for i in range(1, parts)
     )
     return x, early

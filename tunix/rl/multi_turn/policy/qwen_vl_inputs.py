@@ -77,10 +77,10 @@ class QwenVLProcessor:
     max_pixels: larger images are shrunk to at most this area, see
       `smart_resize`.
     image_token_id: the placeholder's id; None leaves it unchecked.
-    mean: of each channel, as a fraction of 255; None if unknown. Not applied
+    mean: Mean of each channel, a fraction of 255; None if unknown. Not applied
       here: the model subtracts it on the device.
-    std: likewise; the model divides by it.
-    source: where the settings are from, for people.
+    std: Standard deviation of each channel; the model divides by it.
+    source: Origin of the settings, for people.
     flat_positions: whether a vision token counts as one position on all axes,
       like a word (OpenCUA).
     lift_sides: whether an image with a side below a vision token's is enlarged
@@ -135,7 +135,7 @@ class QwenVLProcessor:
       flat_positions: bool = False,
       lift_sides: bool = False,
   ) -> QwenVLProcessor:
-    """The processor a checkpoint was trained with.
+    """Returns the processor a checkpoint was trained with.
 
     Args:
       config: its preprocessor_config.json, or QWEN2_5_VL or QWEN3_VL. Both
@@ -144,8 +144,8 @@ class QwenVLProcessor:
         as in transformers.
       image_token_id: the placeholder's id, from the tokenizer.
       min_pixels: takes the place of the config's; None keeps it.
-      max_pixels: likewise.
-      source: of the config, for people.
+      max_pixels: takes the place of the config's; None keeps it.
+      source: Origin of the config, for people.
       flat_positions: see the class.
       lift_sides: see the class.
 
@@ -186,7 +186,7 @@ class QwenVLProcessor:
     )
 
   def describe(self) -> str:
-    """The settings and their source, in a line for people."""
+    """Returns the settings and their source, in a line for people."""
     numbers = lambda values: " ".join(f"{v:.4g}" for v in values or ())
     return (
         f"patches of {self.patch_size}, {self.merge_size}x{self.merge_size} a"
@@ -243,7 +243,7 @@ class QwenVLProcessor:
     return rows * cols // self.patches_per_token
 
   def resize(self, pixels: np.ndarray) -> np.ndarray:
-    """The uint8[H, W, 3] pixels at the size of which the policy sees them."""
+    """Resizes uint8[H, W, 3] pixels to the size that the policy sees."""
     height, width, _ = pixels.shape
     size = self.image_size(width, height)
     if size == (width, height):
@@ -294,7 +294,7 @@ class QwenVLProcessor:
     """M-RoPE positions (time, height, width) of tokens[start:].
 
     Text counts up on all axes alike. An image that begins at position p stands
-    at time p, its rows at p, p + 1, … and its columns likewise; the text after
+    at time p, its rows at p, p + 1, … and its columns as well; the text after
     it continues at p + max(rows, columns), in vision tokens. With
     `flat_positions`, images count up like text.
 
@@ -363,14 +363,15 @@ class QwenVLProcessor:
           f" {rows}x{cols} = {rows * cols}; render the prompt with this"
           " processor's num_image_tokens"
       )
-    wanted = self.image_token_id
-    if wanted is not None:
+    placeholder = self.image_token_id
+    if placeholder is not None:
       run = tokens_T[span.offset : span.end]
-      wrong = np.flatnonzero(run != wanted)
+      wrong = np.flatnonzero(run != placeholder)
       if len(wrong):
         raise ValueError(
             f"{name} holds token {int(run[wrong[0]])} at"
-            f" {span.offset + int(wrong[0])}, not the placeholder {wanted};"
+            f" {span.offset + int(wrong[0])}, not the placeholder"
+            f" {placeholder};"
             " check the span's offset and image_token_id"
         )
     return rows, cols
@@ -399,7 +400,7 @@ def _field(config: Mapping[str, Any], name: str) -> Any:
 def _limit(
     config: Mapping[str, Any], name: str, edge: str, override: int | None
 ) -> int:
-  """A limit of an image's area: as given, else by its old or new key."""
+  """Returns a limit of an image's area: `override`, else the file's."""
   size = config.get("size")
   size = size if isinstance(size, Mapping) else {}
   for value in (override, config.get(name), size.get(edge)):

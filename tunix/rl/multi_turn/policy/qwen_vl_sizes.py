@@ -21,7 +21,7 @@ def smart_resize(
     max_pixels: int,
     lift_sides: bool = False,
 ) -> tuple[int, int]:
-  """The size an image is resized to before it is cut into patches.
+  """Returns the size an image is resized to before it is cut into patches.
 
   Sides become multiples of `factor`, the area lies between the limits, and the
   aspect ratio stays near the original. Sides are rounded half to even, as

@@ -1,8 +1,8 @@
 """Keys of new weights, counted in Python.
 
 `nnx.Rngs` counts in an array. Where a policy is made under a trace (`jax.jit`,
-`nnx.eval_shape`), each count walks all that was traced before it: the shapes
-of a policy of 7 billion parameters took four seconds that way, and take one.
+`nnx.eval_shape`), each count walks the whole trace before it: the shapes of a
+policy of 7 billion parameters took four seconds that way, and take one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Keys:
     self._count = 0
 
   def params(self) -> jax.Array:
-    """The next key."""
+    """Returns the next key."""
     key = jax.random.fold_in(self._key, self._count)
     self._count += 1
     return key

@@ -35,14 +35,14 @@ class RopeScaling:
   """Scaled rotary positions of a decoder.
 
   Attributes:
-    kind: of `KINDS`.
-    factor: by which the context is longer than the original one.
+    kind: One of `KINDS`.
+    factor: Ratio of the context to the original one.
     original_max_position_embeddings: tokens of the original context (yarn,
       llama3).
     beta_fast: turns within it above which a frequency stays (yarn).
     beta_slow: turns within it below which a frequency is divided (yarn).
     truncate: whether the ramp's ends are whole frequencies (yarn).
-    attention_factor: by which cosine and sine are multiplied.
+    attention_factor: Factor of cosine and sine.
     low_freq_factor: turns within the original context below which a frequency
       is divided (llama3).
     high_freq_factor: turns above which it stays (llama3).
@@ -75,7 +75,7 @@ class RopeScaling:
       )
 
   def scaled(self, frequencies_H: np.ndarray, theta: float) -> np.ndarray:
-    """float32[H / 2] of the plain frequencies to this base."""
+    """Returns float32[H / 2] of the plain frequencies to this base."""
     divided = (frequencies_H / np.float32(self.factor)).astype(np.float32)
     if self.kind == "linear":
       return divided
@@ -101,12 +101,12 @@ class RopeScaling:
     return (divided * ramp + frequencies_H * (1 - ramp)).astype(np.float32)
 
   def _frequency_of(self, turns: float, dim: int, theta: float) -> float:
-    """Number of the frequency that turns so often in the original context."""
+    """Returns the number of the frequency with this many turns in a context."""
     length = self.original_max_position_embeddings / (turns * 2 * math.pi)
     return dim * math.log(length) / (2 * math.log(theta))
 
   def to_hf(self) -> dict[str, Any]:
-    """The fields of `rope_parameters`."""
+    """Returns the fields of `rope_parameters`."""
     out: dict[str, Any] = {"rope_type": self.kind, "factor": self.factor}
     if self.kind == "yarn":
       names = (
@@ -122,11 +122,11 @@ class RopeScaling:
 def read(
     rope: Mapping[str, Any], max_position_embeddings: int
 ) -> RopeScaling | None:
-  """The scaling that `rope_parameters` or `rope_scaling` asks for, if any.
+  """Returns the scaling of `rope_parameters` or `rope_scaling`, if any.
 
   Args:
     rope: the section of config.json, of either transformers' spelling.
-    max_position_embeddings: of the decoder.
+    max_position_embeddings: Longest context of the decoder.
 
   Raises:
     ValueError: another kind, or a field that it needs is missing.
@@ -185,9 +185,9 @@ def read(
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
-  given = rope.get("attention_factor")
-  if given is not None:
-    return float(given)
+  stated = rope.get("attention_factor")
+  if stated is not None:
+    return float(stated)
 
   def temperature(weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -16,19 +16,19 @@ from tunix.rl.multi_turn.core import settings
 
 
 def is_directory(policy_name: str) -> bool:
-  """Whether a policy's name is a path rather than a registered name."""
+  """Returns whether a policy's name is a path rather than a registered name."""
   return not is_gguf(policy_name) and (
       os.sep in policy_name or policy_name.startswith((".", "~"))
   )
 
 
 def is_gguf(policy_name: str) -> bool:
-  """Whether a policy's name is that of a GGUF file."""
+  """Returns whether a policy's name is that of a GGUF file."""
   return policy_name.lower().endswith(".gguf")
 
 
 def is_factory(policy_name: str) -> bool:
-  """Whether a policy's name is "package.module:factory"."""
+  """Returns whether a policy's name is "package.module:factory"."""
   module, colon, attribute = policy_name.partition(":")
   parts = (*module.split("."), *attribute.split("."))
   return bool(colon) and all(part.isidentifier() for part in parts)

@@ -36,7 +36,7 @@ TOKENS = (BATCH_AXES, "sequence")
 
 
 def mesh_of(config: settings.MeshConfig) -> Mesh | None:
-  """The configured mesh; None for a single device.
+  """Returns the configured mesh; None for a single device.
 
   Raises:
     ValueError: it is not made of all devices.
@@ -62,7 +62,7 @@ def make_mesh(
     *,
     sequence: int = 1,
 ) -> Mesh:
-  """A mesh with axes `AXES`.
+  """Returns a mesh with axes `AXES`.
 
   Args:
     data, fsdp, tensor, sequence: sizes; one of them may be -1, which takes
@@ -102,20 +102,22 @@ def make_mesh(
 
 
 def parameter_sharding(variable: nnx.Variable, mesh: Mesh) -> NamedSharding:
-  """A parameter's sharding, from its `axes` metadata and its shape."""
+  """Returns a parameter's sharding, from its `axes` metadata and its shape."""
   about = variable.get_metadata()
   axes = about.get("axes", (None,) * len(variable.shape))
-  found = _fit(_sequenced(axes, mesh), variable.shape, mesh)
-  if "else_axes" in about and not any(found):
+  spec = _fit(_sequenced(axes, mesh), variable.shape, mesh)
+  if "else_axes" in about and not any(spec):
     axes = about["else_axes"]
-    found = _fit(_sequenced(axes, mesh), variable.shape, mesh)
-  return NamedSharding(mesh, found)
+    spec = _fit(_sequenced(axes, mesh), variable.shape, mesh)
+  return NamedSharding(mesh, spec)
 
 
 def split(mesh: Mesh, size: int, axes: str | tuple[str, ...]) -> int:
   """Parts into which a dimension of this size is divided over these axes."""
-  found = _divide(axes, size, mesh)
-  names = (found,) if isinstance(found, str) else (found or ())
+  names_of_axis = _divide(axes, size, mesh)
+  if isinstance(names_of_axis, str):
+    names_of_axis = (names_of_axis,)
+  names = names_of_axis or ()
   return math.prod(mesh.shape[name] for name in names)
 
 
@@ -132,7 +134,7 @@ def shard_model(model: nnx.Module, mesh: Mesh) -> None:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """Leading axis (rows B, buffers S) over `data` and `fsdp`."""
+  """Shards the leading axis (rows B, buffers S) over `data` and `fsdp`."""
   return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
@@ -148,15 +150,16 @@ def local_batch_shards(mesh: Mesh) -> int:
   places = batch_sharding(mesh).devices_indices_map((shards,))
   for device, index in places.items():
     holders.setdefault(device.process_index, set()).add(index[0].start or 0)
-  mine = sorted(holders.get(jax.process_index(), ()))
-  together = sum(len(found) for found in holders.values())
-  if together != shards or mine != list(range(mine[0], mine[0] + len(mine))):
+  local = sorted(holders.get(jax.process_index(), ()))
+  together = sum(len(shards_of_host) for shards_of_host in holders.values())
+  contiguous = local == list(range(local[0], local[0] + len(local)))
+  if together != shards or not contiguous:
     raise ValueError(
         f"the mesh {dict(mesh.shape)} spreads a row of a batch over several"
         f" of the {len(holders)} processes; mesh.sequence * mesh.tensor must"
         f" divide the {jax.local_device_count()} devices of a process"
     )
-  return len(mine)
+  return len(local)
 
 
 def put(value: Any, where: jax.sharding.Sharding) -> jax.Array:
@@ -173,9 +176,9 @@ def put(value: Any, where: jax.sharding.Sharding) -> jax.Array:
     if value.sharding.is_equivalent_to(where, value.ndim):
       return value
     return jax.jit(lambda x: x, out_shardings=where)(value)
-  whole = np.asarray(value)
+  array = np.asarray(value)
   return jax.make_array_from_callback(
-      whole.shape, where, lambda index: whole[index]
+      array.shape, where, lambda index: array[index]
   )
 
 
@@ -187,29 +190,29 @@ class HostCopies:
   the devices' own network; all processes must call in the same order.
 
   Attributes:
-    mesh: of this process's devices.
+    mesh: Mesh of this process's devices.
   """
 
   def __init__(self, mesh: Mesh):
     """Args:
 
-      mesh: of all devices; its axes tensor, sequence and fsdp, in this order,
-        are kept as far as a process's devices go.
+      mesh: Mesh of all devices; its axes tensor, sequence and fsdp, in this
+        order, are kept as far as a process's devices go.
     """
     processes = jax.process_count()
-    left = mesh.size // processes
+    remaining = mesh.size // processes
     sizes = {}
     for name in ("tensor", "sequence", "fsdp"):
-      sizes[name] = math.gcd(mesh.shape[name], left)
-      left //= sizes[name]
+      sizes[name] = math.gcd(mesh.shape[name], remaining)
+      remaining //= sizes[name]
     here = sorted(jax.local_devices(), key=lambda d: d.id)
-    self.mesh = make_mesh(data=left, devices=here, **sizes)
+    self.mesh = make_mesh(data=remaining, devices=here, **sizes)
     by_process: dict[int, list[jax.Device]] = {}
     for device in mesh.devices.flat:
       by_process.setdefault(device.process_index, []).append(device)
     order = [
         make_mesh(
-            data=left,
+            data=remaining,
             devices=sorted(by_process[p], key=lambda d: d.id),
             **sizes,
         ).devices
@@ -223,7 +226,7 @@ class HostCopies:
     self._copies: dict[Any, Any] = {}
 
   def of_state(self, state: nnx.State) -> nnx.State:
-    """A state like `state`, with every array on this process's devices."""
+    """Copies `state` with every array on this process's devices."""
     return jax.tree.map(
         lambda v: v.replace(self.of_parameter(v)),
         state,
@@ -231,12 +234,12 @@ class HostCopies:
     )
 
   def of_parameter(self, variable: nnx.Variable) -> jax.Array:
-    """A parameter's array, on this process's devices."""
+    """Returns a parameter's array, on this process's devices."""
     where = parameter_sharding(variable, self.mesh)
     return self._copy(variable[...], where)
 
   def of_module(self, module: Any) -> Any:
-    """A module like `module`, a policy on the whole mesh."""
+    """Returns a module like `module`, a policy on the whole mesh."""
     graphdef, state = nnx.split(module)
     local = nnx.merge(graphdef, self.of_state(state))
     for _, node in nnx.iter_graph(local):
@@ -264,12 +267,12 @@ class HostCopies:
 def put_rows(
     rows: np.ndarray, where: jax.sharding.Sharding, processes: int
 ) -> jax.Array:
-  """A batch of which each process gives its own rows.
+  """Returns a batch of which each process gives its own rows.
 
   Args:
     rows: [R, …] of this process, as many as of every other.
-    where: as of `batch_sharding`.
-    processes: that hold rows.
+    where: Sharding of `batch_sharding`.
+    processes: Number of processes that hold rows.
 
   Returns:
     [R * processes, …], in the order of the processes.
@@ -281,13 +284,13 @@ def put_rows(
 
 
 def local_rows(array: jax.Array | np.ndarray) -> np.ndarray:
-  """The rows of a batch that lie with this process, in order."""
+  """Returns the rows of a batch that lie with this process, in order."""
   if not isinstance(array, jax.Array) or array.is_fully_addressable:
     return np.asarray(array)
-  found = {}
+  parts = {}
   for shard in array.addressable_shards:
-    found[shard.index[0].start or 0] = shard.data
-  return np.concatenate([np.asarray(found[at]) for at in sorted(found)])
+    parts[shard.index[0].start or 0] = shard.data
+  return np.concatenate([np.asarray(parts[at]) for at in sorted(parts)])
 
 
 def constrain(
@@ -295,7 +298,7 @@ def constrain(
 ) -> jax.Array:
   """`x` laid out over these mesh axes, one for each leading dimension.
 
-  Left as it is without a mesh, or where a dimension cannot be divided so.
+  Unchanged without a mesh, or where the mesh does not divide a dimension.
   """
   if mesh is None:
     return x
@@ -346,7 +349,7 @@ def _fit(
 def _divide(
     axis: str | tuple[str, ...] | None, size: int, mesh: Mesh
 ) -> str | tuple[str, ...] | None:
-  """The longest beginning of the axes that divides a dimension."""
+  """Returns the longest beginning of the axes that divides a dimension."""
   if axis is None:
     return None
   names = (axis,) if isinstance(axis, str) else tuple(axis)

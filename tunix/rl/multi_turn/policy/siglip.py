@@ -16,11 +16,11 @@ from typing import Any
 from flax import nnx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import qwen_shapes
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy import vision_blocks
 
 
 class PatchEmbed(nnx.Module):
@@ -33,14 +33,9 @@ class PatchEmbed(nnx.Module):
     self.mean, self.std = vision.image_mean, vision.image_std
 
   def __call__(self, patches_SPF: jax.Array, dtype: Any) -> jax.Array:
-    s, p, f = patches_SPF.shape
-    pixels = patches_SPF.reshape(s, p, 3, f // 3).astype(jnp.float32)
-    mean, std = (
-        np.array(v, np.float32)[:, None] for v in (self.mean, self.std)
-    )
-    x = ((pixels / 255.0 - mean) / std).astype(dtype).reshape(s, p, f)
     kernel = self.weight[...]
-    y = kernels.dot(x, kernel.reshape(kernel.shape[0], f).T)
+    x = layers.normalised(patches_SPF, self.mean, self.std, dtype)
+    y = kernels.dot(x, kernel.reshape(kernel.shape[0], -1).T)
     return y + self.bias[...].astype(dtype)
 
 
@@ -109,22 +104,6 @@ class Attention(nnx.Module):
     return self.out_proj(mixed.reshape(s, p, -1))
 
 
-class MLP(nnx.Module):
-
-  def __init__(
-      self,
-      vision: qwen_shapes.VisionConfig,
-      init: layers.Init,
-      tensor: str | None,
-  ):
-    width, hidden = vision.hidden_size, vision.intermediate_size
-    self.fc1 = layers.Linear(width, hidden, init, ("fsdp", tensor), True)
-    self.fc2 = layers.Linear(hidden, width, init, (tensor, "fsdp"), True)
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    return self.fc2(jax.nn.gelu(self.fc1(x), approximate=True))
-
-
 class Block(nnx.Module):
 
   def __init__(
@@ -140,7 +119,13 @@ class Block(nnx.Module):
     self.layer_norm1 = norm()
     self.self_attn = Attention(vision, init, tensor, mesh)
     self.layer_norm2 = norm()
-    self.mlp = MLP(vision, init, tensor)
+    width = vision.hidden_size
+    self.mlp = vision_blocks.TwoLayerMLP(
+        (width, vision.intermediate_size, width),
+        init,
+        tensor,
+        layers.gelu_tanh,
+    )
 
   def __call__(
       self, x_SPD: jax.Array, segments_SP: jax.Array, reach: kernels.Reach
@@ -164,7 +149,7 @@ class Projector(nnx.Module):
     self.mm_soft_emb_norm = layers.RMSNorm(
         vision.hidden_size, init, vision.rms_norm_eps, 1.0
     )
-    # The one matrix that the checkpoint holds as it is multiplied.
+    # The one matrix that the checkpoint does not hold transposed.
     self.mm_input_projection_weight = init.normal(
         (vision.hidden_size, vision.out_hidden_size), ("fsdp", None)
     )
@@ -187,8 +172,7 @@ class VisionTower(nnx.Module):
       init: layers.Init,
       mesh: jax.sharding.Mesh | None = None,
   ):
-    vision = config.vision
-    tensor = "tensor" if config.vision_tensor_parallel else None
+    vision, tensor = config.vision, vision_blocks.tensor_axis(config)
     self.config = config
     self.mesh = mesh
     self.embeddings = Embeddings(vision, init, mesh)
@@ -211,11 +195,7 @@ class VisionTower(nnx.Module):
     config = self.config
     dtype = jnp.dtype(config.compute_dtype)
     x = self.embeddings(patches_SPF, positions_SP4, dtype)
-    run = layers.remat(config.remat)(
-        lambda block, x: sharding.constrain(
-            block(x, segments_SP, reach), self.mesh, *sharding.TOKENS
-        )
-    )
+    run = vision_blocks.runner(config, self.mesh, segments_SP, reach)
     x = layers.repeat(run, self.encoder.layers, x, config.scan_layers)
     x = self.projector(self.post_layernorm(x))
     return sharding.constrain(x, self.mesh, *sharding.TOKENS)[:, :, None]

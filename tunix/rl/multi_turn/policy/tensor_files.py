@@ -45,8 +45,8 @@ class Reader:
   """The tensors of a directory, read slice by slice.
 
   Attributes:
-    directory: where the files are.
-    shapes: of each tensor, by key.
+    directory: Directory of the files.
+    shapes: Shape of each tensor, by key.
     dtypes: their names in the file.
 
   Raises:
@@ -82,13 +82,13 @@ class Reader:
         for key in file.keys():
           # Two files may hold a tensor; the index decides.
           if listed.get(key, name) == name:
-            found = file.get_slice(key)
+            part = file.get_slice(key)
             self._home[key] = path
-            self.shapes[key] = tuple(found.get_shape())
-            self.dtypes[key] = found.get_dtype()
+            self.shapes[key] = tuple(part.get_shape())
+            self.dtypes[key] = part.get_dtype()
 
   def read(self, key: str, index: tuple[slice, ...]) -> np.ndarray:
-    """A slice of a tensor in host memory, and nothing more of it.
+    """Returns a slice of a tensor in host memory, and nothing more of it.
 
     The file is mapped for as long as this takes: its pages count as memory of
     this process while it is open.
@@ -108,7 +108,10 @@ class Reader:
 def _header(
     path: pathlib.Path, changed: int
 ) -> tuple[int, dict[str, Any]]:
-  """Where a file's data begin, and its header; `changed`, when it did."""
+  """Returns the offset of a file's data and its header.
+
+  `changed`, the time of its last change, is part of the cache's key.
+  """
   del changed
   with open(path, "rb") as file:
     (size,) = struct.unpack("<Q", file.read(8))
@@ -154,8 +157,8 @@ def write(
 
   Args:
     path: the file.
-    shapes: of each tensor, by key, in the order in which they are written.
-    dtypes: of each tensor, a key of `DTYPES`.
+    shapes: Shape of each tensor, by key, in the order of writing.
+    dtypes: Type of each tensor, a key of `DTYPES`.
     value_of: the array of a key, contiguous and of that shape and dtype.
   """
   header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -200,12 +203,12 @@ def split(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
-  """The dtype of a name, "bfloat16" among them."""
+  """Returns the dtype of a name, "bfloat16" among them."""
   return np.dtype(getattr(ml_dtypes, dtype, dtype))
 
 
 def part(path: pathlib.Path) -> pathlib.Path:
-  """A file's name until all of it is written."""
+  """Returns a file's name until all of it is written."""
   return path.with_name(path.name + ".part")
 
 
@@ -214,7 +217,7 @@ def json_bytes(value: Any) -> bytes:
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
-  """An object in a file; ValueError names the file if it is none."""
+  """Returns an object in a file; ValueError names the file if it is none."""
   try:
     value = json_text.read(file)
   except ValueError as error:

@@ -44,7 +44,7 @@ class TextProcessor:
       images: Sequence[trajectory.ImageSpan] = (),
       start: int = 0,
   ) -> np.ndarray:
-    """int32[T - start, 3]: start, start + 1, … on all three axes.
+    """Returns int32[T - start, 3]: start, start + 1, … on all three axes.
 
     Raises:
       ValueError: there are images.

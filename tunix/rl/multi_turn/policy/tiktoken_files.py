@@ -33,7 +33,7 @@ _PATTERN = "pat_str"
 
 
 def read(directory: pathlib.Path) -> tokenizers.Tokenizer:
-  """The tokenizer of a directory with `tiktoken.model`.
+  """Returns the tokenizer of a directory with `tiktoken.model`.
 
   Raises:
     FileNotFoundError: a file of it is missing.
@@ -51,57 +51,57 @@ def read(directory: pathlib.Path) -> tokenizers.Tokenizer:
       merges=[(spelled[a], spelled[b]) for a, b in _merges(ranks)],
       ignore_merges=True,
   )
-  made = tokenizers.Tokenizer(model)
-  made.pre_tokenizer = pre_tokenizers.Sequence([
+  tokenizer = tokenizers.Tokenizer(model)
+  tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
       pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
       pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
   ])
-  made.decoder = decoders.ByteLevel()
-  made.add_special_tokens([
+  tokenizer.decoder = decoders.ByteLevel()
+  tokenizer.add_special_tokens([
       tokenizers.AddedToken(name, special=True, normalized=False)
       for name in special
   ])
   for number, name in enumerate(special, len(ranks)):
-    if made.token_to_id(name) != number:
+    if tokenizer.token_to_id(name) != number:
       raise ValueError(
           f"{directory / _CONFIG} names {name!r} for id {number}, which is"
-          f" {made.token_to_id(name)} already; copy or download it again"
+          f" {tokenizer.token_to_id(name)} already; copy or download it again"
       )
-  return made
+  return tokenizer
 
 
 def _ranks(file: pathlib.Path) -> dict[bytes, int]:
   """Token -> rank, which is its id; in the order of ranks."""
-  found = {}
+  ranks = {}
   for number, line in enumerate(file.read_bytes().splitlines(), 1):
     if not line:
       continue
     try:
       token, rank = line.split()
-      found[base64.b64decode(token, validate=True)] = int(rank)
+      ranks[base64.b64decode(token, validate=True)] = int(rank)
     except (ValueError, binascii.Error):
       raise ValueError(
           f"{file}, line {number}: {line[:40]!r} is not a token in base64 and"
           " its rank; copy or download it again"
       ) from None
-  single = sum(len(token) == 1 for token in found)
-  if sorted(found.values()) != list(range(len(found))) or single != 256:
+  single = sum(len(token) == 1 for token in ranks)
+  if sorted(ranks.values()) != list(range(len(ranks))) or single != 256:
     raise ValueError(
-        f"{file} has {len(found)} tokens, {single} of them single bytes, whose"
+        f"{file} has {len(ranks)} tokens, {single} of them single bytes, whose"
         " ranks must be 0, 1, 2, …, and all 256 bytes among them; copy or"
         " download it again"
     )
-  return dict(sorted(found.items(), key=lambda item: item[1]))
+  return dict(sorted(ranks.items(), key=lambda item: item[1]))
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-  """Every pair of tokens that make one, by its rank."""
-  found = []
+  """Returns every pair of tokens that make one, by its rank."""
+  merges = []
   for token in ranks:
     pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
     pairs = [(a, b) for a, b in pairs if a in ranks and b in ranks]
-    found += sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-  return found
+    merges += sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+  return merges
 
 
 def _special(file: pathlib.Path, first: int) -> list[str]:
@@ -135,7 +135,7 @@ def _special(file: pathlib.Path, first: int) -> list[str]:
 
 def _pattern(directory: pathlib.Path) -> str:
   """`pat_str` of the last class that sets it in tokenization_*.py."""
-  found = None
+  pattern = None
   files = sorted(directory.glob("tokenization_*.py"))
   for file in files:
     try:
@@ -147,19 +147,19 @@ def _pattern(directory: pathlib.Path) -> str:
     for node in ast.walk(tree):
       if isinstance(node, ast.ClassDef):
         for line in node.body:
-          found = _assigned(line) or found
-  if found is None:
+          pattern = _assigned(line) or pattern
+  if pattern is None:
     names = ", ".join(file.name for file in files) or "no tokenization_*.py"
     raise ValueError(
         f"{directory} has {RANKS}, and no class in {names} has a literal"
         f" {_PATTERN}, by which text is split; copy that file beside it, or"
         " convert the tokenizer to tokenizer.json"
     )
-  return found
+  return pattern
 
 
 def _assigned(line: ast.stmt) -> str | None:
-  """The string that a line gives `pat_str`: a literal, or a join of some."""
+  """Returns the string that a line assigns: a literal, or joined ones."""
   if not isinstance(line, ast.Assign) or not any(
       isinstance(to, ast.Name) and to.id == _PATTERN for to in line.targets
   ):
@@ -174,15 +174,15 @@ def _assigned(line: ast.stmt) -> str | None:
         return None
       by = ast.literal_eval(value.func.value)  # type: ignore[attr-defined]
       return str(by).join(ast.literal_eval(value.args[0]))
-    found = ast.literal_eval(value)
+    literal = ast.literal_eval(value)
   except (ValueError, TypeError):
     return None
-  return found if isinstance(found, str) else None
+  return literal if isinstance(literal, str) else None
 
 
 def _letters() -> dict[int, str]:
-  """The character by which a byte-level vocabulary spells each byte."""
+  """Returns the character by which a byte-level vocabulary spells each byte."""
   shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
   letters = {byte: chr(byte) for byte in shown}
-  others = (byte for byte in range(256) if byte not in letters)
-  return letters | {byte: chr(256 + i) for i, byte in enumerate(others)}
+  unprintable = (byte for byte in range(256) if byte not in letters)
+  return letters | {byte: chr(256 + i) for i, byte in enumerate(unprintable)}

@@ -68,7 +68,7 @@ def axis_features(u: jax.Array) -> jax.Array:
 
 
 def number_features() -> jax.Array:
-  """float32[1000, E]: features of number token n at (n + 0.5) / 1000."""
+  """Returns float32[1000, E], features of number n at (n + 0.5) / 1000."""
   return axis_features((jnp.arange(1000, dtype=jnp.float32) + 0.5) / 1000)
 
 
@@ -81,7 +81,7 @@ def _param(
     std: float,
     axes: tuple[str | None, ...],
 ) -> nnx.Param:
-  """A normal parameter; `axes` names the mesh axis of each dimension."""
+  """Draws a normal parameter; `axes` names each dimension's mesh axis."""
   value = jax.random.normal(rngs.params(), shape, jnp.float32) * std
   return nnx.Param(value, axes=axes)
 
@@ -281,7 +281,7 @@ class TinyVL(nnx.Module):
     self.config = config
     d, e = config.width, AXIS_FEATURES
     self.stem = Stem(config, rngs)
-    # Positions: f(u) has norm 1, so each of these adds variance 1 / D.
+    # Positions: f(u) has norm 1, so each axis adds variance 1 / D.
     self.axis_x = _param(rngs, (e, d), d**-0.5, (None, "fsdp"))
     self.axis_y = _param(rngs, (e, d), d**-0.5, (None, "fsdp"))
     self.axis_number = _param(rngs, (e, d), d**-0.5, (None, "fsdp"))
@@ -353,17 +353,17 @@ class TinyVL(nnx.Module):
   ) -> tuple[jax.Array, Cache]:
     x = self._embed(tokens, vision_index, vision)
     new_cache = []
-    for block, kept in zip(self.blocks, cache, strict=True):
+    for block, entry in zip(self.blocks, cache, strict=True):
       q, k, v = block.project(x, positions[..., 0])
-      mixed, kept = cached_attention.attend_rows(
-          q, k, v, kept, starts, lengths
+      mixed, entry = cached_attention.attend_rows(
+          q, k, v, entry, starts, lengths
       )
-      new_cache.append(kept)
+      new_cache.append(entry)
       x = block.finish(x, mixed)
     return _rms_norm(x, self.norm), tuple(new_cache)
 
   def logits(self, hidden: jax.Array) -> jax.Array:
-    """float32[..., vocabulary].
+    """Returns float32[..., vocabulary].
 
     Row n of the numbers is free row + W_n f(n), as on the input side, and
     <f(n), h W_x> and <f(n), h W_y> are added as far as h asks for an axis.
@@ -389,7 +389,7 @@ class TinyVL(nnx.Module):
       vision_index_BT: base.Array | None,
       vision_SVD: base.Array | None,
   ) -> jax.Array:
-    """[B, T, D] from token rows, vision tokens at their indices."""
+    """Returns [B, T, D] from token rows, vision tokens at their indices."""
     c = self.config
     dtype = jnp.dtype(c.compute_dtype)
     tokens_BT = jnp.asarray(tokens_BT)
@@ -404,8 +404,8 @@ class TinyVL(nnx.Module):
     b, t = tokens_BT.shape
     s = vision_SVD.shape[0]
     index = jnp.asarray(vision_index_BT).reshape(s, b // s * t)
-    seen = jax.vmap(lambda v, i: v[i])(vision_SVD, jnp.maximum(index, 0))
-    seen = _rms_norm(seen, self.vision_norm).astype(dtype)
+    vision_BTD = jax.vmap(lambda v, i: v[i])(vision_SVD, jnp.maximum(index, 0))
+    vision_BTD = _rms_norm(vision_BTD, self.vision_norm).astype(dtype)
     return jnp.where(
-        vision_index_BT[..., None] >= 0, seen.reshape(b, t, -1), x
+        vision_index_BT[..., None] >= 0, vision_BTD.reshape(b, t, -1), x
     )

@@ -40,7 +40,7 @@ def create(
     screen: tuple[int, int] | None = None,
     **changes: Any,
 ) -> Loaded:
-  """A policy with fresh weights; see `checkpoint.create_policy`."""
+  """Returns a policy with fresh weights; see `checkpoint.create_policy`."""
   del screen  # Attention within an image has a fixed reach here.
   encoder = policy_files.load_tokenizer(tokenizer)
   config = tiny_vl.config_for(encoder, size, **changes)
@@ -57,7 +57,7 @@ def create_like(
     screen: tuple[int, int] | None = None,
     **changes: Any,
 ) -> Loaded:
-  """A policy of a directory's sizes with fresh weights."""
+  """Returns a policy of a directory's sizes with fresh weights."""
   fields = dataclasses.asdict(load_config(directory)) | changes
   for name in ("vocab_size", "number_start"):  # Decided by the tokenizer.
     fields.pop(name)
@@ -70,7 +70,7 @@ def load(
     screen: tuple[int, int] | None = None,
     **changes: Any,
 ) -> Loaded:
-  """The policy of a directory; see `checkpoint.load_policy`."""
+  """Returns the policy of a directory; see `checkpoint.load_policy`."""
   del screen
   config = load_config(directory, **changes)
   weights = policy_files.file_of(directory, "model.safetensors")
@@ -107,7 +107,7 @@ def save(
 def load_config(
     directory: pathlib.Path, **changes: Any
 ) -> tiny_vl.TinyVLConfig:
-  """The config of a policy directory, with `changes` applied."""
+  """Returns the config of a policy directory, with `changes` applied."""
   file = policy_files.file_of(directory, "config.json")
   raw = tensor_files.read_json(file)
   if raw.pop("model_type", None) != MODEL_TYPE:
@@ -127,19 +127,8 @@ def check(directory: pathlib.Path, model: tiny_vl.TinyVL) -> None:
     ValueError: naming the first tensor that differs.
   """
   weights = policy_files.file_of(directory, "model.safetensors")
-  with tensor_files.opened(weights) as file:
-    there = {k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}
-  wanted = {
-      name: value.shape
-      for name, value in policy_files.named_parameters(model).items()
-  }
-  for name in sorted({*there, *wanted}):
-    if there.get(name) != wanted.get(name):
-      raise ValueError(
-          f"weights of another architecture (tensor {name} is"
-          f" {there.get(name, 'absent')} there,"
-          f" {wanted.get(name, 'absent')} here)"
-      )
+  if difference := policy_files.misfit(weights, model):
+    raise ValueError(f"weights of another architecture ({difference})")
 
 
 def _fill(

@@ -23,7 +23,7 @@ class TinyVLConfig:
     width: D.
     layers, vision_layers: decoder and vision blocks.
     heads, kv_heads, head_dim: of the decoder.
-    vision_heads: of the vision blocks (width / vision_heads wide).
+    vision_heads: Heads of the vision blocks, width / vision_heads wide.
     vision_window: reach of vision attention, in tokens to each side.
     mlp, vision_mlp: hidden widths.
     stem: channels of the three convolutions.
@@ -133,7 +133,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def config_for(tokenizer: Any, size: str = "tiny", **changes) -> TinyVLConfig:
-  """The config of a named size for a tokenizer.
+  """Returns the config of a named size for a tokenizer.
 
   Args:
     tokenizer: a `tokenizers.Tokenizer`, or a transformers one around it.
@@ -179,7 +179,7 @@ def config_for(tokenizer: Any, size: str = "tiny", **changes) -> TinyVLConfig:
 
 
 def _token_id(tokenizer: Any, token: str) -> int:
-  found = tokenizer.token_to_id(token)
-  if found is None:
+  number = tokenizer.token_to_id(token)
+  if number is None:
     raise ValueError(f"the tokenizer has no token {token!r}")
-  return found
+  return number

@@ -57,7 +57,7 @@ class TinyVLProcessor:
     return cells
 
   def patchify(self, pixels: np.ndarray) -> base.PatchedImage:
-    """uint8[H, W, 3] to cells in raster order.
+    """Cuts uint8[H, W, 3] into cells in raster order.
 
     Raises:
       ValueError: wrong dtype or shape, or too large an image.
@@ -96,7 +96,7 @@ class TinyVLProcessor:
       images: Sequence[trajectory.ImageSpan] = (),
       start: int = 0,
   ) -> np.ndarray:
-    """int32[T - start, 3]: 0, 1, 2, … on all three axes."""
+    """Returns int32[T - start, 3]: 0, 1, 2, … on all three axes."""
     del images  # Vision tokens count like any other.
     index = np.arange(start, len(tokens), dtype=np.int32)
     return np.repeat(index[:, None], 3, axis=1)

@@ -5,17 +5,17 @@ An `Estimator` sees one group at a time, a `StepEstimator` all groups of a step
 sees one episode and a critic's values; `critic` calls it.
 
 Only valid members enter (see `TrajectoryGroup.valid`): a failure outside the
-policy is no evidence about it. Statistics are over the group at hand, of any
-size; a group of one has nothing to be compared with and gets 0, and so does,
-exactly, a group of rewards that are equal up to rounding (`reward_equality`;
-learners skip those), and one whose rewards differ by less than float64 can
-square. Where a mean is subtracted, the rest is centred up to its own rounding.
+policy is no evidence about it. Statistics are over one group, of any size. A
+group of one has nothing to be compared with and gets 0, and so does, exactly, a
+group of rewards that are equal up to rounding (`reward_equality`; learners skip
+such groups), and one whose rewards differ by less than float64 can square.
+Where a mean is subtracted, the rest is centred up to its own rounding.
 
-Promises: advantages are finite, in float32 too, for all that `GroupRewards`
-accepts.
+Promises: advantages are finite, in float32 too, for every value that
+`GroupRewards` accepts.
 
 Does not: see tokens or log-probs; a KL price in the reward is in the rewards
-already (see `shaping`).
+already (see `reward_prices`).
 
 Axis names: N = valid members of a group, K = turns of one member.
 """
@@ -80,27 +80,27 @@ class GroupRewards:
             f" {_LIMIT:g}: {values}"
         )
     lengths = [len(t) for t in turns]
-    for name, given in (("tokens", tokens), ("states", self.states)):
-      if given and [len(member) for member in given] != lengths:
+    for name, per_member in (("tokens", tokens), ("states", self.states)):
+      if per_member and [len(member) for member in per_member] != lengths:
         raise ValueError(
-            f"GroupRewards.{name} is of {[len(m) for m in given]} turns, turns"
-            f" is of {lengths}"
+            f"GroupRewards.{name} is of {[len(m) for m in per_member]} turns,"
+            f" turns is of {lengths}"
         )
     object.__setattr__(self, "total_N", total)
     object.__setattr__(self, "turns", turns)
     object.__setattr__(self, "tokens", tokens)
 
   def magnitudes_N(self) -> np.ndarray:
-    """float64[N]: Of each member, the sum of its turns' absolute rewards."""
+    """Returns float64[N], each member's sum of its turns' absolute rewards."""
     turns = [np.abs(t).sum() for t in self.turns]
     return np.maximum(np.abs(self.total_N), turns)
 
   def differ(self) -> bool:
-    """Whether the episodes' rewards differ, by more than rounding."""
+    """Returns whether the episodes' rewards differ, by more than rounding."""
     return not reward_equality.all_equal(self.total_N, self.magnitudes_N())
 
   def lengths_N(self) -> np.ndarray:
-    """float64[N]: tokens that each member sampled.
+    """Returns float64[N]: tokens that each member sampled.
 
     Raises:
       ValueError: `tokens` are unknown.
@@ -117,7 +117,7 @@ class AdvantageOptions:
   Attributes:
     std_eps: added to the standard deviation.
     gamma: discounts a turn.
-    step_weight: of GiGPO's advantages among equal states.
+    step_weight: Weight of GiGPO's advantages among equal states.
     pass_k: k of pass_at_k.
     filter_reward: least reward that filtered learns from.
   """
@@ -166,31 +166,35 @@ class GreedyEstimator:
   apply: Estimator
 
 
+AnyEstimator = Estimator | GreedyEstimator | StepEstimator
+
+
 def of_step(
-    estimator: Estimator | GreedyEstimator | StepEstimator,
+    estimator: AnyEstimator,
     groups: Sequence[GroupRewards],
     options: AdvantageOptions,
 ) -> list[tuple[np.ndarray, ...]]:
-  """The advantages of each group of a step.
+  """Returns the advantages of each group of a step.
 
   Raises:
     ValueError: an advantage for another number of groups, members or turns
       than there are, naming the group.
   """
   if isinstance(estimator, StepEstimator):
-    found = list(estimator.apply(groups, options))
+    results = list(estimator.apply(groups, options))
   else:
     one = (
         estimator.apply
         if isinstance(estimator, GreedyEstimator)
         else estimator
     )
-    found = [_of_group(one, group, options) for group in groups]
-  if len(found) != len(groups):
+    results = [_of_group(one, group, options) for group in groups]
+  if len(results) != len(groups):
     raise ValueError(
-        f"the advantage estimator returned {len(found)} groups of {len(groups)}"
+        f"the advantage estimator returned {len(results)} groups of"
+        f" {len(groups)}"
     )
-  for group, values in zip(groups, found):
+  for group, values in zip(groups, results):
     got = [np.shape(v) for v in values]
     want = [t.shape for t in group.turns]
     if got != want:
@@ -198,14 +202,14 @@ def of_step(
           f"group {group.group_id!r}: the advantage estimator returned shapes"
           f" {got} for turns of {want}"
       )
-  return found
+  return results
 
 
 def over_processes(
-    estimator: Estimator | GreedyEstimator | StepEstimator,
+    estimator: AnyEstimator,
     processes: peers_lib.Peers,
-) -> Estimator | GreedyEstimator | StepEstimator:
-  """An estimator of the groups that all processes have, from each one's own.
+) -> AnyEstimator:
+  """Makes an estimator see the groups of all processes.
 
   An `Estimator` of one group is as it was; of a `StepEstimator` all processes
   must call the result together. Rewards, token counts and digests travel.
@@ -224,8 +228,8 @@ def over_processes(
         for group in groups
     ]
     of_all = processes.gather("rewards", own)
-    first = sum(len(found) for found in of_all[: processes.index])
-    every = [GroupRewards(**group) for found in of_all for group in found]
+    first = sum(map(len, of_all[: processes.index]))
+    every = [GroupRewards(**group) for groups in of_all for group in groups]
     return estimator.apply(every, options)[first : first + len(groups)]
 
   return dataclasses.replace(estimator, apply=apply)
@@ -249,23 +253,23 @@ def _of_group(
 
 
 def adapted(
-    found: Callable[..., Any] | StepEstimator,
+    function: Callable[..., Any] | StepEstimator,
 ) -> Estimator | StepEstimator:
-  """An estimator as it is, or one around a function of google-tunix.
+  """Returns an estimator unchanged, or one around a function of google-tunix.
 
   Those take (rewards float32[N], num_generations) and return [N], e.g. what
   `tunix.rl.function_registry.register_advantage_estimator` registers for
   groups. They are called for one group at a time; a group of equal rewards
   gets 0 without a call.
   """
-  if isinstance(found, StepEstimator) or not callable(found):
-    return found
+  if isinstance(function, StepEstimator) or not callable(function):
+    return function
   try:
-    names = inspect.signature(found).parameters
+    names = inspect.signature(function).parameters
   except (TypeError, ValueError):  # A builtin.
-    return found
+    return function
   if "num_generations" not in names:
-    return found
+    return function
 
   def estimate(
       group: GroupRewards, options: AdvantageOptions
@@ -274,11 +278,11 @@ def adapted(
     r = group.total_N
     if not group.differ():
       return _zeros(group)
-    got = np.asarray(found(r.astype(np.float32), len(r)), np.float64)
+    got = np.asarray(function(r.astype(np.float32), len(r)), np.float64)
     if got.shape != r.shape:
       raise ValueError(
-          f"{found.__module__}:{found.__qualname__} returned shape {got.shape}"
-          f" for {len(r)} rewards"
+          f"{function.__module__}:{function.__qualname__} returned shape"
+          f" {got.shape} for {len(r)} rewards"
       )
     return _spread(group, got)
 
@@ -353,7 +357,7 @@ def rloo(
 
 
 def discounted_returns(rewards_K: np.ndarray, gamma: float) -> np.ndarray:
-  """float64[K]: sum over j >= k of gamma^(j - k) r_j."""
+  """Returns float64[K]: sum over j >= k of gamma^(j - k) r_j."""
   returns = np.zeros(len(rewards_K), np.float64)
   running = 0.0
   for k in range(len(rewards_K) - 1, -1, -1):

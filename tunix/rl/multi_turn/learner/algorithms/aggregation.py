@@ -53,7 +53,7 @@ AGGREGATORS: registry.Registry[Aggregator] = registry.Registry(
 
 @AGGREGATORS.register("token_mean")
 def token_mean(step: StepTokens) -> np.ndarray:
-  """Every token equally: 1 / (number of tokens).
+  """Weighs every token equally: 1 / (number of tokens).
 
   Yu et al. 2025, "DAPO", section 3.3 (arXiv:2503.14476).
   """
@@ -62,7 +62,7 @@ def token_mean(step: StepTokens) -> np.ndarray:
 
 @AGGREGATORS.register("sequence_mean")
 def sequence_mean(step: StepTokens) -> np.ndarray:
-  """Every sequence equally, every token of a sequence equally.
+  """Weighs every sequence equally, every token of a sequence equally.
 
   Shao et al. 2024 (arXiv:2402.03300), equation 3, where an output is one
   sequence. An agent that rewrites its history has several an episode.
@@ -72,9 +72,9 @@ def sequence_mean(step: StepTokens) -> np.ndarray:
 
 @AGGREGATORS.register("episode_mean")
 def episode_mean(step: StepTokens) -> np.ndarray:
-  """Every episode equally, every token of an episode equally.
+  """Weighs every episode equally, every token of an episode equally.
 
-  Shao et al. 2024 (arXiv:2402.03300), equation 3, where an output is all that
+  Shao et al. 2024 (arXiv:2402.03300), equation 3, where an output is everything
   the policy sampled in an episode.
   """
   unique, inverse = np.unique(step.episode_N, return_inverse=True)

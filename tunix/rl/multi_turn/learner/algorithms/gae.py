@@ -22,7 +22,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EpisodeValues:
-  """What a `TokenEstimator` sees of an episode.
+  """Rewards and values of an episode, the input of a `TokenEstimator`.
 
   Attributes:
     rewards_K: float64[K], of its turns.
@@ -84,7 +84,7 @@ class TokenEstimator:
 def generalized_advantages(
     episode: EpisodeValues, options: GaeOptions
 ) -> tuple[np.ndarray, np.ndarray]:
-  """(A [M], A + V [M]).
+  """Returns advantages A [M] and value targets A + V [M].
 
   With delta_t = r_t + gamma_t V_(t+1) - V_t, A_t = delta_t + gamma_t lambda_t
   A_(t+1): Schulman et al. 2015, "High-Dimensional Continuous Control Using
@@ -102,11 +102,13 @@ def generalized_advantages(
   advantages_M = np.zeros(size, np.float64)
   if not size:
     return advantages_M, advantages_M.copy()
+  # 1. A turn's reward counts at its last token.
   is_last_M = np.append(turns[1:] != turns[:-1], True)
   rewards_M = np.zeros(size, np.float64)
   for turn, reward in enumerate(episode.rewards_K):
     here = int(np.searchsorted(turns, turn, side="right")) - 1
     rewards_M[max(here, 0)] += float(reward)
+  # 2. From the last token back: each advantage needs the following one.
   following, running = float(episode.last), 0.0
   for t in range(size - 1, -1, -1):
     gamma = options.gamma if is_last_M[t] else 1.0

@@ -181,10 +181,10 @@ def kept(
     sequences: jax.Array | np.ndarray,
     veto: float,
 ) -> jax.Array:
-  """float32[M]: 0 throughout a sequence with a token of ratio < veto, else 1.
+  """Returns float32[M], 0 in a sequence with a ratio < veto, else 1.
 
   Liu et al. 2025, "When Speed Kills Stability": one token that the learner
-  would hardly have sampled tells of a broken sequence (1e-4 there).
+  would hardly have sampled marks a broken sequence (1e-4 there).
   """
   lowest = sequence_sums.least(_log_ratio(proximal, sampled), sequences)
   return (lowest >= math.log(veto)).astype(jnp.float32)

@@ -6,7 +6,7 @@ The expectation under the policy is the KL for k1 and k3, and close to it for
 k2. As a penalty that gradients flow through, k2 has the gradient of
 KL(policy || reference) in expectation, k3 that of KL(reference || policy), and
 k1's vanishes: in the loss, k1 is a reading and no penalty. In the reward
-(`shaping.kl_price`) no gradient flows through any of them, and k1 is the
+(`reward_prices`) no gradient flows through any of them, and k1 is the
 unbiased one.
 
 Axis names: M = tokens.
@@ -53,16 +53,16 @@ GAIN, MOST = 0.1, 0.2
 
 
 def adapted_coef(coef: float, measured: float, target: float) -> float:
-  """The coefficient of the next update: higher where the KL is above target.
+  """Returns the next update's coefficient: higher if the KL is above target.
 
   coef (1 + 0.1 e), e = (measured - target) / target clipped to +-0.2: Ziegler
   et al. 2019, "Fine-Tuning Language Models from Human Preferences", section
   2.2 (arXiv:1909.08593).
 
   Args:
-    coef: of this update.
+    coef: Coefficient of this update.
     measured: mean KL a token in it, in nats.
-    target: in nats, > 0.
+    target: KL to hold, in nats, > 0.
   """
   error = (measured - target) / target
   return coef * (1.0 + GAIN * min(max(error, -MOST), MOST))

@@ -29,10 +29,10 @@ class TokenBatch:
   """Inputs of an objective; all float32[M] unless said otherwise.
 
   Attributes:
-    logprobs: of the weights being trained; carries the gradient.
+    logprobs: Log-probs of the weights being trained; carries the gradient.
     anchor: log-probs the ratio is taken to.
     weight: importance weights.
-    advantages: of each token.
+    advantages: Advantage of each token.
     sequences: int32[M], number of the token's sequence in the step; -1 for
       padding.
   """
@@ -54,9 +54,9 @@ class ObjectiveOptions:
       size; 0 for no bound.
     sapo_tau_pos, sapo_tau_neg: temperatures of SAPO's gate, by the sign of the
       advantage.
-    cov_share: of tokens that clip_cov and kl_cov hold back.
-    cov_low, cov_high: bounds of the covariance of those of clip_cov.
-    cov_kl_coef: weight of the KL on those of kl_cov.
+    cov_share: Share of tokens that clip_cov and kl_cov hold back.
+    cov_low, cov_high: Bounds of the covariance of tokens that clip_cov takes.
+    cov_kl_coef: Weight of the KL on the tokens that kl_cov takes.
   """
 
   clip_low: float = _DEFAULTS.clip_low
@@ -200,9 +200,9 @@ def clip_cov(
   )
   key = jax.random.fold_in(jax.random.key(0), jnp.sum(bits))
   drawn = jnp.where(inside, jax.random.uniform(key, cov.shape), -1.0)
-  held = inside & _highest(drawn, tokens, options.cov_share)
-  readings["held_fraction"] = held.astype(jnp.float32)
-  return jnp.where(held, jax.lax.stop_gradient(loss), loss), readings
+  is_clipped = inside & _highest(drawn, tokens, options.cov_share)
+  readings["held_fraction"] = is_clipped.astype(jnp.float32)
+  return jnp.where(is_clipped, jax.lax.stop_gradient(loss), loss), readings
 
 
 def kl_cov(
@@ -215,20 +215,20 @@ def kl_cov(
   """
   log_ratio = _log_ratio(tokens)
   gain = jnp.exp(log_ratio) * jnp.asarray(tokens.advantages)
-  held = _highest(covariances(tokens), tokens, options.cov_share)
-  price = jnp.where(held, options.cov_kl_coef * jnp.abs(log_ratio), 0.0)
-  readings = {"held_fraction": held.astype(jnp.float32)}
+  is_priced = _highest(covariances(tokens), tokens, options.cov_share)
+  price = jnp.where(is_priced, options.cov_kl_coef * jnp.abs(log_ratio), 0.0)
+  readings = {"held_fraction": is_priced.astype(jnp.float32)}
   return tokens.weight * (price - gain), readings
 
 
 def covariances(tokens: TokenBatch) -> jax.Array:
-  """float32[M]: (log p - mean) (A - mean) over the buffer; -inf for padding."""
+  """Returns float32[M], (log p - mean) (A - mean); -inf for padding."""
   real = jnp.asarray(tokens.sequences) >= 0
   count = jnp.maximum(jnp.sum(real), 1)
 
   def centred(values: jax.Array) -> jax.Array:
-    kept = jnp.where(real, values, 0.0)
-    return kept - jnp.sum(kept) / count
+    real_values = jnp.where(real, values, 0.0)
+    return real_values - jnp.sum(real_values) / count
 
   cov = centred(jax.lax.stop_gradient(tokens.logprobs)) * centred(
       jnp.asarray(tokens.advantages)
@@ -239,7 +239,7 @@ def covariances(tokens: TokenBatch) -> jax.Array:
 def _highest(
     values: jax.Array, tokens: TokenBatch, share: float
 ) -> jax.Array:
-  """bool[M]: the share of real tokens with the highest values, at least one."""
+  """Returns bool[M], the share of real tokens with the highest values."""
   real = jnp.asarray(tokens.sequences) >= 0
   count = jnp.maximum((share * jnp.sum(real)).astype(jnp.int32), 1)
   order = jnp.argsort(jnp.where(real, -values, jnp.inf))

@@ -32,18 +32,13 @@ class Algorithm:
     estimate: advantages of the turns of a group, or of a step's groups; or of
       the tokens of an episode, by a value head.
     aggregate: weights of tokens in the loss.
-    correction: of tokens sampled by other weights.
+    correction: Correction of tokens sampled by other weights.
     objective: loss of a token.
     kl: price of a token's distance to the reference.
   """
 
   config: config_lib.AlgorithmConfig
-  estimate: (
-      advantages.Estimator
-      | advantages.GreedyEstimator
-      | advantages.StepEstimator
-      | gae.TokenEstimator
-  )
+  estimate: advantages.AnyEstimator | gae.TokenEstimator
   aggregate: aggregation.Aggregator
   correction: importance.Correction
   objective: objectives.Objective
@@ -51,7 +46,7 @@ class Algorithm:
 
   @classmethod
   def of(cls, config: config_lib.AlgorithmConfig) -> Algorithm:
-    """The algorithm that `config` names.
+    """Returns the algorithm that `config` names.
 
     Raises:
       ValueError: an unknown name.
@@ -93,12 +88,12 @@ class Algorithm:
     return isinstance(self.estimate, advantages.GreedyEstimator)
 
   def gae_options(self, gamma: float) -> gae.GaeOptions:
-    """Numbers of `advantage=gae`; `gamma` discounts a turn."""
+    """Returns the numbers of `advantage=gae`; `gamma` discounts a turn."""
     c = self.config
     return gae.GaeOptions(gamma, c.gae_lambda, c.gae_token_lambda)
 
   def advantage_options(self, gamma: float) -> advantages.AdvantageOptions:
-    """Numbers of the advantages; `gamma` discounts a turn."""
+    """Returns the numbers of the advantages; `gamma` discounts a turn."""
     c = self.config
     return advantages.AdvantageOptions(
         std_eps=c.std_eps,
@@ -111,17 +106,9 @@ class Algorithm:
   @property
   def objective_options(self) -> objectives.ObjectiveOptions:
     """Numbers of the objective."""
-    c = self.config
+    fields = dataclasses.fields(objectives.ObjectiveOptions)
     return objectives.ObjectiveOptions(
-        clip_low=c.clip_low,
-        clip_high=c.clip_high,
-        dual_clip=c.dual_clip,
-        sapo_tau_pos=c.sapo_tau_pos,
-        sapo_tau_neg=c.sapo_tau_neg,
-        cov_share=c.cov_share,
-        cov_low=c.cov_low,
-        cov_high=c.cov_high,
-        cov_kl_coef=c.cov_kl_coef,
+        **{field.name: getattr(self.config, field.name) for field in fields}
     )
 
   @property
@@ -141,14 +128,14 @@ class Algorithm:
       )
     truncated = sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0
     corrected = self.correction.needs_proximal
-    kept = self.config.keep_sampling_mask
-    if kept and not 0 < sampling.top_k <= policy_client.MAX_TOP_LOGPROBS:
+    has_mask = self.config.keep_sampling_mask
+    if has_mask and not 0 < sampling.top_k <= policy_client.MAX_TOP_LOGPROBS:
       raise ValueError(
           f"keep_sampling_mask=true needs 0 < top_k <="
           f" {policy_client.MAX_TOP_LOGPROBS}, got top_k={sampling.top_k}: so"
           " many tokens are kept with each sampled one"
       )
-    reproduced = kept or corrected
+    reproduced = has_mask or corrected
     if truncated and self.objective.uses_advantages and not reproduced:
       raise ValueError(
           f"top_k={sampling.top_k}, top_p={sampling.top_p}: the sampler's"
@@ -158,5 +145,5 @@ class Algorithm:
       )
 
 
-def _find(known: registry.Registry[T], name: str) -> T:
-  return known.get(name, "operator")
+def _find(operators: registry.Registry[T], name: str) -> T:
+  return operators.get(name, "operator")

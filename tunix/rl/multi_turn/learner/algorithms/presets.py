@@ -27,8 +27,8 @@ class AlgorithmPreset:
 
   Attributes:
     settings: defaults by dotted key.
-    paper: where it is published.
-    note: what differs here, or is left to the user; "" for nothing.
+    paper: Publication.
+    note: Differences from it, or what is left to the user; "" for nothing.
   """
 
   settings: Mapping[str, Any]
@@ -48,7 +48,7 @@ def _preset(
     aggregation: str = "token_mean",
     clip: tuple[float, float] | None = (0.2, 0.2),
     note: str = "",
-    others: Mapping[str, Any] | None = None,
+    further: Mapping[str, Any] | None = None,
     **algorithm: Any,
 ) -> None:
   """Registers one; `algorithm` are further settings of the section."""
@@ -60,17 +60,17 @@ def _preset(
   }
   if clip:
     values |= {"clip_low": clip[0], "clip_high": clip[1]}
-  found = {f"algorithm.{key}": value for key, value in values.items()}
+  defaults = {f"algorithm.{key}": value for key, value in values.items()}
   in_loss = values.get("kl_coef") and values.get("kl_in") != "reward"
   if in_loss or advantage == "gae" or values.get("distill_coef"):
-    found["learner.skip_zero_advantage"] = False
+    defaults["learner.skip_zero_advantage"] = False
   PRESETS.register(
-      name, AlgorithmPreset({**found, **(others or {})}, paper, note)
+      name, AlgorithmPreset({**defaults, **(further or {})}, paper, note)
   )
 
 
 def get(name: str) -> AlgorithmPreset:
-  """The preset of a name, or the one at a path "package.module:attribute".
+  """Returns the preset of a name or of a path "package.module:attribute".
 
   Raises:
     ValueError: unknown, the message names the nearest; or no preset.
@@ -107,7 +107,7 @@ _preset(
     advantage="grpo",
     clip=(0.2, 0.28),
     filter_truncated=True,
-    others={"learner.dynamic_sampling": 9},
+    further={"learner.dynamic_sampling": 9},
     note="Soft overlong punishment needs the budget of tokens:"
     " algorithm.overlong_tokens.",
 )
@@ -118,7 +118,7 @@ _preset(
     objective="gspo",
     aggregation="sequence_mean",
     clip=(3e-4, 4e-4),
-    others={"learner.minibatches": 4},
+    further={"learner.minibatches": 4},
 )
 _preset(
     "gspo_token",
@@ -127,7 +127,7 @@ _preset(
     objective="gspo_token",
     aggregation="sequence_mean",
     clip=(3e-4, 4e-4),
-    others={"learner.minibatches": 4},
+    further={"learner.minibatches": 4},
     note="For advantages of turns, e.g. algorithm.advantage=turn_returns.",
 )
 _preset(
@@ -136,7 +136,7 @@ _preset(
     advantage="gigpo",
     kl_coef=0.01,
     kl_estimator="k3",
-    others={"collect.gamma": 0.95},
+    further={"collect.gamma": 0.95},
 )
 _preset(
     "rloo",
@@ -187,7 +187,7 @@ _preset(
     advantage="grpo",
     objective="cispo",
     clip=(1.0, 4.0),
-    others={"learner.dynamic_sampling": 9},
+    further={"learner.dynamic_sampling": 9},
     note="The paper gives no upper bound; 5 is that of The Art of Scaling RL"
     " Compute, arXiv:2510.13786.",
 )
@@ -216,7 +216,7 @@ _preset(
     advantage="grpo",
     importance="mis",
     tis_cap=5.0,
-    others={"learner.minibatches": 4},
+    further={"learner.minibatches": 4},
     note="For queue.max_staleness > 0; tokens beyond the cap are left out, as"
     " in the authors' code.",
 )
@@ -227,7 +227,7 @@ _preset(
     advantage="gae",
     gae_lambda=0.95,
     value_clip=0.2,
-    others={"collect.gamma": 0.99, "learner.minibatches": 4},
+    further={"collect.gamma": 0.99, "learner.minibatches": 4},
     note="A value head on the policy's trunk; discount and lambda act between"
     " turns. algorithm.value_warmup trains the head alone at first.",
 )
@@ -246,7 +246,7 @@ _preset(
     advantage="grpo",
     objective="clip_cov",
     cov_share=2e-4,
-    others={"learner.minibatches": 4},
+    further={"learner.minibatches": 4},
     note="Its share is of 2e5 tokens; raise algorithm.cov_share for small"
     " batches, whose least is one token a buffer.",
 )
@@ -258,7 +258,7 @@ _preset(
     clip=None,
     cov_share=2e-3,
     cov_kl_coef=1.0,
-    others={"learner.minibatches": 4},
+    further={"learner.minibatches": 4},
     note="See clip_cov.",
 )
 _preset(
@@ -312,7 +312,7 @@ _IMPLIED = ("learner.skip_zero_advantage",)
 
 
 def table() -> str:
-  """The presets as a Markdown table, a row each."""
+  """Returns the presets as a Markdown table, a row each."""
   heads = ["name", *_COLUMNS, "beside it", "paper"]
   lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
   for name in PRESETS.names():
@@ -333,22 +333,22 @@ def table() -> str:
 
 
 def _cell(values: Mapping[str, Any], fields: tuple[str, ...]) -> str:
-  """The first field's value, then the others that the preset sets."""
-  given = [
+  """Returns the first field's value, then the others that the preset sets."""
+  entries = [
       (field, values[f"algorithm.{field}"])
       for field in fields
       if f"algorithm.{field}" in values
   ]
-  if not given:
+  if not entries:
     return ""
-  first, *rest = given
+  first, *further = entries
   name, value = first
   shown = value if isinstance(value, str) else f"{name}={value}"
-  return ", ".join([shown, *(f"{name}={value}" for name, value in rest)])
+  return ", ".join([shown, *(f"{name}={value}" for name, value in further)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """The command; returns the exit status."""
+  """Runs the command; returns the exit status."""
   words = sys.argv[1:] if argv is None else list(argv)
   if words:
     print(f"error: {words[0]}: it takes no arguments", file=sys.stderr)

@@ -18,13 +18,15 @@ Numbers = jax.Array | np.ndarray
 
 
 def total(values: jax.Array, sequences: Numbers) -> jax.Array:
-  """float32[M]: at each token the sum of `values` over its whole sequence.
+  """Returns float32[M], at each token the sum over its whole sequence.
 
   Args:
     values: float32[M].
     sequences: int32[M], equal for the tokens of a sequence, which are
       neighbours; -1 for padding, whose values are not read.
   """
+  # Running sums from both ends of a sequence add up to its sum, and hold the
+  # token itself twice. Two scans need no table of sequences.
   numbers = jnp.asarray(sequences)
   values = jnp.where(numbers >= 0, values, 0.0)
   changes = numbers[1:] != numbers[:-1]
@@ -37,13 +39,13 @@ def total(values: jax.Array, sequences: Numbers) -> jax.Array:
 
 
 def mean(values: jax.Array, sequences: Numbers) -> jax.Array:
-  """float32[M]: as `total`, the mean; 0 for padding."""
+  """Returns float32[M]: as `total`, the mean; 0 for padding."""
   count = total(jnp.ones_like(values), sequences)
   return total(values, sequences) / jnp.maximum(count, 1.0)
 
 
 def least(values: jax.Array, sequences: Numbers) -> jax.Array:
-  """float32[M]: as `total`, the minimum; no gradient."""
+  """Returns float32[M]: as `total`, the minimum; no gradient."""
   values = jax.lax.stop_gradient(values)
   numbers = jnp.asarray(sequences)
   changes = numbers[1:] != numbers[:-1]
@@ -60,7 +62,7 @@ def least(values: jax.Array, sequences: Numbers) -> jax.Array:
 
 
 def _running(values, starts, combine=jnp.add) -> jax.Array:
-  """The running sum of `values` that begins anew where `starts` is True."""
+  """Returns the running sum of `values`, begun anew at `starts`."""
 
   def join(a, b):
     return jnp.where(b[1], b[0], combine(a[0], b[0])), a[1] | b[1]
