@@ -126,7 +126,8 @@ BUFFER_CALLS: Rows = {
         "`success`, `message`, `data`, `new`",
     ),
     ("POST", "/get_rollout_data"): (
-        "Reads whole groups, `batch_size` items or more; none while fewer are ready.",
+        "Reads whole groups, `batch_size` items or more; none while fewer are"
+        " ready.",
         "`batch_size` (all), `lease_s`, `lease` (an id for it)", _READ,
     ),
     ("POST", "/buffer/read"): (
