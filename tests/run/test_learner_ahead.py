@@ -91,7 +91,7 @@ def test_a_run_closes_its_parts_before_it_waits_for_compiling(
   )
   with run:
     run._ahead = learner_ahead.LearnerAhead.where_it_helps(run)
-    close, unlock = run._ahead.close, run._unlock
+    close, unlock = run._ahead.close, run._lock.close
 
     def closing(timeout_s):
       order.append("compiling")
@@ -100,7 +100,7 @@ def test_a_run_closes_its_parts_before_it_waits_for_compiling(
 
     monkeypatch.setattr(run._ahead, "close", closing)
     monkeypatch.setattr(
-        run, "_unlock", lambda: (order.append("unlocked"), unlock())
+        run._lock, "close", lambda: (order.append("unlocked"), unlock())
     )
   assert order == ["unlocked", "compiling"]
 

@@ -210,7 +210,7 @@ def test_without_locks_it_is_said_and_the_run_goes_on(
     raise OSError(errno.ENOLCK, "No locks available")
 
   monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
-  run_lock.RunLock(tmp_path).release()
+  run_lock.RunLock(tmp_path).close()
   (said,) = [r.getMessage() for r in caplog.records]
   assert str(tmp_path) in said and "No locks available" in said
   assert "start it once only" in said

@@ -24,6 +24,7 @@ from tunix.rl.multi_turn.run.rollout_hosts import host as host_lib
 from tunix.rl.multi_turn.run.rollout_hosts import leases
 from tunix.rl.multi_turn.run.rollout_hosts import lending
 from tunix.rl.multi_turn.run.rollout_hosts import messages
+from tunix.rl.multi_turn.run.rollout_hosts import player as player_lib
 from tunix.rl.multi_turn.run.rollout_hosts import remote
 from tunix.rl.multi_turn.run.rollout_hosts import server as server_lib
 
@@ -145,7 +146,7 @@ def test_a_host_takes_every_run_that_the_learner_takes(arguments, tmp_path):
   sent = sent_to_hosts(config)
   own = {"mesh.fsdp": "3", "mesh.sequence": "5", "engine.slots": "32"}
   for overrides in ({}, own):
-    found = host_lib.config_of(sent, overrides, tmp_path)
+    found = player_lib.config_of(sent, overrides, tmp_path)
     for name in ("algorithm", "sampling", "collect", "agent", "policy"):
       assert getattr(found, name) == getattr(config, name), name
   assert (found.mesh.fsdp, found.mesh.sequence) == (3, 5)
@@ -156,7 +157,7 @@ def test_settings_of_a_host_that_are_wrong_are_one_line(tmp_path):
   sent = sent_to_hosts(config_lib.load_config([]))
   for key in ("engine.slots.x", "engine.slot", "mesh.fsdp"):
     with pytest.raises(config_lib.ConfigError) as caught:
-      host_lib.config_of(sent, {key: "many"}, tmp_path)
+      player_lib.config_of(sent, {key: "many"}, tmp_path)
     (problem,) = caught.value.problems
     assert key in problem
 

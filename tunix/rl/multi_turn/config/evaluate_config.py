@@ -82,7 +82,7 @@ class EvaluateConfig:
 class EvaluationConfig(train_config.TrainConfig):
   """The complete configuration of an evaluation."""
 
-  evaluate: EvaluateConfig = _setting(default=EvaluateConfig(), doc="")
+  evaluate: EvaluateConfig = settings.section(default=EvaluateConfig())
 
 
 ALIASES: Mapping[str, str] = {

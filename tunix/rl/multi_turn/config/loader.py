@@ -539,8 +539,10 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def value_of(config: Any, path: str) -> Any:
-  """The plain value of a dotted key."""
-  return plain(functools.reduce(getattr, path.split("."), config))
+  """Returns the plain value of a dotted key, also of one in a mapping."""
+  for name in path.split("."):
+    config = config[name] if isinstance(config, dict) else getattr(config, name)
+  return plain(config)
 
 
 def changed(config: Any) -> dict[str, Any]:

@@ -78,8 +78,15 @@ def setting(
   return pydantic.Field(**options, json_schema_extra=about, **bounds)
 
 
+def section(*, default: Any) -> Any:
+  """Declares a field that holds other settings; their class documents it."""
+  return setting(default=default, doc="")
+
+
 @typing.dataclass_transform(
-    frozen_default=True, kw_only_default=True, field_specifiers=(setting,)
+    frozen_default=True,
+    kw_only_default=True,
+    field_specifiers=(setting, section),
 )
 def settings(cls: type[T]) -> type[T]:
   """Makes `cls` a frozen, validated, keyword-only dataclass.

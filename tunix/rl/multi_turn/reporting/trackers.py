@@ -53,6 +53,12 @@ _STOP = object()
 _MOST_METRICS = 1000  # Of a request to MLflow.
 
 
+Pictures = Mapping[str, tuple[np.ndarray, str]]
+"""Name -> (uint8[H, W, 3], caption)."""
+Rows = list[tuple[Any, ...]]
+"""Rows with `tracker_media.COLUMNS`."""
+
+
 class Backend(Protocol):
   """A tracking service. One thread calls it; calls may raise or be slow."""
 
@@ -62,17 +68,8 @@ class Backend(Protocol):
   def scalars(self, step: int, values: Mapping[str, float]) -> None:
     ...
 
-  def media(
-      self,
-      step: int,
-      pictures: Mapping[str, tuple[np.ndarray, str]],
-      rows: list[tuple[Any, ...]],
-  ) -> None:
-    """Shows an evaluation's episodes.
-
-    `pictures` maps names to (uint8[H, W, 3], caption); `rows` have
-    `tracker_media.COLUMNS`.
-    """
+  def media(self, step: int, pictures: Pictures, rows: Rows) -> None:
+    """Shows an evaluation's episodes."""
 
   def finish(self, status: str) -> None:
     """`status` is "completed", "failed" or "interrupted"."""
@@ -294,12 +291,7 @@ class TensorBoard:
     for name, value in values.items():
       self._writer.add_scalar(name, value, step)
 
-  def media(
-      self,
-      step: int,
-      pictures: Mapping[str, tuple[np.ndarray, str]],
-      rows: list[tuple[Any, ...]],
-  ) -> None:
+  def media(self, step: int, pictures: Pictures, rows: Rows) -> None:
     for name, (pixels, caption) in pictures.items():
       self._writer.add_image(name, pixels, step, dataformats="HWC")
       self._writer.add_text(f"{name}/caption", caption, step)
@@ -385,12 +377,7 @@ class WeightsAndBiases:
   def scalars(self, step: int, values: Mapping[str, float]) -> None:
     self._run.log({**values, "step": step})
 
-  def media(
-      self,
-      step: int,
-      pictures: Mapping[str, tuple[np.ndarray, str]],
-      rows: list[tuple[Any, ...]],
-  ) -> None:
+  def media(self, step: int, pictures: Pictures, rows: Rows) -> None:
     shown: dict[str, Any] = {
         name: self._wandb.Image(pixels, caption=caption)
         for name, (pixels, caption) in pictures.items()
@@ -483,12 +470,7 @@ class MLflow:
       self._client.log_batch(self._run, metrics=self._unsent[:_MOST_METRICS])
       del self._unsent[:_MOST_METRICS]
 
-  def media(
-      self,
-      step: int,
-      pictures: Mapping[str, tuple[np.ndarray, str]],
-      rows: list[tuple[Any, ...]],
-  ) -> None:
+  def media(self, step: int, pictures: Pictures, rows: Rows) -> None:
     """Nothing: artifacts of a database's runs would lie where this runs."""
 
   def finish(self, status: str) -> None:
@@ -558,33 +540,33 @@ def of_run(
     images: of the run, for film strips.
   """
   identity = _Identity(run_dir, resume_step is not None)
-  found = []
 
-  def add(name: str, open_: Callable[[], Backend]) -> None:
-    found.append(Tracker(name, open_, config, images))
-
-  if config.tensorboard:
-    add(
-        "TensorBoard",
-        lambda: TensorBoard(run_dir / "tensorboard", resume_step),
+  def open_wandb() -> Backend:
+    id_ = identity.get("wandb")
+    if id_ is None:
+      id_ = uuid.uuid4().hex[:12]
+      identity.set("wandb", id_)
+    return WeightsAndBiases(
+        run_dir, config.project, config.wandb, id_, config.close_timeout_s
     )
-  if config.wandb != "off":
 
-    def open_wandb() -> Backend:
-      id_ = identity.get("wandb")
-      if id_ is None:
-        id_ = uuid.uuid4().hex[:12]
-        identity.set("wandb", id_)
-      return WeightsAndBiases(
-          run_dir, config.project, config.wandb, id_, config.close_timeout_s,
-      )  # pyformat: disable
-
-    add("Weights & Biases", open_wandb)
-  if config.mlflow:
-    add(
-        "MLflow",
-        lambda: MLflow(
-            config.mlflow, config.project, identity, config.request_timeout_s
-        ),
-    )
-  return found
+  backends: list[tuple[bool, str, Callable[[], Backend]]] = [
+      (
+          config.tensorboard,
+          "TensorBoard",
+          lambda: TensorBoard(run_dir / "tensorboard", resume_step),
+      ),
+      (config.wandb != "off", "Weights & Biases", open_wandb),
+      (
+          bool(config.mlflow),
+          "MLflow",
+          lambda: MLflow(
+              config.mlflow, config.project, identity, config.request_timeout_s
+          ),
+      ),
+  ]
+  return [
+      Tracker(name, open_, config, images)
+      for is_on, name, open_ in backends
+      if is_on
+  ]

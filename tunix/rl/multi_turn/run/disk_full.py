@@ -17,6 +17,8 @@ import pathlib
 import shutil
 from typing import Iterator
 
+from tunix.rl.multi_turn import config as config_lib
+
 _CODES = (errno.ENOSPC, errno.EDQUOT)
 _TEXTS = (
     "No space left on device",
@@ -37,6 +39,18 @@ def is_full(error: object) -> bool:
       return True
     error = error.__cause__ or error.__context__
   return False
+
+
+def unwritable(
+    directory: pathlib.Path, error: OSError
+) -> config_lib.ConfigError:
+  """Returns the refusal of a run directory that cannot be written."""
+  if is_full(error):
+    return config_lib.ConfigError([describe(directory)])
+  return config_lib.ConfigError([
+      f"run directory {directory} cannot be written: {error.strerror}"
+      f" ({error.filename}); choose another run.dir, or make it writable"
+  ])
 
 
 def describe(directory: pathlib.Path) -> str:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.agents import registry as agent_registry
+from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.engine import cache_memory
 from tunix.rl.multi_turn.engine import device_state
@@ -118,7 +119,7 @@ class Memory:
           key=lambda part: part.bytes,
       )
       given = ", ".join(
-          f"{key}={_value(config, key)}" for key in worst.settings
+          f"{key}={loader.value_of(config, key)}" for key in worst.settings
       )
       found.append(
           f"{given}: the run takes {human(total)} at least, of it {worst.name}"
@@ -333,28 +334,26 @@ def _engine(
 ) -> list[Part]:
   if not config.samples or config.rollout.via in ("external", "hosts"):
     return []
-  sees = environment_spec.get(config.environment.name).gym
-  try:
-    caches = cache_memory.of_engine(
-        model,
-        processor,
-        config.engine,
-        ((config.gym.width, config.gym.height),) if sees else (),
-        memory_plan.process_mesh(mesh, jax.process_count()),
-    )
-  except ValueError as error:
-    raise config_lib.ConfigError([f"engine: {error}"]) from None
-  beside = 0
-  if config.eval.beside:
-    slots = config.eval.slots or config.engine.slots
-    second = cache_memory.of_engine(
+  has_screen = environment_spec.get(config.environment.name).gym
+
+  def caches_of(slots: int) -> cache_memory.CacheBytes:
+    return cache_memory.of_engine(
         model,
         processor,
         dataclasses.replace(config.engine, slots=slots),
-        ((config.gym.width, config.gym.height),) if sees else (),
+        ((config.gym.width, config.gym.height),) if has_screen else (),
         memory_plan.process_mesh(mesh, jax.process_count()),
     )
-    beside = second.kv + second.vision + second.images
+
+  evaluation = []
+  try:
+    caches = caches_of(config.engine.slots)
+    if config.eval.beside:
+      second = caches_of(config.eval.slots or config.engine.slots)
+      size = second.kv + second.vision + second.images
+      evaluation = [Part("evaluation's caches", size, ("eval.slots",))]
+  except ValueError as error:
+    raise config_lib.ConfigError([f"engine: {error}"]) from None
   tokens: tuple[str, ...] = ("engine.slots", "engine.context_length")
   if config.engine.page_size:
     tokens += ("engine.page_size",)
@@ -377,16 +376,8 @@ def _engine(
           if config.engine.vision_cache_tokens
           else tokens,
       ),
-      Part(
-          "images of an encode call",
-          caches.images,
-          buckets,
-      ),
-      *(
-          [Part("evaluation's caches", beside, ("eval.slots",))]
-          if beside
-          else []
-      ),
+      Part("images of an encode call", caches.images, buckets),
+      *evaluation,
   ]
 
 
@@ -484,10 +475,3 @@ def _tree_bytes(tree: Any) -> int:
       for x in jax.tree.leaves(tree)
   )
 
-
-def _value(config: config_lib.TrainConfig, key: str) -> Any:
-  section, _, field = key.partition(".")
-  value = getattr(config, section)
-  for name in field.split("."):
-    value = value[name] if isinstance(value, dict) else getattr(value, name)
-  return list(value) if isinstance(value, tuple) else value

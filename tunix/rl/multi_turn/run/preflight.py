@@ -23,6 +23,7 @@ from typing import Any, Iterator
 import jax
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.clients import agent_session
+from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.learner.algorithms import parts
@@ -154,7 +155,7 @@ def _directories(config: TrainConfig) -> Iterator[str]:
       ("monitor.database", os.path.dirname(config.monitor.database)),
   ):
     if folder and (why := _unwritable(pathlib.Path(folder).expanduser())):
-      yield f"{key}={_value(config, key)}: {why}; choose another place"
+      yield f"{key}={loader.value_of(config, key)}: {why}; choose another place"
 
 
 def _unwritable(directory: pathlib.Path) -> str:
@@ -285,7 +286,7 @@ def _prompts_of_file(
   are no messages of text: its generator writes them in its own way.
   """
   key = "buffer.input_file" if config.buffer.input_file else "task_source.path"
-  path = pathlib.Path(_value(config, key)).expanduser()
+  path = pathlib.Path(loader.value_of(config, key)).expanduser()
   shortest, line_of = math.inf, 0
   try:
     with path.open(encoding="utf-8") as file:
@@ -308,7 +309,3 @@ def _prompts_of_file(
         f" {shortest + config.sampling.max_new_tokens}, or shorten the prompts"
     )
 
-
-def _value(config: TrainConfig, key: str) -> Any:
-  section, field = key.split(".")
-  return getattr(getattr(config, section), field)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import shutil
-from typing import Any
+from typing import Any, Mapping
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.config import loader
@@ -105,7 +105,7 @@ CONFIG, SUMMARY = "config.yaml", "summary.json"
 RECORDED = "config"
 """Key of a checkpoint's extras: the settings that it was made with."""
 
-_MISSING = object()
+MISSING = object()
 
 
 def recorded(config: TrainConfig) -> TrainConfig:
@@ -180,12 +180,12 @@ def check(config: TrainConfig) -> list[str]:
   fixed_keys = (*_FIXED, *_FIXED_WHETHER_ZERO)
   if config.collect.part_size:
     fixed_keys += _FIXED_IN_PARTS
-  ways = (_value(before, "rollout.via"), config.rollout.via)
+  ways = (value_of(before, "rollout.via"), config.rollout.via)
   if any(way in _RECORDED for way in ways):
     fixed_keys += _FIXED_WHERE_RECORDED
   for key in fixed_keys if before is not None else ():
-    old, new = _value(before, key), _value(now, key)
-    same = old == new or old is _MISSING
+    old, new = value_of(before, key), value_of(now, key)
+    same = old == new or old is MISSING
     if key in _FIXED_WHETHER_ZERO:
       same = same or bool(old) == bool(new)
     if not same:
@@ -197,7 +197,7 @@ def check(config: TrainConfig) -> list[str]:
   made = step
   if config.checkpoint.resume_from != "newest":
     made = checkpoint_step(config)
-  if made and 0 < steps < made and steps != _value(before, "learner.steps"):
+  if made and 0 < steps < made and steps != value_of(before, "learner.steps"):
     problems.append(
         f"learner.steps={steps}: {config.run.resume} has made {made} updates"
         " where it goes on, and learner.steps counts them too; for"
@@ -205,12 +205,12 @@ def check(config: TrainConfig) -> list[str]:
     )
   fixed = {problem.partition("=")[0] for problem in problems}
   for key in loader.leaves(TrainConfig):
-    old, new = _value(before, key), _value(now, key)
-    if key in fixed or old == new or old is _MISSING:
+    old, new = value_of(before, key), value_of(now, key)
+    if key in fixed or old == new or old is MISSING:
       continue
-    there = _value(written, key)
+    there = value_of(written, key)
     # A file that does not have it leaves its default.
-    if not sealed and there in (new, _MISSING):
+    if not sealed and there in (new, MISSING):
       problems.append(
           f"{key}={new} in {directory / CONFIG}, which is not as the run wrote"
           f" it; checkpoint {step} has {old}: write that back, or give"
@@ -236,9 +236,7 @@ def _written(
     raise config_lib.ConfigError([
         f"{file} cannot be read: {error}; restore it from a copy"
     ]) from None
-  if config_lib.is_sealed(text):
-    return config_lib.parse_yaml(text, str(file)), True
-  return config_lib.parse_yaml(text, str(file)), False
+  return config_lib.parse_yaml(text, str(file)), config_lib.is_sealed(text)
 
 
 def _newest(
@@ -260,10 +258,11 @@ def _newest(
   return None, None
 
 
-def _value(data: Any, key: str) -> Any:
+def value_of(data: Any, key: str) -> Any:
+  """Returns the value of a dotted key in nested mappings, or `MISSING`."""
   for name in key.split("."):
-    if not isinstance(data, dict) or name not in data:
-      return _MISSING
+    if not isinstance(data, Mapping) or name not in data:
+      return MISSING
     data = data[name]
   return data
 
@@ -297,10 +296,7 @@ def checkpoint_step(config: TrainConfig) -> int:
     return max(steps, default=0)
   step = int(wanted) if wanted != "best" else None
   if wanted == "best":
-    try:
-      best = best_checkpoint.load(directory)
-    except ValueError as error:
-      raise config_lib.ConfigError([str(error)]) from None
+    best = best_checkpoint.load(directory)
     step = None if best is None else best.step
   if step not in steps:
     raise config_lib.ConfigError([

@@ -35,7 +35,7 @@ _held: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
 class RunLock:
-  """A held lock; `release` it when the run has ended."""
+  """A held lock; `close` it when the run has ended."""
 
   def __init__(self, directory: pathlib.Path):
     """Locks an existing directory.
@@ -68,7 +68,7 @@ class RunLock:
     })
     _held.add(self)
 
-  def release(self) -> None:
+  def close(self) -> None:
     """Lets another process have the directory. Idempotent."""
     if not self._file.closed:
       try:

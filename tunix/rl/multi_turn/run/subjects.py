@@ -51,10 +51,7 @@ def decided(config: EvaluationConfig) -> EvaluationConfig:
   steps = _steps(directory)
   there = [d for d in _DIRECTORIES if (directory / d / "config.json").exists()]
   if name == "best":
-    try:
-      best = best_checkpoint.load(directory)
-    except ValueError as error:
-      raise ConfigError([str(error)]) from None
+    best = best_checkpoint.load(directory)
     if best is None:
       raise ConfigError([
           f"evaluate.checkpoint=best: {where} has chosen none; train with"

@@ -15,7 +15,6 @@ import math
 import time
 from typing import Any
 
-from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
@@ -379,10 +378,7 @@ class Training:
     run = self._run
     if not (self._config.checkpoint.keep_best and run.resuming):
       return None
-    try:
-      best = best_checkpoint.load(run.directory)
-    except ValueError as error:
-      raise config_lib.ConfigError([str(error)]) from None
+    best = best_checkpoint.load(run.directory)
     if best is None:
       return None
     if best.step not in self._checkpoints.steps():

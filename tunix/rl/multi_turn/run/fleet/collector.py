@@ -29,7 +29,6 @@ from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
-from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run.rollout_hosts import player
@@ -148,14 +147,7 @@ class Collector(player.GroupPlayer):
         connection=self._connection,
         greedy=order["greedy"],
     )
-    return await collector.collect(
-        gym_base.Task.from_json(order["task"]),
-        index=order["index"],
-        attempt=order["attempt"],
-        start_version=order["start_version"],
-        group_size=order["group_size"],
-        samples=order["samples"],
-    )
+    return await player.collect_order(collector, order)
 
   async def _close(self) -> None:
     try:

@@ -22,15 +22,11 @@ from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
-from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.policy import tensor_files
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run.rollout_hosts import player
 from tunix.rl.multi_turn.run.rollout_hosts import weights
-
-LearnerGone = player.LearnerGone
-config_of = player.config_of
 
 
 class RolloutHost(player.GroupPlayer):
@@ -111,7 +107,7 @@ class RolloutHost(player.GroupPlayer):
     return True
 
   def _build(self, settings: Mapping[str, Any], folder: pathlib.Path) -> None:
-    self._config = config = config_of(settings, self._overrides, folder)
+    self._config = config = player.config_of(settings, self._overrides, folder)
     mesh = models.make_mesh(config)
     self._images = images_lib.ImageStore(folder / "images")
     self._episodes = episodes.EpisodeFactory(config, self._images)
@@ -184,11 +180,4 @@ class RolloutHost(player.GroupPlayer):
         observers=faults,
         mode=order["mode"],
     )
-    return await collector.collect(
-        gym_base.Task.from_json(order["task"]),
-        index=order["index"],
-        attempt=order["attempt"],
-        start_version=order["start_version"],
-        group_size=order["group_size"],
-        samples=order["samples"],
-    )
+    return await player.collect_order(collector, order)

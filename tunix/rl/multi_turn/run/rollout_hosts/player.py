@@ -32,7 +32,9 @@ from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.run.rollout_hosts import messages
+from tunix.rl.multi_turn.trajectory_collector import groups
 
 _LOG = logging.getLogger(__name__)
 ADDRESS = "rollout.json"
@@ -185,6 +187,37 @@ class Faults:
       self.found.append([
           event.stage, event.kind, event.message, event.trajectory_id or "",
       ])  # pyformat: disable
+
+
+def overrides_of(texts: Iterable[str], example: str) -> dict[str, str]:
+  """Reads a player's own settings, section.key=value, by dotted key.
+
+  Raises:
+    ConfigError: a text is none; shows `example`.
+  """
+  overrides = {}
+  for text in texts:
+    key, equals, value = text.partition("=")
+    if not equals or "." not in key:
+      raise config_lib.ConfigError([
+          f"{text!r} is no section.key=value, e.g. {example}"
+      ])
+    overrides[key] = value
+  return overrides
+
+
+async def collect_order(
+    collector: groups.GroupCollector, order: Mapping[str, Any]
+) -> trajectory_lib.TrajectoryGroup:
+  """Collects the group that a learner's order describes."""
+  return await collector.collect(
+      gym_base.Task.from_json(order["task"]),
+      index=order["index"],
+      attempt=order["attempt"],
+      start_version=order["start_version"],
+      group_size=order["group_size"],
+      samples=order["samples"],
+  )
 
 
 def config_of(
