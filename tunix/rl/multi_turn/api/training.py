@@ -219,10 +219,10 @@ def importable_name(value: Callable[..., Any]) -> str:
         f"{name or value!r} has no name to import it by; define it at the top"
         " of a module or a cell, with def or class"
     )
-  found: Any = sys.modules.get(module)
+  target: Any = sys.modules.get(module)
   for part in name.split("."):
-    found = getattr(found, part, None)
-  if found is not value:
+    target = getattr(target, part, None)
+  if target is not value:
     raise ValueError(
         f"{module}:{name} is not this object any more; give the present one"
     )

@@ -33,37 +33,37 @@ _URL, _TOKEN = "TUNIX_FLEET_URL", "TUNIX_FLEET_TOKEN"
 
 def parser() -> argparse.ArgumentParser:
   """Returns the parser of the command's arguments."""
-  made = argparse.ArgumentParser(
+  result = argparse.ArgumentParser(
       prog="python -m tunix_multi_turn commands.collect",
       description=__doc__.partition("\n")[0],
   )
-  made.add_argument(
+  result.add_argument(
       "directory",
       nargs="?",
       default="",
       help=f"the run's directory; without it, ${_URL} and ${_TOKEN}",
   )
-  made.add_argument(
+  result.add_argument(
       "overrides",
       nargs="*",
       metavar="key=value",
       help="this collector's own settings, e.g. gym.options={...}",
   )
-  made.add_argument(
+  result.add_argument(
       "--patience",
       type=float,
       default=600.0,
       metavar="S",
       help="seconds to wait for a learner that is not there (%(default)s)",
   )
-  made.add_argument(
+  result.add_argument(
       "--episodes",
       type=int,
       default=0,
       metavar="N",
       help="episodes at a time; 0 = as many as the run wants (%(default)s)",
   )
-  return made
+  return result
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -127,12 +127,12 @@ def gesture(kind: str, arguments: Mapping[str, Any]) -> Gesture:
       arguments, "end", "coordinate2", "end_coordinate", "end_point"
   )
   name, button, count = _NAMES.get(kind, (kind, "left", 1))
-  given = arguments.get("button")
-  if isinstance(given, str) and given and kind != "system_button":
-    button = given
-  given = arguments.get("count")
-  if isinstance(given, int) and given > 1:
-    count = given
+  value = arguments.get("button")
+  if isinstance(value, str) and value and kind != "system_button":
+    button = value
+  value = arguments.get("count")
+  if isinstance(value, int) and value > 1:
+    count = value
   label, scroll = name.replace("_", " "), None
   if kind == "scroll" and to is None:
     dx, dy = arguments.get("dx") or 0, arguments.get("dy") or 0
@@ -201,7 +201,7 @@ def marks(
     scale: larger marks for smaller pictures.
   """
   unit = max(width, height) / 100 * scale
-  found = []
+  result = []
   for number, one in enumerate(gestures, 1):
     at, to = one.at, one.to
     if one.scroll is not None:
@@ -213,7 +213,7 @@ def marks(
         to = at[0] + one.scroll[0] * reach, at[1] + one.scroll[1] * reach
     if at is None and to is None:
       continue
-    found.append(
+    result.append(
         Mark(
             ring=at,
             line=None if at is None or to is None else (at, to),
@@ -227,7 +227,7 @@ def marks(
             held=one.held,
         )
     )
-  return found
+  return result
 
 
 def arrow_head(
@@ -296,12 +296,12 @@ def _shapes(mark: Mark) -> str:
   if mark.ring is not None:
     x, y = mark.ring
     for place, r in enumerate(mark.radii):
-      held = " held" if mark.held and not place else ""
+      css_class = " held" if mark.held and not place else ""
       shapes.append(
-          f'<rect class="ring{held}" x="{x - r:.1f}" y="{y - r:.1f}"'
+          f'<rect class="ring{css_class}" x="{x - r:.1f}" y="{y - r:.1f}"'
           f' width="{2 * r:.1f}" height="{2 * r:.1f}"/>'
           if mark.square else
-          f'<circle class="ring{held}" cx="{x:.1f}" cy="{y:.1f}"'
+          f'<circle class="ring{css_class}" cx="{x:.1f}" cy="{y:.1f}"'
           f' r="{r:.1f}"/>'
       )  # pyformat: disable
     shapes.append(

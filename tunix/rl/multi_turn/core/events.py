@@ -238,10 +238,10 @@ class Observers:
     ]
 
   def on_event(self, event: Event) -> None:
-    kind, known = type(event), self._receivers
-    if kind not in known:
-      known[kind] = self._receivers_of(kind)
-    for observer in known[kind]:
+    kind, receivers = type(event), self._receivers
+    if kind not in receivers:
+      receivers[kind] = self._receivers_of(kind)
+    for observer in receivers[kind]:
       try:
         with containment.contained("the observer"):
           observer.on_event(event)

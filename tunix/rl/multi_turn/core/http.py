@@ -119,10 +119,10 @@ class CallError(RuntimeError):
   @classmethod
   def of(cls, error: CallError) -> CallError:
     """Converts `error` to this class; subclasses may pick a subclass."""
-    made = cls(str(error), error.status)
-    made.answer, made.late = error.answer, error.late
-    made.retry_after_s = error.retry_after_s
-    return made
+    call_error = cls(str(error), error.status)
+    call_error.answer, call_error.late = error.answer, error.late
+    call_error.retry_after_s = error.retry_after_s
+    return call_error
 
 
 @dataclasses.dataclass(frozen=True)

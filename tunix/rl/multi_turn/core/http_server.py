@@ -92,12 +92,12 @@ class _Listening(socket.socket):
       self._accepted = 0
       raise BlockingIOError  # asyncio tries again in its next round.
     try:
-      found = super().accept()
+      accepted = super().accept()
     except OSError:
       self._accepted = 0
       raise
     self._accepted += 1
-    return found
+    return accepted
 
 
 def url_of(host: str, listening: socket.socket) -> str:
@@ -158,17 +158,17 @@ def token(file: pathlib.Path | None, host: str, variable: str) -> str:
     ValueError: an empty file, or no token where the address needs one.
     OSError: the file cannot be read.
   """
-  found = os.environ.get(variable, "")
+  text = os.environ.get(variable, "")
   if file is not None:
-    found = file.read_text(encoding="utf-8").strip()
-    if not found:
+    text = file.read_text(encoding="utf-8").strip()
+    if not text:
       raise ValueError(f"--token-file={file} is empty; write the token to it")
-  if not found and not is_loopback(host):
+  if not text and not is_loopback(host):
     raise ValueError(
         f"--host={host} is reachable from other machines, which needs a token:"
         f" give --token-file, set {variable}, or leave --host at 127.0.0.1"
     )
-  return found
+  return text
 
 
 # --- events -------------------------------------------------------------------

@@ -152,11 +152,11 @@ class ImageStore:
       if sha in self._pixels:
         self._pixels.move_to_end(sha)
         return ref
-    kept = pixels
+    stored = pixels
     if not _is_constant(pixels):
-      kept = np.array(pixels, copy=True, order="C")
-      kept.flags.writeable = False
-    self._insert(sha, kept)
+      stored = np.array(pixels, copy=True, order="C")
+      stored.flags.writeable = False
+    self._insert(sha, stored)
     return ref
 
   def get(self, ref: trajectory.ImageRef) -> np.ndarray:
@@ -206,10 +206,10 @@ class ImageStore:
         thread = self._evicting
       if thread is None:
         return True
-      left = None if deadline is None else deadline - time.monotonic()
-      if left is not None and left <= 0:
+      seconds_left = None if deadline is None else deadline - time.monotonic()
+      if seconds_left is not None and seconds_left <= 0:
         return False
-      thread.join(left)
+      thread.join(seconds_left)
 
   def __contains__(self, ref: trajectory.ImageRef) -> bool:
     with self._lock:

@@ -184,9 +184,10 @@ class Worker:
         return
     self._errors.join(1.0)
     code = self._process.wait()
-    said = " | ".join(self._stderr)[-600:]
+    stderr = " | ".join(self._stderr)[-600:]
     self.end(
-        f"the worker ended with status {code}" + (f": {said}" if said else "")
+        f"the worker ended with status {code}"
+        + (f": {stderr}" if stderr else "")
     )
 
   def _take(self, message: dict[str, Any]) -> None:

@@ -149,14 +149,14 @@ async def read(request: Any, most: int, what: str = "the body") -> bytes:
 
 def _declared(scope: Scope) -> int | None:
   """Bytes of a request's body by its head; None: chunked."""
-  found = 0
+  size = 0
   for name, value in scope["headers"]:
     if name == b"transfer-encoding":
       return None
     if name == b"content-length" and value.isdigit():
       # More digits than any size has are not read.
-      found = int(value[:18]) if len(value) <= 18 else 10**18
-  return found
+      size = int(value[:18]) if len(value) <= 18 else 10**18
+  return size
 
 
 class _Body:

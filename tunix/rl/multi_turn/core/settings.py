@@ -61,8 +61,8 @@ def setting(
   about: dict[str, Any] = {"unit": unit, "registry": registry}
   if type(default) is int and le is None and lt is None:
     le = LARGEST
-  given = {"ge": ge, "gt": gt, "le": le, "lt": lt}
-  bounds: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+  limits = {"ge": ge, "gt": gt, "le": le, "lt": lt}
+  bounds: dict[str, Any] = {k: v for k, v in limits.items() if v is not None}
   # Of the class alone, pydantic would take positional arguments as well.
   options: dict[str, Any] = {"description": doc, "kw_only": True}
   if isinstance(default, dict):
@@ -97,9 +97,9 @@ def settings(cls: type[T]) -> type[T]:
   """
 
   def check(self: Any) -> Any:
-    found = [*_bad_items(self), *_own_problems(self)]
-    if found:
-      raise ValueError("\n".join(found))
+    problems = [*_bad_items(self), *_own_problems(self)]
+    if problems:
+      raise ValueError("\n".join(problems))
     return self
 
   if hasattr(cls, "problems") or any(map(_has_item_bounds, vars(cls).values())):
@@ -212,7 +212,7 @@ def is_settings(cls: Any) -> bool:
 def fields(cls: Any) -> tuple[Setting, ...]:
   """The fields of a settings class, in order."""
   hints = typing.get_type_hints(cls)
-  found = []
+  declared = []
   for name, info in cls.__pydantic_fields__.items():  # type: ignore[attr-defined]
     about = info.json_schema_extra or {}
     bounds = {}
@@ -221,7 +221,7 @@ def fields(cls: Any) -> tuple[Setting, ...]:
         bound = getattr(item, key, None)
         if bound is not None and bound != LARGEST:
           bounds[key] = bound
-    found.append(
+    declared.append(
         Setting(
             name=name,
             type=hints[name],
@@ -233,4 +233,4 @@ def fields(cls: Any) -> tuple[Setting, ...]:
             _info=info,
         )
     )
-  return tuple(found)
+  return tuple(declared)

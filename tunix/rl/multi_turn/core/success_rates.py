@@ -126,12 +126,12 @@ def wilson_interval(
 
 def attempts_of(results: Iterable[EpisodeResult]) -> list[tuple[int, int]]:
   """(successes, valid attempts) of each task that has a valid attempt."""
-  found: dict[Any, list[bool]] = collections.defaultdict(list)
+  successes: dict[Any, list[bool]] = collections.defaultdict(list)
   for number, result in enumerate(results):
     if result.is_valid:
       task = (result.family, result.task) if result.task else number
-      found[task].append(result.success)
-  return [(sum(of_task), len(of_task)) for of_task in found.values()]
+      successes[task].append(result.success)
+  return [(sum(of_task), len(of_task)) for of_task in successes.values()]
 
 
 def effective_trials(attempts: Sequence[tuple[int, int]]) -> float:

@@ -71,10 +71,10 @@ def devices(
         " driver",
     )  # pyformat: disable
     return
-  found, platform = facts["devices"], facts["platform"]
-  how = f"{len(found)} x {found[0]['kind']} ({platform}), JAX {facts['jax']}"
-  if found[0]["memory"]:
-    how += f", {found[0]['memory'] / (1 << 30):.1f} GiB each"
+  listed, platform = facts["devices"], facts["platform"]
+  how = f"{len(listed)} x {listed[0]['kind']} ({platform}), JAX {facts['jax']}"
+  if listed[0]["memory"]:
+    how += f", {listed[0]['memory'] / (1 << 30):.1f} GiB each"
   mesh = config.mesh.devices
   if platform == "cpu" and installed and not os.environ.get("JAX_PLATFORMS"):
     extra = installed[0]
@@ -82,7 +82,7 @@ def devices(
         "devices", "warn", f"{how}, and this machine has a {extra.upper()}",
         f"pip install 'tunix-multi-turn[{extra}]' for JAX to use it",
     )  # pyformat: disable
-  elif mesh > len(found) and not _many(config):
+  elif mesh > len(listed) and not _many(config):
     yield Finding(
         "devices", "fail", f"{how}; the mesh has {mesh}",
         "lower mesh.data, mesh.fsdp, mesh.sequence or mesh.tensor, or start a"

@@ -158,12 +158,12 @@ class Journal:
 
 def load(directory: pathlib.Path) -> dict[Key, Outcome]:
   """The outcomes in a directory, by key; {} without the file."""
-  found: dict[Key, Outcome] = {}
+  outcomes: dict[Key, Outcome] = {}
   for line in files.read_lines(directory / NAME):
     if _FIELDS <= set(line):
       outcome = Outcome(**{name: line[name] for name in _FIELDS})
-      found[outcome.key] = outcome
-  return found
+      outcomes[outcome.key] = outcome
+  return outcomes
 
 
 def statistics_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def statistics_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
   "seconds_env"}, those that were measured.
   """
   valid = [one for one in outcomes if one.valid]
-  found = {
+  values_of = {
       "turns": [float(one.turns) for one in valid],
       "tokens": [float(one.tokens) for one in valid if one.tokens],
       "tokens_per_turn": [
@@ -187,7 +187,7 @@ def statistics_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
           for name in ("model", "env")
       },
   }
-  return {name: _spread(values) for name, values in found.items() if values}
+  return {name: _spread(values) for name, values in values_of.items() if values}
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

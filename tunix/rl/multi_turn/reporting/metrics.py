@@ -550,16 +550,16 @@ def engine_metrics(
   return out
 
 
-def over_processes(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def over_processes(readings: Sequence[Mapping[str, float]]) -> dict[str, float]:
   """The run's value of each reading, from each process's.
 
   Args:
     found: of each process. Of a pooled metric all have the same value.
   """
-  names = dict.fromkeys(name for one in found for name in one)
+  names = dict.fromkeys(name for one in readings for name in one)
   out = {}
   for name in names:
-    values = [one[name] for one in found if name in one]
+    values = [one[name] for one in readings if name in one]
     match METRICS[name].processes if name in METRICS else "pooled":
       case "sum":
         out[name] = sum(values)

@@ -434,8 +434,8 @@ def film(
   shown = frames if len(frames) <= most else frames[: most - 1]
   figures = [figure(run, frame, width) for frame in shown]
   if len(frames) > most:
-    left = len(frames) - most
-    figures.append(f"<figure><div class=none>{left} more</div></figure>")
+    hidden = len(frames) - most
+    figures.append(f"<figure><div class=none>{hidden} more</div></figure>")
     figures.append(figure(run, frames[-1], width))
   return f"{title}<div class=strip>{''.join(figures)}</div>"
 
@@ -444,8 +444,8 @@ def figure(images: Images, frame: run_data.Frame, width: int) -> str:
   """A turn: its screen with what was done on it, and the completion."""
   uri = data_uri(images, frame, width)
   if frame.image is None:
-    seen = _esc(_cut(frame.seen))
-    picture = f"<div class=seen>{seen}</div>" if seen else ""
+    observation = _esc(_cut(frame.seen))
+    picture = f"<div class=seen>{observation}</div>" if observation else ""
   elif uri is None:
     picture = "<div class=none>screenshot not kept</div>"
   else:

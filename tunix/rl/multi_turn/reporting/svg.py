@@ -62,18 +62,18 @@ def ticks(
   span = high - low
   if not span > 0:
     return [low]
-  found: list[float] = []
+  values: list[float] = []
   size = 10 ** math.floor(math.log10(span / count))
   steps = [size * factor for factor in (10, 5, 2, 1, 0.5, 0.2, 0.1)]
   for step in steps:
     if whole and step < 1:
       break
-    if len(found) > 1 and span / step > count:
+    if len(values) > 1 and span / step > count:
       break
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
-    found = [i * step for i in range(first, last + 1)]
-  return found
+    values = [i * step for i in range(first, last + 1)]
+  return values
 
 
 def line_chart(
@@ -119,8 +119,8 @@ def line_chart(
         f' text-anchor="end" x="{left - 6}" y="{py(y) + 4:.1f}">'
         f"{number(y)}</text>"
     )
-  whole = all(float(x).is_integer() for x in xs)
-  for x in ticks(x0, x1, max(2, width // 90), whole=whole):
+  integers = all(float(x).is_integer() for x in xs)
+  for x in ticks(x0, x1, max(2, width // 90), whole=integers):
     out.append(
         f'<text class="tick" text-anchor="middle" x="{px(x):.1f}"'
         f' y="{height - bottom + 16}">{number(x)}</text>'

@@ -195,7 +195,7 @@ class Tracker:
 
   def _following(self) -> list[tuple[int, Mapping[str, float]]]:
     """The steps' values that wait behind the present ones."""
-    found: list[tuple[int, Mapping[str, float]]] = []
+    steps: list[tuple[int, Mapping[str, float]]] = []
     while not self._ahead:
       try:
         call = self._queue.get_nowait()
@@ -204,8 +204,8 @@ class Tracker:
       if call is _STOP or call[0] != "scalars":
         self._ahead.append(call)
       else:
-        found.append(call[1:])
-    return found
+        steps.append(call[1:])
+    return steps
 
   def _show(
       self, backend: Backend, step: int, media: tracker_media.EvalMedia
@@ -238,27 +238,27 @@ def _numbers(
     values: Mapping[str, Any], prefix: str
 ) -> dict[str, float]:
   """The numbers of nested mappings, under their names joined by slashes."""
-  found: dict[str, float] = {}
+  numbers: dict[str, float] = {}
   for key, value in values.items():
     name = f"{prefix}/{key}"
     if isinstance(value, Mapping):
-      found |= _numbers(value, name)
+      numbers |= _numbers(value, name)
     elif hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
-      found[name] = float(value)
+      numbers[name] = float(value)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
-      found[name] = float(value)
-  return found
+      numbers[name] = float(value)
+  return numbers
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
   """Leaves of nested mappings, under their names joined by dots."""
-  found: dict[str, Any] = {}
+  leaves: dict[str, Any] = {}
   for key, value in values.items():
     if isinstance(value, Mapping) and value:
-      found |= _flat(value, f"{prefix}{key}.")
+      leaves |= _flat(value, f"{prefix}{key}.")
     else:
-      found[f"{prefix}{key}"] = value
-  return found
+      leaves[f"{prefix}{key}"] = value
+  return leaves
 
 
 # --- backends -----------------------------------------------------------------
@@ -422,10 +422,10 @@ class MLflow:
     tracking = _import("mlflow.tracking", package)
     self._entities = _import("mlflow.entities", package)
     self._client = tracking.MlflowClient(tracking_uri=uri)
-    found = self._client.get_experiment_by_name(experiment)
+    existing = self._client.get_experiment_by_name(experiment)
     self._experiment = (
-        found.experiment_id
-        if found is not None
+        existing.experiment_id
+        if existing is not None
         else self._client.create_experiment(experiment)
     )
     self._identity = identity
@@ -433,10 +433,10 @@ class MLflow:
     self._unsent: list[Any] = []
 
   def start(self, run_name: str, config: Mapping[str, Any]) -> None:
-    known = self._identity.get("mlflow")
-    if known:
-      self._run = known
-      self._client.update_run(known, status="RUNNING")
+    run_id = self._identity.get("mlflow")
+    if run_id:
+      self._run = run_id
+      self._client.update_run(run_id, status="RUNNING")
       return  # MLflow refuses parameters that it has.
     run = self._client.create_run(self._experiment, run_name=run_name)
     self._run = run.info.run_id

@@ -29,9 +29,9 @@ _TEXTS = (
 
 def is_full(error: object) -> bool:
   """Whether an exception, or what caused it, is a full disk."""
-  seen: set[int] = set()
-  while isinstance(error, BaseException) and id(error) not in seen:
-    seen.add(id(error))
+  visited: set[int] = set()
+  while isinstance(error, BaseException) and id(error) not in visited:
+    visited.add(id(error))
     if isinstance(error, OSError) and error.errno in _CODES:
       return True
     # Orbax and SQLite raise classes of their own.
@@ -55,11 +55,11 @@ def unwritable(
 
 def describe(directory: pathlib.Path) -> str:
   """One line for the user, of a run directory whose disk is full."""
-  left = ""
+  space = ""
   with contextlib.suppress(OSError):
-    left = f", {shutil.disk_usage(directory).free >> 20} MiB are left"
+    space = f", {shutil.disk_usage(directory).free >> 20} MiB are left"
   return (
-      f"no space left on the disk of {directory}{left}; free some (or lower"
+      f"no space left on the disk of {directory}{space}; free some (or lower"
       " checkpoint.keep), then resume"
   )
 
@@ -67,15 +67,15 @@ def describe(directory: pathlib.Path) -> str:
 @contextlib.contextmanager
 def reported_once() -> Iterator[None]:
   """Leaves one log record of a full disk to the handlers that there are."""
-  found = _Filter()
+  full_disk = _Filter()
   handlers = [*logging.root.handlers, logging.lastResort]
   for handler in filter(None, handlers):
-    handler.addFilter(found)
+    handler.addFilter(full_disk)
   try:
     yield
   finally:
     for handler in filter(None, handlers):
-      handler.removeFilter(found)
+      handler.removeFilter(full_disk)
 
 
 class _Filter(logging.Filter):
@@ -86,10 +86,10 @@ class _Filter(logging.Filter):
 
   def filter(self, record: logging.LogRecord) -> bool:
     caught = record.exc_info[1] if record.exc_info else None
-    told = record.args if isinstance(record.args, tuple) else ()
+    arguments = record.args if isinstance(record.args, tuple) else ()
     if not (
         is_full(caught)
-        or any(is_full(value) for value in told)
+        or any(is_full(value) for value in arguments)
         or any(text in record.getMessage() for text in _TEXTS)
     ):
       return True

@@ -93,15 +93,15 @@ def _images(processor: Any) -> list[tuple[str, str]]:
 
 def _algorithm(config: algorithm_config.AlgorithmConfig) -> str:
   """The preset with its source, and the parts that make the loss."""
-  made = (
+  parts = (
       f"advantage {config.advantage}, objective {config.objective}, importance"
       f" {config.importance}, {config.loss_aggregation}"
   )
   if not config.name:
-    return made
-  found = presets.get(config.name)
-  note = f" {found.note}" if found.note else ""
-  return f"{config.name} ({found.paper}): {made}.{note}"
+    return parts
+  preset = presets.get(config.name)
+  note = f" {preset.note}" if preset.note else ""
+  return f"{config.name} ({preset.paper}): {parts}.{note}"
 
 
 def _rows(rows: list[tuple[str, str]]) -> list[str]:

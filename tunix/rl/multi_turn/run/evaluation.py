@@ -83,7 +83,7 @@ async def play(
     planned: Sequence[Planned],
     make_collector: Callable[[str], groups.GroupCollector],
     started: Callable[[str], None],
-    done: Done,
+    on_end: Done,
 ) -> None:
   """Plays episodes, mode after mode, many at a time.
 
@@ -96,21 +96,21 @@ async def play(
   for mode in dict.fromkeys(one.mode for one in planned):
     started(mode)
     of_mode = [one for one in planned if one.mode == mode]
-    await _play(make_collector(mode), of_mode, done)
+    await _play(make_collector(mode), of_mode, on_end)
 
 
 async def _play(
-    collector: groups.GroupCollector, planned: Sequence[Planned], done: Done
+    collector: groups.GroupCollector, planned: Sequence[Planned], on_end: Done
 ) -> None:
-  left = iter(planned)
+  remaining = iter(planned)
 
   async def work() -> None:
-    for one in left:
+    for one in remaining:
       group = await collector.collect(
           one.task, index=one.index, samples=(one.attempt,)
       )
       (episode,) = group.trajectories
-      done(one, episode)
+      on_end(one, episode)
 
   workers = [
       asyncio.ensure_future(work())
@@ -169,12 +169,12 @@ def merged(
   """
   results = [
       success_rates.EpisodeResult(**result)
-      for found in of_all
-      for result in found["results"]
+      for process in of_all
+      for result in process["results"]
   ]
   summary = success_rates.summarise(results, modes)
-  summary["seconds"] = max(found["seconds"] for found in of_all)
-  versions = [v for found in of_all for v in found["versions"]]
+  summary["seconds"] = max(process["seconds"] for process in of_all)
+  versions = [v for process in of_all for v in process["versions"]]
   if versions:
     summary["versions"] = [min(versions), max(versions)]
   return summary

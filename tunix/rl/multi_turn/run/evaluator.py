@@ -290,19 +290,19 @@ class Evaluation:
       self.observers.on_event(events.RunFinished(status, error))
     return written
 
-  def _compiling(self, done: int, total: int, what: str) -> None:
+  def _compiling(self, count: int, total: int, what: str) -> None:
     self.observers.on_event(
-        events.Progress("compiling the engine", done, total, what)
+        events.Progress("compiling the engine", count, total, what)
     )
 
   def _play(self) -> None:
     journal = self._journal
     assert journal is not None
-    left = [one for one in self._planned if self._is_left(one)]
+    remaining = [one for one in self._planned if self._is_left(one)]
     total = len(self._planned)
-    if not left:
+    if not remaining:
       return
-    done = total - len(left)
+    played = total - len(remaining)
 
     def started(mode: str) -> None:
       version = self._facts.get("version", 0)
@@ -311,7 +311,7 @@ class Evaluation:
     def ended(
         one: evaluation.Planned, episode: trajectory_lib.Trajectory
     ) -> None:
-      nonlocal done
+      nonlocal played
       if episode.status is trajectory_lib.TrajectoryStatus.CANCELLED:
         return  # Stopped; it is played when the evaluation is resumed.
       tokens = self.subject.tokens_of(episode.trajectory_id)
@@ -319,8 +319,8 @@ class Evaluation:
           one.key, one.task.family, episode, tokens
       )
       journal.add(outcome)
-      done += 1
-      self.observers.on_event(events.Progress("evaluating", done, total))
+      played += 1
+      self.observers.on_event(events.Progress("evaluating", played, total))
       self._judge(outcome)
 
     def make_collector(mode: str) -> Any:
@@ -337,14 +337,14 @@ class Evaluation:
           connection=connection,
       )
 
-    self._wait(evaluation.play(left, make_collector, started, ended))
+    self._wait(evaluation.play(remaining, make_collector, started, ended))
 
   def _is_left(self, one: evaluation.Planned) -> bool:
     assert self._journal is not None
-    found = self._journal.outcomes.get(one.key)
-    if found is None:
+    outcome = self._journal.outcomes.get(one.key)
+    if outcome is None:
       return True
-    return not found.valid and self.config.evaluate.replay_invalid
+    return not outcome.valid and self.config.evaluate.replay_invalid
 
   def _judge(self, outcome: evaluation_journal.Outcome) -> None:
     self._broken = 0 if outcome.valid else self._broken + 1
@@ -404,12 +404,12 @@ class Evaluation:
   ) -> dict[str, Any]:
     other = self.config.evaluate.compare
     try:
-      found = comparison_lib.compare(
+      by_mode = comparison_lib.compare(
           map(dataclasses.asdict, outcomes), self._theirs
       )
     except ValueError as failure:
       return {"with": other, "error": str(failure)}
-    written = {"with": other, "modes": found}
+    written = {"with": other, "modes": by_mode}
     files.write_json(self.directory / COMPARISON, written)
     return written
 
@@ -420,13 +420,13 @@ def _outcomes(directory: str) -> list[dict[str, Any]]:
   Raises:
     ConfigError: there are none.
   """
-  found = evaluation_journal.load(pathlib.Path(directory).expanduser())
-  if not found:
+  outcomes = evaluation_journal.load(pathlib.Path(directory).expanduser())
+  if not outcomes:
     raise ConfigError([
         f"evaluate.compare={directory}: no evaluation with episodes is there"
         f" ({evaluation_journal.NAME}); give the directory of one"
     ])
-  return [dataclasses.asdict(one) for one in found.values()]
+  return [dataclasses.asdict(one) for one in outcomes.values()]
 
 
 def _recorded(directory: pathlib.Path) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class Memory:
 
   def problems(self, config: config_lib.TrainConfig) -> list[str]:
     """What cannot fit, naming the settings to change."""
-    found = []
+    refusals = []
     for where, on_host, there in self._kinds():
       total = self.total(on_host, least=True)
       if there is None or total <= there:
@@ -118,15 +118,15 @@ class Memory:
           (part for part in parts if part.settings and not part.bound),
           key=lambda part: part.bytes,
       )
-      given = ", ".join(
+      values = ", ".join(
           f"{key}={loader.value_of(config, key)}" for key in worst.settings
       )
-      found.append(
-          f"{given}: the run takes {human(total)} at least, of it {worst.name}"
+      refusals.append(
+          f"{values}: the run takes {human(total)} at least, of it {worst.name}"
           f" {human(worst.bytes)}, and {where} has {human(there)};"
           f" {_fix(worst.settings)}"
       )
-    return found
+    return refusals
 
   def _kinds(self) -> list[tuple[str, bool, int | None]]:
     if self.shared:
@@ -212,9 +212,9 @@ def settle_remat(
   chosen = len(config_checks.REMATS) - 1
   for index, remat in enumerate(config_checks.REMATS[:-1] if learns else ()):
     layers.set_remat(model, remat)
-    found = of_run(config, model, processor, mesh, exact=None)
-    there = found.host if found.shared else found.device
-    if there and found.total(on_host=False, least=True) <= share * there:
+    planned = of_run(config, model, processor, mesh, exact=None)
+    there = planned.host if planned.shared else planned.device
+    if there and planned.total(on_host=False, least=True) <= share * there:
       chosen = index
       break
   if jax.process_count() > 1:
@@ -262,13 +262,13 @@ def _weights(
   state = jax.eval_shape(
       optimizer.make_optimizer(config.learner).init, shapes
   )
-  whole = _tree_bytes(shapes)
+  trained_bytes = _tree_bytes(shapes)
   grows = ("policy.name",)
   each = lambda size, count: f"{size / max(count, 1):.3g} bytes a parameter"
   count = memory_plan.parameter_bytes(model, mesh, itemsize=1)
   copied = each(masters, masters // 4)
   # Sharded as the parameters are.
-  moments = _tree_bytes(state) * masters // max(whole, 1)
+  moments = _tree_bytes(state) * masters // max(trained_bytes, 1)
   out = [Part("parameters", parameters, grows, how=each(parameters, count))]
   learns = bool(config.learner.steps or config.warm_start.steps)
   if learns:

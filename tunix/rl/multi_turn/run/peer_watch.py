@@ -93,9 +93,9 @@ class PeerWatch:
   def _pass_stop(self) -> None:
     if self._stop.is_set():
       self._processes.announce(peers_lib.STOP)
-    elif asked := self._processes.announced(peers_lib.STOP):
+    elif stops := self._processes.announced(peers_lib.STOP):
       print(
-          f"\nprocess {min(asked)} was asked to stop: stopping after this step"
+          f"\nprocess {min(stops)} was asked to stop: stopping after this step"
           " and saving",
           file=sys.stderr,
           flush=True,

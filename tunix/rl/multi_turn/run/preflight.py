@@ -76,10 +76,10 @@ def place_of_evaluation(config: TrainConfig) -> None:
     ConfigError: it cannot be written, or another process has it.
   """
   directory = config.run_dir
-  found = [run_lock.conflict(directory)]
+  reasons = [run_lock.conflict(directory)]
   if why := _unwritable(directory):
-    found.append(f"run.dir={config.run.dir}: {why}; choose another directory")
-  if problems := [one for one in found if one]:
+    reasons.append(f"run.dir={config.run.dir}: {why}; choose another directory")
+  if problems := [one for one in reasons if one]:
     raise ConfigError(problems)
 
 
@@ -110,12 +110,12 @@ def with_policy(
     raise ConfigError(problems)
   # First without the seconds that compiling takes.
   for exact in (False, True) if config.run.dry_run else (False,):
-    found = memory_lib.of_run(
+    memory = memory_lib.of_run(
         config, policy.model, policy.processor, mesh, exact=exact
     )
-    if problems := found.problems(config):
+    if problems := memory.problems(config):
       raise ConfigError(problems)
-  return found
+  return memory
 
 
 def taken(config: TrainConfig) -> str:

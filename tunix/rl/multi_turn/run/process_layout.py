@@ -73,8 +73,8 @@ def read(directory: pathlib.Path) -> Layout:
   try:
     return Layout(**json_text.read(file))
   except FileNotFoundError:
-    found = (directory / PARTS).glob("*")
-    numbers = [int(p.name) for p in found if p.name.isdigit()]
+    folders = (directory / PARTS).glob("*")
+    numbers = [int(p.name) for p in folders if p.name.isdigit()]
     return Layout(1 + max(numbers, default=0))
   except (OSError, ValueError, TypeError) as error:
     raise config_lib.ConfigError([
@@ -115,9 +115,9 @@ def adopt(directory: pathlib.Path, count: int) -> Layout:
     file.parent.mkdir(parents=True, exist_ok=True)
     durable.write_text(file, json.dumps(dataclasses.asdict(new)))
   if new != old:
-    for left in old.files(directory):
+    for leftover in old.files(directory):
       for suffix in ("", "-wal", "-shm"):
-        left.with_name(left.name + suffix).unlink(missing_ok=True)
+        leftover.with_name(leftover.name + suffix).unlink(missing_ok=True)
   return new
 
 

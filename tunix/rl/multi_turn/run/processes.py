@@ -130,10 +130,10 @@ def check(
   own = dataclasses.replace(config, processes=ProcessesConfig()).to_dict()
   for key in _OWN:
     own["rollout"].pop(key)
-  found = processes.gather("configuration", own)
+  digests = processes.gather("configuration", own)
   problems = []
-  for process, other in enumerate(found):
-    if different := _different(found[0], other):
+  for process, other in enumerate(digests):
+    if different := _different(digests[0], other):
       problems.append(
           f"process {process} has {', '.join(different[:5])}; start all with"
           " the same configuration"

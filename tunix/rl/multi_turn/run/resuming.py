@@ -194,14 +194,15 @@ def check(config: TrainConfig) -> list[str]:
           " cannot change; leave it out, or begin a new run"
       )
   steps = config.learner.steps
-  made = step
+  updates = step
   if config.checkpoint.resume_from != "newest":
-    made = checkpoint_step(config)
-  if made and 0 < steps < made and steps != value_of(before, "learner.steps"):
+    updates = checkpoint_step(config)
+  was_lowered = steps != value_of(before, "learner.steps")
+  if updates and 0 < steps < updates and was_lowered:
     problems.append(
-        f"learner.steps={steps}: {config.run.resume} has made {made} updates"
+        f"learner.steps={steps}: {config.run.resume} has made {updates} updates"
         " where it goes on, and learner.steps counts them too; for"
-        f" {steps} more give learner.steps={made + steps}"
+        f" {steps} more give learner.steps={updates + steps}"
     )
   fixed = {problem.partition("=")[0] for problem in problems}
   for key in loader.leaves(TrainConfig):
@@ -250,9 +251,9 @@ def _newest(
     if not (directory / name).is_dir():
       continue
     try:
-      with checkpoint_lib.LearnerCheckpoints(directory / name) as found:
-        if steps := found.steps():
-          return steps[-1], found.extras(steps[-1]).get(RECORDED)
+      with checkpoint_lib.LearnerCheckpoints(directory / name) as checkpoints:
+        if steps := checkpoints.steps():
+          return steps[-1], checkpoints.extras(steps[-1]).get(RECORDED)
     except checkpoint_lib.DamagedCheckpoint as error:
       raise config_lib.ConfigError([str(error)]) from None
   return None, None
@@ -285,22 +286,22 @@ def checkpoint_step(config: TrainConfig) -> int:
   Raises:
     ConfigError: checkpoint.resume_from is not there.
   """
-  directory, wanted = config.run_dir, config.checkpoint.resume_from
+  directory, choice = config.run_dir, config.checkpoint.resume_from
   steps: list[int] = []
   if (directory / "checkpoints").is_dir():
     with checkpoint_lib.LearnerCheckpoints(
         directory / "checkpoints", read_only=True
-    ) as found:
-      steps = found.steps()
-  if wanted == "newest":
+    ) as checkpoints:
+      steps = checkpoints.steps()
+  if choice == "newest":
     return max(steps, default=0)
-  step = int(wanted) if wanted != "best" else None
-  if wanted == "best":
+  step = int(choice) if choice != "best" else None
+  if choice == "best":
     best = best_checkpoint.load(directory)
     step = None if best is None else best.step
   if step not in steps:
     raise config_lib.ConfigError([
-        f"checkpoint.resume_from={wanted}: {directory} has no such checkpoint;"
+        f"checkpoint.resume_from={choice}: {directory} has no such checkpoint;"
         f" there are {', '.join(map(str, steps)) or 'none'}"
     ])
   return step
@@ -308,9 +309,9 @@ def checkpoint_step(config: TrainConfig) -> int:
 
 def stages_measured(directory: pathlib.Path) -> dict[str, Any]:
   """The evaluations of a run's stages so far, in their order."""
-  found = evaluations(directory)
+  measured = evaluations(directory)
   stages = ("initial", "warm_start", "final")
-  return {name: found[name] for name in stages if name in found}
+  return {name: measured[name] for name in stages if name in measured}
 
 
 def evaluations(directory: pathlib.Path) -> dict[str, Any]:

@@ -206,8 +206,8 @@ class Run:
   @property
   def tokenizer_path(self) -> str:
     """Directory of the policy's tokenizer; "" without one."""
-    found = models.tokenizer_file(self.config)
-    return "" if found is None else str(found.parent)
+    file = models.tokenizer_file(self.config)
+    return "" if file is None else str(file.parent)
 
   @property
   def loop(self) -> loop_thread.LoopThread:
@@ -378,9 +378,9 @@ class Run:
 
   def share_counts(self) -> None:
     """Tells process 0 what the others have counted in training."""
-    found = self.processes.gather("counts", self.counts.of_training())
+    counts = self.processes.gather("counts", self.counts.of_training())
     if self.processes.first:
-      self.counts.set_training_of_others(found[1:])
+      self.counts.set_training_of_others(counts[1:])
 
   def _facts(self) -> dict[str, Any]:
     return {
@@ -400,9 +400,9 @@ class Run:
     if not asks_first:
       self._ahead = learner_ahead.LearnerAhead.where_it_helps(self)
 
-    def progress(done: int, total: int, what: str) -> None:
+    def progress(count: int, total: int, what: str) -> None:
       self.observers.on_event(
-          events.Progress("compiling the engine", done, total, what)
+          events.Progress("compiling the engine", count, total, what)
       )
 
     self.engine.warm_up(progress)

@@ -278,8 +278,8 @@ class Training:
       return
     self._collecting.stop()
     timeout_s = loop_thread.STOP_TIMEOUT_S
-    done, _ = concurrent.futures.wait([self._collected], timeout_s)
-    if not done:
+    ended, _ = concurrent.futures.wait([self._collected], timeout_s)
+    if not ended:
       _LOG.warning("collecting did not stop within %g s", timeout_s)
     self._collected = None
 
@@ -327,14 +327,14 @@ class Training:
       self._collecting.release()
 
   def _evaluate_beside(
-      self, beside: beside_lib.BesideEvaluations, due: bool
+      self, evaluations: beside_lib.BesideEvaluations, due: bool
   ) -> None:
-    self._take_finished(beside)
+    self._take_finished(evaluations)
     step = self._run.updates
     if due:
       self._save_pinned(step)
-      self._await_beside(beside)
-    if not beside.under_way:
+      self._await_beside(evaluations)
+    if not evaluations.under_way:
       # Those that an earlier start of the run has left.
       for step in self._unevaluated():
         if due and step == self._run.updates:
@@ -343,20 +343,20 @@ class Training:
           state = self._checkpoints.restore_parameters(
               self._run.policy.model, step
           )
-        beside.start(f"step_{step}", step, state)
+        evaluations.start(f"step_{step}", step, state)
         if due and step != self._run.updates:
-          self._await_beside(beside)
+          self._await_beside(evaluations)
           continue
         break
 
-  def _await_beside(self, beside: beside_lib.BesideEvaluations) -> None:
+  def _await_beside(self, evaluations: beside_lib.BesideEvaluations) -> None:
     with self._loop.seconds("evaluate"):
-      beside.wait()
-    self._take_finished(beside)
+      evaluations.wait()
+    self._take_finished(evaluations)
 
-  def _take_finished(self, beside: beside_lib.BesideEvaluations) -> None:
-    if (found := beside.finished()) is not None:
-      name, results = found
+  def _take_finished(self, evaluations: beside_lib.BesideEvaluations) -> None:
+    if (result := evaluations.finished()) is not None:
+      name, results = result
       step = int(name.removeprefix("step_"))
       self._run.evaluated = step, results
       if self._best is None or self._best.step != step:

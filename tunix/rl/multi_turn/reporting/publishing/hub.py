@@ -141,26 +141,26 @@ def push(
 
 
 def _silence(where: str, error: Exception) -> str:
-  told = credentials.masked(f"{error}") or type(error).__name__
+  text = credentials.masked(f"{error}") or type(error).__name__
   return (
-      f"{where} does not answer: {told}; try again, or write a folder instead"
+      f"{where} does not answer: {text}; try again, or write a folder instead"
   )
 
 
 def _refusal(where: str, error: Any) -> str:
   status = error.response.status_code
-  told = error.server_message or f"HTTP {status}"
+  text = error.server_message or f"HTTP {status}"
   if status == 401:
     return (
-        f"{where} does not know the token ({told}); set HF_TOKEN, or run: hf"
+        f"{where} does not know the token ({text}); set HF_TOKEN, or run: hf"
         " auth login"
     )
   if status in (403, 404):
     return (
-        f"{where} may not be written with this token ({told}); give a token"
+        f"{where} may not be written with this token ({text}); give a token"
         " that may write there, or another name"
     )
-  return f"{where} refused: {told}"
+  return f"{where} refused: {text}"
 
 
 @contextlib.contextmanager

@@ -55,10 +55,10 @@ def settings(value: Any, name: str = "") -> Any:
 def text(value: str) -> str:
   """A text without paths, hosts and passwords of addresses."""
   value = _ADDRESS.sub(
-      lambda found: f"{found[1]}://{_AWAY}" if found[1] != "hf" else found[0],
+      lambda match: f"{match[1]}://{_AWAY}" if match[1] != "hf" else match[0],
       credentials.masked(value),
   )
-  return _WITHIN.sub(lambda found: _last(found[0]), value)
+  return _WITHIN.sub(lambda match: _last(match[0]), value)
 
 
 def _last(path: str) -> str:

@@ -94,9 +94,9 @@ class Collector(player.GroupPlayer):
           "the run takes rollout hosts and no collectors; start"
           " commands.rollout here, or the run with fleet=join"
       ])
-    self._asked = asked = dict(self._learner.known)
+    self._asked = address = dict(self._learner.known)
     with tempfile.TemporaryDirectory(prefix="tunix-collector-") as folder:
-      self._build(settings, own, asked, pathlib.Path(folder))
+      self._build(settings, own, address, pathlib.Path(folder))
       try:
         await self._serve(self._most or int(own["episodes"]))
       finally:
@@ -129,8 +129,8 @@ class Collector(player.GroupPlayer):
           f"a collector cannot begin: {error}"
       ]) from None
 
-  async def _heard(self, found: Mapping[str, Any]) -> None:
-    del found
+  async def _heard(self, answer: Mapping[str, Any]) -> None:
+    del answer
     if self._learner.known != self._asked:
       raise _Moved
 
@@ -188,14 +188,14 @@ def collect(address: str, name: str, patience_s: float) -> str:
   Returns:
     JSON: `collected` groups, and `error`, "" if the run has ended.
   """
-  known = json.loads(address)
-  learner = player.Learner(lambda: known, known["url"], patience_s, name)
-  found = Collector(learner)
+  target = json.loads(address)
+  learner = player.Learner(lambda: target, target["url"], patience_s, name)
+  collector = Collector(learner)
   error = ""
   try:
-    asyncio.run(found.run())
+    asyncio.run(collector.run())
   except Exception as failure:  # pylint: disable=broad-except
     # Only text crosses to the process that started this one.
     error = f"{type(failure).__name__}: {failure}"
     _LOG.exception("a collector has failed")
-  return json.dumps({"collected": found.collected, "error": error})
+  return json.dumps({"collected": collector.collected, "error": error})

@@ -120,8 +120,8 @@ class Fleet:
     """As many as groups can be lent, and evaluations beside."""
     c = self._config
     groups = (c.queue.max_staleness + 1) * c.learner.groups_per_step
-    beside = 2 * c.collect.concurrency + 16
-    return 2 * groups * (c.collect.group_size + 1) + beside
+    extra = 2 * c.collect.concurrency + 16
+    return 2 * groups * (c.collect.group_size + 1) + extra
 
   def start(self) -> None:
     """Serves, and starts the collectors that the run wants.

@@ -62,11 +62,11 @@ class GeneratorFailed(RuntimeError):
 def uids_of(group: trajectory_lib.TrajectoryGroup) -> frozenset[str]:
   """The uids of a group's items: copies of a member have its uid."""
   names = [t.trajectory_id for t in group]
-  known = set(names)
+  members = set(names)
   copies = {
       f"{name}#{n}" for name in names for n in range(2, len(names) + 1)
   }  # pyformat: disable
-  return frozenset(known - copies)
+  return frozenset(members - copies)
 
 
 def instance_of(group: trajectory_lib.TrajectoryGroup) -> str:
@@ -100,16 +100,16 @@ class LeasedQueue(group_queue.GroupQueue):
   settled: Callable[[Iterable[int]], None] | None = None
 
   def ack(self, indices: Iterable[int] | None = None) -> None:
-    done = self.unacked() if indices is None else list(indices)
-    super().ack(done)
+    settled = self.unacked() if indices is None else list(indices)
+    super().ack(settled)
     if self.settled is not None:
-      self.settled(done)
+      self.settled(settled)
 
   def _report(self, dropped: list[ledger.QueuedGroup]) -> None:
-    done = [entry.index for entry in dropped]
+    indices = [entry.index for entry in dropped]
     super()._report(dropped)
-    if done and self.settled is not None:
-      self.settled(done)
+    if indices and self.settled is not None:
+      self.settled(indices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,17 +227,17 @@ class BufferLoop:
       stored: groups that the queue's store holds, which are delivered again.
     """
     trained = set(consumed)
-    done = [_About.of(*about) for about in state.get("finished", ())]
+    finished = [_About.of(*about) for about in state.get("finished", ())]
     for index, *about in state.get("queued", ()):
       if index in trained:
-        done.append(_About.of(*about))
-    self._finished = {about.key: about for about in done}
+        finished.append(_About.of(*about))
+    self._finished = {about.key: about for about in finished}
     self._queued = {
         index: _About.of(instance_of(group), uids_of(group))
         for index, group in stored
     }
     self._seen = {}
-    for about in (*done, *self._queued.values()):
+    for about in (*finished, *self._queued.values()):
       self._see(about)
 
   def skipped(self) -> list[str]:
@@ -338,20 +338,20 @@ class BufferLoop:
     stats = await self._tried(service.stats)
     if "group_size" not in stats:  # It is not made yet, or no service of ours.
       return
-    wanted, raw = self._group_size, self._raw
+    size, raw = self._group_size, self._raw
     self._group_size, self._raw = 0, False
-    service_figures.check_groups(stats, self._settings.url, wanted, raw)
+    service_figures.check_groups(stats, self._settings.url, size, raw)
 
   async def _read(self, service: client.BufferClient) -> None:
     if self._group_size or self._raw:
       await self._compare(service)
     lease = uuid.uuid4().hex  # Of all tries: an answer may be lost.
-    found = await self._tried(
+    batch = await self._tried(
         lambda: service.read(
             self._batch_size, lease_s=self._settings.lease_s, lease=lease
         )
     )
-    if found is None:
+    if batch is None:
       self._empty += 1
       if self._empty % _LOOK_EVERY == 0:
         await self._look(service)
@@ -360,7 +360,7 @@ class BufferLoop:
       return
     self._empty, self._ended = 0, ""
     self._full += 1
-    groups = client.sift(found)
+    groups = client.sift(batch)
     refused = []
     with self._lock:
       open_keys: set[str] = set()
@@ -381,8 +381,8 @@ class BufferLoop:
         else:
           self._waiting.append(_Group(group.records, about))
           open_keys.add(about.key)
-      if found.lease:
-        self._leases[found.lease] = open_keys
+      if batch.lease:
+        self._leases[batch.lease] = open_keys
     for about, problem in refused:
       self._refuse(about, problem)
     self._acknowledge()
@@ -581,8 +581,8 @@ class BufferLoop:
   def _acknowledge(self) -> None:
     """Acknowledges leases of which nothing is left."""
     with self._lock:
-      done = [lease for lease, keys in self._leases.items() if not keys]
-      for lease in done:
+      settled = [lease for lease, keys in self._leases.items() if not keys]
+      for lease in settled:
         del self._leases[lease]
         if self._loop is None or self._loop.is_closed():
           continue

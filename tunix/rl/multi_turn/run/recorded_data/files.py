@@ -124,18 +124,18 @@ class RecordedGroups:
         place.
     """
     places = self._groups[index]
-    found: list[records.Record] = []
+    items: list[records.Record] = []
     episodes: list[trajectory_lib.Trajectory] = []
     for place in places:
       try:
         record, episode = self._read(place)
       except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(f"{place.name}: {error}") from None
-      found.append(record)
+      items.append(record)
       episodes.append(episode)
-    same = found[0].instance_id
-    found = [dataclasses.replace(r, instance_id=same) for r in found]
-    group = records.group_of(found, episodes)
+    same = items[0].instance_id
+    items = [dataclasses.replace(r, instance_id=same) for r in items]
+    group = records.group_of(items, episodes)
     return group.trimmed(self._oldest) if self._oldest else group
 
   # --- files -----------------------------------------------------------------
@@ -298,7 +298,7 @@ def describe(groups: RecordedGroups) -> str:
 
 
 def _digest(groups: Mapping[str, list[Place]]) -> str:
-  found = hashlib.blake2b(digest_size=12)
+  digest = hashlib.blake2b(digest_size=12)
   for name, places in groups.items():
-    found.update(f"{len(places)} {name}\n".encode("utf-8", "replace"))
-  return found.hexdigest()
+    digest.update(f"{len(places)} {name}\n".encode("utf-8", "replace"))
+  return digest.hexdigest()

@@ -32,9 +32,9 @@ class NoEngine:
     """Records the version; the future has ended."""
     del state
     self.version = version
-    done: concurrent.futures.Future[int] = concurrent.futures.Future()
-    done.set_result(version)
-    return done
+    result: concurrent.futures.Future[int] = concurrent.futures.Future()
+    result.set_result(version)
+    return result
 
   def stats(self) -> dict[str, float]:
     return {}

@@ -249,12 +249,12 @@ def fill_logprobs(
       sequences: Sequence[trajectory_lib.TokenSequence],
   ) -> list[Any]:
     fitting = [s for s in sequences if packing.used_length(s) <= length]
-    found = {
+    logprobs_of = {
         id(s): scored
         for s, scored in zip(
             fitting, learner.sequence_logprobs(fitting), strict=True
         )
     }
-    return [found.get(id(s), s.logprobs) for s in sequences]
+    return [logprobs_of.get(id(s), s.logprobs) for s in sequences]
 
   return reader_lib.fill_logprobs(groups, score, learner.version)

@@ -87,14 +87,14 @@ class RolloutHost(player.GroupPlayer):
       self._known = player.addresses(self._directory)
     except (OSError, ValueError, KeyError):
       return False  # Just written, or taken away, which the next call tells.
-    others = self._learners[1:]
+    former = self._learners[1:]
     self._learners = [self._learner] + [
         player.Learner.of_directory(
             self._directory, self._patience_s, self._learner.name, i
         )
         for i in range(1, len(self._known))
     ]
-    await asyncio.gather(*(l.aclose() for l in others))
+    await asyncio.gather(*(l.aclose() for l in former))
     try:
       await self._serve(self._config.collect.concurrency)
     except player.Moved:
@@ -121,7 +121,7 @@ class RolloutHost(player.GroupPlayer):
         if isinstance(v, (int, float))
     }
 
-  async def _heard(self, found: Mapping[str, Any]) -> None:
+  async def _heard(self, answer: Mapping[str, Any]) -> None:
     try:
       if player.addresses(self._directory) != self._known:
         raise player.Moved
@@ -130,10 +130,10 @@ class RolloutHost(player.GroupPlayer):
     if self._loading is not None and self._loading.done():
       self._loading.result()
       self._loading = None
-    if self._loading is None and found["serial"] > self._serial:
+    if self._loading is None and answer["serial"] > self._serial:
       # Beside the beats: a host that loads for long is not silent.
       self._loading = asyncio.ensure_future(
-          self._load(found["serial"], found["version"])
+          self._load(answer["serial"], answer["version"])
       )
 
   async def _load(self, serial: int, version: int) -> None:

@@ -154,14 +154,14 @@ class LeaseBook:
     with self._lock:
       self._hear(host)
       self._stats[host] = dict(stats)
-      mine = set(numbers)
+      reported = set(numbers)
       lost = self._clock() - self._silence_s
-      theirs = self._of.get(host, {})
-      for lease in list(theirs.values()):
+      lent = self._of.get(host, {})
+      for lease in list(lent.values()):
         # Lost on the way to it, or before it began anew.
-        if lease.number not in mine and lease.since < lost:
+        if lease.number not in reported and lease.since < lost:
           self._take_back(lease)
-      return sorted(mine - theirs.keys())
+      return sorted(reported - lent.keys())
 
   def lose(self, host: str) -> None:
     """Takes a host's leases back at once: it is known to be dead."""

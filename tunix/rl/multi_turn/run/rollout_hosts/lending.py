@@ -125,11 +125,11 @@ class RemoteCollector(groups.GroupCollector):
     split = "train" if self._mode == "train" else "eval"
     for stage, kind, message, name in faults:
       self.emit(events.Fault(stage, kind, message, trajectory_id=name or None))
-    known = dict(group_id=group.group_id, task_id=group.task_id, split=split)
-    beside = () if group.greedy is None else (group.greedy,)
-    for member in (*group, *beside):
+    about = dict(group_id=group.group_id, task_id=group.task_id, split=split)
+    extra = () if group.greedy is None else (group.greedy,)
+    for member in (*group, *extra):
       self.emit(
-          events.EpisodeStarted(trajectory_id=member.trajectory_id, **known)
+          events.EpisodeStarted(trajectory_id=member.trajectory_id, **about)
       )
-      self.emit(events.EpisodeFinished(trajectory=member, **known))
+      self.emit(events.EpisodeFinished(trajectory=member, **about))
     return group

@@ -115,12 +115,12 @@ class HostsEngine:
     del progress
     self._server.start()
     own = {"url": self._url, "token": self._server.token}
-    found = self._processes.gather("hosts", [own, self._server.serial])
+    hosts = self._processes.gather("hosts", [own, self._server.serial])
     # Above that of any learner which this one follows, see `server`.
-    self._server.serial = max(serial for _, serial in found)
+    self._server.serial = max(serial for _, serial in hosts)
     if self._processes.first:
       self._started = True
-      lending.write_address(self._directory, *(own for own, _ in found))
+      lending.write_address(self._directory, *(own for own, _ in hosts))
     _LOG.info("rollout hosts join at %s", self._url)
 
   def update_weights(
@@ -132,9 +132,9 @@ class HostsEngine:
     path = self._write(tensors) if first else None
     self._server.publish(version, path)
     self.version = version
-    done: concurrent.futures.Future[int] = concurrent.futures.Future()
-    done.set_result(version)
-    return done
+    result: concurrent.futures.Future[int] = concurrent.futures.Future()
+    result.set_result(version)
+    return result
 
   def _write(self, tensors: Mapping[str, np.ndarray]) -> pathlib.Path:
     folder = self._directory / "weights"

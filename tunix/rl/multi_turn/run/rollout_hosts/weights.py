@@ -29,18 +29,18 @@ def tensors_of(
     keep: whether this process wants them; {} otherwise.
     types: to which some are rounded first, by dotted path.
   """
-  found = {}
+  tensors = {}
   for path, variable in nnx.to_flat_state(state):
     name = ".".join(map(str, path))
     if types and name in types:
       variable = variable.replace(variable[...].astype(types[name]))
     value = variable[...] if copies is None else copies.of_parameter(variable)
     if keep:
-      found[name] = np.asarray(value)
+      tensors[name] = np.asarray(value)
     else:
       jax.block_until_ready(value)
     del value, variable  # Before the next one is copied.
-  return found
+  return tensors
 
 
 def state_like(

@@ -39,7 +39,7 @@ def clone(
     longest: int,
     seed: int,
     observers: events.Observer,
-    done: int = 0,
+    first_step: int = 0,
     after_update: Callable[[], None] = lambda: None,
     processes: peers_lib.Peers = peers_lib.ALONE,
 ) -> None:
@@ -69,8 +69,8 @@ def clone(
   tried = too_long = 0
   rng = np.random.default_rng(seed)
   for step in range(config.steps):
-    wanted = min(config.demonstrations, config.batch_size * (step + 1))
-    pairs = [(next(tasks), i) for i in range(tried, max(tried, wanted))]
+    target = min(config.demonstrations, config.batch_size * (step + 1))
+    pairs = [(next(tasks), i) for i in range(tried, max(tried, target))]
     shown = play(pairs)
     fitting = [
         e for e in shown if all(len(s) <= longest for s in e.sequences)
@@ -81,9 +81,9 @@ def clone(
     if len(played) < (1 - _LEFT_OUT_AT_MOST) * tried:
       raise RuntimeError(_too_few(len(played), tried, too_long, longest))
     chosen = rng.choice(len(played), config.batch_size)
-    if step < done:
+    if step < first_step:
       observers.on_event(
-          events.Progress("playing demonstrations again", step + 1, done)
+          events.Progress("playing demonstrations again", step + 1, first_step)
       )
       continue
     metrics = learner.update_on_sequences(

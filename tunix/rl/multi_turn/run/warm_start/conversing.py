@@ -59,12 +59,12 @@ class Converser:
     except LookupError as error:
       raise demonstrations.UnsolvableError(str(error)) from error
     agent, env = self.make_episode(task)
-    said = _texts(turns, agent)
+    replies = _texts(turns, agent)
     unsaid: list[LookupError] = []
 
     async def speak(prompt: policy_client.TokenPrompt, session: str):
       del prompt, session
-      text = next(said, None)
+      text = next(replies, None)
       if text is None:
         error = LookupError(
             f"task {task.task_id} is not over after all that was said"

@@ -207,18 +207,18 @@ class WarmStart:
       if self._resuming and checkpoints.steps():
         checkpoints.restore(learner)
 
-      kept = {
+      options = {
           resuming.RECORDED: resuming.recorded(self._config).to_dict()
       }
 
       def save_when_due() -> None:
         if every and learner.version % every == 0:
-          checkpoints.save(learner, kept)
+          checkpoints.save(learner, options)
 
       try:
         yield save_when_due
       except BaseException:
         checkpoints.wait()
         if learner.version and learner.version not in checkpoints.steps():
-          checkpoints.save(learner, kept)
+          checkpoints.save(learner, options)
         raise
