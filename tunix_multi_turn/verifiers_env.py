@@ -45,15 +45,16 @@ def load_environment(
   """The environment of verifiers.
 
   Args:
-    settings: of a run, as `train` takes them: {"gym": "desktop", "agent":
+    settings: Settings of a run, as `train` takes them: {"gym": "desktop",
+      "agent":
       "qwen3_vl_computer_use", "gym.width": 640}, or ["gym=desktop", …]. They
       choose gym, tasks, agent, reward and deadlines.
     train: tasks to train on, the families by turns.
     eval: held-out tasks.
     python: interpreter that has this package; "" takes $TUNIX_PYTHON, else
       `.venv/bin/python` of this clone, else this one.
-    start_s: for starting it.
-    turn_s: for a turn's actions, or an episode's start.
+    start_s: Deadline of its start.
+    turn_s: Deadline of a turn's actions, or of an episode's start.
 
   Raises:
     ValueError: naming the argument or the setting.

@@ -186,8 +186,8 @@ def test_a_fault_of_a_turn_is_named_once():
 
 
 def test_steps_are_whole():
-  assert svg.ticks(0, 5, 8, whole=True) == [0, 1, 2, 3, 4, 5]
-  assert svg.ticks(0.5, 1.5, 8, whole=True) == [1]
+  assert svg.ticks(0, 5, 8, integers=True) == [0, 1, 2, 3, 4, 5]
+  assert svg.ticks(0.5, 1.5, 8, integers=True) == [1]
   line = svg.Line("a", [1.0, 2.0], [0.0, 1.0], [0.0, 1.0])
   drawn = svg.line_chart([line], y_range=(10.0, 20.0))
   assert "1.5</text>" not in drawn and ">2</text>" in drawn

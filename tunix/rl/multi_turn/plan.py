@@ -135,7 +135,7 @@ def make(run: plan_run.PlannedRun, compiling: bool, report: Any = None) -> Plan:
   """Predicts a run's memory; compiles its programs, too, if asked.
 
   Args:
-    run: with real meshes where its programs are to be compiled.
+    run: Run, with real meshes where its programs are compiled.
     compiling: compiles them.
     report: called with a line about each program.
   """
@@ -168,8 +168,8 @@ def knobs(config: config_lib.TrainConfig, name: str) -> Iterator[list[str]]:
   """Settings that save memory, each kind by itself, the least harmful first.
 
   Args:
-    config: of the run.
-    name: of its policy.
+    config: Settings of the run.
+    name: Name of its policy.
   """
   learner, engine, mesh = config.learner, config.engine, config.mesh
   remat = config.policy.config.get("remat", "")
@@ -235,7 +235,7 @@ def fixes(
     total = attempt(settings)
     if total is not None and total < 0.99 * now:
       totals.append((settings, total))
-  # Of those that fit the first, the least harmful; else the one that saves
+  # Of fitting settings the first, the least harmful; else the one that saves
   # most.
   totals.sort(key=lambda pair: pair[1] if pair[1] > room else 0)
   if totals and totals[0][1] > room:
@@ -256,7 +256,7 @@ def spending(
   """Settings that make updates faster with memory to spare, fastest first.
 
   Returns:
-    The settings, the predicted total with them, of those that fit, and the
+    The settings that fit, the predicted total with them, and the
     bound of tokens a second over the present one.
   """
   faster = []

@@ -61,7 +61,7 @@ class Anywhere:
 
 
 def strip_height(frames: Sequence[run_data.Frame]) -> int:
-  """px of a frame for a strip of these screens and their captions."""
+  """Returns the height, px, of a frame for a strip of screens with captions."""
   height = 50
   for first in range(0, max(1, len(frames)), _COLUMNS):
     row = frames[first : first + _COLUMNS]

@@ -36,7 +36,7 @@ class Episode:
     index: its number in its split, from 0, counting those not kept.
     split: train or eval.
     family, task_id, group_id: of its task.
-    version: of the weights published when it ended.
+    version: Version of the weights published when it ended.
     reward: undiscounted.
     status: how it ended.
   """
@@ -137,7 +137,7 @@ class Episodes(Sequence[Episode]):
 
   @classmethod
   def read(cls, run: run_data.RunDirectory) -> Episodes:
-    """Those of a run directory; none where nothing was kept."""
+    """Reads the episodes of a run directory; none where nothing was kept."""
     dated: list[tuple[float, Episode]] = []
     unread = 0
     for line in files.read_lines(run.directory / "trajectories.jsonl"):
@@ -181,7 +181,7 @@ class Episodes(Sequence[Episode]):
       group_id: str | None = None,
       success: bool | None = None,
   ) -> Episodes:
-    """Those that agree with every argument given.
+    """Returns the episodes that match every argument.
 
     Raises:
       ValueError: a split that does not exist.

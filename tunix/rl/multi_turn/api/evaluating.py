@@ -40,7 +40,7 @@ def evaluate(
     tasks: families, or a file of tasks (`.jsonl`); None: those of the run, or
       of the gym.
     config: a YAML file, or a mapping as one would hold.
-    **settings: as of `train`, and those of the section `evaluate`.
+    **settings: Settings as of `train`, and those of the section `evaluate`.
 
   Returns:
     the evaluation, `completed`, or `interrupted` by the user.

@@ -50,15 +50,15 @@ def play(
   """Plays a task once and returns the episode, which a notebook draws.
 
   Args:
-    policy: as of `evaluate`; "oracle" for the gym's own; or a script, a list
+    policy: See `evaluate`; "oracle" for the gym's own; or a script, a list
       of `GuiAction` in pixels of the gym's screen.
     task: a family, the `index`-th task of which is played; or a task itself;
       None: the first family.
     index: 0 ….
     split: "eval", tasks that are held out, or "train".
-    mode: of a policy: "sampled", or "greedy".
+    mode: Sampling of a policy: "sampled", or "greedy".
     config: a YAML file, or a mapping as one would hold.
-    **settings: as of `evaluate`: `gym="desktop"`, `seed=3`.
+    **settings: Settings as of `evaluate`: `gym="desktop"`, `seed=3`.
 
   Raises:
     ConfigError: lists every problem of the settings, or what cannot be built.
@@ -100,7 +100,7 @@ class _Chosen:
 
   @property
   def families(self) -> str | None:
-    """What the setting `tasks` is."""
+    """Value of the setting `tasks`."""
     return self.task if isinstance(self.task, str) else None
 
   def of(self, config: config_lib.TrainConfig, source: Any) -> gym_base.Task:

@@ -202,7 +202,7 @@ class Run:
 
     Args:
       episode: one of `episodes`, or its place among them.
-      width: of a screenshot, px.
+      width: Width of a screenshot, px.
 
     Raises:
       IndexError: no such episode.
@@ -264,8 +264,8 @@ class Run:
       content: policy or episodes.
       private: whether a new repository is; None: as the owner's default. True
         refuses one that exists and is public.
-      license: for the card, the Hub's identifier.
-      base_model: for the card, what was trained.
+      license: License on the card, by the Hub's identifier.
+      base_model: Trained model, for the card.
       token: None: HF_TOKEN's, or that of `hf auth login`.
 
     Returns:
@@ -407,7 +407,8 @@ def load(directory: str | pathlib.Path | Run) -> Run:
   """A run or evaluation that was made, or is being made by another process.
 
   Args:
-    directory: of it, e.g. runs/desktop-20260101-120000-3fa2b1; or a run, which
+    directory: Its path, e.g. runs/desktop-20260101-120000-3fa2b1; or a run,
+      which
       is read anew.
 
   Returns:

@@ -56,9 +56,9 @@ class Topology:
 
   Attributes:
     name: e.g. "v5e:16x16".
-    chip: of which it is made.
-    devices: chips.
-    hosts: machines that they are attached to.
+    chip: Generation of its chips.
+    devices: Number of chips.
+    hosts: Number of machines.
   """
 
   name: str

@@ -33,8 +33,8 @@ class Sent:
   """Collectives of one kind.
 
   Attributes:
-    instructions: in the program's text.
-    runs: of them, loops counted.
+    instructions: Number in the program's text.
+    runs: Number of runs, loops counted.
     received: bytes that a device receives in all runs.
     largest: bytes of the largest result.
     largest_elements: its numbers.
@@ -51,8 +51,8 @@ def collectives(text: str, devices: int) -> dict[str, Sent]:
   """Kind -> what is sent, of a program's optimised HLO.
 
   Args:
-    text: as of `jax.stages.Compiled.as_text`.
-    devices: of the program, the group of a collective that names none.
+    text: Result of `jax.stages.Compiled.as_text`.
+    devices: Devices of the program: the group of a collective without one.
   """
   bodies, entry = _computations(text)
   times: collections.Counter[str] = collections.Counter()
@@ -122,7 +122,7 @@ def _group(line: str, devices: int) -> int:
 
 
 def _received(kind: str, size: int, group: int) -> int:
-  """Bytes that a device receives for a result of so many bytes, by a ring."""
+  """Returns the bytes that a device receives for a result, by a ring."""
   share = (group - 1) / group
   return round({
       "all-gather": size * share,

@@ -47,7 +47,7 @@ def find_compiler() -> str:
 
 
 def devices_of(topology: chips.Topology) -> tuple[list[Any], list[Any]]:
-  """Descriptions of a slice's chips, and of those of a host.
+  """Returns descriptions of a slice's chips and of one host's chips.
 
   Raises:
     ValueError: the compiler knows no such slice.
@@ -75,7 +75,7 @@ class Compiled:
     arguments, outputs, temporary: of its memory; outputs that reuse no
       argument.
     sent: kind -> `hlo.Sent`.
-    seconds: that compiling took.
+    seconds: Time that compiling took.
     refused: the compiler's reason where the program does not fit; figures are
       0 then.
   """

@@ -95,14 +95,14 @@ class PlannedRun:
   """A run on a slice.
 
   Attributes:
-    config: of the run.
-    name: of the policy.
+    config: Settings of the run.
+    name: Name of the policy.
     topology: the slice.
     model: shapes on the learner's mesh.
     engine_model: shapes on that of the engine of one host.
     processor: the policy's host side.
-    mesh: of the learner, real or abstract.
-    engine_mesh: of the engine, likewise.
+    mesh: Mesh of the learner, real or abstract.
+    engine_mesh: Mesh of the engine, real or abstract.
   """
 
   config: config_lib.TrainConfig
@@ -380,8 +380,8 @@ class Work:
   """A program's work on a device, at least.
 
   Attributes:
-    tokens: that all devices of the program process.
-    devices: of the program.
+    tokens: Tokens that all devices of the program process.
+    devices: Devices of the program.
     flops: multiplications and additions of matrix products.
     hbm: bytes read and written: weights, caches, kept activations.
     ici: bytes received, predicted: weights gathered, gradients scattered.
@@ -415,12 +415,12 @@ def forward_flops(
 
   Args:
     model: the policy, of arrays or of shapes.
-    tokens: that go through the decoder.
+    tokens: Tokens that go through the decoder.
     attended: keys that each of them attends to, on average, in layers of full
       attention.
     logits: tokens whose logits are computed.
-    patches: that go through the vision tower.
-    image_patches: that each of them attends to.
+    patches: Patches that go through the vision tower.
+    image_patches: Patches that each of them attends to.
   """  # pyformat: disable
   sizes = memory_plan.Sizes.of(model.config)
   parts = policy_facts.parameters_by_part(model)

@@ -35,10 +35,10 @@ class Found:
   """A policy that a name stands for.
 
   Attributes:
-    name: as published or shipped, or the directory.
-    model: with shapes in place of weights.
+    name: Published or shipped name, or the directory.
+    model: Module with shapes in place of weights.
     processor: its host side.
-    directory: of its files; None without any.
+    directory: Directory of its files; None without any.
   """
 
   name: str
@@ -54,8 +54,9 @@ def find(
 
   Args:
     name: upper and lower case of published names are alike.
-    dtype: of activations; None = the config's, bfloat16 of a published size.
-    param_dtype: of weights; None = the config's.
+    dtype: Type of activations; None = the config's, bfloat16 for a published
+      size.
+    param_dtype: Type of weights; None = the config's.
 
   Raises:
     FileNotFoundError, ValueError: nothing of that name, or a directory that

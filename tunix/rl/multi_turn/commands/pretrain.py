@@ -81,14 +81,14 @@ class Recipe:
 
   Attributes:
     steps: optimizer steps.
-    seed: of weights and data.
+    seed: Seed of weights and data.
     first_steps: steps, at the beginning, that are about telling apart things
       of one kind and nothing else.
     first_scenes: scenes of such a step.
     first_copies: conversations a step in which quoted words are typed, from
       the middle of the first steps on: enough of them to leave their plateau
       beside pointing, as neither survives steps that are about the other alone.
-    copies: likewise, later on.
+    copies: The same after the first steps.
     field_share: share of such scenes among the inventories later on.
     width, height: of the screenshots, in pixels.
     other_sizes: (width, height) of the screenshots of `other_scenes` of the
@@ -104,7 +104,7 @@ class Recipe:
     learning_rate, muon_learning_rate, warmup_steps: of the optimizer; a
       cosine to 0 follows.
     row_length, rows, patches, targets: capacities of a packed batch.
-    size: of the policy, as `checkpoint.create_policy` takes it.
+    size: Size of the policy, as `checkpoint.create_policy` takes it.
     system_prompt, parser: first message of episodes, and their grammar.
   """
 
@@ -227,7 +227,7 @@ class DataMaker:
   def first_sequences(self, step: int) -> list[TokenSequence]:
     """Conversations of a first step: names and the places of their things.
 
-    Colours alone to begin with, as they are easiest to see; when telling them
+    Begins with colours alone, since these are easiest to see; when telling them
     apart has been learned, icons and buttons come in, and longer formats.
     """
     r = self._recipe

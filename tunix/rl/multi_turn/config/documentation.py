@@ -53,8 +53,8 @@ class Page:
   """The first screen of a command's `--help`.
 
   Attributes:
-    text: with {keys} and {sections}.
-    keys: shown with their defaults, in this order.
+    text: Text with the fields {keys} and {sections}.
+    keys: Keys shown with their defaults, in this order.
   """
 
   text: str

@@ -50,7 +50,7 @@ class ConfigError(ValueError):
     super().__init__(text)
 
   def _render_traceback_(self) -> list[str]:
-    """What a notebook shows: the problems, without the lines that found them.
+    """Returns what a notebook shows: the problems without a traceback.
     """
     return [f"ConfigError: {self}"]
 
@@ -181,7 +181,7 @@ def flatten(
   section that has an alias (`gym: miniwob`).
 
   Args:
-    data: of the layer.
+    data: Keys and values of the layer.
     cls: the root class.
     aliases: short key -> dotted key.
     source: names the layer in problems; "" where the user knows.
@@ -271,10 +271,10 @@ def build(
 
   Args:
     cls: a settings class.
-    flat: as from `flatten`.
+    flat: Result of `flatten`.
     problems: receives each value of a wrong type, choice or range, and the
       classes' own problems; the instance has defaults in their place.
-    prefix: of the class's own keys.
+    prefix: Prefix of the class's keys.
     refused: gets the keys of all fields of a class that refused its values:
       they have their defaults, of which nothing can be derived.
   """
@@ -360,7 +360,7 @@ def coerce(value: Any, kind: Any) -> Any:
   """Converts a value written by hand to the field's type.
 
   A float may be written 1e-3 and an int 1e3; a list as a,b; text as anything.
-  A value that cannot be converted is returned as it is, and validation
+  A value that cannot be converted is returned unchanged, and validation
   refuses it.
   """
   plain = unwrap(value)

@@ -22,7 +22,7 @@ class Option:
   """One named parameter of a factory.
 
   Attributes:
-    name: of the parameter.
+    name: Name of the parameter.
     annotation: its type as written in the source, "" without one.
     type: its type; Any where it has none, or none that can be checked.
     default: its default; `inspect.Parameter.empty` = required.

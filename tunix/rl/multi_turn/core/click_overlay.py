@@ -44,17 +44,17 @@ _RING, _DOT, _HEAD = 2.2, 0.5, 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Gesture:
-  """An action as it is shown.
+  """A drawn action.
 
   Attributes:
     label: its kind, with button, count and direction, e.g. "double click",
       "right click", "scroll down 40".
-    at: where it acts or begins, px; None without a place.
-    to: where a drag ends, px.
+    at: Point where it acts or begins, px; None without one.
+    to: End of a drag, px.
     scroll: (dx, dy) of a scroll, px; positive shows more below and right.
     text: text or keys that it types.
     clicks: how often the button is pressed; 0 for an action without a press.
-    button: of the mouse.
+    button: Button of the mouse.
     held: whether it is held down in its place.
   """
 
@@ -115,8 +115,8 @@ def gesture(kind: str, arguments: Mapping[str, Any]) -> Gesture:
   """Reads an action of any grammar.
 
   Args:
-    kind: of the action, e.g. "click".
-    arguments: in pixels, with the names of `GuiAction` (x, y, x2, y2, dx, dy)
+    kind: Kind of the action, e.g. "click".
+    arguments: Values in pixels, named as in `GuiAction` (x, y, x2, y2, dx, dy)
       or of a tool's own grammar (point, coordinate, start, end, …).
   """
   at = _pair(arguments, "x", "y") or _point(
@@ -195,9 +195,9 @@ def marks(
   """The geometry of gestures on a screenshot; those without a place have none.
 
   Args:
-    gestures: in order.
-    width: of the screenshot, px.
-    height: of the screenshot, px.
+    gestures: Gestures in order.
+    width: Width of the screenshot, px.
+    height: Height of the screenshot, px.
     scale: larger marks for smaller pictures.
   """
   unit = max(width, height) / 100 * scale
@@ -276,8 +276,8 @@ def svg_of_attempts(
 
   Args:
     attempts: (class, marks) of each; later ones lie on top.
-    width: of the screenshot, px.
-    height: of the screenshot, px.
+    width: Width of the screenshot, px.
+    height: Height of the screenshot, px.
   """
   parts = []
   for name, drawn in attempts:

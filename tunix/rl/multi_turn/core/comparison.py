@@ -20,7 +20,7 @@ _SHOWN = 1000
 
 
 def compare(
-    ours: Iterable[Outcome], theirs: Iterable[Outcome]
+    own_outcomes: Iterable[Outcome], other_outcomes: Iterable[Outcome]
 ) -> dict[str, Any]:
   """The JSON of a comparison, by mode.
 
@@ -35,7 +35,7 @@ def compare(
   Raises:
     ValueError: they have no task in common.
   """
-  own, other = _rates(ours), _rates(theirs)
+  own, other = _rates(own_outcomes), _rates(other_outcomes)
   by_mode: dict[str, Any] = {}
   for mode in dict.fromkeys(key[0] for key in own):
     keys = [k for k in own if k[0] == mode]

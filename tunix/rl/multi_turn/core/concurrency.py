@@ -348,9 +348,9 @@ class Guarded:
     """Args:
 
       target: the object; its methods are looked up at each call.
-      runner: of the process by default.
+      runner: Runner of its calls; the process's by default.
       inline: see the attributes.
-      name: of the object in errors, e.g. "the gym"; its class by default.
+      name: Name of the object in errors, e.g. "the gym"; its class by default.
     """
     self.target = target
     self.inline = inline

@@ -242,7 +242,7 @@ def protocol(
   """A protocol class for uvicorn's `http`, with these limits.
 
   Args:
-    limits: of the connections of all of its instances together.
+    limits: Limits of the connections of all its instances together.
     relieve: called when requests are refused for want of connections; may end
       those that last for no good reason.
   """

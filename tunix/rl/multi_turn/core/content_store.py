@@ -88,7 +88,7 @@ class SignedUrls:
   ):
     """Args:
 
-      base_url: of the server that serves them; may be set later.
+      base_url: Address of the server that serves them; may be set later.
       lifetime_s: seconds that an address is valid.
       key: secret of the signatures; a fresh one by default.
       clock: seconds since the epoch.

@@ -87,7 +87,7 @@ def new_directory(path: pathlib.Path) -> Iterator[pathlib.Path]:
   """Replaces a directory in one step.
 
   Args:
-    path: the directory; absent, or replaced with all that it holds.
+    path: The directory; absent, or replaced with its whole content.
 
   Yields:
     An empty directory beside it, to be filled. At the end of the block it takes

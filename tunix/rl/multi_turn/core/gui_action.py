@@ -72,7 +72,7 @@ class GuiAction:
   """One action.
 
   Attributes:
-    kind: what to do; decides which of the other fields are allowed.
+    kind: Kind of action; decides which of the other fields are allowed.
     x, y, x2, y2: pixels of the screenshot the policy saw, origin top left.
     button: mouse button.
     count: number of clicks.

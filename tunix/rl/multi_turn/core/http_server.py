@@ -59,8 +59,8 @@ def listen(host: str, port: int, backlog: int | None = None) -> socket.socket:
   listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
   try:
     if hasattr(socket, "TCP_DEFER_ACCEPT"):  # Linux.
-      # A request is there when its connection is accepted, so none of a client
-      # that sends at once is displaced in a flood of others.
+      # A connection is accepted once its request has arrived, so a client
+      # that sends at once is not displaced in a flood of connections.
       listening.setsockopt(
           socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _DEFER_S
       )
@@ -265,8 +265,8 @@ def config(
 
   Args:
     asgi: the application.
-    limits: of connections and bodies.
-    **options: of `uvicorn.Config`, instead of the defaults here.
+    limits: Limits of connections and bodies.
+    **options: Options of `uvicorn.Config`, instead of the defaults here.
 
   Raises:
     ImportError: uvicorn is not installed.
@@ -296,8 +296,8 @@ def add_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
   """Adds an option for each of `ConnectionLimits` to a server's command.
 
   Args:
-    parser: of the command.
-    **defaults: of fields whose own default does not fit this server.
+    parser: Parser of the command.
+    **defaults: Defaults of fields whose own one does not fit this server.
   """
   group = parser.add_argument_group("limits of connections")
   for field in settings_lib.fields(request_bodies.ConnectionLimits):
@@ -348,7 +348,7 @@ class LoopbackServer:
       asgi: the application.
       host: an address of this machine.
       port: 0 chooses a free one.
-      limits: of its connections.
+      limits: Limits of its connections.
 
     Raises:
       ImportError: uvicorn is not installed.

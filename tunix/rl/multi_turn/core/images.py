@@ -5,7 +5,7 @@ RGB bytes, and hands out `ImageRef`s. Memory is bounded; with a directory,
 an evicted image is written there as PNG (lossless: the hash holds) and read
 back on demand. Thread-safe.
 
-Promises: `put` writes no file, as it is called on event loops; a background
+Promises: `put` writes no file, since it runs on event loops; a background
 thread writes images before they are evicted. An image leaves the memory only
 once its file is on the disk, so that it can be read at any time; a file that
 exists is whole, after a power loss too. If the file cannot be written, the
@@ -118,8 +118,7 @@ class ImageStore:
   ):
     """Args:
 
-      directory: where evicted images are written as
-        `<sha256>.png`; None forgets evicted images.
+      directory: Folder of evicted images, `<sha256>.png`; None forgets them.
       capacity_bytes: pixels kept in memory, in bytes.
     """
     if capacity_bytes <= 0:

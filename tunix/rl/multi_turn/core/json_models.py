@@ -162,9 +162,9 @@ def problem(
   """One line about the first wrong field.
 
   Args:
-    error: of a validation.
+    error: Error of a validation.
     what: name of the whole, put before the fields.
-    known: the fields there are, listed for one that is not.
+    known: Names of all fields, listed for an unknown one.
   """
   first = error.errors(include_url=False)[0]
   kind, value, context = first["type"], first["input"], first.get("ctx", {})

@@ -68,8 +68,8 @@ class Peers:
   """The processes of a run; this class by itself is a run of one.
 
   Attributes:
-    index: of this process.
-    count: of all processes.
+    index: Number of this process.
+    count: Number of processes.
     parted: whether this process, or one that it waited for, failed by itself:
       the processes can take no further step together.
   """
@@ -102,7 +102,7 @@ class Peers:
     """Does `work` in every process; what it returned (JSON) in each.
 
     Raises:
-      Exception: of this process's work.
+      Exception: The failure of this process's work.
       PeerError: another process's work failed.
     """
     if self.count == 1:
@@ -176,9 +176,9 @@ class StorePeers(Peers):
   ):
     """Args:
 
-      store: that all processes see.
-      index: of this process.
-      count: of all.
+      store: Store that all processes share.
+      index: Number of this process.
+      count: Number of processes.
       deadline_s: how long a process waits for the others.
     """
     self.index, self.count = index, count
@@ -227,7 +227,7 @@ class StorePeers(Peers):
             f" {at!r}; all processes of a run need the same configuration"
         )
       values.append(entry)
-    # Whoever has come here has read everything of the step before.
+    # A process that has come here has read everything of the step before.
     for key in older:
       self._store.key_value_delete(key)
     return values

@@ -12,7 +12,7 @@ MOST = 50
 
 
 def clean(tag: Any) -> str:
-  """A tag as it is stored: in NFC, so that those that look alike are alike.
+  """Returns a tag in NFC, so that two that look alike are equal.
 
   Raises:
     ValueError: it is not a valid tag; the text has the fix.

@@ -14,7 +14,7 @@
 
 The class that a component takes is the section of a run's configuration: there
 is no second declaration. Constructing one validates types, ranges, choices
-(`Literal`) and `problems()`; all of these raise `ValueError` (pydantic's
+(`Literal`) and `problems()`; each failure is a `ValueError` (pydantic's
 `ValidationError`). `dataclasses.replace` validates again.
 
 Does not: read YAML or command lines (`config` does), or import JAX.
@@ -52,7 +52,7 @@ def setting(
   Args:
     default: an immutable value, or a dict (copied for each instance).
     doc: meaning, and what 0, "" or None stand for where they are special.
-    unit: of a number, e.g. "px", "s", "tokens".
+    unit: Unit of a number, e.g. "px", "s", "tokens".
     registry: "package.module:REGISTRY" of the names that a text field, or each
       item of a list of texts, may hold; see `core.registry.Registry`. A
       "module:attribute" path is valid as well.
@@ -165,11 +165,11 @@ class Setting:
   """One field of a settings class, for loaders and documentation.
 
   Attributes:
-    name: of the field.
+    name: Name of the field.
     type: its resolved annotation.
     doc, unit, registry: as declared.
-    bounds: of a number, by "ge", "gt", "le", "lt".
-    item_bounds: the same of a tuple's items.
+    bounds: Bounds of a number, by "ge", "gt", "le", "lt".
+    item_bounds: Bounds of a tuple's items.
   """
 
   name: str

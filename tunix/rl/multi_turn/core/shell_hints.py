@@ -50,7 +50,7 @@ def command(module: str, *arguments: str) -> str:
 
   Args:
     module: below the package, e.g. "train".
-    *arguments: as they reach the program; quoted here.
+    *arguments: Arguments as the program reads them; quoted here.
   """
   target = os.environ.get(MAKE_VARIABLE, "")
   if target and target == module:

@@ -38,7 +38,7 @@ class EpisodeResult:
     success: whether the gym called the task solved.
     reward: undiscounted sum.
     turns: turns taken.
-    task: what it is an attempt at; "" where each episode has its own task.
+    task: Task that it attempts; "" where each episode has its own task.
   """
 
   family: str
@@ -215,8 +215,8 @@ def summarise(
   """The JSON of one evaluation.
 
   Args:
-    results: of all families and modes, in any order.
-    modes: in order of preference; the first one that occurs is the headline.
+    results: Results of all families and modes, in any order.
+    modes: Modes by preference; the first one that occurs is the headline.
 
   Returns:
     `{"success_rate", "interval", "episodes", "successes", "invalid",
@@ -260,7 +260,8 @@ def format_table(
   Args:
     summaries: evaluation name to what `summarise` returned, in the order of
       the columns.
-    columns: of the terminal. Where the cells with their counts do not fit, the
+    columns: Width of the terminal. Where the cells with their counts do not
+      fit, the
       episodes are a row of their own.
   """
   table = _text_of(_rows(summaries, counts=True))

@@ -29,8 +29,8 @@ def row_of(
   """A sequence as a batch of one row; see the module docstring.
 
   Args:
-    sequence: to be trained on.
-    reward: of the row.
+    sequence: Sequence to be trained on.
+    reward: Reward of the row.
     multi_modal: images' spans -> {pixel_values, image_grid_thw}.
 
   Raises:

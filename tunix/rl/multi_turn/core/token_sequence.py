@@ -59,9 +59,9 @@ class ImageSpan:
   """An image and the placeholder tokens that stand for it.
 
   Attributes:
-    image: which image.
+    image: Reference to the image.
     offset: index of the first placeholder token.
-    num_tokens: from there to the last placeholder.
+    num_tokens: Number of tokens up to the last placeholder.
     row: placeholders of a row, where a token between each two rows breaks them
       (Pixtral); 0: all are one run.
   """

@@ -287,7 +287,7 @@ class WorkerPool:
     """Waits until `job` is done or its time is up; whether it is done.
 
     Args:
-      job: of this pool; it is not abandoned.
+      job: Job of this pool; it is not abandoned.
       seconds: it may run; its time in the queue is not counted.
       at: `loop.time()` when the wait ends in any case.
     """

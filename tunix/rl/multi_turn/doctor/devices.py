@@ -1,7 +1,7 @@
 """Checks JAX's devices, and a run's preflight, in a process with a deadline.
 
-A driver that hangs, or a TPU that another process holds, hangs whoever asks
-JAX; here it is a process that is ended. Imports no JAX itself.
+A driver that hangs, or a TPU that another process holds, hangs a process that
+asks JAX; here it is a process that is ended. Imports no JAX itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def ask(
   Args:
     argv: the run's command line.
     seconds: deadline.
-    command: of the probe.
+    command: Command of the probe.
   """
   try:
     worker = line_process.Worker(
@@ -98,7 +98,7 @@ def _many(config: config_lib.TrainConfig) -> bool:
 
 
 def preflight(facts: dict[str, Any], why: str) -> Iterator[Finding]:
-  """What a run refuses before it compiles anything, see run/preflight.py."""
+  """Yields what a run refuses before compiling; see run/preflight.py."""
   if why:
     yield Finding(
         "preflight", "warn", "not checked: it needs JAX", "mend the devices"

@@ -16,8 +16,8 @@ class Finding:
   Attributes:
     check: its name.
     status: ok; warn: the run begins, and may go badly; fail: it cannot.
-    found: on this machine.
-    fix: what to do, "" where nothing is wrong.
+    found: State of this machine.
+    fix: Advice, "" where nothing is wrong.
   """
 
   check: str

@@ -145,7 +145,7 @@ def versions(extras: Sequence[str]) -> Iterator[Finding]:
   """Python and the packages that are needed, by this package's metadata.
 
   Args:
-    extras: of this package, whose packages are needed too.
+    extras: Extras of this package, whose packages are needed, too.
   """
   here = f"Python {platform.python_version()} at {sys.executable}"
   try:

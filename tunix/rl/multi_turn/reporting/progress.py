@@ -64,7 +64,7 @@ class ProgressBar:
 
       total: learner steps of the run.
       config: `progress` and `progress_s`.
-      stream: where to write; None = stderr.
+      stream: Stream to write to; None = stderr.
       start: steps already made, when resuming.
     """
     self._stream = stream or sys.stderr

@@ -418,8 +418,8 @@ def film(
   """An episode's screens in a row, with what was done on each.
 
   Args:
-    run: where its screenshots are.
-    episode: of the run.
+    run: Source of its screenshots.
+    episode: Episode of the run.
     config: `film_turns` and `image_width`.
   """
   good = "good" if episode.success else "bad"
@@ -444,7 +444,7 @@ def figure(images: Images, frame: run_data.Frame, width: int) -> str:
   """A turn: its screen with what was done on it, and the completion."""
   uri = data_uri(images, frame, width)
   if frame.image is None:
-    observation = _esc(_cut(frame.seen))
+    observation = _esc(_cut(frame.observed))
     picture = f"<div class=seen>{observation}</div>" if observation else ""
   elif uri is None:
     picture = "<div class=none>screenshot not kept</div>"
@@ -469,7 +469,7 @@ def _cut(text: str) -> str:
 
 
 class Images(Protocol):
-  """Where screenshots are; a run directory is one."""
+  """Source of screenshots; a run directory is one."""
 
   def open_image(self, ref: trajectory_lib.ImageRef) -> Any | None:
     """A PIL image; None when it is not there."""

@@ -30,7 +30,7 @@ from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 KINDS = ("episodes", "groups", "faults")
 _ATTEMPT = re.compile(r"-r\d+$")
 _REMEMBERED = 4096  # Settled groups whose late faults still are theirs.
-_RECORDED = 1024  # Of these in a checkpoint, where later parts may come.
+_RECORDED = 1024  # Settled groups in a checkpoint, for their later parts.
 
 Counts = dict[str, collections.Counter[str]]
 
@@ -71,7 +71,7 @@ class RunCounts:
   def __init__(self, parts: int = 1):
     """Args:
 
-      parts: that each training group comes in.
+      parts: Number of parts of each training group.
     """
     self._in_parts = parts > 1
     # Where groups come in parts: what of a group was counted, by its key.
@@ -208,10 +208,10 @@ class RunCounts:
       state: Mapping[str, Any] | None,
       stored: Iterable[trajectory_lib.TrajectoryGroup] | None,
   ) -> None:
-    """Counts of training as of a checkpoint and a queue's store.
+    """Restores the counts of training from a checkpoint and a queue's store.
 
     Args:
-      state: as of `training`; None without a checkpoint.
+      state: Result of `training`; None without a checkpoint.
       stored: groups that the run need not collect again; None where nothing
         keeps any.
     """

@@ -26,7 +26,7 @@ class Frame:
     text: the policy's completion.
     note: faults of this turn, "" for none.
     label: "turn 1", or the outcome for the last screen.
-    seen: the text that the policy answered, where it saw no screen.
+    observed: the text that the policy answered, where it saw no screen.
   """
 
   image: trajectory_lib.ImageRef | None
@@ -34,12 +34,12 @@ class Frame:
   text: str
   note: str
   label: str
-  seen: str = ""
+  observed: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class ShownEpisode:
-  """One line of trajectories.jsonl, as far as it is shown."""
+  """The parts of a line of trajectories.jsonl that are shown."""
 
   index: int
   split: str
@@ -70,7 +70,7 @@ class RunDirectory:
   """The content of a run directory.
 
   Attributes:
-    directory: where.
+    directory: Its path.
     summary: summary.json, {} without one.
     metrics: lines of metrics.jsonl in order of their step.
     episodes: kept episodes in order of time.
@@ -251,7 +251,7 @@ def frames_of(trajectory: trajectory_lib.Trajectory) -> list[Frame]:
             text=str(step.model_response or ""),
             note="; ".join(dict.fromkeys(map(str, notes))),
             label=f"turn {number}",
-            seen="" if image else text,
+            observed="" if image else text,
         )
     )
   if trajectory.steps:
@@ -282,7 +282,7 @@ def choose_episodes(
   """Chooses episodes to draw: of each family an early failure, a late success.
 
   Args:
-    episodes: in order of time.
+    episodes: Episodes in order of time.
     count: at most this many episodes in all.
 
   Returns:

@@ -122,7 +122,8 @@ class StepMetrics:
 
       downstream: receives the events.
       queue, engine: of this process.
-      processes: that make the run. Each emits its StepFinished of every step,
+      processes: Processes of the run. Each emits its StepFinished of every
+        step,
         which waits until all have come to it, as the next step would.
     """
     self._downstream = downstream

@@ -50,7 +50,7 @@ class SummaryWriter:
       resume_step: continue an existing file at this step: its counts, and
         the evaluations of weights that the run still goes through; later
         steps and the end will come again. None = begin a new file.
-      last_metrics: of `resume_step`, where they are known.
+      last_metrics: Metrics of `resume_step`, if known.
       counts: receives the events it counts; a new one by default. Of an
         existing file it gets the counts of the evaluations that still hold,
         and those of training; who knows these better restores them after.

@@ -92,7 +92,7 @@ class Tracker:
   ):
     """Args:
 
-      name: of the backend, for people.
+      name: Name of the backend, for people.
       open_: makes it; called by the tracker's thread.
       config: `close_timeout_s`, `max_pending`, `give_up_after` and
         `film_strips`.
@@ -270,7 +270,7 @@ class TensorBoard:
   def __init__(self, folder: pathlib.Path, resume_step: int | None):
     """Args:
 
-      folder: of the files.
+      folder: Folder of the files.
       resume_step: later steps are removed from the files; None for a new run.
     """
     writer = _import("tensorboardX", "tensorboardX")
@@ -328,10 +328,10 @@ class WeightsAndBiases:
   ):  # pyformat: disable
     """Args:
 
-      folder: that gets the folder `wandb`.
-      project: of W&B.
+      folder: Parent of the folder `wandb`.
+      project: Project at W&B.
       mode: "online" or "offline".
-      id_: of the run; a known one continues.
+      id_: Id of the run; a known one continues.
       close_s: deadline of its end.
     """
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -407,7 +407,7 @@ class MLflow:
   ):
     """Args:
 
-      uri: of the tracking server: http(s)://host:port or sqlite:///file.
+      uri: Tracking server: http(s)://host:port or sqlite:///file.
       experiment: its name; made if it is new.
       identity: keeps the run's id.
       request_s: deadline of a request.
@@ -534,10 +534,10 @@ def of_run(
 
   Args:
     config: the section `tracking`.
-    run_dir: of the run.
+    run_dir: Directory of the run.
     resume_step: step of the checkpoint that the run resumes from; None for a
       new run.
-    images: of the run, for film strips.
+    images: Images of the run, for film strips.
   """
   identity = _Identity(run_dir, resume_step is not None)
 

@@ -263,7 +263,7 @@ class TrajectoryWriter:
         (self._images / f"{sha}.png").unlink(missing_ok=True)
 
   def _recall(self) -> None:
-    """Continues the counts of the file that is there."""
+    """Continues the counts of an existing file."""
     last = {"train": -1, "eval": -1}
     step: dict[str, int] = {}
 

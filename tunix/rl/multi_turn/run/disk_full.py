@@ -66,7 +66,7 @@ def describe(directory: pathlib.Path) -> str:
 
 @contextlib.contextmanager
 def reported_once() -> Iterator[None]:
-  """Leaves one log record of a full disk to the handlers that there are."""
+  """Lets one log record of a full disk reach the present handlers."""
   full_disk = _Filter()
   handlers = [*logging.root.handlers, logging.lastResort]
   for handler in filter(None, handlers):

@@ -36,12 +36,12 @@ def describe(
   """Configuration, shapes, and memory against what there is.
 
   Args:
-    config: of the run.
-    policy: its policy.
-    episodes: its agents and environments.
-    directory: of the run.
-    engine: that rolls out.
-    memory: of the run.
+    config: Settings of the run.
+    policy: Its policy.
+    episodes: Its agents and environments.
+    directory: Directory of the run.
+    engine: Engine of its rollouts.
+    memory: Prediction of its memory.
   """
   parameters = parameter_count(policy.model)
   messages = getattr(episodes.make_agent(), "chat_completions", None) or []
@@ -86,7 +86,7 @@ def describe(
 
 
 def _images(processor: Any) -> list[tuple[str, str]]:
-  """How the policy sees images, where its processor reports it."""
+  """Returns how the policy sees images, if its processor reports it."""
   describe = getattr(processor, "describe", None)
   return [("images", describe())] if callable(describe) else []
 

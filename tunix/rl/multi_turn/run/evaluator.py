@@ -80,10 +80,10 @@ class Evaluation:
 
   Attributes:
     config: complete, with the task families and the checkpoint named.
-    directory: that it writes.
+    directory: Directory of its files.
     stop: set to end it; it can be resumed.
-    subject: what is evaluated.
-    notes: for the user, before it begins.
+    subject: Policy or server that is evaluated.
+    notes: Notes for the user, before it begins.
   """
 
   def __init__(

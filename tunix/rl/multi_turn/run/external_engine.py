@@ -49,7 +49,7 @@ def make_engine(
   Args:
     config: names it, in `external`.
     policy: a `models.LoadedPolicy`, of the architecture that it serves.
-    image_store: of the prompts.
+    image_store: Pixels of the prompts' images.
     tokenizer: directory whose files are put beside weights.
     model: The policy's, on the devices that published weights lie on.
 

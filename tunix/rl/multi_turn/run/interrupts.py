@@ -23,7 +23,7 @@ def asked(stop: threading.Event, announcement: str) -> Iterator[None]:
   two are one request.
 
   Args:
-    stop: polled by whoever works.
+    stop: Event that the stages poll.
     announcement: printed then.
 
   Raises:

@@ -48,10 +48,10 @@ class Part:
   """Memory of one part of a run.
 
   Attributes:
-    name: for people.
-    bytes: at least, on one device or on the host.
-    settings: dotted keys that it grows with; () for none.
-    on_host: whether it lies in the host's memory.
+    name: Label of the part.
+    bytes: Least size, on one device or on the host.
+    settings: Dotted keys that it grows with; () for none.
+    on_host: Whether it lies in the host's memory.
     how: how the figure was found, if not by counting.
     bound: whether it is what the part may take at most, so that a run without
       room for it may still go well.
@@ -70,7 +70,7 @@ class Memory:
   """A run's memory against what there is.
 
   Attributes:
-    parts: of the run.
+    parts: Parts of the run.
     device: bytes of one device; None where it does not report them.
     host: bytes of this machine's memory, or of its cgroup.
     shared: whether devices use the host's memory, as a CPU does.
@@ -104,7 +104,7 @@ class Memory:
     return rows
 
   def problems(self, config: config_lib.TrainConfig) -> list[str]:
-    """What cannot fit, naming the settings to change."""
+    """Describes what cannot fit, naming the settings to change."""
     refusals = []
     for where, on_host, there in self._kinds():
       total = self.total(on_host, least=True)
@@ -153,10 +153,10 @@ def of_run(
   """The memory of a run of this policy.
 
   Args:
-    config: of the run.
+    config: Settings of the run.
     model: its policy.
     processor: the policy's host side.
-    mesh: that it lies on.
+    mesh: Mesh of the policy.
     exact: compiles the learner's update for the size of its activations;
       False: only where that may decide; None: never.
   """
@@ -228,8 +228,8 @@ def of_weights(config: config_lib.TrainConfig, size: int) -> Memory:
   """The memory of the weights alone, before any are made.
 
   Args:
-    config: of the run.
-    size: of the weights, bytes of all devices together.
+    config: Settings of the run.
+    size: Bytes of the weights on all devices together.
   """
   changed = tuple(f"policy.config.{key}" for key in config.policy.config)
   part = Part(
@@ -322,7 +322,7 @@ def _weights(
 
 
 def _left_out(config: config_lib.TrainConfig, model: Any) -> tuple[str, ...]:
-  """Submodules that the learner leaves as they are."""
+  """Returns the submodules that the learner freezes."""
   try:
     return frozen.modules(model, config.learner)
   except ValueError as error:

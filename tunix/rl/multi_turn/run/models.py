@@ -90,7 +90,7 @@ def make_policy(
 
   Args:
     config: names the architecture and its changes.
-    mesh: where weights lie.
+    mesh: Mesh that holds the weights.
     source: directory or shipped name whose weights are loaded.
 
   Raises:
@@ -328,7 +328,7 @@ def warm_start_source(config: TrainConfig) -> str:
 def starts_random(config: TrainConfig, source: str) -> bool:
   """Whether a run begins with random weights, replaced by `source`'s later."""
   named = named_policy(config)
-  # A directory's own weights are there from the beginning.
+  # A directory's own weights are loaded from the beginning.
   return not (named.brings_weights and source == named.weights)
 
 
@@ -369,14 +369,14 @@ def make_engine(
   """The rollout engine; not warmed up yet.
 
   Args:
-    config: of the run.
-    policy: what it samples from.
-    image_store: pixels of the prompts' images.
+    config: Settings of the run.
+    policy: Policy that it samples from.
+    image_store: Pixels of the prompts' images.
     model: the policy's, on the devices of the engine; None where those are the
       policy's own.
-    version: of its weights.
-    directory: of the run, for rollout hosts.
-    processes, copies: as of `remote_hosts.HostsEngine`, likewise.
+    version: Version of its weights.
+    directory: Directory of the run, for rollout hosts.
+    processes, copies: See `remote_hosts.HostsEngine`.
   """
   if not config.samples:
     return no_engine.NoEngine(version)
@@ -581,7 +581,7 @@ def make_store(
   """Opens the queue's durable store; None for `queue.path=""`.
 
   Args:
-    config: of the run.
+    config: Settings of the run.
     images: receives the stored groups' screenshots.
     own: file of this process, for `queue.path=auto`.
 

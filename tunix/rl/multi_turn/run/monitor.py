@@ -52,7 +52,7 @@ class RunMonitor:
     """Starts the uploader, and the embedded server if it is configured.
 
     Args:
-      config: of the run.
+      config: Settings of the run.
       images: pixels of the screenshots.
       resume_step: updates made before this start.
       tokenizer: the policy's tokenizer.json, for the embedded server to show
@@ -205,7 +205,7 @@ class EmbeddedServer:
     return line[line.index("http://") :]
 
   def close(self) -> None:
-    """Ends it. Idempotent."""
+    """Ends the server. Idempotent."""
     if self._process.stdin is not None:
       try:
         self._process.stdin.close()

@@ -137,7 +137,7 @@ class Episodes:
     return self._source.eval_task(families[family], place, config.eval.seed)
 
   def listed(self, split: str, count: int) -> list[dict[str, Any]]:
-    """What there is to know of the first tasks of a split."""
+    """Describes the first `count` tasks of a split."""
     return [
         {
             "task_id": groups.task_id_of(task),
@@ -216,10 +216,10 @@ class Episodes:
 
 
 def _outcome(episode: trajectory.Trajectory) -> dict[str, Any]:
-  """What an episode came to.
+  """Returns the outcome of an episode as JSON.
 
   Raises:
-    RuntimeError: not by the policy.
+    RuntimeError: A failure of the environment or the engine ended it.
   """
   status = episode.status
   if not status.is_policy_outcome:

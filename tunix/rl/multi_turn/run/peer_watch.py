@@ -1,7 +1,7 @@
 """Watches for notes of the other processes, beside whatever this one does.
 
-A stop that one process was asked for becomes a stop of all, also of those that
-wait for their episodes. Where a process failed by itself, the others may hang
+A stop that one process was asked for becomes a stop of all, also of processes
+that wait for episodes. Where a process failed by itself, the others may hang
 in a program of all devices, which no exception ends: they exit, with the
 reason, instead of waiting for the heartbeat.
 
@@ -42,7 +42,7 @@ class PeerWatch:
   ):
     """Args:
 
-      processes: of the run.
+      processes: Processes of the run.
       stop: the run's; announced when it is set, and set when it is announced.
       poll_s: seconds between two looks.
       grace_s: see `GRACE_S`.

@@ -44,7 +44,7 @@ def metadata_host(mode: str) -> str:
   """host[:port] of the metadata server; "" where there is none.
 
   Args:
-    mode: of `run.preemption`.
+    mode: Value of `run.preemption`.
   """
   if mode == "off":
     return ""
@@ -65,7 +65,7 @@ class PreemptionWatch:
   ):
     """Args:
 
-      mode: of `run.preemption`.
+      mode: Value of `run.preemption`.
       stop: set at a notice.
       poll_s: seconds between two looks.
     """

@@ -92,10 +92,10 @@ def with_policy(
   """Checks that a first turn fits the context, and that the run fits memory.
 
   Args:
-    config: of the run.
-    policy: as it begins.
+    config: Settings of the run.
+    policy: Policy that the run begins with.
     agent: one of its agents, fresh.
-    mesh: that the policy lies on.
+    mesh: Mesh of the policy.
 
   Returns:
     The run's memory, exact for a dry run.

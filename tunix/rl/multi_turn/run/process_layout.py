@@ -37,10 +37,10 @@ _COLLECT, _COUNTS, _NEXT = "collect", "counts", "next_index"
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """Where the processes' queues lie.
+  """Places of the processes' queues.
 
   Attributes:
-    processes: that the queues are of.
+    processes: Number of processes with a queue.
     generation: how often they were dealt anew.
   """
 
@@ -149,12 +149,12 @@ def own_extras(
   """The part of a checkpoint's extras that belongs to this process.
 
   Args:
-    extras: of a checkpoint by any number of processes.
-    processes: that resume from it.
-    config: of the run.
+    extras: Extras of a checkpoint by any number of processes.
+    processes: Processes that resume from it.
+    config: Settings of the run.
 
   Raises:
-    ConfigError: the parts cannot be dealt to so many processes.
+    ConfigError: The parts cannot be dealt to this number of processes.
   """
   parts = extras.get(loop_lib.PROCESSES) or [extras]
   if len(parts) == processes.count:

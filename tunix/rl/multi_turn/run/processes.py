@@ -158,8 +158,8 @@ def leave(processes: peers_lib.Peers, status: int = 0) -> None:
   """Parts from the others once all are here; call it last.
 
   Args:
-    processes: of the run.
-    status: with which this process exits at once where some have parted: they
+    processes: Processes of the run.
+    status: Exit status of this process where some have parted: they
       will not come.
   """
   if processes.count == 1:

@@ -32,8 +32,8 @@ class RunProxy:
 
   Attributes:
     app: the OpenAI-compatible application.
-    url: of the server.
-    connection: what `episodes.make_collector` takes.
+    url: Address of the server.
+    connection: Argument of `episodes.make_collector`.
     address: (URL of the API, bearer token), as clients elsewhere use them.
   """
 
@@ -52,8 +52,8 @@ class RunProxy:
 
     Args:
       config, policy, engine, image_store: of the run.
-      token: that clients present; "" makes one.
-      beside: ASGI applications at path prefixes of the same server.
+      token: Token that clients present; "" makes one.
+      extra_apps: ASGI applications at path prefixes of the same server.
       sessions: held at a time; 0 = twice the run's episodes in flight.
 
     Raises:

@@ -122,7 +122,7 @@ def recorded(config: TrainConfig) -> TrainConfig:
 
 
 def check_directory(config: TrainConfig) -> None:
-  """Refuses what is not a run's directory.
+  """Refuses a path that is no directory.
 
   Raises:
     ConfigError: naming the directory.

@@ -64,18 +64,18 @@ class Run:
 
   Attributes:
     config: complete, with the task families named.
-    processes: that make the run.
-    directory: of the run.
-    own_directory: of this process's part; the same in process 0.
+    processes: Processes of the run.
+    directory: Directory of the run.
+    own_directory: Directory of this process; the same in process 0.
     resuming: whether it continues a run that began before.
     changed: settings that a resumed run changes, each with its old value.
     stop: set to end the run after the present update.
     policy: the present one, on `mesh`.
-    memory: that the run takes, against what there is.
+    memory: Memory that the run takes, and the memory available.
     engine: rolls out.
     episodes: task -> (agent, environment).
     watchdog: judges the metrics.
-    counts: of episodes, groups and faults.
+    counts: Counts of episodes, groups and faults.
     updates: made so far, as far as evaluations are concerned.
     notes: Sentences about the end that a reader must know, e.g. that nothing
       was learned.
@@ -94,7 +94,7 @@ class Run:
 
     Args:
       config: equal in all processes.
-      processes: that make the run; each calls the same methods.
+      processes: Processes of the run; each calls the same methods.
 
     Raises:
       ConfigError: lists the parts that cannot be built, or names the process

@@ -88,7 +88,7 @@ class PolicySubject:
 
   Attributes:
     policy, engine: as of a run.
-    memory: that they take.
+    memory: Memory that they take.
   """
 
   connection: Any = None

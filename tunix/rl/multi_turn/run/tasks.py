@@ -82,7 +82,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, Any]:
   An empty task_source.families becomes all families of the source.
 
   Raises:
-    ConfigError: as `make_tasks`.
+    ConfigError: See `make_tasks`.
   """
   source = make_tasks(config)
   chosen = config.task_source

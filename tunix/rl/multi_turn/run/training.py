@@ -438,7 +438,7 @@ class Training:
     return make(
         self._learner.groups_per_step * config.collect.parts,
         config.queue,
-        # In one order whoever collects, where a step has all groups anyway.
+        # One order for all collectors, where a step has all groups anyway.
         order="admission"
         if config.lockstep
         or (config.fleet.away and config.queue.max_staleness == 0)
@@ -463,7 +463,7 @@ class Training:
   def _make_collecting(
       self, metrics: step_metrics.StepMetrics, extras: dict[str, Any]
   ) -> Any:
-    """What fills the queue, from a checkpoint's extras where one is resumed."""
+    """Returns the loop that fills the queue, restored from `extras`."""
     state = extras.get("collect")
     consumed = extras.get(loop_lib.CONSUMED, ())
     if isinstance(self._queue, offline_queue.OfflineQueue):

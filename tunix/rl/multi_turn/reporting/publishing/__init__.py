@@ -37,10 +37,10 @@ def save(
   """Writes the folder that `push` would send.
 
   Args:
-    directory: of a run or an evaluation.
+    directory: Directory of a run or an evaluation.
     content: policy or episodes.
-    folder: to write; absent or empty.
-    described: for the card.
+    folder: Folder to write; absent or empty.
+    described: Facts for the card.
 
   Returns:
     the folder.

@@ -2,7 +2,7 @@
 
 `datasets.load_dataset(folder)` reads it, screenshots as images, and
 `Trajectory.from_json(json.loads(row["trajectory"]))` gives the episode back,
-with its tokens and log-probs. What the policy saw and wrote is given as it is;
+with its tokens and log-probs. What the policy saw and wrote is unchanged;
 errors name no path and no host of the machine, see `public`.
 """
 

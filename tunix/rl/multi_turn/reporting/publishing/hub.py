@@ -57,7 +57,7 @@ def check_name(name: str, field: str = "repo") -> None:
 
 
 def check(target: Target) -> None:
-  """What can be said before the Hub is asked; raises PublishError."""
+  """Checks a target without asking the Hub; raises PublishError."""
   import huggingface_hub  # pylint: disable=g-import-not-at-top
   from huggingface_hub import constants  # pylint: disable=g-import-not-at-top
 
@@ -87,10 +87,10 @@ def push(
     folder: all its files are sent; those that the repository has already are
       not sent again.
     target: the repository.
-    message: of the commit.
+    message: Message of the commit.
     replaces: patterns of files that are deleted there unless the folder has
       them. All others stay.
-    stall_s: that the Hub may be silent.
+    stall_s: Seconds that the Hub may be silent.
 
   Returns:
     the address of the repository.
@@ -165,7 +165,7 @@ def _refusal(where: str, error: Any) -> str:
 
 @contextlib.contextmanager
 def _deadlines(stall_s: float) -> Iterator[None]:
-  """Within, requests of the client end when the server is silent so long.
+  """Ends requests of the client when the server is silent for `stall_s`.
 
   A content is asked for up to six times, so a push to a Hub that falls silent
   in the middle ends after six times as long.

@@ -4,7 +4,7 @@ Promises: a published setting or error names no directory and no host of the
 machine, no value of an environment, no password or token that `credentials`
 knows. A path keeps its last name: `/home/me/models/agent` is `…/agent`.
 
-Does not: look into what the policy saw and wrote, which is published as it is.
+Does not: change what the policy saw and wrote.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def settings(value: Any, name: str = "") -> Any:
 
   Args:
     value: nested plain values.
-    name: of the setting that holds them.
+    name: Name of the setting that holds them.
   """
   if isinstance(value, Mapping):
     if name and _ENVIRONMENT.search(name):

@@ -6,7 +6,7 @@ the groups. The tokens of an episode are the server's record, as with
 `rollout.via=proxy`.
 
 Promises: those of `player`; at most as many episodes at a time as the run
-wants; what gyms share is closed at the end; a collector that is told to end
+wants; what gyms share is closed at the end; a collector that SIGTERM ends
 gives its groups back at once.
 
 Does not: import JAX, tokenise, render, or use pickle: settings, groups and
@@ -55,7 +55,7 @@ class Collector(player.GroupPlayer):
   ):
     """Args:
 
-      learner: whose address has `policy` beside `url`: the root of its
+      learner: Learner whose address has `policy` beside `url`: the root of its
         OpenAI-compatible server.
       overrides: settings of this collector in place of the run's, by dotted
         key, e.g. gym.options.
@@ -165,7 +165,7 @@ class Collector(player.GroupPlayer):
       _LOG.warning("a collector did not close all of its parts: %r", error)
 
   async def _leave(self) -> None:
-    """Gives groups back at once, where the learner is there to take them."""
+    """Gives groups back at once, if the learner answers."""
     try:
       await asyncio.wait_for(
           self._learner.ask("/beat", leases=[], stats={}, leaving=True),
@@ -182,7 +182,7 @@ def collect(address: str, name: str, patience_s: float) -> str:
 
   Args:
     address: JSON with `url`, `policy` and `token`.
-    name: of the collector.
+    name: Name of the collector.
     patience_s: longest wait for a learner that is not there.
 
   Returns:

@@ -43,7 +43,7 @@ _REACH_S = 10.0  # Seconds.
 
 
 def _reach(address: str) -> None:
-  """Raises where nobody listens at "host:port" or "ray://host:port".
+  """Raises if no server listens at "host:port" or "ray://host:port".
 
   Ray itself tries for three minutes before it says so.
   """
@@ -66,7 +66,7 @@ class Cluster:
       ImportError: ray is not installed.
       Exception: Ray's, where there is no such cluster.
     """
-    # A cluster of one run has nobody to report its use to.
+    # A cluster of one run reports its use to no service.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray  # pylint: disable=g-import-not-at-top
 

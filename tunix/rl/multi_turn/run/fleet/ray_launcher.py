@@ -36,7 +36,7 @@ class RayLauncher:
 
     Args:
       config: names it, and what an actor claims.
-      address: of the learner, for the actors.
+      address: The learner's address, for the actors.
       patience_s: an actor's, with a learner that does not answer.
 
     Raises:

@@ -52,9 +52,9 @@ class Fleet:
   """See the module docstring. A `lending.Lender`.
 
   Attributes:
-    book: of the groups that collectors play.
+    book: Leases of the groups that collectors play.
     serial: 0: collectors load no weights.
-    address: of this learner, for collectors.
+    address: Address of this learner, for collectors.
   """
 
   serial = 0
@@ -71,7 +71,7 @@ class Fleet:
 
     Args:
       config, policy, engine, images: of the run.
-      directory: of this process, for the address.
+      directory: Directory of this process, for the address.
 
     Raises:
       ConfigError: a package is not installed, or the address is taken.
@@ -146,7 +146,7 @@ class Fleet:
   def remote_collector(
       self, mode: str
   ) -> Callable[..., lending.RemoteCollector]:
-    """What makes the collectors of a mode, see `episodes.make_collector`."""
+    """Returns a maker of collectors; see `episodes.make_collector`."""
     return functools.partial(lending.RemoteCollector, self, mode)
 
   def stats(self) -> dict[str, float]:

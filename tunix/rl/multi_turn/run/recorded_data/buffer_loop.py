@@ -116,12 +116,12 @@ class LeasedQueue(group_queue.GroupQueue):
 class _Group:
   """Items of one instance that are to be queued."""
 
-  found: list[records.Record]
+  items: list[records.Record]
   about: _About
 
 
 class _About(NamedTuple):
-  """What a group is recognised by."""
+  """Identity of a group, by which a repeated delivery is recognised."""
 
   key: str
   name: str  # Of its instance; "" where that is unknown.
@@ -156,13 +156,13 @@ class BufferLoop:
   ):
     """Args:
 
-      make_client: of the service.
-      reader: of the policy.
+      make_client: Makes a client of the service.
+      reader: Makes episodes of the policy.
       queue: takes the groups.
       settings: a `BufferConfig`.
-      batch_size: of a read, see `BufferClient.read`.
-      group_size: that the buffer must have where others write; 0 = any.
-      raw: the buffer must not have normalised rewards, where others write.
+      batch_size: Size of a read, see `BufferClient.read`.
+      group_size: Size of the buffer's groups if other programs write; 0 = any.
+      raw: Whether rewards that other programs write must not be normalised.
       min_valid: members of a group that can be trained on, at least.
       payload: instance ids to skip -> body of `/start_rollout`; None starts
         nothing.
@@ -219,10 +219,10 @@ class BufferLoop:
       consumed: Iterable[int] = (),
       stored: Iterable[tuple[int, trajectory_lib.TrajectoryGroup]] = (),
   ) -> None:
-    """Goes on where `state` was taken. Call it before `run`.
+    """Restores the loop from a saved state. Call it before `run`.
 
     Args:
-      state: of a checkpoint; {} without one.
+      state: State of a checkpoint; {} without one.
       consumed: indices that the checkpoint holds the training of.
       stored: groups that the queue's store holds, which are delivered again.
     """
@@ -540,10 +540,10 @@ class BufferLoop:
   ) -> trajectory_lib.TrajectoryGroup:
     episodes = [
         self._reader.episode(record, version=version)
-        for record in waiting.found
+        for record in waiting.items
     ]
-    group = records.group_of(waiting.found, episodes, start_version=version)
-    return named(group, waiting.found[0].instance_id, index)
+    group = records.group_of(waiting.items, episodes, start_version=version)
+    return named(group, waiting.items[0].instance_id, index)
 
   def _refusal(self, group: trajectory_lib.TrajectoryGroup) -> str:
     valid = len(group.valid)
@@ -570,7 +570,7 @@ class BufferLoop:
       keys.discard(about.key)
 
   def _settle(self, indices: Iterable[int]) -> None:
-    """The groups of these indices are trained on, durably, or dropped."""
+    """Finishes groups, by index, that were trained on durably or dropped."""
     with self._lock:
       for index in indices:
         about = self._queued.pop(index, None)

@@ -39,7 +39,7 @@ _ENDINGS = (".jsonl", ".json")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-  """Where an episode stands.
+  """Place of an episode in a file.
 
   Attributes:
     path: its file.
@@ -61,9 +61,9 @@ class RecordedGroups:
   """The groups of files, in the order of their first episodes.
 
   Attributes:
-    episodes: that they hold.
+    episodes: Number of episodes in them.
     left_out: episodes that are no training data, by reason.
-    digest: of the groups' names and sizes, in their order.
+    digest: Digest of the groups' names and sizes, in their order.
   """
 
   def __init__(
@@ -78,7 +78,7 @@ class RecordedGroups:
     """Args:
 
       path: file or directory.
-      reader: of the policy.
+      reader: Makes episodes of the policy.
       images: receives screenshots.
       split: "train" leaves a run's evaluations out; "all" does not.
       oldest_version: see `OfflineConfig`.

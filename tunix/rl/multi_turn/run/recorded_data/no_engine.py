@@ -14,7 +14,7 @@ class NoEngine:
   """Takes weights and keeps their version.
 
   Attributes:
-    version: of the weights published last.
+    version: Version of the weights published last.
   """
 
   cache_tokens = cache_bytes = 0

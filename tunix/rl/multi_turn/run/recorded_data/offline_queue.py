@@ -52,7 +52,7 @@ class OfflineQueue:
 
       groups: recorded.
       groups_per_step: default of `get_batch`.
-      seed: of the order.
+      seed: Seed of the order.
       epochs: after which the queue is closed; 0 repeats without end.
       shuffle: False keeps the order of the groups.
     """
@@ -212,10 +212,10 @@ class OfflineQueue:
   def load_state_dict(
       self, state: Mapping[str, Any], consumed: Iterable[int] = ()
   ) -> None:
-    """Goes on where `state` was taken.
+    """Restores the queue from a saved state.
 
     Args:
-      state: of a checkpoint.
+      state: State of a checkpoint.
       consumed: positions that the checkpoint holds the training of.
 
     Raises:

@@ -72,7 +72,7 @@ class EpisodeReader:
       renderer, tokenizer: of the policy.
       images: receives screenshots.
       parser: name of the grammar that tool calls are written in.
-      loss_mask_type: of text; "" uses the renderer.
+      loss_mask_type: Type of a text's loss mask; "" uses the renderer.
       missing_logprobs: "refuse" or "recompute".
       setting: section of the settings, for errors.
       vocabulary: Ids that the policy can have sampled; None takes any.
@@ -104,9 +104,9 @@ class EpisodeReader:
     """The episode of a record.
 
     Args:
-      record: of elsewhere.
-      version: of the weights, where the record has none.
-      directory: that files of screenshots in messages are relative to.
+      record: Episode that another program wrote.
+      version: Version of the weights, if the record has none.
+      directory: Base of relative paths of screenshots in messages.
 
     Raises:
       ValueError: something that is needed is missing; it names the item.
@@ -348,9 +348,9 @@ def fill_logprobs(
   """The groups with log-probs and versions where none were recorded.
 
   Args:
-    groups: of an update.
+    groups: Groups of an update.
     score: e.g. `Learner.sequence_logprobs`, of the present weights.
-    version: of these weights.
+    version: Version of the present weights.
   """
   waiting = [
       sequence
@@ -398,7 +398,7 @@ def fill_logprobs(
 
 
 def diagnosis(group: trajectory_lib.TrajectoryGroup) -> str:
-  """How a group's episodes ended, and a setting that may help."""
+  """Describes how a group's episodes ended, and a setting that may help."""
   ends = collections.Counter(
       t.status.value if t.num_sampled else f"{t.status.value} without a token"
       for t in group

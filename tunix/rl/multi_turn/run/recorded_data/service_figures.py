@@ -20,8 +20,8 @@ def check_groups(
 
   Args:
     stats: the figures.
-    url: of the service.
-    wanted: size of the groups; 0 = any.
+    url: Address of the service.
+    size: Size of the groups; 0 = any.
     raw: rewards must not be normalised.
 
   Raises:

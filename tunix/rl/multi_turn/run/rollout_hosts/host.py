@@ -1,7 +1,7 @@
 """Rolls out for a run whose learner is elsewhere (`rollout.via=hosts`).
 
 Builds the run's episodes and policy, samples with its own devices, collects the
-groups that the learner's processes lend, and loads weights as they are
+groups that the learner's processes lend, and loads weights when they are
 published, between two decode steps.
 
 Promises: a group is begun with the weights that were the newest when it was
@@ -40,7 +40,7 @@ class RolloutHost(player.GroupPlayer):
   ):
     """Args:
 
-      directory: of the run, where its `rollout.json` is or will be.
+      directory: Directory of the run, for its `rollout.json`.
       overrides: settings of this host in place of the run's, e.g. its mesh.
       patience_s: longest wait for a learner that is not there.
     """
@@ -82,7 +82,7 @@ class RolloutHost(player.GroupPlayer):
       ValueError: their weights are of another policy.
       RunEnded, LearnerGone, CallError: as of `player.Learner.call`.
     """
-    await self._learner.call("GET", "/run")  # They are there.
+    await self._learner.call("GET", "/run")  # Waits until a learner answers.
     try:
       self._known = player.addresses(self._directory)
     except (OSError, ValueError, KeyError):

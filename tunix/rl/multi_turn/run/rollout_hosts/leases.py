@@ -31,10 +31,10 @@ class Lease:
   """A group to be collected.
 
   Attributes:
-    number: of the lease.
+    number: Number of the lease.
     order: JSON for the host.
-    result: of the collected group.
-    host: that has it; "" while it waits.
+    result: Future of the collected group.
+    host: Name of the host that has it; "" while it waits.
     since: time at which it was lent.
     lent: how often it was.
   """
@@ -60,7 +60,7 @@ class LeaseBook:
     """Args:
 
       silence_s: after which a host loses its leases.
-      clock: in seconds.
+      clock: Returns seconds.
       exclusive: a group counts from the host that has its lease only, as where
         what a former host works with is taken away.
     """
@@ -148,8 +148,8 @@ class LeaseBook:
 
     Args:
       host: its name.
-      numbers: of the leases that it works on.
-      stats: of its engine.
+      numbers: Numbers of the leases that it works on.
+      stats: Counters of its engine.
     """
     with self._lock:
       self._hear(host)

@@ -76,7 +76,7 @@ class Learner:
   """HTTP calls of the learner at its present address.
 
   Attributes:
-    name: of this player, as the learner knows it.
+    name: Name of this player, as the learner knows it.
     known: the address of the latest call: `url` and `token`.
   """
 
@@ -91,9 +91,9 @@ class Learner:
 
       address: the learner's present `url` and `token`; a FileNotFoundError
         once there was one is the run's end.
-      where: of the address, for errors.
+      where: Place of the address, for errors.
       patience_s: longest wait for a learner that is not there.
-      name: of this player; "" makes one.
+      name: Name of this player; "" makes one.
     """
     self._address = address
     self._where = where
@@ -131,7 +131,7 @@ class Learner:
     """The body of the answer; waits for a learner that is not there.
 
     Raises:
-      LearnerGone: for too long.
+      LearnerGone: It did not answer for `patience_s`.
       RunEnded: the run has ended since this player joined it.
       CallError: the learner refuses the request.
     """
@@ -228,9 +228,9 @@ def config_of(
   """The configuration of a player.
 
   Args:
-    settings: of the run, by section, as the learner sends them.
+    settings: The run's settings by section, as the learner sends them.
     overrides: the player's own, by dotted key.
-    folder: in place of the run's directory.
+    folder: Folder in place of the run's directory.
 
   Raises:
     ConfigError: the run cannot be rolled out with these.

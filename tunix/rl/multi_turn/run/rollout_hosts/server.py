@@ -44,10 +44,10 @@ class LeaseRoutes:
   """The routes, of a server of their own or beside others.
 
   Attributes:
-    token: of the clients.
+    token: Token that clients present.
     app: the ASGI application.
-    serial: of the newest weights; it grows with each, also over processes.
-    version: of the newest weights.
+    serial: Serial number of the newest weights; it grows over restarts, too.
+    version: Version of the newest weights.
     ended: whether players are to learn that the run has.
   """
 
@@ -63,9 +63,9 @@ class LeaseRoutes:
   ):
     """Args:
 
-      book: of the leases.
+      book: Leases of the groups.
       images: receives the groups' screenshots.
-      settings: of the run, JSON.
+      settings: The run's settings, JSON.
       token: "" makes one.
       needs_weights: nothing is lent before weights are published.
       relent: awaited before a lease is lent that was lent before.
@@ -238,7 +238,7 @@ class RolloutServer(LeaseRoutes):
   """The routes on a server of their own, in a thread.
 
   Attributes:
-    url: of the server.
+    url: Address of the server.
   """
 
   def __init__(self, *args: Any, host: str, port: int, **options: Any):

@@ -23,11 +23,11 @@ def tensors_of(
   """A state's arrays in host memory, by dotted path.
 
   Args:
-    state: of the policy.
-    copies: where it lies over several processes, all of which call this
+    state: State of the policy.
+    copies: Copies, if it lies over several processes, all of which call this
       together; a tensor at a time is whole on their devices.
     keep: whether this process wants them; {} otherwise.
-    types: to which some are rounded first, by dotted path.
+    types: Types that arrays are rounded to first, by dotted path.
   """
   tensors = {}
   for path, variable in nnx.to_flat_state(state):

@@ -35,7 +35,7 @@ class Converser:
     renderer: messages to tokens.
     make_episode: task -> a fresh (agent, environment).
     solve: see `Solve`.
-    max_turns: of an episode whose task sets none.
+    max_turns: Turns of an episode whose task sets no limit.
   """
 
   renderer: sequence_builder.Renderer
@@ -100,7 +100,7 @@ class Converser:
 
 
 def _texts(turns: Iterator[conversations.Turn], agent: Any) -> Iterator[str]:
-  """What the policy would have written, in the agent's grammar."""
+  """Yields each turn as the policy would write it, in the agent's grammar."""
   for turn in turns:
     text, calls = conversations.text_and_calls(turn)
     yield agent.tool_parser.format(calls, text or None) if calls else text

@@ -126,7 +126,7 @@ class Demonstrator:
     make_agent: a fresh agent for an episode; its parser writes the actions.
     make_gym: a fresh gym.
     oracle: gives the right actions and the names of things.
-    image_store: where screenshots go.
+    image_store: Receives the screenshots.
     habits: family -> (name in HABITS, probability in [0, 1] that an episode
       is played with it).
     grid: (columns, rows) that clicks are snapped to.
@@ -242,7 +242,7 @@ async def play_all(
 
   Args:
     play_one: (task, seed) -> its demonstration, or UnsolvableError.
-    tasks: what to play.
+    tasks: Tasks to play.
     at_once: episodes in flight; more than one is for environments that wait.
 
   Raises:
@@ -338,8 +338,8 @@ class Grounder:
     renderer: messages to tokens.
     parser: a GUI-action parser; points are clicks in its grammar.
     grid: (columns, rows) that points are snapped to.
-    words: to type, for questions that teach to copy.
-    type_rate: share of those among the questions, when there are words.
+    words: Words to type, for questions that teach to copy.
+    type_rate: Share of such questions, if `words` is not empty.
     reverse_rate: share of items and questions that go from a point to a name.
   """
 

@@ -37,7 +37,7 @@ class Source:
 
   Attributes:
     oracle: gives the right actions.
-    tasks: to demonstrate, without end.
+    tasks: Tasks to demonstrate, without end.
     make_gym: a gym to demonstrate in; None for the run's own.
   """
 
@@ -52,7 +52,7 @@ class Conversations:
 
   Attributes:
     solve: gives the turns that solve a task.
-    tasks: to demonstrate, without end.
+    tasks: Tasks to demonstrate, without end.
   """
 
   solve: conversing.Solve

@@ -43,7 +43,7 @@ class WarmStart:
   Attributes:
     clones: whether demonstrations are yet to be cloned; the run then evaluates
       what it begins with, too.
-    policy: as the run begins; `apply` gives the one that GRPO begins with.
+    policy: Policy that the run begins with; `apply` returns GRPO's first one.
   """
 
   def __init__(
