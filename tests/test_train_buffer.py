@@ -73,11 +73,11 @@ def exact(payload, write, stop):
 
 
 def _groups_of(directory):
-  found = []
+  collected = []
   for line in (directory / "trajectories.jsonl").read_text().splitlines():
     line = json.loads(line)
-    found.append(line["group_id"].partition("@")[0])
-  return found
+    collected.append(line["group_id"].partition("@")[0])
+  return collected
 
 
 @pytest.mark.slow
@@ -224,11 +224,11 @@ def test_text_without_log_probs_is_refused_unless_it_is_chosen(
 
 
 def test_an_interrupt_ends_a_run_that_waits_for_the_service(tasks, tmp_path):
-  held = threading.Event()
+  blocked = threading.Event()
 
   def silent(payload, write, stop):
     del payload, write, stop
-    held.set()
+    blocked.set()
 
   with buffer_peer.BufferPeer({"math": silent}) as peer:
     run = small_runs.make_run(
@@ -237,7 +237,7 @@ def test_an_interrupt_ends_a_run_that_waits_for_the_service(tasks, tmp_path):
     )  # pyformat: disable
 
     def interrupt():
-      held.wait(60)
+      blocked.wait(60)
       run.stop.set()
 
     thread = threading.Thread(target=interrupt)

@@ -53,9 +53,9 @@ def test_cloning_goes_on_where_it_stopped(tmp_path, capsys, whole, after):
   assert step == str(after)
   capsys.readouterr()
   assert train.main([f"resume={directory}", "report.progress=lines"]) == 0
-  said = capsys.readouterr().err
-  assert f"playing demonstrations again {after}/{after}" in said
-  assert f"cloning demonstrations {after} " not in said
+  stderr = capsys.readouterr().err
+  assert f"playing demonstrations again {after}/{after}" in stderr
+  assert f"cloning demonstrations {after} " not in stderr
   assert not (directory / "cloning").exists()
   parts = weights(directory)
   assert whole.keys() == parts.keys()

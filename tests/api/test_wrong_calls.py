@@ -42,12 +42,12 @@ def test_a_directory_beside_a_run_names_the_run(runs, inside, told):
 
 
 def test_what_a_run_has_not_is_told(run):
-  kept = len(run.episodes)
+  count = len(run.episodes)
   with pytest.raises(ValueError, match="'reward'.*'reward_mean' or"):
     run.plot("reward")
-  with pytest.raises(IndexError, match=f"{kept} kept episodes, none at 9999"):
+  with pytest.raises(IndexError, match=f"{count} kept episodes, none at 9999"):
     run.episodes[9999]  # pylint: disable=pointless-statement
-  with pytest.raises(IndexError, match=f"{kept} kept episodes, none at 9999"):
+  with pytest.raises(IndexError, match=f"{count} kept episodes, none at 9999"):
     run.watch(9999)
   with pytest.raises(TypeError, match="episode='last'.*-1 is the last"):
     run.watch("last")

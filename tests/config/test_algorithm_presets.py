@@ -66,8 +66,8 @@ def test_every_key_of_a_preset_is_a_setting(name):
 
 def test_any_key_goes_before_the_preset_in_any_order(tmp_path):
   for order in (1, -1):
-    given = ["algorithm=gspo", "algorithm.clip_high=0.01"][::order]
-    config = load(*given, "learner.minibatches=2")
+    argv = ["algorithm=gspo", "algorithm.clip_high=0.01"][::order]
+    config = load(*argv, "learner.minibatches=2")
     assert config.algorithm.clip_high == 0.01
     assert config.algorithm.clip_low == 3e-4
     assert config.learner.minibatches == 2

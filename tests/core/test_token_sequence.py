@@ -15,8 +15,8 @@ GOOD = dict(
 
 
 def test_the_good_one_can_be_built():
-  made = token_sequence.TokenSequence(**GOOD, entropies=[0.0, 0.1, 0.2])
-  assert made.num_sampled == 2 and len(made) == 3
+  sequence = token_sequence.TokenSequence(**GOOD, entropies=[0.0, 0.1, 0.2])
+  assert sequence.num_sampled == 2 and len(sequence) == 3
 
 
 @pytest.mark.parametrize(
@@ -42,15 +42,15 @@ def test_what_breaks_the_contract_is_named(change, said):
 
 
 def test_a_trimmed_token_keeps_no_support():
-  made = token_sequence.TokenSequence(
+  sequence = token_sequence.TokenSequence(
       **GOOD, support=[[-1, -1], [6, 9], [7, -1]]
   )
-  trimmed = made.trimmed(1)
+  trimmed = sequence.trimmed(1)
   assert trimmed.loss_mask.tolist() == [False, False, True]
   assert trimmed.support.tolist() == [[-1], [-1], [7]]
-  assert made.support.tolist() == [[-1, -1], [9, 6], [7, -1]]
+  assert sequence.support.tolist() == [[-1, -1], [9, 6], [7, -1]]
   assert token_sequence.TokenSequence.from_json(trimmed.to_json()) == trimmed
-  assert made.trimmed(2).support.tolist() == [[-1], [-1], [-1]]
+  assert sequence.trimmed(2).support.tolist() == [[-1], [-1], [-1]]
 
 
 @pytest.mark.parametrize(

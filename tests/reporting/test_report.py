@@ -170,11 +170,11 @@ def test_ticks_are_round_numbers_inside(low, high, expected):
     st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 10)
 )
 def test_an_axis_has_two_ticks_at_least_and_few(low, span, count):
-  found = svg.ticks(low, low + span, count)
-  assert 2 <= len(found) <= max(count, 6) + 1
-  assert found == sorted(set(found))
+  ticks = svg.ticks(low, low + span, count)
+  assert 2 <= len(ticks) <= max(count, 6) + 1
+  assert ticks == sorted(set(ticks))
   slack = span * 1e-6 + abs(low) * 1e-9
-  assert all(low - slack <= tick <= low + span + slack for tick in found)
+  assert all(low - slack <= tick <= low + span + slack for tick in ticks)
 
 
 def test_a_fault_of_a_turn_is_named_once():

@@ -30,8 +30,8 @@ def test_a_notice_and_the_signal_after_it_are_one_request(capsys):
     for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
       os.kill(os.getpid(), number)
       stop.wait(10)
-  said = capsys.readouterr().err
-  assert said.count("SIGUSR1: ") == 2 and said.count("SIGTERM: ") == 1
+  stderr = capsys.readouterr().err
+  assert stderr.count("SIGUSR1: ") == 2 and stderr.count("SIGTERM: ") == 1
 
 
 def test_a_background_job_s_ignored_ctrl_c_is_ignored_again_afterwards():

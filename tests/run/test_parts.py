@@ -107,19 +107,19 @@ def play(config):
   async def episode():
     await env.reset()
     gives_up = gui_action.GuiAction("answer", text="no")
-    _, reward, done, info = await env.step([gives_up])
+    _, reward, over, info = await env.step([gives_up])
     await env.close()
-    return reward, done, info
+    return reward, over, info
 
   return asyncio.run(episode())
 
 
 def test_the_reward_is_the_configured_one(registered):
   for name, want in (("score", 0.0), ("success", 0.0), (registered, -0.1)):
-    reward, done, info = play(
+    reward, over, info = play(
         config_of(f"environment.reward={name}")
     )
-    assert done and not info["success"]
+    assert over and not info["success"]
     assert reward == pytest.approx(want)
 
 

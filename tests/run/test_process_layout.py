@@ -209,8 +209,8 @@ def test_screenshots_move_with_their_groups(tmp_path):
   group_store.redeal([*olds, tmp_path / "absent.db"][:2], [target])
   elsewhere = images_lib.ImageStore()
   store = group_store.SqliteGroupStore(target, images=elsewhere)
-  found = store.load()
-  assert [(i, g.group_id) for i, g in found] == [
+  stored = store.load()
+  assert [(i, g.group_id) for i, g in stored] == [
       (0, "g0"), (1, "g1"), (2, "g2")
   ]  # pyformat: disable
   assert store.known() == {0, 1, 2, 3}

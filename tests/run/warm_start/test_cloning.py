@@ -71,8 +71,8 @@ def test_demonstrations_are_played_once_and_drawn_again():
 
 def test_what_was_done_before_leaves_the_batches_as_they_are():
   play = lambda pairs: [shown(task) for task, _ in pairs if task % 8]
-  whole = clone(play)
-  assert clone(play, done=3) == whole[3:]
+  complete = clone(play)
+  assert clone(play, done=3) == complete[3:]
   assert clone(play, done=4) == []
 
 

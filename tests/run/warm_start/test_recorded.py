@@ -91,8 +91,8 @@ def test_a_person_who_says_done_is_cloned_to_the_end(tmp_path):
     """Ends when it is told to."""
 
     async def act(self, action):
-      seen = await super().act(action)
-      return dataclasses.replace(seen, done=False)
+      observation = await super().act(action)
+      return dataclasses.replace(observation, done=False)
 
   async def play():
     session = session_lib.Session("desktop", Patient(), out=path)

@@ -55,8 +55,8 @@ class Anywhere:
       return Image.fromarray(np.asarray(pixels))
     for directory in reversed(list(_directories)):
       run = run_data.RunDirectory(directory, {}, (), (), "")
-      if (image := run.open_image(ref)) is not None:
-        return image
+      if (picture := run.open_image(ref)) is not None:
+        return picture
     return None
 
 
@@ -163,8 +163,8 @@ def image(value: trajectory_lib.ImageRef) -> str | None:
 
 
 def image_png(value: trajectory_lib.ImageRef) -> bytes | None:
-  image = Anywhere().open_image(value)
-  return None if image is None else _png(image)
+  picture = Anywhere().open_image(value)
+  return None if picture is None else _png(picture)
 
 
 def observation_png(value: Any) -> bytes:

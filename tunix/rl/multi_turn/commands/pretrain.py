@@ -326,15 +326,15 @@ def heldout_report(
   """
   report = {}
   for kind, some in sequences.items():
-    numbers, words = [], []
+    numbers, of_words = [], []
     for sequence, logprobs in zip(some, learner.sequence_logprobs(some)):
       n = sequence.tokens - number_start
       is_number = (n >= 0) & (n < 1000) & sequence.loss_mask
       numbers.append(logprobs[is_number])
-      words.append(logprobs[sequence.loss_mask & ~is_number])
+      of_words.append(logprobs[sequence.loss_mask & ~is_number])
     number, other = (
         float(np.mean(values)) if len(values) else 0.0
-        for values in (np.concatenate(numbers), np.concatenate(words))
+        for values in (np.concatenate(numbers), np.concatenate(of_words))
     )
     if kind == "mixed":
       report["number_logprob"], report["other_logprob"] = number, other

@@ -70,14 +70,14 @@ def servers(config: TrainConfig) -> Iterator[Finding]:
 
 def ports(config: TrainConfig) -> Iterator[Finding]:
   """Whether the run's own servers can bind their ports."""
-  addresses = []
+  bindings = []
   if config.rollout.via in ("proxy", "hosts", "buffer") or config.fleet.away:
-    addresses.append(("rollout.port", config.rollout.host, config.rollout.port))
+    bindings.append(("rollout.port", config.rollout.host, config.rollout.port))
   processes = config.processes
   host, _, port = processes.coordinator.rpartition(":")
   if port.isdigit() and processes.index in (-1, 0) and _is_here(host):
-    addresses.append(("processes.coordinator", host, int(port)))
-  for key, address, number in addresses:
+    bindings.append(("processes.coordinator", host, int(port)))
+  for key, address, number in bindings:
     shown = f"{key}: {address}:{number or 'any free port'}"
     try:
       http_server.listen(address, number).close()
