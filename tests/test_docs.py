@@ -83,7 +83,7 @@ def renderer_rows():
 
 
 def in_words(rewrites):
-  """What a template writes anew, as the table has it."""
+  """Returns what a template changes, as the table has it."""
   kinds = {}
   for one in rewrites:
     kind, _, before = one.removeprefix("the ").partition(" before a ")

@@ -274,7 +274,7 @@ def _options_exist(file, words):
 
 
 def _form(command):
-  """How it starts a run or a plan, which take seconds to build; else None."""
+  """Returns the start of a run or a plan, slow to build; else None."""
   words = command.words()
   text = " ".join(words)
   match = re.match(

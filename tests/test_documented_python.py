@@ -74,7 +74,7 @@ def test_data_of_a_page_can_be_read(page):
 
 
 def test_nothing_indented_is_python():
-  """What is indented is a shell's; test_documented_commands looks at it."""
+  """Indented blocks are a shell's; test_documented_commands checks them."""
   for page in documented_code.pages():
     text = (documented_code.ROOT / page).read_text("utf-8")
     for line in re.findall(r"^    (\S.*)$", re.sub(
@@ -154,7 +154,7 @@ def test_the_rollout_buffers_generator_plays(tmp_path):
       assert time.monotonic() < due, running.stats()
       time.sleep(0.05)
     stats = running.stats()
-  # Equal rewards teach nothing: the group is not handed out, but is there.
+  # Equal rewards teach nothing: the group is kept and not handed out.
   assert stats["total_written"] == stats["waiting_items"] == 2
   assert stats["generator"]["log"][-1] == "2 episodes written, 0 failed"
 

@@ -36,7 +36,7 @@ def _name(who, method, path):
 
 @pytest.fixture(name="log")
 def _log(monkeypatch):
-  """What happens, by the diagram's words; evaluations are left out."""
+  """Records what happens, in the diagram's words, without evaluations."""
   log = []
   kinds = (
       events.RunStarted, events.EpisodeStarted, events.EpisodeFinished,
@@ -120,10 +120,10 @@ def test_a_run_does_what_the_diagram_shows(tmp_path, log, monkeypatch):
     model_calls, begun = [], []
     for first, last in zip([0, *ends], ends):
       step = words[first + 1 : last]
-      # The update, and the engine has its weights, before the step is told.
+      # The update, and the engine has its weights, before the step's event.
       assert step.count("WeightsPublished") >= 1
       step = [w for w in step if w != "WeightsPublished"]
-      # The next episode may begin before the step is told.
+      # The next episode may begin before the step's event.
       episodes, begun = _episodes([*begun, *step])
       assert len(episodes) == GROUPS * MEMBERS
       for episode in episodes:

@@ -41,7 +41,7 @@ FEW = (
 
 @pytest.fixture(autouse=True)
 def _as_documented(monkeypatch):
-  """In the repository's root, with the examples at hand."""
+  """In the repository's root, where the examples are."""
   monkeypatch.chdir(ROOT)
   monkeypatch.syspath_prepend(ROOT / "examples")
 

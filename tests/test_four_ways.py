@@ -74,7 +74,7 @@ def _played(both, overrides, mode, through_proxy=False):
 
 
 def _seen(trajectory):
-  """What the policy saw and did, beyond its tokens."""
+  """Returns what the policy saw and did, beyond its tokens."""
   steps = [
       (s.info.get("gui_actions"), s.reward, s.done) for s in trajectory.steps
   ]

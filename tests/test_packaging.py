@@ -395,7 +395,7 @@ def test_bytecode_is_made_of_what_is_imported_and_kept(tmp_path):
 
 
 def test_a_new_environment_goes_on_with_the_pip_it_has(tmp_path):
-  """Where no newer one can be had, installing is slower and no failure."""
+  """If no newer pip can be had, installing is slower and does not fail."""
   process = run(
       ROOT / "scripts" / "venv.sh", tmp_path / "v",
       PYTHON=sys.executable, PIP_NO_INDEX="1", PIP_CONFIG_FILE=os.devnull,

@@ -45,7 +45,7 @@ def test_every_setting_of_text_refuses_an_address_with_credentials(address):
   for key in keys:
     field = f"{key}.inner" if key.endswith("options") else key
     if key == "policy.config" or key == "environment.reward":
-      continue  # Of these, names and numbers: other checks come first.
+      continue  # Of them, names and numbers: other checks come first.
     with pytest.raises(config_lib.ConfigError) as refused:
       config_lib.load_config([f"{field}='{address}'"])
     assert SECRET not in str(refused.value), key

@@ -50,7 +50,7 @@ def episodes_of(paths, monkeypatch, play, mode="train", number=1):
 
 @pytest.mark.slow
 def test_the_example_plays_as_the_run_does(paths):
-  """Which shows what the policy reads, and what is made of what it says."""
+  """Shows what the policy reads, and how its answers are parsed."""
 
   async def both():
     return (

@@ -52,7 +52,7 @@ def _train(tmp_path, peer, tasks, *overrides):
 
 
 def exact(payload, write, stop):
-  """Token-exact items that ask nobody, of the weights of version 0."""
+  """Token-exact items of the weights of version 0, made without a server."""
   chance = random.Random(0)
   for name, row in buffer_peer.tasks_of(payload):
     for n in range(int(payload["num_repeat_per_sample"])):
@@ -107,7 +107,7 @@ def test_token_exact_items_are_gated_by_their_versions(tasks, tmp_path):
     ) == 0  # pyformat: disable
     lines = small_runs.metrics_of(tmp_path / "b")
     assert [line["staleness_max"] for line in lines] == [0, 1]
-    # The recorded log-probs count, which are not those of these weights.
+    # The recorded log-probs count, and they are of other weights.
     assert all(line["ratio_min"] < 0.9 for line in lines)
 
 

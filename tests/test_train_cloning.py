@@ -42,7 +42,7 @@ def _whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("after", trials.by_default([2], [2, 3]))
-def test_cloning_goes_on_where_it_stopped(tmp_path, capsys, whole, after):
+def test_cloning_goes_on_where_it_stopped(tmp_path, capsys, complete, after):
   """As if it had not, whether the last update was just saved or not."""
   run = small_runs.make_run(tmp_path, *CLONED, "name=parts")
   run.observers.add(Stops(run, after))
@@ -58,8 +58,8 @@ def test_cloning_goes_on_where_it_stopped(tmp_path, capsys, whole, after):
   assert f"cloning demonstrations {after} " not in stderr
   assert not (directory / "cloning").exists()
   parts = weights(directory)
-  assert whole.keys() == parts.keys()
-  for name, array in whole.items():
+  assert complete.keys() == parts.keys()
+  for name, array in complete.items():
     np.testing.assert_array_equal(parts[name], array, err_msg=name)
   model, _, _ = checkpoint.load_policy(str(directory / "warm_start"))
   assert model is not None

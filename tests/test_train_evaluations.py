@@ -44,8 +44,8 @@ def test_evaluations_measure_the_weights_of_their_step(tmp_path, monkeypatch):
 def test_no_training_episode_begins_during_an_evaluation(
     tmp_path, monkeypatch
 ):
-  """It would hold tabs that the evaluation's episodes wait for, while it waits
-  for them in lockstep: both would stand still until a deadline."""
+  """Such an episode would hold tabs that the evaluation waits for, and wait
+  for the evaluation in lockstep: both would stand still until a deadline."""
   kinds = []
   attach, evaluate = train.Run.attach_observers, evaluation.evaluate
 

@@ -1,4 +1,4 @@
-"""What a notebook shows of the package's values: IPython's own formatters."""
+"""A notebook draws the package's values by IPython's formatters."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_a_comparison_that_fails_is_an_error(
 ):
   shown = evaluate_lib.run_to_end
   monkeypatch.setattr(
-      evaluate_lib, "run_to_end", lambda made, **_: shown(made, quiet=quiet)
+      evaluate_lib, "run_to_end", lambda e, **_: shown(e, quiet=quiet)
   )
   with chat_server.serving() as (url, _):
     other = evaluate(tmp_path, url, name="o", **{"eval.episodes_per_task": 1})

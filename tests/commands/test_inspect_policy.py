@@ -1,4 +1,4 @@
-"""What a policy is and costs, said before it is trained."""
+"""Facts and costs of a policy before it is trained."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ def report(capsys, *arguments):
 
 
 def refusal(capsys, *arguments):
-  """What is printed to standard error when a command is refused."""
+  """Returns standard error of a refused command."""
   try:
     status = inspect_policy.main(arguments)
   except SystemExit as stopped:  # argparse's own.
@@ -193,7 +193,7 @@ def test_forward_of_a_published_size_asks_for_its_directory(
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "arguments, problem",
     (
         (["Qwen3-VL-5B"], "Qwen3-VL-4B"),
         (["tiny_vl", "--mesh", "fdsp=2"], "data=1,fsdp=8,sequence=2"),
@@ -207,8 +207,8 @@ def test_forward_of_a_published_size_asks_for_its_directory(
     ),
     ids=lambda x: " ".join(x) if isinstance(x, list) else None,
 )
-def test_a_refusal_names_the_fix(arguments, said, capsys):
-  assert said in refusal(capsys, *arguments)
+def test_a_refusal_names_the_fix(arguments, problem, capsys):
+  assert problem in refusal(capsys, *arguments)
 
 
 def test_a_directory_without_a_policy_is_refused(tmp_path, capsys):

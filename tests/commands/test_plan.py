@@ -357,16 +357,16 @@ def test_what_is_offered_is_as_fast_as_it_says(spare, capsys, monkeypatch):
     plan.main([*arguments, *more])
     return json.loads(capsys.readouterr().out)
 
-  seconds = lambda found: max(
-      found["roofline"]["accumulate"]["seconds"].values()
+  seconds = lambda planned: max(
+      planned["roofline"]["accumulate"]["seconds"].values()
   )
   offered = {f["settings"][0]: f for f in before["faster"]}
   for setting, promised in offered.items():
-    found = made(setting)
-    assert found["fits"] and found["total"] == promised["total"]
-    gain = seconds(before) / seconds(found)
+    planned = made(setting)
+    assert planned["fits"] and planned["total"] == promised["total"]
+    gain = seconds(before) / seconds(planned)
     assert gain == pytest.approx(promised["update"]) and gain > 1.2
-    assert setting not in {f["settings"][0] for f in found["faster"]}
+    assert setting not in {f["settings"][0] for f in planned["faster"]}
   most = offered["policy.config.remat=none"]["total"]
   small = dataclasses.replace(chips.CHIPS["v5e"], memory=most - 1)
   monkeypatch.setitem(chips.CHIPS, "v5e", small)

@@ -33,7 +33,7 @@ PUBLISHED = {
     "distill": dict(advantage="none", distill_coef=1.0),
 }
 NEEDED = {"distill": ["algorithm.teacher=tiny_vl"]}
-mine = presets.AlgorithmPreset({"algorithm.clip_high": 0.5}, "nowhere")
+own_preset = presets.AlgorithmPreset({"algorithm.clip_high": 0.5}, "nowhere")
 
 
 def load(*overrides):
@@ -89,7 +89,7 @@ def test_a_preset_of_ones_own_is_named_by_its_path():
 
 
 @pytest.mark.parametrize(
-    "given, message",
+    "argv, message",
     [
         (["algorithm=gsop"], "did you mean 'gspo'"),
         (["algorithm=json:dumps"], "not an AlgorithmPreset"),
@@ -131,9 +131,9 @@ def test_a_preset_of_ones_own_is_named_by_its_path():
         ),
     ],
 )
-def test_what_cannot_be_is_refused(given, message):
+def test_what_cannot_be_is_refused(argv, message):
   with pytest.raises(config_lib.ConfigError, match=message):
-    load(*given)
+    load(*argv)
 
 
 def test_some_learn_from_single_episodes():

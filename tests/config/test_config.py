@@ -1,4 +1,4 @@
-"""What loading a configuration promises: layers, types, refusals, help."""
+"""Promises of loading a configuration: layers, types, refusals, help."""
 
 import dataclasses
 import functools
@@ -322,7 +322,7 @@ def test_every_field_is_reached_by_key_value(path):
 
 
 def test_every_settings_class_of_the_package_is_a_section():
-  """What a component is set by, a run can set: no class stands outside."""
+  """Every settings class is a section of a run."""
   nested = set(loader.sections(config_lib.EvaluationConfig).values())
   nested |= {TrainConfig, config_lib.EvaluationConfig}
   for module in pkgutil.walk_packages(

@@ -1,4 +1,4 @@
-"""Which failed calls are made again, when and how often."""
+"""Failed calls are repeated, or not, by their kind."""
 
 import asyncio
 

@@ -20,7 +20,7 @@ def test_the_good_one_can_be_built():
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, problem",
     [
         (dict(logprobs=[0.0, np.nan, -1.0]), "logprobs must be finite"),
         (dict(logprobs=[0.0, -np.inf, -1.0]), "logprobs must be finite"),
@@ -36,8 +36,8 @@ def test_the_good_one_can_be_built():
         (dict(entropies=[0.1, 0.1, 0.2]), "not sampled carries an entropy"),
     ],
 )
-def test_what_breaks_the_contract_is_named(change, said):
-  with pytest.raises(ValueError, match=said):
+def test_what_breaks_the_contract_is_named(change, problem):
+  with pytest.raises(ValueError, match=problem):
     token_sequence.TokenSequence(**{**GOOD, **change})
 
 
@@ -54,18 +54,18 @@ def test_a_trimmed_token_keeps_no_support():
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, problem",
     [
         (dict(tokens=[[5, 6]]), r"tokens must be 1-D, got shape \(1, 2\)"),
         (dict(entropies=[[0.1], [0.2]]), "Completion.entropies must be 1-D"),
         (dict(support=[5, 6]), "Completion.support must be 2-D"),
     ],
 )
-def test_a_completion_has_the_axes_that_it_documents(change, said):
+def test_a_completion_has_the_axes_that_it_documents(change, problem):
   fields = dict(
       tokens=[5, 6], logprobs=[-1.0, -2.0], versions=[0, 0],
       finish_reason=policy_client.FinishReason.STOP,
   )  # pyformat: disable
   policy_client.Completion(**fields)
-  with pytest.raises(ValueError, match=said):
+  with pytest.raises(ValueError, match=problem):
     policy_client.Completion(**{**fields, **change})

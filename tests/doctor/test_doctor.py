@@ -37,8 +37,8 @@ def config(*words):
   return config_lib.load_config(words)
 
 
-def one(found):
-  (only,) = list(found)
+def one(findings):
+  (only,) = list(findings)
   return only
 
 
@@ -176,7 +176,7 @@ def test_disk_at_the_runs_directory(
   )
   result = one(machine.disk(config(f"run.dir={tmp_path}/a/b"), weights))
   assert result.status == status and fix in result.fix
-  assert requests == [pathlib.Path(tmp_path)]  # The nearest that is there.
+  assert requests == [pathlib.Path(tmp_path)]  # The nearest existing one.
 
 
 def test_versions_are_those_of_the_packages_metadata(monkeypatch):

@@ -1,4 +1,4 @@
-"""Where a turn's time goes, and who works at once: against known times."""
+"""Shares of a turn's time and of concurrent work, against known times."""
 
 import asyncio
 import itertools

@@ -71,7 +71,7 @@ def test_stages_and_evaluations_are_told():
 
 
 def _written(terminal: int) -> str:
-  """All that a terminal, closed on the other side, holds; closes it."""
+  """Returns what a terminal with a closed other side holds; closes it."""
   parts = []
   with contextlib.suppress(OSError):  # EIO is its end; a read gives a part.
     while part := os.read(terminal, 65536):

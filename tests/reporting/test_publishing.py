@@ -177,12 +177,12 @@ def test_a_folder_in_use_stays(run, tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
 
 
-@pytest.mark.parametrize("options, told", [
+@pytest.mark.parametrize("options, problem", [
     ({"license": "Apache 2"}, "apache-2.0"),
     ({"base_model": "a/b/c"}, "owner/name"),
 ])  # pyformat: disable
-def test_wrong_words_for_a_card(run, tmp_path, options, told):
-  with pytest.raises(publishing.PublishError, match=told):
+def test_wrong_words_for_a_card(run, tmp_path, options, problem):
+  with pytest.raises(publishing.PublishError, match=problem):
     run.save_for_hub(tmp_path / "out", **options)
 
 
@@ -228,13 +228,13 @@ def test_a_push_from_python(run, server, monkeypatch):
   assert server.private["dataset", "me/from-python"] in (None, False)
 
 
-@pytest.mark.parametrize("status, told", [
+@pytest.mark.parametrize("status, problem", [
     (403, "may not be written with this token .not yours"),
     (500, "refused: not yours"),
 ])  # pyformat: disable
-def test_a_refusal_is_told(run, server, status, told):
+def test_a_refusal_is_told(run, server, status, problem):
   server.refuse = status
-  with pytest.raises(publishing.PublishError, match=told):
+  with pytest.raises(publishing.PublishError, match=problem):
     run.push_to_hub("me/agent", token=hub_server.TOKEN)
   assert not list(run.directory.glob(".publish-*"))
 
@@ -417,15 +417,17 @@ def test_names_are_no_markup(private_run, tmp_path):
     assert "<b>" not in body and "\n# y" not in body
 
 
-@pytest.mark.parametrize("name, text, told", [
+@pytest.mark.parametrize("name, text, problem", [
     ("summary.json", '{"status": "running", "step": 3}', "is running, or was"),
     ("config.yaml", "a: [", "config.yaml is not valid YAML"),
     ("policy/config.json", "{", "config.json is damaged"),
     ("policy/config.json", "[]", "config.json is damaged"),
 ])  # pyformat: disable
-def test_damaged_and_unfinished_runs(private_run, tmp_path, name, text, told):
+def test_damaged_and_unfinished_runs(
+    private_run, tmp_path, name, text, problem
+):
   (private_run / name).write_text(text)
-  with pytest.raises(publishing.PublishError, match=told):
+  with pytest.raises(publishing.PublishError, match=problem):
     publishing.save(private_run, "policy", tmp_path / "out")
 
 

@@ -1,4 +1,4 @@
-"""What the observers promise about the files they leave behind."""
+"""Promises of the observers about the files they write."""
 
 import json
 import threading

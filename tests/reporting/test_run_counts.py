@@ -29,13 +29,13 @@ def group(index, statuses=(SUCCEEDED, FAILED), attempt=0):
   )  # pyformat: disable
 
 
-def collected(made, outcome="accepted"):
+def collected(group_, outcome="accepted"):
   """The events of a group's collection."""
-  for member in made:
+  for member in group_:
     if member.status is FAILED:
       yield events.Fault("step", "E", "x", member.trajectory_id)
-    yield events.EpisodeFinished(member, made.group_id, made.task_id)
-  yield events.GroupFinished(made, outcome)
+    yield events.EpisodeFinished(member, group_.group_id, group_.task_id)
+  yield events.GroupFinished(group_, outcome)
 
 
 def trained(step, *groups):
@@ -144,15 +144,15 @@ def test_groups_in_a_store_are_not_collected_again_and_count():
   assert got["groups"] == want["groups"] == {"accepted": 4}
   assert got["episodes"] == want["episodes"]
   assert got["faults"] == {"step/E": 3}
-  # What is not there any more was dropped for its age.
+  # A missing group was dropped for its age.
   again.restore_training(saved, groups[2:])
   assert again.totals()["groups"] == {"accepted": 4, "dropped": 1}
 
 
 def test_late_faults_belong_to_their_group():
   counts = run_counts.RunCounts()
-  collected_group = group(0)
-  for event in (*collected(collected_group), *trained(1, collected_group)):
+  group_ = group(0)
+  for event in (*collected(group_), *trained(1, group_)):
     counts.on_event(event)
   counts.on_event(events.Fault("close", "E", "x", "train-000000.1"))
   assert counts.training()["settled"]["faults"] == {"close/E": 1, "step/E": 1}
@@ -174,8 +174,8 @@ def in_parts(index):
   )  # pyformat: disable
 
 
-def fed(counts, *found):
-  for event in itertools.chain(*found):
+def fed(counts, *groups):
+  for event in itertools.chain(*groups):
     counts.on_event(event)
   return counts
 

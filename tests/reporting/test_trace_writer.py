@@ -26,23 +26,23 @@ def writer(tmp_path, mib=1.0, **options):
   )
 
 
-def slices(found, *lanes):
+def slices(spans, *lanes):
   return [
-      e for e in found
+      e for e in spans
       if e["ph"] == "X" and (not lanes or (e["pid"], e["tid"]) in lanes)
   ]  # pyformat: disable
 
 
-def lanes_of(found):
+def lanes_of(spans):
   out = {}
-  for one in slices(found):
+  for one in slices(spans):
     out.setdefault((one["pid"], one["tid"]), []).append(one)
   return out
 
 
-def check_nesting(found):
+def check_nesting(spans):
   """Slices of a lane lie beside or within one another, as viewers need."""
-  for lane in lanes_of(found).values():
+  for lane in lanes_of(spans).values():
     open_ = []
     for one in sorted(lane, key=lambda e: (e["ts"], -e["dur"])):
       end = one["ts"] + one["dur"]

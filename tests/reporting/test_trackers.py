@@ -28,7 +28,7 @@ LOGGER = "tunix.rl.multi_turn.reporting.trackers"
 
 
 def told(observers, steps=3, status="completed", first=1):
-  """What a run tells, as far as trackers listen."""
+  """Events of a run that trackers receive."""
   for observer in observers:
     observer.on_event(events.RunStarted("my run", {"learner": {"steps": 3}}))
     for step in range(first, first + steps):
@@ -205,7 +205,7 @@ def test_tensorboard_shows_every_number_once_after_a_resumption(tmp_path):
       reason="needs the extra `dev`",
   )
   told(of_run(tmp_path, tensorboard=True), steps=3, status="interrupted")
-  time.sleep(1.1)  # Files are told apart by the second.
+  time.sleep(1.1)  # File names differ by the second.
   told(of_run(tmp_path, resume_step=2, tensorboard=True), steps=2, first=3)
   read = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
   read.Reload()
@@ -487,7 +487,7 @@ def test_an_mlflow_server_that_is_not_there_is_named_once(
 
 
 class Broken:
-  """A backend that fails in the calls it is told to."""
+  """Backend that fails in chosen calls."""
 
   def __init__(self, fails):
     self.fails = fails

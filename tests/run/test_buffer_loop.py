@@ -67,7 +67,7 @@ def loop_of(
     payload=None,
     groups_per_step=2,
     raw=True,
-    told=None,
+    reports=None,
     rule=None,
     **settings,
 ):
@@ -94,7 +94,7 @@ def loop_of(
       min_valid=1,
       payload=(lambda skip: body) if payload is not None else None,
       observers=types.SimpleNamespace(
-          on_event=(lambda event: None) if told is None else told.append
+          on_event=(lambda event: None) if reports is None else reports.append
       ),
   )
   return loop, queue
@@ -137,7 +137,7 @@ def test_items_of_another_sampling_are_masked_and_counted_or_dropped(running):
   items[9]["extra_info"]["sampling_params"] = {"top_k": 4}
   reports = []
   rule = sampling_rule.SamplingRule(temperature=0.7)
-  loop, queue = loop_of(running, {"items": items}, told=reports, rule=rule)
+  loop, queue = loop_of(running, {"items": items}, reports=reports, rule=rule)
   run(loop)
   groups = {g.group_id[0]: g for g in (queue.get(timeout=5) for _ in "abc")}
   masks = {
@@ -220,7 +220,7 @@ def test_a_buffer_of_other_groups_is_refused_where_others_write(running):
     await asyncio.gather(task, return_exceptions=True)
 
   asyncio.run(asyncio.wait_for(look(), 30))
-  # A rollout that somebody else has started has the size.
+  # A rollout that another trainer has started has the size.
   running.start(num_repeat_per_sample=2, group_rules="raw")
   running.write(*exact("a"), *exact("b"))
   loop, queue = loop_of(running)
@@ -240,16 +240,16 @@ def equal(name, count=2):
   return [{**one, "reward": 1.0} for one in exact(name, count)]
 
 
-async def until(done):
+async def until(condition):
   async with asyncio.timeout(20):
-    while not done():
+    while not condition():
       await asyncio.sleep(0.02)
 
 
-def drops(told):
+def drops(reports):
   return [
       event.message
-      for event in told
+      for event in reports
       if isinstance(event, events.Fault) and event.kind == "dropped"
   ]
 
@@ -259,7 +259,7 @@ def test_what_the_service_drops_is_told_at_each_doubling(running, caplog):
   running.write(*equal("before"))
   assert not running.read()["success"]
   reports = []
-  loop, queue = loop_of(running, groups_per_step=1, raw=False, told=reports)
+  loop, queue = loop_of(running, groups_per_step=1, raw=False, reports=reports)
   dropped = lambda: running.stats()["total_dropped"]
 
   async def scene():
@@ -296,12 +296,12 @@ def test_drops_are_told_where_every_read_has_groups(running):
   for n in range(9):
     running.write(*exact(f"g{n}"))
   reports = []
-  loop, queue = loop_of(running, groups_per_step=1, raw=False, told=reports)
+  loop, queue = loop_of(running, groups_per_step=1, raw=False, reports=reports)
 
   async def scene():
     task = asyncio.ensure_future(loop.run())
     await until(lambda: drops(reports))
-    # Nobody trains: the queue holds some, and the others wait to be read.
+    # No learner trains: the queue holds some, and the rest wait to be read.
     assert running.stats()["waiting_items"]
     loop.stop()
     await asyncio.gather(task, return_exceptions=True)

@@ -66,14 +66,14 @@ class _Loop:
     if isinstance(event, events.Fault):
       self.faults.append(event.message)
 
-  def until(self, done):
+  def until(self, condition):
     """Runs the loop until `done()` holds."""
 
     async def run():
       task = asyncio.create_task(self.loop.run())
       try:
         async with asyncio.timeout(10):
-          while not done() and not task.done():
+          while not condition() and not task.done():
             await asyncio.sleep(0.01)
           if task.done():
             await task

@@ -144,7 +144,7 @@ def test_collectors_join_and_leave_by_hand(tmp_path, own):
   run = tmp_path / "r"
   metrics = run / "metrics.jsonl"
   stopped = threading.Event()
-  # One is there before the run.
+  # One starts before the run.
   members = [collector(run, tmp_path, "first")]
 
   def after(steps):

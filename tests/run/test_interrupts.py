@@ -16,7 +16,7 @@ def test_the_message_names_the_signal_and_the_second_ends(number, capsys):
     with interrupts.asked(stop, "stopping"):
       os.kill(os.getpid(), number)
       assert stop.wait(10)
-      # Whoever reads an exit status of 130 sees where it comes from: a
+      # The output explains an exit status of 130: a
       # `timeout` around the command, or Ctrl-C.
       assert f"\n{number.name}: stopping; press" in capsys.readouterr().err
       os.kill(os.getpid(), number)

@@ -48,7 +48,7 @@ def test_the_documented_overrides_build():
 def test_screenshots_share_the_pixels_of_a_trajectory():
   limit = ["policy=qwen3_vl_tiny", "policy.trajectory_pixels=12288"]
   for argv, tokens in (
-      (["environment.max_turns=1"], 48),  # 128x96 as it is.
+      (["environment.max_turns=1"], 48),  # 128x96 unchanged.
       (["environment.max_turns=4"], 12),  # 64x48.
       (["environment.max_turns=8", "agent.max_images=1"], 48),
   ):

@@ -45,11 +45,11 @@ def _metadata(monkeypatch):
   server.server_close()
 
 
-def wait_until(found):
+def wait_until(condition):
   due = time.monotonic() + 20
-  while not found() and time.monotonic() < due:
+  while not condition() and time.monotonic() < due:
     time.sleep(0.01)
-  assert found()
+  assert condition()
 
 
 @pytest.mark.parametrize(

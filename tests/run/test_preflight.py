@@ -193,7 +193,7 @@ def test_the_bytes_of_a_parameter_are_those_of_its_types():
 @pytest.mark.slow
 def test_activations_grow_with_the_rows_predicted_and_compiled():
   """The prediction is within a factor of three of what is compiled."""
-  # Of so many rows that the logits of a chunk, always as large, are the less.
+  # With enough rows that the logits of a chunk, of constant size, are less.
   sizes = {}
   for rows in (8, 32):
     for exact in (False, True):

@@ -1,4 +1,4 @@
-"""Which results of an update a run computes again, by the memory there is."""
+"""A run recomputes results of an update as the available memory demands."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Where a run resumes, what it trusts, and what it refuses."""
+"""Resuming: the step a run continues from, and the files it refuses."""
 
 import dataclasses
 import errno
@@ -58,7 +58,7 @@ def tree(directory):
 
 
 def refusal(capsys, *argv):
-  """The one line with which a command is refused."""
+  """Returns the one line with which a command is refused."""
   capsys.readouterr()
   status = train.main(list(argv))
   printed = capsys.readouterr()
@@ -114,7 +114,7 @@ def test_a_damaged_warm_start_is_named_and_costs_no_checkpoint(
 def test_what_an_older_version_left_half_written_is_made_again(
     run, monkeypatch
 ):
-  """It wrote config.json first; cloning/ was deleted last."""
+  """A killed warm start wrote config.json first and deleted cloning/ last."""
   (run / "warm_start" / durable.SUMS).unlink()
   (run / "warm_start" / "model.safetensors").unlink()
   (run / "cloning").mkdir()

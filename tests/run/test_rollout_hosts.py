@@ -59,9 +59,9 @@ class Host:
     self._loop.call_soon_threadsafe(self._task.cancel)
 
 
-def same(found, want):
-  assert [m["step"] for m in found] == [m["step"] for m in want]
-  for got, expected in zip(found, want):
+def same(record, want):
+  assert [m["step"] for m in record] == [m["step"] for m in want]
+  for got, expected in zip(record, want):
     for name in ("groups", "episodes", "reward_mean", "sampled_tokens"):
       assert got[name] == expected[name], name
     for name in ("loss", "grad_norm", "entropy", "logprob"):
@@ -77,7 +77,7 @@ def test_a_run_with_two_rollout_hosts_equals_one_that_rolls_out_itself(
   assert small_runs.run_train(tmp_path, "name=own", *ARGUMENTS) == 0
   run = tmp_path / "r"
   with concurrent.futures.ThreadPoolExecutor(3) as pool:
-    # One is there before the run, and one dies in the midst of it.
+    # One starts before the run, and one dies in the midst of it.
     first, second = Host(run, pool), Host(run, pool)
 
     def kill():
@@ -115,7 +115,7 @@ def test_a_run_with_two_rollout_hosts_equals_one_that_rolls_out_itself(
   assert list((run / "images").glob("*.png"))
 
 
-# --- what hosts are told ------------------------------------------------------
+# --- answers to hosts ---------------------------------------------------------
 
 
 def sent_to_hosts(config):
@@ -236,8 +236,8 @@ def test_a_silent_host_loses_its_groups_to_others():
   clock.now = 11.0
   assert book.beat("b", [lent[1].number], {"decode_tokens": 7.0}) == []
   assert book.hosts() == ["b"]
-  assert book.take("b") is lent[0]  # Before the one that nobody had.
-  # The dead one comes back: it is told, and its group does not count twice.
+  assert book.take("b") is lent[0]  # Before the one that no host had.
+  # The dead one comes back: its group does not count twice.
   assert book.beat("a", [lent[0].number], {}) == [lent[0].number]
   assert book.finish(lent[0].number, "b", "of b")
   assert not book.finish(lent[0].number, "a", "of a")

@@ -45,7 +45,7 @@ def test_harder_tasks_come_as_easier_ones_are_solved():
   sampler = run_tasks.make_sampler(config, source)
   learning = drawn(sampler, {0: 0.5, 2: 0.0}.get, 120)
   solved = drawn(sampler, {0: 1.0, 2: 0.5}.get, 120)
-  share = lambda found: collections.Counter(level for _, level in found)
+  share = lambda draws: collections.Counter(level for _, level in draws)
   assert share(learning[40:])[0] > 3 * share(learning[40:])[2] > 0
   assert share(solved[40:])[2] > 3 * share(solved[40:])[0] > 0
   assert {family for family, _ in learning} == set(FAMILIES)

@@ -48,9 +48,9 @@ def converser(*overrides):
   )
 
 
-def played(source, made, number):
+def played(source, converser, number):
   pairs = [(next(source.tasks), i) for i in range(number)]
-  return asyncio.run(demonstrations.play_all(made.episode, pairs, 4))
+  return asyncio.run(demonstrations.play_all(converser.episode, pairs, 4))
 
 
 def test_the_oracle_s_words_are_learned_from_and_tools_answer():

@@ -134,7 +134,7 @@ def test_habits_spoil_the_first_move(renderer, habit, family, check):
     assert not wrong.status.value == "succeeded"
     assert check(said(wrong)[0][1])
     assert said(wrong)[0] != said(right)[0]
-    # What it says is what it does, wrong as it is.
+    # It says what it does, although that is wrong.
     if habit == "wrong_widget":
       gym = desktop.DesktopGym()
       gym.start_sync(TASKS.train_task(family, bad.index(wrong)))

@@ -88,7 +88,7 @@ def test_a_person_who_says_done_is_cloned_to_the_end(tmp_path):
   path = tmp_path / "d.jsonl"
 
   class Patient(desktop.DesktopGym):
-    """Ends when it is told to."""
+    """Ends at a signal."""
 
     async def act(self, action):
       observation = await super().act(action)

@@ -104,7 +104,7 @@ class Fleet:
         engine,
         images,
         token=self._routes.token,
-        beside={PREFIX: self._routes.app},
+        extra_apps={PREFIX: self._routes.app},
         sessions=self._most_sessions(),
     )
     root = config.rollout.public_url or self._proxy.url

@@ -154,7 +154,7 @@ class WarmStart:
           longest=config.engine.context_length,
           seed=config.run.seed,
           observers=run.observers,
-          done=learner.version,
+          first_step=learner.version,
           after_update=save_when_due,
           processes=self._processes,
       )
