@@ -33,8 +33,8 @@ def weights(directory):
   return safetensors.load_file(directory / "warm_start" / "model.safetensors")
 
 
-@pytest.fixture(scope="module", name="whole")
-def _whole(tmp_path_factory):
+@pytest.fixture(scope="module", name="complete")
+def _complete(tmp_path_factory):
   """The weights of a run that was not stopped."""
   directory = tmp_path_factory.mktemp("whole")
   assert small_runs.run_train(directory, *CLONED, "name=whole") == 0

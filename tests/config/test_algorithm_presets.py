@@ -84,7 +84,7 @@ def test_without_a_name_nothing_changes():
 
 
 def test_a_preset_of_ones_own_is_named_by_its_path():
-  config = load(f"algorithm={__name__}:mine")
+  config = load(f"algorithm={__name__}:own_preset")
   assert config.algorithm.clip_high == 0.5
 
 
