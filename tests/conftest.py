@@ -1,4 +1,4 @@
-"""What all tests share: quick starts, bounded memory.
+"""Settings of all tests: quick starts, bounded memory.
 
 Processes that tests start import no torch, see `children/sitecustomize.py`.
 The collector of garbage looks less often: JAX's modules and traced programs

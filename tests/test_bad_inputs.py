@@ -79,11 +79,11 @@ def test_a_bad_input_is_answered_with_field_value_and_fix(
   except SystemExit as ended:  # argparse.
     status = ended.code
   shown = capsys.readouterr()
-  said = shown.err or shown.out
-  assert status == STATUS.get(f"{command} {arguments}", 2), said
-  assert "Traceback" not in said and "hunter2x" not in said
+  text = shown.err or shown.out
+  assert status == STATUS.get(f"{command} {arguments}", 2), text
+  assert "Traceback" not in text and "hunter2x" not in text
   for word in words:
-    assert word in said, said
+    assert word in text, text
 
 
 def test_the_table_covers_all_commands():

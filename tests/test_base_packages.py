@@ -23,11 +23,11 @@ def required():
   names, todo = set(), [(r, "") for r in PROJECT["dependencies"]]
   while todo:
     text, extra = todo.pop()
-    wanted = requirements.Requirement(text)
-    if wanted.marker and not wanted.marker.evaluate({"extra": extra}):
+    requirement = requirements.Requirement(text)
+    if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
       continue
-    name = utils.canonicalize_name(wanted.name)
-    for extra in ("", *wanted.extras):
+    name = utils.canonicalize_name(requirement.name)
+    for extra in ("", *requirement.extras):
       if (name, extra) not in names:
         names.add((name, extra))
         requires = importlib.metadata.distribution(name).requires or ()
@@ -86,7 +86,7 @@ def test_what_is_hidden_is_there_to_be_hidden():
 
 @pytest.mark.slow
 def test_a_run_needs_the_required_packages_alone(tmp_path):
-  done = child(
+  process = child(
       """
 import small_runs
 status = small_runs.run_train(
@@ -100,13 +100,13 @@ sys.exit(status)
 """,
       cwd=tmp_path,
   )
-  assert done.returncode == 0, done.stderr[-3000:]
+  assert process.returncode == 0, process.stderr[-3000:]
   assert list(tmp_path.rglob("report.html"))
   assert list(tmp_path.rglob("events.out.tfevents*"))
 
 
 def test_a_wrong_setting_is_refused_before_jax_has_started(tmp_path):
-  done = child(
+  process = child(
       """
 import runpy
 sys.argv[1:] = ["learner.steps=-1", "gym=deskto"]
@@ -118,8 +118,8 @@ finally:
 """,
       cwd=tmp_path,
   )
-  assert done.returncode == 2, done.stderr[-3000:]
-  assert "learner.steps=-1" in done.stderr and "deskto'" in done.stderr
+  assert process.returncode == 2, process.stderr[-3000:]
+  assert "learner.steps=-1" in process.stderr and "deskto'" in process.stderr
 
 
 def test_the_package_is_imported_at_once_and_without_a_word(tmp_path):
@@ -144,7 +144,7 @@ print(time.process_time() - before, *dir(mt))
 
 
 def test_publishing_episodes_names_its_extra(tmp_path):
-  done = child(
+  process = child(
       """
 from tunix.rl.multi_turn.reporting.publishing import episode_tables, hub
 try:
@@ -154,11 +154,11 @@ except hub.PublishError as error:
 """,
       cwd=tmp_path,
   )
-  assert "pip install 'tunix-multi-turn[hub]'" in done.stdout, done.stderr
+  assert "pip install 'tunix-multi-turn[hub]'" in process.stdout, process.stderr
 
 
 def test_an_agent_of_google_tunix_names_its_extra(tmp_path):
-  done = child(
+  process = child(
       """
 from tunix.rl.multi_turn.core import registry
 try:
@@ -168,4 +168,4 @@ except ImportError as error:
 """,
       cwd=tmp_path,
   )
-  assert "pip install 'tunix-multi-turn[google-tunix]'" in done.stdout
+  assert "pip install 'tunix-multi-turn[google-tunix]'" in process.stdout

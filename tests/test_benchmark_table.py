@@ -24,9 +24,9 @@ def table(tmp_path, monkeypatch):
 
 def small(table, name="conversion"):
   """A benchmark of the table on little work."""
-  (found,) = [b for b in table.TABLE if b.name == name]
+  (benchmark,) = [b for b in table.TABLE if b.name == name]
   return table.Benchmark(
-      name, found.script, ("--tokens", "400", "--turns", "10"),
+      name, benchmark.script, ("--tokens", "400", "--turns", "10"),
       (table.Figure("packed", "tokens/s", lambda r: r["400"]["pack"], 1.0),
        table.Figure("left out", "", lambda r: r["elsewhere"])),
   )  # pyformat: disable
@@ -36,8 +36,8 @@ def small(table, name="conversion"):
 def test_a_benchmark_runs_and_its_figures_are_read(table):
   benchmark = small(table)
   assert table.run(benchmark) is None
-  found = table.figures(benchmark)
-  assert set(found) == {"packed"} and found["packed"] > 1
+  figures = table.figures(benchmark)
+  assert set(figures) == {"packed"} and figures["packed"] > 1
   assert "load before" in table.measured([benchmark.name])
 
 

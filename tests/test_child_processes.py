@@ -9,11 +9,11 @@ _FOUND = "import importlib.util as u; print(u.find_spec('torch') is not None)"
 
 
 def _found(**environment):
-  done = subprocess.run(
+  process = subprocess.run(
       [sys.executable, "-c", _FOUND], env={**os.environ, **environment},
       capture_output=True, text=True, timeout=60, check=True,
   )  # pyformat: disable
-  return done.stdout.strip() == "True"
+  return process.stdout.strip() == "True"
 
 
 def test_a_child_finds_torch_only_where_it_is_to_be_seen():

@@ -99,14 +99,14 @@ def test_the_entry_script_builds_all_but_areal_s_trainer(capsys, monkeypatch):
     fields = dataclasses.fields(configs.CUAFields)
     place = next(f for f in fields if f.name == "gym_base_url")
     assert place.default == "http://127.0.0.1:5010"
-    made = configs.CUAFields
+    result = configs.CUAFields
     monkeypatch.setattr(
-        configs, "CUAFields", lambda: made(gym_base_url=url)
+        configs, "CUAFields", lambda: result(gym_base_url=url)
     )
     assert train.main(["--dry-run"]) == 0
     assert re.search(r"\d+ tasks to train on, \d+ held out",
                      capsys.readouterr().out)  # pyformat: disable
-    rows = [load("dataset").rows(made(gym_base_url=url), s)
+    rows = [load("dataset").rows(result(gym_base_url=url), s)
             for s in ("train", "eval")]  # pyformat: disable
   ids = [{r["task_id"] for r in part} for part in rows]
   assert ids[0] and ids[1] and not ids[0] & ids[1]

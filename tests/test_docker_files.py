@@ -43,9 +43,9 @@ import image_in_chroot  # noqa: E402
 
 @pytest.fixture(name="project")
 def _project(tmp_path):
-  found = tmp_path / "a project of mine"
-  found.mkdir()
-  return found
+  folder = tmp_path / "a project of mine"
+  folder.mkdir()
+  return folder
 
 
 def script(*arguments, **env):
@@ -58,10 +58,10 @@ def script(*arguments, **env):
 
 def shown(*arguments):
   """(the two commands of a dry run, what is said beside them)."""
-  done = script("--dry-run", "--ssh-host", "my-tpu", *arguments)
-  assert done.returncode == 0, done.stderr
-  stop, run = (shlex.split(line) for line in done.stdout.splitlines())
-  return stop, run, done.stderr
+  process = script("--dry-run", "--ssh-host", "my-tpu", *arguments)
+  assert process.returncode == 0, process.stderr
+  stop, run = (shlex.split(line) for line in process.stdout.splitlines())
+  return stop, run, process.stderr
 
 
 @pytest.mark.parametrize("path", [
@@ -70,11 +70,11 @@ def shown(*arguments):
 def test_shellcheck_finds_nothing(path):
   if shutil.which("shellcheck") is None:
     pytest.skip("no shellcheck; apt-get install shellcheck")
-  done = subprocess.run(
+  process = subprocess.run(
       ["shellcheck", ROOT / path], capture_output=True, text=True, timeout=60,
       check=False,
   )  # pyformat: disable
-  assert done.returncode == 0, done.stdout
+  assert process.returncode == 0, process.stdout
 
 
 # --- the notebook's container -------------------------------------------------
@@ -82,16 +82,16 @@ def test_shellcheck_finds_nothing(path):
 
 def test_the_container_of_the_first_design(project):
   """Its document's command, and a path with spaces."""
-  stop, run, said = shown(project)
+  stop, run, note = shown(project)
   assert stop == ["docker", "stop", "colab"]
   assert run == [
       "docker", "run", "--rm", "--privileged", "--net=host", *TPU,
       "-v", f"{project}:/workspace/tunix", "--name", "colab",
       "-w", "/workspace", IMAGE,
   ]  # pyformat: disable
-  assert "http://127.0.0.1:8080/?token=TOKEN" in said
-  assert "ssh -N -L 8080:127.0.0.1:8080 my-tpu" in said
-  assert "%load_ext autoreload" in said and "%autoreload 2" in said
+  assert "http://127.0.0.1:8080/?token=TOKEN" in note
+  assert "ssh -N -L 8080:127.0.0.1:8080 my-tpu" in note
+  assert "%load_ext autoreload" in note and "%autoreload 2" in note
 
 
 @pytest.mark.parametrize("arguments, workdir", [
@@ -114,14 +114,14 @@ def test_where_the_container_starts(project, arguments, workdir):
 def test_ports_are_mapped_without_the_hosts_network_only(
     project, arguments, mapped, port
 ):
-  _, run, said = shown(*arguments, project)
+  _, run, note = shown(*arguments, project)
   assert ("--net=host" in run) == (mapped is None)
   assert ("-p" in run) == (mapped is not None)
   if mapped:
     assert run[run.index("-p") + 1] == mapped
-  assert f"http://127.0.0.1:{port}/?token=TOKEN" in said
-  assert f"-L {port}:127.0.0.1:{port} my-tpu" in said
-  assert ("--port=9123 is ignored" in said) == (arguments[:1] == ["--port"])
+  assert f"http://127.0.0.1:{port}/?token=TOKEN" in note
+  assert f"-L {port}:127.0.0.1:{port} my-tpu" in note
+  assert ("--port=9123 is ignored" in note) == (arguments[:1] == ["--port"])
 
 
 @pytest.mark.parametrize("option, more", [
@@ -160,18 +160,18 @@ def recorded(tmp_path, project, *arguments, **env):
   (tools / "sleep").write_text("#!/bin/sh\n")
   (tools / "sleep").chmod(0o755)
   calls = tmp_path / "calls"
-  done = script(
+  process = script(
       *arguments, project, CALLS=str(calls),
       PATH=f"{tools}:{os.environ['PATH']}", **env,
   )  # pyformat: disable
-  return done, [
+  return process, [
       line.split("\0")[:-1] for line in calls.read_text().splitlines()
   ]
 
 
 def test_no_old_container_is_no_error_and_says_nothing(tmp_path, project):
-  done, calls = recorded(tmp_path, project, "--name", "mine")
-  assert done.returncode == 0 and "No such container" not in done.stderr
+  process, calls = recorded(tmp_path, project, "--name", "mine")
+  assert process.returncode == 0 and "No such container" not in process.stderr
   assert calls[:2] == [["stop", "mine"], ["container", "inspect", "mine"]]
   assert calls[2:] == [[
       "run", "--rm", "--privileged", "--net=host", *TPU,
@@ -181,9 +181,9 @@ def test_no_old_container_is_no_error_and_says_nothing(tmp_path, project):
 
 
 def test_a_container_that_keeps_its_name_is_not_removed(tmp_path, project):
-  done, calls = recorded(tmp_path, project, INSPECT="0")
-  assert done.returncode == 2
-  assert "docker rm colab, or choose another --name" in done.stderr
+  process, calls = recorded(tmp_path, project, INSPECT="0")
+  assert process.returncode == 2
+  assert "docker rm colab, or choose another --name" in process.stderr
   assert {call[0] for call in calls} == {"stop", "container"}
 
 
@@ -222,17 +222,17 @@ def test_the_host_s_edit_is_seen_at_once_where_it_is_mounted(project):
     ([".", "."], "two projects"),
 ])
 def test_a_wrong_argument_is_named(arguments, wrong):
-  done = script("--dry-run", *arguments)
-  assert done.returncode == 2 and not done.stdout
-  (line,) = done.stderr.splitlines()
+  process = script("--dry-run", *arguments)
+  assert process.returncode == 2 and not process.stdout
+  (line,) = process.stderr.splitlines()
   assert line.startswith("error: ") and wrong in line
 
 
 def test_without_docker_the_fix_is_named(tmp_path, project):
   for name in ("bash", "hostname", "dirname"):
     (tmp_path / name).symlink_to(shutil.which(name))
-  done = script(project, PATH=str(tmp_path))
-  assert done.returncode == 2 and "no docker on PATH" in done.stderr
+  process = script(project, PATH=str(tmp_path))
+  assert process.returncode == 2 and "no docker on PATH" in process.stderr
 
 
 PAGE = (ROOT / "docs" / "docker.md").read_text()
@@ -250,8 +250,8 @@ def test_documented_notebook_commands_are_accepted(project):
   lines = _documented("docker/tpu_notebook.sh")
   assert len(lines) >= 4
   for _, *words in lines:
-    done = script("--dry-run", *words[:-1], project)
-    assert done.returncode == 0, (words, done.stderr)
+    process = script("--dry-run", *words[:-1], project)
+    assert process.returncode == 0, (words, process.stderr)
 
 
 def test_documented_builds_and_runs_are_those_of_the_image():
@@ -261,8 +261,8 @@ def test_documented_builds_and_runs_are_those_of_the_image():
     assert (ROOT / words[words.index("-f") + 1]).is_file()
     tags.add(words[words.index("-t") + 1])
     if "--build-arg" in words:
-      given = words[words.index("--build-arg") + 1]
-      assert given.partition("=")[0] in arguments
+      argument = words[words.index("--build-arg") + 1]
+      assert argument.partition("=")[0] in arguments
   for words in _documented("docker run"):
     (image,) = (word for word in words if word in tags)
     command = words[words.index(image) + 1]
@@ -328,12 +328,12 @@ def test_the_device_chooses_the_extra(tmp_path, device, extras, installs):
 def test_an_unknown_device_ends_the_build():
   check = next(text for text in _texts("RUN") if "DEVICE" in text)
   for device, status in (("cpu", 0), ("gpu", 0), ("npu", 2)):
-    done = subprocess.run(
+    process = subprocess.run(
         ["sh", "-c", check], env={"DEVICE": device}, capture_output=True,
         text=True, timeout=30, check=False,
     )  # pyformat: disable
-    assert done.returncode == status
-  assert "DEVICE=npu" in done.stderr
+    assert process.returncode == status
+  assert "DEVICE=npu" in process.stderr
 
 
 def test_instructions_are_carried_out_as_an_engine_would(tmp_path):
@@ -392,9 +392,9 @@ def _words(service):
 
 def test_the_services_are_the_servers_of_a_training():
   assert SERVICES.keys() == PORTS.keys()
-  known = {"context": "..", "dockerfile": "docker/Dockerfile"}
+  build = {"context": "..", "dockerfile": "docker/Dockerfile"}
   for service in SERVICES.values():
-    assert known.items() <= service["build"].items()
+    assert build.items() <= service["build"].items()
     assert service["command"][0] in tunix_multi_turn.COMMANDS
 
 
@@ -414,10 +414,11 @@ def _parsed(service, monkeypatch):
     return run_service.parser().parse_args(words)
   if name == "buffer":
     return buffer_service().parser().parse_args(words)
-  found = []
-  monkeypatch.setattr(monitor, "_serve", lambda args: found.append(args) or 0)
+  seen_args = []
+  serve = lambda args: seen_args.append(args) or 0
+  monkeypatch.setattr(monitor, "_serve", serve)
   assert monitor.main(words) == 0
-  return found[0]
+  return seen_args[0]
 
 
 @pytest.mark.parametrize("service", PORTS)
@@ -443,26 +444,26 @@ def test_the_buffer_calls_itself_by_the_name_that_trainers_use(monkeypatch):
 
 @pytest.mark.parametrize("service", PORTS)
 def test_a_service_is_published_to_this_machine_and_watched(service):
-  found, port = SERVICES[service], PORTS[service]
-  assert found["ports"] == [f"127.0.0.1:{port}:{port}"]
+  definition, port = SERVICES[service], PORTS[service]
+  assert definition["ports"] == [f"127.0.0.1:{port}:{port}"]
   variable = TOKENS[service]
-  assert found["environment"][variable].startswith(f"${{{variable}:?")
-  kind, python, _, program = found["healthcheck"]["test"]
+  assert definition["environment"][variable].startswith(f"${{{variable}:?")
+  kind, python, _, program = definition["healthcheck"]["test"]
   assert (kind, python) == ("CMD", "python")
   compile(program, service, "exec")
   assert f"http://127.0.0.1:{port}/" in program and "timeout=" in program
-  assert found["healthcheck"]["start_period"]
+  assert definition["healthcheck"]["start_period"]
   example = (DOCKER / "env.example").read_text()
   assert f"\n{variable}=\n" in example
 
 
 def test_the_services_build_with_every_argument_of_the_image():
-  given = {
+  result = {
       name: re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value)
       for name, value in SERVICES["gym"]["build"]["args"].items()
   }
   arguments = dict(text.partition("=")[::2] for text in _texts("ARG"))
-  assert given == {
+  assert result == {
       name: value.strip('"') for name, value in arguments.items()
       if name != "BASE"
   }  # pyformat: disable
@@ -493,21 +494,21 @@ def test_variables_of_the_servers_have_an_example():
 @pytest.mark.parametrize("device", ["cpu", "tpu"])
 def test_an_editors_container_is_built_from_the_image(device):
   file = ROOT / ".devcontainer" / device / "devcontainer.json"
-  found = json.loads(file.read_text())
-  build = found["build"]
+  data = json.loads(file.read_text())
+  build = data["build"]
   assert (file.parent / build["dockerfile"]).resolve() == DOCKER / "Dockerfile"
   assert (file.parent / build["context"]).resolve() == ROOT
   arguments = {text.partition("=")[0] for text in _texts("ARG")}
   assert build["args"].keys() <= arguments and build["args"]["DEVICE"] == device
-  folder = found["workspaceFolder"]
-  assert f"target={folder}," in found["workspaceMount"]
-  settings = found["customizations"]["vscode"]["settings"]
+  folder = data["workspaceFolder"]
+  assert f"target={folder}," in data["workspaceMount"]
+  settings = data["customizations"]["vscode"]["settings"]
   assert settings["python.defaultInterpreterPath"].startswith(folder)
-  assert "make install-dev" in found["postCreateCommand"]
+  assert "make install-dev" in data["postCreateCommand"]
   if device == "tpu":
-    assert found["privileged"] and found["runArgs"] == ["--net=host"]
-    assert found["containerEnv"]["TPU_NAME"] == "local"
-    mounted = {re.search("source=([^,]+)", m)[1] for m in found["mounts"]}
+    assert data["privileged"] and data["runArgs"] == ["--net=host"]
+    assert data["containerEnv"]["TPU_NAME"] == "local"
+    mounted = {re.search("source=([^,]+)", m)[1] for m in data["mounts"]}
     assert mounted == {"/dev", "/run", "/var/lib/cloud"}
 
 

@@ -83,14 +83,14 @@ def renderer_rows():
 
 
 def in_words(rewrites):
-  """What a template writes anew, as the table has it."""
+  """Returns what a template changes, as the table has it."""
   kinds = {}
   for one in rewrites:
     kind, _, before = one.removeprefix("the ").partition(" before a ")
     kinds.setdefault(kind, []).append(before.removesuffix(" message"))
   if not kinds:
     return "–"
-  (before,) = {tuple(found) for found in kinds.values()}
+  (before,) = {tuple(words) for words in kinds.values()}
   where = "any" if len(before) == 2 else f"a {before[0]}"
   return f"{' and '.join(kinds)} before {where} message"
 
@@ -130,13 +130,13 @@ def test_the_table_of_renderers_is_what_they_do():
 
 
 def test_every_grammar_names_a_renderer_of_the_table():
-  known = {*RENDERERS, "any", "the server's", "the checkpoint's"}
+  renderers = {*RENDERERS, "any", "the server's", "the checkpoint's"}
   text = (ROOT / "docs" / "grammars.md").read_text(encoding="utf-8")
   for parser in tool_parser.tool_parser_names():
-    found = re.findall(rf"^\|[^|]+\| `{parser}` \|([^|]+)\|", text, re.M)
+    matches = re.findall(rf"^\|[^|]+\| `{parser}` \|([^|]+)\|", text, re.M)
     if tool_parser.get_tool_parser(parser).__module__.startswith("tunix."):
-      (cell,) = found
-      assert known.issuperset(cell.strip().split(", ")), parser
+      (cell,) = matches
+      assert renderers.issuperset(cell.strip().split(", ")), parser
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -52,8 +52,8 @@ def test_every_name_of_the_api_page_is_there():
   assert len(named) > 15
   for name in named:
     module, _, attribute = name.rpartition(".")
-    found = getattr(importlib.import_module(module), attribute)
-    assert found.__doc__, name
+    object_ = getattr(importlib.import_module(module), attribute)
+    assert object_.__doc__, name
 
 
 @functools.cache
@@ -70,18 +70,18 @@ def test_settings_that_a_page_names_exist(page):
   for code in re.findall(r"`([^`\n]+)`", text):
     for key in re.findall(r"(?<![\w./-])([a-z_]+(?:\.[a-z_]+)+)=", code):
       if key.partition(".")[0] in sections:
-        known = any(key == k or key.startswith(f"{k}.") for k in keys())
-        assert known, f"{page.name} names the setting {key}"
+        is_setting = any(key == k or key.startswith(f"{k}.") for k in keys())
+        assert is_setting, f"{page.name} names the setting {key}"
 
 
 def anchors(path: pathlib.Path) -> set[str]:
   """Anchors of a page's headings, as GitHub and the site make them."""
   text = re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.S)
-  found = set()
+  collected = set()
   for heading in re.findall(r"^#+ (.+)$", text, re.M):
     plain = re.sub(r"[^\w\- ]", "", heading.lower().replace("`", ""))
-    found.add(plain.strip().replace(" ", "-"))
-  return found
+    collected.add(plain.strip().replace(" ", "-"))
+  return collected
 
 
 @pytest.mark.parametrize(
@@ -105,18 +105,18 @@ def test_links_lead_to_files_and_headings_that_exist(page):
 def site(tmp_path_factory):
   """The pages, built without a warning."""
   pytest.importorskip("myst_parser")
-  made = tmp_path_factory.mktemp("docs")
+  result = tmp_path_factory.mktemp("docs")
   built = subprocess.run(
       [
           sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b",
-          "html", "-d", str(made / "trees"), "-c", "docs/site", ".",
-          str(made / "site"),
+          "html", "-d", str(result / "trees"), "-c", "docs/site", ".",
+          str(result / "site"),
       ],
       cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=False,
       capture_output=True, text=True, timeout=800,
   )  # pyformat: disable
   assert built.returncode == 0, built.stderr
-  return made / "site"
+  return result / "site"
 
 
 @pytest.mark.slow
@@ -178,13 +178,13 @@ _OVERFLOWING = """() => {
 def test_no_page_overflows_its_window(site, width):
   with chromium.browser() as browser:
     page = browser.new_page(viewport={"width": width, "height": 900})
-    seen = 0
+    observed = 0
     for path in sorted(site.rglob("*.html")):
       page.goto(path.as_uri())
       assert not page.evaluate(_OVERFLOWING), path.name
-      seen += page.locator("table.stacked").count()
+      observed += page.locator("table.stacked").count()
     # Rows become blocks on a telephone only.
-    assert (seen > 20) == (width == 390)
+    assert (observed > 20) == (width == 390)
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def test_a_query_finds_the_page_that_answers_it(site, query, named, among):
     page.goto((site / "docs" / "index.html").as_uri())
     page.fill(".sidebar-search", query)
     page.press(".sidebar-search", "Enter")
-    found = page.locator("ul.search li a")
+    result = page.locator("ul.search li a")
     count = "document.querySelectorAll('ul.search li a').length"
     chromium.wait_for(page, f"{count} > 4")
-    assert named in found.all_inner_texts()[:among]
+    assert named in result.all_inner_texts()[:among]

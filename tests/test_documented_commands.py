@@ -185,10 +185,10 @@ def _train(words, dry):
 
 
 def _make(words, dry):
-  target, *rest = words
+  target, *result = words
   makefile = (documented_commands.ROOT / "Makefile").read_text()
   assert re.search(rf"^{re.escape(target)}:", makefile, re.M), target
-  arguments = dict(word.split("=", 1) for word in rest)
+  arguments = dict(word.split("=", 1) for word in result)
   if target == "train":
     _train(shlex.split(arguments.get("ARGS", "")), dry)
 
@@ -221,8 +221,8 @@ def _accepted(module, words, capsys, dry=False):
     assert not words
   elif module == "commands.publish":  # Its words are read; no run is here.
     assert program.main(words) == 2
-    told = capsys.readouterr().err
-    assert "is not a run directory" in told or "no token" in told, told
+    stderr = capsys.readouterr().err
+    assert "is not a run directory" in stderr or "no token" in stderr, stderr
   elif module in ("environments.play", "commands.inspect_policy") or (
       module.endswith("miniwob")
   ):
@@ -240,16 +240,16 @@ def _accepted(module, words, capsys, dry=False):
     if not words:  # Its name alone, in a text.
       return
     status = serve.main(words)
-    said = capsys.readouterr().err
+    result = capsys.readouterr().err
     # Runs and files that the pages speak of are not here; doctor says so by 1.
-    missing = "there is no" in said or "no run" in said
-    assert status == 0 or missing or words[0] == "doctor", said
+    missing = "there is no" in result or "no run" in result
+    assert status == 0 or missing or words[0] == "doctor", result
   elif module == "clients.vllm":
     status = program.main(words)
-    said = capsys.readouterr().err
+    result = capsys.readouterr().err
     # Checkpoints that the pages speak of are not here.
     directory = words[words.index("--model") + 1]
-    assert status == 0 or directory in said, said
+    assert status == 0 or directory in result, result
   elif module == "environments.gym_server" and "xdesktop" in words:
     program.specs(program.parser().parse_args(words))
   else:
@@ -274,19 +274,19 @@ def _options_exist(file, words):
 
 
 def _form(command):
-  """How it starts a run or a plan, which take seconds to build; else None."""
+  """Returns the start of a run or a plan, slow to build; else None."""
   words = command.words()
   text = " ".join(words)
-  found = re.match(
+  match = re.match(
       rf"((?:\w+=\S+ )*(?:make|tunix-mt|python -m (?:{HERE}\.|{LIGHT} )))\s*"
       r"(train|plan)\b",
       text,
   )
-  if found is None or "--help" in words:
+  if match is None or "--help" in words:
     return None
-  if found[2] == "train" and any(part in text for part in OUTSIDE):
+  if match[2] == "train" and any(part in text for part in OUTSIDE):
     return None
-  return re.sub("=[^ ]*", "", found[0])
+  return re.sub("=[^ ]*", "", match[0])
 
 
 def _built():
@@ -295,8 +295,8 @@ def _built():
   first = {}
   for one in distinct.values():
     first.setdefault(_form(one), one)
-  others = [one for one in distinct.values() if one not in first.values()]
-  slow = [pytest.param(o, marks=pytest.mark.slow) for o in others]
+  further = [one for one in distinct.values() if one not in first.values()]
+  slow = [pytest.param(o, marks=pytest.mark.slow) for o in further]
   return [*first.values(), *slow]
 
 
@@ -351,14 +351,14 @@ def _type(command, capsys, monkeypatch, dry):
 
 
 def test_documented_commands_are_found():
-  found = {one.text for one in COMMANDS}
-  assert len(found) > 70
+  texts = {one.text for one in COMMANDS}
+  assert len(texts) > 70
   for module in command_list.COMMANDS:
     short = module.removeprefix("tunix.rl.multi_turn.")
     assert any(
-        module in text or f"tunix_multi_turn {short}" in text for text in found
+        module in text or f"tunix_multi_turn {short}" in text for text in texts
     ), module
-  assert any("serving tiny_vl --port 8000" in text for text in found)
+  assert any("serving tiny_vl --port 8000" in text for text in texts)
 
 
 # --- the other lines of a shell ----------------------------------------------
@@ -417,12 +417,12 @@ def _docker(words, capsys):
 def _tpu_notebook(words):
   home = pathlib.Path.cwd()
   (home / "tunix").mkdir()
-  done = subprocess.run(
+  script = subprocess.run(
       ["bash", ROOT / words[0], "--dry-run",
        *(w.replace("~", str(home)) for w in words[1:] if w != "--dry-run")],
       capture_output=True, text=True, timeout=60, check=False,
   )  # pyformat: disable
-  assert done.returncode == 0 and "docker run" in done.stdout, done.stderr
+  assert script.returncode == 0 and "docker run" in script.stdout, script.stderr
 
 
 def _pip(words):
@@ -474,11 +474,11 @@ def test_a_line_that_nothing_checks_is_found(tmp_path, monkeypatch):
       "<!-- not run: network, far away -->\n\n    ssh there\n"
   )
   monkeypatch.setattr(documented_commands, "ROOT", tmp_path)
-  found = documented_commands.shell_lines("page.md")
-  assert [one.text for one in found] == [
+  lines = documented_commands.shell_lines("page.md")
+  assert [one.text for one in lines] == [
       "make train", "rm -rf all --of it", "ssh there"
   ]  # pyformat: disable
-  assert [one.marker for one in found] == [
+  assert [one.marker for one in lines] == [
       None, None, ("network", "far away")
   ]  # pyformat: disable
 
@@ -519,11 +519,11 @@ def test_a_hint_of_make_train_is_make_train(monkeypatch, tmp_path):
   hint = shell_hints.command("train", odd, "steps=3")
   # As make's recipe receives it.
   (tmp_path / "Makefile").write_text("train:\n\t@printf '%s\\n' $(ARGS)\n")
-  said = subprocess.run(
+  process = subprocess.run(
       hint, shell=True, cwd=tmp_path, capture_output=True, text=True,
       timeout=30, check=True,
   ).stdout  # pyformat: disable
-  assert said.splitlines()[-2:] == [odd, "steps=3"]
+  assert process.splitlines()[-2:] == [odd, "steps=3"]
   assert shell_hints.command("monitor", "serve").endswith("monitor serve")
 
 

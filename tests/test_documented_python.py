@@ -45,8 +45,8 @@ def test_every_block_is_run_or_marked():
   """`documented_code.run` runs all of a page: a test names each one."""
   tested = "\n".join(p.read_text("utf-8") for p in TESTS.rglob("test_*.py"))
   ran = set(re.findall(r'documented_code\.run\(\s*"([^"]+)"', tested))
-  found = {p: documented_code.blocks(p) for p in documented_code.pages()}
-  for page, blocks in found.items():
+  result = {p: documented_code.blocks(p) for p in documented_code.pages()}
+  for page, blocks in result.items():
     for block in blocks:
       if block.marker is not None:
         kind, reason = block.marker
@@ -54,8 +54,8 @@ def test_every_block_is_run_or_marked():
         assert reason.strip()
     if any(block.marker is None for block in blocks):
       assert page in ran, f"no test runs the Python of {page}"
-  assert ran <= set(found)
-  assert sum(map(len, found.values())) > 30
+  assert ran <= set(result)
+  assert sum(map(len, result.values())) > 30
 
 
 @pytest.mark.parametrize("page", documented_code.pages())
@@ -69,12 +69,12 @@ def test_data_of_a_page_can_be_read(page):
         _, end = decoder.raw_decode(text)
         text = text[end:].lstrip()
     else:
-      known = ("", "python", "sh", "text")
-      assert block.language in known, f"{page}:{block.line}"
+      languages = ("", "python", "sh", "text")
+      assert block.language in languages, f"{page}:{block.line}"
 
 
 def test_nothing_indented_is_python():
-  """What is indented is a shell's; test_documented_commands looks at it."""
+  """Indented blocks are a shell's; test_documented_commands checks them."""
   for page in documented_code.pages():
     text = (documented_code.ROOT / page).read_text("utf-8")
     for line in re.findall(r"^    (\S.*)$", re.sub(
@@ -130,8 +130,8 @@ def test_the_rollout_buffer(tmp_path):
     folder = tmp_path / f"generators{number}"
     folder.mkdir()
     (folder / "riddles_generator.py").write_text(block.text)
-    found = plugins.discover([folder])
-    assert "riddles" in found.generators and not found.problems
+    generators = plugins.discover([folder])
+    assert "riddles" in generators.generators and not generators.problems
 
 
 def test_the_rollout_buffers_generator_plays(tmp_path):
@@ -154,7 +154,7 @@ def test_the_rollout_buffers_generator_plays(tmp_path):
       assert time.monotonic() < due, running.stats()
       time.sleep(0.05)
     stats = running.stats()
-  # Equal rewards teach nothing: the group is not handed out, but is there.
+  # Equal rewards teach nothing: the group is kept and not handed out.
   assert stats["total_written"] == stats["waiting_items"] == 2
   assert stats["generator"]["log"][-1] == "2 episodes written, 0 failed"
 

@@ -36,9 +36,9 @@ def _name(who, method, path):
 
 @pytest.fixture(name="log")
 def _log(monkeypatch):
-  """What happens, by the diagram's words; evaluations are left out."""
+  """Records what happens, in the diagram's words, without evaluations."""
   log = []
-  kept = (
+  kinds = (
       events.RunStarted, events.EpisodeStarted, events.EpisodeFinished,
       events.WeightsPublished, events.StepFinished, events.RunFinished,
       events.EvalStarted, events.EvalFinished,
@@ -46,7 +46,7 @@ def _log(monkeypatch):
   send = events.Observers.on_event
 
   def on_event(self, event):
-    if isinstance(event, kept):
+    if isinstance(event, kinds):
       log.append(("run", "", type(event).__name__))
     send(self, event)
 
@@ -120,10 +120,10 @@ def test_a_run_does_what_the_diagram_shows(tmp_path, log, monkeypatch):
     model_calls, begun = [], []
     for first, last in zip([0, *ends], ends):
       step = words[first + 1 : last]
-      # The update, and the engine has its weights, before the step is told.
+      # The update, and the engine has its weights, before the step's event.
       assert step.count("WeightsPublished") >= 1
       step = [w for w in step if w != "WeightsPublished"]
-      # The next episode may begin before the step is told.
+      # The next episode may begin before the step's event.
       episodes, begun = _episodes([*begun, *step])
       assert len(episodes) == GROUPS * MEMBERS
       for episode in episodes:
@@ -142,12 +142,12 @@ def test_a_run_does_what_the_diagram_shows(tmp_path, log, monkeypatch):
 
 def _episodes(step):
   """The log of a step, cut where an episode ends; what is of none that did."""
-  found, rest = [], list(step)
-  while "EpisodeFinished" in rest:
-    end = rest.index("EpisodeFinished") + 1
-    found.append(rest[:end])
-    rest = rest[end:]
-  return found, rest
+  episodes, remaining = [], list(step)
+  while "EpisodeFinished" in remaining:
+    end = remaining.index("EpisodeFinished") + 1
+    episodes.append(remaining[:end])
+    remaining = remaining[end:]
+  return episodes, remaining
 
 
 def _assert_monitored(monitor, model_calls):

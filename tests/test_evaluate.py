@@ -66,20 +66,20 @@ def test_an_evaluation_that_a_dying_server_ended_is_resumed(tmp_path, capsys):
   with chat_server.serving() as (url, server):
     server.dies_after = 4
     assert run(tmp_path, url, "name=d", *quick) == 1
-    said = capsys.readouterr()
-    assert "3 episodes in a row were broken" in said.err
-    assert f"resume={tmp_path / 'd'}" in said.out
-    assert "Traceback" not in said.err
+    printed = capsys.readouterr()
+    assert "3 episodes in a row were broken" in printed.err
+    assert f"resume={tmp_path / 'd'}" in printed.out
+    assert "Traceback" not in printed.err
     before = evaluation_journal.load(tmp_path / "d")
-    kept = {key: one for key, one in before.items() if one.valid}
-    assert len(kept) == 3 and result_of(tmp_path / "d")["status"] == "failed"
+    valid = {key: one for key, one in before.items() if one.valid}
+    assert len(valid) == 3 and result_of(tmp_path / "d")["status"] == "failed"
     server.dies_after, server.bodies = None, []
     assert evaluate.main([f"resume={tmp_path / 'd'}"]) == 0
     played = [b for b in server.bodies if "OK" not in str(b["messages"])]
   assert len(played) == 3
   after = evaluation_journal.load(tmp_path / "d")
   assert len(after) == 6 and all(one.valid for one in after.values())
-  assert {key: after[key] for key in kept} == kept
+  assert {key: after[key] for key in valid} == valid
   assert result_of(tmp_path / "d")["results"]["success_rate"] == 1.0
 
 
@@ -93,7 +93,7 @@ def test_seeds_do_not_depend_on_the_way(tmp_path):
         directory = tmp_path / f"w{len(way)}"
         assert evaluate.main([f"resume={directory}", more]) == 0
       seeds.append(sorted(b["seed"] for b in server.bodies))
-  one, two = (list(filter(None, found)) for found in seeds)
+  one, two = (list(filter(None, numbers)) for numbers in seeds)
   assert len(one) == 18 and one == two
 
 
@@ -115,8 +115,8 @@ def test_an_interrupt_keeps_what_has_ended(tmp_path, capsys):
     server.wrong = stop_then
     assert evaluate.run_to_end(evaluation) == 130
     assert "resume with:" in capsys.readouterr().out
-    kept = evaluation_journal.load(tmp_path / "i")
-    assert 1 <= len(kept) < 6
+    outcomes = evaluation_journal.load(tmp_path / "i")
+    assert 1 <= len(outcomes) < 6
     with (tmp_path / "i" / evaluation_journal.NAME).open("a") as file:
       file.write('{"mode": "sampled", "ind')  # Torn by a kill.
     assert evaluate.main([f"resume={tmp_path / 'i'}"]) == 0
@@ -129,14 +129,14 @@ def test_two_evaluations_are_compared_by_task(tmp_path, capsys):
     server.wrong = lambda a, b, seed: a % 2
     good = str(tmp_path / "good")
     assert run(tmp_path, url, "name=bad", "--compare", good) == 0
-    said = capsys.readouterr().out
+    stdout = capsys.readouterr().out
   outcomes = evaluation_journal.load(tmp_path / "bad")
   lost = sorted(one.task_id for one in outcomes.values() if not one.success)
   compared = json.loads((tmp_path / "bad" / evaluator.COMPARISON).read_text())
-  found = compared["modes"]["sampled"]
-  assert found["worse"] == len(lost) > 0 and found["better"] == 0
-  assert sorted(one["task_id"] for one in found["changed"]) == lost
-  assert "1.000 -> 0.000" in said and lost[0] in said
+  figures = compared["modes"]["sampled"]
+  assert figures["worse"] == len(lost) > 0 and figures["better"] == 0
+  assert sorted(one["task_id"] for one in figures["changed"]) == lost
+  assert "1.000 -> 0.000" in stdout and lost[0] in stdout
   page = (tmp_path / "bad" / "report.html").read_text()
   assert lost[0] in page
 
@@ -168,8 +168,8 @@ def test_refused_before_anything_is_written(case, tmp_path, capsys):
   address, overrides, reason = REFUSED[case]
   with chat_server.serving() as (url, _):
     assert run(tmp_path, address or url, "name=n", *overrides) == 2
-  said = capsys.readouterr().err
-  assert reason in said and "Traceback" not in said
+  stderr = capsys.readouterr().err
+  assert reason in stderr and "Traceback" not in stderr
   assert not (tmp_path / "n").exists()
 
 
@@ -180,8 +180,8 @@ def test_a_missing_and_a_wrong_key_are_named(tmp_path, capsys, monkeypatch):
     assert "put it into $OPENAI_API_KEY" in capsys.readouterr().err
     monkeypatch.setenv("OTHER", "wrong-secret")
     assert run(tmp_path, url, "name=k", "evaluate.api_key_env=OTHER") == 2
-    said = capsys.readouterr().err
-    assert "refuses the key in $OTHER" in said and "wrong-secret" not in said
+    text = capsys.readouterr().err
+    assert "refuses the key in $OTHER" in text and "wrong-secret" not in text
     monkeypatch.setenv("OTHER", "right")
     assert run(tmp_path, url, "name=k", "evaluate.api_key_env=OTHER") == 0
   written = (tmp_path / "k" / evaluator.FILE).read_text()
@@ -219,8 +219,8 @@ def test_a_gym_that_fails_ends_the_evaluation(tmp_path, capsys):
         tmp_path, url, "name=g", "evaluate.give_up_after=2",
         "collect.deadlines.step=0.000001", "collect.concurrency=1",
     ) == 1  # pyformat: disable
-  said = capsys.readouterr().err
-  assert "2 episodes in a row were broken" in said and "timeout" in said
+  stderr = capsys.readouterr().err
+  assert "2 episodes in a row were broken" in stderr and "timeout" in stderr
 
 
 def test_other_settings_than_it_began_with_are_refused(tmp_path, capsys):

@@ -27,9 +27,9 @@ FEW = (
 
 def _curves():
   path = ROOT / "scripts" / "learning_curves.py"
-  found = importlib.util.spec_from_file_location("learning_curves", path)
-  module = importlib.util.module_from_spec(found)
-  found.loader.exec_module(module)
+  spec = importlib.util.spec_from_file_location("learning_curves", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
   return module
 
 

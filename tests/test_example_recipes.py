@@ -41,7 +41,7 @@ FEW = (
 
 @pytest.fixture(autouse=True)
 def _as_documented(monkeypatch):
-  """In the repository's root, with the examples at hand."""
+  """In the repository's root, where the examples are."""
   monkeypatch.chdir(ROOT)
   monkeypatch.syspath_prepend(ROOT / "examples")
 
@@ -76,15 +76,15 @@ def test_the_full_size_fits_the_slice_that_it_names(name, capsys):
       str(FOLDER / f"{name}.yaml"), f"policy={policy}",
       f"topology={topology}", "--analytic", "--json",
   ])  # pyformat: disable
-  found = json.loads(capsys.readouterr().out)
-  assert status == 0, found
+  data = json.loads(capsys.readouterr().out)
+  assert status == 0, data
 
 
 def metrics(tmp_path):
-  found = small_runs.metrics_of(tmp_path / "r")
-  assert [m["step"] for m in found] == [1, 2]
+  result = small_runs.metrics_of(tmp_path / "r")
+  assert [m["step"] for m in result] == [1, 2]
   assert small_runs.summary_of(tmp_path / "r")["status"] == "completed"
-  return found
+  return result
 
 
 def trained(tmp_path, name, *more):
@@ -191,6 +191,6 @@ def test_two_processes_train_one_run(tmp_path):
     ]  # pyformat: disable
     for run in runs:
       stack.callback(run.kill)
-    said = [run.communicate(timeout=500)[0] for run in runs]
-  assert [run.returncode for run in runs] == [0, 0], said
+    output = [run.communicate(timeout=500)[0] for run in runs]
+  assert [run.returncode for run in runs] == [0, 0], output
   metrics(tmp_path)

@@ -88,14 +88,14 @@ def test_an_agent_with_nothing_but_openai_plays_and_is_kept(
     served, tmp_path, gym, episodes
 ):
   out = tmp_path / "episodes.jsonl"
-  done = run_agent(
+  process = run_agent(
       "--server", served.server.url, "--token", "secret", "--gym", gym,
       "--episodes", str(episodes), "--out", str(out),
   )  # pyformat: disable
-  assert done.returncode == 0, done.stderr[-2000:]
+  assert process.returncode == 0, process.stderr[-2000:]
   rewards = [
       float(line.rpartition(" ")[2])
-      for line in done.stdout.splitlines()
+      for line in process.stdout.splitlines()
       if line.startswith("episode ")
   ]
   assert len(rewards) == episodes
@@ -125,6 +125,6 @@ def test_an_agent_without_a_server_says_which(monkeypatch, capsys):
   monkeypatch.syspath_prepend(str(ROOT / "examples"))
   agent = importlib.import_module("openai_agent")
   assert agent.main(["--server", "http://127.0.0.1:9", "--episodes", "1"]) == 1
-  said = capsys.readouterr().err
-  assert "error: http://127.0.0.1:9" in said
-  assert "Traceback" not in said
+  stderr = capsys.readouterr().err
+  assert "error: http://127.0.0.1:9" in stderr
+  assert "Traceback" not in stderr

@@ -27,19 +27,19 @@ def _both():
 
 @pytest.fixture(scope="module", name="server")
 def _server():
-  with gym_servers.serving(gym_servers.desktop(families=FAMILIES)) as found:
-    yield found
+  with gym_servers.serving(gym_servers.desktop(families=FAMILIES)) as server:
+    yield server
 
 
 def _tasks(config):
   """The run's own tasks, with what each server calls them."""
   source = run_tasks.make_tasks(config)
-  found = []
+  collected = []
   for index in range(2):
     for family in FAMILIES:
       name = f"{family}@train:{index}:3"
       task = source.train_task(family, index, 3)
-      found.append(
+      collected.append(
           dataclasses.replace(
               task,
               params={
@@ -49,7 +49,7 @@ def _tasks(config):
               },
           )
       )
-  return found
+  return collected
 
 
 def _played(both, overrides, mode, through_proxy=False):
@@ -74,7 +74,7 @@ def _played(both, overrides, mode, through_proxy=False):
 
 
 def _seen(trajectory):
-  """What the policy saw and did, beyond its tokens."""
+  """Returns what the policy saw and did, beyond its tokens."""
   steps = [
       (s.info.get("gui_actions"), s.reward, s.done) for s in trajectory.steps
   ]
@@ -102,9 +102,9 @@ def test_the_same_episodes_wherever_the_gym_is(both, server, mode):
   for name, (overrides, through_proxy) in ways.items():
     there = _played(both, overrides, mode, through_proxy)
     assert len(there) == len(here), name
-    for mine, theirs in zip(here, there):
-      assert len(mine) == len(theirs)
-      for one, other in zip(mine, theirs):
+    for own, result in zip(here, there):
+      assert len(own) == len(result)
+      for one, other in zip(own, result):
         two_paths.assert_equal(other, one)
         assert _seen(other) == _seen(one), name
   # A session of OpenEnv is over when its socket closes, which the server may

@@ -36,10 +36,10 @@ def rows(section):
   page = (ROOT / "docs" / "http_api.md").read_text("utf-8")
   text = page.partition(f"## {section}\n")[2].partition("\n## ")[0]
   text = text.partition("\nObjects")[0]
-  found = re.findall(r"^\| `(\w+) (\S+)` \|(.*)\|$", text, re.M)
+  matches = re.findall(r"^\| `(\w+) (\S+)` \|(.*)\|$", text, re.M)
   return {
-      (method, path): [cell.strip() for cell in rest.split(" | ")]
-      for method, path, rest in found
+      (method, path): [cell.strip() for cell in remaining.split(" | ")]
+      for method, path, remaining in matches
   }
 
 
@@ -50,7 +50,7 @@ def fields(cell):
 
 def test_answers_of_the_buffer(tmp_path):
   table = rows("Rollout buffer")
-  asked = {
+  requests = {
       "/start_rollout": {
           "task_type": "external", "num_repeat_per_sample": 2,
       },
@@ -66,23 +66,23 @@ def test_answers_of_the_buffer(tmp_path):
       "/health": None,
   }  # pyformat: disable
   with buffer_services.Running(tmp_path) as running:
-    for path, body in asked.items():
+    for path, body in requests.items():
       method = "GET" if body is None else "POST"
       answer = running.client.request(method, path, json=body)
       assert answer.status_code == 200, (path, answer.text)
-      found = answer.json()
-      assert set(found) == fields(table[method, path][2]), path
+      result = answer.json()
+      assert set(result) == fields(table[method, path][2]), path
       if path == "/get_rollout_data":
-        assert set(found["data"]) == {"data", "meta_info", "lease", "groups"}
-        lease = {"lease": found["data"]["lease"]}
+        assert set(result["data"]) == {"data", "meta_info", "lease", "groups"}
+        lease = {"lease": result["data"]["lease"]}
     for path in ("/buffer/release", "/buffer/read", "/buffer/ack"):
       body = {"lease_s": 60} if path == "/buffer/read" else lease
-      found = running.client.post(path, json=body).json()
-      assert set(found) == fields(table["POST", path][2]), path
+      result = running.client.post(path, json=body).json()
+      assert set(result) == fields(table["POST", path][2]), path
       if path == "/buffer/read":
-        lease = {"lease": found["data"]["lease"]}
-    found = running.client.post("/stop_rollout", json={}).json()
-    assert set(found) == fields(table["POST", "/stop_rollout"][2])
+        lease = {"lease": result["data"]["lease"]}
+    result = running.client.post("/stop_rollout", json={}).json()
+    assert set(result) == fields(table["POST", "/stop_rollout"][2])
 
 
 def test_answers_of_the_run_service():
@@ -145,6 +145,6 @@ def test_health_and_little_else_needs_no_token(tmp_path):
       with httpx.Client(base_url=url, trust_env=False, timeout=30) as client:
         assert client.get("/health").status_code == 200, url
         assert client.get(closed).status_code == 401, url
-        known = {"authorization": "Bearer secret"}
-        assert client.get(closed, headers=known).status_code in (200, 404)
+        names = {"authorization": "Bearer secret"}
+        assert client.get(closed, headers=names).status_code in (200, 404)
     assert httpx.get(f"{buffer.url}/", trust_env=False).status_code == 200

@@ -35,9 +35,9 @@ def run(*command, seconds=60, **env):
 
 def tpu_vm(*arguments):
   """Commands of tpu_vm.sh, as the words that a shell makes of them."""
-  done = run("bash", LAUNCH / "tpu_vm.sh", "--dry-run", *arguments)
-  assert done.returncode == 0, done.stderr
-  return [shlex.split(line) for line in done.stdout.splitlines()]
+  process = run("bash", LAUNCH / "tpu_vm.sh", "--dry-run", *arguments)
+  assert process.returncode == 0, process.stderr
+  return [shlex.split(line) for line in process.stdout.splitlines()]
 
 
 def remote(words):
@@ -168,16 +168,16 @@ def test_arguments_reach_train_as_they_are(text):
     (SLICE + ("--package", "x", "--", "x=1"), "--package is no option"),
 ))  # pyformat: disable
 def test_a_slip_ends_with_one_line(arguments, problem):
-  done = run("bash", LAUNCH / "tpu_vm.sh", "--dry-run", *arguments)
-  assert done.returncode == 2 and not done.stdout
-  (line,) = done.stderr.splitlines()
+  process = run("bash", LAUNCH / "tpu_vm.sh", "--dry-run", *arguments)
+  assert process.returncode == 2 and not process.stdout
+  (line,) = process.stderr.splitlines()
   assert problem in line
 
 
 def test_slurm_starts_train_on_every_task():
   script = LAUNCH / "slurm.sbatch"
-  done = run("bash", script, "config.yaml", "run.name=a b", DRY_RUN="1")
-  assert done.stdout.splitlines() == [
+  process = run("bash", script, "config.yaml", "run.name=a b", DRY_RUN="1")
+  assert process.stdout.splitlines() == [
       "srun", "--kill-on-bad-exit=1", ".venv/bin/python", *TRAIN,
       "processes.coordinator=auto", "config.yaml", "run.name=a b",
   ]  # pyformat: disable
@@ -190,10 +190,10 @@ def test_slurm_starts_train_on_every_task():
 
 
 def test_the_jobset_is_one_and_its_command_a_run():
-  found = yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
-  assert found["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
-  assert found["kind"] == "JobSet"
-  (job,) = found["spec"]["replicatedJobs"]
+  data = yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
+  assert data["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+  assert data["kind"] == "JobSet"
+  (job,) = data["spec"]["replicatedJobs"]
   spec = job["template"]["spec"]
   pod = spec["template"]["spec"]
   (container,) = pod["containers"]
@@ -214,11 +214,11 @@ def test_the_jobset_is_one_and_its_command_a_run():
 
 
 def test_a_fleet_is_a_learner_and_collectors_of_its_run():
-  found = yaml.safe_load((LAUNCH / "fleet_jobset.yaml").read_text())
-  assert found["kind"] == "JobSet"
-  jobs = {job["name"]: job for job in found["spec"]["replicatedJobs"]}
+  data = yaml.safe_load((LAUNCH / "fleet_jobset.yaml").read_text())
+  assert data["kind"] == "JobSet"
+  jobs = {job["name"]: job for job in data["spec"]["replicatedJobs"]}
   assert set(jobs) == {"learner", "collectors"}
-  assert found["spec"]["successPolicy"]["targetReplicatedJobs"] == ["learner"]
+  assert data["spec"]["successPolicy"]["targetReplicatedJobs"] == ["learner"]
   pods = {
       name: job["template"]["spec"]["template"]["spec"]
       for name, job in jobs.items()
@@ -265,11 +265,11 @@ def collected(command):
 
 
 def test_collectors_of_a_deployment_come_and_go():
-  found = yaml.safe_load((LAUNCH / "collectors.yaml").read_text())
-  assert found["kind"] == "Deployment"
-  labels = found["spec"]["selector"]["matchLabels"]
-  assert found["spec"]["template"]["metadata"]["labels"] == labels
-  pod = found["spec"]["template"]["spec"]
+  data = yaml.safe_load((LAUNCH / "collectors.yaml").read_text())
+  assert data["kind"] == "Deployment"
+  labels = data["spec"]["selector"]["matchLabels"]
+  assert data["spec"]["template"]["metadata"]["labels"] == labels
+  pod = data["spec"]["template"]["spec"]
   (container,) = pod["containers"]
   assert collected(container["command"]) == "/runs/first"
   mounts = {mount["name"] for mount in container["volumeMounts"]}
@@ -291,11 +291,11 @@ def tpu_collectors(*arguments):
 def test_each_host_of_a_slice_collects_for_its_own_process(
     host, directory, tmp_path
 ):
-  done = tpu_collectors(
+  process = tpu_collectors(
       *COLLECTORS, "--each", "2", "--", "/mnt/my runs/r/", "gym.options={a: 1}"
   )
-  assert done.returncode == 0, done.stderr
-  (line,) = done.stdout.splitlines()
+  assert process.returncode == 0, process.stderr
+  (line,) = process.stdout.splitlines()
   words = shlex.split(line)
   assert words[words.index("--worker") + 1] == "all"
   # The command of a host, where its programs only write what they are given.
@@ -307,11 +307,11 @@ def test_each_host_of_a_slice_collects_for_its_own_process(
     (tmp_path / name).chmod(0o755)
   out = tmp_path / "out"
   command = words[words.index("--command") + 1]
-  done = run(
+  process = run(
       "bash", "-c", command, PATH=f"{tmp_path}:{os.environ['PATH']}",
       OUT=str(out), USER="me", HOME="/home/me too",
   )  # pyformat: disable
-  assert done.returncode == 0, done.stderr
+  assert process.returncode == 0, process.stderr
   started = [line.split("\0")[:-1] for line in out.read_text().splitlines()]
   assert len(started) == 2
   for number, words in enumerate(started, 1):
@@ -328,15 +328,15 @@ def test_each_host_of_a_slice_collects_for_its_own_process(
     (COLLECTORS + ("runs/r",), "runs/r is no option"),
 ))  # pyformat: disable
 def test_a_slip_of_collectors_ends_with_one_line(arguments, problem):
-  done = tpu_collectors(*arguments)
-  assert done.returncode == 2 and not done.stdout
-  (line,) = done.stderr.splitlines()
+  process = tpu_collectors(*arguments)
+  assert process.returncode == 2 and not process.stdout
+  (line,) = process.stderr.splitlines()
   assert problem in line
 
 
 def test_collectors_of_a_slice_end():
-  done = tpu_collectors(*COLLECTORS, "--stop", "--", "/mnt/r")
-  (line,) = done.stdout.splitlines()
+  process = tpu_collectors(*COLLECTORS, "--stop", "--", "/mnt/r")
+  (line,) = process.stdout.splitlines()
   assert "systemctl --user stop" in shlex.split(line)[-1]
 
 
@@ -357,15 +357,15 @@ def rollout_buffer(*arguments, **env):
 
 
 def test_a_rollout_buffer_is_fetched_prepared_served_and_trained_from(tasks):
-  done = rollout_buffer(
+  process = rollout_buffer(
       "--model", "Qwen/Qwen3-0.6B", "--tasks", tasks, "--dir", "a b",
       "--port", "7", "--dry-run", "--", "environment.name=gsm8k",
   )  # pyformat: disable
-  assert not done.returncode, done.stderr
-  made, fetched, assigned, served, trained = map(
-      shlex.split, done.stdout.splitlines()
+  assert not process.returncode, process.stderr
+  venv, fetched, assigned, served, trained = map(
+      shlex.split, process.stdout.splitlines()
   )
-  assert made == ["mkdir", "-p", "a b"]
+  assert venv == ["mkdir", "-p", "a b"]
   assert fetched == [
       "hf", "download", "Qwen/Qwen3-0.6B", "--local-dir", "a b/Qwen3-0.6B"
   ]  # pyformat: disable
@@ -385,10 +385,10 @@ def test_a_rollout_buffer_is_fetched_prepared_served_and_trained_from(tasks):
   assert config.buffer.input_file == "a b/tasks.jsonl"
   assert "policy=a b/Qwen3-0.6B" in trained
   # A directory is not fetched.
-  done = rollout_buffer(
+  process = rollout_buffer(
       "--model", tasks.parent, "--tasks", tasks, "--dry-run", "--"
   )
-  assert "hf" not in done.stdout.split()
+  assert "hf" not in process.stdout.split()
 
 
 @pytest.mark.slow
@@ -404,8 +404,8 @@ def test_a_run_with_a_rollout_buffer_ends_with_its_service(tasks, tmp_path):
       "warm_start.source=none", "buffer.poll_s=0.1", "learner.steps=1",
       "buffer.missing_logprobs=recompute", "sampling.max_new_tokens=4",
   ]  # pyformat: disable
-  done = run(*command, PYTHON=sys.executable, seconds=300)
-  assert not done.returncode, done.stderr
+  process = run(*command, PYTHON=sys.executable, seconds=300)
+  assert not process.returncode, process.stderr
   assert len(small_runs.metrics_of(tmp_path / "b")) == 1
   with pytest.raises(OSError):
     socket.create_connection(("127.0.0.1", port), 1)
@@ -419,9 +419,9 @@ def test_a_run_with_a_rollout_buffer_ends_with_its_service(tasks, tmp_path):
     (("run.seed=1",), "come after --"),
 ))  # pyformat: disable
 def test_a_slip_of_a_rollout_buffer_ends_with_one_line(arguments, problem):
-  done = rollout_buffer(*arguments)
-  assert done.returncode == 2 and problem in done.stderr
-  assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+  ended = rollout_buffer(*arguments)
+  assert ended.returncode == 2 and problem in ended.stderr
+  assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="no shellcheck")

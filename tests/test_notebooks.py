@@ -188,7 +188,7 @@ def test_notebooks_run(names, tmp_path, monkeypatch):
   executed = run(names, tmp_path, monkeypatch)
   cells = executed[names[0]]
   shown = "".join(map(html_of, cells))
-  said = printed(cells)
+  output = printed(cells)
   match names[0]:
     case "01_first_agent":
       assert "data:image" in html_of(cells[1])  # The oracle's episode.
@@ -198,7 +198,7 @@ def test_notebooks_run(names, tmp_path, monkeypatch):
       assert (tmp_path / "runs" / "quick" / "report.html").exists()
       assert "Run" in str(executed["05_read_a_run"][1].outputs)
     case "02_own_environment":
-      assert "data:image" in shown and "False" in said  # The script's miss.
+      assert "data:image" in shown and "False" in output  # The script's miss.
       figures = small_runs.summary_of(tmp_path / "runs" / "lamps")["eval"]
       before, after = (
           figures[name]["success_rate"] for name in ("initial", "final")
@@ -206,16 +206,16 @@ def test_notebooks_run(names, tmp_path, monkeypatch):
       assert after > before
       assert small_runs.metrics_of(tmp_path / "runs" / "echo")
     case "03_own_model":
-      assert "largest difference" in said and "adapter_config.json" in said
+      assert "largest difference" in output and "adapter_config.json" in output
       for step in small_runs.metrics_of(tmp_path / "runs" / "own_model"):
         assert step["logprob_gap_max"] < 1e-3
     case "04_black_box_agent":
       for step in small_runs.metrics_of(tmp_path / "runs" / "black_box"):
         assert step["logprob_gap_max"] < 1e-3 and not step["fallback_turns"]
-      assert "tokens were sampled" in said
+      assert "tokens were sampled" in output
     case "06_tpu":
-      assert "fits" in said and "does not fit" in said
-      assert "docker run" in said and "gcloud compute tpus" in said
-      assert "learner" in said and ".pb" in said
+      assert "fits" in output and "does not fit" in output
+      assert "docker run" in output and "gcloud compute tpus" in output
+      assert "learner" in output and ".pb" in output
     case other:
       raise AssertionError(f"nothing is checked of {other}")

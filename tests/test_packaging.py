@@ -67,14 +67,14 @@ def built(tmp_path_factory):
         tree / name,
         ignore=shutil.ignore_patterns("*.part"),
     )
-  done = run(
+  process = run(
       sys.executable,
       "-c",
       "import setuptools.build_meta as b\n"
       "b.build_wheel('out'), b.build_sdist('out')",
       cwd=tree,
   )
-  assert done.returncode == 0, done.stderr[-2000:]
+  assert process.returncode == 0, process.stderr[-2000:]
   return tree / "out"
 
 
@@ -94,15 +94,15 @@ def test_the_source_distribution_is_the_repository(built):
         for member in archive.getmembers()
         if member.isfile()
     }
-  wanted = {*FILES}
+  expected = {*FILES}
   for folder in FOLDERS:
-    wanted |= {
+    expected |= {
         p.relative_to(ROOT).as_posix()
         for p in (ROOT / folder).rglob("*")
         if p.is_file() and "__pycache__" not in p.parts and p.suffix != ".part"
     }
-  assert not wanted - names, f"not in it: {sorted(wanted - names)}"
-  more = {n for n in names - wanted if ".egg-info/" not in n}
+  assert not expected - names, f"not in it: {sorted(expected - names)}"
+  more = {n for n in names - expected if ".egg-info/" not in n}
   assert more <= {"PKG-INFO", "setup.cfg", ".gitignore"}, more
 
 
@@ -119,13 +119,13 @@ def test_the_wheel_holds_all_of_ours_and_data_too(wheel):
 def test_the_wheel_installs_commands_that_start_without_google_tunix(wheel):
   with zipfile.ZipFile(wheel) as file:
     (points,) = (n for n in file.namelist() if n.endswith("entry_points.txt"))
-    found = file.read(points).decode()
+    text = file.read(points).decode()
   for name in ("gym-server = tunix_multi_turn:gym_server",
                "monitor = tunix_multi_turn:monitor",
                "play = tunix_multi_turn:play",
                "run-service = tunix_multi_turn:run_service",
                ):  # pyformat: disable
-    assert f"tunix-{name}" in found
+    assert f"tunix-{name}" in text
   code = (ROOT / "tunix_multi_turn" / "__init__.py").read_text()
   assert not re.search(r"^(import|from) tunix\b", code, re.MULTILINE)
 
@@ -139,8 +139,8 @@ def test_each_command_starts_a_module_that_runs(name, monkeypatch):
   module, _, function = PROJECT["project"]["scripts"][name].partition(":")
   assert module == "tunix_multi_turn"
   getattr(tunix_multi_turn, function)()
-  found = f"tunix.rl.multi_turn.{started[0]}"
-  assert importlib.util.find_spec(f"{found}.__main__") is not None
+  result = f"tunix.rl.multi_turn.{started[0]}"
+  assert importlib.util.find_spec(f"{result}.__main__") is not None
 
 
 @pytest.mark.slow
@@ -184,11 +184,11 @@ def test_an_installed_wheel_makes_its_environments_in_gymnasium(
       "env = gymnasium.make('TunixDesktop/enter-text-v0')\n",
   )
   for way in ways:
-    done = run(
+    process = run(
         sys.executable, "-c", "import sys, gymnasium\n" + way + play,
         cwd=tmp_path, PYTHONPATH=str(installed),
     )  # pyformat: disable
-    assert done.returncode == 0, (way, done.stderr[-2000:])
+    assert process.returncode == 0, (way, process.stderr[-2000:])
 
 
 def test_the_wheel_holds_nothing_but_ours(wheel):
@@ -204,12 +204,12 @@ def test_the_wheel_holds_nothing_but_ours(wheel):
 
 
 def test_no_file_of_google_tunix_is_overwritten(wheel):
-  theirs = {
+  other = {
       str(path) for path in importlib.metadata.files("google-tunix") or ()
   }
-  assert "tunix/__init__.py" in theirs
-  assert not theirs & set(zipfile.ZipFile(wheel).namelist())
-  assert not theirs & sources()
+  assert "tunix/__init__.py" in other
+  assert not other & set(zipfile.ZipFile(wheel).namelist())
+  assert not other & sources()
 
 
 @pytest.mark.parametrize(
@@ -222,11 +222,11 @@ def test_files_that_would_hide_google_tunix_or_queue_do_not_exist(path):
 
 @pytest.mark.slow
 def test_modules_run_from_any_directory(tmp_path):
-  done = run(
+  process = run(
       sys.executable, "-m", "tunix.rl.multi_turn.config", cwd=tmp_path
   )
-  assert done.returncode == 0, done.stderr[-2000:]
-  assert done.stdout.startswith("# Configuration")
+  assert process.returncode == 0, process.stderr[-2000:]
+  assert process.stdout.startswith("# Configuration")
 
 
 def test_the_ground_floor_does_not_import_jax_of_its_own_accord():
@@ -261,9 +261,9 @@ def test_a_clone_that_is_not_installed_is_importable_through_conftest(
       "import tunix.rl.queue.data_queue\n"
       "print(tunix.rl.multi_turn.config.__file__)\n"
   )
-  done = run(sys.executable, "-c", program, cwd=tmp_path)
-  assert done.returncode == 0, done.stderr[-2000:]
-  assert str(ROOT) in done.stdout
+  process = run(sys.executable, "-c", program, cwd=tmp_path)
+  assert process.returncode == 0, process.stderr[-2000:]
+  assert str(ROOT) in process.stdout
 
 
 # --- requirements -------------------------------------------------------------
@@ -303,8 +303,8 @@ def test_extras_and_the_pins_that_protect_google_tunix():
   assert "jax<0.11.1" in base
   assert not any(r.startswith("google-tunix") for r in base)
   assert extras["google-tunix"] == ["google-tunix>=0.1.7,<0.1.8"]
-  for name, wanted in extras.items():
-    torch = [r for r in wanted if r.startswith("torch")]
+  for name, packages in extras.items():
+    torch = [r for r in packages if r.startswith("torch")]
     assert torch == (["torch==2.13.0"] if name == "dev" else [])
   assert not any(r.startswith(("torch", "pytest")) for r in base)
 
@@ -322,9 +322,9 @@ def tool(directory, name, text):
 
 
 def test_make_help_names_the_two_commands():
-  done = run("make", "help")
+  process = run("make", "help")
   for target in ("train", "test", "browser", "desktop", "lint", "bench"):
-    assert re.search(rf"^  {target}\s+\S", done.stdout, re.M), done.stdout
+    assert re.search(rf"^  {target}\s+\S", process.stdout, re.M), process.stdout
 
 
 @pytest.mark.parametrize(
@@ -344,13 +344,13 @@ def test_make_train_installs_with_constraints_then_trains(
 ):
   """With a monitor of its own (`own`), unless the run's settings say more."""
   venv = tmp_path / "venv"
-  done = run("make", "-n", "train", f"ARGS={args}", VIRTUAL_ENV=str(venv))
-  assert done.returncode == 0, done.stderr
-  installs = [x for x in done.stdout.splitlines() if "pip install" in x]
+  process = run("make", "-n", "train", f"ARGS={args}", VIRTUAL_ENV=str(venv))
+  assert process.returncode == 0, process.stderr
+  installs = [x for x in process.stdout.splitlines() if "pip install" in x]
   for install, extra in zip(installs, extras, strict=True):
     assert f"{venv}/bin/python -m pip install -qq" in install
     assert f"-c constraints.txt -e '.{extra}'" in install
-  last = done.stdout.splitlines()[-1].split()
+  last = process.stdout.splitlines()[-1].split()
   assert last[1:] == [
       f"{venv}/bin/python", "-m", "tunix.rl.multi_turn.train",
       *["monitor.embedded=true"] * own, *args.split(),
@@ -366,8 +366,8 @@ def test_a_second_make_installs_nothing_and_the_tests_satisfy_training(
   (venv / "bin").mkdir(parents=True)
   shutil.copy(tmp_path / "python", venv / "bin" / "python")
   for target in ("test", "test", "train", "lint"):
-    done = run("make", target, VIRTUAL_ENV=str(venv))
-    assert done.returncode == 0, done.stderr
+    process = run("make", target, VIRTUAL_ENV=str(venv))
+    assert process.returncode == 0, process.stderr
   calls = log.read_text().splitlines()
   assert sum("pip install" in c for c in calls) == 1
   assert sum("-m pytest" in c for c in calls) == 2
@@ -383,10 +383,10 @@ def test_bytecode_is_made_of_what_is_imported_and_kept(tmp_path):
       "python",
       f'echo "[$PYTHONDONTWRITEBYTECODE]" "$@" >> {log}; exit 0',
   )
-  done = run(
+  process = run(
       "make", "train", VIRTUAL_ENV=str(venv), PYTHONDONTWRITEBYTECODE="1"
   )
-  assert done.returncode == 0, done.stderr
+  assert process.returncode == 0, process.stderr
   calls = log.read_text().splitlines()
   installs = [c for c in calls if "pip install" in c]
   assert installs and all("--no-compile" in c for c in installs)
@@ -395,13 +395,13 @@ def test_bytecode_is_made_of_what_is_imported_and_kept(tmp_path):
 
 
 def test_a_new_environment_goes_on_with_the_pip_it_has(tmp_path):
-  """Where no newer one can be had, installing is slower and no failure."""
-  done = run(
+  """If no newer pip can be had, installing is slower and does not fail."""
+  process = run(
       ROOT / "scripts" / "venv.sh", tmp_path / "v",
       PYTHON=sys.executable, PIP_NO_INDEX="1", PIP_CONFIG_FILE=os.devnull,
   )  # pyformat: disable
-  assert done.returncode == 0, done.stderr
-  assert "note: pip 26.3 could not be installed; using pip " in done.stdout
+  assert process.returncode == 0, process.stderr
+  assert "note: pip 26.3 could not be installed; using pip " in process.stdout
 
 
 def test_packages_that_cannot_be_imported_leave_no_stamp(tmp_path):
@@ -409,9 +409,9 @@ def test_packages_that_cannot_be_imported_leave_no_stamp(tmp_path):
   (venv / "bin").mkdir(parents=True)
   tool(venv / "bin", "python", 'case "$*" in *import*) exit 1;; esac')
   for _ in range(2):
-    done = run("make", "install", VIRTUAL_ENV=str(venv))
-    assert done.returncode != 0
-    assert "error: the packages cannot be imported" in done.stderr
+    process = run("make", "install", VIRTUAL_ENV=str(venv))
+    assert process.returncode != 0
+    assert "error: the packages cannot be imported" in process.stderr
 
 
 def test_a_failing_pip_leaves_no_stamp_and_says_so(tmp_path):
@@ -423,36 +423,36 @@ def test_a_failing_pip_leaves_no_stamp_and_says_so(tmp_path):
       'case "$*" in *install*) echo "ERROR: no such thing" >&2; exit 1;; esac',
   )
   for _ in range(2):
-    done = run("make", "train", VIRTUAL_ENV=str(venv))
-    assert done.returncode != 0
-    assert "ERROR: no such thing" in done.stderr
-    assert "error: pip failed" in done.stderr
+    process = run("make", "train", VIRTUAL_ENV=str(venv))
+    assert process.returncode != 0
+    assert "ERROR: no such thing" in process.stderr
+    assert "error: pip failed" in process.stderr
 
 
 @pytest.mark.parametrize("target", ["browser", "desktop"])
 def test_what_needs_root_says_what_to_run_without(tmp_path, target):
   tool(tmp_path / "bin", "id", "echo 1000")
-  done = run("make", target, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-  assert done.returncode != 0
-  assert f"run: sudo make {target}" in done.stderr
+  process = run("make", target, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+  assert process.returncode != 0
+  assert f"run: sudo make {target}" in process.stderr
 
 
 def test_an_old_python_is_named_and_refused(tmp_path):
   tool(tmp_path / "bin", "python3", "[ $1 = -V ] && echo Python 3.9.2; exit 1")
   for name in ("sh", "cat"):
     (tmp_path / "bin" / name).symlink_to(shutil.which(name))
-  done = run(
+  process = run(
       ROOT / "scripts" / "venv.sh", tmp_path / "v", PATH=str(tmp_path / "bin")
   )
-  assert done.returncode == 1
-  assert "Python 3.11 or newer is needed, found: Python 3.9.2" in done.stderr
+  assert process.returncode == 1
+  assert "Python 3.11 or newer is needed, found: Python 3.9.2" in process.stderr
   assert not (tmp_path / "v").exists()
 
 
 def test_a_python_named_by_the_user_must_exist(tmp_path):
-  done = run(ROOT / "scripts" / "venv.sh", tmp_path / "v", PYTHON="nopython")
-  assert done.returncode == 1
-  assert "PYTHON=nopython is not a command" in done.stderr
+  process = run(ROOT / "scripts" / "venv.sh", tmp_path / "v", PYTHON="nopython")
+  assert process.returncode == 1
+  assert "PYTHON=nopython is not a command" in process.stderr
 
 
 def test_a_python_without_venv_gets_the_package_to_install_named(tmp_path):
@@ -464,12 +464,12 @@ def test_a_python_without_venv_gets_the_package_to_install_named(tmp_path):
       f'case "$*" in *ensurepip*|*"-m pip"*) exit 1;; esac\nexec {real} "$@"',
   )
   (tmp_path / "bin" / "sh").symlink_to(shutil.which("sh"))
-  done = run(
+  process = run(
       ROOT / "scripts" / "venv.sh", tmp_path / "v", PATH=str(tmp_path / "bin")
   )
-  assert done.returncode == 1
+  assert process.returncode == 1
   version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-  assert f"apt-get install python{version}-venv" in done.stderr
+  assert f"apt-get install python{version}-venv" in process.stderr
 
 
 @pytest.mark.parametrize(
@@ -489,21 +489,21 @@ def test_ci_ends_with_the_closing_line_and_the_status(
       f'echo "{printed}"; echo "make: *** noise" >&2; exit {status}',
   )
   tool(tmp_path / "bin", "chromium-headless-shell", "exit 0")
-  done = run(
+  process = run(
       ROOT / ".ci" / "run",
       cwd=tmp_path,
       PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}",
   )
-  assert done.returncode == status
-  assert done.stdout.splitlines()[-1] == closing
+  assert process.returncode == status
+  assert process.stdout.splitlines()[-1] == closing
 
 
 def test_ci_fails_when_pytest_never_ended(tmp_path):
   tool(tmp_path / "bin", "make", "echo installing; exit 0")
   tool(tmp_path / "bin", "chromium-headless-shell", "exit 0")
-  done = run(
+  process = run(
       ROOT / ".ci" / "run",
       PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}",
   )
-  assert done.returncode == 1
-  assert "did not reach its end" in done.stdout
+  assert process.returncode == 1
+  assert "did not reach its end" in process.stdout

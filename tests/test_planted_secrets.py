@@ -45,7 +45,7 @@ def test_every_setting_of_text_refuses_an_address_with_credentials(address):
   for key in keys:
     field = f"{key}.inner" if key.endswith("options") else key
     if key == "policy.config" or key == "environment.reward":
-      continue  # Of these, names and numbers: other checks come first.
+      continue  # Of them, names and numbers: other checks come first.
     with pytest.raises(config_lib.ConfigError) as refused:
       config_lib.load_config([f"{field}='{address}'"])
     assert SECRET not in str(refused.value), key
@@ -125,7 +125,7 @@ def test_a_run_leaves_no_trace_of_its_tokens(
   token_file.write_text(SECRET)
   runs = tmp_path / "runs"
   with (
-      monitor_server.sqlite_server(tmp_path / "monitor", token=SECRET) as seen,
+      monitor_server.sqlite_server(tmp_path / "monitor", token=SECRET) as site,
       gym_servers.serving(
           gym_servers.desktop(families=("click-color", "enter-text")),
           token=SECRET,
@@ -134,18 +134,18 @@ def test_a_run_leaves_no_trace_of_its_tokens(
     status = small_runs.run_train(
         runs, small_runs.NANO, "warm_start.source=none", "name=a", "steps=1",
         "gym=genv", f"gym.options.base_url={url}",
-        f"gym.options.token_file={token_file}", f"monitor.url={seen.url}",
+        f"gym.options.token_file={token_file}", f"monitor.url={site.url}",
         "tracking.tensorboard=true", "tracking.wandb=offline",
         f"tracking.mlflow=sqlite:///{tmp_path}/mlflow.db",
         "eval.modes=[sampled]", "eval.episodes_per_task=1",
     )  # pyformat: disable
     assert status == 0
-    assert seen.rows("training")
+    assert site.rows("training")
   assert train.main([
       f"run.dir={runs}", "name=b", f"monitor.url=http://me:{SECRET}@127.0.0.1",
   ]) == 2  # pyformat: disable
-  said = capfd.readouterr()
-  for text in (said.out, said.err, caplog.text):
+  printed = capfd.readouterr()
+  for text in (printed.out, printed.err, caplog.text):
     assert SECRET not in text
   files = [p for p in tmp_path.rglob("*") if p.is_file() and p != token_file]
   assert any(p.suffix == ".db" for p in files) and len(files) > 10

@@ -66,8 +66,8 @@ def test_both_paths_solve_the_same_tasks_with_equal_tokens(overrides):
       assert len(got) == len(want) == 4
       for one, other in zip(got, want):
         assert len(one) == len(other) == members
-        for mine, theirs in zip(one, other):
-          two_paths.assert_equal(mine, theirs)
+        for own, result in zip(one, other):
+          two_paths.assert_equal(own, result)
         if mode == "train":  # Sampled, and each member by its own seed.
           assert len({e.steps[0].model_response for e in one}) > 1
 
@@ -113,8 +113,8 @@ def test_the_documented_sequence_holds_from_execution_to_termination():
     (want,) = await paths.collect("greedy", False, 1)
     log.clear()
     (got,) = await paths.collect("greedy", True, 1)
-    for mine, theirs in zip(got, want):
-      two_paths.assert_equal(mine, theirs)
+    for own, other in zip(got, want):
+      two_paths.assert_equal(own, other)
     return got.trajectories[0]
 
   gyms = gym_servers.serving()
@@ -303,12 +303,12 @@ def test_a_service_that_drops_tokens_is_refused_or_counted():
         ) as paths:
           (group,) = paths.run(paths.collect("greedy", True, 1))
           outcomes[mode] = group.trajectories[0]
-  refused, made = outcomes["refuse"], outcomes["fallback"]
+  refused, counted = outcomes["refuse"], outcomes["fallback"]
   assert refused.status is Status.MODEL_ERROR
   assert "return_token_ids" in refused.error and not refused.sequences
-  assert made.status.is_policy_outcome
-  assert made.metrics["fallback_turns"] == len(made.steps)
-  (sequence,) = made.sequences
+  assert counted.status.is_policy_outcome
+  assert counted.metrics["fallback_turns"] == len(counted.steps)
+  (sequence,) = counted.sequences
   assert sequence.num_sampled and not sequence.logprobs.any()
 
 
@@ -452,10 +452,10 @@ def test_the_old_names_mean_the_settings_of_today():
   }
   config = config_lib.load_config([f"{k}={v}" for k, (v, _) in old.items()])
   for name, (value, path) in old.items():
-    found = config
+    result = config
     for part in path.split("."):
-      found = getattr(found, part)
-    assert found == value, name
+      result = getattr(result, part)
+    assert result == value, name
   config = config_lib.load_config(["gbox_mini_agent_env={boxType: linux}"])
   assert config.run_service.env == {"boxType": "linux"}
   assert config.collect.concurrency  # Never without a limit.
@@ -477,11 +477,11 @@ def test_an_environment_that_no_service_plays_is_refused():
 
 def test_the_service_gets_what_it_is_configured_with():
   """And a service of another make only the fields of the protocol."""
-  asked = []
+  requests = []
 
   def answer(method, path, body):
     if method == "POST" and path == "/runs":
-      asked.append(json.loads(body))
+      requests.append(json.loads(body))
     return 422, {"detail": "no"}
 
   with run_services.scripted(answer) as (url, _):
@@ -497,8 +497,8 @@ def test_the_service_gets_what_it_is_configured_with():
           *change,
       ) as paths:
         paths.run(paths.collect("greedy", True, 1))
-  ours, theirs = asked
-  for body in asked:
+  own, result = requests
+  for body in requests:
     assert body["agent"] == "qwen3-vl"
     assert body["standardActionSpace"] == "mobile"
     assert body["env"]["boxType"] == "linux"
@@ -507,12 +507,12 @@ def test_the_service_gets_what_it_is_configured_with():
     assert body["model"]["provider"] == "openai"
     assert body["model"]["baseUrl"].startswith("http://trainer.lan:8100/")
     assert body["model"]["baseUrl"].endswith("/v1")
-  assert set(theirs) == {
+  assert set(result) == {
       "task", "agent", "maxSteps", "maxRunTimeSec", "maxStepTimeSec", "model",
       "env", "standardActionSpace",
   }  # pyformat: disable
-  assert theirs["model"]["apiKey"] not in theirs["model"]["baseUrl"]
-  assert "apiKey" not in ours["model"] and ours["model"]["sampling"]
+  assert result["model"]["apiKey"] not in result["model"]["baseUrl"]
+  assert "apiKey" not in own["model"] and own["model"]["sampling"]
 
 
 @pytest.mark.slow
@@ -541,8 +541,8 @@ def test_the_run_s_server_binds_another_address_when_told():
         paths.proxy.connection.start("t", policy_client.SamplingParams())
     )
     key = started["api_key"]
-    mine = httpx.get(f"{name}/sessions/{key}/v1/models")
-    assert mine.status_code == 200
+    own = httpx.get(f"{name}/sessions/{key}/v1/models")
+    assert own.status_code == 200
     for path in (
         f"sessions/{key}x/v1/models",
         f"sessions/{key[:-1]}/v1/models",

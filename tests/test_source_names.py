@@ -74,8 +74,8 @@ def test_the_collecting_room_has_two_names_and_one_content():
     ("rewards:RewardOutput", "reward metadata"),
 ])  # pyformat: disable
 def test_data_have_the_documents_fields_in_its_order(path, fields):
-  given = [f.name for f in dataclasses.fields(found(f"{ROOM}.{path}"))]
-  assert [name for name in given if name in fields.split()] == fields.split()
+  names = [f.name for f in dataclasses.fields(found(f"{ROOM}.{path}"))]
+  assert [name for name in names if name in fields.split()] == fields.split()
 
 
 @pytest.mark.parametrize("path, members, abstract", [
@@ -117,9 +117,9 @@ def test_classes_have_the_documents_members(path, members, abstract):
 def test_constructors_take_the_documents_arguments_in_its_order(
     path, parameters
 ):
-  given = inspect.signature(found(f"{ROOM}.{path}")).parameters
-  for (name, parameter), wanted in zip(given.items(), parameters.split()):
-    expected, _, default = wanted.partition("=")
+  signature = inspect.signature(found(f"{ROOM}.{path}")).parameters
+  for (name, parameter), result in zip(signature.items(), parameters.split()):
+    expected, _, default = result.partition("=")
     assert name == expected
     assert parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     assert not default or repr(parameter.default) == default
@@ -254,7 +254,7 @@ def test_the_documents_own_program_runs():
 
   async def test():
     observation = await env.reset()
-    _, reward, done, _ = await env.step("8")
-    return observation, reward, done
+    _, reward, over, _ = await env.step("8")
+    return observation, reward, over
 
   assert asyncio.run(test()) == ("user: abcdefg#############", 1.0, True)

@@ -49,10 +49,10 @@ def test_a_run_from_nothing_writes_everything(tmp_path, capsys):
   summary = small_runs.summary_of(directory)
   assert summary["status"] == "completed"
   for name in ("initial", "warm_start", "final"):
-    found = summary["eval"][name]
-    assert found["episodes"] == 4
-    assert set(found["by_task"]) == {"click-color", "enter-text"}
-    assert 0 <= found["success_rate"] <= 1
+    figures = summary["eval"][name]
+    assert figures["episodes"] == 4
+    assert set(figures["by_task"]) == {"click-color", "enter-text"}
+    assert 0 <= figures["success_rate"] <= 1
   for path in (
       "config.yaml", "trajectories.jsonl", "report.html",
       "checkpoints", "policy/model.safetensors", "policy/config.json",
@@ -164,13 +164,13 @@ def test_a_fifth_of_the_episodes_breaks_and_training_finishes(
   class CountingLoop(loop_thread.LoopThread):
 
     def close(self, *args):
-      async def left():
+      async def remaining():
         return [
             str(t.get_coro())
             for t in asyncio.all_tasks() - {asyncio.current_task()}
         ]
 
-      tasks_left.append(self.submit(left()).result(10))
+      tasks_left.append(self.submit(remaining()).result(10))
       super().close(*args)
 
   monkeypatch.setattr(loop_thread, "LoopThread", CountingLoop)
@@ -193,15 +193,15 @@ def test_a_fifth_of_the_episodes_breaks_and_training_finishes(
   assert summary["episodes"].get("train/env_error", 0) >= 3
   deadline = time.monotonic() + 10
   while time.monotonic() < deadline:
-    left = [
+    remaining = [
         t for t in set(threading.enumerate()) - before
         # Daemons of libraries, one a process.
         if not t.name.startswith(("tunix-collector-worker", "orbax", "tqdm"))
     ]
-    if not left:
+    if not remaining:
       break
     time.sleep(0.1)
-  assert not left, left
+  assert not remaining, remaining
 
 
 def test_resume_goes_on_where_it_stopped(tmp_path, capsys):
@@ -263,40 +263,40 @@ def test_a_killed_run_goes_on_and_trains_on_no_group_twice(tmp_path):
   process = start(
       tmp_path, f"resume={tmp_path / 'k'}", f"steps={goal}"
   )
-  said, _ = process.communicate(timeout=300)
-  assert process.returncode == 0, said
+  output, _ = process.communicate(timeout=300)
+  assert process.returncode == 0, output
   lines = small_runs.metrics_of(tmp_path / "k")
   assert [m["step"] for m in lines] == list(range(1, goal + 1))
   assert [m["version"] for m in lines] == list(range(1, goal + 1))
   assert small_runs.summary_of(tmp_path / "k")["status"] == "completed"
   store = group_store.SqliteGroupStore(str(database))
-  known = sorted(store.known())
-  left = store.load()
+  indices = sorted(store.known())
+  remaining = store.load()
   store.close()
   # What the last step learned from is done, too.
-  assert len(left) <= len(known) - 2 * goal
+  assert len(remaining) <= len(indices) - 2 * goal
   # Every admission index once, without a hole among those learned from.
-  assert known[: 2 * goal] == list(range(2 * goal))
+  assert indices[: 2 * goal] == list(range(2 * goal))
 
 
 @pytest.mark.timeout(700)
 @pytest.mark.slow
 def test_a_run_on_a_mesh_of_two_devices(tmp_path):
   """The same command over data- and over weight-sharding devices."""
-  found = {}
+  collected = {}
   for name in ("data", "fsdp"):
     process = start(
         tmp_path, f"name={name}", "steps=2", f"mesh.{name}=2",
         XLA_FLAGS=os.environ.get("XLA_FLAGS", "")
         + " --xla_force_host_platform_device_count=2",
     )  # pyformat: disable
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, said
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
     assert len(small_runs.summary_of(tmp_path / name)["devices"]) == 2
-    found[name] = small_runs.metrics_of(tmp_path / name)
-  assert [m["step"] for m in found["data"]] == [1, 2]
+    collected[name] = small_runs.metrics_of(tmp_path / name)
+  assert [m["step"] for m in collected["data"]] == [1, 2]
   # Sharded one way or the other: the same random numbers, the same episodes.
-  for one, other in zip(found["data"], found["fsdp"]):
+  for one, other in zip(collected["data"], collected["fsdp"]):
     assert one["completion_tokens"] == other["completion_tokens"]
 
 
@@ -340,10 +340,10 @@ def test_a_policy_of_the_users_trains_and_is_loaded_by_its_name(tmp_path):
   again = [*policy, "warm_start.source=path", f"warm_start.path={saved}"]
   with small_runs.make_run(tmp_path / "b", *again, "name=b") as run:
     run.apply_warm_start()
-    found = policy_files.named_parameters(run.policy.model)
+    parameters = policy_files.named_parameters(run.policy.model)
   with safe_open(saved / "model.safetensors", "numpy") as file:
-    assert set(file.keys()) == set(found)
-    for name, value in found.items():
+    assert set(file.keys()) == set(parameters)
+    for name, value in parameters.items():
       np.testing.assert_array_equal(value, file.get_tensor(name))
 
 
@@ -408,21 +408,21 @@ def test_a_policy_of_the_users_trains_and_is_loaded_by_its_name(tmp_path):
 def test_wrong_input_is_one_clear_error(arguments, words, tmp_path, capsys):
   arguments = [*small_runs.directory_of(tmp_path, arguments), *arguments]
   assert train.main(arguments) == 2
-  said = capsys.readouterr().err
-  assert said.startswith("error")
+  stderr = capsys.readouterr().err
+  assert stderr.startswith("error")
   for word in words:
-    assert word in said, said
-  assert "Traceback" not in said
+    assert word in stderr, stderr
+  assert "Traceback" not in stderr
   assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 def test_dry_run_shows_shapes_and_makes_nothing(tmp_path, capsys):
   assert small_runs.run_train(tmp_path, "--dry-run", "name=d") == 0
-  said = capsys.readouterr().out
-  assert re.search(r"parameters", said)
-  assert re.search(r"KV cache of \d+ tokens, [\d.]+ MiB", said)
-  assert "group_size: 4" in said
+  stdout = capsys.readouterr().out
+  assert re.search(r"parameters", stdout)
+  assert re.search(r"KV cache of \d+ tokens, [\d.]+ MiB", stdout)
+  assert "group_size: 4" in stdout
   assert not list(tmp_path.iterdir())
 
 
@@ -432,11 +432,11 @@ def test_interrupt_saves_and_says_how_to_resume(tmp_path):
   wait_for_steps(process, tmp_path / "i", 2)
   try:
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=240)
   finally:
     process.kill()
-  assert process.returncode == 130, said
-  assert f"resume={tmp_path / 'i'}" in said
+  assert process.returncode == 130, output
+  assert f"resume={tmp_path / 'i'}" in output
   assert list((tmp_path / "i" / "checkpoints").iterdir())
   assert small_runs.summary_of(tmp_path / "i")["status"] == "interrupted"
 
@@ -481,8 +481,8 @@ def test_a_run_stopped_before_its_first_checkpoint_can_go_on(
       ("learner.grad_clip=0", "learner.grad_clip=0"),
   ):
     assert train.main([f"resume={directory}", change]) == 2
-    said = capsys.readouterr().err
-    assert word in said and "cannot change" in said
+    stderr = capsys.readouterr().err
+    assert word in stderr and "cannot change" in stderr
   assert (directory / "config.yaml").read_text() == before
   assert train.main([f"resume={directory}", "learner.grad_clip=2"]) == 0
   assert [m["step"] for m in small_runs.metrics_of(directory)] == [1]
@@ -502,18 +502,18 @@ def test_a_failed_run_says_so_and_goes_on_from_its_warm_start(
       tmp_path, small_runs.NANO, "name=f", "warm_start.source=none",
       "warm_start.steps=2", "warm_start.batch_size=4", "steps=1",
   ) == 1  # pyformat: disable
-  said = capsys.readouterr()
-  assert said.err.count("error: ") == 1 and "checkpoints" in said.err
-  assert "Traceback" not in said.err
-  assert f"resume={directory}" in said.out
+  printed = capsys.readouterr()
+  assert printed.err.count("error: ") == 1 and "checkpoints" in printed.err
+  assert "Traceback" not in printed.err
+  assert f"resume={directory}" in printed.out
   assert "Traceback" in (directory / "traceback.txt").read_text()
   assert (directory / "report.html").exists()
   summary = small_runs.summary_of(directory)
   assert summary["status"] == "failed"
   assert set(summary["eval"]) == {"initial", "warm_start"}
   # The process can end: nothing waits for the checkpoint that failed.
-  left = [t.name for t in threading.enumerate() if not t.daemon]
-  assert left == ["MainThread"]
+  threads = [t.name for t in threading.enumerate() if not t.daemon]
+  assert threads == ["MainThread"]
 
   def not_again(*args, **kwargs):
     raise AssertionError("cloned before")

@@ -50,7 +50,7 @@ def episodes_of(paths, monkeypatch, play, mode="train", number=1):
 
 @pytest.mark.slow
 def test_the_example_plays_as_the_run_does(paths):
-  """Which shows what the policy reads, and what is made of what it says."""
+  """Shows what the policy reads, and how its answers are parsed."""
 
   async def both():
     return (
@@ -60,14 +60,14 @@ def test_the_example_plays_as_the_run_does(paths):
 
   statuses = set()
   for got, want in zip(*paths.run(both())):
-    for mine, theirs in zip(got, want):
+    for own, other in zip(got, want):
       # It is the agent that knows how long its prompts are.
-      mine.metrics["prompt_tokens"] = theirs.metrics["prompt_tokens"]
-      mine.metrics.setdefault(
-          "truncated_turns", theirs.metrics.get("truncated_turns")
+      own.metrics["prompt_tokens"] = other.metrics["prompt_tokens"]
+      own.metrics.setdefault(
+          "truncated_turns", other.metrics.get("truncated_turns")
       )
-      two_paths.assert_equal(mine, theirs)
-      statuses.add(mine.status)
+      two_paths.assert_equal(own, other)
+      statuses.add(own.status)
   assert Status.SUCCEEDED in statuses
 
 
@@ -75,7 +75,7 @@ def test_all_that_an_agent_had_sampled_is_trained_on(paths, monkeypatch):
   counted = []
 
   async def thinks(client, model, computer, **options):
-    seen = await computer.reset()
+    observation = await computer.reset()
     for number in range(3):
       # Of another kind of prompt, and two at a time.
       plans = await asyncio.gather(*(
@@ -91,14 +91,14 @@ def test_all_that_an_agent_had_sampled_is_trained_on(paths, monkeypatch):
       answer = await client.chat.completions.create(
           model=model,
           # The same request again would be answered with the same completion.
-          messages=[{"role": "system", "content": f"{number}"}, seen],
+          messages=[{"role": "system", "content": f"{number}"}, observation],
           **options,
       )
       counted.extend(
           a.usage.completion_tokens for a in (*plans, answer)
       )
-      seen = await computer.act(IDLE)
-      if seen is None:
+      observation = await computer.act(IDLE)
+      if observation is None:
         return
 
   episodes = episodes_of(paths, monkeypatch, thinks)

@@ -52,7 +52,7 @@ def _train(tmp_path, peer, tasks, *overrides):
 
 
 def exact(payload, write, stop):
-  """Token-exact items that ask nobody, of the weights of version 0."""
+  """Token-exact items of the weights of version 0, made without a server."""
   chance = random.Random(0)
   for name, row in buffer_peer.tasks_of(payload):
     for n in range(int(payload["num_repeat_per_sample"])):
@@ -73,11 +73,11 @@ def exact(payload, write, stop):
 
 
 def _groups_of(directory):
-  found = []
+  collected = []
   for line in (directory / "trajectories.jsonl").read_text().splitlines():
     line = json.loads(line)
-    found.append(line["group_id"].partition("@")[0])
-  return found
+    collected.append(line["group_id"].partition("@")[0])
+  return collected
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_token_exact_items_are_gated_by_their_versions(tasks, tmp_path):
     ) == 0  # pyformat: disable
     lines = small_runs.metrics_of(tmp_path / "b")
     assert [line["staleness_max"] for line in lines] == [0, 1]
-    # The recorded log-probs count, which are not those of these weights.
+    # The recorded log-probs count, and they are of other weights.
     assert all(line["ratio_min"] < 0.9 for line in lines)
 
 
@@ -224,11 +224,11 @@ def test_text_without_log_probs_is_refused_unless_it_is_chosen(
 
 
 def test_an_interrupt_ends_a_run_that_waits_for_the_service(tasks, tmp_path):
-  held = threading.Event()
+  blocked = threading.Event()
 
   def silent(payload, write, stop):
     del payload, write, stop
-    held.set()
+    blocked.set()
 
   with buffer_peer.BufferPeer({"math": silent}) as peer:
     run = small_runs.make_run(
@@ -237,7 +237,7 @@ def test_an_interrupt_ends_a_run_that_waits_for_the_service(tasks, tmp_path):
     )  # pyformat: disable
 
     def interrupt():
-      held.wait(60)
+      blocked.wait(60)
       run.stop.set()
 
     thread = threading.Thread(target=interrupt)

@@ -68,11 +68,11 @@ def _three_rounds(tmp_path, *overrides):
     assert train.main([f"resume={directory}", "steps=3"]) == 0
     stats = _stats(url)
   assert [x["step"] for x in small_runs.metrics_of(directory)] == [1, 2, 3]
-  found = _episodes(directory)
-  assert len(found) >= 24
-  uids = [line["trajectory_id"] for line in found]
+  episodes = _episodes(directory)
+  assert len(episodes) >= 24
+  uids = [line["trajectory_id"] for line in episodes]
   assert len(set(uids)) == len(uids)
-  return found, stats
+  return episodes, stats
 
 
 def test_mathematics(tmp_path):
@@ -87,12 +87,12 @@ def test_mathematics(tmp_path):
           for i in range(60)
       ],
   )
-  found, _ = _three_rounds(
+  episodes, _ = _three_rounds(
       tmp_path, "environment.name=gsm8k", "sampling.max_new_tokens=4",
       "buffer.num_epoch=1",
   )  # pyformat: disable
   # Each instance once: the restarted run had the service skip those before.
-  groups = [line["group_id"].partition("@")[0] for line in found]
+  groups = [line["group_id"].partition("@")[0] for line in episodes]
   assert all(groups.count(name) == 4 for name in groups)
 
 
@@ -104,15 +104,15 @@ def test_the_desktop_with_screenshots_token_by_token(tmp_path):
           for i in range(40)
       ],
   )
-  found, _ = _three_rounds(
+  episodes, _ = _three_rounds(
       tmp_path, "buffer.task_type=desktop", "sampling.max_new_tokens=8",
       "buffer.options={max_turns: 1,"
       " agent_config: {parser: computer_use_compact}}", "buffer.num_epoch=1",
   )  # pyformat: disable
-  sequences = [s for line in found for s in line["sequences"]]
+  sequences = [s for line in episodes for s in line["sequences"]]
   assert all(s["images"] for s in sequences)
   # The run's own server returns what was sampled: nothing is rewritten.
-  assert not any("text_only" in line["metrics"] for line in found)
+  assert not any("text_only" in line["metrics"] for line in episodes)
   assert any(x < 0 for s in sequences for x in s["logprobs"])
 
 
@@ -157,6 +157,6 @@ def test_a_killed_service_goes_on_where_it_was(tmp_path):
         ended.set()
         thread.join()
   assert status == 0
-  found = _episodes(tmp_path / "b")
-  groups = [line["group_id"].partition("@")[0] for line in found]
+  episodes = _episodes(tmp_path / "b")
+  groups = [line["group_id"].partition("@")[0] for line in episodes]
   assert all(groups.count(name) == 4 for name in groups)

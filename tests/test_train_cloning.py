@@ -33,8 +33,8 @@ def weights(directory):
   return safetensors.load_file(directory / "warm_start" / "model.safetensors")
 
 
-@pytest.fixture(scope="module", name="whole")
-def _whole(tmp_path_factory):
+@pytest.fixture(scope="module", name="complete")
+def _complete(tmp_path_factory):
   """The weights of a run that was not stopped."""
   directory = tmp_path_factory.mktemp("whole")
   assert small_runs.run_train(directory, *CLONED, "name=whole") == 0
@@ -42,7 +42,7 @@ def _whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("after", trials.by_default([2], [2, 3]))
-def test_cloning_goes_on_where_it_stopped(tmp_path, capsys, whole, after):
+def test_cloning_goes_on_where_it_stopped(tmp_path, capsys, complete, after):
   """As if it had not, whether the last update was just saved or not."""
   run = small_runs.make_run(tmp_path, *CLONED, "name=parts")
   run.observers.add(Stops(run, after))
@@ -53,13 +53,13 @@ def test_cloning_goes_on_where_it_stopped(tmp_path, capsys, whole, after):
   assert step == str(after)
   capsys.readouterr()
   assert train.main([f"resume={directory}", "report.progress=lines"]) == 0
-  said = capsys.readouterr().err
-  assert f"playing demonstrations again {after}/{after}" in said
-  assert f"cloning demonstrations {after} " not in said
+  stderr = capsys.readouterr().err
+  assert f"playing demonstrations again {after}/{after}" in stderr
+  assert f"cloning demonstrations {after} " not in stderr
   assert not (directory / "cloning").exists()
   parts = weights(directory)
-  assert whole.keys() == parts.keys()
-  for name, array in whole.items():
+  assert complete.keys() == parts.keys()
+  for name, array in complete.items():
     np.testing.assert_array_equal(parts[name], array, err_msg=name)
   model, _, _ = checkpoint.load_policy(str(directory / "warm_start"))
   assert model is not None

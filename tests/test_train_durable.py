@@ -23,15 +23,15 @@ def stored(directory: pathlib.Path) -> dict[int, tuple[str, int]]:
       sqlite3.connect(f"file:{directory / 'queue.db'}?mode=ro", uri=True)
   ) as db:
     rows = db.execute("SELECT idx, group_id, done FROM groups").fetchall()
-  return {index: (name, done) for index, name, done in rows}
+  return {index: (name, trained) for index, name, trained in rows}
 
 
 def test_the_queue_is_durable_by_default(tmp_path):
   assert small_runs.run_train(tmp_path, *COMMON, "name=a", "steps=2") == 0
   directory = tmp_path / "a"
-  found = stored(directory)
-  done = {index for index, (_, is_done) in found.items() if is_done}
-  assert done >= set(range(4))
+  rows = stored(directory)
+  trained = {index for index, (_, is_done) in rows.items() if is_done}
+  assert trained >= set(range(4))
   assert small_runs.run_train(
       tmp_path, *COMMON, "name=b", "steps=1", "queue.path="
   ) == 0  # pyformat: disable
@@ -60,8 +60,8 @@ def test_a_killed_run_of_default_settings_loses_no_group(tmp_path, monkeypatch):
       before = stored(directory)
     time.sleep(0.05)
   process.kill()
-  said, _ = process.communicate(timeout=60)
-  assert len(before) >= 5, said
+  output, _ = process.communicate(timeout=60)
+  assert len(before) >= 5, output
   before = stored(directory)
 
   collected = []

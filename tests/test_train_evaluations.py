@@ -44,26 +44,26 @@ def test_evaluations_measure_the_weights_of_their_step(tmp_path, monkeypatch):
 def test_no_training_episode_begins_during_an_evaluation(
     tmp_path, monkeypatch
 ):
-  """It would hold tabs that the evaluation's episodes wait for, while it waits
-  for them in lockstep: both would stand still until a deadline."""
-  seen = []
+  """Such an episode would hold tabs that the evaluation waits for, and wait
+  for the evaluation in lockstep: both would stand still until a deadline."""
+  kinds = []
   attach, evaluate = train.Run.attach_observers, evaluation.evaluate
 
   class Witness:
 
     def on_event(self, event):
       if isinstance(event, events.EpisodeStarted):
-        seen.append(event.split)
+        kinds.append(event.split)
 
   def attach_both(run, resume_step):
     attach(run, resume_step)
     run.observers.add(Witness())
 
   def evaluate_late(run, name):
-    seen.append(name)
+    kinds.append(name)
     time.sleep(1.0)  # In which groups of the next update would begin.
     evaluate(run, name)
-    seen.append(name)
+    kinds.append(name)
 
   monkeypatch.setattr(train.Run, "attach_observers", attach_both)
   monkeypatch.setattr(evaluation, "evaluate", evaluate_late)
@@ -71,19 +71,19 @@ def test_no_training_episode_begins_during_an_evaluation(
       tmp_path, *NEW, "name=h", "steps=2", "eval.every=1",
       "eval.modes=[sampled]",
   ) == 0  # pyformat: disable
-  begun, ended = (i for i, what in enumerate(seen) if what == "step_1")
-  assert seen[begun + 1 : ended] == ["eval"] * 4
-  assert seen[:begun].count("train") >= 8
-  assert seen[ended:].count("train") >= 8
+  begun, ended = (i for i, what in enumerate(kinds) if what == "step_1")
+  assert kinds[begun + 1 : ended] == ["eval"] * 4
+  assert kinds[:begun].count("train") >= 8
+  assert kinds[ended:].count("train") >= 8
 
 
 def comparable(results):
   """An evaluation without its seconds."""
-  beside = ("seconds", "seconds_waited", "beside", "spread", "versions")
+  ignored = ("seconds", "seconds_waited", "beside", "spread", "versions")
   return {
       k: comparable(v) if isinstance(v, dict) else v
       for k, v in results.items()
-      if k not in beside
+      if k not in ignored
   }
 
 
@@ -126,14 +126,14 @@ def test_beside_collection_the_same_episodes_are_played(blocking, tmp_path):
   assert small_runs.run_train(
       tmp_path, *NEW, "name=s", *SAVING, "eval.beside=true",
   ) == 0  # pyformat: disable
-  ours, theirs = (
+  own, other = (
       small_runs.summary_of(d)["eval"] for d in (tmp_path / "s", blocking)
   )
-  assert list(ours) == list(theirs)
-  for name in ours:
-    assert comparable(ours[name]) == comparable(theirs[name])
+  assert list(own) == list(other)
+  for name in own:
+    assert comparable(own[name]) == comparable(other[name])
   for step in (1, 2, 3):
-    results = ours[f"step_{step}"]
+    results = own[f"step_{step}"]
     assert results["versions"] == [step, step]
     assert results["beside"] and results["seconds"] > 0
     assert results["seconds_waited"] >= 0
@@ -155,10 +155,10 @@ def test_beside_collection_the_same_episodes_are_played(blocking, tmp_path):
 
 def test_the_best_checkpoint_is_kept(blocking):
   """Of equal values the earliest: nothing is solved here."""
-  found = json.loads((blocking / "best.json").read_text())
-  assert found == {"step": 1, "metric": "pass_at_2", "value": 0.0}
-  kept = {d.name for d in (blocking / "checkpoints").iterdir()}
-  assert kept == {"1", "3"}
+  data = json.loads((blocking / "best.json").read_text())
+  assert data == {"step": 1, "metric": "pass_at_2", "value": 0.0}
+  names = {d.name for d in (blocking / "checkpoints").iterdir()}
+  assert names == {"1", "3"}
 
 
 def test_the_last_update_is_evaluated_once(blocking):
@@ -179,12 +179,12 @@ def test_a_checkpoint_is_evaluated_as_the_run_did(blocking, tmp_path):
         f"name={name}", "attempts=2", "report.progress=none",
     ]) == 0  # pyformat: disable
     data = json.loads((tmp_path / name / "evaluation.json").read_text())
-    theirs = small_runs.summary_of(blocking)["eval"][name]
-    assert comparable(data["results"]) == comparable(theirs)
-    mine = tokens_of(trajectories_of(tmp_path / name))
+    other = small_runs.summary_of(blocking)["eval"][name]
+    assert comparable(data["results"]) == comparable(other)
+    own = tokens_of(trajectories_of(tmp_path / name))
     steps = tokens_of(trajectories_of(blocking))
-    assert mine and all(steps[key] == mine[key] for key in mine)
-    assert {version for _, _, version in mine} == {int(name[5:])}
+    assert own and all(steps[key] == own[key] for key in own)
+    assert {version for _, _, version in own} == {int(name[5:])}
 
 
 @pytest.mark.slow
@@ -205,14 +205,14 @@ def test_an_evaluation_beside_is_made_up_for_of_its_own_weights(
     patch.undo()
   directory = tmp_path / "m"
   assert "step_2" not in small_runs.summary_of(directory)["eval"]
-  kept = {d.name for d in (directory / "checkpoints").iterdir()}
-  assert kept == {"2", "3"}
+  names = {d.name for d in (directory / "checkpoints").iterdir()}
+  assert names == {"2", "3"}
   assert train.main([f"resume={directory}", "steps=4"]) == 0
-  ours = small_runs.summary_of(directory)["eval"]
-  theirs = small_runs.summary_of(blocking)["eval"]
-  assert ours["step_2"]["versions"] == [2, 2]
-  assert comparable(ours["step_2"]) == comparable(theirs["step_2"])
-  assert {"step_2", "step_4", "final"} <= set(ours)
+  own = small_runs.summary_of(directory)["eval"]
+  other = small_runs.summary_of(blocking)["eval"]
+  assert own["step_2"]["versions"] == [2, 2]
+  assert comparable(own["step_2"]) == comparable(other["step_2"])
+  assert {"step_2", "step_4", "final"} <= set(own)
 
 
 @pytest.mark.slow
@@ -228,9 +228,9 @@ def test_a_run_goes_back_to_its_best_checkpoint(blocking, tmp_path, capsys):
   summary = small_runs.summary_of(directory)
   assert summary["step"] == 2 and summary["status"] == "completed"
   assert "step_3" not in summary["eval"]
-  theirs = small_runs.summary_of(blocking)["eval"]["step_1"]
-  assert summary["eval"]["step_1"] == theirs
-  kept = {d.name for d in (directory / "checkpoints").iterdir()}
-  assert kept == {"1", "2"}
+  other = small_runs.summary_of(blocking)["eval"]["step_1"]
+  assert summary["eval"]["step_1"] == other
+  names = {d.name for d in (directory / "checkpoints").iterdir()}
+  assert names == {"1", "2"}
   assert [m["step"] for m in small_runs.metrics_of(directory)] == [1, 2]
   assert "resume_from: newest" in (directory / "config.yaml").read_text()

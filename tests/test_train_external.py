@@ -77,8 +77,8 @@ def test_each_update_is_sampled_with_by_the_other_process(
   summary = json.loads((directory / "summary.json").read_text())
   assert summary["status"] == "completed" and not summary.get("faults")
   assert set(summary["eval"]) == {"warm_start", "final"}
-  kept = sorted(p.name[-9:] for p in (directory / "weights").glob("*/*"))
-  assert kept == [f"v{v:08d}" for v in (steps - 1, steps)]
+  names = sorted(p.name[-9:] for p in (directory / "weights").glob("*/*"))
+  assert names == [f"v{v:08d}" for v in (steps - 1, steps)]
 
 
 @pytest.mark.slow
@@ -247,6 +247,6 @@ def test_a_url_that_is_none_is_named(capsys, tmp_path):
       [*SMALL, f"run.dir={tmp_path}", "external.url=localhost:8000"]
   )
   assert status == 2
-  said = capsys.readouterr().err
-  assert "rollout.via=external" in said and "localhost:8000" in said
+  stderr = capsys.readouterr().err
+  assert "rollout.via=external" in stderr and "localhost:8000" in stderr
   assert not list(tmp_path.iterdir())

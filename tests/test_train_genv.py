@@ -56,20 +56,20 @@ def test_a_run_behind_a_server_is_the_run_in_process(tmp_path):
       tmp_path, "name=inside", "task_source.source=jsonl",
       f"task_source.path={path}", *learn,
   ) == 0  # pyformat: disable
-  ours, theirs = (
+  own, result = (
       small_runs.metrics_of(tmp_path / n) for n in ("inside", "behind")
   )
-  assert len(ours) == len(theirs) == 2
-  for one, other in zip(ours, theirs):
+  assert len(own) == len(result) == 2
+  for one, other in zip(own, result):
     for key in COMPARED:
       assert one[key] == other[key], key
-  assert ours[0]["loss"] != ours[1]["loss"]
-  ours, theirs = (
+  assert own[0]["loss"] != own[1]["loss"]
+  own, result = (
       small_runs.summary_of(tmp_path / n) for n in ("inside", "behind")
   )
   for name in ("warm_start", "final"):
-    assert ours["eval"][name]["by_task"].keys() == set(FAMILIES)
-    assert ours["eval"][name]["by_task"] == theirs["eval"][name]["by_task"]
+    assert own["eval"][name]["by_task"].keys() == set(FAMILIES)
+    assert own["eval"][name]["by_task"] == result["eval"][name]["by_task"]
 
 
 @pytest.mark.slow

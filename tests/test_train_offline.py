@@ -132,22 +132,22 @@ def test_a_resumed_run_has_the_same_curve_over_epochs(recorded, tmp_path):
 def test_epochs_end_the_run_and_each_group_is_seen_once_in_each(
     recorded, tmp_path
 ):
-  seen = []
+  groups = []
   with pytest.MonkeyPatch.context() as patch:
     group = offline_queue.OfflineQueue.group
 
     def spied(self, index):
-      found = group(self, index)
-      seen.append(found.group_id)
-      return found
+      recorded = group(self, index)
+      groups.append(recorded.group_id)
+      return recorded
 
     patch.setattr(offline_queue.OfflineQueue, "group", spied)
     assert _train(
         tmp_path, "e", recorded, "offline.epochs=2", "steps=1000",
         "learner.groups_per_step=2",
     ) == 0  # pyformat: disable
-  first = [name for name in seen if "@" not in name]
-  second = [name for name in seen if "@" in name]
+  first = [name for name in groups if "@" not in name]
+  second = [name for name in groups if "@" in name]
   assert len(set(first)) == len(first) == len(second)
   assert {name.partition("@")[0] for name in second} == set(first)
   # Another order.
@@ -282,7 +282,7 @@ def test_cloning_with_weight_one_is_behaviour_cloning(run):
 def test_recomputed_log_probs_are_the_learners_and_recorded_ones_stay(run):
   learner = _learner(run)
   exact = run.recorded[0]
-  first, *others = exact.trajectories
+  first, *further = exact.trajectories
   blank = dataclasses.replace(
       first,
       metrics={**first.metrics, records.LOGPROBS_MISSING: 1.0},
@@ -291,14 +291,14 @@ def test_recomputed_log_probs_are_the_learners_and_recorded_ones_stay(run):
           for s in first.sequences
       ],
   )
-  mixed = dataclasses.replace(exact, trajectories=(blank, *others))
+  mixed = dataclasses.replace(exact, trajectories=(blank, *further))
   (filled,) = sources.fill_logprobs(learner, [mixed])
-  assert filled.trajectories[1:] == tuple(others)
+  assert filled.trajectories[1:] == tuple(further)
   member = filled.trajectories[0]
   assert reader_lib.RECOMPUTED in member.metrics
   assert not reader_lib.lacks_logprobs(filled)
-  wanted = learner.sequence_logprobs(first.sequences)
-  for sequence, scored in zip(member.sequences, wanted, strict=True):
+  expected = learner.sequence_logprobs(first.sequences)
+  for sequence, scored in zip(member.sequences, expected, strict=True):
     np.testing.assert_allclose(sequence.logprobs, scored, atol=1e-6)
     assert set(sequence.versions[sequence.loss_mask]) == {learner.version}
   # An update with them has ratio 1 there.
@@ -417,6 +417,6 @@ def test_the_digest_is_of_names_sizes_and_order(items, run, tmp_path):
   assert digest(*lines) == digest(*lines)
   renamed = lines[0].replace('"instance_id": "', '"instance_id": "x')
   assert renamed != lines[0]
-  others = (lines[1:], lines[::-1], [renamed, *lines[1:]])
-  found = {digest(*lines), *(digest(*other) for other in others)}
-  assert len(found) == 4
+  further = (lines[1:], lines[::-1], [renamed, *lines[1:]])
+  digests = {digest(*lines), *(digest(*other) for other in further)}
+  assert len(digests) == 4

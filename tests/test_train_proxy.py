@@ -42,10 +42,10 @@ def test_trajectories_are_those_of_the_path_in_process(overrides):
       for one, other in zip(got, want):
         assert one.group_id == other.group_id
         assert len(one) == len(other)
-        for mine, theirs in zip(one, other):
-          two_paths.assert_equal(mine, theirs)
-          statuses.add(mine.status)
-          sequences.append(len(mine.sequences))
+        for own, result in zip(one, other):
+          two_paths.assert_equal(own, result)
+          statuses.add(own.status)
+          sequences.append(len(own.sequences))
 
   statuses, sequences = set(), []
   with two_paths.Both(*overrides) as paths:

@@ -29,14 +29,14 @@ CALL = (
 
 def collect(agent, env, replies, **kwargs):
   replies = iter(replies)
-  seen = []
+  prompts = []
 
   async def model(messages):
-    seen.append([dict(m) for m in messages])
+    prompts.append([dict(m) for m in messages])
     return next(replies)
 
   engine = tc.TrajectoryCollectEngine(agent, env, model, **kwargs)
-  return asyncio.run(engine.collect()), seen
+  return asyncio.run(engine.collect()), prompts
 
 
 def test_model_agent_in_a_task_environment():
@@ -45,9 +45,9 @@ def test_model_agent_in_a_task_environment():
       {"question": "2 + 2 = ?", "ground_truth": "4"},
       reward_fn=reward.get_reward_fn("exact_match"),
   )
-  result, seen = collect(model_agent.ModelAgent("Answer."), env, ["4"])
+  result, prompts = collect(model_agent.ModelAgent("Answer."), env, ["4"])
   assert isinstance(result, trajectory_lib.Trajectory)
-  assert seen[0] == [
+  assert prompts[0] == [
       {"role": "system", "content": "Answer."},
       {"role": "user", "content": "2 + 2 = ?"},
   ]
@@ -69,13 +69,13 @@ def test_tool_agent_in_a_tool_environment():
   agent = tool_agent.ToolAgent("Use tools.", "qwen", tools)
   # Upstream's `finish` crashes on its own JSON arguments when it reads them,
   # so the last step is what upstream's environment can end: its step limit.
-  result, seen = collect(agent, env, [CALL] * 3, max_steps=3, gamma=0.5)
+  result, prompts = collect(agent, env, [CALL] * 3, max_steps=3, gamma=0.5)
   assert result.status is Status.MAX_TURNS
   assert len(result.steps) == 3
-  outputs = seen[1][-1]
+  outputs = prompts[1][-1]
   assert outputs["role"] == "tool"
   assert "42" in outputs["content"]
-  assert len(seen[2]) == 6
+  assert len(prompts[2]) == 6
   step = result.steps[0]
   assert isinstance(step, trajectory_lib.Step)
   assert step.model_response == CALL
@@ -129,11 +129,11 @@ class Counting(base_environment.BaseTaskEnv):
 
 def test_template_environments_with_their_own_final_reward():
   env = Counting({}, max_steps=2)
-  result, seen = collect(
+  result, prompts = collect(
       model_agent.ModelAgent(""), env, ["one", "two"], gamma=0.5
   )
   assert env.closed
-  assert seen[1][-1] == {"role": "user", "content": "got one"}
+  assert prompts[1][-1] == {"role": "user", "content": "got one"}
   assert [s.reward for s in result.steps] == [0.5, 2.5]
   assert [s.mc_return for s in result.steps] == [1.75, 2.5]
   assert result.reward == 3.0

@@ -45,15 +45,16 @@ def load_environment(
   """The environment of verifiers.
 
   Args:
-    settings: of a run, as `train` takes them: {"gym": "desktop", "agent":
+    settings: Settings of a run, as `train` takes them: {"gym": "desktop",
+      "agent":
       "qwen3_vl_computer_use", "gym.width": 640}, or ["gym=desktop", …]. They
       choose gym, tasks, agent, reward and deadlines.
     train: tasks to train on, the families by turns.
     eval: held-out tasks.
     python: interpreter that has this package; "" takes $TUNIX_PYTHON, else
       `.venv/bin/python` of this clone, else this one.
-    start_s: for starting it.
-    turn_s: for a turn's actions, or an episode's start.
+    start_s: Deadline of its start.
+    turn_s: Deadline of a turn's actions, or of an episode's start.
 
   Raises:
     ValueError: naming the argument or the setting.
@@ -196,9 +197,9 @@ class TunixEnv(vf.MultiTurnEnv):
       raise vf.InfraError(str(error)) from None
     state["tunix_said"] = []
     start = {"split": info["split"], "index": info["index"]}
-    found = await self._ask(state, {"start": start})
-    state["tunix_episode"] = found.get("episode")
-    if self._take(state, found):
+    answer = await self._ask(state, {"start": start})
+    state["tunix_episode"] = answer.get("episode")
+    if self._take(state, answer):
       state["prompt"] = state["tunix_messages"]
 
   async def get_prompt_messages(self, state: vf.State) -> vf.Messages:
@@ -213,8 +214,8 @@ class TunixEnv(vf.MultiTurnEnv):
         "text": text,
         "truncated": bool(step["is_truncated"]),
     }
-    found = await self._ask(state, {"reply": reply})
-    if not self._take(state, found):
+    answer = await self._ask(state, {"reply": reply})
+    if not self._take(state, answer):
       return []
     return state["tunix_messages"]
 
@@ -224,10 +225,10 @@ class TunixEnv(vf.MultiTurnEnv):
 
   async def render_completion(self, state: vf.State) -> None:
     """All turns in order, those included that the prompt has dropped."""
-    said = list(state.get("tunix_said") or ())
+    messages = list(state.get("tunix_said") or ())
     if state["trajectory"] and not _outcome(state):
-      said += state["trajectory"][-1]["completion"]
-    state["completion"] = said
+      messages += state["trajectory"][-1]["completion"]
+    state["completion"] = messages
 
   @vf.cleanup
   async def close_episode(self, state: vf.State) -> None:
@@ -252,17 +253,17 @@ class TunixEnv(vf.MultiTurnEnv):
     except line_process.WorkerError as error:
       raise vf.InfraError(str(error)) from None
 
-  def _take(self, state: vf.State, found: Mapping[str, Any]) -> bool:
+  def _take(self, state: vf.State, answer: Mapping[str, Any]) -> bool:
     """Notes what the episode answered; False at its end."""
-    if "outcome" in found:
-      state["tunix_outcome"] = found["outcome"]
+    if "outcome" in answer:
+      state["tunix_outcome"] = answer["outcome"]
       state["final_env_response"] = []
       return False
     before = state.get("tunix_messages") or []
-    new = [_message(message) for message in found["messages"]]
+    new = [_message(message) for message in answer["messages"]]
     if before:
       state["tunix_said"] += [m for m in new if m.role != "assistant"]
-    state["tunix_messages"] = [*before[: found["kept"]], *new]
+    state["tunix_messages"] = [*before[: answer["kept"]], *new]
     return True
 
 

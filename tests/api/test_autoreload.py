@@ -133,17 +133,17 @@ def test_an_edited_gym_parser_agent_and_reward_are_what_plays_next(tmp_path):
   (tmp_path / "mine.py").write_text(MODULE)
   with chat_server.serving() as (url, _):
     program = textwrap.dedent(SESSION.format(folder=str(tmp_path), url=url))
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True, text=True, timeout=380, check=False,
         cwd=pathlib.Path(tmp_path),
     )  # pyformat: disable
-  assert done.returncode == 0, done.stderr + done.stdout
-  assert "autoreload of" not in done.stdout + done.stderr, done.stderr
-  found = json.loads(done.stdout.splitlines()[-1])
-  for one in found[:2]:
+  assert process.returncode == 0, process.stderr + process.stdout
+  assert "autoreload of" not in process.stdout + process.stderr, process.stderr
+  data = json.loads(process.stdout.splitlines()[-1])
+  for one in data[:2]:
     assert "gym one" in one["said"] and "agent one" in one["said"]
     assert one["clicked"] == 11 and one["reward"] == 0.25
-  for one in found[2:]:
+  for one in data[2:]:
     assert "gym two" in one["said"] and "agent two" in one["said"]
     assert one["clicked"] == 22 and one["reward"] == 0.75

@@ -1,4 +1,4 @@
-"""What a notebook shows of the package's values: IPython's own formatters."""
+"""A notebook draws the package's values by IPython's formatters."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def pixels_of(png: bytes) -> np.ndarray:
 
 def test_a_trajectory_is_a_film(shown, episode):
   trajectory = episode.trajectory
-  found = shown(trajectory)
-  assert found["text/html"].count("data:image") == trajectory.num_turns + 1
-  assert "succeeded" in found["text/html"]
-  assert len(found["text/plain"]) < 200 and "\n" not in found["text/plain"]
+  drawn = shown(trajectory)
+  assert drawn["text/html"].count("data:image") == trajectory.num_turns + 1
+  assert "succeeded" in drawn["text/html"]
+  assert len(drawn["text/plain"]) < 200 and "\n" not in drawn["text/plain"]
 
 
 def test_an_episode_of_texts_shows_what_was_said(shown):
@@ -55,29 +55,29 @@ def test_an_episode_of_texts_shows_what_was_said(shown):
       ],
       model_response="sun sun",
   )
-  found = shown(trajectory_lib.Trajectory(steps=[step]))["text/html"]
-  assert "not kept" not in found
-  said = html.escape(html.escape("Say <sun> twice."))
-  assert found.count(said) == 2  # As the task, and as what was answered.
-  assert "sun sun" in found and "reward 0, 1 turn&lt;" in found
+  drawn = shown(trajectory_lib.Trajectory(steps=[step]))["text/html"]
+  assert "not kept" not in drawn
+  escaped = html.escape(html.escape("Say <sun> twice."))
+  assert drawn.count(escaped) == 2  # As the task, and as what was answered.
+  assert "sun sun" in drawn and "reward 0, 1 turn&lt;" in drawn
 
 
 def test_a_step_shows_its_screen(shown, episode):
-  found = shown(episode.trajectory.steps[0])
-  assert found["text/html"].count("data:image") == 1
-  assert "click (" in found["text/html"]
+  drawn = shown(episode.trajectory.steps[0])
+  assert drawn["text/html"].count("data:image") == 1
+  assert "click (" in drawn["text/html"]
 
 
 def test_a_reference_is_its_picture_through_its_store(shown):
   store = images_lib.ImageStore()
   pixels = np.random.default_rng(0).integers(0, 256, (12, 20, 3), np.uint8)
   ref = store.put(pixels)
-  found = shown(ref)
-  assert "text/html" not in found
-  np.testing.assert_array_equal(pixels_of(found["image/png"]), pixels)
+  drawn = shown(ref)
+  assert "text/html" not in drawn
+  np.testing.assert_array_equal(pixels_of(drawn["image/png"]), pixels)
   del store
-  gone = shown(ref)
-  assert "image/png" not in gone and "no store" in gone["text/html"]
+  absent = shown(ref)
+  assert "image/png" not in absent and "no store" in absent["text/html"]
 
 
 def test_a_reference_of_a_run_that_was_read_is_its_picture(shown, episode):
@@ -89,11 +89,12 @@ def test_a_reference_of_a_run_that_was_read_is_its_picture(shown, episode):
 
 
 def test_an_observation_is_its_screen(shown):
-  seen = base.Observation(np.full((6, 8, 3), 7, np.uint8), text="<b>Hi</b>")
-  found = shown(seen)
-  np.testing.assert_array_equal(pixels_of(found["image/png"]), seen.screenshot)
-  assert "&lt;b&gt;Hi" in found["text/html"]
-  assert found["text/plain"] == "Observation(8x6, '<b>Hi</b>')"
+  screen = base.Observation(np.full((6, 8, 3), 7, np.uint8), text="<b>Hi</b>")
+  drawn = shown(screen)
+  pixels = pixels_of(drawn["image/png"])
+  np.testing.assert_array_equal(pixels, screen.screenshot)
+  assert "&lt;b&gt;Hi" in drawn["text/html"]
+  assert drawn["text/plain"] == "Observation(8x6, '<b>Hi</b>')"
 
 
 def test_a_task_and_a_verdict_are_tables(shown):
@@ -159,8 +160,8 @@ def test_importing_the_package_draws_and_imports_nothing():
     found, _ = shell.display_formatter.format(base.Task("a/1", "a", "Do it"))
     print("Do it" in found["text/html"], "jax" in sys.modules)
   """
-  done = subprocess.run(
+  process = subprocess.run(
       [sys.executable, "-c", textwrap.dedent(program)],
       capture_output=True, text=True, timeout=120, check=False,
   )  # pyformat: disable
-  assert done.stdout.strip() == "True False", done.stderr
+  assert process.stdout.strip() == "True False", process.stderr

@@ -35,18 +35,18 @@ def evaluate(tmp_path, url, **settings):
 def test_a_call_evaluates_and_returns_the_figures(tmp_path):
   with chat_server.serving() as (url, server):
     server.wrong = lambda a, b, seed: seed % 2
-    found = evaluate(tmp_path, url, name="s", attempts=4)
+    ended = evaluate(tmp_path, url, name="s", attempts=4)
   data = json.loads((tmp_path / "s" / "evaluation.json").read_text())
-  assert isinstance(found, mt.EvaluationRun) and found.status == "completed"
-  assert found.results == data["results"] and found.error is None
-  outcomes = found.outcomes
+  assert isinstance(ended, mt.EvaluationRun) and ended.status == "completed"
+  assert ended.results == data["results"] and ended.error is None
+  outcomes = ended.outcomes
   assert len(outcomes) == 24
-  assert 0 < outcomes["success"].mean() == found.success_rate < 1
-  assert found.interval[0] < found.success_rate < found.interval[1]
+  assert 0 < outcomes["success"].mean() == ended.success_rate < 1
+  assert ended.interval[0] < ended.success_rate < ended.interval[1]
   read = mt.load(tmp_path / "s")
-  assert repr(read) == repr(found) and "24 of 24 episodes" in repr(read)
+  assert repr(read) == repr(ended) and "24 of 24 episodes" in repr(read)
   assert "Evaluation on held-out seeds" in read._repr_html_()
-  assert len(found.episodes) == 24
+  assert len(ended.episodes) == 24
 
 
 def test_an_evaluation_that_failed_is_continued(tmp_path):
@@ -61,9 +61,9 @@ def test_an_evaluation_that_failed_is_continued(tmp_path):
       evaluate(tmp_path, url, name="d", **quick)
     assert str(tmp_path / "d") in str(failure.value)
     server.dies_after = None
-    found = mt.load(tmp_path / "d").resume()
-  assert found.status == "completed" and len(found.outcomes) == 6
-  assert found.success_rate == 1.0
+    evaluation = mt.load(tmp_path / "d").resume()
+  assert evaluation.status == "completed" and len(evaluation.outcomes) == 6
+  assert evaluation.success_rate == 1.0
 
 
 @pytest.mark.parametrize("quiet", [False, True], ids=["script", "notebook"])
@@ -72,7 +72,7 @@ def test_a_comparison_that_fails_is_an_error(
 ):
   shown = evaluate_lib.run_to_end
   monkeypatch.setattr(
-      evaluate_lib, "run_to_end", lambda made, **_: shown(made, quiet=quiet)
+      evaluate_lib, "run_to_end", lambda e, **_: shown(e, quiet=quiet)
   )
   with chat_server.serving() as (url, _):
     other = evaluate(tmp_path, url, name="o", **{"eval.episodes_per_task": 1})
@@ -83,8 +83,8 @@ def test_a_comparison_that_fails_is_an_error(
     with pytest.raises(RuntimeError, match=r"c failed: .*continue it with"):
       evaluate(tmp_path, url, name="c", compare=str(other.directory))
   assert f"error: {other.directory}: " in capsys.readouterr().err
-  found = mt.load(tmp_path / "c")
-  assert found.success_rate == 1.0 and found.error
+  evaluation = mt.load(tmp_path / "c")
+  assert evaluation.success_rate == 1.0 and evaluation.error
 
 
 @pytest.mark.parametrize(

@@ -113,12 +113,12 @@ def test_a_dry_run_is_refused_before_anything_is_built(monkeypatch):
 
 @pytest.mark.slow
 def test_the_trained_policy_is_evaluated_and_plays(run, tmp_path):
-  found = mt.evaluate(
+  evaluation = mt.evaluate(
       run, "enter-text", modes=["greedy"], dir=tmp_path,
       **{"eval.episodes_per_task": 2},
   )  # pyformat: disable
   again = mt.play(run, "enter-text", mode="greedy", index=1)
-  (same,) = [e for e in found.episodes if e.task_id == again.task_id]
+  (same,) = [e for e in evaluation.episodes if e.task_id == again.task_id]
   assert again.status is same.status and again.turns == same.turns
   one, two = (e.trajectory.sequences for e in (again, same))
   assert [s.tokens.tolist() for s in one] == [s.tokens.tolist() for s in two]
@@ -130,7 +130,7 @@ def reward_of_a_module(trajectory):
 
 
 def test_settings_are_those_of_the_command(tmp_path):
-  found = training.arguments(
+  argv = training.arguments(
       {"learner": {"rows": 4}},
       {
           "steps": 3,
@@ -141,7 +141,7 @@ def test_settings_are_those_of_the_command(tmp_path):
           "queue.path": None,
       },
   )
-  config = config_lib.load_config([*found, "gym=desktop"])
+  config = config_lib.load_config([*argv, "gym=desktop"])
   assert config.learner.rows == 4 and config.learner.steps == 3
   assert config.run.name == "007" and config.run.dir == str(tmp_path)
   assert config.environment.reward == f"{__name__}:reward_of_a_module"
@@ -191,11 +191,11 @@ def test_reading_a_run_imports_no_jax(run):
     assert run._repr_html_() and run.plot("reward_mean").html
     print("jax" in sys.modules)
   """
-  done = subprocess.run(
+  process = subprocess.run(
       [sys.executable, "-c", textwrap.dedent(program)],
       capture_output=True, text=True, timeout=120, check=False,
   )  # pyformat: disable
-  assert done.stdout.strip() == "False", done.stderr
+  assert process.stdout.strip() == "False", process.stderr
 
 
 CELLS = [
@@ -287,7 +287,7 @@ def test_a_notebook_trains_stops_edits_a_reward_and_resumes(
       resources={"metadata": {"path": str(tmp_path)}},
   )  # pyformat: disable
   client.execute()
-  said = ["".join(o.get("text", "") for o in c.outputs) for c in notebook.cells]
+  text = ["".join(o.get("text", "") for o in c.outputs) for c in notebook.cells]
   failed = [
       "\n".join(o["traceback"])
       for c in notebook.cells[:-1]
@@ -295,11 +295,11 @@ def test_a_notebook_trains_stops_edits_a_reward_and_resumes(
       if o.output_type == "error"
   ]
   assert not failed, failed[0]
-  assert "while it trains: running True" in said[2], said
-  assert "interrupted" in said[4]
-  assert said[5].strip() == "{0.75}"
-  assert said[7].splitlines()[-1] == "{0.25}"  # Edited under autoreload.
-  steps = int(said[8].splitlines()[-1])
+  assert "while it trains: running True" in text[2], text
+  assert "interrupted" in text[4]
+  assert text[5].strip() == "{0.75}"
+  assert text[7].splitlines()[-1] == "{0.25}"  # Edited under autoreload.
+  steps = int(text[8].splitlines()[-1])
   assert steps >= 3
   shown = [
       o["data"]["text/html"]

@@ -30,24 +30,24 @@ def test_what_names_no_directory_is_refused(wrong):
     mt.load(wrong)
 
 
-@pytest.mark.parametrize("inside, told", [
+@pytest.mark.parametrize("inside, problem", [
     (".", "give .*/demo"),
     ("demo/policy", "give the run, .*/demo"),
     ("demo/none", "give the run, .*/demo"),
     ("none/none", "give runs/<name>"),
 ])  # pyformat: disable
-def test_a_directory_beside_a_run_names_the_run(runs, inside, told):
-  with pytest.raises(FileNotFoundError, match=told):
+def test_a_directory_beside_a_run_names_the_run(runs, inside, problem):
+  with pytest.raises(FileNotFoundError, match=problem):
     mt.load(runs / inside)
 
 
 def test_what_a_run_has_not_is_told(run):
-  kept = len(run.episodes)
+  count = len(run.episodes)
   with pytest.raises(ValueError, match="'reward'.*'reward_mean' or"):
     run.plot("reward")
-  with pytest.raises(IndexError, match=f"{kept} kept episodes, none at 9999"):
+  with pytest.raises(IndexError, match=f"{count} kept episodes, none at 9999"):
     run.episodes[9999]  # pylint: disable=pointless-statement
-  with pytest.raises(IndexError, match=f"{kept} kept episodes, none at 9999"):
+  with pytest.raises(IndexError, match=f"{count} kept episodes, none at 9999"):
     run.watch(9999)
   with pytest.raises(TypeError, match="episode='last'.*-1 is the last"):
     run.watch("last")

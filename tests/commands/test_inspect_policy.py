@@ -1,4 +1,4 @@
-"""What a policy is and costs, said before it is trained."""
+"""Facts and costs of a policy before it is trained."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ def report(capsys, *arguments):
 
 
 def refusal(capsys, *arguments):
-  """What is printed to standard error when a command is refused."""
+  """Returns standard error of a refused command."""
   try:
     status = inspect_policy.main(arguments)
   except SystemExit as stopped:  # argparse's own.
@@ -88,31 +88,31 @@ def test_parameters_of_published_sizes(name):
 
 
 def test_a_published_name_needs_no_files_and_no_weights(capsys):
-  found = report(capsys, "qwen3-vl-4b", "--mesh", "fsdp=16", "--images", "2")
-  assert found["name"] == "Qwen3-VL-4B"
-  assert found["screens"][0] == {
+  figures = report(capsys, "qwen3-vl-4b", "--mesh", "fsdp=16", "--images", "2")
+  assert figures["name"] == "Qwen3-VL-4B"
+  assert figures["screens"][0] == {
       "screen": "1280x720",
       "resized": "1280x704",
       "tokens": 880,
       "patches": 3520,
   }
-  assert found["sequence"]["tokens"] == 2 * 880 + 2000
+  assert figures["sequence"]["tokens"] == 2 * 880 + 2000
   # 36 layers x keys and values x 8 heads of 128 in bfloat16.
-  assert found["sequence"]["kv_bytes_per_token"] == 36 * 2 * 8 * 128 * 2
-  total = found["parameters"]["total"]
-  assert found["checkpoint_bytes"] == {
+  assert figures["sequence"]["kv_bytes_per_token"] == 36 * 2 * 8 * 128 * 2
+  total = figures["parameters"]["total"]
+  assert figures["checkpoint_bytes"] == {
       "float32": 4 * total,
       "bfloat16": 2 * total,
   }
-  memory = found["memory"]["bytes"]
+  memory = figures["memory"]["bytes"]
   assert 4 * total / 16 < memory["parameters"] < 4.1 * total / 16
   assert memory["optimizer"] == 2 * memory["gradients"]
 
 
 def test_layers_of_linear_attention_keep_no_keys(capsys):
-  found = report(capsys, "qwen3.5-9b")
+  figures = report(capsys, "qwen3.5-9b")
   # 8 of 32 layers x keys and values x 4 heads of 256 in bfloat16.
-  assert found["sequence"]["kv_bytes_per_token"] == 8 * 2 * 4 * 256 * 2
+  assert figures["sequence"]["kv_bytes_per_token"] == 8 * 2 * 4 * 256 * 2
 
 
 def test_the_command_prints_tables(capsys):
@@ -133,13 +133,13 @@ def test_the_command_prints_tables(capsys):
     trials.by_default(["tiny_vl", "qwen3_5_tiny"], policy_facts.BUILT_IN),
 )
 def test_a_built_in_runs_on_a_generated_picture(name, capsys):
-  found = report(capsys, name, "--screen", "96x64", "--forward")["forward"]
-  chances = [t["probability"] for t in found["top"]]
+  figures = report(capsys, name, "--screen", "96x64", "--forward")["forward"]
+  chances = [t["probability"] for t in figures["top"]]
   assert len(chances) == 5
   assert chances == sorted(chances, reverse=True)
   assert 0 < sum(chances) <= 1 + 1e-9
-  assert found["random_weights"] == (name not in by_name.SHIPPED)
-  assert bool(found["image_tokens"]) == ("_text_" not in name)
+  assert figures["random_weights"] == (name not in by_name.SHIPPED)
+  assert bool(figures["image_tokens"]) == ("_text_" not in name)
   assert inspect_policy.main([name, "--screen", "96x64"]) == 0
   assert "forward" not in capsys.readouterr().out
 
@@ -156,10 +156,10 @@ def test_a_saved_directory_is_read_and_run_on_a_picture(tmp_path, capsys):
       f"--image={tmp_path / 'shot.png'}",
       "--prompt=Click OK.",
   ]
-  found = report(capsys, *arguments)
-  assert found["files"] == {"BF16": 2 * found["parameters"]["total"]}
-  assert found["forward"]["size"] == "64x48"
-  assert not found["forward"]["random_weights"]
+  figures = report(capsys, *arguments)
+  assert figures["files"] == {"BF16": 2 * figures["parameters"]["total"]}
+  assert figures["forward"]["size"] == "64x48"
+  assert not figures["forward"]["random_weights"]
   assert inspect_policy.main(arguments) == 0
   shown = capsys.readouterr().out
   assert "files hold BF16" in shown and "next 5" in shown
@@ -178,8 +178,8 @@ def test_forward_refuses_what_does_not_fit(capsys, tmp_path, monkeypatch):
   config = qwen_config.to_hf(qwen_config.SIZES["Qwen3-VL-8B"])
   (tmp_path / "config.json").write_text(json.dumps(config))
   monkeypatch.setattr(try_policy, "free_bytes", lambda: 16 << 30)
-  said = refusal(capsys, str(tmp_path), "--forward")
-  assert "this host has 16.00 GiB free" in said and "needs about 3" in said
+  text = refusal(capsys, str(tmp_path), "--forward")
+  assert "this host has 16.00 GiB free" in text and "needs about 3" in text
 
 
 def test_forward_of_a_published_size_asks_for_its_directory(
@@ -193,7 +193,7 @@ def test_forward_of_a_published_size_asks_for_its_directory(
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "arguments, problem",
     (
         (["Qwen3-VL-5B"], "Qwen3-VL-4B"),
         (["tiny_vl", "--mesh", "fdsp=2"], "data=1,fsdp=8,sequence=2"),
@@ -207,8 +207,8 @@ def test_forward_of_a_published_size_asks_for_its_directory(
     ),
     ids=lambda x: " ".join(x) if isinstance(x, list) else None,
 )
-def test_a_refusal_names_the_fix(arguments, said, capsys):
-  assert said in refusal(capsys, *arguments)
+def test_a_refusal_names_the_fix(arguments, problem, capsys):
+  assert problem in refusal(capsys, *arguments)
 
 
 def test_a_directory_without_a_policy_is_refused(tmp_path, capsys):
@@ -243,9 +243,9 @@ print(json.dumps(out))
 
 @pytest.mark.slow
 def test_planned_parameters_are_what_a_device_of_a_mesh_holds():
-  found = forced_devices.report("-c", PLACED)
-  assert len(found) == 6
-  for case, (real, planned) in found.items():
+  figures = forced_devices.report("-c", PLACED)
+  assert len(figures) == 6
+  for case, (real, planned) in figures.items():
     assert real == planned, case
 
 
@@ -281,18 +281,18 @@ def test_remat_and_adapters_save_what_they_are_for(published):
   }
   residuals = [plans[r].layer_residuals for r in ("block", "dots", "none")]
   assert residuals == sorted(residuals) and residuals[0] < residuals[2]
-  whole = plans["block"]
+  full = plans["block"]
   lora = memory_plan.plan(published, mesh, work, remat="block", lora_rank=16)
-  assert lora.gradients < whole.gradients / 30
-  assert lora.optimizer < whole.optimizer / 30
-  assert whole.parameters < lora.parameters < 1.05 * whole.parameters
+  assert lora.gradients < full.gradients / 30
+  assert lora.optimizer < full.optimizer / 30
+  assert full.parameters < lora.parameters < 1.05 * full.parameters
   half = memory_plan.plan(published, mesh, work, param_dtype="bfloat16")
   # float32 masters, gradients and moments; the new gradient is bfloat16.
-  assert half.parameters == whole.parameters
-  assert half.gradients == whole.gradients
-  assert half.optimizer == whole.optimizer == 2 * half.parameters
-  assert half.new_gradients * 2 == whole.new_gradients
-  assert half.cast == whole.cast == half.new_gradients
+  assert half.parameters == full.parameters
+  assert half.gradients == full.gradients
+  assert half.optimizer == full.optimizer == 2 * half.parameters
+  assert half.new_gradients * 2 == full.new_gradients
+  assert half.cast == full.cast == half.new_gradients
   frozen = memory_plan.plan(
       published, mesh, work, param_dtype="bfloat16", lora_rank=16
   )
@@ -320,24 +320,24 @@ def test_the_parts_of_a_plan_are_its_total(published):
 
 
 def test_kv_cache_bytes_are_those_of_the_cache():
-  found = policy_facts.find("qwen3_vl_tiny", dtype="bfloat16")
-  cache = jax.eval_shape(lambda: found.model.init_cache(1, 64))
+  policy = policy_facts.find("qwen3_vl_tiny", dtype="bfloat16")
+  cache = jax.eval_shape(lambda: policy.model.init_cache(1, 64))
   real = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in
              jax.tree.leaves(cache))
-  sequence = inspect_policy.describe(found, (64, 64))["sequence"]
+  sequence = inspect_policy.describe(policy, (64, 64))["sequence"]
   assert real == 64 * sequence["kv_bytes_per_token"]
 
 
 def test_a_text_policy_has_sequences_without_screenshots(capsys):
-  found = report(capsys, "qwen3_text_tiny", "--text-tokens=300", "--lora=4")
-  assert found["sizes"]["family"] == "qwen3"
-  assert not any("vision" in name for name in found["sizes"])
-  parts = found["parameters"]
+  facts = report(capsys, "qwen3_text_tiny", "--text-tokens=300", "--lora=4")
+  assert facts["sizes"]["family"] == "qwen3"
+  assert not any("vision" in name for name in facts["sizes"])
+  parts = facts["parameters"]
   assert parts["vision tower"] == parts["mergers"] == 0
   assert parts["total"] == parts["embedding"] + parts["decoder layers"]
-  assert found["screens"] == []
-  assert found["sequence"]["tokens"] == 300 and not found["sequence"]["images"]
-  assert found["memory"]["bytes"]["vision_residuals"] == 0
+  assert facts["screens"] == []
+  assert facts["sequence"]["tokens"] == 300 and not facts["sequence"]["images"]
+  assert facts["memory"]["bytes"]["vision_residuals"] == 0
   assert inspect_policy.main(["qwen3_text_tiny"]) == 0
   assert "2,000 tokens: 2000 of text" in capsys.readouterr().out
   bad = refusal(capsys, "qwen3_text_tiny", "--forward", "--image=shot.png")

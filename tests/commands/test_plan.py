@@ -45,10 +45,10 @@ print(json.dumps({k: [v.runs, v.received] for k, v in found.items()}))
 
 
 def test_a_collective_in_a_loop_counts_as_often_as_it_runs():
-  found = forced_devices.report("-c", _LOOP, devices=8)
+  figures = forced_devices.report("-c", _LOOP, devices=8)
   part = 8 * 16 * 4
-  assert found["all-reduce"] == [5, 5 * 2 * part * 3 // 4]
-  assert found["all-gather"] == [1, 8 * part * 7 // 8]
+  assert figures["all-reduce"] == [5, 5 * 2 * part * 3 // 4]
+  assert figures["all-gather"] == [1, 8 * part * 7 // 8]
 
 
 def test_started_collectives_count_their_results():
@@ -65,10 +65,10 @@ ENTRY %main (p: f32[8], /*index=5*/q: f32[8]) -> f32[8] {
   %a = f32[10]{0} all-reduce(%p), to_apply=%c
 }
 """
-  found = hlo.collectives(text, 16)
-  assert found["all-gather"] == hlo.Sent(1, 9, 9 * 256 * 3 // 4, 256, 128)
-  assert found["reduce-scatter"].received == 400
-  assert found["all-reduce"].received == 2 * 40 * 15 // 16
+  sent = hlo.collectives(text, 16)
+  assert sent["all-gather"] == hlo.Sent(1, 9, 9 * 256 * 3 // 4, 256, 128)
+  assert sent["reduce-scatter"].received == 400
+  assert sent["all-reduce"].received == 2 * 40 * 15 // 16
 
 
 @pytest.mark.parametrize("name, devices, hosts", (
@@ -76,8 +76,8 @@ ENTRY %main (p: f32[8], /*index=5*/q: f32[8]) -> f32[8] {
     ("v5e:1x1", 1, 1), ("h100:8", 8, 1),
 ))  # pyformat: disable
 def test_topologies(name, devices, hosts):
-  found = chips.Topology.of(name)
-  assert (found.devices, found.hosts) == (devices, hosts)
+  topology = chips.Topology.of(name)
+  assert (topology.devices, topology.hosts) == (devices, hosts)
 
 
 @pytest.mark.parametrize("arguments, problem", (
@@ -161,11 +161,11 @@ def test_a_plan_is_read_by_people_and_programs(capsys):
   ):  # pyformat: disable
     assert words in text
   assert plan.main([*TINY, "--json"]) == 0
-  found = json.loads(capsys.readouterr().out)
-  assert found["fits"] and found["how"] == "predicted"
-  assert found["total"] == sum(found["memory"].values())
-  assert found["mesh"]["fsdp"] == 8 and found["engine_mesh"]["fsdp"] == 4
-  for rate in found["roofline"].values():
+  data = json.loads(capsys.readouterr().out)
+  assert data["fits"] and data["how"] == "predicted"
+  assert data["total"] == sum(data["memory"].values())
+  assert data["mesh"]["fsdp"] == 8 and data["engine_mesh"]["fsdp"] == 4
+  for rate in data["roofline"].values():
     assert rate["tokens_per_second_per_chip"] > 0
     assert rate["bound"] in rate["seconds"]
 
@@ -210,7 +210,7 @@ def test_caches_are_those_that_the_engine_makes(name):
   shapes = plan_run._shapes(
       type(run.model), run.model.config, 0, False, run.engine_mesh
   )
-  made = device_state.DeviceState(
+  state = device_state.DeviceState(
       shapes,
       run.processor,
       pages=sizes.pages,
@@ -218,14 +218,14 @@ def test_caches_are_those_that_the_engine_makes(name):
       vision_tokens=sizes.vision_tokens,
       mesh=run.engine_mesh,
   )
-  held = lambda tree: sum(
+  size = lambda tree: sum(
       math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
       for x in jax.tree.leaves(tree)
   )
   planned = plan_run.memory(run)
-  assert planned["KV cache"] == held(made.cache_shape)
-  assert planned["vision cache"] == held(made.pool_shape)
-  assert planned["rollout weights"] == held(made.params)
+  assert planned["KV cache"] == size(state.cache_shape)
+  assert planned["vision cache"] == size(state.pool_shape)
+  assert planned["rollout weights"] == size(state.params)
   # A decode step reads all weights, keys and values; states both ways.
   work = plan_run.works(run)["decode step"]
   row = run.buckets.windows[-1] * token + 2 * states
@@ -238,21 +238,21 @@ def test_a_policy_with_linear_attention_is_planned(capsys):
   assert plan.main(
       ["topology=v5e:2x4", "policy=qwen3_5_tiny", "--json", *arguments]
   ) == 0
-  found = json.loads(capsys.readouterr().out)
-  assert found["fits"] and found["memory"]["KV cache"]
-  assert found["mesh"]["tensor"] == found["engine_mesh"]["tensor"] == 2
+  data = json.loads(capsys.readouterr().out)
+  assert data["fits"] and data["memory"]["KV cache"]
+  assert data["mesh"]["tensor"] == data["engine_mesh"]["tensor"] == 2
 
 
 def test_a_tower_that_is_frozen_takes_less():
   name = "policy.name=qwen3_vl_tiny"
-  whole, frozen = run_of(name), run_of(name, "learner.freeze_vision=true")
-  tower = memory_plan.parameter_bytes(whole.model.visual, whole.mesh)
-  before, after = plan_run.memory(whole), plan_run.memory(frozen)
+  full, frozen = run_of(name), run_of(name, "learner.freeze_vision=true")
+  tower = memory_plan.parameter_bytes(full.model.visual, full.mesh)
+  before, after = plan_run.memory(full), plan_run.memory(frozen)
   assert before["parameters"] == after["parameters"]
   assert before["gradients"] - after["gradients"] == tower
   assert before["optimizer"] - after["optimizer"] == 2 * tower
   assert after["update, temporary"] < before["update, temporary"]
-  update, less = (plan_run.works(r)["accumulate"] for r in (whole, frozen))
+  update, less = (plan_run.works(r)["accumulate"] for r in (full, frozen))
   assert less.flops < update.flops
   assert less.hbm < update.hbm and less.ici < update.ici
 
@@ -269,12 +269,12 @@ def test_a_policy_without_a_tower_has_none_to_freeze(capsys):
 def test_models_beside_the_policy_are_counted():
   memory = lambda *a: plan_run.memory(run_of("policy.name=tiny_vl", *a))
   plain = memory()
-  beside = memory("eval.beside=true", "eval.every=1", "eval.slots=8")
-  assert beside["evaluation's weights"] == beside["rollout weights"]
-  caches = beside["evaluation's caches"]
+  second = memory("eval.beside=true", "eval.every=1", "eval.slots=8")
+  assert second["evaluation's weights"] == second["rollout weights"]
+  caches = second["evaluation's caches"]
   slots = memory("engine.slots=8")
   assert caches == slots["KV cache"] + slots["vision cache"]
-  assert plan_run.total(beside) == plan_run.total(plain) + caches + (
+  assert plan_run.total(second) == plan_run.total(plain) + caches + (
       plain["rollout weights"]
   )
   kl = ("algorithm.kl_coef=0.1", "learner.skip_zero_advantage=false")
@@ -289,11 +289,11 @@ def test_models_beside_the_policy_are_counted():
 
 
 def test_a_reference_of_an_adapter_is_the_adapters():
-  found = plan_run.memory(run_of(
+  parts = plan_run.memory(run_of(
       "policy.name=qwen3_vl_tiny", "policy.lora_rank=2",
       "algorithm.kl_coef=0.1", "learner.skip_zero_advantage=false",
   ))  # pyformat: disable
-  assert found["KL reference"] == found["gradients"]
+  assert parts["KL reference"] == parts["gradients"]
 
 
 def test_engines_of_other_hosts_take_nothing_here(capsys):
@@ -318,12 +318,12 @@ def test_the_advice_makes_it_fit(capsys, monkeypatch):
   small = dataclasses.replace(chips.CHIPS["v5e"], memory=int(0.6 * needed))
   monkeypatch.setitem(chips.CHIPS, "v5e", small)
   assert plan.main(arguments) == 1
-  found = json.loads(capsys.readouterr().out)
-  assert not found["fits"] and found["fixes"]
-  best = found["fixes"][0]
-  assert best["total"] < found["total"]
-  enough = [f for f in found["fixes"] if f["total"] <= found["available"]]
-  assert enough, found["fixes"]
+  data = json.loads(capsys.readouterr().out)
+  assert not data["fits"] and data["fixes"]
+  best = data["fixes"][0]
+  assert best["total"] < data["total"]
+  enough = [f for f in data["fixes"] if f["total"] <= data["available"]]
+  assert enough, data["fixes"]
   assert plan.main([*arguments, *enough[0]["settings"]]) == 0
   again = json.loads(capsys.readouterr().out)
   assert again["fits"] and again["total"] == enough[0]["total"]
@@ -354,13 +354,13 @@ def test_a_gpu_machine_is_planned_with_the_rows_of_the_familys_agent(capsys):
 
 
 def test_memory_to_spare_is_offered_for_speed(spare):
-  _, found = spare
-  offered = {f["settings"][0]: f for f in found["faster"]}
+  _, offers = spare
+  offered = {f["settings"][0]: f for f in offers["faster"]}
   assert set(offered) == {
       "policy.config.remat=none", "policy.config.remat=dots"
   }  # pyformat: disable
   for promised in offered.values():
-    assert found["total"] < promised["total"] <= found["available"]
+    assert offers["total"] < promised["total"] <= offers["available"]
     assert promised["update"] > 1.2
 
 
@@ -373,16 +373,16 @@ def test_what_is_offered_is_as_fast_as_it_says(spare, capsys, monkeypatch):
     plan.main([*arguments, *more])
     return json.loads(capsys.readouterr().out)
 
-  seconds = lambda found: max(
-      found["roofline"]["accumulate"]["seconds"].values()
+  seconds = lambda planned: max(
+      planned["roofline"]["accumulate"]["seconds"].values()
   )
   offered = {f["settings"][0]: f for f in before["faster"]}
   for setting, promised in offered.items():
-    found = made(setting)
-    assert found["fits"] and found["total"] == promised["total"]
-    gain = seconds(before) / seconds(found)
+    planned = made(setting)
+    assert planned["fits"] and planned["total"] == promised["total"]
+    gain = seconds(before) / seconds(planned)
     assert gain == pytest.approx(promised["update"]) and gain > 1.2
-    assert setting not in {f["settings"][0] for f in found["faster"]}
+    assert setting not in {f["settings"][0] for f in planned["faster"]}
   most = offered["policy.config.remat=none"]["total"]
   small = dataclasses.replace(chips.CHIPS["v5e"], memory=most - 1)
   monkeypatch.setitem(chips.CHIPS, "v5e", small)
@@ -400,9 +400,9 @@ def test_a_remat_left_to_the_run_is_the_fastest_that_fits(monkeypatch):
     )
     with monkeypatch.context() as patch:
       patch.setitem(chips.CHIPS, "v5e", chip)
-      found = run_of(*arguments, "policy.config.remat=auto")
-    assert plan_run.total(plan_run.memory(found)) <= most
-    return found.model.config.remat
+      planned = run_of(*arguments, "policy.config.remat=auto")
+    assert plan_run.total(plan_run.memory(planned)) <= most
+    return planned.model.config.remat
 
   arguments = ["policy=Qwen3-VL-2B"]
   runs = {
@@ -434,12 +434,12 @@ def test_a_small_run_is_compiled(capsys):
       *arguments, "--json", "mesh.fsdp=4", "mesh.tensor=2", "learner.rows=4",
       "policy.config.scan_layers=true", "engine.slots=8",
   ])  # pyformat: disable
-  found = json.loads(capsys.readouterr().out)
-  assert status == 0 and found["how"] == "compiled"
-  assert set(found["programs"]) == {
+  data = json.loads(capsys.readouterr().out)
+  assert status == 0 and data["how"] == "compiled"
+  assert set(data["programs"]) == {
       "accumulate", "apply", "decode", "prefill", "encode", "weight copy"
   }  # pyformat: disable
-  for program in found["programs"].values():
+  for program in data["programs"].values():
     assert not program["refused"] and program["arguments"] > 0
   run = run_of("policy.name=qwen3_vl_tiny")
   assert cache_memory.sizes(

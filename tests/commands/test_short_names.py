@@ -43,13 +43,13 @@ def _there(module):
 @pytest.fixture(scope="module")
 def helps():
   names = [n for n, (m, _) in tunix_multi_turn.COMMANDS.items() if _there(m)]
-  done = subprocess.run(
+  process = subprocess.run(
       [sys.executable, "-c", PROGRAM, *names], cwd=ROOT, capture_output=True,
       text=True, timeout=100, check=False,
       env={**os.environ, "TESTS_SEE_TORCH": "1"},
   )  # pyformat: disable
-  assert done.returncode == 0, done.stderr[-2000:]
-  return json.loads(done.stdout.splitlines()[-1])
+  assert process.returncode == 0, process.stderr[-2000:]
+  return json.loads(process.stdout.splitlines()[-1])
 
 
 def test_the_names_are_those_that_are_documented():
@@ -65,13 +65,13 @@ def test_the_names_are_those_that_are_documented():
 def test_help_loads_no_jax_and_no_google_tunix(name, helps):
   if name not in helps:
     pytest.skip(f"no {tunix_multi_turn.COMMANDS[name][0]} in this clone")
-  found = helps[name]
-  assert found["status"] == 0 and len(found["shown"]) > 200
-  assert found["light"]
-  assert not set(HEAVY) & set(found["modules"])
+  text = helps[name]
+  assert text["status"] == 0 and len(text["shown"]) > 200
+  assert text["light"]
+  assert not set(HEAVY) & set(text["modules"])
   upstream = [
       module
-      for module in found["modules"]
+      for module in text["modules"]
       if module.startswith("tunix.")
       and module not in ("tunix.rl", "tunix.rl.queue")
       and not module.startswith((f"{ROOM}.", "tunix.rl.queue."))

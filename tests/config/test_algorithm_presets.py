@@ -33,7 +33,7 @@ PUBLISHED = {
     "distill": dict(advantage="none", distill_coef=1.0),
 }
 NEEDED = {"distill": ["algorithm.teacher=tiny_vl"]}
-mine = presets.AlgorithmPreset({"algorithm.clip_high": 0.5}, "nowhere")
+own_preset = presets.AlgorithmPreset({"algorithm.clip_high": 0.5}, "nowhere")
 
 
 def load(*overrides):
@@ -66,8 +66,8 @@ def test_every_key_of_a_preset_is_a_setting(name):
 
 def test_any_key_goes_before_the_preset_in_any_order(tmp_path):
   for order in (1, -1):
-    given = ["algorithm=gspo", "algorithm.clip_high=0.01"][::order]
-    config = load(*given, "learner.minibatches=2")
+    argv = ["algorithm=gspo", "algorithm.clip_high=0.01"][::order]
+    config = load(*argv, "learner.minibatches=2")
     assert config.algorithm.clip_high == 0.01
     assert config.algorithm.clip_low == 3e-4
     assert config.learner.minibatches == 2
@@ -84,12 +84,12 @@ def test_without_a_name_nothing_changes():
 
 
 def test_a_preset_of_ones_own_is_named_by_its_path():
-  config = load(f"algorithm={__name__}:mine")
+  config = load(f"algorithm={__name__}:own_preset")
   assert config.algorithm.clip_high == 0.5
 
 
 @pytest.mark.parametrize(
-    "given, message",
+    "argv, message",
     [
         (["algorithm=gsop"], "did you mean 'gspo'"),
         (["algorithm=json:dumps"], "not an AlgorithmPreset"),
@@ -131,9 +131,9 @@ def test_a_preset_of_ones_own_is_named_by_its_path():
         ),
     ],
 )
-def test_what_cannot_be_is_refused(given, message):
+def test_what_cannot_be_is_refused(argv, message):
   with pytest.raises(config_lib.ConfigError, match=message):
-    load(*given)
+    load(*argv)
 
 
 def test_some_learn_from_single_episodes():

@@ -1,4 +1,4 @@
-"""What loading a configuration promises: layers, types, refusals, help."""
+"""Promises of loading a configuration: layers, types, refusals, help."""
 
 import dataclasses
 import functools
@@ -312,17 +312,17 @@ def test_every_field_is_reached_by_key_value(path):
   section, _, name = path.rpartition(".")
   cls = loader.sections(TrainConfig)[section]
   assert not problems
-  wanted = loader.coerce(raw, field.type)
-  assert wanted != field.default
-  assert loader.field_problem(cls, field, wanted, path) is None
-  made = loader.build(TrainConfig, flat, problems)
-  found = functools.reduce(getattr, path.split("."), made)
+  expected = loader.coerce(raw, field.type)
+  assert expected != field.default
+  assert loader.field_problem(cls, field, expected, path) is None
+  config = loader.build(TrainConfig, flat, problems)
+  value_ = functools.reduce(getattr, path.split("."), config)
   # Fields that need others are refused by their section, by name.
-  assert found == wanted or any(name in p for p in problems)
+  assert value_ == expected or any(name in p for p in problems)
 
 
 def test_every_settings_class_of_the_package_is_a_section():
-  """What a component is set by, a run can set: no class stands outside."""
+  """Every settings class is a section of a run."""
   nested = set(loader.sections(config_lib.EvaluationConfig).values())
   nested |= {TrainConfig, config_lib.EvaluationConfig}
   for module in pkgutil.walk_packages(
@@ -552,12 +552,12 @@ def test_the_examples_in_the_help_are_accepted():
       "policy.config.layers=6": ["warm_start.source=none"],
       "gym.options.seconds_per_action=0.2": ["gym=miniwob"],
   }
-  found = set()
+  collected = set()
   for field in loader.leaves(TrainConfig).values():
-    found |= set(named.findall(field.doc))
-  found |= set(named.findall(documentation.REFERENCE_HEAD))
-  assert {"gym.options.difficulty=1", *with_its_needs} <= found
-  for example in found:
+    collected |= set(named.findall(field.doc))
+  collected |= set(named.findall(documentation.REFERENCE_HEAD))
+  assert {"gym.options.difficulty=1", *with_its_needs} <= collected
+  for example in collected:
     load(example, *with_its_needs.get(example, ()))
 
 

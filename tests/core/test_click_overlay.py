@@ -18,9 +18,9 @@ def drawn(*actions, scale=1.0):
 @pytest.mark.parametrize("kind", list(Kind))
 def test_every_action_with_a_place_has_a_mark_there(kind):
   required, _ = gui_action.fields_of(kind)
-  given = {"x": 40.0, "y": 60.0, "x2": 90.0, "y2": 80.0}
+  arguments = {"x": 40.0, "y": 60.0, "x2": 90.0, "y2": 80.0}
   action = {"kind": kind.value} | {
-      name: given.get(name, "text") for name in required
+      name: arguments.get(name, "text") for name in required
   }
   marks = drawn(action)
   if {"x", "y"} <= required:
@@ -29,7 +29,7 @@ def test_every_action_with_a_place_has_a_mark_there(kind):
     assert marks[0].head[1] == (90.0, 80.0)
   if kind is Kind.SCROLL:  # In the middle, when it has no place.
     assert marks[0].ring == (W / 2, H / 2)
-  elif not required & given.keys():
+  elif not required & arguments.keys():
     assert not marks
 
 
@@ -46,13 +46,13 @@ def test_every_action_with_a_place_has_a_mark_there(kind):
     ],
 )  # pyformat: disable
 def test_arguments_of_other_grammars_are_read(arguments, at, to):
-  found = click_overlay.gesture("drag", arguments)
-  assert (found.at, found.to) == (at, to)
+  gesture = click_overlay.gesture("drag", arguments)
+  assert (gesture.at, gesture.to) == (at, to)
 
 
 def test_labels_name_button_count_and_typed_text():
-  found = click_overlay.gesture("click", {"button": "right", "count": 2})
-  assert found.label == "double right click"
+  gesture = click_overlay.gesture("click", {"button": "right", "count": 2})
+  assert gesture.label == "double right click"
   assert click_overlay.gesture("key", {"keys": ["ctrl", "c"]}).text == "ctrl+c"
   scroll = click_overlay.gesture("scroll", {"dy": 40, "dx": -3})
   assert scroll.label == "scroll down 40 left 3"

@@ -496,8 +496,8 @@ def test_calls_that_end_together_wake_the_loop_together():
 
   async def main():
     loop = asyncio.get_running_loop()
-    told = loop.call_soon_threadsafe
-    loop.call_soon_threadsafe = lambda *args: (wakes.append(1), told(*args))
+    wake = loop.call_soon_threadsafe
+    loop.call_soon_threadsafe = lambda *args: (wakes.append(1), wake(*args))
     go = threading.Event()
     jobs = [pool.submit(lambda: go.wait(30)) for _ in range(count)]
     waits = [asyncio.ensure_future(pool.finished(job)) for job in jobs]

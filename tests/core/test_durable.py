@@ -53,14 +53,14 @@ def test_killed_before_any_call_it_is_the_old_one_or_the_new_one(
     if not child:
       if not exchange:
         durable._exchange = lambda one, other: False
-      left = fatal
+      remaining = fatal
 
       def counted(call):
         def wrapped(*args, **kwargs):
-          nonlocal left
-          if not left:
+          nonlocal remaining
+          if not remaining:
             os.kill(os.getpid(), signal.SIGKILL)
-          left -= 1
+          remaining -= 1
           return call(*args, **kwargs)
 
         return wrapped
@@ -100,13 +100,13 @@ def test_an_error_leaves_the_old_one(tmp_path):
 def test_any_wrong_bit_of_the_list_names_the_list(tmp_path):
   path = tmp_path / "x"
   fill(path, "text")
-  whole = (path / durable.SUMS).read_bytes()
-  for place in range(8 * len(whole)):
-    damaged = bytearray(whole)
+  sums = (path / durable.SUMS).read_bytes()
+  for place in range(8 * len(sums)):
+    damaged = bytearray(sums)
     damaged[place // 8] ^= 1 << place % 8
     (path / durable.SUMS).write_bytes(damaged)
     if damaged.decode(errors="replace").splitlines() == (
-        whole.decode().splitlines()
+        sums.decode().splitlines()
     ):
       durable.check(path)  # Another sign that ends a line.
       continue
@@ -119,17 +119,17 @@ def test_damage_is_named(tmp_path):
   fill(path, "text")
   (path / ".hidden").write_text("does not matter")
   durable.check(path)
-  done = subprocess.run(
+  process = subprocess.run(
       ["sha256sum", "-c", durable.SUMS], cwd=path, capture_output=True,
       check=False,
   )  # pyformat: disable
-  assert done.returncode == 0
-  whole = (path / durable.SUMS).read_text()
-  for cut in ("", whole[: whole.index("\n") + 1]):
+  assert process.returncode == 0
+  sums = (path / durable.SUMS).read_text()
+  for cut in ("", sums[: sums.index("\n") + 1]):
     (path / durable.SUMS).write_text(cut)
     with pytest.raises(ValueError, match="is not listed"):
       durable.check(path)
-  (path / durable.SUMS).write_text(whole)
+  (path / durable.SUMS).write_text(sums)
   (path / "sub" / "b").write_text("texttexu")
   with pytest.raises(ValueError, match="sub/b or .* has changed"):
     durable.check(path)

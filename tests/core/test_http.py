@@ -1,4 +1,4 @@
-"""Which failed calls are made again, when and how often."""
+"""Failed calls are repeated, or not, by their kind."""
 
 import asyncio
 
@@ -14,17 +14,17 @@ PASSES = tenacity.retry_if_exception(
 
 def failing(*statuses, pause=None):
   """Fails with these statuses in turn, then returns the number of calls."""
-  made = []
+  calls = []
 
   async def attempt():
-    made.append(len(made))
-    if len(made) <= len(statuses):
-      error = http.CallError("no", statuses[len(made) - 1])
+    calls.append(len(calls))
+    if len(calls) <= len(statuses):
+      error = http.CallError("no", statuses[len(calls) - 1])
       error.retry_after_s = pause
       raise error
-    return len(made)
+    return len(calls)
 
-  return made, attempt
+  return calls, attempt
 
 
 def run(policy, attempt, **more):
@@ -37,20 +37,20 @@ def run(policy, attempt, **more):
 def test_a_call_that_may_pass_is_made_as_often_as_there_are_tries():
   policy = http.RetryPolicy(3, retry=PASSES)
   assert run(policy, failing(0, 500)[1]) == 3
-  made, attempt = failing(500, 0, 503, 500)
+  calls, attempt = failing(500, 0, 503, 500)
   with pytest.raises(http.CallError) as raised:
     run(policy, attempt)
-  assert raised.value.status == 503 and len(made) == 3
+  assert raised.value.status == 503 and len(calls) == 3
 
 
 @pytest.mark.parametrize("policy", [
     http.RetryPolicy(3, retry=PASSES), http.RetryPolicy()
 ])  # pyformat: disable
 def test_a_refusal_is_not_repeated(policy):
-  made, attempt = failing(400)
+  calls, attempt = failing(400)
   with pytest.raises(http.CallError):
     run(policy, attempt)
-  assert len(made) == 1
+  assert len(calls) == 1
 
 
 def test_waiting_for_a_full_server_is_no_failed_try():
@@ -60,11 +60,11 @@ def test_waiting_for_a_full_server_is_no_failed_try():
 
 def test_a_full_server_is_not_asked_beyond_the_deadline():
   async def main():
-    made, attempt = failing(*[429] * 99, pause=5.0)
+    calls, attempt = failing(*[429] * 99, pause=5.0)
     due = asyncio.get_running_loop().time() + 1.0
     with pytest.raises(http.CallError) as raised:
       await http.RetryPolicy(jitter=0.5).run(attempt, due=due)
-    assert raised.value.full and len(made) == 1
+    assert raised.value.full and len(calls) == 1
 
   asyncio.run(main())
 

@@ -12,18 +12,18 @@ from tunix.rl.multi_turn.core import request_bodies
 
 
 async def test_an_answer_of_two_parts_does_not_wait_between_them():
-  found = asyncio.get_running_loop().create_future()
+  nodelay = asyncio.get_running_loop().create_future()
 
   def connected(reader, writer):
     line = writer.get_extra_info("socket")
-    found.set_result(line.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+    nodelay.set_result(line.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
     writer.close()
 
   listening = http_server.listen("127.0.0.1", 0)
   async with await asyncio.start_server(connected, sock=listening):
     _, writer = await asyncio.open_connection(*listening.getsockname())
     writer.write(b"x")
-    assert await found
+    assert await nodelay
     writer.close()
 
 

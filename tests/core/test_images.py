@@ -107,18 +107,18 @@ def test_a_damaged_file_is_named_and_never_shown(tmp_path):
   store.put(pixels + 1)  # The first one has to go.
   assert store.flush(30)
   path = next(p for p in tmp_path.iterdir() if ref.sha256 in p.name)
-  whole = path.read_bytes()
-  for place in range(0, len(whole), 7):
+  data = path.read_bytes()
+  for place in range(0, len(data), 7):
     path.write_bytes(
-        whole[:place] + bytes([whole[place] ^ 8]) + whole[place + 1 :]
+        data[:place] + bytes([data[place] ^ 8]) + data[place + 1 :]
     )
     try:
-      found = images.ImageStore(tmp_path).get(ref)
-      np.testing.assert_array_equal(found, pixels)
+      image = images.ImageStore(tmp_path).get(ref)
+      np.testing.assert_array_equal(image, pixels)
     except ValueError as error:
       assert str(path) in str(error) and "delete it" in str(error)
-  for length in (0, 5, len(whole) // 2):
-    path.write_bytes(whole[:length])
+  for length in (0, 5, len(data) // 2):
+    path.write_bytes(data[:length])
     with pytest.raises(ValueError, match="is damaged"):
       images.ImageStore(tmp_path).get(ref)
 

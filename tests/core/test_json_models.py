@@ -69,12 +69,12 @@ def test_a_field_that_is_not_known_is_refused_with_those_that_are():
 
 
 def test_flags_may_be_text_and_null_means_not_given():
-  made = json_models.validate(
+  model = json_models.validate(
       Outer, {"count": 3, "flag": "1", "inner": None, "more": {"a": None}}
   )
-  assert made.flag is True
-  assert made.inner == Inner()
-  assert made.more == {"a": None}  # Of a free object nothing is dropped.
+  assert model.flag is True
+  assert model.inner == Inner()
+  assert model.more == {"a": None}  # Of a free object nothing is dropped.
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ def test_estimators_are_means_over_all_choices(attempts, data):
 def test_the_estimate_of_the_paper_as_a_product():
   """Chen et al. compute 1 - prod(1 - k / i) for i in n - c + 1 … n."""
   for n, wins, k in ((200, 13, 10), (100, 1, 100), (64, 63, 2), (10, 0, 5)):
-    left = math.prod(1 - k / i for i in range(n - wins + 1, n + 1))
-    expected = 1.0 if n - wins < k else 1.0 - left
+    failure = math.prod(1 - k / i for i in range(n - wins + 1, n + 1))
+    expected = 1.0 if n - wins < k else 1.0 - failure
     assert pass_at_k.pass_at_k(n, wins, k) == pytest.approx(expected)
 
 
@@ -53,17 +53,17 @@ def result(task, success, status=None, mode="sampled"):
 
 def test_one_attempt_each_has_the_plain_interval():
   results = [result(f"t{i}", i < 3) for i in range(10)]
-  found = success_rates.summarise(results)
-  assert found["interval"] == list(success_rates.wilson_interval(3, 10))
-  assert "pass_at_k" not in found
+  summary = success_rates.summarise(results)
+  assert summary["interval"] == list(success_rates.wilson_interval(3, 10))
+  assert "pass_at_k" not in summary
 
 
 def test_attempts_that_agree_count_as_one_trial():
   results = [result(f"t{i}", i < 3) for i in range(10) for _ in range(8)]
-  found = success_rates.summarise(results)
+  summary = success_rates.summarise(results)
   low, high = success_rates.wilson_interval(3, 10)
-  assert found["interval"] == pytest.approx([low, high], abs=0.02)
-  assert found["pass_at_k"]["8"]["rate"] == 0.3
+  assert summary["interval"] == pytest.approx([low, high], abs=0.02)
+  assert summary["pass_at_k"]["8"]["rate"] == 0.3
 
 
 def test_the_interval_covers_the_rate_of_clustered_attempts():
@@ -86,9 +86,9 @@ def test_broken_attempts_are_no_attempts():
       result("a", True), result("a", False), result("a", False, Status.TIMEOUT),
       result("b", False), result("b", False, Status.ENV_ERROR),
   ]  # pyformat: disable
-  found = success_rates.summarise(results)
-  assert found["invalid"] == 2 and found["tasks"] == 2
-  assert found["pass_at_k"]["2"] == {
+  summary = success_rates.summarise(results)
+  assert summary["invalid"] == 2 and summary["tasks"] == 2
+  assert summary["pass_at_k"]["2"] == {
       "rate": 1.0, "tasks": 1,
       "interval": list(success_rates.wilson_interval(1, 1)),
   }  # pyformat: disable
@@ -98,8 +98,8 @@ def test_figures_are_named_by_mode_and_k():
   results = [result("a", True), result("a", False), result("b", False),
              result("b", False), result("a", True, mode="greedy"),
              result("b", True, mode="greedy")]  # pyformat: disable
-  found = success_rates.summarise(results, ("sampled", "greedy"))
-  value = lambda metric: evaluation_figures.value_of(metric, found)
+  summary = success_rates.summarise(results, ("sampled", "greedy"))
+  value = lambda metric: evaluation_figures.value_of(metric, summary)
   assert value("success_rate") == 0.25
   assert value("greedy.success_rate") == 1.0
   assert value("pass_at_2") == value("sampled.pass_at_2") == 0.5
@@ -120,21 +120,21 @@ def outcome(index, success, valid=True, mode="sampled"):
 
 
 def test_a_comparison_pairs_tasks():
-  ours = [outcome(i, i < 8) for i in range(10)] + [outcome(10, True)]
-  theirs = [outcome(i, i in (0, 1, 9)) for i in range(10)]
-  theirs += [outcome(10, True, valid=False)]
-  found = comparison.compare(ours, theirs)["sampled"]
-  assert (found["better"], found["worse"], found["equal"]) == (6, 1, 3)
-  assert found["difference"] == pytest.approx(0.5)
-  assert found["unpaired"] == 1
+  own = [outcome(i, i < 8) for i in range(10)] + [outcome(10, True)]
+  other = [outcome(i, i in (0, 1, 9)) for i in range(10)]
+  other += [outcome(10, True, valid=False)]
+  figures = comparison.compare(own, other)["sampled"]
+  assert (figures["better"], figures["worse"], figures["equal"]) == (6, 1, 3)
+  assert figures["difference"] == pytest.approx(0.5)
+  assert figures["unpaired"] == 1
   # Of 7 changes at most 1 for worse: 2 * (1 + 7) / 2^7.
-  assert found["p"] == pytest.approx(0.125)
-  assert {t["task_id"] for t in found["changed"]} == {
+  assert figures["p"] == pytest.approx(0.125)
+  assert {t["task_id"] for t in figures["changed"]} == {
       "t2", "t3", "t4", "t5", "t6", "t7", "t9"
   }  # pyformat: disable
   squares = 6 * 0.5**2 + 1.5**2 + 3 * 0.5**2
   half = 1.96 * math.sqrt(squares / 9 / 10)
-  assert found["interval"] == pytest.approx([0.5 - half, 0.5 + half])
+  assert figures["interval"] == pytest.approx([0.5 - half, 0.5 + half])
 
 
 def test_nothing_in_common_is_no_comparison():

@@ -29,10 +29,10 @@ def test_all_get_everyone_s_values_at_every_step(count, values):
 
 def test_values_may_be_larger_than_a_message():
   big = "x" * (5 << 20)
-  found = peer_threads.run_all(
+  results = peer_threads.run_all(
       2, lambda peers: peers.gather("big", big + str(peers.index))
   )
-  assert found[0] == found[1] == [big + "0", big + "1"]
+  assert results[0] == results[1] == [big + "0", big + "1"]
 
 
 def test_flags_shares_and_the_first():
@@ -44,8 +44,8 @@ def test_flags_shares_and_the_first():
         [peers.number(i) for i in range(2)], peers.first,
     )  # pyformat: disable
 
-  found = peer_threads.run_all(3, work)
-  for i, (a, b, c, share, numbers, first) in enumerate(found):
+  results = peer_threads.run_all(3, work)
+  for i, (a, b, c, share, numbers, first) in enumerate(results):
     assert (a, b, c, first) == (True, False, "of 0", i == 0)
     assert share == list("abcdefg")[i::3]
     assert numbers == [i, i + 3]

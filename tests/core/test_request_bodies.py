@@ -18,7 +18,7 @@ def scope(length=None):
 
 
 class Client:
-  """Sends what it is told to; `held` are bytes granted while it was read."""
+  """Sends the given parts; `held` are bytes granted while it was read."""
 
   def __init__(self, guard_limits, app=None):
     self.release = asyncio.Event()

@@ -15,12 +15,12 @@ GOOD = dict(
 
 
 def test_the_good_one_can_be_built():
-  made = token_sequence.TokenSequence(**GOOD, entropies=[0.0, 0.1, 0.2])
-  assert made.num_sampled == 2 and len(made) == 3
+  sequence = token_sequence.TokenSequence(**GOOD, entropies=[0.0, 0.1, 0.2])
+  assert sequence.num_sampled == 2 and len(sequence) == 3
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, problem",
     [
         (dict(logprobs=[0.0, np.nan, -1.0]), "logprobs must be finite"),
         (dict(logprobs=[0.0, -np.inf, -1.0]), "logprobs must be finite"),
@@ -36,36 +36,36 @@ def test_the_good_one_can_be_built():
         (dict(entropies=[0.1, 0.1, 0.2]), "not sampled carries an entropy"),
     ],
 )
-def test_what_breaks_the_contract_is_named(change, said):
-  with pytest.raises(ValueError, match=said):
+def test_what_breaks_the_contract_is_named(change, problem):
+  with pytest.raises(ValueError, match=problem):
     token_sequence.TokenSequence(**{**GOOD, **change})
 
 
 def test_a_trimmed_token_keeps_no_support():
-  made = token_sequence.TokenSequence(
+  sequence = token_sequence.TokenSequence(
       **GOOD, support=[[-1, -1], [6, 9], [7, -1]]
   )
-  trimmed = made.trimmed(1)
+  trimmed = sequence.trimmed(1)
   assert trimmed.loss_mask.tolist() == [False, False, True]
   assert trimmed.support.tolist() == [[-1], [-1], [7]]
-  assert made.support.tolist() == [[-1, -1], [9, 6], [7, -1]]
+  assert sequence.support.tolist() == [[-1, -1], [9, 6], [7, -1]]
   assert token_sequence.TokenSequence.from_json(trimmed.to_json()) == trimmed
-  assert made.trimmed(2).support.tolist() == [[-1], [-1], [-1]]
+  assert sequence.trimmed(2).support.tolist() == [[-1], [-1], [-1]]
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, problem",
     [
         (dict(tokens=[[5, 6]]), r"tokens must be 1-D, got shape \(1, 2\)"),
         (dict(entropies=[[0.1], [0.2]]), "Completion.entropies must be 1-D"),
         (dict(support=[5, 6]), "Completion.support must be 2-D"),
     ],
 )
-def test_a_completion_has_the_axes_that_it_documents(change, said):
+def test_a_completion_has_the_axes_that_it_documents(change, problem):
   fields = dict(
       tokens=[5, 6], logprobs=[-1.0, -2.0], versions=[0, 0],
       finish_reason=policy_client.FinishReason.STOP,
   )  # pyformat: disable
   policy_client.Completion(**fields)
-  with pytest.raises(ValueError, match=said):
+  with pytest.raises(ValueError, match=problem):
     policy_client.Completion(**{**fields, **change})

@@ -88,7 +88,7 @@ def test_arrays_that_were_not_encoded_are_refused(data, dtype):
 
 
 def test_a_text_array_is_no_wider_than_its_texts():
-  found = trajectory_lib.decode(
+  array = trajectory_lib.decode(
       {"$type": "ndarray", "data": ["ab"], "dtype": "<U500000000"}
   )
-  assert found.dtype == "<U2" and found.tolist() == ["ab"]
+  assert array.dtype == "<U2" and array.tolist() == ["ab"]

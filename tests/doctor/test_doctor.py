@@ -37,8 +37,8 @@ def config(*words):
   return config_lib.load_config(words)
 
 
-def one(found):
-  (only,) = list(found)
+def one(findings):
+  (only,) = list(findings)
   return only
 
 
@@ -64,9 +64,9 @@ def test_the_preflight_of_a_run_is_the_doctors(tmp_path):
   (tmp_path / "file").write_text("")
   facts, why = devices.ask([f"run.dir={tmp_path}/file/runs"], 100)
   assert not why
-  found = one(devices.preflight(facts, why))
-  assert found.status == "fail" and "is a file, not a directory" in found.found
-  assert found.fix == "choose another directory"
+  check = one(devices.preflight(facts, why))
+  assert check.status == "fail" and "is a file, not a directory" in check.found
+  assert check.fix == "choose another directory"
 
 
 # --- devices ------------------------------------------------------------------
@@ -78,9 +78,9 @@ def test_a_driver_that_hangs_is_ended_at_the_deadline():
       [], 0.5, [sys.executable, "-c", "import time; time.sleep(600)"]
   )
   assert time.monotonic() - begun < 30 and not facts
-  found = one(devices.devices(config(), facts, why))
-  assert found.status == "fail" and "0.5 s" in found.found
-  assert "fuser" in found.fix and "JAX_PLATFORMS=cpu" in found.fix
+  result = one(devices.devices(config(), facts, why))
+  assert result.status == "fail" and "0.5 s" in result.found
+  assert "fuser" in result.fix and "JAX_PLATFORMS=cpu" in result.fix
   assert one(devices.preflight(facts, why)).status == "warn"
 
 
@@ -111,8 +111,8 @@ def test_what_the_probe_imports_may_print(tmp_path, monkeypatch):
      "ok", "4 x TPU v5 lite (tpu), JAX 0.10.2, 16.0 GiB each"),
 ])
 def test_devices_against_the_mesh(words, changed, status, says):
-  found = one(devices.devices(config(*words), FACTS | changed, ""))
-  assert found.status == status and says in found.found
+  result = one(devices.devices(config(*words), FACTS | changed, ""))
+  assert result.status == status and says in result.found
 
 
 def test_an_accelerator_that_jax_does_not_use_is_a_warning(
@@ -122,9 +122,9 @@ def test_an_accelerator_that_jax_does_not_use_is_a_warning(
   patterns = {"tpu": (f"{tmp_path}/accel*",), "gpu": (f"{tmp_path}/nv*",)}
   monkeypatch.setattr(devices, "ACCELERATORS", patterns)
   monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-  found = one(devices.devices(config(), FACTS, ""))
-  assert found.status == "warn" and "has a TPU" in found.found
-  assert "tunix-multi-turn[tpu]" in found.fix
+  result = one(devices.devices(config(), FACTS, ""))
+  assert result.status == "warn" and "has a TPU" in result.found
+  assert "tunix-multi-turn[tpu]" in result.fix
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # As asked for.
   assert one(devices.devices(config(), FACTS, "")).status == "ok"
 
@@ -170,13 +170,13 @@ def test_disk_at_the_runs_directory(
     tmp_path, monkeypatch, free, weights, status, fix
 ):
   usage = collections.namedtuple("usage", "total used free")
-  asked = []
+  requests = []
   monkeypatch.setattr(
-      shutil, "disk_usage", lambda p: asked.append(p) or usage(0, 0, free)
+      shutil, "disk_usage", lambda p: requests.append(p) or usage(0, 0, free)
   )
-  found = one(machine.disk(config(f"run.dir={tmp_path}/a/b"), weights))
-  assert found.status == status and fix in found.fix
-  assert asked == [pathlib.Path(tmp_path)]  # The nearest that is there.
+  result = one(machine.disk(config(f"run.dir={tmp_path}/a/b"), weights))
+  assert result.status == status and fix in result.fix
+  assert requests == [pathlib.Path(tmp_path)]  # The nearest existing one.
 
 
 def test_versions_are_those_of_the_packages_metadata(monkeypatch):
@@ -189,11 +189,11 @@ def test_versions_are_those_of_the_packages_metadata(monkeypatch):
       metadata, "requires", lambda _: ["jax<0.11.1,>=0.10", "numpy>=2.0",
                                        'nosuch>=1; extra == "monitor"'],
   )  # pyformat: disable
-  found = one(machine.versions(()))
-  assert found.status == "fail" and "jax 0.3.1, which must be" in found.found
-  assert "nosuch" not in found.found and "pip install" in found.fix
-  found = one(machine.versions(("monitor",)))
-  assert "not installed: nosuch" in found.found and "[monitor]" in found.fix
+  result = one(machine.versions(()))
+  assert result.status == "fail" and "jax 0.3.1, which must be" in result.found
+  assert "nosuch" not in result.found and "pip install" in result.fix
+  result = one(machine.versions(("monitor",)))
+  assert "not installed: nosuch" in result.found and "[monitor]" in result.fix
 
 
 def test_versions_other_than_tested_are_named(tmp_path, monkeypatch):
@@ -201,9 +201,9 @@ def test_versions_other_than_tested_are_named(tmp_path, monkeypatch):
   file.write_text("numpy==1.0.0\nnot-needed==3\n")
   monkeypatch.setattr(machine, "_CONSTRAINTS", file)
   monkeypatch.setattr(metadata, "requires", lambda _: ["numpy>=1.0"])
-  found = one(machine.versions(()))
-  assert found.status == "warn" and "(tested: 1.0.0)" in found.found
-  assert str(file) in found.fix and "not-needed" not in found.found
+  result = one(machine.versions(()))
+  assert result.status == "warn" and "(tested: 1.0.0)" in result.found
+  assert str(file) in result.fix and "not-needed" not in result.found
 
 
 def test_a_clone_that_is_not_installed_is_a_warning(monkeypatch):
@@ -231,9 +231,9 @@ def test_settings_that_need_extras(words, extras):
 
 def test_a_missing_browser_is_named_with_its_fix(monkeypatch):
   monkeypatch.setenv("TUNIX_CHROMIUM", "/no/such/chromium")
-  found = list(outside.gym(config("gym=miniwob")))
-  assert found[0].status == "fail" and found[0].check == "gym miniwob"
-  assert "/no/such/chromium" in found[0].found
+  result = list(outside.gym(config("gym=miniwob")))
+  assert result[0].status == "fail" and result[0].check == "gym miniwob"
+  assert "/no/such/chromium" in result[0].found
   monkeypatch.setenv("TUNIX_CHROMIUM", sys.executable)
   assert all("chromium" not in f.found for f in outside.gym(
       config("gym=miniwob")
@@ -242,9 +242,9 @@ def test_a_missing_browser_is_named_with_its_fix(monkeypatch):
 
 def test_a_missing_desktop_is_named_with_its_fix(monkeypatch, tmp_path):
   monkeypatch.setattr(programs, "SEARCH", str(tmp_path))
-  found = next(iter(outside.gym(config("gym=xdesktop"))))
-  assert found.status == "fail" and "Xvfb" in found.found
-  assert found.fix == "install them: sudo make desktop"
+  result = next(iter(outside.gym(config("gym=xdesktop"))))
+  assert result.status == "fail" and "Xvfb" in result.found
+  assert result.fix == "install them: sudo make desktop"
 
 
 def test_a_gym_that_needs_nothing_and_an_environment_without_one():
@@ -256,11 +256,11 @@ def test_servers_that_settings_name_are_connected_to():
   with socket.create_server(("127.0.0.1", 0)) as server:
     port = server.getsockname()[1]
     url = f"monitor.url=http://127.0.0.1:{port}"
-    found = one(outside.servers(config(url)))
-    assert found.status == "ok" and url in found.found
-  found = one(outside.servers(config(url)))
-  assert found.status == "fail" and "Connection refused" in found.found
-  assert "start it, or correct monitor.url" in found.fix
+    result = one(outside.servers(config(url)))
+    assert result.status == "ok" and url in result.found
+  result = one(outside.servers(config(url)))
+  assert result.status == "fail" and "Connection refused" in result.found
+  assert "start it, or correct monitor.url" in result.fix
 
 
 def test_servers_that_do_not_answer_take_three_seconds_together():
@@ -289,8 +289,8 @@ def test_servers_that_do_not_answer_take_three_seconds_together():
 def test_the_server_of_a_gym_is_its_option_or_that_ones_default():
   key = "gym.options.base_url"
   words = ["gym=genv", "task_source.families=[a]"]
-  found = addresses.addresses(config(*words))
-  assert found[key] == "http://127.0.0.1:5010"
+  result = addresses.addresses(config(*words))
+  assert result[key] == "http://127.0.0.1:5010"
   assert not addresses.addresses(config())
 
 
@@ -298,9 +298,9 @@ def test_a_port_that_is_taken_is_found():
   with socket.create_server(("127.0.0.1", 0)) as server:
     port = server.getsockname()[1]
     words = config("rollout.via=proxy", f"rollout.port={port}")
-    found = one(outside.ports(words))
-    assert found.status == "fail" and "in use" in found.found
-    assert "change rollout.port" in found.fix
+    result = one(outside.ports(words))
+    assert result.status == "fail" and "in use" in result.found
+    assert "change rollout.port" in result.fix
   assert one(outside.ports(words)).status == "ok"
   assert not list(outside.ports(config()))
 
@@ -313,14 +313,14 @@ def test_tokens_are_looked_for_and_not_shown(monkeypatch, tmp_path):
                "WANDB_IDENTITY_TOKEN_FILE"):
     monkeypatch.delenv(name, raising=False)
   monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-  found = list(outside.tokens(words))
-  assert [f.status for f in found] == ["warn", "fail"]
-  assert "WANDB_API_KEY" in found[1].fix
+  result = list(outside.tokens(words))
+  assert [f.status for f in result] == ["warn", "fail"]
+  assert "WANDB_API_KEY" in result[1].fix
   monkeypatch.setenv("TUNIX_MONITOR_TOKEN", "hush")
   monkeypatch.setenv("WANDB_API_KEY", "hush")
-  found = list(outside.tokens(words))
-  assert [f.status for f in found] == ["ok", "ok"]
-  assert "hush" not in finding.text_of(found)
+  result = list(outside.tokens(words))
+  assert [f.status for f in result] == ["ok", "ok"]
+  assert "hush" not in finding.text_of(result)
 
 
 # --- the command --------------------------------------------------------------

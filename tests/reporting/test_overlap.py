@@ -1,4 +1,4 @@
-"""Where a turn's time goes, and who works at once: against known times."""
+"""Shares of a turn's time and of concurrent work, against known times."""
 
 import asyncio
 import itertools
@@ -39,44 +39,44 @@ class Told:
 
 
 def test_known_turns_give_known_shares():
-  told = Told()
-  told.at(0, "a", "model")
-  told.at(1, "b", "env")  # Both from 1 to 3.
-  told.at(3, "a", "")
-  told.at(4, "b", "model")  # From one stage to the next.
-  told.at(6, "a", "env")  # Both from 6 to 7.
-  told.at(7, "b", "")
-  told.at(8, "a", "")
-  found = told.take(10)
+  overlap = Told()
+  overlap.at(0, "a", "model")
+  overlap.at(1, "b", "env")  # Both from 1 to 3.
+  overlap.at(3, "a", "")
+  overlap.at(4, "b", "model")  # From one stage to the next.
+  overlap.at(6, "a", "env")  # Both from 6 to 7.
+  overlap.at(7, "b", "")
+  overlap.at(8, "a", "")
+  readings = overlap.take(10)
   # a: 0-3, 6-8; b: 1-4, 4-7.
-  assert found["episodes_busy"] == pytest.approx((3 + 2 + 3 + 3) / 10)
-  assert found["overlap"] == pytest.approx((2 + 1) / 10)
+  assert readings["episodes_busy"] == pytest.approx((3 + 2 + 3 + 3) / 10)
+  assert readings["overlap"] == pytest.approx((2 + 1) / 10)
 
 
 def test_what_goes_on_at_a_reading_counts_before_and_after():
-  told = Told()
-  told.at(0, "a", "model")
-  told.at(1, "b", "env")
+  overlap = Told()
+  overlap.at(0, "a", "model")
+  overlap.at(1, "b", "env")
 
   def take(seconds):
-    found = told.take(seconds)
-    return [found[name] for name in (
+    readings = overlap.take(seconds)
+    return [readings[name] for name in (
         "episodes_busy", "overlap", "time/rollout_model", "time/rollout_env",
         "time/rollout_both", "time/rollout_none",
     )]  # pyformat: disable
 
   assert take(2) == [1.5, 0.5, 1, 0, 1, 0]
   assert take(4) == [2.0, 1.0, 0, 0, 2, 0]
-  told.at(5, "b", "")
-  told.at(7, "a", "")
+  overlap.at(5, "b", "")
+  overlap.at(7, "a", "")
   assert take(8) == [1.0, 0.25, 2, 0, 1, 1]
   assert take(9) == [0.0, 0.0, 0, 0, 0, 1]
 
 
 def test_nobody_told_is_no_reading():
-  told = Told()
-  assert told.take(5) == {}
-  assert told.take(5) == {}
+  overlap = Told()
+  assert overlap.take(5) == {}
+  assert overlap.take(5) == {}
 
 
 # --- a gym of known delays ----------------------------------------------------
@@ -141,37 +141,37 @@ async def model(messages):
 
 def test_a_gym_of_known_delays_is_measured_turn_by_turn():
   meter = step_metrics.Overlap()
-  told = []
+  reports = []
 
   class Listener:
 
     def on_event(self, event):
       if isinstance(event, events.StageChanged):
-        told.append(event.stage)
+        reports.append(event.stage)
         meter.on_event(event)
 
   async def run():
     loop = asyncio.get_running_loop()
     meter.take()
     started = loop.time()
-    found = await asyncio.gather(*(
+    metrics = await asyncio.gather(*(
         tc.TrajectoryCollectEngine(
             Agent(), Gym(), model, max_steps=TURNS, observers=Listener(),
             trajectory_id=f"e{i}",
         ).collect()
         for i in range(EPISODES)
     ))  # pyformat: disable
-    return found, loop.time() - started, meter.take()
+    return metrics, loop.time() - started, meter.take()
 
   episodes, wall, together = asyncio.run(asyncio.wait_for(run(), 60))
   assert all(e.num_turns == TURNS for e in episodes)
-  assert told.count("model") == TURNS * EPISODES
-  assert told.count("env") == (TURNS + 2) * EPISODES  # Reset and closing.
-  assert told.count("") == told.count("model") + told.count("env")
-  found = metrics_lib.group_metrics(
+  assert reports.count("model") == TURNS * EPISODES
+  assert reports.count("env") == (TURNS + 2) * EPISODES  # Reset and closing.
+  assert reports.count("") == reports.count("model") + reports.count("env")
+  metrics = metrics_lib.group_metrics(
       [trajectory_lib.TrajectoryGroup("g", "t", episodes)]
   )
-  assert not metrics_lib.undocumented({**found, **together})
+  assert not metrics_lib.undocumented({**metrics, **together})
   # Sleeping takes as long as asked, or longer on a busy machine: altogether no
   # longer than the whole did.
   late = wall - (RESET + CLOSE + TURNS * (MODEL + STEP + OWN))
@@ -180,19 +180,19 @@ def test_a_gym_of_known_delays_is_measured_turn_by_turn():
       ("turn_seconds_other", OWN), ("episode_seconds_setup", RESET + CLOSE),
   ):  # pyformat: disable
     times = 1 if "setup" in name else TURNS
-    assert least <= found[name] < least + late / times + 1e-3, name
+    assert least <= metrics[name] < least + late / times + 1e-3, name
   # Nothing is counted twice, and nothing is left over.
   turn = sum(
-      found[f"turn_seconds_{k}"] for k in ("model", "env", "other")
+      metrics[f"turn_seconds_{k}"] for k in ("model", "env", "other")
   )
-  whole = sum(e.metrics["seconds"] for e in episodes) / EPISODES
-  assert TURNS * turn + found["episode_seconds_setup"] == pytest.approx(whole)
+  mean = sum(e.metrics["seconds"] for e in episodes) / EPISODES
+  assert TURNS * turn + metrics["episode_seconds_setup"] == pytest.approx(mean)
   busy = sum(
       e.metrics[f"seconds_{k}"]
       for e in episodes for k in ("model", "env", "setup")
   )  # pyformat: disable
-  assert found["env_share"] + found["model_share"] == pytest.approx(
-      busy / EPISODES / whole
+  assert metrics["env_share"] + metrics["model_share"] == pytest.approx(
+      busy / EPISODES / mean
   )
   # The meter has seen the same seconds, through events.
   assert together["episodes_busy"] == pytest.approx(busy / wall, rel=0.1)

@@ -71,7 +71,7 @@ def test_stages_and_evaluations_are_told():
 
 
 def _written(terminal: int) -> str:
-  """All that a terminal, closed on the other side, holds; closes it."""
+  """Returns what a terminal with a closed other side holds; closes it."""
   parts = []
   with contextlib.suppress(OSError):  # EIO is its end; a read gives a part.
     while part := os.read(terminal, 65536):
@@ -85,10 +85,10 @@ def _written(terminal: int) -> str:
     (170, "staleness 0.5"),
 ])  # pyformat: disable
 def test_a_bar_shows_the_readings_that_fit_and_cuts_none(columns, last):
-  ours, theirs = pty.openpty()
+  own, other = pty.openpty()
   size = struct.pack("HHHH", 40, columns, 0, 0)
-  fcntl.ioctl(theirs, termios.TIOCSWINSZ, size)
-  with open(theirs, "w", encoding="utf-8") as terminal:
+  fcntl.ioctl(other, termios.TIOCSWINSZ, size)
+  with open(other, "w", encoding="utf-8") as terminal:
     bar = progress.ProgressBar(10, Config(), stream=terminal)
     bar.on_event(
         step(
@@ -100,7 +100,7 @@ def test_a_bar_shows_the_readings_that_fit_and_cuts_none(columns, last):
     results = synthetic_run.results(0.5)
     bar.on_event(events.EvalFinished("final", results))
     bar.on_event(events.RunFinished("completed"))
-  text = _written(ours)
+  text = _written(own)
   drawn = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text))
   assert max(map(len, drawn)) <= columns
   (shown,) = {  # Drawn more than once, at other times.

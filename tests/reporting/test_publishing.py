@@ -52,10 +52,10 @@ def run(tmp_path_factory):
 @pytest.fixture
 def server(monkeypatch, tmp_path):
   monkeypatch.setenv("HF_HOME", str(tmp_path))
-  with hub_server.HubServer().serving() as found:
-    monkeypatch.setattr(constants, "ENDPOINT", found.url)
-    yield found
-    assert not found.asked_for_xet
+  with hub_server.HubServer().serving() as result:
+    monkeypatch.setattr(constants, "ENDPOINT", result.url)
+    yield result
+    assert not result.asked_for_xet
 
 
 def command(*arguments, **env):
@@ -76,14 +76,14 @@ def metadata(card, kind=huggingface_hub.ModelCard):
 
 def test_episodes_are_a_data_set(run, tmp_path):
   folder = run.save_for_hub(tmp_path / "data", "episodes", license="cc-by-4.0")
-  found = datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "cache"))
-  kept = {e.trajectory.trajectory_id: e for e in run.episodes}
-  rows = [row for split in found.values() for row in split]
-  assert {r["episode_id"] for r in rows} == set(kept) and len(rows) == len(kept)
-  assert set(found) == {e.split for e in run.episodes}
+  data = datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "cache"))
+  by_id = {e.trajectory.trajectory_id: e for e in run.episodes}
+  rows = [row for split in data.values() for row in split]
+  assert sorted(r["episode_id"] for r in rows) == sorted(by_id)
+  assert set(data) == {e.split for e in run.episodes}
   looked = 0
   for row in rows:
-    episode = kept[row["episode_id"]]
+    episode = by_id[row["episode_id"]]
     again = trajectory_lib.Trajectory.from_json(json.loads(row["trajectory"]))
     assert again.to_json() == episode.trajectory.to_json()
     assert row["success"] == episode.success
@@ -112,8 +112,8 @@ def test_screenshots_that_were_not_kept_are_told(run, tmp_path):
   for name in ("summary.json", "metrics.jsonl", "trajectories.jsonl"):
     (copy / name).write_bytes((run.directory / name).read_bytes())
   folder = publishing.save(copy, "episodes", tmp_path / "data")
-  found = datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "cache"))
-  for split in found.values():
+  data = datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "cache"))
+  for split in data.values():
     for row in split:
       assert row["images"] == []
       assert all(turn["image"] == -1 for turn in row["turns"])
@@ -126,8 +126,8 @@ def test_large_runs_become_several_files(run, tmp_path, monkeypatch):
   monkeypatch.setattr(episode_tables, "_FILE_BYTES", 8000)
   folder = run.save_for_hub(tmp_path / "data", "episodes")
   assert len(list((folder / "data").glob("train-*.parquet"))) > 2
-  found = datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "cache"))
-  assert sum(map(len, found.values())) == len(run.episodes)
+  data = datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "cache"))
+  assert sum(map(len, data.values())) == len(run.episodes)
 
 
 def test_a_policy_is_a_model_repository(run, tmp_path):
@@ -137,9 +137,9 @@ def test_a_policy_is_a_model_repository(run, tmp_path):
   )
   config = transformers.AutoConfig.from_pretrained(folder)
   assert config.model_type == "qwen3_vl"
-  ours = safetensors_numpy.load_file(run.policy / "model.safetensors")
-  theirs = safetensors_numpy.load_file(folder / "model.safetensors")
-  assert all(np.array_equal(ours[k], theirs[k]) for k in ours | theirs)
+  own = safetensors_numpy.load_file(run.policy / "model.safetensors")
+  other = safetensors_numpy.load_file(folder / "model.safetensors")
+  assert all(np.array_equal(own[k], other[k]) for k in own | other)
   data = metadata((folder / "README.md").read_text(encoding="utf-8"))
   assert data.library_name == "transformers"
   assert data.pipeline_tag == "image-text-to-text"
@@ -177,12 +177,12 @@ def test_a_folder_in_use_stays(run, tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
 
 
-@pytest.mark.parametrize("options, told", [
+@pytest.mark.parametrize("options, problem", [
     ({"license": "Apache 2"}, "apache-2.0"),
     ({"base_model": "a/b/c"}, "owner/name"),
 ])  # pyformat: disable
-def test_wrong_words_for_a_card(run, tmp_path, options, told):
-  with pytest.raises(publishing.PublishError, match=told):
+def test_wrong_words_for_a_card(run, tmp_path, options, problem):
+  with pytest.raises(publishing.PublishError, match=problem):
     run.save_for_hub(tmp_path / "out", **options)
 
 
@@ -193,30 +193,30 @@ def test_wrong_words_for_a_card(run, tmp_path, options, told):
 def test_the_command_pushes_both(run, server, tmp_path):
   env = {"HF_ENDPOINT": server.url, "HF_TOKEN": hub_server.TOKEN,
          "HF_HOME": str(tmp_path)}  # pyformat: disable
-  done = command(
+  process = command(
       run.directory, "policy", "--to", "me/agent", "--private", **env
   )
-  assert done.returncode == 0, done.stderr
-  assert done.stdout.strip().endswith("/me/agent")
-  held = server.repos["model", "me/agent"]
+  assert process.returncode == 0, process.stderr
+  assert process.stdout.strip().endswith("/me/agent")
+  repository = server.repos["model", "me/agent"]
   weights = (run.policy / "model.safetensors").read_bytes()
-  assert held["model.safetensors"] == weights
-  assert {"README.md", "training_config.yaml", "config.json"} <= set(held)
+  assert repository["model.safetensors"] == weights
+  assert {"README.md", "training_config.yaml", "config.json"} <= set(repository)
   assert server.private["model", "me/agent"] in (True, "private")
   uploads = len(server.uploads)
-  done = command(run.directory, "policy", "--to", "me/agent",
+  process = command(run.directory, "policy", "--to", "me/agent",
                  "--message", "again", **env)  # pyformat: disable
-  assert done.returncode == 0, done.stderr
+  assert process.returncode == 0, process.stderr
   assert len(server.uploads) == uploads
-  done = command(run.directory, "episodes", "--to", "me/played", **env)
-  assert done.returncode == 0, done.stderr
-  held = server.repos["dataset", "me/played"]
-  table = parquet.read_table(io.BytesIO(held["data/train-00000.parquet"]))
+  process = command(run.directory, "episodes", "--to", "me/played", **env)
+  assert process.returncode == 0, process.stderr
+  repository = server.repos["dataset", "me/played"]
+  table = parquet.read_table(io.BytesIO(repository["data/train-00000.parquet"]))
   trained = [e.trajectory for e in run.episodes.where(split="train")]
   assert sorted(table["episode_id"].to_pylist()) == sorted(
       episode.trajectory_id for episode in trained
   )
-  assert hub_server.TOKEN not in done.stdout + done.stderr
+  assert hub_server.TOKEN not in process.stdout + process.stderr
   assert not list(run.directory.glob(".publish-*"))
 
 
@@ -228,13 +228,13 @@ def test_a_push_from_python(run, server, monkeypatch):
   assert server.private["dataset", "me/from-python"] in (None, False)
 
 
-@pytest.mark.parametrize("status, told", [
+@pytest.mark.parametrize("status, problem", [
     (403, "may not be written with this token .not yours"),
     (500, "refused: not yours"),
 ])  # pyformat: disable
-def test_a_refusal_is_told(run, server, status, told):
+def test_a_refusal_is_told(run, server, status, problem):
   server.refuse = status
-  with pytest.raises(publishing.PublishError, match=told):
+  with pytest.raises(publishing.PublishError, match=problem):
     run.push_to_hub("me/agent", token=hub_server.TOKEN)
   assert not list(run.directory.glob(".publish-*"))
 
@@ -275,9 +275,9 @@ def test_an_upload_into_silence_is_ended_and_tried_again(run, server, tmp_path):
   target = hub.Target("me/agent", "model", token=hub_server.TOKEN)
   hub.push(folder, target, "m", stall_s=0.5)
   assert server.silent_uploads == 0 and not server.release.is_set()
-  held = server.repos["model", "me/agent"]
+  repository = server.repos["model", "me/agent"]
   weights = (folder / "model.safetensors").read_bytes()
-  assert held["model.safetensors"] == weights
+  assert repository["model.safetensors"] == weights
 
 
 @pytest.mark.slow  # The client waits 23 seconds between its tries.
@@ -293,18 +293,18 @@ def test_a_hub_that_falls_silent_in_an_upload_ends_the_push(
 
 
 def test_wrong_arguments_of_the_command(run, tmp_path):
-  gone = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": "hf_x",
+  env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": "hf_x",
           "HF_HOME": str(tmp_path)}  # pyformat: disable
-  for arguments, told in [
+  for arguments, message in [
       ((run.directory, "policy", "--to", "a/b/c"), "repo is 'a/b/c'"),
       ((run.directory, "policy", "--to", "me/a"), "does not answer"),
       ((tmp_path, "policy", "--out", tmp_path / "o"), "not a run directory"),
       ((run.directory, "policy", "--out", tmp_path / "o", "--private"),
        "--private"),
   ]:  # pyformat: disable
-    done = command(*arguments, **gone)
-    assert done.returncode == 2 and told in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr
+    process = command(*arguments, **env)
+    assert process.returncode == 2 and message in process.stderr, process.stderr
+    assert "Traceback" not in process.stderr
 
 
 def test_its_names_are_importable_without_jax():
@@ -313,10 +313,10 @@ def test_its_names_are_importable_without_jax():
       "from tunix.rl.multi_turn.commands import publish\n"
       "import sys; print('jax' in sys.modules, 'datasets' in sys.modules)"
   )
-  done = subprocess.run(
+  process = subprocess.run(
       [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
   )
-  assert done.stdout.split() == ["False", "False"], done.stderr
+  assert process.stdout.split() == ["False", "False"], process.stderr
 
 
 # --- what must not get out ----------------------------------------------------
@@ -358,11 +358,11 @@ def test_settings_name_no_place_and_no_secret(private_run, tmp_path):
     text = (folder / name).read_text(encoding="utf-8")
     for hidden in ("somebody", "secretword", "10.0.0.7", "corp"):
       assert hidden not in text, (name, hidden)
-  found = yaml.safe_load((folder / "training_config.yaml").read_text("utf-8"))
-  assert found["policy"]["name"] == "…/our-agent"
-  assert found["gym"]["options"]["command"] == "play --root …/pages --n 3"
-  assert found["task_source"]["eval_number_range"] == "0:20"
-  assert found["eval"]["split"] == "held_out"
+  data = yaml.safe_load((folder / "training_config.yaml").read_text("utf-8"))
+  assert data["policy"]["name"] == "…/our-agent"
+  assert data["gym"]["options"]["command"] == "play --root …/pages --n 3"
+  assert data["task_source"]["eval_number_range"] == "0:20"
+  assert data["eval"]["split"] == "held_out"
 
 
 def test_errors_of_episodes_name_no_place_and_no_secret(private_run, tmp_path):
@@ -370,9 +370,9 @@ def test_errors_of_episodes_name_no_place_and_no_secret(private_run, tmp_path):
   errors = []
   for path in (folder / "data").iterdir():
     for row in parquet.read_table(path).to_pylist():
-      told = json.loads(row["trajectory"])["error"]
-      assert row["error"] == told
-      errors.append(told)
+      error = json.loads(row["trajectory"])["error"]
+      assert row["error"] == error
+      errors.append(error)
   assert "FileNotFoundError: '…/page.html' at http://…" in errors
   assert not any("secretword" in (e or "") for e in errors)
 
@@ -417,15 +417,17 @@ def test_names_are_no_markup(private_run, tmp_path):
     assert "<b>" not in body and "\n# y" not in body
 
 
-@pytest.mark.parametrize("name, text, told", [
+@pytest.mark.parametrize("name, text, problem", [
     ("summary.json", '{"status": "running", "step": 3}', "is running, or was"),
     ("config.yaml", "a: [", "config.yaml is not valid YAML"),
     ("policy/config.json", "{", "config.json is damaged"),
     ("policy/config.json", "[]", "config.json is damaged"),
 ])  # pyformat: disable
-def test_damaged_and_unfinished_runs(private_run, tmp_path, name, text, told):
+def test_damaged_and_unfinished_runs(
+    private_run, tmp_path, name, text, problem
+):
   (private_run / name).write_text(text)
-  with pytest.raises(publishing.PublishError, match=told):
+  with pytest.raises(publishing.PublishError, match=problem):
     publishing.save(private_run, "policy", tmp_path / "out")
 
 
@@ -438,9 +440,9 @@ def test_files_of_an_earlier_push_do_not_stay(run, server):
       "model.safetensors.index.json": b"old", "notes.md": b"mine",
   }  # pyformat: disable
   run.push_to_hub("me/agent", token=token)
-  held = server.repos["model", "me/agent"]
-  assert held["notes.md"] == b"mine" and b"old" not in held.values()
-  assert "model.safetensors" in held
+  repository = server.repos["model", "me/agent"]
+  assert repository["notes.md"] == b"mine" and b"old" not in repository.values()
+  assert "model.safetensors" in repository
   server.private["dataset", "me/played"] = None
   server.repos["dataset", "me/played"] = {"data/train-00007.parquet": b"old"}
   run.push_to_hub("me/played", "episodes", token=token)
@@ -460,9 +462,9 @@ def test_a_password_of_the_hub_s_address_is_not_shown(monkeypatch, tmp_path):
       constants, "ENDPOINT", "http://me:secretword@127.0.0.1:9"
   )
   target = hub.Target("me/agent", "model", token=hub_server.TOKEN)
-  with pytest.raises(publishing.PublishError, match="does not answer") as found:
+  with pytest.raises(publishing.PublishError, match="does not answer") as error:
     hub.push(tmp_path, target, "m", stall_s=1)
-  assert "secretword" not in str(found.value)
+  assert "secretword" not in str(error.value)
 
 
 def test_a_wrong_content_is_told(run):

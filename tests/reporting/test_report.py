@@ -21,7 +21,7 @@ EVIL = "<script>alert('x')</script><img src=http://evil/ onerror=go()>"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def run_dir(tmp_path_factory):
   directory = tmp_path_factory.mktemp("runs") / "demo"
   synthetic_run.write(directory, steps=24, limit=40, says=EVIL)
   return directory
@@ -64,8 +64,8 @@ def parse(page: str) -> _Page:
   return parsed
 
 
-def test_the_page_stands_alone_and_nothing_a_model_wrote_is_markup(made):
-  page = report.render(run_data.load(made))
+def test_the_page_stands_alone_and_nothing_a_model_wrote_is_markup(run_dir):
+  page = report.render(run_data.load(run_dir))
   parsed = parse(page)
   assert "script" not in parsed.tags and "img" not in parsed.tags
   assert parsed.links and all(
@@ -77,23 +77,23 @@ def test_the_page_stands_alone_and_nothing_a_model_wrote_is_markup(made):
   assert "drag-<b>file</b>" in text
 
 
-def test_it_shows_the_figures_of_the_run(made):
-  text = " ".join(parse(report.render(run_data.load(made))).text)
+def test_it_shows_the_figures_of_the_run(run_dir):
+  text = " ".join(parse(report.render(run_data.load(run_dir))).text)
   assert "0.875" in text and "before GRPO (warm_start)" in text
   assert "0.425 [0.340, 0.514]" in re.sub(r"\s+", " ", text)
   for name in ("initial", "step_12", "entropy", "step/EnvStepError"):
     assert name in text
 
 
-def test_the_clicked_points_are_drawn_in_the_screenshots_pixels(made):
-  page = report.render(run_data.load(made))
+def test_the_clicked_points_are_drawn_in_the_screenshots_pixels(run_dir):
+  page = report.render(run_data.load(run_dir))
   assert f'viewBox="0 0 {synthetic_run.W} {synthetic_run.H}"' in page
   assert 'cx="40.0" cy="60.0"' in page
   assert "M50.0 50.0L150.0 90.0" in page  # The drag of a third turn.
 
 
-def test_failures_and_successes_of_a_family_are_told_together(made):
-  episodes = run_data.load(made).episodes
+def test_failures_and_successes_of_a_family_are_told_together(run_dir):
+  episodes = run_data.load(run_dir).episodes
   stories = run_data.choose_episodes(episodes, 6)
   assert len(stories) == 3
   for early, late in stories:
@@ -103,16 +103,16 @@ def test_failures_and_successes_of_a_family_are_told_together(made):
   assert not run_data.choose_episodes(episodes, 0)
 
 
-def test_the_command_writes_the_page_and_nothing_else(made, capsys):
-  assert report.main([str(made)]) == 0
+def test_the_command_writes_the_page_and_nothing_else(run_dir, capsys):
+  assert report.main([str(run_dir)]) == 0
   assert "report.html" in capsys.readouterr().out
-  assert (made / "report.html").stat().st_size < 2_000_000
-  assert not list(made.glob("*.part"))
+  assert (run_dir / "report.html").stat().st_size < 2_000_000
+  assert not list(run_dir.glob("*.part"))
 
 
-def test_an_unfinished_torn_run_still_has_a_report(made, tmp_path):
+def test_an_unfinished_torn_run_still_has_a_report(run_dir, tmp_path):
   run = tmp_path / "torn"
-  shutil.copytree(made, run)
+  shutil.copytree(run_dir, run)
   shutil.rmtree(run / "images")
   (run / "summary.json").write_text('{"run_name": "torn", "ev')
   for name in ("metrics.jsonl", "trajectories.jsonl"):
@@ -170,11 +170,11 @@ def test_ticks_are_round_numbers_inside(low, high, expected):
     st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 10)
 )
 def test_an_axis_has_two_ticks_at_least_and_few(low, span, count):
-  found = svg.ticks(low, low + span, count)
-  assert 2 <= len(found) <= max(count, 6) + 1
-  assert found == sorted(set(found))
+  ticks = svg.ticks(low, low + span, count)
+  assert 2 <= len(ticks) <= max(count, 6) + 1
+  assert ticks == sorted(set(ticks))
   slack = span * 1e-6 + abs(low) * 1e-9
-  assert all(low - slack <= tick <= low + span + slack for tick in found)
+  assert all(low - slack <= tick <= low + span + slack for tick in ticks)
 
 
 def test_a_fault_of_a_turn_is_named_once():
@@ -186,8 +186,8 @@ def test_a_fault_of_a_turn_is_named_once():
 
 
 def test_steps_are_whole():
-  assert svg.ticks(0, 5, 8, whole=True) == [0, 1, 2, 3, 4, 5]
-  assert svg.ticks(0.5, 1.5, 8, whole=True) == [1]
+  assert svg.ticks(0, 5, 8, integers=True) == [0, 1, 2, 3, 4, 5]
+  assert svg.ticks(0.5, 1.5, 8, integers=True) == [1]
   line = svg.Line("a", [1.0, 2.0], [0.0, 1.0], [0.0, 1.0])
   drawn = svg.line_chart([line], y_range=(10.0, 20.0))
   assert "1.5</text>" not in drawn and ">2</text>" in drawn

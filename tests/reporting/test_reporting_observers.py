@@ -1,4 +1,4 @@
-"""What the observers promise about the files they leave behind."""
+"""Promises of the observers about the files they write."""
 
 import json
 import threading
@@ -47,8 +47,8 @@ def test_what_is_not_finite_is_null_and_the_line_stays_strict_json(tmp_path):
   writer = metrics_writer.MetricsWriter(tmp_path / "m.jsonl")
   writer.on_event(step(1, loss=float("nan"), grad_norm=np.inf))
   text = (tmp_path / "m.jsonl").read_text()
-  found = json.loads(text, parse_constant=lambda name: pytest.fail(name))
-  assert found["loss"] is None and found["grad_norm"] is None
+  data = json.loads(text, parse_constant=lambda name: pytest.fail(name))
+  assert data["loss"] is None and data["grad_norm"] is None
 
 
 def test_resuming_removes_the_steps_that_will_be_made_again(tmp_path):
@@ -96,22 +96,22 @@ def test_group_metrics_count_what_the_policy_decided():
 
   broken = one(False, status=Status.ENV_ERROR)
   broken.metrics = {"seconds": 2.5, "seconds_model": 0.3}
-  found = metrics_lib.group_metrics([
+  metrics = metrics_lib.group_metrics([
       group(one(True, turns=2), one(False), broken),
       group(one(True), one(True, family="enter-text")),
   ])
-  assert found["groups"] == 2 and found["episodes"] == 5
-  assert found["invalid_episodes"] == pytest.approx(0.2)
-  assert found["success_rate"] == found["reward_mean"] == 0.75
-  assert found["success_rate/click-button"] == pytest.approx(2 / 3)
-  assert found["success_rate/enter-text"] == 1.0
-  assert found["informative_groups"] == 0.5
-  assert found["turns_mean"] == 1.25
-  assert found["episode_tokens_mean"] == 3 * 1.25
-  assert found["episode_seconds_max"] == 2.5
-  assert found["model_share"] == pytest.approx(1.5 / 4.5)
-  assert found["status/env_error"] == pytest.approx(0.2)
-  assert not metrics_lib.undocumented(found)
+  assert metrics["groups"] == 2 and metrics["episodes"] == 5
+  assert metrics["invalid_episodes"] == pytest.approx(0.2)
+  assert metrics["success_rate"] == metrics["reward_mean"] == 0.75
+  assert metrics["success_rate/click-button"] == pytest.approx(2 / 3)
+  assert metrics["success_rate/enter-text"] == 1.0
+  assert metrics["informative_groups"] == 0.5
+  assert metrics["turns_mean"] == 1.25
+  assert metrics["episode_tokens_mean"] == 3 * 1.25
+  assert metrics["episode_seconds_max"] == 2.5
+  assert metrics["model_share"] == pytest.approx(1.5 / 4.5)
+  assert metrics["status/env_error"] == pytest.approx(0.2)
+  assert not metrics_lib.undocumented(metrics)
 
 
 def test_without_a_valid_episode_means_are_absent_not_zero():
@@ -120,9 +120,9 @@ def test_without_a_valid_episode_means_are_absent_not_zero():
       store, success=False, status=Status.ENV_ERROR
   )
   group = trajectory_lib.TrajectoryGroup("g", "t", (broken,))
-  found = metrics_lib.group_metrics([group])
-  assert found["invalid_episodes"] == 1.0
-  assert "reward_mean" not in found and "success_rate" not in found
+  metrics = metrics_lib.group_metrics([group])
+  assert metrics["invalid_episodes"] == 1.0
+  assert "reward_mean" not in metrics and "success_rate" not in metrics
 
 
 def test_engine_metrics_are_differences_of_counters():
@@ -135,15 +135,15 @@ def test_engine_metrics_are_differences_of_counters():
       "prefilled_tokens": 25,
       "compiles_after_warm_up": 2,
   }
-  found = metrics_lib.engine_metrics(before, after, 2.0)
-  assert found["rollout_tokens_per_second"] == 100
-  assert found["prefix_reuse"] == 0.75
-  assert found["batch_occupancy"] == 0.5
-  assert found["engine_busy"] == 0.75
-  assert found["engine_compiles"] == 2
+  metrics = metrics_lib.engine_metrics(before, after, 2.0)
+  assert metrics["rollout_tokens_per_second"] == 100
+  assert metrics["prefix_reuse"] == 0.75
+  assert metrics["batch_occupancy"] == 0.5
+  assert metrics["engine_busy"] == 0.75
+  assert metrics["engine_compiles"] == 2
   of_two = metrics_lib.engine_metrics(before, after, 2.0, engines=2)
   assert of_two["engine_busy"] == 0.875
-  assert not metrics_lib.undocumented(found)
+  assert not metrics_lib.undocumented(metrics)
 
 
 class _Engine:
@@ -159,12 +159,12 @@ def test_a_step_is_described_by_the_groups_it_learned_from():
     member = synthetic_run.episode(store, success=success, **kw)
     return trajectory_lib.TrajectoryGroup(name, "t", (member, member))
 
-  seen = []
+  events_ = []
 
   class Keeps:
 
     def on_event(self, event):
-      seen.append(event)
+      events_.append(event)
 
   queue = group_queue.GroupQueue(1)
   adds = step_metrics.StepMetrics(events.Observers([Keeps()]), queue, _Engine())
@@ -179,14 +179,14 @@ def test_a_step_is_described_by_the_groups_it_learned_from():
   adds.on_event(
       events.StepFinished(1, 1, {"loss": 2.0}, groups=(learned_from,))
   )
-  found = seen[-1].metrics
-  assert (found["groups"], found["episodes"], found["loss"]) == (1, 2, 2.0)
-  assert found["success_rate"] == 1.0 and found["invalid_episodes"] == 0.0
-  assert found["refused_groups"] == 1.0
-  assert not metrics_lib.undocumented(found)
+  row = events_[-1].metrics
+  assert (row["groups"], row["episodes"], row["loss"]) == (1, 2, 2.0)
+  assert row["success_rate"] == 1.0 and row["invalid_episodes"] == 0.0
+  assert row["refused_groups"] == 1.0
+  assert not metrics_lib.undocumented(row)
   adds.on_event(events.StepFinished(2, 2, {}, groups=()))
-  assert seen[-1].metrics["refused_groups"] == 0.0
-  assert "reward_mean" not in seen[-1].metrics
+  assert events_[-1].metrics["refused_groups"] == 0.0
+  assert "reward_mean" not in events_[-1].metrics
 
 
 class _Counters:
@@ -228,11 +228,11 @@ def test_readings_of_several_processes_are_those_of_all_their_work():
   def step(peers, groups, after, ready, replaced):
     engine = _Counters(before)
     queue = _Counters({"ready": ready, "dropped_stale": ready})
-    seen = []
+    events_ = []
     adds = step_metrics.StepMetrics(
         events.Observers(), queue, engine, peers
     )
-    adds._downstream.on_event = seen.append  # pylint: disable=protected-access
+    adds._downstream.on_event = events_.append  # pylint: disable=protected-access
     for _ in range(ready):
       adds.on_event(events.GroupFinished(groups[0], "requeued", "why"))
     engine.shown = after
@@ -240,9 +240,9 @@ def test_readings_of_several_processes_are_those_of_all_their_work():
         "loss": 2.0, "replaced_groups": replaced, "seconds_wait": replaced
     }  # pyformat: disable
     adds.on_event(events.StepFinished(1, 1, metrics, groups=tuple(groups)))
-    return seen[-1].metrics
+    return events_[-1].metrics
 
-  found = peer_threads.run_all(
+  results = peer_threads.run_all(
       3,
       lambda peers: step(
           peers,
@@ -252,22 +252,22 @@ def test_readings_of_several_processes_are_those_of_all_their_work():
           4.0 + peers.index,
       ),
   )
-  assert found[0] == found[1] == found[2]
-  ours = found[0]
+  assert results[0] == results[1] == results[2]
+  own = results[0]
   want = metrics_lib.group_metrics([g for deal in deals for g in deal])
   assert want["success_rate"] == pytest.approx(1 / 3)
   for name, value in want.items():
-    assert ours[name] == pytest.approx(value), name
-  assert ours["status/env_error"] == pytest.approx(0.25)
-  assert ours["success_rate/enter-text"] == 0.0
-  assert ours["episode_seconds_max"] == 9.0
-  assert ours["prefix_reuse"] == pytest.approx(0.8)
-  assert ours["batch_occupancy"] == pytest.approx(0.4)
-  assert (ours["lockstep_timeouts"], ours["engine_compiles"]) == (1, 3)
-  assert (ours["queue_size"], ours["dropped_stale"]) == (3, 3)
-  assert (ours["refused_groups"], ours["replaced_groups"]) == (3, 15)
-  assert (ours["seconds_wait"], ours["loss"]) == (6.0, 2.0)
-  assert not metrics_lib.undocumented(ours)
+    assert own[name] == pytest.approx(value), name
+  assert own["status/env_error"] == pytest.approx(0.25)
+  assert own["success_rate/enter-text"] == 0.0
+  assert own["episode_seconds_max"] == 9.0
+  assert own["prefix_reuse"] == pytest.approx(0.8)
+  assert own["batch_occupancy"] == pytest.approx(0.4)
+  assert (own["lockstep_timeouts"], own["engine_compiles"]) == (1, 3)
+  assert (own["queue_size"], own["dropped_stale"]) == (3, 3)
+  assert (own["refused_groups"], own["replaced_groups"]) == (3, 15)
+  assert (own["seconds_wait"], own["loss"]) == (6.0, 2.0)
+  assert not metrics_lib.undocumented(own)
 
 
 # --- trajectories.jsonl -------------------------------------------------------
@@ -311,15 +311,15 @@ def test_a_long_run_keeps_few_episodes_evenly_and_only_their_images(tmp_path):
           synthetic_run.finished(synthetic_run.episode(store, seed=i), "eval")
       )
   assert writer.close()
-  found = lines(tmp_path / "trajectories.jsonl")
-  train = [line["index"] for line in found if line["split"] == "train"]
-  evals = [line["index"] for line in found if line["split"] == "eval"]
+  records = lines(tmp_path / "trajectories.jsonl")
+  train = [line["index"] for line in records if line["split"] == "train"]
+  evals = [line["index"] for line in records if line["split"] == "eval"]
   assert train == list(range(0, 150, 16))
   assert evals == list(range(0, 50, 16))
-  wanted = set()
-  for line in found:
-    wanted |= set(trajectory_writer.image_refs(line))
-  assert {p.stem for p in (tmp_path / "images").glob("*.png")} == wanted
+  expected = set()
+  for line in records:
+    expected |= set(trajectory_writer.image_refs(line))
+  assert {p.stem for p in (tmp_path / "images").glob("*.png")} == expected
   assert not writer.counters["dropped"] and not writer.counters["failed"]
 
 
@@ -369,9 +369,9 @@ def test_a_slow_disk_drops_and_counts_but_never_blocks(tmp_path):
   assert not writer.flush(timeout_s=0.05)
   store.gate.set()
   assert writer.close()
-  kept = len(lines(tmp_path / "trajectories.jsonl"))
-  assert kept + writer.counters["dropped"] == 50
-  assert writer.counters["images_missing"] == 2 * kept
+  count = len(lines(tmp_path / "trajectories.jsonl"))
+  assert count + writer.counters["dropped"] == 50
+  assert writer.counters["images_missing"] == 2 * count
 
 
 def test_what_cannot_be_written_is_counted_and_the_rest_goes_on(

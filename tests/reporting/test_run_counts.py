@@ -29,13 +29,13 @@ def group(index, statuses=(SUCCEEDED, FAILED), attempt=0):
   )  # pyformat: disable
 
 
-def collected(made, outcome="accepted"):
+def collected(group_, outcome="accepted"):
   """The events of a group's collection."""
-  for member in made:
+  for member in group_:
     if member.status is FAILED:
       yield events.Fault("step", "E", "x", member.trajectory_id)
-    yield events.EpisodeFinished(member, made.group_id, made.task_id)
-  yield events.GroupFinished(made, outcome)
+    yield events.EpisodeFinished(member, group_.group_id, group_.task_id)
+  yield events.GroupFinished(group_, outcome)
 
 
 def trained(step, *groups):
@@ -63,19 +63,19 @@ def whole_run():
     yield event, dict(store)
   for step in range(3):
     two = groups[2 * step : 2 * step + 2]
-    for made in two:
-      if made.attempt:
+    for group_ in two:
+      if group_.attempt:
         for event in collected(group(2, (FAILED, FAILED)), "requeued"):
           yield event, dict(store)
-      for event in collected(made):
+      for event in collected(group_):
         if isinstance(event, events.GroupFinished):
-          store[made.group_id] = made
+          store[group_.group_id] = group_
         yield event, dict(store)
     for event in trained(step + 1, *two):
       yield event, dict(store)
     yield ("save", [m.group_id for m in two]), dict(store)
-    for made in two:
-      del store[made.group_id]
+    for group_ in two:
+      del store[group_.group_id]
   for event in collected(group(7, (FAILED,)), "dropped"):
     yield event, dict(store)
   for event in evaluated("final"):
@@ -108,18 +108,18 @@ def test_a_kill_at_any_event_changes_no_count(tmp_path):
     measured = set(files.read_json(path).get("eval", {}))
     again = summary_writer.SummaryWriter(path, resume_step=saves)
     again.counts.restore_training(saved, None)
-    seen, evaluation = 0, ""
+    count, evaluation = 0, ""
     for event, _ in whole_run():
       name = getattr(event, "name", None)
       if isinstance(event, tuple):
-        seen += 1
+        count += 1
       elif name is not None or getattr(event, "split", "") == "eval" or (
           (getattr(event, "trajectory_id", "") or "").startswith("eval")
       ):
         evaluation = name or evaluation
         if evaluation == "final" or evaluation not in measured:
           again.on_event(event)
-      elif seen >= saves:
+      elif count >= saves:
         again.on_event(event)
     got = again.counts.totals()
     assert got == want, killed
@@ -127,32 +127,32 @@ def test_a_kill_at_any_event_changes_no_count(tmp_path):
 
 def test_groups_in_a_store_are_not_collected_again_and_count():
   counts = run_counts.RunCounts()
-  made = [group(i) for i in range(4)]
-  for one in made[:3]:
+  groups = [group(i) for i in range(4)]
+  for one in groups[:3]:
     for event in collected(one):
       counts.on_event(event)
-  for event in trained(1, made[0]):
+  for event in trained(1, groups[0]):
     counts.on_event(event)
   saved = json.loads(json.dumps(counts.training()))
-  for event in collected(made[3]):
+  for event in collected(groups[3]):
     counts.on_event(event)
   want = counts.totals()
   again = run_counts.RunCounts()
   # The last one was stored after the checkpoint: its faults are not known.
-  again.restore_training(saved, made[1:])
+  again.restore_training(saved, groups[1:])
   got = again.totals()
   assert got["groups"] == want["groups"] == {"accepted": 4}
   assert got["episodes"] == want["episodes"]
   assert got["faults"] == {"step/E": 3}
-  # What is not there any more was dropped for its age.
-  again.restore_training(saved, made[2:])
+  # A missing group was dropped for its age.
+  again.restore_training(saved, groups[2:])
   assert again.totals()["groups"] == {"accepted": 4, "dropped": 1}
 
 
 def test_late_faults_belong_to_their_group():
   counts = run_counts.RunCounts()
-  made = group(0)
-  for event in (*collected(made), *trained(1, made)):
+  group_ = group(0)
+  for event in (*collected(group_), *trained(1, group_)):
     counts.on_event(event)
   counts.on_event(events.Fault("close", "E", "x", "train-000000.1"))
   assert counts.training()["settled"]["faults"] == {"close/E": 1, "step/E": 1}
@@ -164,18 +164,18 @@ def test_late_faults_belong_to_their_group():
 
 def in_parts(index):
   """A group of four in two parts."""
-  whole = group(index, (SUCCEEDED, FAILED, FAILED, SUCCEEDED))
+  full = group(index, (SUCCEEDED, FAILED, FAILED, SUCCEEDED))
   return tuple(
       trajectory_lib.TrajectoryGroup(
-          whole.group_id, "t", whole.trajectories[at : at + 2],
+          full.group_id, "t", full.trajectories[at : at + 2],
           peer_rewards=(0.0, 0.0)[:at],
       )
       for at in (0, 2)
   )  # pyformat: disable
 
 
-def fed(counts, *found):
-  for event in itertools.chain(*found):
+def fed(counts, *groups):
+  for event in itertools.chain(*groups):
     counts.on_event(event)
   return counts
 

@@ -26,23 +26,23 @@ def writer(tmp_path, mib=1.0, **options):
   )
 
 
-def slices(found, *lanes):
+def slices(spans, *lanes):
   return [
-      e for e in found
+      e for e in spans
       if e["ph"] == "X" and (not lanes or (e["pid"], e["tid"]) in lanes)
   ]  # pyformat: disable
 
 
-def lanes_of(found):
+def lanes_of(spans):
   out = {}
-  for one in slices(found):
+  for one in slices(spans):
     out.setdefault((one["pid"], one["tid"]), []).append(one)
   return out
 
 
-def check_nesting(found):
+def check_nesting(spans):
   """Slices of a lane lie beside or within one another, as viewers need."""
-  for lane in lanes_of(found).values():
+  for lane in lanes_of(spans).values():
     open_ = []
     for one in sorted(lane, key=lambda e: (e["ts"], -e["dur"])):
       end = one["ts"] + one["dur"]
@@ -63,15 +63,15 @@ def test_an_update_is_drawn_by_its_measured_phases(tmp_path):
       time=1010.0,
   ))  # pyformat: disable
   trace.close()
-  found = written(trace.path)
-  drawn = {e["name"]: (e["ts"], e["dur"]) for e in slices(found, LEARNER)}
+  result = written(trace.path)
+  drawn = {e["name"]: (e["ts"], e["dur"]) for e in slices(result, LEARNER)}
   assert drawn == {
       "wait": (4_000_000, 2_000_000), "learn": (6_000_000, 3_000_000),
       "pack": (6_000_000, 1_000_000), "step": (7_000_000, 1_500_000),
       "publish": (9_000_000, 500_000), "other": (9_500_000, 500_000),
   }  # pyformat: disable
-  check_nesting(found)
-  counters = {e["name"]: e["args"] for e in found if e["ph"] == "C"}
+  check_nesting(result)
+  counters = {e["name"]: e["args"] for e in result if e["ph"] == "C"}
   assert counters == {
       "groups waiting": {"groups": 4},
       "seconds of an update": {"decode": 5.0, "idle": 1.0},
@@ -103,11 +103,11 @@ def test_turns_never_overlap_in_a_lane(tmp_path_factory, turns):
         str(i), 1, {"model": model, "env": env}, time=at
     ))
   trace.close()
-  found = written(trace.path)
-  check_nesting(found)
-  drawn = len(slices(found))
+  result = written(trace.path)
+  check_nesting(result)
+  drawn = len(slices(result))
   assert drawn + trace.left_out["turns"] == 2 * len(turns)
-  assert found[-1]["args"]["left_out"] == trace.left_out
+  assert result[-1]["args"]["left_out"] == trace.left_out
 
 
 def test_the_queue_its_refusals_and_evaluations(tmp_path):
@@ -123,14 +123,14 @@ def test_the_queue_its_refusals_and_evaluations(tmp_path):
   trace.on_event(events.EvalFinished("step_4", {}, time=1006.5))
   trace.on_event(events.RunFinished("completed", time=1007.0))
   trace.close()
-  found = written(trace.path)
-  waiting = [e["args"]["groups"] for e in found if e["ph"] == "C"]
+  result = written(trace.path)
+  waiting = [e["args"]["groups"] for e in result if e["ph"] == "C"]
   assert waiting == [1, 2]
-  assert any(e["name"] == "requeued: too few are valid" for e in found)
-  (evaluation,) = slices(found, (1, 2))
+  assert any(e["name"] == "requeued: too few are valid" for e in result)
+  (evaluation,) = slices(result, (1, 2))
   assert evaluation["name"] == "step_4"
   assert (evaluation["ts"], evaluation["dur"]) == (4_000_000, 2_500_000)
-  assert found[-1]["name"] == "end" and found[-1]["ts"] == 7_000_000
+  assert result[-1]["name"] == "end" and result[-1]["ts"] == 7_000_000
 
 
 def test_the_file_is_bounded_and_turns_end_before_updates_do(tmp_path):
@@ -145,10 +145,10 @@ def test_the_file_is_bounded_and_turns_end_before_updates_do(tmp_path):
       trace.on_event(events.StepFinished(i // 60, 0, metrics, time=at))
   trace.close()
   assert trace.path.stat().st_size <= 0.05 * (1 << 20)
-  found = written(trace.path)
-  steps = {e["args"]["step"] for e in slices(found, LEARNER)}
+  result = written(trace.path)
+  steps = {e["args"]["step"] for e in slices(result, LEARNER)}
   assert trace.left_out["turns"] > 100 and len(steps) == 10
-  assert found[-1]["args"]["left_out"] == trace.left_out
+  assert result[-1]["args"]["left_out"] == trace.left_out
   trace = writer(tmp_path, mib=0.01)
   for i in range(1000):
     trace.on_event(events.StepFinished(i, 0, metrics, time=1000.0 + i))
@@ -188,19 +188,19 @@ def test_a_run_writes_its_timeline(tmp_path):
       tmp_path, "run.name=a", "steps=3", "profile=true", "eval.modes=[greedy]",
       "monitor.embedded=true",
   ) == 0  # pyformat: disable
-  found = written(tmp_path / "a" / "trace.json")
-  check_nesting(found)
+  spans = written(tmp_path / "a" / "trace.json")
+  check_nesting(spans)
   for row in small_runs.metrics_of(tmp_path / "a"):
     drawn = {
         e["name"]: e["dur"] / 1e6
-        for e in slices(found, LEARNER)
+        for e in slices(spans, LEARNER)
         if e.get("args", {}).get("step") == row["step"]
     }
     for phase in time_metrics.LEARNER:
       assert drawn.get(phase, 0.0) == pytest.approx(
           row[f"time/{phase}"], abs=0.05
       ), phase
-  names = {(e["pid"], e["name"]) for e in slices(found)}
+  names = {(e["pid"], e["name"]) for e in slices(spans)}
   assert {(2, "model"), (3, "env"), (1, "warm_start"), (1, "final")} <= names
-  counters = {e["name"] for e in found if e["ph"] == "C"}
+  counters = {e["name"] for e in spans if e["ph"] == "C"}
   assert counters == {"groups waiting", "seconds of an update", "uploader"}

@@ -28,7 +28,7 @@ LOGGER = "tunix.rl.multi_turn.reporting.trackers"
 
 
 def told(observers, steps=3, status="completed", first=1):
-  """What a run tells, as far as trackers listen."""
+  """Events of a run that trackers receive."""
   for observer in observers:
     observer.on_event(events.RunStarted("my run", {"learner": {"steps": 3}}))
     for step in range(first, first + steps):
@@ -60,8 +60,8 @@ def test_nothing_is_tracked_unless_asked_for(tmp_path):
       " set(sys.argv); assert not bad, bad"
   )
   # Upstream's own logger brings tensorboardX with it.
-  done = fresh_interpreter.run(program, "tensorboardX.writer")
-  assert done.returncode == 0, done.stderr
+  process = fresh_interpreter.run(program, "tensorboardX.writer")
+  assert process.returncode == 0, process.stderr
 
 
 # --- episodes ---------------------------------------------------------------
@@ -72,9 +72,9 @@ def episode(store, solved, number, split="eval"):
   steps = []
   for turn in range(3):
     pixels = np.full((96, 128, 3), 40 * turn + number, np.uint8)
-    seen = [{"type": "image", "image": store.put(pixels)}]
+    content = [{"type": "image", "image": store.put(pixels)}]
     steps.append(trajectory.Step(
-        chat_completions=[{"role": "user", "content": seen}],
+        chat_completions=[{"role": "user", "content": content}],
         model_response=f"answer | {turn}",
         info={"gui_actions": [{"action": "click", "x": 20, "y": 30}]},
     ))  # pyformat: disable
@@ -114,9 +114,9 @@ def test_an_evaluation_under_another_name_is_of_its_step(tmp_path):
   tracker.on_event(events.EvalFinished("final", {"success_rate": 0.5}, step=4))
   tracker.on_event(events.RunFinished("completed"))
   tracker.close()
-  found = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
-  found.Reload()
-  (scalar,) = found.Scalars("eval/success_rate")
+  accumulator = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
+  accumulator.Reload()
+  (scalar,) = accumulator.Scalars("eval/success_rate")
   assert (scalar.step, scalar.value) == (4, 0.5)
 
 
@@ -126,20 +126,20 @@ def test_tensorboard_shows_film_strips_and_a_table(tmp_path):
       reason="needs the extra `dev`",
   )
   shown(tmp_path, tensorboard=True)
-  found = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
-  found.Reload()
-  assert sorted(found.Tags()["images"]) == [
+  accumulator = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
+  accumulator.Reload()
+  assert sorted(accumulator.Tags()["images"]) == [
       "episodes/failed_2", "episodes/failed_3",
       "episodes/solved_0", "episodes/solved_1",
   ]  # pyformat: disable
-  (event,) = found.Images("episodes/solved_0")
+  (event,) = accumulator.Images("episodes/solved_0")
   picture = Image.open(io.BytesIO(event.encoded_image_string))
   assert event.step == 2 and picture.size == (3 * 320 + 2 * 4, 240)
   pixels = np.asarray(picture)
   # The second frame's screen, and the ring around (20, 30) of the first.
   assert tuple(pixels[200, 324 + 200]) == (40, 40, 40)
   assert tuple(pixels[75, 50 + 8]) == (230, 30, 60)
-  (text,) = found.Tensors("episodes/table/text_summary")
+  (text,) = accumulator.Tensors("episodes/table/text_summary")
   table = text.tensor_proto.string_val[0].decode()
   assert table.count("| click/") == 8 and "click/99" not in table
   assert "answer \\| 2" in table and "| failed | 0.0 | 3 |" in table
@@ -153,9 +153,9 @@ def test_wandb_shows_film_strips_and_a_table(tmp_path):
   pictures = sorted(p.name for p in (media / "images").rglob("*.png"))
   assert len(pictures) == 2
   (table,) = (media / "table").rglob("*.json")
-  found = json.loads(table.read_text())
-  assert found["columns"] == list(tracker_media.COLUMNS)
-  assert [row[0] for row in found["data"]] == [f"click/{n}" for n in range(8)]
+  data = json.loads(table.read_text())
+  assert data["columns"] == list(tracker_media.COLUMNS)
+  assert [row[0] for row in data["data"]] == [f"click/{n}" for n in range(8)]
 
 
 def test_no_strip_is_drawn_where_none_is_wanted(tmp_path):
@@ -163,10 +163,10 @@ def test_no_strip_is_drawn_where_none_is_wanted(tmp_path):
   accumulators = pytest.importorskip(
       "tensorboard.backend.event_processing.event_accumulator"
   )
-  found = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
-  found.Reload()
-  assert found.Tags()["images"] == []
-  assert not any("episodes" in tag for tag in found.Tags()["tensors"])
+  accumulator = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
+  accumulator.Reload()
+  assert accumulator.Tags()["images"] == []
+  assert not any("episodes" in tag for tag in accumulator.Tags()["tensors"])
 
 
 @pytest.mark.parametrize("solved", range(9))
@@ -205,20 +205,20 @@ def test_tensorboard_shows_every_number_once_after_a_resumption(tmp_path):
       reason="needs the extra `dev`",
   )
   told(of_run(tmp_path, tensorboard=True), steps=3, status="interrupted")
-  time.sleep(1.1)  # Files are told apart by the second.
+  time.sleep(1.1)  # File names differ by the second.
   told(of_run(tmp_path, resume_step=2, tensorboard=True), steps=2, first=3)
-  found = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
-  found.Reload()
-  losses = [(e.step, e.value) for e in found.Scalars("train/loss")]
+  read = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
+  read.Reload()
+  losses = [(e.step, e.value) for e in read.Scalars("train/loss")]
   assert losses == [
       (n, pytest.approx(1.0 / n)) for n in (1, 2, 3, 4)
   ]  # pyformat: disable
-  evals = found.Tags()["scalars"]
+  evals = read.Tags()["scalars"]
   assert "eval/success_rate" in evals
-  assert [e.step for e in found.Scalars("eval/by_task/click/success_rate")] == [
+  assert [e.step for e in read.Scalars("eval/by_task/click/success_rate")] == [
       2, 2,
   ]  # pyformat: disable
-  (text,) = found.Tensors("config/text_summary")[-1].tensor_proto.string_val
+  (text,) = read.Tensors("config/text_summary")[-1].tensor_proto.string_val
   assert b"my run" in text and b'"steps": 3' in text
 
 
@@ -232,9 +232,9 @@ def records(path):
   assert data[:4] in (b":W&B", b"")
   at, part = 7, b""
   while at + 7 <= len(data):
-    left = 32768 - at % 32768
-    if left < 7:
-      at += left
+    space = 32768 - at % 32768
+    if space < 7:
+      at += space
       continue
     _, size, kind = struct.unpack_from("<IHB", data, at)
     if not kind or at + 7 + size > len(data):
@@ -254,12 +254,12 @@ def test_wandb_keeps_an_offline_run_in_the_runs_folder(tmp_path):
   (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
   # A process of W&B's own writes it, its end a little after `finish`.
   deadline = time.monotonic() + 30
-  found = list(records(path))
-  while not any(r.HasField("exit") for r in found):
+  stored = list(records(path))
+  while not any(r.HasField("exit") for r in stored):
     assert time.monotonic() < deadline, "the file has no end"
     time.sleep(0.1)
-    found = list(records(path))
-  (run,) = [r.run for r in found if r.HasField("run")][:1]
+    stored = list(records(path))
+  (run,) = [r.run for r in stored if r.HasField("run")][:1]
   assert (run.project, run.display_name) == ("desk", "my run")
   name = json.loads((tmp_path / "tracking.json").read_text())["wandb"]
   assert run.run_id == name
@@ -268,14 +268,14 @@ def test_wandb_keeps_an_offline_run_in_the_runs_folder(tmp_path):
           (i.key or "/".join(i.nested_key)): json.loads(i.value_json)
           for i in r.history.item
       }
-      for r in found
+      for r in stored
       if r.HasField("history")
   ]
   losses = {r["step"]: r["train/loss"] for r in rows if "train/loss" in r}
   assert losses == {n: pytest.approx(1.0 / n) for n in (1, 2, 3)}
   (row,) = [r for r in rows if "eval/success_rate" in r]
   assert (row["step"], row["eval/success_rate"]) == (2, 0.5)
-  (end,) = [r.exit for r in found if r.HasField("exit")]
+  (end,) = [r.exit for r in stored if r.HasField("exit")]
   assert end.exit_code == 0
 
 
@@ -337,7 +337,7 @@ def mlflow_server(answer):
   Args:
     answer: `(path, body) -> status`, called at each request; may be slow.
   """
-  found = {"metrics": [], "requests": 0, "ended": []}
+  state = {"metrics": [], "requests": 0, "ended": []}
   run = {"info": {"run_id": "r1", "status": "RUNNING"}, "data": {}}
   answers = {
       "experiments/get-by-name": {"experiment": {"experiment_id": "1"}},
@@ -359,10 +359,10 @@ def mlflow_server(answer):
       path = self.path.partition("/mlflow/")[2].partition("?")[0]
       status = answer(path, body)
       if status == 200 and path == "runs/log-batch" and "metrics" in body:
-        found["requests"] += 1
-        found["metrics"] += [(m["key"], m["step"]) for m in body["metrics"]]
+        state["requests"] += 1
+        state["metrics"] += [(m["key"], m["step"]) for m in body["metrics"]]
       if path == "runs/update" and "end_time" in body:
-        found["ended"].append(body["status"])
+        state["ended"].append(body["status"])
       text = json.dumps(answers.get(path, {})).encode()
       self.send_response(status)
       self.send_header("Content-Type", "application/json")
@@ -376,7 +376,7 @@ def mlflow_server(answer):
   httpd = server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
   threading.Thread(target=httpd.serve_forever, daemon=True).start()
   try:
-    yield f"http://127.0.0.1:{httpd.server_port}", found
+    yield f"http://127.0.0.1:{httpd.server_port}", state
   finally:
     httpd.shutdown()
     httpd.server_close()
@@ -395,13 +395,13 @@ def test_a_slow_mlflow_server_gets_every_value_and_the_end(
     time.sleep(0.3 if path == "runs/log-batch" else 0)
     return 200
 
-  with mlflow_server(slow) as (uri, found):
+  with mlflow_server(slow) as (uri, state):
     # One by one, 100 steps would take 30 s.
     trackers_ = of_run(tmp_path, mlflow=uri, close_timeout_s=15.0)
     told(trackers_, steps=100, status=status)
-  losses = [step for key, step in found["metrics"] if key == "train/loss"]
+  losses = [step for key, step in state["metrics"] if key == "train/loss"]
   assert losses == list(range(1, 101))
-  assert found["ended"] == [ended] and found["requests"] < 20
+  assert state["ended"] == [ended] and state["requests"] < 20
 
 
 def test_what_an_mlflow_server_refused_is_sent_again(tmp_path, monkeypatch):
@@ -415,7 +415,7 @@ def test_what_an_mlflow_server_refused_is_sent_again(tmp_path, monkeypatch):
       refused.append(len(body["metrics"]))
     return 503 if first else 200
 
-  with mlflow_server(at_times) as (uri, found):
+  with mlflow_server(at_times) as (uri, state):
     (tracker,) = of_run(tmp_path, mlflow=uri)
     tracker.on_event(events.RunStarted("my run", {}))
     for step in (1, 2, 3):
@@ -423,8 +423,8 @@ def test_what_an_mlflow_server_refused_is_sent_again(tmp_path, monkeypatch):
     tracker.on_event(events.RunFinished("completed"))
     tracker.close()
   assert refused and tracker.failures == 1 and not tracker.dropped
-  losses = [step for key, step in found["metrics"] if key == "train/loss"]
-  assert losses == [1, 2, 3] and found["ended"] == ["FINISHED"]
+  losses = [step for key, step in state["metrics"] if key == "train/loss"]
+  assert losses == [1, 2, 3] and state["ended"] == ["FINISHED"]
 
 
 def test_an_mlflow_server_that_never_answers_does_not_hold_the_end_up(
@@ -465,9 +465,9 @@ def test_an_mlflow_server_that_is_not_there_is_named_once(
       super().__init__(*args)
 
   monkeypatch.setattr(trackers, "MLflow", Noting)
-  with socket.socket() as taken:
-    taken.bind(("127.0.0.1", 0))  # And does not listen.
-    uri = f"http://127.0.0.1:{taken.getsockname()[1]}"
+  with socket.socket() as listener:
+    listener.bind(("127.0.0.1", 0))  # And does not listen.
+    uri = f"http://127.0.0.1:{listener.getsockname()[1]}"
     (tracker,) = of_run(tmp_path, mlflow=uri)
     with caplog.at_level(logging.WARNING, LOGGER):
       began = time.monotonic()
@@ -476,8 +476,8 @@ def test_an_mlflow_server_that_is_not_there_is_named_once(
       assert time.monotonic() - began < 10
       tracker.on_event(events.RunFinished("completed"))
       tracker.close()
-  mine = [r for r in caplog.records if r.name == LOGGER]
-  assert len(mine) == 1 and uri.rpartition(":")[2] in mine[0].message
+  own = [r for r in caplog.records if r.name == LOGGER]
+  assert len(own) == 1 and uri.rpartition(":")[2] in own[0].message
   # Whatever it takes to find out, the run does not wait for it.
   assert asked_by == {"tracker-MLflow"}
   assert 1 <= tracker.failures <= 5 and tracker.dropped
@@ -487,7 +487,7 @@ def test_an_mlflow_server_that_is_not_there_is_named_once(
 
 
 class Broken:
-  """A backend that fails in the calls it is told to."""
+  """Backend that fails in chosen calls."""
 
   def __init__(self, fails):
     self.fails = fails
@@ -533,9 +533,9 @@ def test_a_package_that_is_absent_is_named_with_the_way_to_get_it(
 ):
   for name in ("wandb", "mlflow", "mlflow.tracking"):
     monkeypatch.setitem(sys.modules, name, None)
-  found = of_run(tmp_path, wandb="offline", mlflow="sqlite:///x.db")
+  trackers_ = of_run(tmp_path, wandb="offline", mlflow="sqlite:///x.db")
   with caplog.at_level(logging.WARNING, LOGGER):
-    for tracker in found:
+    for tracker in trackers_:
       tracker.on_event(events.RunStarted("r", {}))
       tracker.close()
   assert len(caplog.records) == 2

@@ -143,53 +143,53 @@ def _events(run):
 
 
 def test_a_finding_is_a_fault_and_a_stop_raises():
-  seen, told = [], []
+  faults, reports = [], []
   config = settings.WatchdogConfig(
       no_gradient_updates=4, stop=("unsolved",)
   )
-  dog = watchdog.Watchdog(config, seen.append)
-  dog.on_stop(told.append)
+  dog = watchdog.Watchdog(config, faults.append)
+  dog.on_stop(reports.append)
   for event in _events("unsolved")[:3]:
     dog.on_event(event)
   dog.check()
   for event in _events("unsolved")[3:]:
     dog.on_event(event)
-  (fault,) = seen
+  (fault,) = faults
   assert (fault.stage, fault.kind) == ("watchdog", "unsolved")
   assert "clone demonstrations first" in fault.message
   with pytest.raises(watchdog.RunStopped, match="clone demonstrations"):
     dog.check()
-  assert [str(e) for e in told] == [
+  assert [str(e) for e in reports] == [
       f"stopped by the watchdog (unsolved): {fault.message}"
   ]
 
 
 def test_rules_not_in_stop_warn_only():
-  seen = []
+  faults = []
   dog = watchdog.Watchdog(
-      settings.WatchdogConfig(no_gradient_updates=4), seen.append
+      settings.WatchdogConfig(no_gradient_updates=4), faults.append
   )
   for event in _events("unsolved"):
     dog.on_event(event)
-  assert len(seen) == 1
+  assert len(faults) == 1
   dog.check()
 
 
 def test_it_may_be_off_and_evaluations_are_not_watched():
-  seen = []
+  faults = []
   off = watchdog.Watchdog(
-      settings.WatchdogConfig(on=False, no_gradient_updates=1), seen.append
+      settings.WatchdogConfig(on=False, no_gradient_updates=1), faults.append
   )
   for event in _events("unsolved"):
     off.on_event(event)
   dog = watchdog.Watchdog(
-      settings.WatchdogConfig(failed_episodes=1), seen.append
+      settings.WatchdogConfig(failed_episodes=1), faults.append
   )
   ended = trajectory.Trajectory(status=STATUS.ENV_ERROR)
   dog.on_event(events.EpisodeFinished(ended, "eval-g", "t", split="eval"))
-  assert not seen
+  assert not faults
   dog.on_event(events.EpisodeFinished(ended, "g", "t"))
-  assert [fault.kind for fault in seen] == ["environments"]
+  assert [fault.kind for fault in faults] == ["environments"]
 
 
 def _ended(status, error="", turns=0):

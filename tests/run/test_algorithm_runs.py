@@ -21,7 +21,7 @@ def test_ppo_resumes_with_its_value_head(tmp_path):
   settings = (
       "algorithm=ppo", "learner.minibatches=2", "algorithm.value_warmup=1",
   )  # pyformat: disable
-  whole = train(tmp_path / "whole", *settings, "steps=2", "checkpoint.every=1")
+  once = train(tmp_path / "whole", *settings, "steps=2", "checkpoint.every=1")
   train(tmp_path / "parts", *settings, "steps=1", "checkpoint.every=1")
   resumed = tmp_path / "parts" / "r"
   assert small_runs.run_train(
@@ -29,7 +29,7 @@ def test_ppo_resumes_with_its_value_head(tmp_path):
   ) == 0
   parts = small_runs.metrics_of(resumed)
   for name in ("value_loss", "value_mean", "loss", "reward_mean"):
-    assert parts[1][name] == whole[1][name], name
+    assert parts[1][name] == once[1][name], name
   weights = resumed / "policy" / "model.safetensors"
   header = weights.read_bytes()[: 1 << 16]
   assert b"value_head" not in header

@@ -67,7 +67,7 @@ def loop_of(
     payload=None,
     groups_per_step=2,
     raw=True,
-    told=None,
+    reports=None,
     rule=None,
     **settings,
 ):
@@ -94,7 +94,7 @@ def loop_of(
       min_valid=1,
       payload=(lambda skip: body) if payload is not None else None,
       observers=types.SimpleNamespace(
-          on_event=(lambda event: None) if told is None else told.append
+          on_event=(lambda event: None) if reports is None else reports.append
       ),
   )
   return loop, queue
@@ -135,9 +135,9 @@ def test_items_of_another_sampling_are_masked_and_counted_or_dropped(running):
              "logprobs": [None, -1.0, -2.0, None, -3.0],
              "versions": [None, 0, 0, None, 0]}  # pyformat: disable
   items[9]["extra_info"]["sampling_params"] = {"top_k": 4}
-  told = []
+  reports = []
   rule = sampling_rule.SamplingRule(temperature=0.7)
-  loop, queue = loop_of(running, {"items": items}, told=told, rule=rule)
+  loop, queue = loop_of(running, {"items": items}, reports=reports, rule=rule)
   run(loop)
   groups = {g.group_id[0]: g for g in (queue.get(timeout=5) for _ in "abc")}
   masks = {
@@ -152,7 +152,7 @@ def test_items_of_another_sampling_are_masked_and_counted_or_dropped(running):
   }  # pyformat: disable
   untrained = {n: [t.untrained_tokens for t in g] for n, g in groups.items()}
   assert untrained == {"a": [0, 0], "b": [2, 0], "c": [1, 2]}
-  unusable, masked = [e.message for e in told if isinstance(e, events.Fault)]
+  unusable, masked = [e.message for e in reports if isinstance(e, events.Fault)]
   assert "sampling_params has 3 objects for 1 turns" in unusable
   assert "0 of 2 episodes can be trained on" in masked
   assert "4 sampled tokens are not trained on; see rollout.other" in masked
@@ -191,10 +191,10 @@ def test_programs_elsewhere_may_write_when_the_generator_is_over(running):
     assert not task.done()
     items = [*exact("a"), *exact("b")]
     await asyncio.to_thread(running.write, *items)
-    found = await queue.aget_batch(2, timeout=20)
+    groups = await queue.aget_batch(2, timeout=20)
     loop.stop()
     await asyncio.gather(task, return_exceptions=True)
-    return found
+    return groups
 
   assert len(asyncio.run(asyncio.wait_for(scene(), 60))) == 2
 
@@ -220,17 +220,17 @@ def test_a_buffer_of_other_groups_is_refused_where_others_write(running):
     await asyncio.gather(task, return_exceptions=True)
 
   asyncio.run(asyncio.wait_for(look(), 30))
-  # A rollout that somebody else has started has the size.
+  # A rollout that another trainer has started has the size.
   running.start(num_repeat_per_sample=2, group_rules="raw")
   running.write(*exact("a"), *exact("b"))
   loop, queue = loop_of(running)
 
   async def scene():
     task = asyncio.ensure_future(loop.run())
-    found = await queue.aget_batch(2, timeout=20)
+    groups = await queue.aget_batch(2, timeout=20)
     loop.stop()
     await asyncio.gather(task, return_exceptions=True)
-    return found
+    return groups
 
   assert len(asyncio.run(asyncio.wait_for(scene(), 60))) == 2
 
@@ -240,16 +240,16 @@ def equal(name, count=2):
   return [{**one, "reward": 1.0} for one in exact(name, count)]
 
 
-async def until(done):
+async def until(condition):
   async with asyncio.timeout(20):
-    while not done():
+    while not condition():
       await asyncio.sleep(0.02)
 
 
-def drops(told):
+def drops(reports):
   return [
       event.message
-      for event in told
+      for event in reports
       if isinstance(event, events.Fault) and event.kind == "dropped"
   ]
 
@@ -258,31 +258,31 @@ def test_what_the_service_drops_is_told_at_each_doubling(running, caplog):
   running.start(num_repeat_per_sample=2)
   running.write(*equal("before"))
   assert not running.read()["success"]
-  told = []
-  loop, queue = loop_of(running, groups_per_step=1, raw=False, told=told)
+  reports = []
+  loop, queue = loop_of(running, groups_per_step=1, raw=False, reports=reports)
   dropped = lambda: running.stats()["total_dropped"]
 
   async def scene():
     task = asyncio.ensure_future(loop.run())
     await asyncio.sleep(0.5)
-    assert not drops(told), "what another run has seen is not told"
+    assert not drops(reports), "what another run has seen is not told"
     running.write(*equal("a"))
-    await until(lambda: len(drops(told)) == 1)
+    await until(lambda: len(drops(reports)) == 1)
     running.write(exact("late")[0])
     await until(lambda: running.stats()["waiting_items"] == 1)
     running.clock.now += 301.0
     await until(lambda: dropped() == 5)
     await asyncio.sleep(0.5)
-    assert len(drops(told)) == 1, "3 episodes are not the double of 2"
+    assert len(drops(reports)) == 1, "3 episodes are not the double of 2"
     running.write(*equal("b"))
-    await until(lambda: len(drops(told)) == 2)
+    await until(lambda: len(drops(reports)) == 2)
     running.write(*exact("good"))
     await queue.aget_batch(1, timeout=20)
     loop.stop()
     await asyncio.gather(task, return_exceptions=True)
 
   asyncio.run(asyncio.wait_for(scene(), 60))
-  first, second = drops(told)
+  first, second = drops(reports)
   assert "dropped 2 episodes since this run began, 1 groups of 2" in first
   assert "dropped 5 episodes since this run began, 2.5 groups of 2" in second
   for word in ("equal", "group_timeout_seconds"):
@@ -295,16 +295,16 @@ def test_drops_are_told_where_every_read_has_groups(running):
   running.write(*equal("a"))
   for n in range(9):
     running.write(*exact(f"g{n}"))
-  told = []
-  loop, queue = loop_of(running, groups_per_step=1, raw=False, told=told)
+  reports = []
+  loop, queue = loop_of(running, groups_per_step=1, raw=False, reports=reports)
 
   async def scene():
     task = asyncio.ensure_future(loop.run())
-    await until(lambda: drops(told))
-    # Nobody trains: the queue holds some, and the others wait to be read.
+    await until(lambda: drops(reports))
+    # No learner trains: the queue holds some, and the rest wait to be read.
     assert running.stats()["waiting_items"]
     loop.stop()
     await asyncio.gather(task, return_exceptions=True)
 
   asyncio.run(asyncio.wait_for(scene(), 60))
-  assert len(drops(told)) == 1 and queue.qsize() >= 1
+  assert len(drops(reports)) == 1 and queue.qsize() >= 1

@@ -66,14 +66,14 @@ class _Loop:
     if isinstance(event, events.Fault):
       self.faults.append(event.message)
 
-  def until(self, done):
+  def until(self, condition):
     """Runs the loop until `done()` holds."""
 
     async def run():
       task = asyncio.create_task(self.loop.run())
       try:
         async with asyncio.timeout(10):
-          while not done() and not task.done():
+          while not condition() and not task.done():
             await asyncio.sleep(0.01)
           if task.done():
             await task
@@ -202,10 +202,10 @@ def test_members_that_were_trained_on_are_known_in_another_group(service):
 
 def test_log_probs_are_filled_where_a_sequence_lacks_one_only():
   """Also where it went through a queue's file; a recorded 0 is recorded."""
-  whole = {**EXACT, "logprobs": [None, -0.0]}
+  exact = {**EXACT, "logprobs": [None, -0.0]}
   lacking = {"tokens": [7, 8, 9], "loss_mask": [0, 1, 1],
              "logprobs": [None, -0.5, None]}  # pyformat: disable
-  item = buffer_services.item("a", sequences=[whole, lacking, EXACT])
+  item = buffer_services.item("a", sequences=[exact, lacking, EXACT])
   reader = reader_lib.EpisodeReader(
       None, None, images_lib.ImageStore(), parser="",
       missing_logprobs="recompute",
@@ -215,14 +215,14 @@ def test_log_probs_are_filled_where_a_sequence_lacks_one_only():
   group = trajectory_lib.TrajectoryGroup.from_json(
       json.loads(json.dumps(group.to_json()))
   )
-  asked = []
+  requests = []
 
   def score(sequences):
-    asked.extend(sequences)
+    requests.extend(sequences)
     return [np.where(s.loss_mask, -2.0, 0.0) for s in sequences]
 
   (filled,) = reader_lib.fill_logprobs([group], score, 7)
-  assert [list(s.tokens) for s in asked] == [[7, 8, 9]]
+  assert [list(s.tokens) for s in requests] == [[7, 8, 9]]
   first, second, third = filled.trajectories[0].sequences
   assert list(first.logprobs) == [0, 0] and list(first.versions) == [-1, 0]
   assert list(second.logprobs) == [0, -2, -2]

@@ -1,4 +1,4 @@
-"""What a run asks of a rollout buffer when it starts its generator."""
+"""Requests of a run that starts a rollout buffer's generator."""
 
 import types
 

@@ -243,26 +243,26 @@ def test_agents_get_every_setting_that_they_take(tmp_path):
   config = config_lib.load_config(
       [f"run.dir={tmp_path}", "agent.max_images=4", "agent.image_stride=3"]
   )
-  made = run_lib.Run(config)
+  run = run_lib.Run(config)
   try:
-    agent = made.episodes.make_agent()
+    agent = run.episodes.make_agent()
     assert agent._history_args[:2] == (4, 3)  # pylint: disable=protected-access
   finally:
-    made.engine.close()
+    run.engine.close()
   assert episodes.system_prompt("") == ""
 
 
 @pytest.mark.slow
 def test_an_agent_of_a_user_gets_its_own_options(tmp_path):
-  made = run_lib.Run(
+  run = run_lib.Run(
       config_lib.load_config([
           f"run.dir={tmp_path}", "agent=own_parts:PoliteAgent",
           "agent.options.please='Kindly. '",
       ])
   )  # pyformat: disable
   try:
-    first = made.episodes.make_agent().chat_completions[0]["content"]
+    first = run.episodes.make_agent().chat_completions[0]["content"]
     assert first.startswith("Kindly. You see a computer's screen.")
     assert "computer_use" in first or "click" in first  # The grammar's tools.
   finally:
-    made.engine.close()
+    run.engine.close()

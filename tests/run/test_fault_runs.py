@@ -27,15 +27,15 @@ def test_no_fault_loses_work(tmp_path):
   env["PYTHONPATH"] = os.pathsep.join(
       filter(None, [helpers, env.get("PYTHONPATH")])
   )
-  done = fresh_interpreter.run(
+  process = fresh_interpreter.run(
       f"import sys; sys.path.insert(0, {helpers!r})\n{PROGRAM}",
       tmp_path / "runs", "--most=10",
       *(f"--{name}={n}" for name, n in few.items()),
       timeout=800, env=env, preload=preload,
   )  # pyformat: disable
-  assert done.returncode == 0, done.stderr[-3000:]
-  found = [json.loads(line) for line in done.stdout.splitlines()]
-  failed = [entry for entry in found if "failed" in entry]
+  assert process.returncode == 0, process.stderr[-3000:]
+  data = [json.loads(line) for line in process.stdout.splitlines()]
+  failed = [entry for entry in data if "failed" in entry]
   assert not failed, "\n".join(map(json.dumps, failed))
-  kinds = {entry["what"] for entry in found}
+  kinds = {entry["what"] for entry in data}
   assert {"kill", "interrupt", "twice", "damage"} <= kinds

@@ -39,7 +39,7 @@ class Clock:
 
 @pytest.mark.slow
 def test_one_module_imports_ray():
-  found = set()
+  collected = set()
   for path in [*(ROOT / "tunix").rglob("*.py"), *ROOT.glob("tunix_*/*.py")]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
       names = []
@@ -48,8 +48,8 @@ def test_one_module_imports_ray():
       elif isinstance(node, ast.ImportFrom):
         names = [node.module or ""]
       if any(name.split(".")[0] == "ray" for name in names):
-        found.add(path.name)
-  assert found == {"ray_cluster.py"}
+        collected.add(path.name)
+  assert collected == {"ray_cluster.py"}
 
 
 def test_a_collector_imports_no_jax_and_no_ray():
@@ -61,11 +61,11 @@ def test_a_collector_imports_no_jax_and_no_ray():
       "print({'jax', 'flax', 'ray', 'tunix.rl.multi_turn.run.models'}"
       " & set(sys.modules))"
   )
-  done = subprocess.run(
+  process = subprocess.run(
       [sys.executable, "-c", program], cwd=ROOT, capture_output=True,
       text=True, timeout=60, check=False,
   )  # pyformat: disable
-  assert done.stdout.strip() == "set()", done.stderr
+  assert process.stdout.strip() == "set()", process.stderr
 
 
 def test_without_ray_one_line_names_the_extra(monkeypatch):
@@ -131,8 +131,8 @@ def test_an_evaluation_plays_in_its_own_process(tmp_path):
   )
   config.run_dir.mkdir()
   (config.run_dir / "config.yaml").write_text(config.to_yaml())
-  found = config_lib.load_evaluation([f"run={config.run_dir}"])
-  assert not found.fleet.away
+  result = config_lib.load_evaluation([f"run={config.run_dir}"])
+  assert not result.fleet.away
   with pytest.raises(config_lib.ConfigError, match="in its own process"):
     config_lib.load_evaluation([f"run={config.run_dir}", "fleet=join"])
 
@@ -207,12 +207,12 @@ def test_what_is_lent_again_is_cleaned_first_and_who_leaves_gives_back():
       assert (await second.ask("/lease"))["number"] == lease.number
       assert cleaned == [lease.number]
       written = messages.write_group(group, images)
-      taken = {}
+      leases_of = {}
       for name, link in (("a", first), ("b", second)):
-        taken[name] = await link.ask(
+        leases_of[name] = await link.ask(
             f"/leases/{lease.number}", collected=written, faults=[]
         )
-      assert taken == {"a": {"taken": False}, "b": {"taken": True}}
+      assert leases_of == {"a": {"taken": False}, "b": {"taken": True}}
       assert lease.result.result(0)[0].to_json() == group.to_json()
     finally:
       await first.aclose()
@@ -235,10 +235,10 @@ def test_a_run_of_rollout_hosts_takes_no_collectors():
   )  # pyformat: disable
   address = {"url": server.url, "token": server.token, "policy": server.url}
   with server_started(server):
-    found = json.loads(
+    data = json.loads(
         collector_lib.collect(json.dumps(address), "c", patience_s=5.0)
     )
-  assert found["collected"] == 0 and "fleet=join" in found["error"]
+  assert data["collected"] == 0 and "fleet=join" in data["error"]
 
 
 class server_started:  # pylint: disable=invalid-name
@@ -267,8 +267,8 @@ class Processes:
     self.started.append(name)
 
   def ended(self):
-    gone, self.gone = self.gone, {}
-    return gone
+    exits, self.gone = self.gone, {}
+    return exits
 
   def waiting(self):
     return self.homeless

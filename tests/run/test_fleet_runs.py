@@ -37,30 +37,30 @@ def _own(tmp_path_factory):
 
 def episodes_of(run):
   """Every episode of a run by name, without its seconds."""
-  found = {}
+  collected = {}
   for line in (run / "trajectories.jsonl").read_text().splitlines():
     row = json.loads(line)
     name = row["split"], row.get("mode"), row["version"], row["trajectory_id"]
     if row["split"] == "eval":  # One evaluation after another has them.
       name = *name, row["time"]
-    assert name not in found, f"{name} was played twice"
-    found[name] = [
+    assert name not in collected, f"{name} was played twice"
+    collected[name] = [
         row["status"], row["reward"], row["task"],
         [[s[k] for k in ("tokens", "loss_mask", "versions", "turn_ids")]
          for s in row["sequences"]],
         [s["logprobs"] for s in row["sequences"]],
     ]  # pyformat: disable
-  return {k: v for k, v in found.items() if k[0] == "train"}
+  return {k: v for k, v in collected.items() if k[0] == "train"}
 
 
 def same(run, own):
   """The same episodes, each once, and the same curve."""
-  found, want = episodes_of(run), episodes_of(own)
-  assert found.keys() == want.keys()
-  for name, episode in found.items():
+  episodes, want = episodes_of(run), episodes_of(own)
+  assert episodes.keys() == want.keys()
+  for name, episode in episodes.items():
     assert episode[:4] == want[name][:4], name
-    for ours, theirs in zip(episode[4], want[name][4]):
-      assert ours == pytest.approx(theirs, abs=1e-4), name
+    for result, value in zip(episode[4], want[name][4]):
+      assert result == pytest.approx(value, abs=1e-4), name
   for got, expected in zip(*map(small_runs.metrics_of, (run, own))):
     for key in ("step", "groups", "episodes", "reward_mean", "sampled_tokens"):
       assert got[key] == expected[key], key
@@ -69,11 +69,11 @@ def same(run, own):
       assert got.get(key) == pytest.approx(expected.get(key), abs=1e-4), key
     assert got["staleness_max"] == 0
   assert any("loss" in line for line in small_runs.metrics_of(own))
-  ours, theirs = map(small_runs.summary_of, (run, own))
+  result, value = map(small_runs.summary_of, (run, own))
   for key in ("episodes", "groups"):
-    assert ours[key] == theirs[key], key
-  for name, evaluation in ours["eval"].items():
-    other = theirs["eval"][name]
+    assert result[key] == value[key], key
+  for name, evaluation in result["eval"].items():
+    other = value["eval"][name]
     assert {**evaluation, "seconds": 0} == {**other, "seconds": 0}, name
 
 
@@ -88,12 +88,12 @@ class Killer(threading.Thread):
 
   def run(self):
     while not self.stop.wait(self._every_s):
-      found = self._cluster.collectors()
-      self.nodes |= {node for _, node in found}
-      self.most = max(self.most, len(found))
-      if found:
-        os.kill(found[0][0], signal.SIGKILL)
-        self.killed.append(found[0][0])
+      collectors = self._cluster.collectors()
+      self.nodes |= {node for _, node in collectors}
+      self.most = max(self.most, len(collectors))
+      if collectors:
+        os.kill(collectors[0][0], signal.SIGKILL)
+        self.killed.append(collectors[0][0])
 
 
 @pytest.mark.skipif(
@@ -144,7 +144,7 @@ def test_collectors_join_and_leave_by_hand(tmp_path, own):
   run = tmp_path / "r"
   metrics = run / "metrics.jsonl"
   stopped = threading.Event()
-  # One is there before the run.
+  # One starts before the run.
   members = [collector(run, tmp_path, "first")]
 
   def after(steps):

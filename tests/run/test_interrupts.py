@@ -16,7 +16,7 @@ def test_the_message_names_the_signal_and_the_second_ends(number, capsys):
     with interrupts.asked(stop, "stopping"):
       os.kill(os.getpid(), number)
       assert stop.wait(10)
-      # Whoever reads an exit status of 130 sees where it comes from: a
+      # The output explains an exit status of 130: a
       # `timeout` around the command, or Ctrl-C.
       assert f"\n{number.name}: stopping; press" in capsys.readouterr().err
       os.kill(os.getpid(), number)
@@ -30,8 +30,8 @@ def test_a_notice_and_the_signal_after_it_are_one_request(capsys):
     for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
       os.kill(os.getpid(), number)
       stop.wait(10)
-  said = capsys.readouterr().err
-  assert said.count("SIGUSR1: ") == 2 and said.count("SIGTERM: ") == 1
+  stderr = capsys.readouterr().err
+  assert stderr.count("SIGUSR1: ") == 2 and stderr.count("SIGTERM: ") == 1
 
 
 def test_a_background_job_s_ignored_ctrl_c_is_ignored_again_afterwards():

@@ -26,9 +26,9 @@ def run_of(tmp_path, *argv):
 @pytest.mark.slow
 def test_its_programs_are_compiled_when_it_is_taken_and_used(tmp_path):
   run = run_of(tmp_path, "learner.patches=512", "learner.targets=512")
-  ahead = learner_ahead.LearnerAhead.where_it_helps(run)
-  learner = ahead.take(run.policy)
-  ahead.close(120.0)
+  builder = learner_ahead.LearnerAhead.where_it_helps(run)
+  learner = builder.take(run.policy)
+  builder.close(120.0)
   assert learner.compiles["accumulate"] == learner.compiles["apply"] == 1
   run.engine.close()
 
@@ -50,32 +50,32 @@ def test_the_weights_it_was_built_with_are_not_copied_again(
   learner_ahead.LearnerAhead(run).take(run.policy)
   assert not begun
   # The same model object with another array is another policy.
-  ahead = learner_ahead.LearnerAhead(run)
+  builder = learner_ahead.LearnerAhead(run)
   model = run.policy.model
   nnx.update(model, jax.tree.map(lambda x: x + 0, nnx.state(model)))
-  ahead.take(run.policy)
-  assert [found for found, _ in begun] == [model]
+  builder.take(run.policy)
+  assert [built for built, _ in begun] == [model]
   # And so is another object.
-  ahead = learner_ahead.LearnerAhead(run)
+  builder = learner_ahead.LearnerAhead(run)
   other = nnx.merge(
       nnx.graphdef(model), jax.tree.map(lambda x: x + 1, nnx.state(model))
   )
-  ahead.take(dataclasses.replace(run.policy, model=other))
-  assert [found for found, _ in begun] == [model, other]
-  assert not ahead._thread.is_alive()
+  builder.take(dataclasses.replace(run.policy, model=other))
+  assert [built for built, _ in begun] == [model, other]
+  assert not builder._thread.is_alive()
   run.engine.close()
 
 
 @pytest.mark.slow
 def test_it_keeps_no_learner_once_it_is_taken_or_closed(tmp_path):
   run = run_of(tmp_path, *FIXED)
-  taken, closed = (learner_ahead.LearnerAhead(run) for _ in range(2))
-  learner = weakref.ref(taken.take(run.policy))
+  used, closed = (learner_ahead.LearnerAhead(run) for _ in range(2))
+  learner = weakref.ref(used.take(run.policy))
   with pytest.raises(RuntimeError, match="taken already"):
-    taken.take(run.policy)
+    used.take(run.policy)
   other = weakref.ref(closed._building.result())
-  for ahead in (taken, closed):
-    ahead.close(120.0)
+  for builder in (used, closed):
+    builder.close(120.0)
   gc.collect()
   assert learner() is None and other() is None
   run.engine.close()
@@ -91,7 +91,7 @@ def test_a_run_closes_its_parts_before_it_waits_for_compiling(
   )
   with run:
     run._ahead = learner_ahead.LearnerAhead.where_it_helps(run)
-    close, unlock = run._ahead.close, run._unlock
+    close, unlock = run._ahead.close, run._lock.close
 
     def closing(timeout_s):
       order.append("compiling")
@@ -100,7 +100,7 @@ def test_a_run_closes_its_parts_before_it_waits_for_compiling(
 
     monkeypatch.setattr(run._ahead, "close", closing)
     monkeypatch.setattr(
-        run, "_unlock", lambda: (order.append("unlocked"), unlock())
+        run._lock, "close", lambda: (order.append("unlocked"), unlock())
     )
   assert order == ["unlocked", "compiling"]
 
@@ -139,10 +139,10 @@ def test_an_error_of_building_it_is_raised_where_it_is_taken(
 
   run = run_of(tmp_path)
   monkeypatch.setattr(learner_ahead.models, "make_learner", refused)
-  ahead = learner_ahead.LearnerAhead(run)
+  builder = learner_ahead.LearnerAhead(run)
   with pytest.raises(config_lib.ConfigError, match="no learner of this kind"):
-    ahead.take(run.policy)
-  ahead.close(60.0)
+    builder.take(run.policy)
+  builder.close(60.0)
   run.engine.close()
 
 

@@ -12,10 +12,10 @@ from tunix.rl.multi_turn.run import loop_thread
 
 @pytest.fixture
 def loop():
-  made = loop_thread.LoopThread()
-  yield made
-  made.close(5.0)
-  assert not made._thread.is_alive()  # pylint: disable=protected-access
+  thread = loop_thread.LoopThread()
+  yield thread
+  thread.close(5.0)
+  assert not thread._thread.is_alive()  # pylint: disable=protected-access
 
 
 async def forever():
@@ -63,8 +63,8 @@ def break_selector(loop):
     ],
 )
 def test_a_loop_that_dies_ends_the_wait_with_its_reason(loop, kill, reason):
-  told = []
-  loop.on_death(told.append)
+  reports = []
+  loop.on_death(reports.append)
 
   async def work():
     kill(loop)
@@ -74,9 +74,9 @@ def test_a_loop_that_dies_ends_the_wait_with_its_reason(loop, kill, reason):
   with pytest.raises(loop_thread.LoopDiedError, match=reason) as died:
     loop.wait(work(), threading.Event())
   assert time.monotonic() - began < 30
-  assert told == [died.value]
-  loop.on_death(told.append)  # It has died already.
-  assert told == [died.value] * 2
+  assert reports == [died.value]
+  loop.on_death(reports.append)  # It has died already.
+  assert reports == [died.value] * 2
 
 
 def test_what_is_under_way_is_closed_after_the_loop_died(loop):

@@ -29,15 +29,15 @@ class Watched(outside_policy.Episodes):
 
 async def finish(episodes, split, index, answer):
   """(the messages of each turn, the outcome); `answer` makes the texts."""
-  found = await episodes.play({"start": {"split": split, "index": index}})
-  name, seen = found["episode"], []
-  while "outcome" not in found:
-    before = seen[-1] if seen else []
-    seen.append([*before[: found["kept"]], *found["messages"]])
-    reply = {"episode": name, "text": answer(seen[-1]), "truncated": False}
-    found = await episodes.play({"reply": reply})
+  result = await episodes.play({"start": {"split": split, "index": index}})
+  name, turns = result["episode"], []
+  while "outcome" not in result:
+    before = turns[-1] if turns else []
+    turns.append([*before[: result["kept"]], *result["messages"]])
+    reply = {"episode": name, "text": answer(turns[-1]), "truncated": False}
+    result = await episodes.play({"reply": reply})
   assert not episodes._playing
-  return seen, found["outcome"]
+  return turns, result["outcome"]
 
 
 def oracle_of(episodes):
@@ -69,12 +69,12 @@ def images_of(messages):
 def test_an_oracle_wins_by_text_alone(agent):
   episodes = Watched("gym=desktop", f"agent={agent}", "tasks=enter-text")
   for index in range(2):
-    seen, outcome = asyncio.run(
+    turns, outcome = asyncio.run(
         finish(episodes, "train", index, oracle_of(episodes))
     )
     assert outcome["reward"] == 1.0 and outcome["success"]
-    assert outcome["status"] == "succeeded" and outcome["turns"] == len(seen)
-    for turn, messages in enumerate(seen):
+    assert outcome["status"] == "succeeded" and outcome["turns"] == len(turns)
+    for turn, messages in enumerate(turns):
       urls = images_of(messages)
       assert len(urls) == turn + 1  # A screenshot a turn, all of them kept.
       assert all(url.startswith("data:image/png;base64,") for url in urls)
@@ -92,21 +92,21 @@ def test_a_shortened_history_is_what_is_asked():
         gui_action.GuiAction(Kind.CLICK, 1, 1), 128, 96, None
     )
 
-  seen, outcome = asyncio.run(finish(episodes, "train", 0, click))
-  assert outcome["status"] == "max_turns" and outcome["turns"] == len(seen) > 1
-  assert [len(images_of(messages)) for messages in seen] == [1] * len(seen)
-  assert "Previous actions" in str(seen[-1])
+  turns, outcome = asyncio.run(finish(episodes, "train", 0, click))
+  assert outcome["status"] == "max_turns" and outcome["turns"] == len(turns) > 1
+  assert [len(images_of(messages)) for messages in turns] == [1] * len(turns)
+  assert "Previous actions" in str(turns[-1])
 
 
 def test_text_tasks_play_too():
   episodes = Watched("environment=gsm8k")
   task = episodes.task("eval", 0)
   turns = arithmetic.solve(task.params, ())
-  seen, outcome = asyncio.run(
+  result, outcome = asyncio.run(
       finish(episodes, "eval", 0, lambda messages: turns[-1]["content"])
   )
   assert outcome["success"] and outcome["reward"] == 1.0
-  assert str(task.params["question"]) in str(seen[0])
+  assert str(task.params["question"]) in str(result[0])
   _, outcome = asyncio.run(
       finish(episodes, "eval", 0, lambda messages: "-1234567")
   )
@@ -117,14 +117,14 @@ def test_an_episode_that_no_policy_decided_is_an_error():
   episodes = Watched("gym=desktop")
 
   async def broken():
-    found = await episodes.play({"start": {"split": "train", "index": 0}})
+    answer = await episodes.play({"start": {"split": "train", "index": 0}})
     _, env = episodes.pairs[-1]
     env.gym.act = None
     parser = episodes.pairs[-1][0].tool_parser
     click = parser.format_gui_action(
         gui_action.GuiAction(Kind.CLICK, 3, 3), 128, 96, None
     )
-    reply = {"episode": found["episode"], "text": click}
+    reply = {"episode": answer["episode"], "text": click}
     return await episodes.play({"reply": reply})
 
   with pytest.raises(RuntimeError, match="status=env_error"):
@@ -136,8 +136,8 @@ def test_a_closed_episode_is_gone():
   episodes = Watched("gym=desktop")
 
   async def close():
-    found = await episodes.play({"start": {"split": "train", "index": 0}})
-    name = found["episode"]
+    answer = await episodes.play({"start": {"split": "train", "index": 0}})
+    name = answer["episode"]
     assert await episodes.play({"close": {"episode": name}}) == {}
     assert await episodes.play({"close": {"episode": name}}) == {}
     assert not episodes._playing

@@ -48,7 +48,7 @@ def test_the_documented_overrides_build():
 def test_screenshots_share_the_pixels_of_a_trajectory():
   limit = ["policy=qwen3_vl_tiny", "policy.trajectory_pixels=12288"]
   for argv, tokens in (
-      (["environment.max_turns=1"], 48),  # 128x96 as it is.
+      (["environment.max_turns=1"], 48),  # 128x96 unchanged.
       (["environment.max_turns=4"], 12),  # 64x48.
       (["environment.max_turns=8", "agent.max_images=1"], 48),
   ):
@@ -107,19 +107,19 @@ def play(config):
   async def episode():
     await env.reset()
     gives_up = gui_action.GuiAction("answer", text="no")
-    _, reward, done, info = await env.step([gives_up])
+    _, reward, over, info = await env.step([gives_up])
     await env.close()
-    return reward, done, info
+    return reward, over, info
 
   return asyncio.run(episode())
 
 
 def test_the_reward_is_the_configured_one(registered):
   for name, want in (("score", 0.0), ("success", 0.0), (registered, -0.1)):
-    reward, done, info = play(
+    reward, over, info = play(
         config_of(f"environment.reward={name}")
     )
-    assert done and not info["success"]
+    assert over and not info["success"]
     assert reward == pytest.approx(want)
 
 

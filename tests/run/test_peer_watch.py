@@ -1,4 +1,4 @@
-"""What one process notices of the others beside its own work."""
+"""A process notices the failures and stops of other processes."""
 
 import threading
 

@@ -62,7 +62,7 @@ def test_deaths_of_a_host_and_a_learner_change_nothing(one, tmp_path):
     pod = Pod(tmp_path, 2, *ARGUMENTS, *HOSTS, f"run.dir={tmp_path}")
     pod.wait_for(run / "checkpoints" / "1")
     addresses = json.loads((run / "rollout.json").read_text())["learners"]
-    assert len({found["url"] for found in addresses}) == 2
+    assert len({address["url"] for address in addresses}) == 2
     hosts.processes[0].kill()
     pod.wait_for(run / "checkpoints" / "2")
     pod.processes[1].kill()
@@ -107,7 +107,7 @@ def test_hosts_keep_the_bound_of_staleness(tmp_path):
     )  # pyformat: disable
     assert pod.wait() == [0, 0], pod.said()
     assert hosts.ended(0) + hosts.ended(1) >= 20
-  found = metrics_of(run)
-  assert [m["step"] for m in found] == [1, 2, 3, 4, 5]
-  assert all(m["groups"] == 4 for m in found)
-  assert max(m["staleness_max"] for m in found) <= 1
+  metrics = metrics_of(run)
+  assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5]
+  assert all(m["groups"] == 4 for m in metrics)
+  assert max(m["staleness_max"] for m in metrics) <= 1

@@ -84,9 +84,9 @@ def test_asynchronous_collection_keeps_the_bound(tmp_path):
       "warm_start.steps=0", "eval.every=0",
   )  # pyformat: disable
   assert pod.wait() == [0, 0], pod.said()
-  found = metrics_of(tmp_path / "r")
-  assert [m["step"] for m in found] == [1, 2, 3]
-  assert max(m["staleness_max"] for m in found) <= 1
+  metrics = metrics_of(tmp_path / "r")
+  assert [m["step"] for m in metrics] == [1, 2, 3]
+  assert max(m["staleness_max"] for m in metrics) <= 1
 
 
 def test_who_waits_in_vain_is_told_so(tmp_path):
@@ -149,10 +149,10 @@ def test_an_adapter_over_processes_is_that_of_one(tmp_path):
     for name in CLOSE:
       assert got[name] == pytest.approx(expected[name], abs=1e-5), name
   for file in ("adapter/adapter_model.safetensors", "model.safetensors"):
-    ours, theirs = (tensors(r / "policy" / file) for r in (run, one))
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-      np.testing.assert_allclose(ours[name], value, atol=1e-6, err_msg=name)
+    own, other = (tensors(r / "policy" / file) for r in (run, one))
+    assert own.keys() == other.keys()
+    for name, value in other.items():
+      np.testing.assert_allclose(own[name], value, atol=1e-6, err_msg=name)
   trained = tensors(run / "policy" / "adapter" / "adapter_model.safetensors")
   assert any((trained[name] != begun[name]).any() for name in begun)
 
@@ -164,15 +164,15 @@ def tensors(file: pathlib.Path) -> dict[str, np.ndarray]:
 @all_of_them
 @pytest.mark.parametrize("how", ("signal", "metadata"))
 def test_a_notice_at_any_host_saves_on_all(how, one, tmp_path):
-  gone = threading.Event()
+  notice = threading.Event()
 
   class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):  # pylint: disable=invalid-name
       self.send_response(200)
       self.end_headers()
-      taken = gone.is_set() and self.path.endswith("/preempted")
-      self.wfile.write(b"TRUE" if taken else b"FALSE")
+      preempted = notice.is_set() and self.path.endswith("/preempted")
+      self.wfile.write(b"TRUE" if preempted else b"FALSE")
 
     def log_message(self, *_):
       pass
@@ -191,7 +191,7 @@ def test_a_notice_at_any_host_saves_on_all(how, one, tmp_path):
       time.sleep(0.5)
       os.kill(pod.processes[1].pid, signal.SIGTERM)  # As SLURM does next.
     else:
-      gone.set()
+      notice.set()
     # Nothing is stopped that has ended before.
     assert set(pod.wait(300)) <= {130, 0}, pod.said()
     server.shutdown()
@@ -233,10 +233,10 @@ def test_stuck_gyms_of_a_host_leave_the_updates_to_the_others(tmp_path):
   pod.wait_for(checkpoints / "4")
   stuck.unlink()
   assert pod.wait(300) == [0, 0], pod.said()
-  found = metrics_of(tmp_path / "r")
-  assert [m["step"] for m in found] == [1, 2, 3, 4, 5, 6]
-  assert all(m["groups"] == 4 for m in found)
-  assert max(m["dealt_groups"] for m in found) == 2
+  metrics = metrics_of(tmp_path / "r")
+  assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5, 6]
+  assert all(m["groups"] == 4 for m in metrics)
+  assert max(m["dealt_groups"] for m in metrics) == 2
 
 
 @all_of_them

@@ -21,9 +21,9 @@ class Metadata(http.server.ThreadingHTTPServer):
       def do_GET(self):  # pylint: disable=invalid-name
         server.asked.append(self.path)
         # As the real one, which refuses requests without the header.
-        known = self.headers.get("Metadata-Flavor") == "Google"
+        flavored = self.headers.get("Metadata-Flavor") == "Google"
         name = self.path.removeprefix("/computeMetadata/v1/instance/")
-        self.send_response(200 if known and name in server.values else 403)
+        self.send_response(200 if flavored and name in server.values else 403)
         self.end_headers()
         self.wfile.write(server.values.get(name, "").encode())
 
@@ -45,11 +45,11 @@ def _metadata(monkeypatch):
   server.server_close()
 
 
-def wait_until(found):
+def wait_until(condition):
   due = time.monotonic() + 20
-  while not found() and time.monotonic() < due:
+  while not condition() and time.monotonic() < due:
     time.sleep(0.01)
-  assert found()
+  assert condition()
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_a_notice_stops_the_run(name, value, metadata, capsys):
   watch.start()
   wait_until(lambda: len(metadata.asked) > 4)
   metadata.values["maintenance-event"] = "MIGRATE_ON_HOST_MAINTENANCE"
-  asked = len(metadata.asked)
-  wait_until(lambda: len(metadata.asked) > asked + 4)
+  count = len(metadata.asked)
+  wait_until(lambda: len(metadata.asked) > count + 4)
   assert not stop.is_set()  # A live migration takes nothing away.
   metadata.values[name] = value
   assert stop.wait(20)

@@ -162,10 +162,10 @@ def test_the_reference_and_an_adapter_are_counted():
   assert part(kl, "KL reference").bytes == part(plain, "gradients").bytes
   config = load("policy=qwen3_vl_tiny", "policy.lora_rank=2")
   policy = models.make_policy(config, None, "")
-  found = memory_lib.of_run(
+  memory = memory_lib.of_run(
       config, policy.model, policy.processor, None, exact=False
   )
-  assert part(found, "gradients").bytes < part(found, "parameters").bytes / 10
+  assert part(memory, "gradients").bytes < part(memory, "parameters").bytes / 10
 
 
 @pytest.mark.slow
@@ -193,14 +193,14 @@ def test_the_bytes_of_a_parameter_are_those_of_its_types():
 @pytest.mark.slow
 def test_activations_grow_with_the_rows_predicted_and_compiled():
   """The prediction is within a factor of three of what is compiled."""
-  # Of so many rows that the logits of a chunk, always as large, are the less.
+  # With enough rows that the logits of a chunk, of constant size, are less.
   sizes = {}
   for rows in (8, 32):
     for exact in (False, True):
       _, memory = memory_of(f"learner.rows={rows}", exact=exact)
-      found = part(memory, "activations")
-      assert found.how == ("compiled" if exact else "predicted")
-      sizes[rows, exact] = found.bytes
+      activations = part(memory, "activations")
+      assert activations.how == ("compiled" if exact else "predicted")
+      sizes[rows, exact] = activations.bytes
   assert 2 < sizes[32, True] / sizes[8, True] < 5
   assert 2 < sizes[32, False] / sizes[8, False] < 5
   for rows in (8, 32):
@@ -211,20 +211,20 @@ def test_near_the_limit_a_run_compiles_to_be_sure(monkeypatch):
   _, memory = memory_of()
   predicted = part(memory, "activations").bytes
   monkeypatch.setattr(memory_limits, "host_bytes", lambda: 3 * predicted)
-  asked = []
+  requests = []
   monkeypatch.setattr(
       compiled_memory, "activations",
-      lambda *a, **k: asked.append(1) or 4 * predicted,
+      lambda *a, **k: requests.append(1) or 4 * predicted,
   )  # pyformat: disable
   config, memory = memory_of()
-  assert asked and part(memory, "activations").how == "compiled"
+  assert requests and part(memory, "activations").how == "compiled"
   (problem,) = memory.problems(config)
   assert "learner.rows=4" in problem and "lower learner.rows" in problem
   assert memory_lib.human(3 * predicted) in problem
   monkeypatch.setattr(memory_limits, "host_bytes", lambda: 1000 * GIB)
-  asked.clear()
+  requests.clear()
   config, memory = memory_of()
-  assert not asked and not memory.problems(config)
+  assert not requests and not memory.problems(config)
 
 
 def test_a_cache_that_is_only_a_bound_refuses_nothing(monkeypatch):
@@ -254,16 +254,16 @@ def test_a_custom_policy_is_not_predicted_and_not_refused(
       memory_lib.memory_plan.Sizes, "known", staticmethod(lambda config: False)
   )
   config, memory = memory_of()
-  found = part(memory, "activations")
-  assert found.bytes == 0 and "not known" in found.how
+  activations = part(memory, "activations")
+  assert activations.bytes == 0 and "not known" in activations.how
 
 
 def test_a_cgroup_limits_this_machines_memory(tmp_path, monkeypatch):
-  whole = memory_limits.host_bytes()
+  total = memory_limits.host_bytes()
   limit = tmp_path / "memory.max"
   monkeypatch.setattr(memory_limits, "_LIMITS", (str(limit),))
   limit.write_text("max\n")
-  assert memory_limits.host_bytes() >= whole
+  assert memory_limits.host_bytes() >= total
   limit.write_text(f"{1 << 20}\n")
   assert memory_limits.host_bytes() == 1 << 20
 
@@ -277,8 +277,8 @@ def test_no_memory_while_it_is_built_is_one_line(
   monkeypatch.setattr(models, "make_engine", full)
   assert small_runs.run_train(tmp_path, small_runs.NANO, "name=x",
                               "warm_start.source=none") == 2
-  said = capsys.readouterr().err
-  assert "Unable to allocate 3 TiB" in said and "--dry-run" in said
+  stderr = capsys.readouterr().err
+  assert "Unable to allocate 3 TiB" in stderr and "--dry-run" in stderr
 
 
 def test_a_folder_called_auto_is_not_in_the_queues_way(tmp_path, monkeypatch):

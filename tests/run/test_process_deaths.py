@@ -28,18 +28,18 @@ def test_eight_ways_to_die_leave_nothing(tmp_path):
     ways = ("reward", "SIGTERM", "leader")
   env = {**os.environ, "JAX_PLATFORMS": "cpu"}
   env.setdefault("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
-  done = subprocess.run(
+  process = subprocess.run(
       [sys.executable, process_deaths.__file__, str(tmp_path / "runs"),
        "--ways", ",".join(ways)],
       env=env, capture_output=True, text=True, timeout=850, check=False,
   )  # pyformat: disable
-  assert done.returncode == 0, done.stderr[-3000:]
-  entries = [json.loads(line) for line in done.stdout.splitlines()]
+  assert process.returncode == 0, process.stderr[-3000:]
+  entries = [json.loads(line) for line in process.stdout.splitlines()]
   assert [entry["way"] for entry in entries] == list(ways)
   for entry in entries:
-    seen = " ".join(entry["seen"])
+    log = " ".join(entry["seen"])
     for name in ("chrom", " serve ", " uploader "):
-      assert name in seen, (entry["way"], name)
+      assert name in log, (entry["way"], name)
     assert not entry["left"] and entry["port_is_free"], entry
   assert {e["way"]: e["status"] for e in entries} == {
       way: STATUS[way] for way in ways

@@ -1,4 +1,4 @@
-"""What a run's processes have, dealt to another number of them."""
+"""State of a run's processes, dealt to another number of processes."""
 
 import itertools
 import sqlite3
@@ -58,7 +58,7 @@ def write(directory, old, fates):
   """A run of `old` processes as a checkpoint and a kill would leave it.
 
   Args:
-    fates: of each process, of its groups 0, 1, …: "done" before the
+    fates: For each process and each of its groups 0, 1, …: "done" before the
       checkpoint, "consumed" by it and not acknowledged, "stored", "running",
       or "late": stored after the checkpoint was made.
 
@@ -209,8 +209,8 @@ def test_screenshots_move_with_their_groups(tmp_path):
   group_store.redeal([*olds, tmp_path / "absent.db"][:2], [target])
   elsewhere = images_lib.ImageStore()
   store = group_store.SqliteGroupStore(target, images=elsewhere)
-  found = store.load()
-  assert [(i, g.group_id) for i, g in found] == [
+  stored = store.load()
+  assert [(i, g.group_id) for i, g in stored] == [
       (0, "g0"), (1, "g1"), (2, "g2")
   ]  # pyformat: disable
   assert store.known() == {0, 1, 2, 3}

@@ -1,4 +1,4 @@
-"""What is refused before the processes of a run begin."""
+"""Settings that are refused before the processes of a run begin."""
 
 import copy
 
@@ -38,16 +38,16 @@ def test_one_queue_s_file_for_several_processes_is_refused():
 
 
 @pytest.mark.parametrize(
-    "given, words",
+    "settings, words",
     [
         ({"count": 2}, "processes.count=2 needs processes.coordinator"),
         ({"index": 1}, "processes.index=1 needs processes.coordinator"),
     ],
 )
-def test_who_is_numbered_needs_a_coordinator(given, words, monkeypatch):
+def test_who_is_numbered_needs_a_coordinator(settings, words, monkeypatch):
   monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
   with pytest.raises(config_lib.ConfigError, match=words):
-    processes.join(processes.ProcessesConfig(**given))
+    processes.join(processes.ProcessesConfig(**settings))
 
 
 def test_without_any_of_it_a_process_is_alone(monkeypatch):

@@ -1,4 +1,4 @@
-"""Which results of an update a run computes again, by the memory there is."""
+"""A run recomputes results of an update as the available memory demands."""
 
 import dataclasses
 
@@ -77,14 +77,14 @@ def test_a_policy_is_told_in_all_its_parts(tmp_path):
     text = str(jax.make_jaxpr(jax.grad(loss))(state))
     return text.count("checkpoint"), text.count("dot_general")
 
-  found = {}
+  collected = {}
   for remat in config_checks.REMATS:
     _, policy = made(tmp_path, remat)
-    found[remat] = program(policy)
-  assert len(set(found.values())) == len(found)
+    collected[remat] = program(policy)
+  assert len(set(collected.values())) == len(collected)
   _, policy = made(tmp_path, "block")
   for remat in config_checks.REMATS:
     layers.set_remat(policy.model, remat)
-    assert program(policy) == found[remat]
-    whole = dataclasses.replace(policy.model.config, remat=remat)
-    assert policy.model.config == whole
+    assert program(policy) == collected[remat]
+    settings = dataclasses.replace(policy.model.config, remat=remat)
+    assert policy.model.config == settings

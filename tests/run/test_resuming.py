@@ -1,4 +1,4 @@
-"""Where a run resumes, what it trusts, and what it refuses."""
+"""Resuming: the step a run continues from, and the files it refuses."""
 
 import dataclasses
 import errno
@@ -48,23 +48,23 @@ def tree(directory):
 
   Not the time of the lock's file, which an attempt to start writes its name to.
   """
-  found = {}
+  collected = {}
   for path in sorted(directory.rglob("*")):
     stat = path.stat()
     digest = path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest()
     changed = path.name != run_lock.NAME and stat.st_mtime_ns
-    found[str(path)] = (stat.st_mode, stat.st_size, changed, digest)
-  return found
+    collected[str(path)] = (stat.st_mode, stat.st_size, changed, digest)
+  return collected
 
 
 def refusal(capsys, *argv):
-  """The one line with which a command is refused."""
+  """Returns the one line with which a command is refused."""
   capsys.readouterr()
   status = train.main(list(argv))
-  said = capsys.readouterr()
-  assert status == 2, said
-  assert "Traceback" not in said.err
-  (line,) = said.err.strip().splitlines()
+  printed = capsys.readouterr()
+  assert status == 2, printed
+  assert "Traceback" not in printed.err
+  (line,) = printed.err.strip().splitlines()
   assert line.startswith("error: ")
   return line
 
@@ -103,10 +103,10 @@ def test_a_damaged_warm_start_is_named_and_costs_no_checkpoint(
     weights.unlink()
   else:
     (run / "warm_start" / "config.json").write_text("{")
-  said = refusal(capsys, f"resume={run}", "steps=2")
+  message = refusal(capsys, f"resume={run}", "steps=2")
   name = "config.json" if damage == "config" else "model.safetensors"
-  assert str(run / "warm_start" / name) in said
-  assert "delete the directory to clone again" in said
+  assert str(run / "warm_start" / name) in message
+  assert "delete the directory to clone again" in message
   assert checkpoint.read_text() == "the only copy"
 
 
@@ -114,7 +114,7 @@ def test_a_damaged_warm_start_is_named_and_costs_no_checkpoint(
 def test_what_an_older_version_left_half_written_is_made_again(
     run, monkeypatch
 ):
-  """It wrote config.json first; cloning/ was deleted last."""
+  """A killed warm start wrote config.json first and deleted cloning/ last."""
   (run / "warm_start" / durable.SUMS).unlink()
   (run / "warm_start" / "model.safetensors").unlink()
   (run / "cloning").mkdir()
@@ -144,10 +144,10 @@ def forked(work):
   ready, write = os.pipe()
   child = os.fork()
   if not child:
-    kept = work()
+    lock = work()
     os.write(write, b"x")
     time.sleep(60)
-    del kept
+    del lock
     os._exit(0)
   assert os.read(ready, 1) == b"x"
   os.close(ready)
@@ -172,9 +172,9 @@ def test_a_second_process_is_refused_and_told_of_the_first(
   holder = forked(lambda: run_lock.RunLock(run))
   try:
     before = tree(run)
-    said = refusal(capsys, *argv)
-    assert f"in use by process {holder} on {socket.gethostname()}" in said
-    assert "since 2" in said and f"kill -INT {holder}" in said
+    message = refusal(capsys, *argv)
+    assert f"in use by process {holder} on {socket.gethostname()}" in message
+    assert "since 2" in message and f"kill -INT {holder}" in message
     assert tree(run) == before
     # Nothing is written, so nothing is in the way.
     assert train.main([f"resume={run}", "--dry-run"]) == 0
@@ -182,8 +182,8 @@ def test_a_second_process_is_refused_and_told_of_the_first(
   finally:
     kill(holder)  # The kernel lets go, not the process.
   with train.Run(small_runs_config(f"resume={run}")):
-    said = refusal(capsys, f"resume={run}")
-    assert f"process {os.getpid()} on" in said
+    message = refusal(capsys, f"resume={run}")
+    assert f"process {os.getpid()} on" in message
     # It must not keep the lock when its parent has let go.
     child = forked(lambda: None)
   try:
@@ -210,25 +210,25 @@ def test_without_locks_it_is_said_and_the_run_goes_on(
     raise OSError(errno.ENOLCK, "No locks available")
 
   monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
-  run_lock.RunLock(tmp_path).release()
-  (said,) = [r.getMessage() for r in caplog.records]
-  assert str(tmp_path) in said and "No locks available" in said
-  assert "start it once only" in said
+  run_lock.RunLock(tmp_path).close()
+  (messages,) = [r.getMessage() for r in caplog.records]
+  assert str(tmp_path) in messages and "No locks available" in messages
+  assert "start it once only" in messages
 
 
 def test_starts_of_one_second_have_directories_of_their_own(monkeypatch):
   monkeypatch.setattr(time, "strftime", lambda *args: "20300101-000000")
-  found = {small_runs_config().run_dir for _ in range(50)}
-  assert len(found) == 50
-  assert all("20300101-000000" in d.name for d in found)
+  directories = {small_runs_config().run_dir for _ in range(50)}
+  assert len(directories) == 50
+  assert all("20300101-000000" in d.name for d in directories)
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path, capsys):
   (tmp_path / "file").write_text("")
-  said = refusal(
+  message = refusal(
       capsys, f"run.dir={tmp_path / 'file'}", *small_runs.SMALL, *NEW, "name=r"
   )
-  assert f"run.dir={tmp_path / 'file'}" in said
+  assert f"run.dir={tmp_path / 'file'}" in message
 
 
 # --- settings -----------------------------------------------------------------
@@ -260,10 +260,10 @@ def test_a_changed_config_is_named_key_by_key(
   edit(run, damage)
   before = tree(run)
   assert train.main([f"resume={run}"]) == 2
-  said = capsys.readouterr().err
-  assert "Traceback" not in said and tree(run) == before
+  stderr = capsys.readouterr().err
+  assert "Traceback" not in stderr and tree(run) == before
   for change, value in named.items():
-    (line,) = (l for l in said.splitlines() if f" {change}" in l)
+    (line,) = (l for l in stderr.splitlines() if f" {change}" in l)
     assert f" {value}" in line.partition(change)[2]
   if len(named) == 1:  # As the message advises.
     assert train.main([f"resume={run}", "collect.group_size=4"]) == 0
@@ -273,16 +273,16 @@ def test_a_changed_config_is_named_key_by_key(
 def test_without_a_checkpoint_a_changed_config_is_refused(run, capsys):
   shutil.rmtree(run / "checkpoints")
   edit(run, lambda text: text[:-20])
-  said = refusal(capsys, f"resume={run}")
-  assert str(run / "config.yaml") in said and "<file>.yaml" in said
+  message = refusal(capsys, f"resume={run}")
+  assert str(run / "config.yaml") in message and "<file>.yaml" in message
 
 
 def test_an_override_is_a_deliberate_change_and_is_said(run, capsys):
   config = small_runs_config(f"resume={run}", "learner.learning_rate=0.5")
   for _ in range(2):  # Also where the run dies before its next checkpoint.
-    with train.Run(config) as made:
-      (said,) = made.changed
-    assert said.startswith("learner.learning_rate=0.5, ")
+    with train.Run(config) as result:
+      (note,) = result.changed
+    assert note.startswith("learner.learning_rate=0.5, ")
     config = small_runs_config(f"resume={run}")
 
 
@@ -293,21 +293,21 @@ def test_an_override_is_a_deliberate_change_and_is_said(run, capsys):
 @pytest.mark.slow
 def test_damaged_lines_are_left_out_and_the_others_stay(run, caplog):
   metrics = run / "metrics.jsonl"
-  (whole,) = metrics.read_text().splitlines()
-  metrics.write_text(f'[1]\n"text"\n{{"step": "x"}}\n7\n{whole}\n{whole[:30]}')
+  (good,) = metrics.read_text().splitlines()
+  metrics.write_text(f'[1]\n"text"\n{{"step": "x"}}\n7\n{good}\n{good[:30]}')
   episodes = run / "trajectories.jsonl"
   lines = episodes.read_text().splitlines()
   episodes.write_text(
       "\n".join(["[]", '{"index": "x", "split": 3}', *lines, lines[0][:99]])
   )
   assert train.main([f"resume={run}"]) == 0
-  assert metrics.read_text().splitlines() == [whole]
+  assert metrics.read_text().splitlines() == [good]
   again = episodes.read_text().splitlines()
   assert again[: len(lines)] == lines
   assert all('"index": "x"' not in line for line in again)
-  said = [r.getMessage() for r in caplog.records if "left out" in r.msg]
-  assert any(f"{metrics}: 4 lines" in s for s in said)
-  assert any(f"{episodes}: 2 lines" in s for s in said)
+  messages = [r.getMessage() for r in caplog.records if "left out" in r.msg]
+  assert any(f"{metrics}: 4 lines" in s for s in messages)
+  assert any(f"{episodes}: 2 lines" in s for s in messages)
 
 
 @pytest.mark.parametrize(
@@ -319,17 +319,17 @@ def test_damaged_lines_are_left_out_and_the_others_stay(run, caplog):
 )  # pyformat: disable
 def test_a_damaged_summary_is_named(run, capsys, text):
   (run / "summary.json").write_text(text)
-  said = refusal(capsys, f"resume={run}")
-  assert f"{run / 'summary.json'} is damaged: " in said
-  assert "delete it" in said
+  message = refusal(capsys, f"resume={run}")
+  assert f"{run / 'summary.json'} is damaged: " in message
+  assert "delete it" in message
 
 
 def test_a_damaged_checkpoint_is_named_before_anything_is_built(run, capsys):
   file = run / "checkpoints" / "1" / "progress" / "metadata"
   file.write_bytes(file.read_bytes()[:-40])
-  said = refusal(capsys, f"resume={run}")
-  assert f"{run / 'checkpoints' / '1'} is damaged" in said
-  assert "the run begins without one" in said
+  message = refusal(capsys, f"resume={run}")
+  assert f"{run / 'checkpoints' / '1'} is damaged" in message
+  assert "the run begins without one" in message
 
 
 @pytest.mark.slow
@@ -342,9 +342,9 @@ def test_damaged_weights_end_the_run_with_one_line(run, capsys):
   for file in data:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
   assert train.main([f"resume={run}", "steps=2"]) == 1
-  said = capsys.readouterr()
-  assert "Traceback" not in said.err
-  (line,) = (l for l in said.err.splitlines() if l.startswith("error: "))
+  printed = capsys.readouterr()
+  assert "Traceback" not in printed.err
+  (line,) = (l for l in printed.err.splitlines() if l.startswith("error: "))
   assert f"{run / 'checkpoints' / '1'} is damaged" in line
 
 
@@ -362,8 +362,8 @@ def test_a_damaged_queue_is_named_with_what_to_do(run, capsys, tmp_path):
 
 def test_another_algorithm_by_name_is_refused(run, capsys):
   """Its preset would lie below the recorded values, and change nothing."""
-  said = refusal(capsys, f"resume={run}", "algorithm=dapo")
-  assert "algorithm.name" in said and "dapo" in said
+  message = refusal(capsys, f"resume={run}", "algorithm=dapo")
+  assert "algorithm.name" in message and "dapo" in message
 
 
 def test_the_parts_of_a_groups_queue_stay_as_they_are(tmp_path):

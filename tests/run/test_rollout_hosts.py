@@ -24,6 +24,7 @@ from tunix.rl.multi_turn.run.rollout_hosts import host as host_lib
 from tunix.rl.multi_turn.run.rollout_hosts import leases
 from tunix.rl.multi_turn.run.rollout_hosts import lending
 from tunix.rl.multi_turn.run.rollout_hosts import messages
+from tunix.rl.multi_turn.run.rollout_hosts import player as player_lib
 from tunix.rl.multi_turn.run.rollout_hosts import remote
 from tunix.rl.multi_turn.run.rollout_hosts import server as server_lib
 
@@ -58,9 +59,9 @@ class Host:
     self._loop.call_soon_threadsafe(self._task.cancel)
 
 
-def same(found, want):
-  assert [m["step"] for m in found] == [m["step"] for m in want]
-  for got, expected in zip(found, want):
+def same(record, want):
+  assert [m["step"] for m in record] == [m["step"] for m in want]
+  for got, expected in zip(record, want):
     for name in ("groups", "episodes", "reward_mean", "sampled_tokens"):
       assert got[name] == expected[name], name
     for name in ("loss", "grad_norm", "entropy", "logprob"):
@@ -76,7 +77,7 @@ def test_a_run_with_two_rollout_hosts_equals_one_that_rolls_out_itself(
   assert small_runs.run_train(tmp_path, "name=own", *ARGUMENTS) == 0
   run = tmp_path / "r"
   with concurrent.futures.ThreadPoolExecutor(3) as pool:
-    # One is there before the run, and one dies in the midst of it.
+    # One starts before the run, and one dies in the midst of it.
     first, second = Host(run, pool), Host(run, pool)
 
     def kill():
@@ -102,19 +103,19 @@ def test_a_run_with_two_rollout_hosts_equals_one_that_rolls_out_itself(
   assert status == 0
   same(*(small_runs.metrics_of(tmp_path / name) for name in ("r", "own")))
   assert second.host.collected > 0
-  ours, theirs = (small_runs.summary_of(tmp_path / n) for n in ("r", "own"))
+  own, other = (small_runs.summary_of(tmp_path / n) for n in ("r", "own"))
   for key in ("episodes", "groups"):
-    assert ours[key] == theirs[key], key
-  assert ours["eval"] and ours["eval"].keys() == theirs["eval"].keys()
-  for name, found in ours["eval"].items():
-    want = theirs["eval"][name]
+    assert own[key] == other[key], key
+  assert own["eval"] and own["eval"].keys() == other["eval"].keys()
+  for name, figures in own["eval"].items():
+    want = other["eval"][name]
     # Other seconds, the same episodes with the same weights.
-    assert {**found, "seconds": 0} == {**want, "seconds": 0}, name
+    assert {**figures, "seconds": 0} == {**want, "seconds": 0}, name
   assert not (run / "rollout.json").exists()
   assert list((run / "images").glob("*.png"))
 
 
-# --- what hosts are told ------------------------------------------------------
+# --- answers to hosts ---------------------------------------------------------
 
 
 def sent_to_hosts(config):
@@ -145,18 +146,18 @@ def test_a_host_takes_every_run_that_the_learner_takes(arguments, tmp_path):
   sent = sent_to_hosts(config)
   own = {"mesh.fsdp": "3", "mesh.sequence": "5", "engine.slots": "32"}
   for overrides in ({}, own):
-    found = host_lib.config_of(sent, overrides, tmp_path)
+    result = player_lib.config_of(sent, overrides, tmp_path)
     for name in ("algorithm", "sampling", "collect", "agent", "policy"):
-      assert getattr(found, name) == getattr(config, name), name
-  assert (found.mesh.fsdp, found.mesh.sequence) == (3, 5)
-  assert found.engine.slots == 32
+      assert getattr(result, name) == getattr(config, name), name
+  assert (result.mesh.fsdp, result.mesh.sequence) == (3, 5)
+  assert result.engine.slots == 32
 
 
 def test_settings_of_a_host_that_are_wrong_are_one_line(tmp_path):
   sent = sent_to_hosts(config_lib.load_config([]))
   for key in ("engine.slots.x", "engine.slot", "mesh.fsdp"):
     with pytest.raises(config_lib.ConfigError) as caught:
-      host_lib.config_of(sent, {key: "many"}, tmp_path)
+      player_lib.config_of(sent, {key: "many"}, tmp_path)
     (problem,) = caught.value.problems
     assert key in problem
 
@@ -168,8 +169,8 @@ def test_a_run_with_hosts_is_evaluated_without_them(tmp_path):
   run = config.run_dir
   run.mkdir()
   (run / "config.yaml").write_text(config.to_yaml())
-  found = config_lib.load_evaluation([f"run={run}"])
-  assert found.rollout.via == "in_process"
+  result = config_lib.load_evaluation([f"run={run}"])
+  assert result.rollout.via == "in_process"
   with pytest.raises(config_lib.ConfigError, match="an evaluation has none"):
     config_lib.load_evaluation([f"run={run}", "rollout.via=hosts"])
 
@@ -181,12 +182,12 @@ def test_a_lent_group_has_its_samples_and_its_greedy_episode(tmp_path):
   ])  # pyformat: disable
   images = images_lib.ImageStore()
   engine = remote.HostsEngine(config, images, tmp_path)
-  seen = []
+  events_ = []
 
   class Observer:
 
     def on_event(self, event):
-      seen.append(event)
+      events_.append(event)
 
   collector = lending.RemoteCollector(
       engine, "sampled", None, None, observers=Observer()
@@ -197,11 +198,11 @@ def test_a_lent_group_has_its_samples_and_its_greedy_episode(tmp_path):
 
   async def lend():
     task = gym_base.Task(task_id="t", instruction="do", family="click-color")
-    asked = asyncio.ensure_future(collector.collect(task, samples=iter([2])))
+    request = asyncio.ensure_future(collector.collect(task, samples=iter([2])))
     while (lease := engine.book.take("a")) is None:
       await asyncio.sleep(0.01)
     engine.book.finish(lease.number, "a", (group, []))
-    return lease, await asked
+    return lease, await request
 
   try:
     lease, arrived = asyncio.run(asyncio.wait_for(lend(), 20))
@@ -209,7 +210,7 @@ def test_a_lent_group_has_its_samples_and_its_greedy_episode(tmp_path):
     engine.close()
   assert arrived is group and lease.order["samples"] == [2]
   assert json.dumps(lease.order)
-  ended = [e for e in seen if isinstance(e, events.EpisodeFinished)]
+  ended = [e for e in events_ if isinstance(e, events.EpisodeFinished)]
   assert [e.trajectory for e in ended] == [*group, greedy]
 
 
@@ -235,8 +236,8 @@ def test_a_silent_host_loses_its_groups_to_others():
   clock.now = 11.0
   assert book.beat("b", [lent[1].number], {"decode_tokens": 7.0}) == []
   assert book.hosts() == ["b"]
-  assert book.take("b") is lent[0]  # Before the one that nobody had.
-  # The dead one comes back: it is told, and its group does not count twice.
+  assert book.take("b") is lent[0]  # Before the one that no host had.
+  # The dead one comes back: its group does not count twice.
   assert book.beat("a", [lent[0].number], {}) == [lent[0].number]
   assert book.finish(lent[0].number, "b", "of b")
   assert not book.finish(lent[0].number, "a", "of a")
@@ -346,18 +347,18 @@ def test_the_server_needs_its_token_and_refuses_nonsense_in_a_line(tmp_path):
     for body in ([], {"host": 3}, {"host": "a"}, {"host": "a", "stats": []}):
       assert "malformed" in refused(400, "POST", "/beat", body=body)
     host = {"host": "a"}
-    found = json.loads(asyncio.run(ask("POST", "/lease", body=host)))
-    assert found == {"number": lease.number, "order": {"index": 2}}
+    data = json.loads(asyncio.run(ask("POST", "/lease", body=host)))
+    assert data == {"number": lease.number, "order": {"index": 2}}
     path = f"/leases/{lease.number}"
     broken = {**host, "faults": [], "collected": {"images": {}, "group": 1}}
     refused(400, "POST", path, body=broken)
     assert not lease.result.done()  # Nonsense harms no lease.
-    whole = {
+    result = {
         **host,
         "faults": [["step", "TimeoutError", "slow", "x"]],
         "collected": messages.write_group(group, images),
     }
-    assert json.loads(asyncio.run(ask("POST", path, body=whole)))["taken"]
+    assert json.loads(asyncio.run(ask("POST", path, body=result)))["taken"]
     arrived, faults = lease.result.result(5)
     assert arrived.to_json() == group.to_json()
     assert faults == [("step", "TimeoutError", "slow", "x")]

@@ -234,22 +234,22 @@ def test_learners_publish_one_file_under_one_number(tmp_path):
   try:
     first, second = peer_threads.run_all(2, work)
     assert first == second and first == sorted(set(first))
-    found = json.loads((tmp_path / "rollout.json").read_text())
+    data = json.loads((tmp_path / "rollout.json").read_text())
     assert (tmp_path / "rollout.json").stat().st_mode & 0o777 == 0o600
-    assert len({a["url"] for a in found["learners"]}) == 2
-    assert player.addresses(tmp_path) == found["learners"]
+    assert len({a["url"] for a in data["learners"]}) == 2
+    assert player.addresses(tmp_path) == data["learners"]
     assert [engines[i].engines for i in range(2)] == [1, 0]
-    assert {k: found[k] for k in ("url", "token")} == found["learners"][0]
+    assert {k: data[k] for k in ("url", "token")} == data["learners"][0]
 
     async def scene():
-      whole = player.Learner.of_directory(tmp_path, 5.0)
+      learner = player.Learner.of_directory(tmp_path, 5.0)
       other = player.Learner.of_directory(tmp_path, 5.0, "b", 1)
       beat = dict(leases=[], stats={})
-      assert (await whole.ask("/beat", **beat))["serial"] == first[-1]
+      assert (await learner.ask("/beat", **beat))["serial"] == first[-1]
       assert (await other.ask("/beat", **beat))["serial"] == 0
-      raw = await whole.call("GET", f"/weights/{first[-1]}")
+      raw = await learner.call("GET", f"/weights/{first[-1]}")
       (tmp_path / "got.safetensors").write_bytes(raw)
-      await whole.aclose()
+      await learner.aclose()
       await other.aclose()
 
     play(scene)
@@ -318,9 +318,9 @@ def test_an_engine_s_weights_are_those_that_it_would_have_rounded_itself(
     state = nnx.state(policy.model, nnx.Param)
     engine.update_weights(1, state)
     (file,) = (tmp_path / "weights").iterdir()
-    whole = sum(x.nbytes for x in jax.tree.leaves(state))
+    size = sum(x.nbytes for x in jax.tree.leaves(state))
     if weights == "same":
-      assert file.stat().st_size < 0.6 * whole
+      assert file.stat().st_size < 0.6 * size
     with tensor_files.opened(file) as tensors:
       values = {k: tensors.get_tensor(k) for k in tensors.keys()}
   finally:

@@ -20,15 +20,15 @@ def load(*overrides):
 
 def drawn(sampler, rate_of, count):
   """(family, level) of `count` draws whose groups succeed at these rates."""
-  found = []
+  collected = []
   for _ in range(count):
     task = next(sampler)
     level = task.params["difficulty"]
-    found.append((task.family, level))
+    collected.append((task.family, level))
     won = round(8 * rate_of(level))
     members = tuple(
         trajectory.Trajectory(
-            trajectory_id=f"{task.task_id}-{len(found)}-{i}",
+            trajectory_id=f"{task.task_id}-{len(collected)}-{i}",
             status=trajectory.TrajectoryStatus(
                 "succeeded" if i < won else "failed"
             ),
@@ -37,7 +37,7 @@ def drawn(sampler, rate_of, count):
     )
     group = trajectory.TrajectoryGroup("train-0", task.task_id, members)
     sampler.on_event(events.GroupFinished(group, "accepted"))
-  return found
+  return collected
 
 
 def test_harder_tasks_come_as_easier_ones_are_solved():
@@ -45,7 +45,7 @@ def test_harder_tasks_come_as_easier_ones_are_solved():
   sampler = run_tasks.make_sampler(config, source)
   learning = drawn(sampler, {0: 0.5, 2: 0.0}.get, 120)
   solved = drawn(sampler, {0: 1.0, 2: 0.5}.get, 120)
-  share = lambda found: collections.Counter(level for _, level in found)
+  share = lambda draws: collections.Counter(level for _, level in draws)
   assert share(learning[40:])[0] > 3 * share(learning[40:])[2] > 0
   assert share(solved[40:])[2] > 3 * share(solved[40:])[0] > 0
   assert {family for family, _ in learning} == set(FAMILIES)
@@ -61,8 +61,8 @@ def test_without_levels_tasks_are_of_the_gyms_difficulty():
 
 def test_evaluation_stays_at_the_gyms_difficulty():
   config, source = run_tasks.resolve(load("task_source.levels=[1,2]"))
-  found = run_tasks.eval_tasks(config, source)
-  assert {task.params["difficulty"] for task in found} == {0}
+  tasks = run_tasks.eval_tasks(config, source)
+  assert {task.params["difficulty"] for task in tasks} == {0}
 
 
 @pytest.mark.parametrize("overrides, words", [

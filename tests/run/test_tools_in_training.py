@@ -43,7 +43,7 @@ def test_an_mcp_servers_tools_train(tmp_path, per):
   assert all(m["optimizer_steps"] == m["step"] for m in metrics)
   assert metrics[0]["reward_part/tool_success"] == 1.0
   assert metrics[0]["reward_part/length_penalty"] <= 0.0
-  # The run's end cuts episodes short that nobody waits for.
+  # The run's end cuts episodes short that no update needs.
   played = [e for e in trajectories if e["status"] != "cancelled"]
   assert len(played) >= 8
   for episode in played:

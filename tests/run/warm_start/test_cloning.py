@@ -21,7 +21,7 @@ class Recorder:
     return {"loss": 1.0}
 
 
-def clone(play, seed=0, done=0, **settings):
+def clone(play, seed=0, first_step=0, **settings):
   learner = Recorder()
   fields = {"steps": 4, "batch_size": 8, "demonstrations": 16, **settings}
   cloning.clone(
@@ -32,7 +32,7 @@ def clone(play, seed=0, done=0, **settings):
       longest=10,
       seed=seed,
       observers=events.Observers(),
-      done=done,
+      first_step=first_step,
   )
   return learner.batches
 
@@ -71,9 +71,9 @@ def test_demonstrations_are_played_once_and_drawn_again():
 
 def test_what_was_done_before_leaves_the_batches_as_they_are():
   play = lambda pairs: [shown(task) for task, _ in pairs if task % 8]
-  whole = clone(play)
-  assert clone(play, done=3) == whole[3:]
-  assert clone(play, done=4) == []
+  complete = clone(play)
+  assert clone(play, first_step=3) == complete[3:]
+  assert clone(play, first_step=4) == []
 
 
 def test_tasks_that_cannot_be_shown_are_left_out():

@@ -48,26 +48,26 @@ def converser(*overrides):
   )
 
 
-def played(source, made, number):
+def played(source, converser, number):
   pairs = [(next(source.tasks), i) for i in range(number)]
-  return asyncio.run(demonstrations.play_all(made.episode, pairs, 4))
+  return asyncio.run(demonstrations.play_all(converser.episode, pairs, 4))
 
 
 def test_the_oracle_s_words_are_learned_from_and_tools_answer():
-  source, made = converser()
-  for episode in played(source, made, 6):
+  source, converser_ = converser()
+  for episode in played(source, converser_, 6):
     assert episode.status is trajectory.TrajectoryStatus.SUCCEEDED
     call, answer = episode.steps
-    (asked,) = call.action.tool_calls
-    assert asked.name == "calculator"
-    assert eval(asked.arguments["expression"]) == int(answer.model_response)  # pylint: disable=eval-used
+    (tool_call,) = call.action.tool_calls
+    assert tool_call.name == "calculator"
+    assert eval(tool_call.arguments["expression"]) == int(answer.model_response)  # pylint: disable=eval-used
     (sequence,) = episode.sequences
     learned = sequence.tokens[sequence.loss_mask]
-    said = [
-        demonstrations.completion_ids(made.renderer, step.model_response)
+    replies = [
+        demonstrations.completion_ids(converser_.renderer, step.model_response)
         for step in (call, answer)
     ]
-    assert learned.tolist() == np.concatenate(said).tolist()
+    assert learned.tolist() == np.concatenate(replies).tolist()
     assert not sequence.logprobs.any()
 
 
@@ -83,13 +83,13 @@ def test_a_file_s_conversations_are_played_with_the_run_s_tools(tmp_path):
   ]  # pyformat: disable
   path = tmp_path / "c.jsonl"
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-  source, made = converser(f"warm_start.recordings={path}")
+  source, converser_ = converser(f"warm_start.recordings={path}")
   # The second is wrong, hence no demonstration.
-  shown = played(source, made, 2)
+  shown = played(source, converser_, 2)
   (episode,) = shown
   assert episode.steps[0].thought == "So:"
   assert [s.model_response for s in episode.steps][1] == "5"
-  text = made.renderer.decode(episode.sequences[0].tokens.tolist())
+  text = converser_.renderer.decode(episode.sequences[0].tokens.tolist())
   assert "Tool returned result: 5" in text
   assert "not this" not in text and "Elsewhere" not in text
 
@@ -146,20 +146,20 @@ def test_arithmetic_is_demonstrated_with_the_tools_there_are(tool, arguments):
 
 def test_held_out_problems_are_of_numbers_that_training_has():
   tasks = arithmetic.ArithmeticTasks(["multiply"])
-  found = {}
+  collected = {}
   for split in ("train", "eval"):
     drawn = (getattr(tasks, f"{split}_task")("multiply", i) for i in range(900))
-    found[split] = {
+    collected[split] = {
         tuple(t.params["question"].split()[2:5:2]) for t in drawn
     }
-  assert len(found["train"]) + len(found["eval"]) == 100
-  assert 15 <= len(found["eval"]) <= 25
+  assert len(collected["train"]) + len(collected["eval"]) == 100
+  assert 15 <= len(collected["eval"]) <= 25
   for place in (0, 1):
-    for pairs in found.values():
+    for pairs in collected.values():
       assert len({pair[place].strip("?") for pair in pairs}) == 10
   # Nor does one know a * b who has learned b * a.
-  turned = {(b.strip("?"), f"{a}?") for a, b in found["train"]}
-  assert not turned & found["eval"]
+  turned = {(b.strip("?"), f"{a}?") for a, b in collected["train"]}
+  assert not turned & collected["eval"]
 
 
 def test_what_cannot_be_demonstrated_is_refused(tmp_path):

@@ -81,8 +81,8 @@ def test_a_task_without_a_solution_is_left_out(renderer):
   oracle = dataclasses.replace(right, act=act)
   episodes = play(make(renderer, oracle=oracle), tasks)
   assert len({t.instruction for t in tasks}) == 3
-  found = [e.task["task_id"] for e in episodes]
-  assert found == [tasks[0].task_id, tasks[2].task_id]
+  task_ids = [e.task["task_id"] for e in episodes]
+  assert task_ids == [tasks[0].task_id, tasks[2].task_id]
 
 
 @pytest.mark.parametrize("family", desktop.families())
@@ -134,7 +134,7 @@ def test_habits_spoil_the_first_move(renderer, habit, family, check):
     assert not wrong.status.value == "succeeded"
     assert check(said(wrong)[0][1])
     assert said(wrong)[0] != said(right)[0]
-    # What it says is what it does, wrong as it is.
+    # It says what it does, although that is wrong.
     if habit == "wrong_widget":
       gym = desktop.DesktopGym()
       gym.start_sync(TASKS.train_task(family, bad.index(wrong)))
@@ -172,11 +172,11 @@ def test_conversations_are_right_and_never_repeat(renderer, kind):
   gym, store = desktop.DesktopGym(), images.ImageStore()
   rng = np.random.default_rng(0)
   for seed in range(20):
-    seen = gym.random_scene(seed)
+    observation = gym.random_scene(seed)
     expressions = gym.referring_expressions()
     teacher = grounder(renderer, reverse_rate=0.0, type_rate=0.0)
     make_one = getattr(teacher, f"{kind}_sequence")
-    sequence = make_one(store.put(seen.screenshot), expressions, rng)
+    sequence = make_one(store.put(observation.screenshot), expressions, rng)
     sampled = sequence.tokens[sequence.loss_mask]
     blocks = renderer.decode(sampled).replace("<|im_end|>", "\n")
     named = []
@@ -200,32 +200,32 @@ def test_pairs_teach_where_each_thing_is_and_nothing_else(renderer, kind):
         image, expressions, np.random.default_rng(seed)
     )
     text = renderer.decode(sequence.tokens).split("assistant\n")[1]
-    found = re.findall(r"([A-Za-z]+)(\d+),(\d+)", text)
-    assert len(found) == len(expressions) >= 3
-    for name, x, y in found:
+    matches = re.findall(r"([A-Za-z]+)(\d+),(\d+)", text)
+    assert len(matches) == len(expressions) >= 3
+    for name, x, y in matches:
       ((_, px, py),) = [e for e in expressions if name in e[0].split()]
       assert abs(int(x) * 128 / 1000 - px) <= 2.5
       assert abs(int(y) * 96 / 1000 - py) <= 2.5
     learned = [renderer.decode([int(t)])
                for t in sequence.tokens[sequence.loss_mask]]
-    assert learned == [n for _, x, y in found for n in (x, y)]
+    assert learned == [n for _, x, y in matches for n in (x, y)]
 
 
 def test_copies_teach_the_quoted_words_and_nothing_else(renderer):
   teacher = grounder(renderer, words=("cat", "violin", "zebra"))
-  told = set()
+  result = set()
   for seed in range(10):
     sequence = teacher.copies_sequence(np.random.default_rng(seed))
     assert not sequence.images
     text = renderer.decode(sequence.tokens)
-    asked = re.findall(r'user\n[^"\n]*"(\w+)"', text)
+    words = re.findall(r'user\n[^"\n]*"(\w+)"', text)
     typed = re.findall(r'"type", "text": "(\w+)"', text)
     learned = [renderer.decode([int(t)])
                for t in sequence.tokens[sequence.loss_mask]]
-    assert sorted(asked) == ["cat", "violin", "zebra"]
-    assert asked == typed == learned
-    told.add(tuple(asked))
-  assert len(told) > 1
+    assert sorted(words) == ["cat", "violin", "zebra"]
+    assert words == typed == learned
+    result.add(tuple(words))
+  assert len(result) > 1
 
 
 def test_nothing_visible_is_refused(renderer):

@@ -88,11 +88,11 @@ def test_a_person_who_says_done_is_cloned_to_the_end(tmp_path):
   path = tmp_path / "d.jsonl"
 
   class Patient(desktop.DesktopGym):
-    """Ends when it is told to."""
+    """Ends at a signal."""
 
     async def act(self, action):
-      seen = await super().act(action)
-      return dataclasses.replace(seen, done=False)
+      observation = await super().act(action)
+      return dataclasses.replace(observation, done=False)
 
   async def play():
     session = session_lib.Session("desktop", Patient(), out=path)

@@ -73,8 +73,8 @@ def _notebook_formatters() -> Mapping[str, Any]:
   return {} if shell is None else shell.display_formatter.formatters
 
 
-if _found := _notebook_formatters():
-  _draw_in(_found)
+if _formatters := _notebook_formatters():
+  _draw_in(_formatters)
 
 
 def __dir__() -> list[str]:

@@ -91,11 +91,11 @@ def run_to_end(evaluation: Evaluation, *, quiet: bool = False) -> int:
   In the main thread, Ctrl-C and SIGTERM ask it to stop.
 
   Args:
-    evaluation: not begun.
+    evaluation: Evaluation that has not begun.
     quiet: print failures alone: a notebook's cell shows the rest.
 
   Raises:
-    ConfigError: what is evaluated cannot be, or its directory not be written.
+    ConfigError: The subject cannot be evaluated, or its directory not written.
   """
   status, written = 0, None
   try:

@@ -56,19 +56,19 @@ def split(argv: Sequence[str]) -> tuple[str, bool, bool, list[str]]:
   Raises:
     ConfigError: no topology.
   """
-  rest, topology = [], ""
+  arguments, topology = [], ""
   for argument in argv:
     key, _, value = argument.partition("=")
     if key == "topology":
       topology = value
     elif argument not in ("--json", "--analytic"):
-      rest.append(argument)
+      arguments.append(argument)
   if not topology:
     raise config_lib.ConfigError([
         "topology= is missing; name the slice, for example topology=v5e:16x16"
         f" (chips: {', '.join(chips.CHIPS)})"
     ])
-  return topology, "--json" in argv, "--analytic" in argv, rest
+  return topology, "--json" in argv, "--analytic" in argv, arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,18 +101,18 @@ class Plan:
     update = self.programs.get("accumulate", plan_programs.Compiled())
     gathered = update.sent.get("all-gather")
     sizes = memory_plan.Sizes.of(self.run.model.config)
-    whole = sizes.vocabulary * sizes.width
-    return gathered is not None and gathered.largest_elements >= whole
+    embedding = sizes.vocabulary * sizes.width
+    return gathered is not None and gathered.largest_elements >= embedding
 
   @property
   def fits(self) -> bool:
-    refused = any(found.refused for found in self.programs.values())
+    refused = any(program.refused for program in self.programs.values())
     return not refused and self.total <= self.run.topology.chip.memory
 
   def rates(self) -> dict[str, dict[str, Any]]:
     """Program -> seconds by resource, the bound, and tokens a second a chip."""
     chip = self.run.topology.chip
-    found = {}
+    by_program = {}
     for name, work in self.works.items():
       ici = None
       compiled = self.programs.get(name)
@@ -120,7 +120,7 @@ class Plan:
         ici = compiled.received
       seconds = work.seconds(chip, ici)
       bound = max(seconds, key=seconds.__getitem__)
-      found[name] = {
+      by_program[name] = {
           "flops": work.flops * work.devices,
           "seconds": seconds,
           "bound": bound,
@@ -128,14 +128,14 @@ class Plan:
               work.tokens / seconds[bound] / work.devices
           ),
       }
-    return found
+    return by_program
 
 
 def make(run: plan_run.PlannedRun, compiling: bool, report: Any = None) -> Plan:
   """Predicts a run's memory; compiles its programs, too, if asked.
 
   Args:
-    run: with real meshes where its programs are to be compiled.
+    run: Run, with real meshes where its programs are compiled.
     compiling: compiles them.
     report: called with a line about each program.
   """
@@ -144,19 +144,19 @@ def make(run: plan_run.PlannedRun, compiling: bool, report: Any = None) -> Plan:
   if not compiling:
     return Plan(run, "predicted", predicted, predicted, {}, works)
   programs = {}
-  for name, found in plan_programs.compile_all(run):
-    programs[name] = found
+  for name, compiled in plan_programs.compile_all(run):
+    programs[name] = compiled
     if report is not None:
-      report(f"compiled {name} in {found.seconds:.0f} s")
+      report(f"compiled {name} in {compiled.seconds:.0f} s")
   parts = {
       name: size
       for name, size in predicted.items()
       if "temporary" not in name
   }
-  for name, found in programs.items():
+  for name, compiled in programs.items():
     turn = "update" if name in ("accumulate", "apply") else "rollout"
     key = f"{turn}, temporary"
-    size = found.temporary + found.outputs
+    size = compiled.temporary + compiled.outputs
     parts[key] = max(parts.get(key, 0), size)
   return Plan(run, "compiled", parts, predicted, programs, works)
 
@@ -168,8 +168,8 @@ def knobs(config: config_lib.TrainConfig, name: str) -> Iterator[list[str]]:
   """Settings that save memory, each kind by itself, the least harmful first.
 
   Args:
-    config: of the run.
-    name: of its policy.
+    config: Settings of the run.
+    name: Name of its policy.
   """
   learner, engine, mesh = config.learner, config.engine, config.mesh
   remat = config.policy.config.get("remat", "")
@@ -223,7 +223,7 @@ def fixes(
   left out, and so is one that saves next to nothing. Where none suffices
   alone, they are added up, those that save most first.
   """
-  found: list[tuple[list[str], int]] = []
+  totals: list[tuple[list[str], int]] = []
   room = run.topology.chip.memory
   now = plan_run.total(plan_run.memory(run))
 
@@ -234,20 +234,20 @@ def fixes(
   for settings in knobs(run.config, run.name):
     total = attempt(settings)
     if total is not None and total < 0.99 * now:
-      found.append((settings, total))
-  # Of those that fit the first, the least harmful; else the one that saves
+      totals.append((settings, total))
+  # Of fitting settings the first, the least harmful; else the one that saves
   # most.
-  found.sort(key=lambda pair: pair[1] if pair[1] > room else 0)
-  if found and found[0][1] > room:
+  totals.sort(key=lambda pair: pair[1] if pair[1] > room else 0)
+  if totals and totals[0][1] > room:
     together: dict[str, str] = {}
-    for settings, _ in found:
+    for settings, _ in totals:
       for setting in settings:
         together.setdefault(setting.partition("=")[0], setting)
       total = attempt(list(together.values()))
       if total is not None and total <= room:
-        found.insert(0, (list(together.values()), total))
+        totals.insert(0, (list(together.values()), total))
         break
-  return found
+  return totals
 
 
 def spending(
@@ -256,10 +256,10 @@ def spending(
   """Settings that make updates faster with memory to spare, fastest first.
 
   Returns:
-    The settings, the predicted total with them, of those that fit, and the
+    The settings that fit, the predicted total with them, and the
     bound of tokens a second over the present one.
   """
-  found = []
+  faster = []
   now = plan_run.works(run)["accumulate"].seconds(run.topology.chip)
   for remat in ("none", "dots"):
     settings = [f"policy.config.remat={remat}"]
@@ -270,8 +270,8 @@ def spending(
     seconds = plan_run.works(again)["accumulate"].seconds(run.topology.chip)
     gain = max(now.values()) / max(seconds.values())
     if total <= run.topology.chip.memory and gain > 1.01:
-      found.append((settings, total, gain))
-  return sorted(found, key=lambda one: (-one[2], one[1]))
+      faster.append((settings, total, gain))
+  return sorted(faster, key=lambda one: (-one[2], one[1]))
 
 
 def _again(
@@ -311,8 +311,8 @@ def as_dict(
       "predicted_total": plan_run.total(plan.predicted),
       "available": chip.memory,
       "programs": {
-          name: dataclasses.asdict(found) | {"received": found.received}
-          for name, found in plan.programs.items()
+          name: dataclasses.asdict(program) | {"received": program.received}
+          for name, program in plan.programs.items()
       },
       "roofline": plan.rates(),
       "chip": dataclasses.asdict(chip),
@@ -382,9 +382,9 @@ def text_of(
     for row, size in zip(rows[1:], sizes):
       row.append("" if size is None else human(size))
   lines += _table(rows)
-  for name, found in plan.programs.items():
-    if found.refused:
-      lines.append(f"  {name} was refused: {found.refused}")
+  for name, program in plan.programs.items():
+    if program.refused:
+      lines.append(f"  {name} was refused: {program.refused}")
   if plan.programs:
     lines += ["", "collectives, received by a device in one call"]
     lines += _table([
@@ -392,8 +392,8 @@ def text_of(
         *(
             [name, kind, str(sent.runs), human(sent.received),
              human(sent.largest)]
-            for name, found in plan.programs.items()
-            for kind, sent in found.sent.items()
+            for name, program in plan.programs.items()
+            for kind, sent in program.sent.items()
         ),
     ])  # pyformat: disable
     if plan.gathers_whole:
@@ -420,8 +420,8 @@ def text_of(
   lines += [f"  Assumed: {text}." for text in ASSUMPTIONS]
   lines.append("")
   if plan.fits:
-    left = chip.memory - plan.total
-    lines.append(f"fits, {human(left)} of a device to spare ({plan.how})")
+    spare = chip.memory - plan.total
+    lines.append(f"fits, {human(spare)} of a device to spare ({plan.how})")
     if spent:
       lines.append("  for speed, each planned anew (predicted):")
     lines += [

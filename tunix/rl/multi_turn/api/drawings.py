@@ -55,13 +55,13 @@ class Anywhere:
       return Image.fromarray(np.asarray(pixels))
     for directory in reversed(list(_directories)):
       run = run_data.RunDirectory(directory, {}, (), (), "")
-      if (found := run.open_image(ref)) is not None:
-        return found
+      if (picture := run.open_image(ref)) is not None:
+        return picture
     return None
 
 
 def strip_height(frames: Sequence[run_data.Frame]) -> int:
-  """px of a frame for a strip of these screens and their captions."""
+  """Returns the height, px, of a frame for a strip of screens with captions."""
   height = 50
   for first in range(0, max(1, len(frames)), _COLUMNS):
     row = frames[first : first + _COLUMNS]
@@ -81,7 +81,7 @@ def trajectory(value: trajectory_lib.Trajectory) -> str:
   """Its screens in a row, with what was done on each."""
   frames = run_data.frames_of(value)
   task = value.task if isinstance(value.task, dict) else {}
-  asked = str(task.get("instruction") or "") or run_data.asked(value)
+  instruction = str(task.get("instruction") or "") or run_data.asked(value)
   good = value.status is trajectory_lib.TrajectoryStatus.SUCCEEDED
   turns = "1 turn" if value.num_turns == 1 else f"{value.num_turns} turns"
   facts = [f"reward {value.reward:g}", turns]
@@ -94,7 +94,7 @@ def trajectory(value: trajectory_lib.Trajectory) -> str:
   head = (
       f"<p><span class={'good' if good else 'bad'}>"
       f"{html.escape(value.status.value)}</span>"
-      f" “{html.escape(asked)}” <small>{', '.join(facts)}</small></p>"
+      f" “{html.escape(instruction)}” <small>{', '.join(facts)}</small></p>"
   )
   error = f"<p class=bad>{html.escape(value.error)}</p>" if value.error else ""
   figures = [report.figure(Anywhere(), frame, _WIDTH) for frame in frames]
@@ -107,8 +107,8 @@ def trajectory(value: trajectory_lib.Trajectory) -> str:
 def step(value: trajectory_lib.Step) -> str:
   """Its screen with what was done, and its figures."""
   frame = run_data.frames_of(trajectory_lib.Trajectory(steps=[value]))[0]
-  done = ", the last turn" if value.done else ""
-  rows = [f"<p><small>reward {value.reward:g}{done}</small></p>"]
+  ending = ", the last turn" if value.done else ""
+  rows = [f"<p><small>reward {value.reward:g}{ending}</small></p>"]
   if value.thought and value.thought not in (frame.text or ""):
     rows.append(f"<p>{html.escape(value.thought)}</p>")
   rows.append(
@@ -124,11 +124,11 @@ def observation(value: Any) -> str:
   texts = [t for t in (value.instruction, value.text) if t]
   if value.done:
     texts.append("The gym has ended the episode.")
-  said = "".join(f"<p>{html.escape(text)}</p>" for text in texts)
+  paragraphs = "".join(f"<p>{html.escape(text)}</p>" for text in texts)
   height, width = value.screenshot.shape[:2]
   return (
       f'<img src="{_uri(observation_png(value))}" alt="{width}x{height}"'
-      f' style="max-width:100%;min-width:{min(320, 2 * width)}px">{said}'
+      f' style="max-width:100%;min-width:{min(320, 2 * width)}px">{paragraphs}'
   )
 
 
@@ -163,8 +163,8 @@ def image(value: trajectory_lib.ImageRef) -> str | None:
 
 
 def image_png(value: trajectory_lib.ImageRef) -> bytes | None:
-  found = Anywhere().open_image(value)
-  return None if found is None else _png(found)
+  picture = Anywhere().open_image(value)
+  return None if picture is None else _png(picture)
 
 
 def observation_png(value: Any) -> bytes:

@@ -36,7 +36,7 @@ class Episode:
     index: its number in its split, from 0, counting those not kept.
     split: train or eval.
     family, task_id, group_id: of its task.
-    version: of the weights published when it ended.
+    version: Version of the weights published when it ended.
     reward: undiscounted.
     status: how it ended.
   """
@@ -137,18 +137,18 @@ class Episodes(Sequence[Episode]):
 
   @classmethod
   def read(cls, run: run_data.RunDirectory) -> Episodes:
-    """Those of a run directory; none where nothing was kept."""
-    found: list[tuple[float, Episode]] = []
+    """Reads the episodes of a run directory; none where nothing was kept."""
+    dated: list[tuple[float, Episode]] = []
     unread = 0
     for line in files.read_lines(run.directory / "trajectories.jsonl"):
       try:
-        found.append((float(line["time"]), Episode(run, line)))
+        dated.append((float(line["time"]), Episode(run, line)))
       except (KeyError, TypeError, ValueError):
         unread += 1
-    found.sort(key=lambda pair: pair[0])
+    dated.sort(key=lambda pair: pair[0])
     counts = (run.summary.get("episodes") or {}).values()
     played = sum(counts) if counts else None
-    return cls([episode for _, episode in found], unread, played)
+    return cls([episode for _, episode in dated], unread, played)
 
   def to_pandas(self) -> Any:
     """A DataFrame with one row an episode.
@@ -181,25 +181,25 @@ class Episodes(Sequence[Episode]):
       group_id: str | None = None,
       success: bool | None = None,
   ) -> Episodes:
-    """Those that agree with every argument given.
+    """Returns the episodes that match every argument.
 
     Raises:
       ValueError: a split that does not exist.
     """
     if split not in (None, "train", "eval"):
       raise ValueError(f"split={split!r} must be 'train' or 'eval'")
-    wanted = {
+    criteria = {
         "split": split,
         "family": family,
         "task_id": task_id,
         "group_id": group_id,
         "success": success,
     }
-    wanted = {k: v for k, v in wanted.items() if v is not None}
+    criteria = {k: v for k, v in criteria.items() if v is not None}
     return Episodes([
         e
         for e in self._found
-        if all(getattr(e, k) == v for k, v in wanted.items())
+        if all(getattr(e, k) == v for k, v in criteria.items())
     ])
 
   @overload

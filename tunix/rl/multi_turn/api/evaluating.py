@@ -40,7 +40,7 @@ def evaluate(
     tasks: families, or a file of tasks (`.jsonl`); None: those of the run, or
       of the gym.
     config: a YAML file, or a mapping as one would hold.
-    **settings: as of `train`, and those of the section `evaluate`.
+    **settings: Settings as of `train`, and those of the section `evaluate`.
 
   Returns:
     the evaluation, `completed`, or `interrupted` by the user.
@@ -51,8 +51,8 @@ def evaluate(
     RuntimeError: the evaluation failed, or no episode of it was valid.
   """
   argv = arguments(policy, tasks, config, settings)
-  made = _played(argv, "an evaluation is running")
-  return runs.EvaluationRun(made.directory)
+  evaluation = _played(argv, "an evaluation is running")
+  return runs.EvaluationRun(evaluation.directory)
 
 
 def play(
@@ -77,7 +77,7 @@ def arguments(
   Raises:
     ConfigError: a value that no command line can say.
   """
-  given: dict[str, Any] = dict(settings)
+  values: dict[str, Any] = dict(settings)
   first: list[str] = []
   if isinstance(policy, runs.Run):
     policy = policy.directory
@@ -89,19 +89,19 @@ def arguments(
           " with mt.play, or give a run or a policy"
       ])
     if text.startswith(("http://", "https://")):
-      given["server"] = text
+      values["server"] = text
     elif pathlib.Path(text).expanduser().is_dir():
       # Absolute: a word of a command line that is no key=value.
       first = [str(pathlib.Path(text).expanduser().absolute())]
     else:
-      given["policy"] = text
+      values["policy"] = text
   elif policy is not None:
     raise config_lib.ConfigError([
         f"policy={policy!r}: give a run, a directory, a policy's name or a"
         " server's address"
     ])
   if isinstance(tasks, str) and tasks.endswith(".jsonl"):
-    given |= {"task_source.source": "jsonl", "task_source.path": tasks}
+    values |= {"task_source.source": "jsonl", "task_source.path": tasks}
   elif tasks is not None:
     names = [tasks] if isinstance(tasks, str) else list(tasks)
     if wrong := [one for one in names if not isinstance(one, str)]:
@@ -109,8 +109,8 @@ def arguments(
           f"tasks={wrong[0]!r} is no family of tasks; give their names, or a"
           " file of tasks (*.jsonl); play() takes a task itself"
       ])
-    given["tasks"] = names
-  argv = training.arguments(config, given)
+    values["tasks"] = names
+  argv = training.arguments(config, values)
   if cell_lib.current() is not None and not training.sets(
       argv, "report.progress"
   ):
@@ -129,27 +129,28 @@ def _played(
           "run.dry_run=true: the command prints what would be played; leave it"
           " out"
       ])
-    made = evaluate_lib.build(config, choose)
+    evaluation = evaluate_lib.build(config, choose)
     if (cell := cell_lib.current()) is not None:
-      cell.follow(made)
+      cell.follow(evaluation)
     quiet = cell is not None or choose is not None
-    status = evaluate_lib.run_to_end(made, quiet=quiet)
+    status = evaluate_lib.run_to_end(evaluation, quiet=quiet)
   finally:
     place.release()
-  found = runs.EvaluationRun(made.directory)
+  result = runs.EvaluationRun(evaluation.directory)
   if status not in (0, evaluate_lib.INTERRUPTED) or (
-      found.status == "completed" and found.success_rate is None
+      result.status == "completed" and result.success_rate is None
   ):  # pyformat: disable
-    again = f"; continue it with evaluate({str(made.directory)!r})"
+    again = f"; continue it with evaluate({str(evaluation.directory)!r})"
     raise RuntimeError(
-        f"{found.name} failed: {found.error or _reason(found)}"
+        f"{result.name} failed: {result.error or _reason(result)}"
         + (again if choose is None else "")
     )
-  return made
+  return evaluation
 
 
-def _reason(found: runs.EvaluationRun) -> str:
-  errors = [one.error for one in found.outcomes_by_key.values() if one.error]
+def _reason(evaluation: runs.EvaluationRun) -> str:
+  outcomes = evaluation.outcomes_by_key.values()
+  errors = [one.error for one in outcomes if one.error]
   return (
       "no episode was valid: gym or server broke each of them"
       + (f", the last one by {errors[-1]}" if errors else "")

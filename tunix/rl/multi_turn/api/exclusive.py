@@ -19,7 +19,7 @@ class BusyError(RuntimeError):
   """This process still trains or plays; the text names what."""
 
   def _render_traceback_(self) -> list[str]:
-    """What a notebook shows: the text, without the lines that raised it."""
+    """Returns what a notebook shows: the text without a traceback."""
     return [f"BusyError: {self}"]
 
 
@@ -27,7 +27,7 @@ class Place:
   """The right to use the process; `release` is idempotent.
 
   Attributes:
-    what: of the holder, for whoever is refused.
+    what: Description of the holder, for refusals.
   """
 
   def __init__(self, what: str):

@@ -20,8 +20,8 @@ class Shown:
   def __init__(self, text: str, plain: str = ""):
     """Args:
 
-      text: of a whole page or a fragment, escaped where it needs it.
-      plain: what a terminal shows instead.
+      text: HTML of a whole page or a fragment, escaped where it needs it.
+      plain: Text for a terminal.
     """
     self.html = text
     self._plain = plain

@@ -50,15 +50,15 @@ def play(
   """Plays a task once and returns the episode, which a notebook draws.
 
   Args:
-    policy: as of `evaluate`; "oracle" for the gym's own; or a script, a list
+    policy: See `evaluate`; "oracle" for the gym's own; or a script, a list
       of `GuiAction` in pixels of the gym's screen.
     task: a family, the `index`-th task of which is played; or a task itself;
       None: the first family.
     index: 0 ….
     split: "eval", tasks that are held out, or "train".
-    mode: of a policy: "sampled", or "greedy".
+    mode: Sampling of a policy: "sampled", or "greedy".
     config: a YAML file, or a mapping as one would hold.
-    **settings: as of `evaluate`: `gym="desktop"`, `seed=3`.
+    **settings: Settings as of `evaluate`: `gym="desktop"`, `seed=3`.
 
   Raises:
     ConfigError: lists every problem of the settings, or what cannot be built.
@@ -100,7 +100,7 @@ class _Chosen:
 
   @property
   def families(self) -> str | None:
-    """What the setting `tasks` is."""
+    """Value of the setting `tasks`."""
     return self.task if isinstance(self.task, str) else None
 
   def of(self, config: config_lib.TrainConfig, source: Any) -> gym_base.Task:
@@ -123,7 +123,7 @@ def _by_policy(
   from tunix.rl.multi_turn.api import evaluating  # pylint: disable=g-import-not-at-top
 
   place = tempfile.TemporaryDirectory(prefix="tunix-play-")
-  given = {
+  overrides = {
       "report.progress": "none",
       **settings,
       "run.dir": place.name,
@@ -133,15 +133,15 @@ def _by_policy(
       "report.episodes": 1,
       "evaluate.give_up_after": 1,
   }
-  argv = evaluating.arguments(policy, chosen.families, config, given)
-  made = evaluating.play(
-      argv, lambda found, source: [chosen.of(found, source)]
+  argv = evaluating.arguments(policy, chosen.families, config, overrides)
+  evaluation = evaluating.play(
+      argv, lambda c, source: [chosen.of(c, source)]
   )
-  kept = episodes_lib.Episodes.read(run_data.load(made.directory))
-  if not kept:
+  episodes = episodes_lib.Episodes.read(run_data.load(evaluation.directory))
+  if not episodes:
     raise RuntimeError(_STOPPED)
-  kept[0].keep(place)
-  return kept[0]
+  episodes[0].keep(place)
+  return episodes[0]
 
 
 def _by_session(
@@ -156,26 +156,26 @@ def _by_session(
   from tunix.rl.multi_turn.run import loop_thread  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn.run import tasks as run_tasks  # pylint: disable=g-import-not-at-top
 
-  found = config_lib.load_evaluation(
+  c = config_lib.load_evaluation(
       evaluating.arguments(None, chosen.families, config, settings)
   )
-  if not environment_spec.get(found.environment.name).gym:
+  if not environment_spec.get(c.environment.name).gym:
     raise config_lib.ConfigError([
-        f"environment.name={found.environment.name} acts on no gym; oracles and"
+        f"environment.name={c.environment.name} acts on no gym; oracles and"
         " scripts play environment=cua"
     ])
-  spec = gyms.get(found.gym.name, "operator")
+  spec = gyms.get(c.gym.name, "operator")
   if script is None and spec.oracle is None:
     raise config_lib.ConfigError([
-        f"gym.name={found.gym.name} has no oracle; give a policy, or a list of"
+        f"gym.name={c.gym.name} has no oracle; give a policy, or a list of"
         " GuiActions"
     ])
-  found, source = run_tasks.resolve(found)
-  task = chosen.of(found, source)
-  seconds = found.collect.deadlines.step
+  c, source = run_tasks.resolve(c)
+  task = chosen.of(c, source)
+  seconds = c.collect.deadlines.step
   session = session_lib.Session(
-      found.gym.name,
-      run_episodes.make_gym(found, task.family),
+      c.gym.name,
+      run_episodes.make_gym(c, task.family),
       by=ORACLE if script is None else "script",
       timeout_s=seconds,
   )
@@ -210,9 +210,11 @@ def _episode(
   (directory / "images").mkdir()
   run = run_data.RunDirectory(directory, {}, (), (), "")
   store = images_lib.ImageStore()
-  screens = [store.put(seen.screenshot) for seen in recording.observations]
-  for image, seen in zip(screens, recording.observations):
-    Image.fromarray(seen.screenshot).save(run.image_path(image))
+  screens = []
+  for observation in recording.observations:
+    image = store.put(observation.screenshot)
+    Image.fromarray(observation.screenshot).save(run.image_path(image))
+    screens.append(image)
   task = recording.task
   verdict = recording.evaluation
   messages: list[trajectory_lib.Message] = []
@@ -245,11 +247,11 @@ def _episode(
       reward=verdict.score,
       status=Status.SUCCEEDED if verdict.success else Status.FAILED,
   )
-  beside = (
+  extra = (
       0, time.time(), split, recording.by, "", task.task_id, task.family, 0
   )  # pyformat: disable
   episode = episodes_lib.Episode(
-      run, {**trajectory.to_json(), **dict(zip(run_data.BESIDE, beside))}
+      run, {**trajectory.to_json(), **dict(zip(run_data.BESIDE, extra))}
   )
   episode.keep(place)
   return episode

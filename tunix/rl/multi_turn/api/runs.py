@@ -179,13 +179,13 @@ class Run:
       return html_lib.Shown(
           text or "<p>no update yet</p>", f"curves of {run.name}"
       )
-    known = sorted({k for line in run.metrics for k in line} - {"step"})
+    measured = sorted({k for line in run.metrics for k in line} - {"step"})
     for name in names:
-      if name not in known:
-        near = [k for k in known if k.startswith(f"{name}_")][:3]
-        near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        meant = " or ".join(map(repr, near))
-        hint = f"; did you mean {meant}?" if near else ""
+      if name not in measured:
+        near = [k for k in measured if k.startswith(f"{name}_")][:3]
+        near = near or difflib.get_close_matches(name, measured, 1, 0.5)
+        suggestion = " or ".join(map(repr, near))
+        hint = f"; did you mean {suggestion}?" if near else ""
         raise ValueError(f"{run.name} has no metric {name!r}{hint}")
     rows = -(-len(names) // _CARDS_A_ROW)
     return html_lib.Shown(
@@ -202,19 +202,19 @@ class Run:
 
     Args:
       episode: one of `episodes`, or its place among them.
-      width: of a screenshot, px.
+      width: Width of a screenshot, px.
 
     Raises:
       IndexError: no such episode.
       TypeError: no episode, and no number.
     """
     if isinstance(episode, int):
-      kept = self.episodes
-      if not -len(kept) <= episode < len(kept):
+      episodes = self.episodes
+      if not -len(episodes) <= episode < len(episodes):
         raise IndexError(
-            f"{self.name} has {len(kept)} kept episodes, none at {episode}"
+            f"{self.name} has {len(episodes)} kept episodes, none at {episode}"
         )
-      episode = kept[episode]
+      episode = episodes[episode]
     if not isinstance(episode, episodes_lib.Episode):
       raise TypeError(
           f"episode={episode!r}: give one of run.episodes, or its place among"
@@ -264,8 +264,8 @@ class Run:
       content: policy or episodes.
       private: whether a new repository is; None: as the owner's default. True
         refuses one that exists and is public.
-      license: for the card, the Hub's identifier.
-      base_model: for the card, what was trained.
+      license: License on the card, by the Hub's identifier.
+      base_model: Trained model, for the card.
       token: None: HF_TOKEN's, or that of `hf auth login`.
 
     Returns:
@@ -343,8 +343,8 @@ class EvaluationRun(Run):
   @property
   def interval(self) -> tuple[float, float] | None:
     """Of `success_rate`, 95 %."""
-    found = self.results.get("interval")
-    return None if found is None else (found[0], found[1])
+    bounds = self.results.get("interval")
+    return None if bounds is None else (bounds[0], bounds[1])
 
   @property
   def error(self) -> str | None:
@@ -369,8 +369,8 @@ class EvaluationRun(Run):
   def outcomes(self) -> Any:
     """One row an episode: a pandas DataFrame where pandas is installed, else a
     list of dicts."""
-    found = self.outcomes_by_key
-    rows = [dataclasses.asdict(found[key]) for key in sorted(found)]
+    by_key = self.outcomes_by_key
+    rows = [dataclasses.asdict(by_key[key]) for key in sorted(by_key)]
     try:
       import pandas  # pylint: disable=g-import-not-at-top
     except ImportError:
@@ -386,12 +386,12 @@ class EvaluationRun(Run):
   def __repr__(self) -> str:
     content = self._content
     rate, interval = self.success_rate, self.interval
-    told = "no rate"
+    rate_text = "no rate"
     if rate is not None and interval is not None:
       low, high = interval
-      told = f"success {rate:.3f} [{low:.3f}, {high:.3f}]"
+      rate_text = f"success {rate:.3f} [{low:.3f}, {high:.3f}]"
     return (
-        f"EvaluationRun({self.name}, {self.status}, {told},"
+        f"EvaluationRun({self.name}, {self.status}, {rate_text},"
         f" {content.get('played', 0)} of {content.get('planned', 0)} episodes)"
     )
 
@@ -407,7 +407,8 @@ def load(directory: str | pathlib.Path | Run) -> Run:
   """A run or evaluation that was made, or is being made by another process.
 
   Args:
-    directory: of it, e.g. runs/desktop-20260101-120000-3fa2b1; or a run, which
+    directory: Its path, e.g. runs/desktop-20260101-120000-3fa2b1; or a run,
+      which
       is read anew.
 
   Returns:

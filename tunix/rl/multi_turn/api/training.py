@@ -96,7 +96,7 @@ class TrainingRun(runs.Run):
       assert run is not None
       train_lib.run_to_end(run, quiet=quiet)
     except BaseException as failure:  # pylint: disable=broad-except
-      # `wait` raises it; nobody reads a thread's traceback.
+      # `wait` raises it; a thread's traceback is lost.
       self._failure = failure
     finally:
       self._place.release()
@@ -123,7 +123,8 @@ def train(
   Args:
     config: a YAML file, or a mapping as one would hold.
     wait: return when the run has ended; None: except in a notebook.
-    **settings: as on the command line: `steps=40`, `gym="miniwob"`; a section
+    **settings: Settings as on the command line: `steps=40`, `gym="miniwob"`; a
+      section
       is a mapping, `learner={"rows": 4}`; a dotted key goes as
       `**{"learner.rows": 4}`. A function or class stands for its name:
       `reward=my_reward`.
@@ -193,7 +194,7 @@ def arguments(
 
 
 def _name(value: Any) -> Any:
-  """What stands for a value in a configuration."""
+  """Returns the plain value that a configuration holds for `value`."""
   if isinstance(value, pathlib.PurePath):
     return str(value)
   if isinstance(value, (tuple, set, frozenset)):
@@ -219,10 +220,10 @@ def importable_name(value: Callable[..., Any]) -> str:
         f"{name or value!r} has no name to import it by; define it at the top"
         " of a module or a cell, with def or class"
     )
-  found: Any = sys.modules.get(module)
+  target: Any = sys.modules.get(module)
   for part in name.split("."):
-    found = getattr(found, part, None)
-  if found is not value:
+    target = getattr(target, part, None)
+  if target is not value:
     raise ValueError(
         f"{module}:{name} is not this object any more; give the present one"
     )

@@ -61,10 +61,10 @@ class Topology:
   """A slice.
 
   Attributes:
-    name: e.g. "v5e:16x16" or "h100:8".
-    chip: of which it is made.
-    devices: chips.
-    hosts: machines that they are attached to.
+    name: Topology, such as "v5e:16x16" or "h100:8".
+    chip: Generation of its chips.
+    devices: Number of chips.
+    hosts: Number of machines.
   """
 
   name: str

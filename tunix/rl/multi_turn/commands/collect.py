@@ -32,38 +32,38 @@ _URL, _TOKEN = "TUNIX_FLEET_URL", "TUNIX_FLEET_TOKEN"
 
 
 def parser() -> argparse.ArgumentParser:
-  """Of the command's arguments."""
-  made = argparse.ArgumentParser(
+  """Returns the parser of the command's arguments."""
+  result = argparse.ArgumentParser(
       prog="python -m tunix_multi_turn commands.collect",
       description=__doc__.partition("\n")[0],
   )
-  made.add_argument(
+  result.add_argument(
       "directory",
       nargs="?",
       default="",
       help=f"the run's directory; without it, ${_URL} and ${_TOKEN}",
   )
-  made.add_argument(
+  result.add_argument(
       "overrides",
       nargs="*",
       metavar="key=value",
       help="this collector's own settings, e.g. gym.options={...}",
   )
-  made.add_argument(
+  result.add_argument(
       "--patience",
       type=float,
       default=600.0,
       metavar="S",
       help="seconds to wait for a learner that is not there (%(default)s)",
   )
-  made.add_argument(
+  result.add_argument(
       "--episodes",
       type=int,
       default=0,
       metavar="N",
       help="episodes at a time; 0 = as many as the run wants (%(default)s)",
   )
-  return made
+  return result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,12 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     if "=" in args.directory:  # The first override, where no file is shared.
       args.directory, args.overrides = "", [args.directory, *args.overrides]
-    found = collector_lib.Collector(
+    collector = collector_lib.Collector(
         _learner(args.directory, args.patience),
-        _overrides(args.overrides),
+        player.overrides_of(args.overrides, "gym.options={...}"),
         args.episodes,
     )
-    told = asyncio.run(_until_told(found))
+    terminated = asyncio.run(_until_terminated(collector))
   except config_lib.ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
@@ -87,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1
   except KeyboardInterrupt:
     return 130
-  why = "told to end" if told else "the run has ended"
-  print(f"{why}; {found.collected} groups were collected here")
+  why = "told to end" if terminated else "the run has ended"
+  print(f"{why}; {collector.collected} groups were collected here")
   return 0
 
 
@@ -107,19 +107,7 @@ def _learner(directory: str, patience_s: float) -> player.Learner:
   return player.Learner(lambda: address, f"${_URL}={url}", patience_s)
 
 
-def _overrides(texts: Sequence[str]) -> dict[str, str]:
-  found = {}
-  for text in texts:
-    key, equals, value = text.partition("=")
-    if not equals or "." not in key:
-      raise config_lib.ConfigError([
-          f"{text!r} is no section.key=value, e.g. gym.options={{...}}"
-      ])
-    found[key] = value
-  return found
-
-
-async def _until_told(collector: collector_lib.Collector) -> bool:
+async def _until_terminated(collector: collector_lib.Collector) -> bool:
   """Collects until the run ends, or SIGTERM comes; whether that came."""
   loop = asyncio.get_running_loop()
   work = asyncio.ensure_future(collector.run())

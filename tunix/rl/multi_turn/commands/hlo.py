@@ -33,8 +33,8 @@ class Sent:
   """Collectives of one kind.
 
   Attributes:
-    instructions: in the program's text.
-    runs: of them, loops counted.
+    instructions: Number in the program's text.
+    runs: Number of runs, loops counted.
     received: bytes that a device receives in all runs.
     largest: bytes of the largest result.
     largest_elements: its numbers.
@@ -51,8 +51,8 @@ def collectives(text: str, devices: int) -> dict[str, Sent]:
   """Kind -> what is sent, of a program's optimised HLO.
 
   Args:
-    text: as of `jax.stages.Compiled.as_text`.
-    devices: of the program, the group of a collective that names none.
+    text: Result of `jax.stages.Compiled.as_text`.
+    devices: Devices of the program: the group of a collective without one.
   """
   bodies, entry = _computations(text)
   times: collections.Counter[str] = collections.Counter()
@@ -68,7 +68,7 @@ def collectives(text: str, devices: int) -> dict[str, Sent]:
             visit(called, factor * many)
 
   visit(entry, 1)
-  found: dict[str, list[int]] = {}
+  totals: dict[str, list[int]] = {}
   for name, lines in bodies.items():
     for line in lines:
       match = _OP.search(line)
@@ -79,13 +79,13 @@ def collectives(text: str, devices: int) -> dict[str, Sent]:
       if match.group(3) and len(shapes) > 1 and kind != "all-reduce":
         shapes = shapes[len(shapes) // 2 :][: max(1, len(shapes) // 2)]
       size = sum(count * item for count, item in shapes)
-      entry_ = found.setdefault(kind, [0, 0, 0, 0, 0])
+      entry_ = totals.setdefault(kind, [0, 0, 0, 0, 0])
       entry_[0] += 1
       entry_[1] += times[name]
       entry_[2] += times[name] * _received(kind, size, _group(line, devices))
       entry_[3] = max([entry_[3], *(c * item for c, item in shapes)])
       entry_[4] = max([entry_[4], *(c for c, _ in shapes)])
-  return {kind: Sent(*values) for kind, values in sorted(found.items())}
+  return {kind: Sent(*values) for kind, values in sorted(totals.items())}
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
@@ -122,12 +122,12 @@ def _group(line: str, devices: int) -> int:
 
 
 def _received(kind: str, size: int, group: int) -> int:
-  """Bytes that a device receives for a result of so many bytes, by a ring."""
-  others = (group - 1) / group
+  """Returns the bytes that a device receives for a result, by a ring."""
+  share = (group - 1) / group
   return round({
-      "all-gather": size * others,
-      "all-reduce": 2 * size * others,
+      "all-gather": size * share,
+      "all-reduce": 2 * size * share,
       "reduce-scatter": size * (group - 1),
-      "all-to-all": size * others,
+      "all-to-all": size * share,
       "collective-permute": size,
   }[kind])

@@ -53,7 +53,7 @@ def usual_screen(processor: Any) -> tuple[int, int]:
 
 
 def describe(
-    found: policy_facts.Found,
+    policy: policy_facts.Found,
     screen: tuple[int, int] | None = None,
     images: int = 16,
     text_tokens: int = 2000,
@@ -74,7 +74,7 @@ def describe(
   Raises:
     ValueError: a screenshot, mesh or adapter that the policy cannot have.
   """
-  model, processor = found.model, found.processor
+  model, processor = policy.model, policy.processor
   sizes = memory_plan.Sizes.of(model.config)
   if processor.patches_per_token:
     screen = screen or usual_screen(processor)
@@ -106,14 +106,14 @@ def describe(
       lora_rank=lora_rank,
   )
   return {
-      "name": found.name,
+      "name": policy.name,
       "sizes": policy_facts.sizes_of(model),
       "parameters": parameters,
       "checkpoint_bytes": {
           "float32": 4 * parameters["total"],
           "bfloat16": 2 * parameters["total"],
       },
-      "files": policy_facts.stored_bytes(found.directory),
+      "files": policy_facts.stored_bytes(policy.directory),
       "screens": [policy_facts.screenshot(processor, *s) for s in screens],
       "images": getattr(processor, "describe", str)(),
       "sequence": {
@@ -150,11 +150,11 @@ def text_of(report: dict[str, Any]) -> str:
       ]),
       ("checkpoint", [
           (f"{where}{dtype}", human(size))
-          for where, found in (
+          for where, figures in (
               ("as ", report["checkpoint_bytes"]),
               ("files hold ", report["files"]),
           )
-          for dtype, size in found.items()
+          for dtype, size in figures.items()
       ]),
       ("screenshots", [
           (s["screen"], "larger than this policy takes" if "refused" in s
@@ -264,9 +264,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   options = parser()
   args = options.parse_args(arguments)
   try:
-    found = policy_facts.find(args.policy, args.dtype, args.param_dtype)
+    policy = policy_facts.find(args.policy, args.dtype, args.param_dtype)
     report = describe(
-        found,
+        policy,
         args.screen,
         args.images,
         args.text_tokens,
@@ -276,8 +276,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if args.forward:
       report["forward"] = try_policy.run(
-          found,
-          args.screen or usual_screen(found.processor),
+          policy,
+          args.screen or usual_screen(policy.processor),
           args.image,
           args.prompt,
       )

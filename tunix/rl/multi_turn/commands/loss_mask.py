@@ -26,7 +26,7 @@ from tunix.rl.multi_turn.trajectory_collector import loss_mask
 
 
 def parser() -> argparse.ArgumentParser:
-  known = ", ".join(loss_mask.LOSS_MASK_TYPES)
+  types = ", ".join(loss_mask.LOSS_MASK_TYPES)
   out = argparse.ArgumentParser(
       prog="python -m tunix.rl.multi_turn.commands.loss_mask",
       description="Turn conversations into tokens and loss masks.",
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
   add("--tokenizer", required=True, metavar="NAME",
       help="a checkpoint's directory, or a policy that the package ships")
   add("--loss-mask-type", default="qwen", metavar="TYPE",
-      help=f"{known}, or package.module:Class (default: qwen)")
+      help=f"{types}, or package.module:Class (default: qwen)")
   add("--imports", default="", metavar="A[,B]",
       help="modules that register further types")
   add("--show", action="store_true", help="print the text trained on")

@@ -47,14 +47,14 @@ def find_compiler() -> str:
 
 
 def devices_of(topology: chips.Topology) -> tuple[list[Any], list[Any]]:
-  """Descriptions of a slice's chips, and of those of a host.
+  """Returns descriptions of a slice's chips and of one host's chips.
 
   Raises:
     ValueError: the compiler knows no such slice.
   """
   chip = topology.chip
   try:
-    whole, host = (
+    all_chips, host = (
         list(topologies.get_topology_desc(name, platform="tpu").devices)
         for name in (topology.name, f"{chip.name}:{chip.host_topology}")
     )
@@ -64,7 +64,7 @@ def devices_of(topology: chips.Topology) -> tuple[list[Any], list[Any]]:
         f"topology={topology.name}: libtpu gives no such slice"
         f" ({text[:200]}); choose a published one, or --analytic"
     ) from None
-  return whole, host
+  return all_chips, host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Compiled:
     arguments, outputs, temporary: of its memory; outputs that reuse no
       argument.
     sent: kind -> `hlo.Sent`.
-    seconds: that compiling took.
+    seconds: Time that compiling took.
     refused: the compiler's reason where the program does not fit; figures are
       0 then.
   """
@@ -113,7 +113,7 @@ def compile_all(run: plan_run.PlannedRun) -> Iterator[tuple[str, Compiled]]:
     variant = engine_programs.Variant
     window = chosen.windows[-1]
     engine = _engine(run)
-    for name, wanted in {
+    for name, call in {
         "decode": variant("decode", chosen.decode_rows[-1], chosen.steps,
                           window),
         "prefill": variant("prefill", chosen.prefill_rows[-1],
@@ -121,7 +121,7 @@ def compile_all(run: plan_run.PlannedRun) -> Iterator[tuple[str, Compiled]]:
         **({"encode": variant("encode", chosen.images[-1],
                               chosen.patches[-1])} if chosen.patches else {}),
     }.items():  # pyformat: disable
-      yield name, _compile(lambda v=wanted: engine.lower(v), run.engine_mesh)
+      yield name, _compile(lambda v=call: engine.lower(v), run.engine_mesh)
     yield "weight copy", _compile(lambda: _copy(run), run.mesh)
 
 
@@ -155,14 +155,14 @@ def _copy(run: plan_run.PlannedRun) -> jax.stages.Lowered:
       nnx.state(run.model, nnx.Param),
       is_leaf=lambda v: isinstance(v, nnx.Variable),
   )
-  given = [
+  shapes = [
       jax.ShapeDtypeStruct(
           v.shape, v.dtype, sharding=sharding.parameter_sharding(v, mesh)
       )
       for v in variables
   ]
   if hosts == 1:
-    places = [x.sharding for x in given]
+    places = [x.sharding for x in shapes]
   else:
     # As `sharding.HostCopies`: each host has a whole copy. A program keeps its
     # arguments' order of chips, so that of the mesh stands for the hosts'.
@@ -177,7 +177,7 @@ def _copy(run: plan_run.PlannedRun) -> jax.stages.Lowered:
         )
         for v in variables
     ]
-  return jax.jit(lambda *x: x, out_shardings=tuple(places)).lower(*given)
+  return jax.jit(lambda *x: x, out_shardings=tuple(places)).lower(*shapes)
 
 
 def _compile(lower: Callable[[], jax.stages.Lowered], mesh: Any) -> Compiled:
@@ -193,11 +193,11 @@ def _compile(lower: Callable[[], jax.stages.Lowered], mesh: Any) -> Compiled:
         refused=" ".join(str(error).split())[:400],
         seconds=time.perf_counter() - started,
     )
-  found = compiled.memory_analysis()
+  memory = compiled.memory_analysis()
   return Compiled(
-      found.argument_size_in_bytes,
-      found.output_size_in_bytes - found.alias_size_in_bytes,
-      found.temp_size_in_bytes,
+      memory.argument_size_in_bytes,
+      memory.output_size_in_bytes - memory.alias_size_in_bytes,
+      memory.temp_size_in_bytes,
       hlo.collectives(compiled.as_text(), mesh.size),
       time.perf_counter() - started,
   )

@@ -68,18 +68,18 @@ def load(
     key, _, value = argument.partition("=")
     if key in ("policy", "policy.name") and value.lower() in published:
       name, arguments[i] = published[value.lower()], f"{key}={_STAND_IN}"
-  given = {argument.partition("=")[0] for argument in arguments}
+  keys = {argument.partition("=")[0] for argument in arguments}
   chosen: list[str] = []
   own = ("agent", "environment")
-  if name and not any(key.startswith(own) for key in given):
+  if name and not any(key.startswith(own) for key in keys):
     agent = agent_presets.FAMILIES.get(qwen_config.SIZES[name].family)
     chosen += [f"agent.name={agent}"] if agent else []
-  if not any(key.startswith("mesh.") for key in given):
+  if not any(key.startswith("mesh.") for key in keys):
     # Of a file, perhaps.
     config = config_lib.load_config([*arguments, *chosen, "--dry-run"])
     if config.mesh.devices == 1 < topology.devices:
       chosen.append(f"mesh.fsdp={topology.devices}")
-  if f"mesh.fsdp={topology.devices}" in chosen and "learner.rows" not in given:
+  if f"mesh.fsdp={topology.devices}" in chosen and "learner.rows" not in keys:
     chosen.append(f"learner.rows={topology.devices}")
   config = config_lib.load_config([*arguments, *chosen, "--dry-run"])
   if config.mesh.devices != topology.devices:
@@ -101,14 +101,14 @@ class PlannedRun:
   """A run on a slice.
 
   Attributes:
-    config: of the run.
-    name: of the policy.
+    config: Settings of the run.
+    name: Name of the policy.
     topology: the slice.
     model: shapes on the learner's mesh.
     engine_model: shapes on that of the engine of one host.
     processor: the policy's host side.
-    mesh: of the learner, real or abstract.
-    engine_mesh: of the engine, likewise.
+    mesh: Mesh of the learner, real or abstract.
+    engine_mesh: Mesh of the engine, real or abstract.
   """
 
   config: config_lib.TrainConfig
@@ -149,7 +149,7 @@ class PlannedRun:
       mesh = sharding.make_mesh(devices=devices, **axes)
       here = devices if topology.hosts == 1 else host_devices
       engine_mesh = sharding.make_mesh(devices=here, **dict(local.shape))
-    found = _found(name)
+    base = _find_policy(name)
     about = dict(config.policy.config)
     if name in qwen_config.SIZES:
       about = {"remat": "block"} | about
@@ -158,15 +158,15 @@ class PlannedRun:
     changes = {
         key: value
         for key, value in about.items()
-        if key in {f.name for f in dataclasses.fields(found.model.config)}
+        if key in {f.name for f in dataclasses.fields(base.model.config)}
     }
-    policy = dataclasses.replace(found.model.config, **changes)
+    policy = dataclasses.replace(base.model.config, **changes)
     if getattr(policy, "remat", "") == config_checks.AUTO:
       remat = _settled(config, name, topology)
       policy = dataclasses.replace(policy, remat=remat)
     # What is compiled needs real meshes, and what is predicted none.
     on = lambda where: _shapes(
-        type(found.model),
+        type(base.model),
         policy,
         config.policy.lora_rank,
         config.policy.lora_experts,
@@ -174,11 +174,11 @@ class PlannedRun:
     )
     return cls(
         config,
-        found.name,
+        base.name,
         topology,
         on(mesh),
         on(engine_mesh),
-        found.processor,
+        base.processor,
         mesh,
         engine_mesh,
     )
@@ -207,9 +207,9 @@ class PlannedRun:
   def engine_config(self) -> engine_config_lib.EngineConfig:
     """The engine's settings, with its pages' size where it follows."""
     lockstep = "true" if self.config.lockstep else "false"
-    found = dataclasses.replace(self.config.engine, lockstep=lockstep)
+    config = dataclasses.replace(self.config.engine, lockstep=lockstep)
     shapes = device_state.cache_shapes(self.engine_model)
-    return state_pages.sized(shapes, found)
+    return state_pages.sized(shapes, config)
 
   @property
   def left_out(self) -> tuple[str, ...]:
@@ -264,7 +264,7 @@ def _settled(
   return careful
 
 
-_found = functools.cache(policy_facts.find)
+_find_policy = functools.cache(policy_facts.find)
 
 
 @functools.cache
@@ -357,7 +357,7 @@ def _caches(
 def _teacher_bytes(run: PlannedRun) -> int:
   name = run.config.algorithm.teacher
   try:
-    model = _found(name).model
+    model = _find_policy(name).model
   except (OSError, ValueError) as error:
     raise ValueError(f"algorithm.teacher={name}: {error}") from None
   return memory_plan.parameter_bytes(model, run.mesh)
@@ -386,8 +386,8 @@ class Work:
   """A program's work on a device, at least.
 
   Attributes:
-    tokens: that all devices of the program process.
-    devices: of the program.
+    tokens: Tokens that all devices of the program process.
+    devices: Devices of the program.
     flops: multiplications and additions of matrix products.
     hbm: bytes read and written: weights, caches, kept activations.
     ici: bytes received, predicted: weights gathered, gradients scattered.
@@ -421,12 +421,12 @@ def forward_flops(
 
   Args:
     model: the policy, of arrays or of shapes.
-    tokens: that go through the decoder.
+    tokens: Tokens that go through the decoder.
     attended: keys that each of them attends to, on average, in layers of full
       attention.
     logits: tokens whose logits are computed.
-    patches: that go through the vision tower.
-    image_patches: that each of them attends to.
+    patches: Patches that go through the vision tower.
+    image_patches: Patches that each of them attends to.
   """  # pyformat: disable
   sizes = memory_plan.Sizes.of(model.config)
   parts = policy_facts.parameters_by_part(model)
@@ -449,8 +449,8 @@ def forward_flops(
 def works(run: PlannedRun) -> dict[str, Work]:
   """Program -> its work, of one call with full rows."""
   parts = memory(run)
-  found = {"accumulate": _accumulate(run, parts)}
-  return found | (_rollout(run, parts) if has_engine(run.config) else {})
+  work_of = {"accumulate": _accumulate(run, parts)}
+  return work_of | (_rollout(run, parts) if has_engine(run.config) else {})
 
 
 def _gathered(model: Any, mesh: Any, item: int) -> tuple[int, int]:
@@ -476,19 +476,19 @@ def _accumulate(run: PlannedRun, planned: dict[str, int]) -> Work:
   adapted = bool(jax.tree.leaves(nnx.state(run.model, layers.LoRAParam)))
   passes = 1 + 1 + (not adapted) + remat
   item = jnp.dtype(about.compute_dtype).itemsize
-  whole, own = _gathered(run.model, mesh, item)
+  gathered, own = _gathered(run.model, mesh, item)
   reads = 2 + remat
   # Beside an adapter, which is the decoder's, the tower is frozen, too.
   still = getattr(run.model, "vision_modules", ()) if adapted else run.left_out
   tower_passes = 1 if still else passes
   once = [_gathered(getattr(run.model, name), mesh, item) for name in still]
-  read = reads * whole - (reads - 1) * sum(part[0] for part in once)
-  kept = reads * own - (reads - 1) * sum(part[1] for part in once)
+  read = reads * gathered - (reads - 1) * sum(part[0] for part in once)
+  own_bytes = reads * own - (reads - 1) * sum(part[1] for part in once)
   # Weights at each pass; residuals written and read; gradients added.
   hbm = read + 2 * planned["update, temporary"] + 2 * planned["gradients"]
   # Gradients are float32 sums, and travel in the compute type.
   split = math.prod(mesh.shape[axis] for axis in ("fsdp", "sequence"))
-  ici = read - kept + planned["gradients"] // 4 * item * (split - 1)
+  ici = read - own_bytes + planned["gradients"] // 4 * item * (split - 1)
   if mesh.shape["data"] > 1:
     ici += 2 * planned["gradients"]
   flops = passes * decoder + tower_passes * tower
@@ -508,29 +508,29 @@ def _rollout(run: PlannedRun, parts: dict[str, int]) -> dict[str, Work]:
   model, mesh, chosen = run.engine_model, run.engine_mesh, run.buckets
   devices = mesh.size
   item = jnp.dtype(model.config.compute_dtype).itemsize
-  whole, own = _gathered(model, mesh, item)
+  gathered, own = _gathered(model, mesh, item)
   if run.config.engine.weights == "int8":
-    whole, own = whole // item, own // item
+    gathered, own = gathered // item, own // item
   window = chosen.windows[-1]
   states, kv = row_bytes(model)
   # Of a row: keys and values are read, states are read and written.
   row = window * kv + 2 * states
-  found = {}
+  work_of = {}
   rows = chosen.decode_rows[-1]
-  found["decode step"] = Work(
+  work_of["decode step"] = Work(
       rows,
       devices,
       forward_flops(model, rows, window, rows, 0, 0) / devices,
-      parts["rollout weights"] + whole - own + rows * row / devices,
-      whole - own,
+      parts["rollout weights"] + gathered - own + rows * row / devices,
+      gathered - own,
   )
   rows, tokens = chosen.prefill_rows[-1], chosen.tokens[-1]
   count = rows * tokens
-  found["prefill"] = Work(
+  work_of["prefill"] = Work(
       count,
       devices,
       forward_flops(model, count, window / 2, 0, 0, 0) / devices,
-      parts["rollout weights"] + whole - own + rows * row / devices,
-      whole - own,
+      parts["rollout weights"] + gathered - own + rows * row / devices,
+      gathered - own,
   )
-  return found
+  return work_of

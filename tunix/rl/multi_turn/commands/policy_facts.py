@@ -34,10 +34,10 @@ class Found:
   """A policy that a name stands for.
 
   Attributes:
-    name: as published or shipped, or the directory.
-    model: with shapes in place of weights.
+    name: Published or shipped name, or the directory.
+    model: Module with shapes in place of weights.
     processor: its host side.
-    directory: of its files; None without any.
+    directory: Directory of its files; None without any.
   """
 
   name: str
@@ -53,8 +53,9 @@ def find(
 
   Args:
     name: upper and lower case of published names are alike.
-    dtype: of activations; None = the config's, bfloat16 of a published size.
-    param_dtype: of weights; None = the config's.
+    dtype: Type of activations; None = the config's, bfloat16 for a published
+      size.
+    param_dtype: Type of weights; None = the config's.
 
   Raises:
     FileNotFoundError, ValueError: nothing of that name, or a directory that
@@ -138,7 +139,7 @@ def sizes_of(model: nnx.Module) -> dict[str, Any]:
   config = model.config
   sizes = memory_plan.Sizes.of(config)
   qwen, vision = hasattr(config, "text"), getattr(config, "vision", None)
-  found = {
+  facts = {
       "family": config.family if qwen else "tiny_vl",
       "layers": sizes.layers,
       "width": sizes.width,
@@ -150,7 +151,7 @@ def sizes_of(model: nnx.Module) -> dict[str, Any]:
       "tied_head": config.tie_word_embeddings if qwen else True,
   }
   if vision is not None or not qwen:
-    found |= {
+    facts |= {
         "vision_blocks": sizes.blocks,
         "vision_width": sizes.vision_width,
         "vision_heads": vision.num_heads if qwen else config.vision_heads,
@@ -158,25 +159,25 @@ def sizes_of(model: nnx.Module) -> dict[str, Any]:
         "patch": vision.patch_size if qwen else vision_inputs.CELL,
     }
   if qwen and config.text.num_experts:
-    found |= {
+    facts |= {
         "experts": config.text.num_experts,
         "experts_per_token": config.text.num_experts_per_tok,
         "expert_mlp": config.text.moe_intermediate_size,
     }
-  return found
+  return facts
 
 
 def screenshot(processor: Any, width: int, height: int) -> dict[str, Any]:
   """Tokens of a screenshot, and the size that the policy sees it at."""
   resize = getattr(processor, "image_size", lambda w, h: (w, h))
   try:
-    seen = resize(width, height)
+    resized = resize(width, height)
     tokens = processor.num_image_tokens(width, height)
   except ValueError as error:
     return {"screen": f"{width}x{height}", "refused": str(error)}
   return {
       "screen": f"{width}x{height}",
-      "resized": "{}x{}".format(*seen),
+      "resized": "{}x{}".format(*resized),
       "tokens": tokens,
       "patches": tokens * processor.patches_per_token,
   }
@@ -184,15 +185,15 @@ def screenshot(processor: Any, width: int, height: int) -> dict[str, Any]:
 
 def stored_bytes(directory: pathlib.Path | None) -> dict[str, int]:
   """Dtype -> bytes of a directory's safetensors files."""
-  found: dict[str, int] = {}
+  size_of: dict[str, int] = {}
   width = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
   for file in sorted(directory.glob("*.safetensors")) if directory else ():
     with safetensors.safe_open(str(file), "numpy") as opened:
       for key in opened.keys():
         part = opened.get_slice(key)
         size = width.get(part.get_dtype(), 1) * math.prod(part.get_shape())
-        found[part.get_dtype()] = found.get(part.get_dtype(), 0) + size
-  return found
+        size_of[part.get_dtype()] = size_of.get(part.get_dtype(), 0) + size
+  return size_of
 
 
 def human(size: float) -> str:

@@ -81,14 +81,14 @@ class Recipe:
 
   Attributes:
     steps: optimizer steps.
-    seed: of weights and data.
+    seed: Seed of weights and data.
     first_steps: steps, at the beginning, that are about telling apart things
       of one kind and nothing else.
     first_scenes: scenes of such a step.
     first_copies: conversations a step in which quoted words are typed, from
       the middle of the first steps on: enough of them to leave their plateau
       beside pointing, as neither survives steps that are about the other alone.
-    copies: likewise, later on.
+    copies: The same after the first steps.
     field_share: share of such scenes among the inventories later on.
     width, height: of the screenshots, in pixels.
     other_sizes: (width, height) of the screenshots of `other_scenes` of the
@@ -104,7 +104,7 @@ class Recipe:
     learning_rate, muon_learning_rate, warmup_steps: of the optimizer; a
       cosine to 0 follows.
     row_length, rows, patches, targets: capacities of a packed batch.
-    size: of the policy, as `checkpoint.create_policy` takes it.
+    size: Size of the policy, as `checkpoint.create_policy` takes it.
     system_prompt, parser: first message of episodes, and their grammar.
   """
 
@@ -195,9 +195,9 @@ class DataMaker:
       gym = self._other_gyms[int(rng.integers(len(self._other_gyms)))]
     while True:
       if rng.random() < self._recipe.quickstart_share:
-        seen = gym.start_sync(self._task(rng, int(rng.random() < 0.2)))
+        observation = gym.start_sync(self._task(rng, int(rng.random() < 0.2)))
       else:
-        seen = gym.random_scene(int(rng.integers(2**31)))
+        observation = gym.random_scene(int(rng.integers(2**31)))
       # Title bars are everywhere and easy; they would crowd out the rest.
       expressions = [
           e
@@ -205,7 +205,7 @@ class DataMaker:
           if not e[0].startswith("the title bar") or rng.random() < 0.1
       ]
       if expressions:
-        return self._store.put(seen.screenshot), expressions
+        return self._store.put(observation.screenshot), expressions
 
   def _task(self, rng: np.random.Generator, difficulty: int):
     quick = rng.random() < self._recipe.quickstart_share
@@ -220,13 +220,14 @@ class DataMaker:
   def _field(self, rng: np.random.Generator, kinds: Sequence[str]):
     """(image, referring expressions) of things of one kind."""
     kind = kinds[int(rng.integers(len(kinds)))]
-    seen = self._gym.field(int(rng.integers(2**31)), kind)
-    return self._store.put(seen.screenshot), self._gym.referring_expressions()
+    observation = self._gym.field(int(rng.integers(2**31)), kind)
+    image = self._store.put(observation.screenshot)
+    return image, self._gym.referring_expressions()
 
   def first_sequences(self, step: int) -> list[TokenSequence]:
     """Conversations of a first step: names and the places of their things.
 
-    Colours alone to begin with, as they are easiest to see; when telling them
+    Begins with colours alone, since these are easiest to see; when telling them
     apart has been learned, icons and buttons come in, and longer formats.
     """
     r = self._recipe
@@ -251,8 +252,8 @@ class DataMaker:
   ) -> TokenSequence:
     """Things of one kind, as pairs or as an inventory."""
     if pairs:  # A shape's name has two words, which is no pair.
-      seen = self._field(rng, _PAIR_KINDS)
-      return self._grounder.pairs_sequence(*seen, rng)
+      scene = self._field(rng, _PAIR_KINDS)
+      return self._grounder.pairs_sequence(*scene, rng)
     return self._grounder.inventory_sequence(
         *self._field(rng, scenes.FIELD_KINDS),
         rng,
@@ -266,7 +267,7 @@ class DataMaker:
     "mixed" ones, "copies", and pairs of each kind of thing.
     """
     rng = np.random.default_rng([self._recipe.seed, 1 << 30])
-    found = {
+    data = {
         "mixed": [
             s
             for s in self.sequences(self._recipe.first_steps)
@@ -275,11 +276,11 @@ class DataMaker:
         "copies": [self._grounder.copies_sequence(rng) for _ in range(24)],
     }
     for kind in _PAIR_KINDS:
-      found[kind] = [
+      data[kind] = [
           self._grounder.pairs_sequence(*self._field(rng, (kind,)), rng)
           for _ in range(24)
       ]
-    return found
+    return data
 
   def sequences(self, step: int) -> list[TokenSequence]:
     """All of a step's sequences."""
@@ -325,15 +326,15 @@ def heldout_report(
   """
   report = {}
   for kind, some in sequences.items():
-    numbers, others = [], []
+    numbers, of_words = [], []
     for sequence, logprobs in zip(some, learner.sequence_logprobs(some)):
       n = sequence.tokens - number_start
       is_number = (n >= 0) & (n < 1000) & sequence.loss_mask
       numbers.append(logprobs[is_number])
-      others.append(logprobs[sequence.loss_mask & ~is_number])
+      of_words.append(logprobs[sequence.loss_mask & ~is_number])
     number, other = (
-        float(np.mean(found)) if len(found) else 0.0
-        for found in (np.concatenate(numbers), np.concatenate(others))
+        float(np.mean(values)) if len(values) else 0.0
+        for values in (np.concatenate(numbers), np.concatenate(of_words))
     )
     if kind == "mixed":
       report["number_logprob"], report["other_logprob"] = number, other
@@ -391,13 +392,13 @@ def pretrain(
   report: dict[str, float] = {}
   pool = concurrent.futures.ThreadPoolExecutor(1, "pretrain-data")
   with pool, (out / "log.jsonl").open("w") as log:
-    ahead = pool.submit(data.sequences, 0)
+    next_data = pool.submit(data.sequences, 0)
     bar = tqdm.trange(recipe.steps, desc="pretrain", mininterval=5)
     losses = []
     for step in bar:
-      sequences = ahead.result()
+      sequences = next_data.result()
       if step + 1 < recipe.steps:
-        ahead = pool.submit(data.sequences, step + 1)
+        next_data = pool.submit(data.sequences, step + 1)
       metrics = learner.update_on_sequences(sequences)
       losses.append(metrics["loss"])
       if (step + 1) % report_every == 0 or step + 1 == recipe.steps:

@@ -23,6 +23,7 @@ from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.policy import compile_cache
 from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.run.rollout_hosts import host as host_lib
+from tunix.rl.multi_turn.run.rollout_hosts import player
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,20 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
   host_memory.tune()
   compile_cache.enable("auto")
   try:
-    overrides = {}
-    for text in args.overrides:
-      key, equals, value = text.partition("=")
-      if not equals or "." not in key:
-        raise config_lib.ConfigError([
-            f"{text!r} is no section.key=value, e.g. mesh.fsdp=4"
-        ])
-      overrides[key] = value
+    overrides = player.overrides_of(args.overrides, "mesh.fsdp=4")
     host = host_lib.RolloutHost(args.directory, overrides, args.patience)
     asyncio.run(host.run())
   except config_lib.ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
-  except (host_lib.LearnerGone, http.CallError, ValueError) as error:
+  except (player.LearnerGone, http.CallError, ValueError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 1
   except KeyboardInterrupt:

@@ -380,7 +380,7 @@ def corpus(
     words: labels and words to type that the gyms use, beside the built-in
       ones; each becomes frequent enough to be one token if it is one word.
     instructions: instructions as the gyms write them.
-    seed: of the draws.
+    seed: Seed of the draws.
   """
   rng = random.Random(seed)
   names = list(dict.fromkeys([*_WORDS, *words]))

@@ -35,7 +35,7 @@ _CHAT = (
 
 
 def run(
-    found: policy_facts.Found,
+    policy: policy_facts.Found,
     screen: tuple[int, int],
     image: pathlib.Path | None = None,
     prompt: str = PROMPT,
@@ -54,30 +54,30 @@ def run(
     OSError: the picture cannot be read.
   """
   pixels, count, size = None, 0, None
-  if found.processor.patches_per_token:
+  if policy.processor.patches_per_token:
     pixels = picture(*screen) if image is None else _read(image)
     size = (pixels.shape[1], pixels.shape[0])
-    count = found.processor.num_image_tokens(*size)
+    count = policy.processor.num_image_tokens(*size)
   elif image is not None:
     raise ValueError(
-        f"--image={image}: {found.name} reads text only; leave it out"
+        f"--image={image}: {policy.name} reads text only; leave it out"
     )
-  if found.directory is None and found.name not in checkpoint.SMALL:
+  if policy.directory is None and policy.name not in checkpoint.SMALL:
     raise ValueError(
-        f"{found.name} is a size: its weights and tokenizer are not here. Give"
+        f"{policy.name} is a size: its weights and tokenizer are not here. Give"
         f" the directory of a checkpoint, or one of"
         f" {', '.join(policy_facts.BUILT_IN)}"
     )
-  need = needed_bytes(found, count)
+  need = needed_bytes(policy, count)
   have = free_bytes()
   if need > have:
     raise ValueError(
-        f"--forward of {found.name} needs about {policy_facts.human(need)},"
+        f"--forward of {policy.name} needs about {policy_facts.human(need)},"
         f" this host has {policy_facts.human(have)} free; use a larger host, a"
         " smaller policy, or --param-dtype bfloat16"
     )
-  random = found.directory is None
-  model, processor, encoder = _load(found, size)
+  random = policy.directory is None
+  model, processor, encoder = _load(policy, size)
   inputs = make_inputs(processor, encoder, model.config, pixels, prompt)
   chances, compile_seconds, seconds = _next_tokens(model, inputs)
   best = np.argsort(-chances, kind="stable")[:5]
@@ -101,17 +101,17 @@ def run(
 
 
 def _load(
-    found: policy_facts.Found, screen: tuple[int, int] | None
+    policy: policy_facts.Found, screen: tuple[int, int] | None
 ) -> checkpoint.Loaded:
   """The policy with weights: its directory's, or random ones."""
-  config = found.model.config
-  if found.directory is not None:
+  config = policy.model.config
+  if policy.directory is not None:
     change = {"compute_dtype": config.compute_dtype}
     if hasattr(config, "param_dtype"):
       change["param_dtype"] = config.param_dtype
-    return checkpoint.load_policy(found.directory, screen=screen, **change)
+    return checkpoint.load_policy(policy.directory, screen=screen, **change)
   return checkpoint.create_policy(
-      found.name,
+      policy.name,
       screen=screen,
       compute_dtype=config.compute_dtype,
       param_dtype=config.param_dtype,
@@ -179,20 +179,20 @@ def make_inputs(
   image = processor.patchify(pixels)
   text = _CHAT.format(image=_IMAGE * image.num_tokens, prompt=prompt)
   tokens = np.array(encoder.encode(text, add_special_tokens=False).ids)
-  seen = np.flatnonzero(tokens == config.image_token_id)
-  if len(seen) != image.num_tokens:
+  places = np.flatnonzero(tokens == config.image_token_id)
+  if len(places) != image.num_tokens:
     raise ValueError(
-        f"the tokenizer gives {len(seen)} placeholders for"
+        f"the tokenizer gives {len(places)} placeholders for"
         f" {image.num_tokens}; it does not belong to this config"
     )
   height, width, _ = pixels.shape
   span = trajectory.ImageSpan(
       image=trajectory.ImageRef(sha256="0" * 64, width=width, height=height),
-      offset=int(seen[0]),
+      offset=int(places[0]),
       num_tokens=image.num_tokens,
   )
   index = np.full(len(tokens), -1, np.int32)
-  index[seen] = np.arange(image.num_tokens)
+  index[places] = np.arange(image.num_tokens)
   return base.PolicyInputs(
       tokens=tokens[None].astype(np.int32),
       positions=processor.positions(tokens, [span])[None],
@@ -243,11 +243,11 @@ def _read(file: pathlib.Path) -> np.ndarray:
     return np.asarray(image.convert("RGB"))
 
 
-def needed_bytes(found: policy_facts.Found, image_tokens: int) -> int:
+def needed_bytes(policy: policy_facts.Found, image_tokens: int) -> int:
   """Weights, and the activations of the largest layer and a block's scores."""
-  model = found.model
+  model = policy.model
   mesh = memory_plan.abstract_mesh()
-  patches = image_tokens * found.processor.patches_per_token
+  patches = image_tokens * policy.processor.patches_per_token
   tokens = image_tokens + 512
   part = memory_plan.plan(
       model,

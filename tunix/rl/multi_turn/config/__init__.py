@@ -1,7 +1,7 @@
 """The configuration of a training run: settings nested, layered, checked.
 
 `load_config(argv)` gives a `TrainConfig`, or a `ConfigError` that lists every
-problem. Imports no JAX of its own accord and builds nothing.
+problem. Imports no JAX and builds nothing.
 """
 
 from tunix.rl.multi_turn.config.evaluate_config import EvaluationConfig

@@ -102,13 +102,13 @@ _ELSEWHERE = (
 )
 
 
-def secrets(found: Sequence[credentials.Credential]) -> list[str]:
+def secrets(credentials_found: Sequence[credentials.Credential]) -> list[str]:
   """The problems of credentials in settings."""
   return [
       f"{one.key}={one.shown} holds {one.what}, which would be written to"
       " config.yaml, the report and every tracker;"
       f" {_place(one.key)}"
-      for one in found
+      for one in credentials_found
   ]
 
 
@@ -135,8 +135,8 @@ def _gym(c: TrainConfig) -> gyms.GymSpec | None:
 
 def _episode(c: TrainConfig) -> Iterator[str]:
   """The environment against the grammar, the gym and the policy's images."""
-  found = _environment(c)
-  if found is None:
+  spec = _environment(c)
+  if spec is None:
     return
   try:
     parser = tool_parser.get_tool_parser(c.agent.parser, "operator")
@@ -148,18 +148,18 @@ def _episode(c: TrainConfig) -> Iterator[str]:
     is_gui = isinstance(parser, type) and issubclass(
         parser, tool_parser.GuiActionParser
     )
-    if found.grammar == "gui" and not is_gui:
+    if spec.grammar == "gui" and not is_gui:
       yield (
           f"agent.parser={c.agent.parser} has no GUI actions, which {name}"
           " needs; use computer_use_compact, computer_use or another GUI"
           " grammar"
       )
-    if found.grammar == "tool" and is_gui:
+    if spec.grammar == "tool" and is_gui:
       yield (
           f"agent.parser={c.agent.parser} has GUI actions only, and {name}"
           " needs calls of tools; use qwen or qwen_xml"
       )
-  if not found.gym:
+  if not spec.gym:
     default = train_config.GymConfig()
     for field in settings.fields(train_config.GymConfig):
       value = getattr(c.gym, field.name)
@@ -211,14 +211,14 @@ def _reward(c: TrainConfig) -> Iterator[str]:
     )
     return
   try:
-    found = rewards.plan(c.environment.reward).episode
+    spec = rewards.plan(c.environment.reward).episode
   except (ValueError, ImportError) as error:
     yield from str(error).splitlines()
     return
   limit = c.collect.deadlines.evaluate
-  if found is not None and found.deadline_s >= limit:
+  if spec is not None and spec.deadline_s >= limit:
     yield (
-        f"environment.reward: a reward's deadline_s={found.deadline_s:g} must"
+        f"environment.reward: a reward's deadline_s={spec.deadline_s:g} must"
         f" be below collect.deadlines.evaluate={limit:g}, which would end it"
         " first"
     )
@@ -226,13 +226,13 @@ def _reward(c: TrainConfig) -> Iterator[str]:
 
 def _tasks(c: TrainConfig) -> Iterator[str]:
   """The gym's own options and size, and where its tasks come from."""
-  found, spec = _environment(c), _gym(c)
-  if found is None:
+  environment, gym = _environment(c), _gym(c)
+  if environment is None:
     return
   families = c.task_source.families
   generated = c.task_source.source == "generated"
-  if found.gym:
-    if spec is None:
+  if environment.gym:
+    if gym is None:
       try:
         gyms.get(c.gym.name, "operator")
       except TypeError as error:
@@ -240,19 +240,19 @@ def _tasks(c: TrainConfig) -> Iterator[str]:
       except (ValueError, ImportError):
         pass  # Reported with all other unknown names.
       return
-    yield from spec.problems(
+    yield from gym.problems(
         c.gym.options,
         c.gym.width,
         c.gym.height,
         families if generated else None,
         c.task_source.levels,
     )
-    if c.task_source.source == "gym" and spec.task_list is None:
+    if c.task_source.source == "gym" and gym.task_list is None:
       yield (
           f"task_source.source=gym is the list of a gym server, but"
           f" gym.name={c.gym.name}; set gym.name=genv, or another source"
       )
-  elif generated and not found.tasks:
+  elif generated and not environment.tasks:
     yield (
         f"environment.name={c.environment.name} makes no tasks of its own; set"
         " task_source.source=jsonl and task_source.path"
@@ -592,16 +592,16 @@ def _warm_start(c: TrainConfig) -> Iterator[str]:
     )
   if not start.steps or start.recordings:
     return
-  found, spec = _environment(c), _gym(c)
-  if found is not None and not found.gym:
-    if not found.oracle:
+  environment, gym = _environment(c), _gym(c)
+  if environment is not None and not environment.gym:
+    if not environment.oracle:
       yield (
           f"warm_start.steps={start.steps} needs demonstrations, and"
           f" environment.name={c.environment.name} has no oracle; set"
           " warm_start.recordings to a file of conversations, or"
           " warm_start.steps=0"
       )
-  elif spec is not None and spec.oracle is None:
+  elif gym is not None and gym.oracle is None:
     yield (
         f"warm_start.steps={start.steps} needs demonstrations, and"
         f" gym.name={c.gym.name} has no oracle; set warm_start.steps=0 or"

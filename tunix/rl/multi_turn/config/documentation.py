@@ -53,8 +53,8 @@ class Page:
   """The first screen of a command's `--help`.
 
   Attributes:
-    text: with {keys} and {sections}.
-    keys: shown with their defaults, in this order.
+    text: Text with the fields {keys} and {sections}.
+    keys: Keys shown with their defaults, in this order.
   """
 
   text: str
@@ -157,16 +157,16 @@ def help_text(
   Raises:
     ConfigError: no such section.
   """
-  known = loader.sections(cls)
+  all_sections = loader.sections(cls)
   if topic == "all":
     return describe(cls)
   if topic and "=" not in topic:
     section = topic.rstrip(".")
-    if section not in known:
+    if section not in all_sections:
       raise loader.ConfigError([
           f"--help {topic}: no such section"
-          f"{loader.nearest(topic, [*known, 'all'])} There are"
-          f" {', '.join(known)}, and all"
+          f"{loader.nearest(topic, [*all_sections, 'all'])} There are"
+          f" {', '.join(all_sections)}, and all"
       ])
     return describe(cls, section) + _choices(section, presets)
   keys = loader.leaves(cls)
@@ -181,7 +181,7 @@ def help_text(
     lines.append(f"  {head:<32} {_first_sentence(field.doc)}")
   names = [
       f"  {name:<12} {_summary(section)}"
-      for name, section in known.items()
+      for name, section in all_sections.items()
       if "." not in name
   ]
   return page.text.format(keys="\n".join(lines), sections="\n".join(names))
@@ -240,8 +240,8 @@ def _first_sentence(text: str, width: int = 44) -> str:
 
 def _code(choice: str) -> str:
   """`section=name` as code, whatever is said of it behind a comma."""
-  name, comma, rest = choice.partition(",")
-  return f"`{name}`{comma}{rest}" if "=" in name else choice
+  name, comma, note = choice.partition(",")
+  return f"`{name}`{comma}{note}" if "=" in name else choice
 
 
 def _plain(value: Any) -> str:

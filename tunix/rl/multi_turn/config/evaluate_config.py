@@ -82,7 +82,7 @@ class EvaluateConfig:
 class EvaluationConfig(train_config.TrainConfig):
   """The complete configuration of an evaluation."""
 
-  evaluate: EvaluateConfig = _setting(default=EvaluateConfig(), doc="")
+  evaluate: EvaluateConfig = settings.section(default=EvaluateConfig())
 
 
 ALIASES: Mapping[str, str] = {
@@ -133,7 +133,7 @@ hide those."""
 
 
 def of_run(
-    recorded: Mapping[str, Any], given: Mapping[str, Any]
+    recorded: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
   """The layer that a run's settings are below an evaluation's.
 
@@ -144,7 +144,7 @@ def of_run(
   hidden = tuple(
       prefix
       for choice, prefixes in REPLACED.items()
-      if choice in given
+      if choice in overrides
       for prefix in prefixes
   )
   layer = {

@@ -50,7 +50,7 @@ class ConfigError(ValueError):
     super().__init__(text)
 
   def _render_traceback_(self) -> list[str]:
-    """What a notebook shows: the problems, without the lines that found them.
+    """Returns what a notebook shows: the problems without a traceback.
     """
     return [f"ConfigError: {self}"]
 
@@ -76,26 +76,26 @@ def unwrap(value: Any) -> Any:
 @functools.lru_cache(maxsize=None)
 def leaves(cls: Any, prefix: str = "") -> Mapping[str, settings.Setting]:
   """Every dotted key of `cls` with its field, sections expanded, in order."""
-  found: dict[str, settings.Setting] = {}
+  fields: dict[str, settings.Setting] = {}
   for field in settings.fields(cls):
     path = prefix + field.name
     if field.nested:
-      found |= leaves(field.nested, path + ".")
+      fields |= leaves(field.nested, path + ".")
     else:
-      found[path] = field
-  return found
+      fields[path] = field
+  return fields
 
 
 @functools.lru_cache(maxsize=None)
 def sections(cls: type, prefix: str = "") -> Mapping[str, type]:
   """Every nested settings class by its dotted key, outer ones first."""
-  found: dict[str, type] = {}
+  by_key: dict[str, type] = {}
   for field in settings.fields(cls):
     if field.nested:
       path = prefix + field.name
-      found[path] = field.nested
-      found |= sections(field.nested, path + ".")
-  return found
+      by_key[path] = field.nested
+      by_key |= sections(field.nested, path + ".")
+  return by_key
 
 
 def nearest(word: str, valid: Sequence[str]) -> str:
@@ -107,7 +107,7 @@ def nearest(word: str, valid: Sequence[str]) -> str:
 
 def nearest_key(path: str, cls: type, aliases: Mapping[str, str]) -> str:
   """As `nearest` for a dotted key: a right name in a wrong place counts."""
-  known, keys = sections(cls), leaves(cls)
+  all_sections, keys = sections(cls), leaves(cls)
   section, _, leaf = path.rpartition(".")
   by_leaf: dict[str, list[str]] = {}
   for key in keys:
@@ -116,8 +116,8 @@ def nearest_key(path: str, cls: type, aliases: Mapping[str, str]) -> str:
   if not section:  # A short key, mistyped.
     near = difflib.get_close_matches(path, aliases, n=1, cutoff=0.8)
   near += by_leaf.get(leaf, [])
-  if section in known:
-    names = [f.name for f in settings.fields(known[section])]
+  if section in all_sections:
+    names = [f.name for f in settings.fields(all_sections[section])]
     if near:
       return f"{_meant(near)} {section} has {', '.join(names)}"
     match = difflib.get_close_matches(leaf, names, n=1, cutoff=0.55)
@@ -126,7 +126,7 @@ def nearest_key(path: str, cls: type, aliases: Mapping[str, str]) -> str:
     return f"; {section} has {', '.join(names)}"
   if near:
     return _meant(near)
-  words = [*keys, *known, *aliases, *by_leaf]
+  words = [*keys, *all_sections, *aliases, *by_leaf]
   match = difflib.get_close_matches(path, words, n=1, cutoff=0.55)
   if not match:
     return "; --help all lists every key"
@@ -181,7 +181,7 @@ def flatten(
   section that has an alias (`gym: miniwob`).
 
   Args:
-    data: of the layer.
+    data: Keys and values of the layer.
     cls: the root class.
     aliases: short key -> dotted key.
     source: names the layer in problems; "" where the user knows.
@@ -191,7 +191,7 @@ def flatten(
   shown = {k: v for k, v in aliases.items() if k not in hidden}
   flat: dict[str, Any] = {}
   of = f"{source}: " if source else ""
-  known, paths = sections(cls), leaves(cls)
+  all_sections, paths = sections(cls), leaves(cls)
 
   def put(path: str, value: Any, written: str) -> None:
     if path in flat:
@@ -215,16 +215,16 @@ def flatten(
 
   def visit(path: str, value: Any) -> None:
     plain = unwrap(value)
-    if path in known and isinstance(plain, collections.abc.Mapping):
+    if path in all_sections and isinstance(plain, collections.abc.Mapping):
       for name, inner in plain.items():
         visit(f"{path}.{name}", inner)
     elif aliases.get(path) in paths:
       put(aliases[path], value, path)
     elif path in aliases:  # Of a key in a mapping.
       visit(aliases[path], value)
-    elif path in known:
+    elif path in all_sections:
       if plain is not None:  # None: an empty section in a YAML file.
-        first = settings.fields(known[path])[0].name
+        first = settings.fields(all_sections[path])[0].name
         problems.append(
             f"{of}{path} is a section, not a value; set one of its"
             f" fields, e.g. {path}.{first}"
@@ -271,10 +271,10 @@ def build(
 
   Args:
     cls: a settings class.
-    flat: as from `flatten`.
+    flat: Result of `flatten`.
     problems: receives each value of a wrong type, choice or range, and the
       classes' own problems; the instance has defaults in their place.
-    prefix: of the class's own keys.
+    prefix: Prefix of the class's keys.
     refused: gets the keys of all fields of a class that refused its values:
       they have their defaults, of which nothing can be derived.
   """
@@ -360,7 +360,7 @@ def coerce(value: Any, kind: Any) -> Any:
   """Converts a value written by hand to the field's type.
 
   A float may be written 1e-3 and an int 1e3; a list as a,b; text as anything.
-  A value that cannot be converted is returned as it is, and validation
+  A value that cannot be converted is returned unchanged, and validation
   refuses it.
   """
   plain = unwrap(value)
@@ -455,9 +455,9 @@ def _wanted(field: settings.Setting, error: pydantic.ValidationError) -> str:
 
 def _seconds(text: Any) -> float:
   """Of a duration with a unit, as 10m or 2 h; else 0."""
-  found = re.fullmatch(r"([\d.]+)\s*([a-z]+)", str(text).strip().lower())
+  match = re.fullmatch(r"([\d.]+)\s*([a-z]+)", str(text).strip().lower())
   try:
-    return _UNITS_S[found[2]] * float(found[1]) if found else 0
+    return _UNITS_S[match[2]] * float(match[1]) if match else 0
   except (KeyError, ValueError):
     return 0
 
@@ -510,12 +510,12 @@ def name_problems(config: Any) -> list[str]:
     names = (
         tuple(value) if isinstance(value, (tuple, dict)) else (value,)
     )
-    known = registry.import_path(field.registry)
+    names_of = registry.import_path(field.registry)
     for name in names:
       if not name:
         continue
       try:
-        known.get(name, "operator")
+        names_of.get(name, "operator")
       except (ValueError, ImportError, TypeError) as error:
         problems.append(f"{path}={name}: {error}")
   return problems
@@ -539,8 +539,10 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def value_of(config: Any, path: str) -> Any:
-  """The plain value of a dotted key."""
-  return plain(functools.reduce(getattr, path.split("."), config))
+  """Returns the plain value of a dotted key, also of one in a mapping."""
+  for name in path.split("."):
+    config = config[name] if isinstance(config, dict) else getattr(config, name)
+  return plain(config)
 
 
 def changed(config: Any) -> dict[str, Any]:
@@ -548,12 +550,12 @@ def changed(config: Any) -> dict[str, Any]:
 
   A value that a preset or another setting chose counts, too.
   """
-  found = {}
+  defaults = {}
   cls: Any = type(config)
   for path, field in leaves(cls).items():
     if value_of(config, path) != plain(field.default):
-      found[path] = plain(field.default)
-  return found
+      defaults[path] = plain(field.default)
+  return defaults
 
 
 def to_yaml(config: Any) -> str:

@@ -52,10 +52,10 @@ class _Command:
   """A command's configuration.
 
   Attributes:
-    cls: its root class.
-    aliases: short key -> dotted key.
-    page: first screen of its `--help`.
-    what: a directory that it resumes.
+    cls: Root class of its settings.
+    aliases: Short key -> dotted key.
+    page: First screen of its `--help`.
+    what: Description of a directory that it resumes.
   """
 
   cls: type
@@ -81,38 +81,17 @@ def from_dict(
   Raises:
     ConfigError: naming every unknown key and wrong or contradictory value.
   """
-  problems: list[str] = []
-  former: set[str] = set()
-  flat = _layer(data, _TRAIN, source, problems, former)
-  return _resolve([flat], problems, former=former)
-
-
-def _layer(
-    data: Mapping[str, Any],
-    command: _Command,
-    source: str,
-    problems: list[str],
-    former: set[str],
-) -> dict[str, Any]:
-  """One layer as `loader.flatten` has it; `former` gets its former names."""
-  layer = former_names.take(data, problems, former)
-  return loader.flatten(
-      layer,
-      command.cls,
-      command.aliases,
-      source,
-      problems,
-      hidden=former_names.SETTINGS,
-  )
+  reader = _Reader(_TRAIN)
+  return reader.resolve([reader.layer(data, source)])
 
 
 def from_yaml(text: str, source: str = "config") -> TrainConfig:
-  """As `from_dict`, of a YAML text."""
+  """Builds the configuration from a YAML text; see `from_dict`."""
   return from_dict(parse_yaml(text, source), source)
 
 
 def parse_yaml(text: str, source: str) -> dict[str, Any]:
-  """The sections of a YAML text.
+  """Returns the sections of a YAML text.
 
   Raises:
     ConfigError: not YAML, or no sections.
@@ -130,68 +109,11 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
   return data
 
 
-def _resolve(
-    layers: Sequence[Mapping[str, Any]],
-    problems: list[str],
-    cls: type[TrainConfig] = TrainConfig,
-    former: set[str] | None = None,
-) -> TrainConfig:
-  """Merges the chosen presets, then the layers; builds and checks.
-
-  `former` are former names that the layers had; None for layers that no person
-  wrote.
-
-  Raises:
-    ConfigError: `problems` and whatever else is found.
-  """
-  given: dict[str, Any] = {}
-  for layer in layers:
-    for path, value in layer.items():
-      given[path] = loader.merge(given.get(path), value)
-  if former is not None:
-    of_run = cls is TrainConfig
-    defaults = former_names.implied(former, given, of_run)
-    for path, value in defaults.items():
-      given.setdefault(path, value)
-    former_names.announce(former)
-    if agent := checkpoint_agent(given):
-      _LOG.warning(
-          "the checkpoint brings agent.name=%s, its grammar and context; set"
-          " agent.name for another, agent.name=tool for the plain one", agent
-      )
-  _import_modules(given, problems)
-  merged = {**_presets(given), **given}
-  config = loader.build(cls, merged, [])
-  if _can_clone(config):
-    merged = {**gyms.get(config.gym.name, "operator").cloning_preset, **merged}
-  refused: set[str] = set()
-  config = loader.build(cls, merged, problems, refused=refused)
-  problems += loader.name_problems(config)
-  wrong = {p.partition("=")[0].split(":")[0] for p in problems} | refused
-  problems += [
-      p
-      for p in checks.contradictions(config)
-      if not any(key and key in p for key in wrong)
-  ]
-  # As given: a value that was refused is shown, too.
-  secret = [
-      one
-      for path, value in merged.items()
-      for one in credentials.of_settings(loader.unwrap(value), path)
-  ]
-  for one in secret:
-    for text in one.secrets:
-      if len(text) > 3:  # No secret, and part of many words.
-        problems = [p.replace(text, credentials.MASK) for p in problems]
-  problems += checks.secrets(secret)
-  if problems:
-    raise ConfigError(list(dict.fromkeys(problems)))
-  return config
-
-
-def _import_modules(given: Mapping[str, Any], problems: list[str]) -> None:
-  """Imports run.imports: names of the user's own are known from here on."""
-  names = loader.coerce(given.get("run.imports", ()), tuple[str, ...])
+def _import_modules(
+    settings: Mapping[str, Any], problems: list[str]
+) -> None:
+  """Imports run.imports, which may register names of the user's own."""
+  names = loader.coerce(settings.get("run.imports", ()), tuple[str, ...])
   for name in names if isinstance(names, tuple) else ():
     try:
       registry.import_module(str(name))
@@ -210,80 +132,80 @@ _SHAPES_ROWS = (
 `batch_preset` need not fit."""
 
 
-def _presets(given: Mapping[str, Any]) -> dict[str, Any]:
-  """Defaults that depend on the chosen names, see the module docstring."""
+def _presets(settings: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the defaults that the chosen names bring; see the module docstring.
+  """
 
   def chosen(path: str) -> str:
     default = loader.leaves(TrainConfig)[path].default
-    return str(loader.unwrap(given.get(path, default)))
+    return str(loader.unwrap(settings.get(path, default)))
 
-  found: dict[str, Any] = {}
+  defaults: dict[str, Any] = {}
   try:
     environment = environment_spec.get(chosen("environment.name"))
     if environment.gym:
       gym = gyms.get(chosen("gym.name"), "operator")
-      found |= gym.preset
-      if not any(path.startswith(_SHAPES_ROWS) for path in given):
-        found |= gym.batch_preset
-    found |= environment.preset
+      defaults |= gym.preset
+      if not any(path.startswith(_SHAPES_ROWS) for path in settings):
+        defaults |= gym.batch_preset
+    defaults |= environment.preset
   except (ValueError, ImportError, TypeError):
-    pass  # An unknown name is reported with all other names.
-  agent = checkpoint_agent(given)
+    pass  # Reported with all other names.
+  agent = checkpoint_agent(settings)
   if agent:
-    found["agent.name"] = agent
+    defaults["agent.name"] = agent
   try:
-    found |= agents.get(agent or chosen("agent.name")).preset
+    defaults |= agents.get(agent or chosen("agent.name")).preset
   except (ValueError, ImportError):
-    pass  # Likewise.
+    pass  # Reported with all other names.
   if name := chosen("algorithm.name"):
     try:
-      found |= presets.get(name).settings
+      defaults |= presets.get(name).settings
     except (ValueError, ImportError):
-      pass  # Likewise.
+      pass  # Reported with all other names.
   policy = chosen("policy.name")
   if policy not in checks.SHIPPED:
-    found["warm_start.source"] = "none"
-  return found | data_sections.presets(chosen)
+    defaults["warm_start.source"] = "none"
+  return defaults | data_sections.presets(chosen)
 
 
-def checkpoint_agent(given: Mapping[str, Any]) -> str:
+def checkpoint_agent(settings: Mapping[str, Any]) -> str:
   """Returns the agent that a published checkpoint brings, or "".
 
   Settings of an agent, and environments that are not played on a screen, keep
   their own.
 
   Args:
-    given: Settings by dotted key, without defaults.
+    settings: Settings by dotted key, without defaults.
   """
-  if {"agent.name", "agent.parser"} & set(given):
+  if {"agent.name", "agent.parser"} & set(settings):
     return ""
-  environment = str(loader.unwrap(given.get("environment.name", "cua")))
-  policy = str(loader.unwrap(given.get("policy.name", "")))
+  environment = str(loader.unwrap(settings.get("environment.name", "cua")))
+  policy = str(loader.unwrap(settings.get("policy.name", "")))
   if environment != "cua" or not policy:
     return ""
   return agent_presets.of_checkpoint(policy)
 
 
 def changed(config: TrainConfig) -> dict[str, Any]:
-  """Settings that repeat a configuration -> what they are if left out, plain.
+  """Returns the settings that repeat a configuration -> their defaults, plain.
 
-  Those that are not their default, also where a preset or another setting chose
-  the value; and those that are, against a preset's choice.
+  Each differs from the default of its class, a value chosen by a preset
+  included, or has that default although a preset chooses another value.
   """
-  found = loader.changed(config)
-  given = {path: loader.value_of(config, path) for path in found}
-  chosen = _presets(given)
+  defaults = loader.changed(config)
+  chosen = _presets({key: loader.value_of(config, key) for key in defaults})
   if _can_clone(config):
     chosen = {**gyms.get(config.gym.name, "operator").cloning_preset, **chosen}
   for path, value in chosen.items():
     value = loader.plain(loader.unwrap(value))
-    if path not in found and value != loader.value_of(config, path):
-      found[path] = value
-  return found
+    if path not in defaults and value != loader.value_of(config, path):
+      defaults[path] = value
+  return defaults
 
 
 def _can_clone(config: TrainConfig) -> bool:
-  """Whether demonstrations for the embedded policy can be had."""
+  """Whether the gym's oracle can demonstrate every task of the run."""
   families = config.task_source.families
   if config.warm_start.source != "embedded" or not families:
     return False
@@ -297,7 +219,7 @@ def _can_clone(config: TrainConfig) -> bool:
 
 
 def load_config(argv: Sequence[str]) -> TrainConfig:
-  """`[config.yaml] key=value … [--dry-run]` to a checked configuration.
+  """Reads `[config.yaml] key=value … [--dry-run]` to a checked configuration.
 
   `run.name` is filled in when absent. With `run.resume`, that run's
   config.yaml is the base unless a file is given.
@@ -306,14 +228,11 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
     ConfigError: listing every problem.
     SystemExit: after `--help` was printed.
   """
-  problems: list[str] = []
-  former: set[str] = set()
-  overrides, files = _read_arguments(argv, problems, _TRAIN, former)
-  layers, resume = _base(overrides, files, problems, _TRAIN, former)
+  reader = _Reader(_TRAIN)
+  reader.arguments(argv)
+  reader.read_base()
   try:
-    return _named(
-        _resolved(layers, overrides, problems, resume, _TRAIN, former)
-    )
+    return reader.finished()
   except ConfigError as error:
     raise ConfigError(_with_flags(error.problems, argv)) from None
 
@@ -327,27 +246,26 @@ def load_evaluation(argv: Sequence[str]) -> EvaluationConfig:
     ConfigError: listing every problem.
     SystemExit: after `--help` was printed.
   """
-  problems: list[str] = []
-  former: set[str] = set()
-  overrides, files = _read_arguments(argv, problems, _EVALUATE, former)
-  layers, resume = _base(overrides, files, problems, _EVALUATE, former)
-  if not resume:
-    layers = [dict(evaluate_config.DEFAULTS), *layers]
-    given: dict[str, Any] = {}
-    for layer in [*layers, *overrides]:
-      given |= layer
-    if run := str(loader.unwrap(given.get("evaluate.run", "")) or ""):
-      recorded = _recorded(run, "evaluate.run", problems, _TRAIN)
-      of_run = evaluate_config.of_run(recorded, given)
+  reader = _Reader(_EVALUATE)
+  reader.arguments(argv)
+  reader.read_base()
+  if not reader.resume:
+    layers = reader.layers = [dict(evaluate_config.DEFAULTS), *reader.layers]
+    settings: dict[str, Any] = {}
+    for layer in [*layers, *reader.overrides]:
+      settings |= layer
+    if run := str(loader.unwrap(settings.get("evaluate.run", "")) or ""):
+      recorded = reader.recorded(run, "evaluate.run", _TRAIN)
+      of_run = evaluate_config.of_run(recorded, settings)
       place = {"run.dir": str(pathlib.Path(run) / "evaluations")}
-      layers = [layers[0], {**of_run, **place}, *layers[1:]]
-    elif loader.unwrap(given.get("task_source.source")) not in (
+      layers.insert(1, {**of_run, **place})
+    elif loader.unwrap(settings.get("task_source.source")) not in (
         None, "generated"
     ):  # pyformat: disable
-      layers[0] = {**layers[0], "eval.episodes_per_task": 0}
-  config = _resolved(layers, overrides, problems, resume, _EVALUATE, former)
+      layers[0]["eval.episodes_per_task"] = 0
+  config = reader.finished()
   assert isinstance(config, EvaluationConfig)
-  return _named(config)
+  return config
 
 
 def load_first(argv: Sequence[str], load: Callable[[Sequence[str]], T]) -> T:
@@ -373,218 +291,329 @@ def load_first(argv: Sequence[str], load: Callable[[Sequence[str]], T]) -> T:
     sys.exit(130)
 
 
-def _base(
-    overrides: Sequence[Mapping[str, Any]],
-    files: Sequence[str],
-    problems: list[str],
-    command: _Command,
-    former: set[str],
-) -> tuple[list[dict[str, Any]], str]:
-  """(the layers below the overrides, the directory that is resumed or "")."""
-  if len(files) > 1:
-    problems.append(
-        f"two configuration files, {files[0]} and {files[1]}; give one"
+class _Reader:
+  """Reads one configuration of a command, and collects its problems.
+
+  Attributes:
+    overrides: Layers of the command line.
+    layers: Layers below the overrides, the lowest first.
+    resume: Directory whose config.yaml is the base; "" for none.
+    problems: Problems of all layers.
+  """
+
+  def __init__(self, command: _Command):
+    self._command = command
+    self._files: list[str] = []
+    self._former: set[str] = set()
+    self.overrides: list[dict[str, Any]] = []
+    self.layers: list[dict[str, Any]] = []
+    self.resume = ""
+    self.problems: list[str] = []
+
+  # --- layers ----------------------------------------------------------------
+
+  def layer(self, data: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Returns one layer as `loader.flatten` has it; notes its former names."""
+    layer = former_names.take(data, self.problems, self._former)
+    return loader.flatten(
+        layer,
+        self._command.cls,
+        self._command.aliases,
+        source,
+        self.problems,
+        hidden=former_names.SETTINGS,
     )
-  layers = [
-      _read(pathlib.Path(file), problems, command, former)
-      for file in files[:1]
-  ]
-  resume = ""
-  for layer in [*layers, *overrides]:
-    resume = str(loader.unwrap(layer.get("run.resume", resume)) or "")
-  if resume and not files:
-    given = {path for layer in overrides for path in layer}
-    if elsewhere := sorted(given & {"run.name", "run.dir"}):
-      problems.append(
+
+  def _read(self, path: pathlib.Path) -> dict[str, Any]:
+    try:
+      data = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+      self.problems.append(f"{path} is not text in UTF-8: {error}")
+    except OSError as error:
+      self.problems.append(f"cannot read {path}: {error.strerror}")
+    except ConfigError as error:
+      self.problems += error.problems
+    else:
+      return self.layer(data, str(path))
+    return {}
+
+  def recorded(
+      self, directory: str, key: str, command: _Command
+  ) -> dict[str, Any]:
+    """Returns the settings in the config.yaml of a directory.
+
+    Args:
+      directory: Run or evaluation directory.
+      key: Setting that names it.
+      command: Command that wrote it.
+    """
+    file = pathlib.Path(directory).expanduser() / "config.yaml"
+    if not file.is_file():
+      self.problems.append(
+          f"{key}={directory} is not a run directory (no config.yaml in it);"
+          f" give {command.what}"
+      )
+      return {}
+    writer = _Reader(command)  # Its former names are not the user's.
+    layer = writer._read(file)
+    self.problems += writer.problems
+    return layer
+
+  def read_base(self) -> None:
+    """Reads the layer below the overrides: a file, or a resumed directory's."""
+    files = self._files
+    if len(files) > 1:
+      self.problems.append(
+          f"two configuration files, {files[0]} and {files[1]}; give one"
+      )
+    self.layers = [self._read(pathlib.Path(file)) for file in files[:1]]
+    resume = ""
+    for layer in [*self.layers, *self.overrides]:
+      resume = str(loader.unwrap(layer.get("run.resume", resume)) or "")
+    if not resume or files:
+      return
+    self.resume = resume
+    keys = {path for layer in self.overrides for path in layer}
+    if elsewhere := sorted(keys & {"run.name", "run.dir"}):
+      self.problems.append(
           f"{' and '.join(elsewhere)} together with run.resume={resume}: a"
           " resumed run continues in its own directory; leave out one of them"
       )
-    layers = [_recorded(resume, "run.resume", problems, command)]
-  return layers, "" if files else resume
+    self.layers = [self.recorded(resume, "run.resume", self._command)]
 
+  # --- the command line ------------------------------------------------------
 
-def _resolved(
-    layers: Sequence[Mapping[str, Any]],
-    overrides: Sequence[Mapping[str, Any]],
-    problems: list[str],
-    resume: str,
-    command: _Command,
-    former: set[str],
-) -> TrainConfig:
-  try:
-    return _resolve([*layers, *overrides], problems, command.cls, former)
-  except ConfigError as error:
-    if resume and (hint := _damage(resume)):
-      raise ConfigError([hint, *error.problems]) from None
-    raise
-
-
-def _named(config: Any) -> Any:
-  if config.run.name:
-    return config
-  run = dataclasses.replace(config.run, name=_default_name(config))
-  return dataclasses.replace(config, run=run)
-
-
-def _default_name(config: TrainConfig) -> str:
-  """A name that no other start chooses, not in the same second either."""
-  found = environment_spec.get(config.environment.name)
-  what = config.gym.name if found.gym else config.environment.name
-  stamp = time.strftime("%Y%m%d-%H%M%S")
-  return f"{re.sub('[:/.]', '-', what)}-{stamp}-{secrets.token_hex(3)}"
-
-
-def _read_arguments(
-    argv: Sequence[str],
-    problems: list[str],
-    command: _Command,
-    former: set[str],
-) -> tuple[list[dict[str, Any]], list[str]]:
-  """(overrides, files) of a command line; `former` gets its former names."""
-  written: list[tuple[str, loader.Raw]] = []
-  overrides: list[dict[str, Any]] = []
-  files: list[str] = []
-  taken: set[int] = set()
-  for place, argument in enumerate(argv):
-    if argument in ("--help", "-h"):
-      topic = next(iter(argv[place + 1 : place + 2]), "")
-      shell_hints.show(
-          documentation.help_text(
-              command.cls,
-              command.aliases,
-              choices(),
-              topic,
-              command.page,
-              _presets({}) if command is _TRAIN else evaluate_config.DEFAULTS,
-          )
-      )
-      raise SystemExit(0)
-    if place in taken:
-      continue  # The value of an option before it.
-    if argument == "--compare" and command is _EVALUATE:
-      taken.add(place + 1)
-      other = next(iter(argv[place + 1 : place + 2]), "")
-      if not other:
-        problems.append("--compare needs the directory of an evaluation")
-      overrides.append({"evaluate.compare": loader.Raw(other, other)})
-    elif argument == "--dry-run":
-      overrides.append({"run.dry_run": True})
-    elif command is _TRAIN and (flag := _rollout_flag(argument)):
-      used, value = _read_flag(flag, place, argv, overrides, problems)
-      taken.update(used)
-      if value is not None:
-        written.append((argument.partition("=")[0], value))
-    elif argument.startswith("-") and former_names.is_token(argument):
-      if "=" not in argument:
-        taken.add(place + 1)
-      problems.append(
-          "settings have no dashes: write project_token=…, or set"
-          " $TUNIX_MONITOR_TOKEN"
-      )
-    elif argument.startswith("-"):
-      override, took_next = _as_override(
-          argument, argv[place + 1 :], command
-      )
-      taken |= {place + 1} if took_next else set()
-      if override:
-        problems.append(
-            f"unknown option {argument}; settings have no dashes: write"
-            f" {override}"
-        )
+  def arguments(self, argv: Sequence[str]) -> None:
+    """Reads a command line's overrides and files."""
+    evaluates = self._command is _EVALUATE
+    written: list[tuple[str, loader.Raw]] = []
+    used: set[int] = set()  # Places of values of options before them.
+    for place, argument in enumerate(argv):
+      following = next(iter(argv[place + 1 : place + 2]), "")
+      if argument in ("--help", "-h"):
+        self._show_help(following)
+      if place in used:
         continue
-      hint = loader.nearest(argument, ("--help", "--dry-run"))
-      problems.append(
-          f"unknown option {argument}{hint or ';'} settings are key=value,"
-          " without dashes"
-      )
-    elif "=" not in argument and argument.endswith((".yaml", ".yml")):
-      files.append(argument)
-    elif "=" not in argument and command is _EVALUATE and (
-        found := _directory(argument)
-    ):  # pyformat: disable
-      overrides.append(found)
-    elif command is _EVALUATE and argument.startswith(("http://", "https://")):
-      overrides.append(
-          {"evaluate.server": loader.Raw(argument, argument)}
-      )
-    elif "=" not in argument and command is _EVALUATE and overrides:
-      problems.append(
+      if argument == "--compare" and evaluates:
+        used.add(place + 1)
+        if not following:
+          self.problems.append("--compare needs the directory of an evaluation")
+        self._override("evaluate.compare", following)
+      elif argument == "--dry-run":
+        self.overrides.append({"run.dry_run": True})
+      elif not evaluates and (flag := _rollout_flag(argument)):
+        places, value = self._read_flag(flag, place, argv)
+        used |= places
+        if value is not None:
+          written.append((argument.partition("=")[0], value))
+      elif argument.startswith("-"):
+        if self._refuse_option(argument, argv[place + 1 :]):
+          used.add(place + 1)
+      elif "=" not in argument and argument.endswith((".yaml", ".yml")):
+        self._files.append(argument)
+      elif evaluates and self._read_subject(argument):
+        continue
+      else:
+        try:
+          key, value = loader.parse_override(argument)
+        except ConfigError as error:
+          self.problems += error.problems
+          continue
+        written.append((key, value))
+        self.overrides.append(self.layer({key: value}, ""))
+    self.problems += former_names.conflicts(written, self._command.aliases)
+
+  def _override(self, key: str, text: str) -> None:
+    self.overrides.append({key: loader.Raw(text, text)})
+
+  def _show_help(self, topic: str) -> None:
+    command = self._command
+    shell_hints.show(
+        documentation.help_text(
+            command.cls,
+            command.aliases,
+            choices(),
+            topic,
+            command.page,
+            _presets({}) if command is _TRAIN else evaluate_config.DEFAULTS,
+        )
+    )
+    raise SystemExit(0)
+
+  def _read_subject(self, argument: str) -> bool:
+    """Reads a word of `evaluate` that names what is measured; False for others.
+    """
+    if argument.startswith(("http://", "https://")):
+      self._override("evaluate.server", argument)
+    elif "=" in argument:
+      return False
+    elif key := _directory_key(argument):
+      self._override(key, argument)
+    elif self.overrides:
+      self.problems.append(
           f"{argument}: a second thing to be measured, or families of tasks?"
           f" Measure one, and write tasks={argument} for families"
       )
-    elif "=" not in argument and command is _EVALUATE:
-      problems.append(
+    else:
+      self.problems.append(
           f"{argument} is the directory of no run (config.yaml), policy"
           " (config.json) or evaluation (evaluation.json), and no key=value;"
           " give one of them"
       )
+    return True
+
+  def _read_flag(
+      self, flag: str, place: int, argv: Sequence[str]
+  ) -> tuple[set[int], loader.Raw | None]:
+    """Adds the setting that `argv[place]` means to the overrides.
+
+    Returns:
+      Places of arguments that are its value, and the value; None where it is
+      missing or cannot be read.
+    """
+    path = data_sections.ROLLOUT_FLAGS[flag]
+    _, equals, text = argv[place].partition("=")
+    used: set[int] = set()
+    if loader.leaves(TrainConfig)[path].type is bool and not equals:
+      text = "true"
+    elif not equals:
+      if place + 1 >= len(argv) or argv[place + 1].startswith("--"):
+        self.problems.append(f"{argv[place]} needs a value, for {path}")
+        return used, None
+      text, used = argv[place + 1], {place + 1}
+    try:
+      _, value = loader.parse_override(f"{flag}={text}")
+    except ConfigError as error:
+      self.problems += error.problems
+      return used, None
+    self.overrides.append(
+        loader.flatten({flag: value}, TrainConfig, ALIASES, "", self.problems)
+    )
+    return used, value
+
+  def _refuse_option(self, argument: str, following: Sequence[str]) -> bool:
+    """Refuses an option with dashes; whether the next argument is its value."""
+    if former_names.is_token(argument):
+      self.problems.append(
+          "settings have no dashes: write project_token=…, or set"
+          " $TUNIX_MONITOR_TOKEN"
+      )
+      return "=" not in argument
+    override, has_value = _as_override(argument, following, self._command)
+    if override:
+      self.problems.append(
+          f"unknown option {argument}; settings have no dashes: write"
+          f" {override}"
+      )
     else:
-      try:
-        key, value = loader.parse_override(argument)
-      except ConfigError as error:
-        problems += error.problems
-        continue
-      written.append((key, value))
-      overrides.append(_layer({key: value}, command, "", problems, former))
-  problems += former_names.conflicts(written, command.aliases)
-  return overrides, files
+      hint = loader.nearest(argument, ("--help", "--dry-run"))
+      self.problems.append(
+          f"unknown option {argument}{hint or ';'} settings are key=value,"
+          " without dashes"
+      )
+    return has_value
+
+  # --- the configuration -----------------------------------------------------
+
+  def finished(self) -> Any:
+    """Returns the checked configuration, with a name.
+
+    Raises:
+      ConfigError: listing every problem.
+    """
+    try:
+      config = self.resolve([*self.layers, *self.overrides])
+    except ConfigError as error:
+      if self.resume and (hint := _damage(self.resume)):
+        raise ConfigError([hint, *error.problems]) from None
+      raise
+    if config.run.name:
+      return config
+    run = dataclasses.replace(config.run, name=_default_name(config))
+    return dataclasses.replace(config, run=run)
+
+  def resolve(self, layers: Sequence[Mapping[str, Any]]) -> Any:
+    """Merges the chosen presets, then the layers; builds and checks.
+
+    Raises:
+      ConfigError: listing `problems` and every other one.
+    """
+    cls, problems = self._command.cls, self.problems
+    settings: dict[str, Any] = {}
+    for layer in layers:
+      for path, value in layer.items():
+        settings[path] = loader.merge(settings.get(path), value)
+    defaults = former_names.implied(
+        self._former, settings, self._command is _TRAIN
+    )
+    settings = {**defaults, **settings}
+    former_names.announce(self._former)
+    if agent := checkpoint_agent(settings):
+      _LOG.warning(
+          "the checkpoint brings agent.name=%s, its grammar and context; set"
+          " agent.name for another, agent.name=tool for the plain one", agent
+      )
+    _import_modules(settings, problems)
+    merged = {**_presets(settings), **settings}
+    config = loader.build(cls, merged, [])
+    if _can_clone(config):
+      gym = gyms.get(config.gym.name, "operator")
+      merged = {**gym.cloning_preset, **merged}
+    refused: set[str] = set()
+    config = loader.build(cls, merged, problems, refused=refused)
+    problems += loader.name_problems(config)
+    wrong = {p.partition("=")[0].split(":")[0] for p in problems} | refused
+    problems += [
+        p
+        for p in checks.contradictions(config)
+        if not any(key and key in p for key in wrong)
+    ]
+    # Of the values as they were written: a refused one is shown, too.
+    secret = [
+        one
+        for path, value in merged.items()
+        for one in credentials.of_settings(loader.unwrap(value), path)
+    ]
+    for one in secret:
+      for text in one.secrets:
+        if len(text) > 3:  # No secret, and part of many words.
+          problems = [p.replace(text, credentials.MASK) for p in problems]
+    problems += checks.secrets(secret)
+    if problems:
+      raise ConfigError(list(dict.fromkeys(problems)))
+    return config
 
 
-def _directory(argument: str) -> dict[str, Any]:
-  """The override that a directory stands for: a run, or a policy."""
+def _default_name(config: TrainConfig) -> str:
+  """Returns a name that no other start chooses, in the same second either."""
+  environment = environment_spec.get(config.environment.name)
+  what = config.gym.name if environment.gym else config.environment.name
+  stamp = time.strftime("%Y%m%d-%H%M%S")
+  return f"{re.sub('[:/.]', '-', what)}-{stamp}-{secrets.token_hex(3)}"
+
+
+def _directory_key(argument: str) -> str:
+  """Returns the setting that a directory is the value of; "" for others."""
   place = pathlib.Path(argument).expanduser()
-  if (place / "evaluation.json").is_file():
-    return {"run.resume": loader.Raw(argument, argument)}
-  if (place / "config.yaml").is_file():
-    return {"evaluate.run": loader.Raw(argument, argument)}
-  if (place / "config.json").is_file():
-    return {"policy.name": loader.Raw(argument, argument)}
-  return {}
+  for file, key in (
+      ("evaluation.json", "run.resume"),
+      ("config.yaml", "evaluate.run"),
+      ("config.json", "policy.name"),
+  ):
+    if (place / file).is_file():
+      return key
+  return ""
 
 
 def _rollout_flag(argument: str) -> str:
-  """The short key that an option of `ROLLOUT_FLAGS` means; "" for others."""
+  """Returns the short key that an option of `ROLLOUT_FLAGS` means, or ""."""
   dashes, _, name = argument.partition("=")[0].partition("--")
   name = name.replace("-", "_")
   return name if not dashes and name in data_sections.ROLLOUT_FLAGS else ""
 
 
-def _read_flag(
-    flag: str,
-    place: int,
-    argv: Sequence[str],
-    overrides: list[dict[str, Any]],
-    problems: list[str],
-) -> tuple[set[int], loader.Raw | None]:
-  """Adds the setting that `argv[place]` means to the overrides.
-
-  Returns:
-    Places of arguments that are its value, and the value; None where it is
-    missing or cannot be read.
-  """
-  path = data_sections.ROLLOUT_FLAGS[flag]
-  _, equals, text = argv[place].partition("=")
-  used: set[int] = set()
-  if loader.leaves(TrainConfig)[path].type is bool and not equals:
-    text = "true"
-  elif not equals:
-    if place + 1 >= len(argv) or argv[place + 1].startswith("--"):
-      problems.append(f"{argv[place]} needs a value, for {path}")
-      return used, None
-    text, used = argv[place + 1], {place + 1}
-  try:
-    _, value = loader.parse_override(f"{flag}={text}")
-  except ConfigError as error:
-    problems += error.problems
-    return used, None
-  overrides.append(
-      loader.flatten({flag: value}, TrainConfig, ALIASES, "", problems)
-  )
-  return used, value
-
-
 def _with_flags(problems: Sequence[str], argv: Sequence[str]) -> list[str]:
-  """Problems of settings that were given as options begin with these."""
+  """Puts an option's name before each problem of the setting it stands for."""
   options = {
       data_sections.ROLLOUT_FLAGS[flag]: argument.partition("=")[0]
       for argument in argv
@@ -598,43 +627,30 @@ def _with_flags(problems: Sequence[str], argv: Sequence[str]) -> list[str]:
 
 
 def _as_override(
-    argument: str, rest: Sequence[str], command: _Command
+    argument: str, following: Sequence[str], command: _Command
 ) -> tuple[str, bool]:
-  """(the setting that `--key value` or `--key=value` means or "", whether the
-  next argument is its value)."""
+  """Reads `--key value` or `--key=value` as a setting.
+
+  Returns:
+    The override, "" where it is none, and whether the next argument is its
+    value.
+  """
   key, equals, value = argument.lstrip("-").partition("=")
-  known = {*command.aliases, *loader.leaves(command.cls)}
-  found = next(
-      (k for k in (key, key.replace("-", "_"), key.replace("-", "."))
-       if k in known),
-      "",
-  )  # pyformat: disable
-  if not found:
+  keys = {*command.aliases, *loader.leaves(command.cls)}
+  spellings = (key, key.replace("-", "_"), key.replace("-", "."))
+  setting = next((k for k in spellings if k in keys), "")
+  if not setting:
     return "", False
-  follows = bool(rest) and not equals and "=" not in rest[0] and (
-      not rest[0].startswith("--")
+  follows = bool(following) and not equals and "=" not in following[0] and (
+      not following[0].startswith("--")
   )
   if follows:
-    value = rest[0]
-  return f"{found}={shlex.quote(value) if value else '…'}", follows
-
-
-def _recorded(
-    directory: str, key: str, problems: list[str], command: _Command
-) -> dict[str, Any]:
-  """The settings in the config.yaml of a directory."""
-  file = pathlib.Path(directory).expanduser() / "config.yaml"
-  if not file.is_file():
-    problems.append(
-        f"{key}={directory} is not a run directory (no config.yaml in it);"
-        f" give {command.what}"
-    )
-    return {}
-  return _read(file, problems, command, set())
+    value = following[0]
+  return f"{setting}={shlex.quote(value) if value else '…'}", follows
 
 
 def _damage(resume: str) -> str:
-  """Tells whether config.yaml of a run may be why its settings are refused."""
+  """Returns a hint if a run's config.yaml was changed since, else ""."""
   file = pathlib.Path(resume).expanduser() / "config.yaml"
   try:
     text = file.read_text(encoding="utf-8", errors="replace")
@@ -648,25 +664,6 @@ def _damage(resume: str) -> str:
   )
 
 
-def _read(
-    path: pathlib.Path,
-    problems: list[str],
-    command: _Command,
-    former: set[str],
-) -> dict[str, Any]:
-  try:
-    data = parse_yaml(path.read_text(encoding="utf-8"), str(path))
-  except UnicodeDecodeError as error:
-    problems.append(f"{path} is not text in UTF-8: {error}")
-  except OSError as error:
-    problems.append(f"cannot read {path}: {error.strerror}")
-  except ConfigError as error:
-    problems += error.problems
-  else:
-    return _layer(data, command, str(path), problems, former)
-  return {}
-
-
 def reference() -> str:
   """The text of docs/configuration.md."""
   return documentation.reference(EvaluationConfig, ALIASES, choices())
@@ -674,26 +671,26 @@ def reference() -> str:
 
 def choices() -> dict[str, Mapping[str, Any]]:
   """Settings that are defaults for a choice, by what is chosen."""
-  found: dict[str, Mapping[str, Any]] = {}
+  presets_of: dict[str, Mapping[str, Any]] = {}
   for name in environment_spec.ENVIRONMENTS.names():
-    found[f"environment={name}"] = environment_spec.get(name).preset
-  for name in gyms.names():
-    found[f"gym={name}"] = gyms.get(name, "operator").preset
-  for name in gyms.names():
-    found[
-        f"gym={name}, if no setting of "
-        + ", ".join(f"`{p}*`" for p in _SHAPES_ROWS) + " is given"
-    ] = gyms.get(name, "operator").batch_preset
-  for name in gyms.names():
-    found[f"gym={name}, if its oracle knows every task"] = gyms.get(
-        name, "operator"
-    ).cloning_preset
+    presets_of[f"environment={name}"] = environment_spec.get(name).preset
+  all_gyms = {name: gyms.get(name, "operator") for name in gyms.names()}
+  shapes = ", ".join(f"`{p}*`" for p in _SHAPES_ROWS)
+  for name, gym in all_gyms.items():
+    presets_of[f"gym={name}"] = gym.preset
+  for name, gym in all_gyms.items():
+    presets_of[f"gym={name}, if no setting of {shapes} is given"] = (
+        gym.batch_preset
+    )
+  for name, gym in all_gyms.items():
+    presets_of[f"gym={name}, if its oracle knows every task"] = (
+        gym.cloning_preset
+    )
   for name in agents.AGENTS.names():
-    found[f"agent={name}"] = agents.get(name).preset
+    presets_of[f"agent={name}"] = agents.get(name).preset
   for name in presets.PRESETS.names():
-    found[f"algorithm={name}"] = presets.get(name).settings
-  found["a policy without weights in this package"] = {
+    presets_of[f"algorithm={name}"] = presets.get(name).settings
+  presets_of["a policy without weights in this package"] = {
       "warm_start.source": "none"
   }
-  found.update(data_sections.CHOICES)
-  return found
+  return presets_of | data_sections.CHOICES

@@ -94,7 +94,7 @@ class RunConfig:
 class ProcessesConfig:
   """Several processes that make one run, each on a host with devices.
 
-  Each is started with the same command. A run directory keeps none of these.
+  All are started with one command. A run directory keeps none of them.
   """
 
   coordinator: str = setting(

@@ -25,5 +25,5 @@ def seal(text: str) -> str:
 
 def is_sealed(text: str) -> bool:
   """Whether the text is as `seal` returned it."""
-  body, mark, found = text.rpartition(_MARK)
-  return bool(mark) and found == digest(body) + "\n"
+  body, mark, seal_text = text.rpartition(_MARK)
+  return bool(mark) and seal_text == digest(body) + "\n"

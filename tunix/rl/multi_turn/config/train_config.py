@@ -40,60 +40,50 @@ from tunix.rl.multi_turn.reporting.settings import WatchdogConfig
 from tunix.rl.multi_turn.trajectory_collector.settings import CollectConfig
 from tunix.rl.queue.admission import QueueConfig
 
-_setting = settings.setting
+_section = settings.section
 
 
 @settings.settings
 class TrainConfig:
   """The complete configuration of a training run."""
 
-  run: run_sections.RunConfig = _setting(
-      default=run_sections.RunConfig(),
-      doc="",
+  run: run_sections.RunConfig = _section(default=run_sections.RunConfig())
+  environment: EnvironmentConfig = _section(default=EnvironmentConfig())
+  gym: GymConfig = _section(default=GymConfig())
+  task_source: TaskSourceConfig = _section(default=TaskSourceConfig())
+  agent: AgentConfig = _section(default=AgentConfig())
+  policy: PolicyConfig = _section(default=PolicyConfig())
+  sampling: SamplingConfig = _section(default=SamplingConfig())
+  rollout: run_sections.RolloutConfig = _section(
+      default=run_sections.RolloutConfig()
   )
-  environment: EnvironmentConfig = _setting(default=EnvironmentConfig(), doc="")
-  gym: GymConfig = _setting(default=GymConfig(), doc="")
-  task_source: TaskSourceConfig = _setting(default=TaskSourceConfig(), doc="")
-  agent: AgentConfig = _setting(default=AgentConfig(), doc="")
-  policy: PolicyConfig = _setting(default=PolicyConfig(), doc="")
-  sampling: SamplingConfig = _setting(default=SamplingConfig(), doc="")
-  rollout: run_sections.RolloutConfig = _setting(
-      default=run_sections.RolloutConfig(), doc=""
+  buffer: data_sections.BufferConfig = _section(
+      default=data_sections.BufferConfig()
   )
-  buffer: data_sections.BufferConfig = _setting(
-      default=data_sections.BufferConfig(), doc=""
+  offline: data_sections.OfflineConfig = _section(
+      default=data_sections.OfflineConfig()
   )
-  offline: data_sections.OfflineConfig = _setting(
-      default=data_sections.OfflineConfig(), doc=""
+  fleet: run_sections.FleetConfig = _section(default=run_sections.FleetConfig())
+  run_service: RunServiceConfig = _section(default=RunServiceConfig())
+  engine: EngineConfig = _section(default=EngineConfig())
+  external: ExternalConfig = _section(default=ExternalConfig())
+  collect: CollectConfig = _section(default=CollectConfig())
+  algorithm: AlgorithmConfig = _section(default=AlgorithmConfig())
+  learner: LearnerConfig = _section(default=LearnerConfig())
+  queue: QueueConfig = _section(default=QueueConfig())
+  mesh: MeshConfig = _section(default=MeshConfig())
+  processes: run_sections.ProcessesConfig = _section(
+      default=run_sections.ProcessesConfig()
   )
-  fleet: run_sections.FleetConfig = _setting(
-      default=run_sections.FleetConfig(), doc=""
+  warm_start: run_sections.WarmStartConfig = _section(
+      default=run_sections.WarmStartConfig()
   )
-  run_service: RunServiceConfig = _setting(
-      default=RunServiceConfig(), doc=""
-  )
-  engine: EngineConfig = _setting(default=EngineConfig(), doc="")
-  external: ExternalConfig = _setting(default=ExternalConfig(), doc="")
-  collect: CollectConfig = _setting(default=CollectConfig(), doc="")
-  algorithm: AlgorithmConfig = _setting(default=AlgorithmConfig(), doc="")
-  learner: LearnerConfig = _setting(default=LearnerConfig(), doc="")
-  queue: QueueConfig = _setting(default=QueueConfig(), doc="")
-  mesh: MeshConfig = _setting(default=MeshConfig(), doc="")
-  processes: run_sections.ProcessesConfig = _setting(
-      default=run_sections.ProcessesConfig(), doc=""
-  )
-  warm_start: run_sections.WarmStartConfig = _setting(
-      default=run_sections.WarmStartConfig(), doc=""
-  )
-  eval: run_sections.EvalConfig = _setting(
-      default=run_sections.EvalConfig(),
-      doc="",
-  )
-  checkpoint: CheckpointConfig = _setting(default=CheckpointConfig(), doc="")
-  report: ReportConfig = _setting(default=ReportConfig(), doc="")
-  watchdog: WatchdogConfig = _setting(default=WatchdogConfig(), doc="")
-  monitor: MonitorConfig = _setting(default=MonitorConfig(), doc="")
-  tracking: TrackingConfig = _setting(default=TrackingConfig(), doc="")
+  eval: run_sections.EvalConfig = _section(default=run_sections.EvalConfig())
+  checkpoint: CheckpointConfig = _section(default=CheckpointConfig())
+  report: ReportConfig = _section(default=ReportConfig())
+  watchdog: WatchdogConfig = _section(default=WatchdogConfig())
+  monitor: MonitorConfig = _section(default=MonitorConfig())
+  tracking: TrackingConfig = _section(default=TrackingConfig())
 
   @property
   def run_dir(self) -> pathlib.Path:

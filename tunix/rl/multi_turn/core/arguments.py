@@ -22,7 +22,7 @@ class Option:
   """One named parameter of a factory.
 
   Attributes:
-    name: of the parameter.
+    name: Name of the parameter.
     annotation: its type as written in the source, "" without one.
     type: its type; Any where it has none, or none that can be checked.
     default: its default; `inspect.Parameter.empty` = required.
@@ -62,11 +62,11 @@ class Takes:
       self, values: Mapping[str, Any], other: Takes | None = None
   ) -> dict[str, Any]:
     """The values that are options of the factory and not of the `other` one."""
-    others = other.options if other is not None else {}
+    inherited = other.options if other is not None else {}
     return {
         name: value
         for name, value in values.items()
-        if name in self.options or (self.anything and name not in others)
+        if name in self.options or (self.anything and name not in inherited)
     }
 
   @property
@@ -91,10 +91,10 @@ class Takes:
       option = self.options.get(name)
       if option is None:
         if not self.anything:
-          known = registry.unknown_name(
+          problem = registry.unknown_name(
               f"option of {what}:", name, self.options
           )
-          yield name, f"{name}={value}: {known}"
+          yield name, f"{name}={value}: {problem}"
       elif not option.accepts(value):
         yield name, f"{name}={value!r}: {what} takes {option.annotation}"
 

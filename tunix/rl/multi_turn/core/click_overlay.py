@@ -44,17 +44,17 @@ _RING, _DOT, _HEAD = 2.2, 0.5, 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Gesture:
-  """An action as it is shown.
+  """A drawn action.
 
   Attributes:
     label: its kind, with button, count and direction, e.g. "double click",
       "right click", "scroll down 40".
-    at: where it acts or begins, px; None without a place.
-    to: where a drag ends, px.
+    at: Point where it acts or begins, px; None without one.
+    to: End of a drag, px.
     scroll: (dx, dy) of a scroll, px; positive shows more below and right.
     text: text or keys that it types.
     clicks: how often the button is pressed; 0 for an action without a press.
-    button: of the mouse.
+    button: Button of the mouse.
     held: whether it is held down in its place.
   """
 
@@ -115,8 +115,8 @@ def gesture(kind: str, arguments: Mapping[str, Any]) -> Gesture:
   """Reads an action of any grammar.
 
   Args:
-    kind: of the action, e.g. "click".
-    arguments: in pixels, with the names of `GuiAction` (x, y, x2, y2, dx, dy)
+    kind: Kind of the action, e.g. "click".
+    arguments: Values in pixels, named as in `GuiAction` (x, y, x2, y2, dx, dy)
       or of a tool's own grammar (point, coordinate, start, end, …).
   """
   at = _pair(arguments, "x", "y") or _point(
@@ -127,12 +127,12 @@ def gesture(kind: str, arguments: Mapping[str, Any]) -> Gesture:
       arguments, "end", "coordinate2", "end_coordinate", "end_point"
   )
   name, button, count = _NAMES.get(kind, (kind, "left", 1))
-  given = arguments.get("button")
-  if isinstance(given, str) and given and kind != "system_button":
-    button = given
-  given = arguments.get("count")
-  if isinstance(given, int) and given > 1:
-    count = given
+  value = arguments.get("button")
+  if isinstance(value, str) and value and kind != "system_button":
+    button = value
+  value = arguments.get("count")
+  if isinstance(value, int) and value > 1:
+    count = value
   label, scroll = name.replace("_", " "), None
   if kind == "scroll" and to is None:
     dx, dy = arguments.get("dx") or 0, arguments.get("dy") or 0
@@ -195,13 +195,13 @@ def marks(
   """The geometry of gestures on a screenshot; those without a place have none.
 
   Args:
-    gestures: in order.
-    width: of the screenshot, px.
-    height: of the screenshot, px.
+    gestures: Gestures in order.
+    width: Width of the screenshot, px.
+    height: Height of the screenshot, px.
     scale: larger marks for smaller pictures.
   """
   unit = max(width, height) / 100 * scale
-  found = []
+  result = []
   for number, one in enumerate(gestures, 1):
     at, to = one.at, one.to
     if one.scroll is not None:
@@ -213,7 +213,7 @@ def marks(
         to = at[0] + one.scroll[0] * reach, at[1] + one.scroll[1] * reach
     if at is None and to is None:
       continue
-    found.append(
+    result.append(
         Mark(
             ring=at,
             line=None if at is None or to is None else (at, to),
@@ -227,7 +227,7 @@ def marks(
             held=one.held,
         )
     )
-  return found
+  return result
 
 
 def arrow_head(
@@ -276,8 +276,8 @@ def svg_of_attempts(
 
   Args:
     attempts: (class, marks) of each; later ones lie on top.
-    width: of the screenshot, px.
-    height: of the screenshot, px.
+    width: Width of the screenshot, px.
+    height: Height of the screenshot, px.
   """
   parts = []
   for name, drawn in attempts:
@@ -296,12 +296,12 @@ def _shapes(mark: Mark) -> str:
   if mark.ring is not None:
     x, y = mark.ring
     for place, r in enumerate(mark.radii):
-      held = " held" if mark.held and not place else ""
+      css_class = " held" if mark.held and not place else ""
       shapes.append(
-          f'<rect class="ring{held}" x="{x - r:.1f}" y="{y - r:.1f}"'
+          f'<rect class="ring{css_class}" x="{x - r:.1f}" y="{y - r:.1f}"'
           f' width="{2 * r:.1f}" height="{2 * r:.1f}"/>'
           if mark.square else
-          f'<circle class="ring{held}" cx="{x:.1f}" cy="{y:.1f}"'
+          f'<circle class="ring{css_class}" cx="{x:.1f}" cy="{y:.1f}"'
           f' r="{r:.1f}"/>'
       )  # pyformat: disable
     shapes.append(

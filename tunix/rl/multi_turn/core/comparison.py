@@ -20,7 +20,7 @@ _SHOWN = 1000
 
 
 def compare(
-    ours: Iterable[Outcome], theirs: Iterable[Outcome]
+    own_outcomes: Iterable[Outcome], other_outcomes: Iterable[Outcome]
 ) -> dict[str, Any]:
   """The JSON of a comparison, by mode.
 
@@ -35,25 +35,25 @@ def compare(
   Raises:
     ValueError: they have no task in common.
   """
-  mine, others = _rates(ours), _rates(theirs)
-  found: dict[str, Any] = {}
-  for mode in dict.fromkeys(key[0] for key in mine):
-    keys = [k for k in mine if k[0] == mode]
-    both = [k for k in keys if k in others]
+  own, other = _rates(own_outcomes), _rates(other_outcomes)
+  by_mode: dict[str, Any] = {}
+  for mode in dict.fromkeys(key[0] for key in own):
+    keys = [k for k in own if k[0] == mode]
+    both = [k for k in keys if k in other]
     if both:
       missing = len(keys) - len(both)
-      missing += sum(k[0] == mode and k not in mine for k in others)
-      found[mode] = {"unpaired": missing, **_of_mode(both, mine, others)}
-  if not found:
+      missing += sum(k[0] == mode and k not in own for k in other)
+      by_mode[mode] = {"unpaired": missing, **_of_mode(both, own, other)}
+  if not by_mode:
     raise ValueError(
         "they have no task in common: mode, place and task id are compared;"
         " evaluate the same gym, tasks, eval.seed and eval.modes"
     )
-  return found
+  return by_mode
 
 
-def _of_mode(keys: list[Any], mine: Any, others: Any) -> dict[str, Any]:
-  differences = [mine[k][0] - others[k][0] for k in keys]
+def _of_mode(keys: list[Any], own: Any, other: Any) -> dict[str, Any]:
+  differences = [own[k][0] - other[k][0] for k in keys]
   n = len(keys)
   mean = math.fsum(differences) / n
   interval = None
@@ -65,16 +65,16 @@ def _of_mode(keys: list[Any], mine: Any, others: Any) -> dict[str, Any]:
   worse = sum(d < 0 for d in differences)
   changed = [
       {
-          "index": k[1], "task_id": k[2], "family": mine[k][1],
-          "rate": mine[k][0], "their_rate": others[k][0],
+          "index": k[1], "task_id": k[2], "family": own[k][1],
+          "rate": own[k][0], "their_rate": other[k][0],
       }
       for k in keys
-      if mine[k][0] != others[k][0]
+      if own[k][0] != other[k][0]
   ]  # pyformat: disable
   return {
       "tasks": n,
-      "rate": math.fsum(mine[k][0] for k in keys) / n,
-      "their_rate": math.fsum(others[k][0] for k in keys) / n,
+      "rate": math.fsum(own[k][0] for k in keys) / n,
+      "their_rate": math.fsum(other[k][0] for k in keys) / n,
       "difference": mean,
       "interval": interval,
       "better": better,
@@ -99,16 +99,16 @@ def _rates(
     outcomes: Iterable[Outcome],
 ) -> dict[tuple[str, int, str], tuple[float, str]]:
   """Task -> (its success rate, its family)."""
-  found: dict[Any, list[bool]] = collections.defaultdict(list)
+  successes: dict[Any, list[bool]] = collections.defaultdict(list)
   families: dict[Any, str] = {}
   for one in outcomes:
     if one["valid"]:
       key = (one["mode"], one["index"], one["task_id"])
-      found[key].append(bool(one["success"]))
+      successes[key].append(bool(one["success"]))
       families[key] = one["family"]
   return {
       k: (sum(wins) / len(wins), families[k])
-      for k, wins in sorted(found.items())
+      for k, wins in sorted(successes.items())
   }
 
 

@@ -296,11 +296,11 @@ class CallRunner:
     job = self.pool.submit(lambda: fn(*args))
     limit = _INF if seconds is None else seconds
     try:
-      done = await self.pool.finished(job, limit, at)
+      in_time = await self.pool.finished(job, limit, at)
     except asyncio.CancelledError:
       await self._give_up(job, what, on_stuck, self._grace)
       raise
-    if done:
+    if in_time:
       return _outcome(job.future)
     stuck = await self._give_up(job, what, on_stuck)
     raise CallTimeout(_late(what, seconds), stuck)
@@ -348,9 +348,9 @@ class Guarded:
     """Args:
 
       target: the object; its methods are looked up at each call.
-      runner: of the process by default.
+      runner: Runner of its calls; the process's by default.
       inline: see the attributes.
-      name: of the object in errors, e.g. "the gym"; its class by default.
+      name: Name of the object in errors, e.g. "the gym"; its class by default.
     """
     self.target = target
     self.inline = inline
@@ -693,9 +693,9 @@ async def _done_by(task: asyncio.Future[Any], clock: Clock) -> bool:
   return task.done()
 
 
-def _outcome(done: Any) -> Any:
+def _outcome(future: Any) -> Any:
   try:
-    return done.result()
+    return future.result()
   except CallTimeout as e:
     raise DeadlineExceeded(str(e)) from e
 

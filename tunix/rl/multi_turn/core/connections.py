@@ -242,7 +242,7 @@ def protocol(
   """A protocol class for uvicorn's `http`, with these limits.
 
   Args:
-    limits: of the connections of all of its instances together.
+    limits: Limits of the connections of all its instances together.
     relieve: called when requests are refused for want of connections; may end
       those that last for no good reason.
   """
@@ -276,10 +276,10 @@ def protocol(
         transport.write(_NO_ROOM)
         transport.close()
 
-    def _next_round(self, left: int) -> None:
+    def _next_round(self, remaining: int) -> None:
       """Keeps a connection new until a read of it was possible."""
-      if left:
-        self.loop.call_soon(self._next_round, left - 1)
+      if remaining:
+        self.loop.call_soon(self._next_round, remaining - 1)
       elif self.state:
         if self.state == "new":
           pool.set_state(self, "fresh")

@@ -3,11 +3,11 @@
 asyncio passes SystemExit and KeyboardInterrupt of a task out of its event loop,
 and `except Exception` lets every other BaseException through. Code that calls
 an environment, an agent, a parser, a reward, a tool or a model does so inside
-`contained()`, which turns all of these into Exceptions.
+`contained()`, which turns each of them into an Exception.
 
-Does not: contain exits of tasks that the called code starts for itself. These
-leave the event loop, and whoever awaits such a task has them, too: a loop of
-`run_forever` goes on.
+Does not: contain exits of tasks that the called code starts for itself. They
+leave the event loop and reach any code that awaits such a task; a loop of
+`run_forever` survives them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class ExitRaised(RuntimeError):
-  """Called code raised what is not an Exception; `__cause__` is it.
+  """Called code raised something other than an Exception; see `__cause__`.
 
-  SystemExit, KeyboardInterrupt, GeneratorExit, a CancelledError that nobody
+  SystemExit, KeyboardInterrupt, GeneratorExit, a CancelledError that no caller
   asked for, or any other BaseException; the message holds its kind and text.
   """
 

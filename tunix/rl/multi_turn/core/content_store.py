@@ -68,10 +68,10 @@ class ContentStore:
   def get(self, name: str) -> tuple[bytes, str] | None:
     """(bytes, media type); None when it was never there or is evicted."""
     with self._lock:
-      found = self._files.get(name)
-      if found is not None:
+      path = self._files.get(name)
+      if path is not None:
         self._files.move_to_end(name)
-      return found
+      return path
 
 
 class SignedUrls:
@@ -88,7 +88,7 @@ class SignedUrls:
   ):
     """Args:
 
-      base_url: of the server that serves them; may be set later.
+      base_url: Address of the server that serves them; may be set later.
       lifetime_s: seconds that an address is valid.
       key: secret of the signatures; a fresh one by default.
       clock: seconds since the epoch.
@@ -151,8 +151,8 @@ def externalize(value: Any, store: ContentStore, urls: SignedUrls) -> Any:
   if isinstance(value, str):
     if value[:11].lower() != "data:image/":
       return value
-    found = read_data_url(value)
-    return value if found is None else urls.url(store.put(*found))
+    content = read_data_url(value)
+    return value if content is None else urls.url(store.put(*content))
   if isinstance(value, Mapping):
     return {k: externalize(v, store, urls) for k, v in value.items()}
   if isinstance(value, (list, tuple)):

@@ -92,9 +92,9 @@ def _of_text(text: str, key: str) -> Iterator[Credential]:
     secrets = tuple(filter(None, (match[2], password)))
     yield Credential(key, masked(text), what, secrets)
     return
-  if "://" in text and (found := _PARAMETER.search(text)):
-    what = f"the parameter {found[2]}"
-    yield Credential(key, masked(text), what, (found[3],))
+  if "://" in text and (parameter := _PARAMETER.search(text)):
+    what = f"the parameter {parameter[2]}"
+    yield Credential(key, masked(text), what, (parameter[3],))
     return
   name = key.rpartition(".")[2]
   if _OPTION.match(name) and not _HARMLESS.search(name):

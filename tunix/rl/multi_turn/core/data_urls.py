@@ -28,7 +28,7 @@ class DataUrls:
   def __init__(
       self,
       store: images.ImageStore,
-      kept: int = _KEPT,
+      capacity: int = _KEPT,
       resize: Callable[[np.ndarray], np.ndarray] | None = None,
   ):
     """Args:
@@ -37,10 +37,10 @@ class DataUrls:
       kept: URLs cached; the least recently used are evicted first.
       resize: Maps the uint8[H, W, 3] pixels to those that are encoded.
     """
-    if kept < 1:
-      raise ValueError(f"kept must be >= 1, got {kept}")
+    if capacity < 1:
+      raise ValueError(f"kept must be >= 1, got {capacity}")
     self._store, self._resize = store, resize
-    self._kept = kept
+    self._kept = capacity
     self._lock = threading.Lock()
     self._urls: collections.OrderedDict[
         str, concurrent.futures.Future[str]
@@ -54,22 +54,22 @@ class DataUrls:
       KeyError: the store does not have the image any more.
     """
     with self._lock:
-      found = self._urls.get(image.sha256)
-      if found is None:
-        found = self._threads.submit(self._encode, image)
-        self._urls[image.sha256] = found
+      url = self._urls.get(image.sha256)
+      if url is None:
+        url = self._threads.submit(self._encode, image)
+        self._urls[image.sha256] = url
         if len(self._urls) > self._kept:
           self._urls.popitem(last=False)
       else:
         self._urls.move_to_end(image.sha256)
-    if found.done() and found.exception() is None:
-      return found.result()
+    if url.done() and url.exception() is None:
+      return url.result()
     try:
       # Shielded: other callers may wait for it.
-      return await asyncio.shield(asyncio.wrap_future(found))
+      return await asyncio.shield(asyncio.wrap_future(url))
     except Exception:  # The next to ask tries again.
       with self._lock:
-        if self._urls.get(image.sha256) is found:
+        if self._urls.get(image.sha256) is url:
           del self._urls[image.sha256]
       raise
 

@@ -87,7 +87,7 @@ def new_directory(path: pathlib.Path) -> Iterator[pathlib.Path]:
   """Replaces a directory in one step.
 
   Args:
-    path: the directory; absent, or replaced with all that it holds.
+    path: The directory; absent, or replaced with its whole content.
 
   Yields:
     An empty directory beside it, to be filled. At the end of the block it takes
@@ -190,11 +190,11 @@ def _exchange(one: pathlib.Path, other: pathlib.Path) -> bool:
   renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
   if renameat2 is None:
     return False
-  done = renameat2(
+  status = renameat2(
       _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other),
       ctypes.c_uint(_RENAME_EXCHANGE),
   )  # pyformat: disable
-  if done == 0:
+  if status == 0:
     return True
   code = ctypes.get_errno()
   if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):

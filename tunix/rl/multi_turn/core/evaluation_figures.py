@@ -21,35 +21,35 @@ _METRIC = re.compile(
 
 def problem(metric: str, modes: tuple[str, ...], attempts: int) -> str:
   """Why no evaluation has this metric; "" if all have."""
-  found = _METRIC.fullmatch(metric)
-  if not found:
+  match = _METRIC.fullmatch(metric)
+  if not match:
     return (
         "it must be success_rate, mean_reward, pass_at_K or pass_hat_K, or one"
         " of them after greedy. or sampled."
     )
-  mode = found["mode"] or modes[0]
+  mode = match["mode"] or modes[0]
   if mode not in modes:
     return f"eval.modes={list(modes)} has no {mode}"
-  if found["k"]:
+  if match["k"]:
     most = attempts if mode == "sampled" else 1
-    known = pass_at_k.ks_of(most) if most > 1 else []
-    if int(found["k"]) not in known:
+    powers = pass_at_k.ks_of(most) if most > 1 else []
+    if int(match["k"]) not in powers:
       return (
           f"with eval.attempts={attempts}, mode {mode} has"
-          f" {found['kind']}_K for K in {known}"
+          f" {match['kind']}_K for K in {powers}"
       )
   return ""
 
 
 def value_of(metric: str, results: Mapping[str, Any]) -> float | None:
   """A metric of an evaluation's JSON; None where it has none."""
-  found = _METRIC.fullmatch(metric)
-  if found is None:
+  match = _METRIC.fullmatch(metric)
+  if match is None:
     raise ValueError(f"metric={metric!r} is none of an evaluation")
-  table = results.get(found["mode"], {}) if found["mode"] else results
-  if found["plain"]:
-    value = table.get(found["plain"])
+  table = results.get(match["mode"], {}) if match["mode"] else results
+  if match["plain"]:
+    value = table.get(match["plain"])
   else:
-    of_k = table.get(f"{found['kind']}_k", {}).get(found["k"], {})
+    of_k = table.get(f"{match['kind']}_k", {}).get(match["k"], {})
     value = of_k.get("rate")
   return None if value is None or not math.isfinite(value) else float(value)

@@ -127,7 +127,7 @@ class Fault(Event):
 
 @dataclasses.dataclass(frozen=True)
 class UpdateStarted(Event):
-  """The groups of update number `step` are there; it is made now."""
+  """Update number `step` begins: its groups have arrived."""
 
   step: int
 
@@ -188,8 +188,8 @@ class EvalStarted(Event):
 class EvalFinished(Event):
   """`results` is the JSON that summary.json holds under eval.<name>.
 
-  One with `step` has no EvalStarted: it gives the evaluation that was made
-  after so many updates another name.
+  One with `step` has no EvalStarted: it gives the evaluation after update
+  `step` another name.
   """
 
   name: str  # "initial", "warm_start", "final" or "step_<n>"
@@ -238,10 +238,10 @@ class Observers:
     ]
 
   def on_event(self, event: Event) -> None:
-    kind, known = type(event), self._receivers
-    if kind not in known:
-      known[kind] = self._receivers_of(kind)
-    for observer in known[kind]:
+    kind, receivers = type(event), self._receivers
+    if kind not in receivers:
+      receivers[kind] = self._receivers_of(kind)
+    for observer in receivers[kind]:
       try:
         with containment.contained("the observer"):
           observer.on_event(event)

@@ -59,11 +59,11 @@ def _kind(value: Any) -> GuiActionKind:
   try:
     return GuiActionKind(value)
   except ValueError:
-    known = [kind.value for kind in GuiActionKind]
-    near = difflib.get_close_matches(str(value), known, n=1)
+    names = [kind.value for kind in GuiActionKind]
+    near = difflib.get_close_matches(str(value), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ";"
     raise ValueError(
-        f"GUI action kind={value!r} is unknown{hint} Known: {', '.join(known)}"
+        f"GUI action kind={value!r} is unknown{hint} Known: {', '.join(names)}"
     ) from None
 
 
@@ -72,7 +72,7 @@ class GuiAction:
   """One action.
 
   Attributes:
-    kind: what to do; decides which of the other fields are allowed.
+    kind: Kind of action; decides which of the other fields are allowed.
     x, y, x2, y2: pixels of the screenshot the policy saw, origin top left.
     button: mouse button.
     count: number of clicks.
@@ -105,12 +105,12 @@ class GuiAction:
     for name, default in defaults.items():
       if name == "kind":
         continue
-      given = getattr(self, name) != default
-      if name in required and not given:
+      is_set = getattr(self, name) != default
+      if name in required and not is_set:
         if name == "text" and self.text == "":
           continue
         raise ValueError(f"GUI action {self.kind.value!r} needs {name!r}")
-      if given and name not in required | optional:
+      if is_set and name not in required | optional:
         raise ValueError(
             f"GUI action {self.kind.value!r} takes no {name!r} (got"
             f" {getattr(self, name)!r})"

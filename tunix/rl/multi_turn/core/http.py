@@ -119,10 +119,10 @@ class CallError(RuntimeError):
   @classmethod
   def of(cls, error: CallError) -> CallError:
     """Converts `error` to this class; subclasses may pick a subclass."""
-    made = cls(str(error), error.status)
-    made.answer, made.late = error.answer, error.late
-    made.retry_after_s = error.retry_after_s
-    return made
+    call_error = cls(str(error), error.status)
+    call_error.answer, call_error.late = error.answer, error.late
+    call_error.retry_after_s = error.retry_after_s
+    return call_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,9 +260,9 @@ class Http:
     """Args:
 
       error: raised for every failure, see `CallError.of`.
-      headers: of every call.
+      headers: Headers of every call.
       connect_s: deadline of a connection, None for the call's own.
-      proxies: of a service somewhere in the web: a proxy that the environment
+      proxies: Whether the service is on the web: a proxy that the environment
         names is used, and certificates of the web are.
       connections: open at a time; further calls wait.
     """
@@ -286,7 +286,7 @@ class Http:
         RetryPolicy (default: made once).
 
     Raises:
-      CallError: of the client's kind.
+      CallError: An error of the client's class.
     """
     answer = await self._within(seconds, method, url, _keep, **request)
     return answer.content
@@ -470,7 +470,7 @@ def _certificates(of_the_web: bool) -> ssl.SSLContext:
 
   Args:
     of_the_web: those that httpx brings or $SSL_CERT_FILE names, which is what
-      services of others need; else this system's.
+      third-party services need; else this system's.
   """
   if of_the_web:
     return httpx.create_ssl_context()

@@ -60,8 +60,8 @@ def listen(host: str, port: int, backlog: int | None = None) -> socket.socket:
   listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
   try:
     if hasattr(socket, "TCP_DEFER_ACCEPT"):  # Linux.
-      # A request is there when its connection is accepted, so none of a client
-      # that sends at once is displaced in a flood of others.
+      # A connection is accepted once its request has arrived, so a client
+      # that sends at once is not displaced in a flood of connections.
       listening.setsockopt(
           socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _DEFER_S
       )
@@ -93,12 +93,12 @@ class _Listening(socket.socket):
       self._accepted = 0
       raise BlockingIOError  # asyncio tries again in its next round.
     try:
-      found = super().accept()
+      accepted = super().accept()
     except OSError:
       self._accepted = 0
       raise
     self._accepted += 1
-    return found
+    return accepted
 
 
 def url_of(host: str, listening: socket.socket) -> str:
@@ -159,17 +159,17 @@ def token(file: pathlib.Path | None, host: str, variable: str) -> str:
     ValueError: an empty file, or no token where the address needs one.
     OSError: the file cannot be read.
   """
-  found = os.environ.get(variable, "")
+  text = os.environ.get(variable, "")
   if file is not None:
-    found = file.read_text(encoding="utf-8").strip()
-    if not found:
+    text = file.read_text(encoding="utf-8").strip()
+    if not text:
       raise ValueError(f"--token-file={file} is empty; write the token to it")
-  if not found and not is_loopback(host):
+  if not text and not is_loopback(host):
     raise ValueError(
         f"--host={host} is reachable from other machines, which needs a token:"
         f" give --token-file, set {variable}, or leave --host at 127.0.0.1"
     )
-  return found
+  return text
 
 
 def bearer_of(headers: Mapping[str, str]) -> str:
@@ -278,8 +278,8 @@ def config(
 
   Args:
     asgi: the application.
-    limits: of connections and bodies.
-    **options: of `uvicorn.Config`, instead of the defaults here.
+    limits: Limits of connections and bodies.
+    **options: Options of `uvicorn.Config`, instead of the defaults here.
 
   Raises:
     ImportError: uvicorn is not installed.
@@ -309,8 +309,8 @@ def add_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
   """Adds an option for each of `ConnectionLimits` to a server's command.
 
   Args:
-    parser: of the command.
-    **defaults: of fields whose own default does not fit this server.
+    parser: Parser of the command.
+    **defaults: Defaults of fields whose own one does not fit this server.
   """
   group = parser.add_argument_group("limits of connections")
   for field in settings_lib.fields(request_bodies.ConnectionLimits):
@@ -361,7 +361,7 @@ class LoopbackServer:
       asgi: the application.
       host: an address of this machine.
       port: 0 chooses a free one.
-      limits: of its connections.
+      limits: Limits of its connections.
 
     Raises:
       ImportError: uvicorn is not installed.

@@ -5,7 +5,7 @@ RGB bytes, and hands out `ImageRef`s. Memory is bounded; with a directory,
 an evicted image is written there as PNG (lossless: the hash holds) and read
 back on demand. Thread-safe.
 
-Promises: `put` writes no file, as it is called on event loops; a background
+Promises: `put` writes no file, since it runs on event loops; a background
 thread writes images before they are evicted. An image leaves the memory only
 once its file is on the disk, so that it can be read at any time; a file that
 exists is whole, after a power loss too. If the file cannot be written, the
@@ -118,8 +118,7 @@ class ImageStore:
   ):
     """Args:
 
-      directory: where evicted images are written as
-        `<sha256>.png`; None forgets evicted images.
+      directory: Folder of evicted images, `<sha256>.png`; None forgets them.
       capacity_bytes: pixels kept in memory, in bytes.
     """
     if capacity_bytes <= 0:
@@ -152,11 +151,11 @@ class ImageStore:
       if sha in self._pixels:
         self._pixels.move_to_end(sha)
         return ref
-    kept = pixels
+    stored = pixels
     if not _is_constant(pixels):
-      kept = np.array(pixels, copy=True, order="C")
-      kept.flags.writeable = False
-    self._insert(sha, kept)
+      stored = np.array(pixels, copy=True, order="C")
+      stored.flags.writeable = False
+    self._insert(sha, stored)
     return ref
 
   def get(self, ref: trajectory.ImageRef) -> np.ndarray:
@@ -206,10 +205,10 @@ class ImageStore:
         thread = self._evicting
       if thread is None:
         return True
-      left = None if deadline is None else deadline - time.monotonic()
-      if left is not None and left <= 0:
+      seconds_left = None if deadline is None else deadline - time.monotonic()
+      if seconds_left is not None and seconds_left <= 0:
         return False
-      thread.join(left)
+      thread.join(seconds_left)
 
   def __contains__(self, ref: trajectory.ImageRef) -> bool:
     with self._lock:

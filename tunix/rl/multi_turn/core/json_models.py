@@ -114,16 +114,16 @@ def validate(model: type[T], data: Any, what: str = "") -> T:
   Raises:
     ValueError: `problem` of the first wrong field.
   """
-  known: Any = model  # Of any type that pydantic takes; hashable.
+  hashable: Any = model  # Of any type that pydantic takes; hashable.
   try:
-    return adapter(known).validate_python(data)
+    return adapter(hashable).validate_python(data)
   except pydantic.ValidationError as error:
     raise ValueError(problem(error, what, _fields(model))) from None
 
 
 def _fields(model: Any) -> tuple[str, ...]:
-  known = getattr(model, "model_fields", None)
-  return tuple(model.__annotations__ if known is None else known)
+  fields = getattr(model, "model_fields", None)
+  return tuple(model.__annotations__ if fields is None else fields)
 
 
 _PROBLEMS = {
@@ -164,9 +164,9 @@ def problem(
   """One line about the first wrong field.
 
   Args:
-    error: of a validation.
+    error: Error of a validation.
     what: name of the whole, put before the fields.
-    known: the fields there are, listed for one that is not.
+    known: Names of all fields, listed for an unknown one.
   """
   first = error.errors(include_url=False)[0]
   kind, value, context = first["type"], first["input"], first.get("ctx", {})

@@ -53,12 +53,12 @@ class Worker:
 
     Args:
       command: the interpreter first.
-      name: of what it runs, for errors.
+      name: Name of the program, for errors.
       setup: its first line.
-      start_s: for that.
+      start_s: Deadline of its start.
       path: directory that its interpreter imports from; this process's
         PYTHONPATH is not for it.
-      late: which setting to raise where an answer came too late.
+      late: Setting to raise if an answer comes too late.
       error: class of what is raised.
 
     Raises:
@@ -184,9 +184,10 @@ class Worker:
         return
     self._errors.join(1.0)
     code = self._process.wait()
-    said = " | ".join(self._stderr)[-600:]
+    stderr = " | ".join(self._stderr)[-600:]
     self.end(
-        f"the worker ended with status {code}" + (f": {said}" if said else "")
+        f"the worker ended with status {code}"
+        + (f": {stderr}" if stderr else "")
     )
 
   def _take(self, message: dict[str, Any]) -> None:
@@ -203,7 +204,7 @@ class Worker:
     with self._lock:
       future = self._waiting.pop(key, None)
     if future is None:
-      return  # Of a request that nobody waits for any more.
+      return  # Of a request that was given up.
     if error is not None:
       _fail(future, self._error(f"{self._name}: {error}"))
     elif future.set_running_or_notify_cancel():

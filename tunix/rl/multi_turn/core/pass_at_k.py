@@ -56,11 +56,11 @@ def table(
     {k as text: {"rate", "tasks"}} of the tasks with at least k attempts.
   """
   most = max((n for _, n in attempts), default=0)
-  found: dict[str, dict[str, Any]] = {}
+  by_k: dict[str, dict[str, Any]] = {}
   for k in ks_of(most):
     rates = [estimator(n, wins, k) for wins, n in attempts if n >= k]
-    found[str(k)] = {"rate": math.fsum(rates) / len(rates), "tasks": len(rates)}
-  return found
+    by_k[str(k)] = {"rate": math.fsum(rates) / len(rates), "tasks": len(rates)}
+  return by_k
 
 
 def ks_of(most: int) -> list[int]:

@@ -68,8 +68,8 @@ class Peers:
   """The processes of a run; this class by itself is a run of one.
 
   Attributes:
-    index: of this process.
-    count: of all processes.
+    index: Number of this process.
+    count: Number of processes.
     parted: whether this process, or one that it waited for, failed by itself:
       the processes can take no further step together.
   """
@@ -102,7 +102,7 @@ class Peers:
     """Does `work` in every process; what it returned (JSON) in each.
 
     Raises:
-      Exception: of this process's work.
+      Exception: The failure of this process's work.
       PeerError: another process's work failed.
     """
     if self.count == 1:
@@ -113,16 +113,16 @@ class Peers:
     except BaseException as failure:  # pylint: disable=broad-except
       error = failure
     kind, text = type(error).__name__, " ".join(str(error).split())[:500]
-    found = self.gather(what, [value, kind, text] if error else [value])
+    outcomes = self.gather(what, [value, kind, text] if error else [value])
     if error is not None:
       self._shared = error
       raise error
-    for process, (_, *failed) in enumerate(found):
+    for process, (_, *failed) in enumerate(outcomes):
       if failed:
         kind, text = failed
         self._shared = PeerError(f"process {process}: {kind}: {text}", kind)
         raise self._shared
-    return [one[0] for one in found]
+    return [one[0] for one in outcomes]
 
   def part(self, error: BaseException) -> bool:
     """Announces an error that the others do not have, and would wait for.
@@ -131,9 +131,9 @@ class Peers:
       `parted`: False where all have the error, and can still end together.
     """
     cause: BaseException | None = error
-    seen: set[int] = set()  # An error may be in its own context.
-    while cause not in (None, self._shared) and id(cause) not in seen:
-      seen.add(id(cause))
+    visited: set[int] = set()  # An error may be in its own context.
+    while cause not in (None, self._shared) and id(cause) not in visited:
+      visited.add(id(cause))
       cause = cause.__cause__ or cause.__context__
     if cause is not self._shared:
       cause = None
@@ -176,9 +176,9 @@ class StorePeers(Peers):
   ):
     """Args:
 
-      store: that all processes see.
-      index: of this process.
-      count: of all.
+      store: Store that all processes share.
+      index: Number of this process.
+      count: Number of processes.
       deadline_s: how long a process waits for the others.
     """
     self.index, self.count = index, count
@@ -195,10 +195,10 @@ class StorePeers(Peers):
       self._store.key_value_set_bytes(key, f"{text} ".encode())
 
   def announced(self, what: str) -> dict[int, str]:
-    found = self._store.key_value_dir_get_bytes(f"{_NOTES}/{what}/")
+    entries = self._store.key_value_dir_get_bytes(f"{_NOTES}/{what}/")
     notes = {
         int(key.rpartition("/")[2]): text.decode(errors="replace").strip()
-        for key, text in found
+        for key, text in entries
     }
     notes.pop(self.index, None)
     return notes
@@ -214,36 +214,37 @@ class StorePeers(Peers):
       key = f"{prefix}/{self.index}/{i}"
       self._store.key_value_set_bytes(key, (b"." if last else b"+") + chunk)
       self._mine.append(key)
-    found = []
+    values = []
     due = time.monotonic() + self._deadline_s
     for peer in range(self.count):
       if peer == self.index:
-        found.append(json.loads(data)[1])
+        values.append(json.loads(data)[1])
         continue
-      at, theirs = json.loads(self._read(f"{prefix}/{peer}", peer, what, due))
+      at, entry = json.loads(self._read(f"{prefix}/{peer}", peer, what, due))
       if at != what:
         raise RuntimeError(
             f"process {self.index} is at {what!r} where process {peer} is at"
             f" {at!r}; all processes of a run need the same configuration"
         )
-      found.append(theirs)
-    # Whoever has come here has read everything of the step before.
+      values.append(entry)
+    # A process that has come here has read everything of the step before.
     for key in older:
       self._store.key_value_delete(key)
-    return found
+    return values
 
   def _read(self, prefix: str, peer: int, what: str, due: float) -> bytes:
     parts: list[bytes] = []
     while True:
-      left = due - time.monotonic()
-      if left <= 0:
+      seconds_left = due - time.monotonic()
+      if seconds_left <= 0:
         raise TimeoutError(
             f"process {peer} did not come to {what!r} within"
             f" {self._deadline_s:g} s; look at its log"
         )
       try:
         part = self._store.blocking_key_value_get_bytes(
-            f"{prefix}/{len(parts)}", int(1000 * min(left, _SLICE_S)) + 1
+            f"{prefix}/{len(parts)}",
+            int(1000 * min(seconds_left, _SLICE_S)) + 1,
         )
       except Exception as error:  # pylint: disable=broad-except
         # JAX has one class for all of the service's errors.

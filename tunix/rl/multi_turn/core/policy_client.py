@@ -191,8 +191,8 @@ class Completion:
 
     Those are all tokens that could be sampled if no more than K could, as
     where 0 < top_k <= K and no logits tie at the threshold. One that was
-    sampled among more ties than K belongs to it, too. A completion with neither
-    is as it is.
+    sampled among more ties than K belongs to it, too. A completion without both
+    is returned unchanged.
     """
     tops, logprobs = self.top_tokens, self.top_logprobs
     if self.support is not None or tops is None or logprobs is None:

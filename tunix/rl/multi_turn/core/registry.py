@@ -37,10 +37,10 @@ program itself. "request": anyone else, such as a client of a server or the
 author of a file of tasks."""
 
 
-def unknown_name(kind: str, name: Any, known: Iterable[str]) -> str:
+def unknown_name(kind: str, name: Any, names: Iterable[str]) -> str:
   """The message for a name that is not among `known`."""
-  known = sorted(known)
-  lower = {k.lower(): k for k in known}
+  names = sorted(names)
+  lower = {k.lower(): k for k in names}
   match = difflib.get_close_matches(
       str(name).lower(), lower, n=1, cutoff=0.0
   )
@@ -55,7 +55,7 @@ def unknown_name(kind: str, name: Any, known: Iterable[str]) -> str:
     return f"unknown {kind} {name!r}; none is registered"
   return (
       f"unknown {kind} {name!r}; did you mean {near[0]!r}? Known:"
-      f" {', '.join(known)}"
+      f" {', '.join(names)}"
   )
 
 
@@ -199,8 +199,8 @@ class Registry(Generic[T]):
       )
 
     def add(entry: Any) -> Any:
-      taken = name in self._entries and not replace
-      if taken and not _same_definition(self._entries[name], entry):
+      is_taken = name in self._entries and not replace
+      if is_taken and not _same_definition(self._entries[name], entry):
         raise ValueError(
             f"{self.kind} {name!r} is already registered; choose another name,"
             " unregister it, or pass replace=True"

@@ -47,7 +47,7 @@ _REFUSED_S = 1.0  # Pause that a refused client is asked for.
 
 @settings_lib.settings
 class ConnectionLimits:
-  """What clients may hold of a server. Defaults fit a pod of collectors."""
+  """Limits of a server's clients. Defaults fit a pod of collectors."""
 
   max_connections: int = _setting(
       default=0,
@@ -103,7 +103,7 @@ class BodyRefused(Exception):
     status: 408, 413 or 429.
     message: the fault, and the fix.
     code: short, stable, for programs.
-    retry_after_s: when the same request may succeed; None: never.
+    retry_after_s: Seconds until the request may succeed; None: never.
   """
 
   def __init__(
@@ -124,8 +124,8 @@ async def read(request: Any, most: int, what: str = "the body") -> bytes:
   """The body of a Starlette request.
 
   Args:
-    request: whose.
-    most: bytes.
+    request: Request with the body.
+    most: Largest size, bytes.
     what: names the body in errors.
 
   Raises:
@@ -149,14 +149,14 @@ async def read(request: Any, most: int, what: str = "the body") -> bytes:
 
 def _declared(scope: Scope) -> int | None:
   """Bytes of a request's body by its head; None: chunked."""
-  found = 0
+  size = 0
   for name, value in scope["headers"]:
     if name == b"transfer-encoding":
       return None
     if name == b"content-length" and value.isdigit():
       # More digits than any size has are not read.
-      found = int(value[:18]) if len(value) <= 18 else 10**18
-  return found
+      size = int(value[:18]) if len(value) <= 18 else 10**18
+  return size
 
 
 class _Body:

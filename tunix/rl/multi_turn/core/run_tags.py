@@ -12,22 +12,22 @@ MOST = 50
 
 
 def clean(tag: Any) -> str:
-  """A tag as it is stored: in NFC, so that those that look alike are alike.
+  """Returns a tag in NFC, so that two that look alike are equal.
 
   Raises:
     ValueError: it is not a valid tag; the text has the fix.
   """
   if not isinstance(tag, str):
     raise ValueError(f"give text, not a {type(tag).__name__}")
-  found = unicodedata.normalize("NFC", tag).strip()
-  if not 0 < len(found) <= LONGEST:
-    raise ValueError(f"a tag has 1 to {LONGEST} characters, not {len(found)}")
-  if not found.isprintable():
+  text = unicodedata.normalize("NFC", tag).strip()
+  if not 0 < len(text) <= LONGEST:
+    raise ValueError(f"a tag has 1 to {LONGEST} characters, not {len(text)}")
+  if not text.isprintable():
     raise ValueError(
         "a tag has letters, digits, marks and spaces, and no character that"
         " is not seen"
     )
-  return found
+  return text
 
 
 def clean_all(tags: Any) -> tuple[str, ...]:

@@ -14,7 +14,7 @@
 
 The class that a component takes is the section of a run's configuration: there
 is no second declaration. Constructing one validates types, ranges, choices
-(`Literal`) and `problems()`; all of these raise `ValueError` (pydantic's
+(`Literal`) and `problems()`; each failure is a `ValueError` (pydantic's
 `ValidationError`). `dataclasses.replace` validates again.
 
 Does not: read YAML or command lines (`config` does), or import JAX.
@@ -52,7 +52,7 @@ def setting(
   Args:
     default: an immutable value, or a dict (copied for each instance).
     doc: meaning, and what 0, "" or None stand for where they are special.
-    unit: of a number, e.g. "px", "s", "tokens".
+    unit: Unit of a number, e.g. "px", "s", "tokens".
     registry: "package.module:REGISTRY" of the names that a text field, or each
       item of a list of texts, may hold; see `core.registry.Registry`. A
       "module:attribute" path is valid as well.
@@ -61,8 +61,8 @@ def setting(
   about: dict[str, Any] = {"unit": unit, "registry": registry}
   if type(default) is int and le is None and lt is None:
     le = LARGEST
-  given = {"ge": ge, "gt": gt, "le": le, "lt": lt}
-  bounds: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+  limits = {"ge": ge, "gt": gt, "le": le, "lt": lt}
+  bounds: dict[str, Any] = {k: v for k, v in limits.items() if v is not None}
   # Of the class alone, pydantic would take positional arguments as well.
   options: dict[str, Any] = {"description": doc, "kw_only": True}
   if isinstance(default, dict):
@@ -78,8 +78,15 @@ def setting(
   return pydantic.Field(**options, json_schema_extra=about, **bounds)
 
 
+def section(*, default: Any) -> Any:
+  """Declares a field that holds other settings; their class documents it."""
+  return setting(default=default, doc="")
+
+
 @typing.dataclass_transform(
-    frozen_default=True, kw_only_default=True, field_specifiers=(setting,)
+    frozen_default=True,
+    kw_only_default=True,
+    field_specifiers=(setting, section),
 )
 def settings(cls: type[T]) -> type[T]:
   """Makes `cls` a frozen, validated, keyword-only dataclass.
@@ -90,9 +97,9 @@ def settings(cls: type[T]) -> type[T]:
   """
 
   def check(self: Any) -> Any:
-    found = [*_bad_items(self), *_own_problems(self)]
-    if found:
-      raise ValueError("\n".join(found))
+    problems = [*_bad_items(self), *_own_problems(self)]
+    if problems:
+      raise ValueError("\n".join(problems))
     return self
 
   if hasattr(cls, "problems") or any(map(_has_item_bounds, vars(cls).values())):
@@ -158,11 +165,11 @@ class Setting:
   """One field of a settings class, for loaders and documentation.
 
   Attributes:
-    name: of the field.
+    name: Name of the field.
     type: its resolved annotation.
     doc, unit, registry: as declared.
-    bounds: of a number, by "ge", "gt", "le", "lt".
-    item_bounds: the same of a tuple's items.
+    bounds: Bounds of a number, by "ge", "gt", "le", "lt".
+    item_bounds: Bounds of a tuple's items.
   """
 
   name: str
@@ -205,7 +212,7 @@ def is_settings(cls: Any) -> bool:
 def fields(cls: Any) -> tuple[Setting, ...]:
   """The fields of a settings class, in order."""
   hints = typing.get_type_hints(cls)
-  found = []
+  declared = []
   for name, info in cls.__pydantic_fields__.items():  # type: ignore[attr-defined]
     about = info.json_schema_extra or {}
     bounds = {}
@@ -214,7 +221,7 @@ def fields(cls: Any) -> tuple[Setting, ...]:
         bound = getattr(item, key, None)
         if bound is not None and bound != LARGEST:
           bounds[key] = bound
-    found.append(
+    declared.append(
         Setting(
             name=name,
             type=hints[name],
@@ -226,4 +233,4 @@ def fields(cls: Any) -> tuple[Setting, ...]:
             _info=info,
         )
     )
-  return tuple(found)
+  return tuple(declared)

@@ -35,9 +35,9 @@ def python() -> str:
   """
   here = sys.executable or "python"
   for name in ("python", "python3"):
-    found = shutil.which(name)
+    program = shutil.which(name)
     # Not resolved: a virtual environment's interpreter is a link to another.
-    if found and os.path.abspath(found) == os.path.abspath(here):
+    if program and os.path.abspath(program) == os.path.abspath(here):
       return name
   path, cwd = pathlib.Path(os.path.abspath(here)), pathlib.Path.cwd()
   if path.is_relative_to(cwd) and cwd != cwd.parent:
@@ -50,7 +50,7 @@ def command(module: str, *arguments: str) -> str:
 
   Args:
     module: below the package, e.g. "train".
-    *arguments: as they reach the program; quoted here.
+    *arguments: Arguments as the program reads them; quoted here.
   """
   target = os.environ.get(MAKE_VARIABLE, "")
   if target and target == module:

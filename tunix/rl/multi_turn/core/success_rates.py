@@ -38,7 +38,7 @@ class EpisodeResult:
     success: whether the gym called the task solved.
     reward: undiscounted sum.
     turns: turns taken.
-    task: what it is an attempt at; "" where each episode has its own task.
+    task: Task that it attempts; "" where each episode has its own task.
   """
 
   family: str
@@ -126,12 +126,12 @@ def wilson_interval(
 
 def attempts_of(results: Iterable[EpisodeResult]) -> list[tuple[int, int]]:
   """(successes, valid attempts) of each task that has a valid attempt."""
-  found: dict[Any, list[bool]] = collections.defaultdict(list)
+  successes: dict[Any, list[bool]] = collections.defaultdict(list)
   for number, result in enumerate(results):
     if result.is_valid:
       task = (result.family, result.task) if result.task else number
-      found[task].append(result.success)
-  return [(sum(of_task), len(of_task)) for of_task in found.values()]
+      successes[task].append(result.success)
+  return [(sum(of_task), len(of_task)) for of_task in successes.values()]
 
 
 def effective_trials(attempts: Sequence[tuple[int, int]]) -> float:
@@ -215,8 +215,8 @@ def summarise(
   """The JSON of one evaluation.
 
   Args:
-    results: of all families and modes, in any order.
-    modes: in order of preference; the first one that occurs is the headline.
+    results: Results of all families and modes, in any order.
+    modes: Modes by preference; the first one that occurs is the headline.
 
   Returns:
     `{"success_rate", "interval", "episodes", "successes", "invalid",
@@ -260,7 +260,8 @@ def format_table(
   Args:
     summaries: evaluation name to what `summarise` returned, in the order of
       the columns.
-    columns: of the terminal. Where the cells with their counts do not fit, the
+    columns: Width of the terminal. Where the cells with their counts do not
+      fit, the
       episodes are a row of their own.
   """
   table = _text_of(_rows(summaries, counts=True))

@@ -29,8 +29,8 @@ def row_of(
   """A sequence as a batch of one row; see the module docstring.
 
   Args:
-    sequence: to be trained on.
-    reward: of the row.
+    sequence: Sequence to be trained on.
+    reward: Reward of the row.
     multi_modal: images' spans -> {pixel_values, image_grid_thw}.
 
   Raises:
@@ -74,7 +74,7 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
           f" some have {sorted(differing) or ['attention_mask']}"
       )
   width = max(row["attention_mask"].shape[1] for row in rows)
-  found: dict[str, Any] = {}
+  columns: dict[str, Any] = {}
   for name in rows[0]:
     if name == IMAGES:
       continue
@@ -84,13 +84,13 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
       if part.ndim > 1:
         part = np.pad(part, ((0, 0), (0, width - part.shape[1])))
       parts.append(part)
-    found[name] = np.concatenate(parts)
-  found[IMAGES] = [
+    columns[name] = np.concatenate(parts)
+  columns[IMAGES] = [
       entry
       for row in rows
       for entry in row.get(IMAGES) or [{}] * len(row["attention_mask"])
   ]
-  return found
+  return columns
 
 
 def has_torch() -> bool:

@@ -59,9 +59,9 @@ class ImageSpan:
   """An image and the placeholder tokens that stand for it.
 
   Attributes:
-    image: which image.
+    image: Reference to the image.
     offset: index of the first placeholder token.
-    num_tokens: from there to the last placeholder.
+    num_tokens: Number of tokens up to the last placeholder.
     row: placeholders of a row, where a token between each two rows breaks them
       (Pixtral); 0: all are one run.
   """
@@ -239,12 +239,12 @@ class TokenSequence:
         )
     check_numbers(self.tokens, self.logprobs, self.entropies)
     mask = self.loss_mask
-    given = ~mask
-    if self.logprobs[given].any():
+    unmasked = ~mask
+    if self.logprobs[unmasked].any():
       raise ValueError("a token that was not sampled carries a log-prob")
-    if self.entropies is not None and self.entropies[given].any():
+    if self.entropies is not None and self.entropies[unmasked].any():
       raise ValueError("a token that was not sampled carries an entropy")
-    if (self.versions[given] != -1).any():
+    if (self.versions[unmasked] != -1).any():
       raise ValueError("a token that was not sampled carries a version")
     check_versions(self.versions[mask])
     if (self.turn_ids[1:] < self.turn_ids[:-1]).any():
@@ -334,12 +334,12 @@ class TokenSequence:
 
   def to_json(self) -> dict[str, Any]:
     """JSON values; `entropies` and `support` only where there are any."""
-    told = {}
+    record = {}
     if self.entropies is not None:
-      told["entropies"] = self.entropies.tolist()
+      record["entropies"] = self.entropies.tolist()
     if self.support is not None:
       # Of sampled tokens, without filling.
-      told["support"] = [
+      record["support"] = [
           row[row >= 0].tolist() for row in self.support[self.loss_mask]
       ]
     return {
@@ -349,7 +349,7 @@ class TokenSequence:
         "versions": self.versions.tolist(),
         "turn_ids": self.turn_ids.tolist(),
         "images": [span.to_json() for span in self.images],
-        **told,
+        **record,
     }
 
   @classmethod

@@ -201,9 +201,9 @@ class Step:
     }
 
   def __repr__(self) -> str:
-    told = _cut(self.model_response or str(self.action))
-    done = ", done" if self.done else ""
-    return f"Step({told!r}, reward {self.reward:g}{done})"
+    text = _cut(self.model_response or str(self.action))
+    ending = ", done" if self.done else ""
+    return f"Step({text!r}, reward {self.reward:g}{ending})"
 
   @classmethod
   def from_json(cls, data: Mapping[str, Any]) -> Step:
@@ -301,11 +301,11 @@ class Trajectory:
     none.
     """
     sequences = [s.trimmed(oldest) for s in self.sequences]
-    left = self.num_sampled - sum(s.num_sampled for s in sequences)
-    if not left:
+    dropped = self.num_sampled - sum(s.num_sampled for s in sequences)
+    if not dropped:
       return self
     return dataclasses.replace(
-        self, sequences=sequences, stale_tokens=self.stale_tokens + left
+        self, sequences=sequences, stale_tokens=self.stale_tokens + dropped
     )
 
   def to_json(self) -> dict[str, Any]:
@@ -399,8 +399,8 @@ class TrajectoryGroup:
     )
     if not self.trajectories:
       raise ValueError(f"group {self.group_id!r} has no trajectory")
-    beside = () if self.greedy is None else (self.greedy,)
-    for trajectory in (*self.trajectories, *beside):
+    extra = () if self.greedy is None else (self.greedy,)
+    for trajectory in (*self.trajectories, *extra):
       if trajectory.status is TrajectoryStatus.RUNNING:
         raise ValueError(
             f"group {self.group_id!r} holds an unfinished trajectory"
@@ -479,7 +479,7 @@ class TrajectoryGroup:
 
   def to_json(self) -> dict[str, Any]:
     """JSON values; `greedy` only where there is one."""
-    beside = {} if self.greedy is None else {"greedy": self.greedy.to_json()}
+    extra = {} if self.greedy is None else {"greedy": self.greedy.to_json()}
     return {
         "group_id": self.group_id,
         "task_id": self.task_id,
@@ -491,7 +491,7 @@ class TrajectoryGroup:
             if self.peer_rewards
             else {}
         ),
-        **beside,
+        **extra,
     }
 
   @classmethod
@@ -591,17 +591,17 @@ def decode(value: Any) -> Any:
   tag = value.get(_TAG)
   if tag is None:
     return {k: decode(v) for k, v in value.items()}
-  rest = {k: v for k, v in value.items() if k != _TAG}
+  fields = {k: v for k, v in value.items() if k != _TAG}
   if tag == "dict":
-    return {k: decode(v) for k, v in rest["items"]}
+    return {k: decode(v) for k, v in fields["items"]}
   if tag == "float":
-    return float(rest["value"])
+    return float(fields["value"])
   if tag == "ndarray":
-    return _array(decode(rest["data"]), np.dtype(rest["dtype"]))
+    return _array(decode(fields["data"]), np.dtype(fields["dtype"]))
   if tag == "Action":
-    return Action(decode(rest["value"]))
+    return Action(decode(fields["value"]))
   if tag in _JSON_TYPES:
-    return _JSON_TYPES[tag].from_json(rest)
+    return _JSON_TYPES[tag].from_json(fields)
   raise ValueError(f"unknown {_TAG} {tag!r} in JSON")
 
 

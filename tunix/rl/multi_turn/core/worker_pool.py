@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 def usable_cores() -> int:
   """Cores that this process may use; a cgroup's share is not looked at."""
-  known = getattr(os, "sched_getaffinity", None)  # Not on macOS.
-  return len(known(0)) if known else os.cpu_count() or 1
+  affinity = getattr(os, "sched_getaffinity", None)  # Not on macOS.
+  return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 class DeadlineExceeded(TimeoutError):
@@ -139,11 +139,11 @@ _WAKES_LOCK = threading.Lock()
 
 def _wakes_of(loop: asyncio.AbstractEventLoop) -> _Wakes:
   """The loop's own; called on the loop."""
-  found = _WAKES.get(loop)
-  if found is None:
+  wakes = _WAKES.get(loop)
+  if wakes is None:
     with _WAKES_LOCK:
-      found = _WAKES.setdefault(loop, _Wakes(loop))
-  return found
+      wakes = _WAKES.setdefault(loop, _Wakes(loop))
+  return wakes
 
 
 class WorkerPool:
@@ -269,9 +269,9 @@ class WorkerPool:
       while not job.started.wait(0.2) and not job.future.done():
         pass
       began = job.started_at or time.monotonic()
-      left = began + seconds - time.monotonic()
+      seconds_left = began + seconds - time.monotonic()
       try:
-        return job.future.result(timeout=max(0.0, left))
+        return job.future.result(timeout=max(0.0, seconds_left))
       except concurrent.futures.TimeoutError:
         if job.future.done():  # Its own TimeoutError, or done just now.
           return job.future.result()
@@ -287,7 +287,7 @@ class WorkerPool:
     """Waits until `job` is done or its time is up; whether it is done.
 
     Args:
-      job: of this pool; it is not abandoned.
+      job: Job of this pool; it is not abandoned.
       seconds: it may run; its time in the queue is not counted.
       at: `loop.time()` when the wait ends in any case.
     """
@@ -337,12 +337,12 @@ class WorkerPool:
           return True
         threads = list(self._alive)
       for thread in threads:
-        left = max(0.0, min(0.05, deadline - time.monotonic()))
+        seconds_left = max(0.0, min(0.05, deadline - time.monotonic()))
         # Not so where Ctrl-C ended the wait for its start: it starts still.
         if thread.is_alive():
-          thread.join(left)
+          thread.join(seconds_left)
         else:
-          time.sleep(min(left, 0.01))
+          time.sleep(min(seconds_left, 0.01))
       if time.monotonic() >= deadline:
         with self._cond:
           return not self._threads

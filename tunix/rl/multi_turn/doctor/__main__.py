@@ -66,7 +66,7 @@ def read(argv: Sequence[str]) -> tuple[list[str], bool, float]:
   Raises:
     ConfigError: no seconds.
   """
-  rest, as_json, seconds = [], False, TIMEOUT_S
+  arguments, as_json, seconds = [], False, TIMEOUT_S
   words = iter(argv)
   for word in words:
     name, equals, value = word.partition("=")
@@ -83,8 +83,8 @@ def read(argv: Sequence[str]) -> tuple[list[str], bool, float]:
             [f"--timeout={text}: give a number of seconds > 0"]
         )
     else:
-      rest.append(word)
-  return rest, as_json, seconds
+      arguments.append(word)
+  return arguments, as_json, seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,18 +94,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     shell_hints.show(__doc__)
     return 0
   try:
-    rest, as_json, seconds = read(argv)
-    found = examine(rest, seconds)
+    arguments, as_json, seconds = read(argv)
+    findings = examine(arguments, seconds)
   except config_lib.ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   except KeyboardInterrupt:
     return 130
   if as_json:
-    print(json.dumps(finding.as_dict(found), indent=2))
+    print(json.dumps(finding.as_dict(findings), indent=2))
   else:
-    print(finding.text_of(found))
-  return 1 if finding.failed(found) else 0
+    print(finding.text_of(findings))
+  return 1 if finding.failed(findings) else 0
 
 
 if __name__ == "__main__":

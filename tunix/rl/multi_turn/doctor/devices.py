@@ -1,7 +1,7 @@
 """Checks JAX's devices, and a run's preflight, in a process with a deadline.
 
-A driver that hangs, or a TPU that another process holds, hangs whoever asks
-JAX; here it is a process that is ended. Imports no JAX itself.
+A driver that hangs, or a TPU that another process holds, hangs a process that
+asks JAX; here it is a process that is ended. Imports no JAX itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def ask(
   Args:
     argv: the run's command line.
     seconds: deadline.
-    command: of the probe.
+    command: Command of the probe.
   """
   try:
     worker = line_process.Worker(
@@ -71,10 +71,10 @@ def devices(
         " driver",
     )  # pyformat: disable
     return
-  found, platform = facts["devices"], facts["platform"]
-  how = f"{len(found)} x {found[0]['kind']} ({platform}), JAX {facts['jax']}"
-  if found[0]["memory"]:
-    how += f", {found[0]['memory'] / (1 << 30):.1f} GiB each"
+  listed, platform = facts["devices"], facts["platform"]
+  how = f"{len(listed)} x {listed[0]['kind']} ({platform}), JAX {facts['jax']}"
+  if listed[0]["memory"]:
+    how += f", {listed[0]['memory'] / (1 << 30):.1f} GiB each"
   mesh = config.mesh.devices
   if platform == "cpu" and installed and not os.environ.get("JAX_PLATFORMS"):
     extra = installed[0]
@@ -82,7 +82,7 @@ def devices(
         "devices", "warn", f"{how}, and this machine has a {extra.upper()}",
         f"pip install 'tunix-multi-turn[{extra}]' for JAX to use it",
     )  # pyformat: disable
-  elif mesh > len(found) and not _many(config):
+  elif mesh > len(listed) and not _many(config):
     yield Finding(
         "devices", "fail", f"{how}; the mesh has {mesh}",
         "lower mesh.data, mesh.fsdp, mesh.sequence or mesh.tensor, or start a"
@@ -98,7 +98,7 @@ def _many(config: config_lib.TrainConfig) -> bool:
 
 
 def preflight(facts: dict[str, Any], why: str) -> Iterator[Finding]:
-  """What a run refuses before it compiles anything, see run/preflight.py."""
+  """Yields what a run refuses before compiling; see run/preflight.py."""
   if why:
     yield Finding(
         "preflight", "warn", "not checked: it needs JAX", "mend the devices"

@@ -16,8 +16,8 @@ class Finding:
   Attributes:
     check: its name.
     status: ok; warn: the run begins, and may go badly; fail: it cannot.
-    found: on this machine.
-    fix: what to do, "" where nothing is wrong.
+    found: State of this machine.
+    fix: Advice, "" where nothing is wrong.
   """
 
   check: str
@@ -31,29 +31,29 @@ class Finding:
 
 
 def failed(findings: Sequence[Finding]) -> bool:
-  return any(found.status == "fail" for found in findings)
+  return any(finding.status == "fail" for finding in findings)
 
 
 def as_dict(findings: Sequence[Finding]) -> dict[str, Any]:
   """The findings for programs."""
   return {
       "ok": not failed(findings),
-      "findings": [dataclasses.asdict(found) for found in findings],
+      "findings": [dataclasses.asdict(finding) for finding in findings],
   }
 
 
 def text_of(findings: Sequence[Finding]) -> str:
   """The findings for people, 80 columns wide."""
-  width = max((len(found.check) for found in findings), default=0)
+  width = max((len(finding.check) for finding in findings), default=0)
   lines = []
-  for found in findings:
-    head = f"{found.status:4}  {found.check.ljust(width)}  "
+  for finding in findings:
+    head = f"{finding.status:4}  {finding.check.ljust(width)}  "
     lines += textwrap.wrap(
-        found.found, 80, initial_indent=head,
+        finding.found, 80, initial_indent=head,
         subsequent_indent=" " * len(head), break_long_words=False,
     )  # pyformat: disable
     lines += textwrap.wrap(
-        found.fix, 80, initial_indent=" " * len(head) + "-> ",
+        finding.fix, 80, initial_indent=" " * len(head) + "-> ",
         subsequent_indent=" " * len(head) + "   ", break_long_words=False,
         break_on_hyphens=False,
     )  # pyformat: disable

@@ -60,8 +60,8 @@ def available_bytes() -> int:
     text = pathlib.Path("/proc/meminfo").read_text(encoding="ascii")
   except OSError:
     return free
-  found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.M)
-  return min(free, int(found[1]) << 10) if found else free
+  match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.M)
+  return min(free, int(match[1]) << 10) if match else free
 
 
 def memory(
@@ -126,26 +126,26 @@ def disk(
 
 def extras_of(config: config_lib.TrainConfig) -> tuple[str, ...]:
   """Extras of this package that the run's settings need, its gym's left out."""
-  found: set[str] = set()
+  extras: set[str] = set()
   if config.monitor.on:
-    found.add("monitor")
+    extras.add("monitor")
   if config.rollout.via in ("proxy", "hosts", "buffer") or config.fleet.away:
-    found |= {"serve", "client"}
+    extras |= {"serve", "client"}
   if config.fleet.via == "ray":
-    found.add("ray")
+    extras.add("ray")
   if config.tracking.mlflow or config.tracking.wandb != "off":
-    found.add("tracking")
+    extras.add("tracking")
   name = config.policy.name
   if name in policy_settings.PRETRAINED or policy_settings.is_gguf(name):
-    found.add("pretrained")
-  return tuple(sorted(found))
+    extras.add("pretrained")
+  return tuple(sorted(extras))
 
 
 def versions(extras: Sequence[str]) -> Iterator[Finding]:
   """Python and the packages that are needed, by this package's metadata.
 
   Args:
-    extras: of this package, whose packages are needed too.
+    extras: Extras of this package, whose packages are needed, too.
   """
   here = f"Python {platform.python_version()} at {sys.executable}"
   try:
@@ -179,8 +179,8 @@ def versions(extras: Sequence[str]) -> Iterator[Finding]:
         f" '{_CONSTRAINTS.parent}{what[len(PACKAGE):]}'"
     )
   if missing or wrong:
-    found = [f"not installed: {', '.join(missing)}"] if missing else []
-    yield Finding("versions", "fail", "; ".join([*found, *wrong]), install)
+    problems = [f"not installed: {', '.join(missing)}"] if missing else []
+    yield Finding("versions", "fail", "; ".join([*problems, *wrong]), install)
     return
   yield from _as_tested(here, there, install)
 

@@ -70,14 +70,14 @@ def servers(config: TrainConfig) -> Iterator[Finding]:
 
 def ports(config: TrainConfig) -> Iterator[Finding]:
   """Whether the run's own servers can bind their ports."""
-  wanted = []
+  bindings = []
   if config.rollout.via in ("proxy", "hosts", "buffer") or config.fleet.away:
-    wanted.append(("rollout.port", config.rollout.host, config.rollout.port))
+    bindings.append(("rollout.port", config.rollout.host, config.rollout.port))
   processes = config.processes
   host, _, port = processes.coordinator.rpartition(":")
   if port.isdigit() and processes.index in (-1, 0) and _is_here(host):
-    wanted.append(("processes.coordinator", host, int(port)))
-  for key, address, number in wanted:
+    bindings.append(("processes.coordinator", host, int(port)))
+  for key, address, number in bindings:
     shown = f"{key}: {address}:{number or 'any free port'}"
     try:
       http_server.listen(address, number).close()
@@ -93,9 +93,9 @@ def ports(config: TrainConfig) -> Iterator[Finding]:
 def _is_here(host: str) -> bool:
   """Whether the name is one of this machine's; another binds elsewhere."""
   try:
-    found = socket.gethostbyname(host)
+    address = socket.gethostbyname(host)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-      probe.bind((found, 0))
+      probe.bind((address, 0))
     return True
   except OSError:
     return False
@@ -106,14 +106,14 @@ def _is_here(host: str) -> bool:
 
 def tokens(config: TrainConfig) -> Iterator[Finding]:
   """Variables with tokens that the settings call for; none is shown."""
-  wanted: dict[str, str] = {}
+  needs: dict[str, str] = {}
   if config.monitor.url:
-    wanted[monitor_settings.TOKEN_VARIABLE] = "monitor.url"
+    needs[monitor_settings.TOKEN_VARIABLE] = "monitor.url"
   if config.rollout.agent == "run_service":
-    wanted[run_service.TOKEN_VARIABLE] = "run_service"
+    needs[run_service.TOKEN_VARIABLE] = "run_service"
   for key, name in _variables(config.to_dict(), ""):
-    wanted[name] = key
-  for name, key in wanted.items():
+    needs[name] = key
+  for name, key in needs.items():
     if os.environ.get(name):
       yield Finding("token", "ok", f"${name} is set, for {key}")
     else:

@@ -25,12 +25,12 @@ def main() -> int:
   os.dup2(2, 1)
   argv = json.loads(sys.stdin.readline())["argv"]
   try:
-    found: dict[str, Any] = {"ready": _facts(argv)}
+    facts: dict[str, Any] = {"ready": _facts(argv)}
   except Exception as error:  # pylint: disable=broad-except
     # A driver fails in its own ways, all for the user to see.
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    found = {"fatal": text[:400]}
-  print(json.dumps(found), file=answer, flush=True)
+    facts = {"fatal": text[:400]}
+  print(json.dumps(facts), file=answer, flush=True)
   return 0
 
 

@@ -52,16 +52,16 @@ def _add_stages(
     tally: Tally, episodes: Iterable[trajectory_lib.Trajectory]
 ) -> None:
   """Adds seconds and turns of episodes that recorded their time."""
-  known = [t for t in episodes if "seconds" in t.metrics]
-  if not known:
+  timed = [t for t in episodes if "seconds" in t.metrics]
+  if not timed:
     return
-  tally["timed"] = len(known)
-  tally[f"{_MOST}seconds"] = max(_each(known, "seconds"))
-  tally["timed_turns"] = sum(t.num_turns for t in known)
+  tally["timed"] = len(timed)
+  tally[f"{_MOST}seconds"] = max(_each(timed, "seconds"))
+  tally["timed_turns"] = sum(t.num_turns for t in timed)
   for name in ("seconds", "seconds_model", "seconds_env", "seconds_setup"):
-    tally[name] = math.fsum(_each(known, name))
+    tally[name] = math.fsum(_each(timed, name))
   # Absent of outside agents.
-  tally["set_up"] = sum("seconds_setup" in t.metrics for t in known)
+  tally["set_up"] = sum("seconds_setup" in t.metrics for t in timed)
 
 
 def _add_outcomes(

@@ -3,7 +3,7 @@
 A line an episode, written when it ends, under its key (mode, place of the task,
 task id, attempt). Of two lines with one key the later one holds.
 
-Promises: what was written before a kill is there after it; a torn last line is
+Promises: what was written before a kill is kept; a torn last line is
 dropped. (A power loss may take the newest lines: those episodes are played
 again.)
 """
@@ -32,7 +32,7 @@ class Outcome:
 
   Attributes:
     mode, index, task_id, attempt: its key.
-    family: of the task.
+    family: Family of the task.
     status: how it ended.
     success: whether the gym called the task solved.
     valid: whether the policy decided how it ended.
@@ -41,8 +41,8 @@ class Outcome:
     tokens: sampled.
     seconds: wall time, and by `model` and `env`.
     error: text of what broke it, "" for nothing.
-    trajectory_id: in trajectories.jsonl.
-    time: of its end, since the epoch.
+    trajectory_id: Id in trajectories.jsonl.
+    time: Time of its end, since the epoch.
   """
 
   mode: str
@@ -76,8 +76,8 @@ class Outcome:
     """The outcome of a finished trajectory.
 
     Args:
-      key: of it.
-      family: of its task.
+      key: Key of the episode.
+      family: Family of its task.
       episode: the trajectory.
       tokens: sampled, where the trajectory has no record of them.
     """
@@ -125,7 +125,7 @@ class Journal:
   """The file of one evaluation. Thread-safe; `close` it."""
 
   def __init__(self, directory: pathlib.Path):
-    """Reads what is there.
+    """Reads the outcomes of an earlier start.
 
     Raises:
       OSError: the disk's.
@@ -158,12 +158,12 @@ class Journal:
 
 def load(directory: pathlib.Path) -> dict[Key, Outcome]:
   """The outcomes in a directory, by key; {} without the file."""
-  found: dict[Key, Outcome] = {}
+  outcomes: dict[Key, Outcome] = {}
   for line in files.read_lines(directory / NAME):
     if _FIELDS <= set(line):
       outcome = Outcome(**{name: line[name] for name in _FIELDS})
-      found[outcome.key] = outcome
-  return found
+      outcomes[outcome.key] = outcome
+  return outcomes
 
 
 def statistics_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def statistics_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
   "seconds_env"}, those that were measured.
   """
   valid = [one for one in outcomes if one.valid]
-  found = {
+  values_of = {
       "turns": [float(one.turns) for one in valid],
       "tokens": [float(one.tokens) for one in valid if one.tokens],
       "tokens_per_turn": [
@@ -187,7 +187,7 @@ def statistics_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
           for name in ("model", "env")
       },
   }
-  return {name: _spread(values) for name, values in found.items() if values}
+  return {name: _spread(values) for name, values in values_of.items() if values}
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

@@ -92,7 +92,7 @@ def rewrite_lines(
   Raises:
     OSError: the disk's; the old file is as it was.
   """
-  kept = damaged = 0
+  remaining = damaged = 0
   partial = path.with_name(f"{path.name}.part")
   try:
     with (
@@ -108,7 +108,7 @@ def rewrite_lines(
           damaged += bool(line.strip())
         elif keep(data):
           new.write(line if line.endswith("\n") else line + "\n")
-          kept += 1
+          remaining += 1
     partial.replace(path)
   except BaseException:
     partial.unlink(missing_ok=True)
@@ -117,6 +117,6 @@ def rewrite_lines(
     _LOG.warning(
         "%s: %d lines are no JSON objects and were left out; the %d others"
         " stay",
-        path, damaged, kept,
+        path, damaged, remaining,
     )  # pyformat: disable
-  return kept
+  return remaining

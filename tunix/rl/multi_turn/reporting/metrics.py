@@ -518,7 +518,7 @@ def engine_metrics(
     before: `stats()` at the previous step, {} at the first.
     after: `stats()` now.
     seconds: wall time between the two.
-    engines: whose counters the two are the sums of.
+    engines: Number of engines whose counters were added up.
   """
   seconds = max(seconds, 1e-9)
 
@@ -550,16 +550,16 @@ def engine_metrics(
   return out
 
 
-def over_processes(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def over_processes(readings: Sequence[Mapping[str, float]]) -> dict[str, float]:
   """The run's value of each reading, from each process's.
 
   Args:
-    found: of each process. Of a pooled metric all have the same value.
+    readings: Readings of each process; a pooled metric has one value in all.
   """
-  names = dict.fromkeys(name for one in found for name in one)
+  names = dict.fromkeys(name for one in readings for name in one)
   out = {}
   for name in names:
-    values = [one[name] for one in found if name in one]
+    values = [one[name] for one in readings if name in one]
     match METRICS[name].processes if name in METRICS else "pooled":
       case "sum":
         out[name] = sum(values)

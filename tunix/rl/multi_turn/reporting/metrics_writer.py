@@ -52,16 +52,16 @@ class MetricsWriter:
 
   def _keep(self, resume_step: int) -> None:
     """Leaves the lines of steps up to this one, each step once."""
-    seen: set[int] = set()
+    steps: set[int] = set()
 
     def keep(line: dict[str, Any]) -> bool:
       step = line.get("step")
-      if not isinstance(step, int) or step > resume_step or step in seen:
+      if not isinstance(step, int) or step > resume_step or step in steps:
         return False
-      seen.add(step)
+      steps.add(step)
       if step == resume_step:
-        beside = ("step", "version", "time")
-        self.last = {k: v for k, v in line.items() if k not in beside}
+        keys = ("step", "version", "time")
+        self.last = {k: v for k, v in line.items() if k not in keys}
       return True
 
     files.rewrite_lines(self._path, keep)

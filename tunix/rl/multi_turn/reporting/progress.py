@@ -35,9 +35,9 @@ def duration(seconds: float) -> str:
   seconds = int(round(max(0.0, seconds)))
   if seconds < 60:
     return f"{seconds}s"
-  minutes, rest = divmod(seconds, 60)
+  minutes, remainder = divmod(seconds, 60)
   if minutes < 60:
-    return f"{minutes}m{rest:02d}s"
+    return f"{minutes}m{remainder:02d}s"
   return f"{minutes // 60}h{minutes % 60:02d}m"
 
 
@@ -64,7 +64,7 @@ class ProgressBar:
 
       total: learner steps of the run.
       config: `progress` and `progress_s`.
-      stream: where to write; None = stderr.
+      stream: Stream to write to; None = stderr.
       start: steps already made, when resuming.
     """
     self._stream = stream or sys.stderr
@@ -121,12 +121,12 @@ class ProgressBar:
       self._beside(bar, figures)
     elif now - self._last_line >= self._interval or event.step >= self._total:
       self._last_line = now
-      done = event.step - self._start
-      left = ""
-      if 0 < done and event.step < self._total:
-        pace = (now - self._first) / done
-        left = f"eta {duration(pace * (self._total - event.step))}"
-      parts = [f"step {event.step}/{self._total}", *figures, left]
+      updates = event.step - self._start
+      eta = ""
+      if 0 < updates and event.step < self._total:
+        pace = (now - self._first) / updates
+        eta = f"eta {duration(pace * (self._total - event.step))}"
+      parts = [f"step {event.step}/{self._total}", *figures, eta]
       self._print(" · ".join(filter(None, parts)))
 
   def _figures(self, metrics: Mapping[str, float]) -> list[str]:

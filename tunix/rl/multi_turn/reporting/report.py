@@ -99,17 +99,37 @@ def page(title: str, parts: Sequence[str]) -> str:
   head = [
       "<!doctype html><html lang=en><head><meta charset=utf-8>",
       "<meta name=viewport content='width=device-width,initial-scale=1'>",
-      f"<title>{html.escape(title)}</title><style>{style}</style></head><body>",
+      f"<title>{_esc(title)}</title><style>{style}</style></head><body>",
   ]
   return "\n".join(p for p in (*head, *parts, "</body></html>") if p)
 
 
+def _esc(value: object) -> str:
+  return html.escape(str(value), quote=True)
+
+
+def _row(*cells: object, tag: str = "td") -> str:
+  """A table's row of cells that are HTML."""
+  return f"<tr>{''.join(f'<{tag}>{cell}</{tag}>' for cell in cells)}</tr>"
+
+
+def _table(head: Sequence[str], rows: Sequence[str]) -> str:
+  return f"<table>{_row(*head, tag='th')}{''.join(rows)}</table>"
+
+
+def _card(title: str, *parts: str) -> str:
+  return f"<h2>{title}</h2><div class=card>{''.join(parts)}</div>"
+
+
+def _folded(title: str, summary: str, content: str) -> str:
+  return (
+      f"<h2>{title}</h2><details class=card><summary>{summary}</summary>"
+      f"{content}</details>"
+  )
+
+
 def heading(run: run_data.RunDirectory) -> str:
   """The run's name and state."""
-  return f"<h1>{html.escape(run.name)}</h1>{_subtitle(run)}"
-
-
-def _subtitle(run: run_data.RunDirectory) -> str:
   summary = run.summary
   words = [str(summary.get("status", "unfinished"))]
   if isinstance(summary.get("started"), (int, float)):
@@ -119,12 +139,11 @@ def _subtitle(run: run_data.RunDirectory) -> str:
     words.append(f"{progress.duration(summary['seconds'])} in all")
   if summary.get("error"):
     words.append(str(summary["error"]))
-  lines = [f"<p class=faint>{html.escape(' · '.join(words))}</p>"]
+  lines = [f"<p class=faint>{_esc(' · '.join(words))}</p>"]
   lines += [
-      f"<p class=bad>{html.escape(str(note))}</p>"
-      for note in summary.get("notes") or ()
+      f"<p class=bad>{_esc(note)}</p>" for note in summary.get("notes") or ()
   ]
-  return "".join(lines)
+  return f"<h1>{_esc(run.name)}</h1>{''.join(lines)}"
 
 
 def tiles(run: run_data.RunDirectory) -> str:
@@ -155,15 +174,12 @@ def tiles(run: run_data.RunDirectory) -> str:
   _, speed = run.series("rollout_tokens_per_second")
   if speed:
     shown.append((f"{sum(speed) / len(speed):.0f}", "sampled tokens/s, mean"))
-  return (
-      "<div class=tiles>"
-      + "".join(
-          f"<div class='card tile'><b>{html.escape(value)}</b>"
-          f"<span>{html.escape(label)}</span></div>"
-          for value, label in shown
-      )
-      + "</div>"
-  )
+  cards = [
+      f"<div class='card tile'><b>{_esc(value)}</b><span>{_esc(label)}</span>"
+      "</div>"
+      for value, label in shown
+  ]
+  return f"<div class=tiles>{''.join(cards)}</div>"
 
 
 def _seconds(run: run_data.RunDirectory) -> str:
@@ -177,16 +193,17 @@ def _seconds(run: run_data.RunDirectory) -> str:
   for who, parts in time_metrics.ACCOUNTS.items():
     shares = {p: sum(m.get(f"time/{p}") or 0.0 for m in steps) for p in parts}
     if any(shares.values()):
-      told = ", ".join(
+      percentages = ", ".join(
           f"{part.rpartition('_')[2]} {seconds / total:.0%}"
           for part, seconds in shares.items()
           if seconds >= 0.005 * total
       )
-      rows.append(f"<tr><th>{who}</th><td>{told}</td></tr>")
+      rows.append(f"<tr><th>{who}</th><td>{percentages}</td></tr>")
   mean = total / len(steps)
-  return (
-      f"<h2>Time</h2><div class=card><p class=faint>{mean:.2f} s a step, mean"
-      f" of {len(steps)}</p><table>{''.join(rows)}</table></div>"
+  return _card(
+      "Time",
+      f"<p class=faint>{mean:.2f} s a step, mean of {len(steps)}</p>",
+      f"<table>{''.join(rows)}</table>",
   )
 
 
@@ -249,15 +266,14 @@ def training_curve(run: run_data.RunDirectory) -> str:
       height=300,
   )
   keys = "".join(
-      f'<span class="key c{line.colour}"><i></i>'
-      f"{html.escape(line.label)}</span>"
+      f'<span class="key c{line.colour}"><i></i>{_esc(line.label)}</span>'
       for line in lines
   )
-  return (
-      "<h2>Training episodes</h2><div class=card>"
+  return _card(
+      "Training episodes",
       f"<div class=legend>{keys}<span class=faint>thin: one update; thick:"
-      " running mean; circles: held-out evaluation, 95 %"
-      f" interval</span></div>{chart}</div>"
+      " running mean; circles: held-out evaluation, 95 % interval</span></div>",
+      chart,
   )
 
 
@@ -302,24 +318,20 @@ def evaluations(run: run_data.RunDirectory) -> str:
       for m in ("greedy", "sampled")
       if any(m in run.evaluations[n] for n in names)
   ]
-  rows = []
-  for name in names:
-    results = run.evaluations[name]
-    cells = "".join(f"<td>{_rate(results.get(m))}</td>" for m in modes)
-    rows.append(
-        f"<tr><td>{html.escape(name)}</td>{cells}"
-        f"<td>{int(results.get('episodes', 0))}</td>"
-        f"<td>{int(results.get('invalid', 0))}</td></tr>"
-    )
-  head = "".join(f"<th>{m}</th>" for m in modes)
-  return (
-      "<h2>Evaluation on held-out seeds</h2><div class=card>"
-      + svg.legend([label for label, _ in series])
-      + chart
-      + f"<table><tr><th>evaluation</th>{head}<th>episodes</th>"
-      "<th>invalid</th></tr>"
-      + "".join(rows)
-      + "</table></div>"
+  rows = [
+      _row(
+          _esc(name),
+          *(_rate(results.get(mode)) for mode in modes),
+          int(results.get("episodes", 0)),
+          int(results.get("invalid", 0)),
+      )
+      for name, results in run.evaluations.items()
+  ]
+  return _card(
+      "Evaluation on held-out seeds",
+      svg.legend([label for label, _ in series]),
+      chart,
+      _table(["evaluation", *modes, "episodes", "invalid"], rows),
   )
 
 
@@ -338,20 +350,16 @@ def _attempts(run: run_data.RunDirectory) -> str:
     for kind, label in (("pass_at_k", "pass@"), ("pass_hat_k", "pass^")):
       for k, figures in (results.get(kind) or {}).items():
         low, high = figures["interval"]
-        rows.append(
-            f"<tr><td>{html.escape(name)}</td>"
-            f"<td>{label}{html.escape(k)}</td>"
-            f"<td>{figures['rate']:.3f} <small>[{low:.2f}, {high:.2f}]</small>"
-            f"</td><td>{int(figures['tasks'])}</td></tr>"
-        )
+        rows.append(_row(
+            _esc(name),
+            f"{label}{_esc(k)}",
+            f"{figures['rate']:.3f} <small>[{low:.2f}, {high:.2f}]</small>",
+            int(figures["tasks"]),
+        ))
   if not rows:
     return ""
-  return (
-      "<h2>Several attempts</h2><div class=card><table><tr><th>evaluation</th>"
-      "<th>figure</th><th>rate</th><th>tasks</th></tr>"
-      + "".join(rows)
-      + "</table></div>"
-  )
+  head = ("evaluation", "figure", "rate", "tasks")
+  return _card("Several attempts", _table(head, rows))
 
 
 def _comparison(run: run_data.RunDirectory) -> str:
@@ -359,31 +367,29 @@ def _comparison(run: run_data.RunDirectory) -> str:
   compared = run.evaluation.get("comparison")
   if not isinstance(compared, dict) or not compared.get("modes"):
     return ""
-  parts = [
-      "<h2>Compared with"
-      f" {html.escape(str(compared.get('with')))}</h2><div class=card>"
-  ]
+  parts = []
   for mode, one in compared["modes"].items():
     span = one["interval"] or (-1.0, 1.0)
     parts.append(
-        f"<h3>{html.escape(mode)}</h3><p>{one['rate']:.3f} against"
+        f"<h3>{_esc(mode)}</h3><p>{one['rate']:.3f} against"
         f" {one['their_rate']:.3f}: {one['difference']:+.3f}"
         f" <small>[{span[0]:+.3f}, {span[1]:+.3f}]</small> over"
         f" {int(one['tasks'])} tasks, {int(one['better'])} better,"
         f" {int(one['worse'])} worse, p = {one['p']:.3g}</p>"
     )
-    rows = "".join(
-        f"<tr><td>{html.escape(str(t['family']))}</td>"
-        f"<td>{html.escape(str(t['task_id']))}</td>"
-        f"<td>{t['their_rate']:.3f}</td><td>{t['rate']:.3f}</td></tr>"
+    rows = [
+        _row(
+            _esc(t["family"]),
+            _esc(t["task_id"]),
+            f"{t['their_rate']:.3f}",
+            f"{t['rate']:.3f}",
+        )
         for t in one["changed"][:_CHANGED]
-    )
+    ]
     if rows:
-      parts.append(
-          "<table><tr><th>family</th><th>changed task</th><th>there</th>"
-          f"<th>here</th></tr>{rows}</table>"
-      )
-  return "".join([*parts, "</div>"])
+      head = ("family", "changed task", "there", "here")
+      parts.append(_table(head, rows))
+  return _card(f"Compared with {_esc(compared.get('with'))}", *parts)
 
 
 # --- film strips -------------------------------------------------------------
@@ -398,7 +404,7 @@ def _films(
   parts = ["<h2>Episodes</h2>"]
   for story in stories:
     parts.append("<div class=card>")
-    parts.append(f"<h3>{html.escape(story[0].family or 'task')}</h3>")
+    parts.append(f"<h3>{_esc(story[0].family or 'task')}</h3>")
     parts += [film(run, episode, config) for episode in story]
     parts.append("</div>")
   return "\n".join(parts)
@@ -412,15 +418,15 @@ def film(
   """An episode's screens in a row, with what was done on each.
 
   Args:
-    run: where its screenshots are.
-    episode: of the run.
+    run: Source of its screenshots.
+    episode: Episode of the run.
     config: `film_turns` and `image_width`.
   """
   good = "good" if episode.success else "bad"
   title = (
-      f"<p><span class={good}>{html.escape(episode.status.value)}</span>"
-      f" “{html.escape(_cut(episode.instruction))}”"
-      f" <small>{html.escape(episode.split)}, weights version"
+      f"<p><span class={good}>{_esc(episode.status.value)}</span>"
+      f" “{_esc(_cut(episode.instruction))}”"
+      f" <small>{_esc(episode.split)}, weights version"
       f" {episode.version}, reward {episode.reward:g}</small></p>"
   )
   frames = episode.frames
@@ -428,8 +434,8 @@ def film(
   shown = frames if len(frames) <= most else frames[: most - 1]
   figures = [figure(run, frame, width) for frame in shown]
   if len(frames) > most:
-    left = len(frames) - most
-    figures.append(f"<figure><div class=none>{left} more</div></figure>")
+    hidden = len(frames) - most
+    figures.append(f"<figure><div class=none>{hidden} more</div></figure>")
     figures.append(figure(run, frames[-1], width))
   return f"{title}<div class=strip>{''.join(figures)}</div>"
 
@@ -438,8 +444,8 @@ def figure(images: Images, frame: run_data.Frame, width: int) -> str:
   """A turn: its screen with what was done on it, and the completion."""
   uri = data_uri(images, frame, width)
   if frame.image is None:
-    seen = html.escape(_cut(frame.seen))
-    picture = f"<div class=seen>{seen}</div>" if seen else ""
+    observation = _esc(_cut(frame.observed))
+    picture = f"<div class=seen>{observation}</div>" if observation else ""
   elif uri is None:
     picture = "<div class=none>screenshot not kept</div>"
   else:
@@ -447,11 +453,11 @@ def figure(images: Images, frame: run_data.Frame, width: int) -> str:
         uri, frame.image.width, frame.image.height, frame.actions
     )
   acts = ", ".join(run_data.describe_action(a) for a in frame.actions)
-  lines = [f"<b>{html.escape(frame.label)}</b> {html.escape(_cut(acts))}"]
+  lines = [f"<b>{_esc(frame.label)}</b> {_esc(_cut(acts))}"]
   if frame.note:
-    lines.append(f"<span class=bad>{html.escape(_cut(frame.note))}</span>")
+    lines.append(f"<span class=bad>{_esc(_cut(frame.note))}</span>")
   if frame.text:
-    lines.append(f"<span class=say>{html.escape(_cut(frame.text))}</span>")
+    lines.append(f"<span class=say>{_esc(_cut(frame.text))}</span>")
   return (
       f"<figure>{picture}<figcaption>{'<br>'.join(lines)}</figcaption></figure>"
   )
@@ -463,7 +469,7 @@ def _cut(text: str) -> str:
 
 
 class Images(Protocol):
-  """Where screenshots are; a run directory is one."""
+  """Source of screenshots; a run directory is one."""
 
   def open_image(self, ref: trajectory_lib.ImageRef) -> Any | None:
     """A PIL image; None when it is not there."""
@@ -501,11 +507,11 @@ def readings(
     if not line.x:
       continue
     metric = metrics_lib.METRICS.get(name)
-    unit = f" <small>{html.escape(metric.unit)}</small>" if metric else ""
-    tip = html.escape(metric.meaning if metric else "", quote=True)
+    unit = f" <small>{_esc(metric.unit)}</small>" if metric else ""
+    tip = _esc(metric.meaning if metric else "")
     chart = svg.line_chart([line], width=330, height=130)
     cards.append(
-        f'<div class=card title="{tip}"><h3>{html.escape(name)}{unit}</h3>'
+        f'<div class=card title="{tip}"><h3>{_esc(name)}{unit}</h3>'
         f"{chart}</div>"
     )
   if not cards:
@@ -518,28 +524,21 @@ def _troubles(run: run_data.RunDirectory) -> str:
   for kind in ("episodes", "groups", "faults"):
     counts = run.summary.get(kind) or {}
     for name, count in sorted(counts.items()):
-      rows.append(
-          f"<tr><td>{kind}</td><td>{html.escape(str(name))}</td>"
-          f"<td>{html.escape(str(count))}</td></tr>"
-      )
+      rows.append(_row(kind, _esc(name), _esc(count)))
   if not rows:
     return ""
-  return (
-      "<h2>Counts</h2><details class=card><summary>How episodes and groups"
-      " ended, and which faults were contained</summary><table><tr>"
-      "<th>kind</th><th>outcome</th><th>count</th></tr>"
-      + "".join(rows)
-      + "</table></details>"
+  return _folded(
+      "Counts",
+      "How episodes and groups ended, and which faults were contained",
+      _table(("kind", "outcome", "count"), rows),
   )
 
 
 def _config(run: run_data.RunDirectory) -> str:
   if not run.config:
     return ""
-  return (
-      "<h2>Configuration</h2><details class=card><summary>config.yaml"
-      f"</summary><pre>{html.escape(run.config)}</pre></details>"
-  )
+  content = f"<pre>{_esc(run.config)}</pre>"
+  return _folded("Configuration", "config.yaml", content)
 
 
 def main(argv: Sequence[str]) -> int:

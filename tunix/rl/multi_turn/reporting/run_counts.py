@@ -30,7 +30,7 @@ from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 KINDS = ("episodes", "groups", "faults")
 _ATTEMPT = re.compile(r"-r\d+$")
 _REMEMBERED = 4096  # Settled groups whose late faults still are theirs.
-_RECORDED = 1024  # Of these in a checkpoint, where later parts may come.
+_RECORDED = 1024  # Settled groups in a checkpoint, for their later parts.
 
 Counts = dict[str, collections.Counter[str]]
 
@@ -71,7 +71,7 @@ class RunCounts:
   def __init__(self, parts: int = 1):
     """Args:
 
-      parts: that each training group comes in.
+      parts: Number of parts of each training group.
     """
     self._in_parts = parts > 1
     # Where groups come in parts: what of a group was counted, by its key.
@@ -125,9 +125,9 @@ class RunCounts:
     return self._open.setdefault(key, _new())
 
   def _settle(self, key: str) -> None:
-    found = self._open.pop(key, None)
-    if found is not None:
-      _add(self._settled, found)
+    group = self._open.pop(key, None)
+    if group is not None:
+      _add(self._settled, group)
     self._recent[key] = None
     if len(self._recent) > _REMEMBERED:
       self._seen.pop(self._recent.popitem(last=False)[0], None)
@@ -137,10 +137,10 @@ class RunCounts:
     key = _key(group)
     if not (self._in_parts and key):
       return True
-    seen = self._seen.setdefault(key, set())
+    parts = self._seen.setdefault(key, set())
     what = what.removeprefix(key)
-    first = what not in seen
-    seen.add(what)
+    first = what not in parts
+    parts.add(what)
     return first
 
   def totals(self) -> dict[str, dict[str, int]]:
@@ -166,19 +166,21 @@ class RunCounts:
     with self._lock:
       return _total(self._evaluating[1])
 
-  def set_training_of_others(self, found: Iterable[Mapping[str, Any]]) -> None:
+  def set_training_of_others(
+      self, of_processes: Iterable[Mapping[str, Any]]
+  ) -> None:
     """Takes what each other process has counted in training so far."""
     with self._lock:
       self._others = _new()
-      for counts in found:
+      for counts in of_processes:
         _add(self._others, _new(counts))
 
   def add_evaluation_of_others(
-      self, found: Iterable[Mapping[str, Any]]
+      self, of_processes: Iterable[Mapping[str, Any]]
   ) -> None:
     """Adds what each other process has counted in the present evaluation."""
     with self._lock:
-      for counts in found:
+      for counts in of_processes:
         _add(self._evaluating[1], _new(counts))
 
   # --- what a kill must not change -------------------------------------------
@@ -206,10 +208,10 @@ class RunCounts:
       state: Mapping[str, Any] | None,
       stored: Iterable[trajectory_lib.TrajectoryGroup] | None,
   ) -> None:
-    """Counts of training as of a checkpoint and a queue's store.
+    """Restores the counts of training from a checkpoint and a queue's store.
 
     Args:
-      state: as of `training`; None without a checkpoint.
+      state: Result of `training`; None without a checkpoint.
       stored: groups that the run need not collect again; None where nothing
         keeps any.
     """
@@ -217,20 +219,20 @@ class RunCounts:
     accepted = state.get("accepted") or {}
     with self._lock:
       self._settled = _new(state.get("settled"))
-      seen = (state.get("seen") or {}) if self._in_parts else {}
-      self._seen = {key: set(names) for key, names in seen.items()}
+      parts = (state.get("seen") or {}) if self._in_parts else {}
+      self._seen = {key: set(names) for key, names in parts.items()}
       self._recent.clear()
-      self._recent.update((k, None) for k in seen if k not in accepted)
-      self._open, known = {}, set()
+      self._recent.update((k, None) for k in parts if k not in accepted)
+      self._open, stored_keys = {}, set()
       for group in stored or ():
         key = _key(group.group_id)
-        known.add(key)
+        stored_keys.add(key)
         if key in accepted and key not in self._open:
           self._open[key] = _new(accepted[key])
         if key not in accepted or self._in_parts:
           self._add_stored(self._of(key), group)
       for key in accepted if stored is not None else ():
-        if key not in known:  # Dropped after the checkpoint.
+        if key not in stored_keys:  # Dropped after the checkpoint.
           _add(self._settled, _new(accepted[key]))
           self._settled["groups"]["dropped"] += 1
 
@@ -238,8 +240,8 @@ class RunCounts:
       self, counts: Counts, group: trajectory_lib.TrajectoryGroup
   ) -> None:
     """Adds a stored group, or what of it was not counted before."""
-    beside = () if group.greedy is None else (group.greedy,)
-    for member in (*group, *beside):
+    extra = () if group.greedy is None else (group.greedy,)
+    for member in (*group, *extra):
       if self._first(group.group_id, member.trajectory_id):
         counts["episodes"][f"train/{member.status.value}"] += 1
     if self._first(group.group_id, "accepted"):

@@ -26,7 +26,7 @@ class Frame:
     text: the policy's completion.
     note: faults of this turn, "" for none.
     label: "turn 1", or the outcome for the last screen.
-    seen: the text that the policy answered, where it saw no screen.
+    observed: the text that the policy answered, where it saw no screen.
   """
 
   image: trajectory_lib.ImageRef | None
@@ -34,12 +34,12 @@ class Frame:
   text: str
   note: str
   label: str
-  seen: str = ""
+  observed: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class ShownEpisode:
-  """One line of trajectories.jsonl, as far as it is shown."""
+  """The parts of a line of trajectories.jsonl that are shown."""
 
   index: int
   split: str
@@ -70,7 +70,7 @@ class RunDirectory:
   """The content of a run directory.
 
   Attributes:
-    directory: where.
+    directory: Its path.
     summary: summary.json, {} without one.
     metrics: lines of metrics.jsonl in order of their step.
     episodes: kept episodes in order of time.
@@ -92,12 +92,12 @@ class RunDirectory:
   @property
   def evaluations(self) -> dict[str, dict[str, Any]]:
     """Evaluations that have a rate, in the order they were made."""
-    found = self.summary.get("eval")
-    if not isinstance(found, dict):
+    by_name = self.summary.get("eval")
+    if not isinstance(by_name, dict):
       return {}
     usable = {
         name: results
-        for name, results in found.items()
+        for name, results in by_name.items()
         if isinstance(results, dict)
         and results.get("success_rate") is not None
     }
@@ -144,9 +144,9 @@ def _runs_in(directory: pathlib.Path) -> str:
   """Newest of the runs that a directory holds, or is the policy of; "" """
   if (directory.parent / "summary.json").is_file():
     return f"the run, {directory.parent}"
-  found = [path.parent for path in directory.glob("*/summary.json")]
-  found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-  return " or ".join(map(str, found[:3]))
+  runs = [path.parent for path in directory.glob("*/summary.json")]
+  runs.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+  return " or ".join(map(str, runs[:3]))
 
 
 def load(directory: str | pathlib.Path) -> RunDirectory:
@@ -235,23 +235,23 @@ def frames_of(trajectory: trajectory_lib.Trajectory) -> list[Frame]:
   """Its turns, and the last screen with the outcome."""
   frames = []
   for number, step in enumerate(trajectory.steps, 1):
-    seen, said = None, ""
+    image, text = None, ""
     for message in step.chat_completions:
-      seen = _image(message.get("content")) or seen
+      image = _image(message.get("content")) or image
       if message.get("role") != "assistant":
-        said = _text(message.get("content")) or said
+        text = _text(message.get("content")) or text
     info = step.info if isinstance(step.info, dict) else {}
     actions = info.get("gui_actions") or ()
     notes = list(info.get("parse_errors") or ())
     notes += list(info.get("invalid_actions") or ())
     frames.append(
         Frame(
-            image=seen,
+            image=image,
             actions=tuple(a for a in actions if isinstance(a, dict)),
             text=str(step.model_response or ""),
             note="; ".join(dict.fromkeys(map(str, notes))),
             label=f"turn {number}",
-            seen="" if seen else said,
+            observed="" if image else text,
         )
     )
   if trajectory.steps:
@@ -270,9 +270,9 @@ def _image(value: Any) -> trajectory_lib.ImageRef | None:
     value = list(value.values())
   if isinstance(value, (list, tuple)):
     for inner in reversed(value):
-      found = _image(inner)
-      if found is not None:
-        return found
+      nested = _image(inner)
+      if nested is not None:
+        return nested
   return None
 
 
@@ -282,7 +282,7 @@ def choose_episodes(
   """Chooses episodes to draw: of each family an early failure, a late success.
 
   Args:
-    episodes: in order of time.
+    episodes: Episodes in order of time.
     count: at most this many episodes in all.
 
   Returns:
@@ -306,11 +306,11 @@ def choose_episodes(
       story = (failed[-1],)
     stories.append(story)
   stories.sort(key=lambda s: (-len(s), -max(len(e.frames) for e in s)))
-  chosen, left = [], count
+  chosen, remaining = [], count
   for story in stories:
-    if len(story) <= left:
+    if len(story) <= remaining:
       chosen.append(story)
-      left -= len(story)
+      remaining -= len(story)
   return chosen
 
 

@@ -2,7 +2,7 @@
 `watchdog`.
 
 The trackers, the writers of the run directory, the progress line, the report
-and the watchdog take these classes as they are.
+and the watchdog take these classes.
 
 Does not: import a tracker's package, or JAX.
 """

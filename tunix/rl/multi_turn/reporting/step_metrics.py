@@ -54,9 +54,9 @@ class Overlap:
     with self._lock:
       self._seen = True
       self._advance()
-      left = self._stage.pop(event.trajectory_id, "")
-      if left:
-        self._now_in[left] -= 1
+      stage = self._stage.pop(event.trajectory_id, "")
+      if stage:
+        self._now_in[stage] -= 1
       if event.stage:
         self._stage[event.trajectory_id] = event.stage
         self._now_in[event.stage] += 1
@@ -122,7 +122,8 @@ class StepMetrics:
 
       downstream: receives the events.
       queue, engine: of this process.
-      processes: that make the run. Each emits its StepFinished of every step,
+      processes: Processes of the run. Each emits its StepFinished of every
+        step,
         which waits until all have come to it, as the next step would.
     """
     self._downstream = downstream
@@ -143,8 +144,8 @@ class StepMetrics:
       with self._lock:
         self._refused += event.outcome != "accepted"
     elif isinstance(event, events.StepFinished):
-      found = self._processes.gather("readings", self._own(event))
-      event = dataclasses.replace(event, metrics=_of_all(found))
+      readings = self._processes.gather("readings", self._own(event))
+      event = dataclasses.replace(event, metrics=_of_all(readings))
     self._downstream.on_event(event)
 
   def _own(self, event: events.StepFinished) -> dict[str, Any]:
@@ -170,19 +171,19 @@ class StepMetrics:
     return own
 
 
-def _of_all(found: list[dict[str, Any]]) -> dict[str, float]:
+def _of_all(readings: list[dict[str, Any]]) -> dict[str, float]:
   """The run's readings, from each process's `_own`."""
-  befores, afters, seconds = zip(*(one["engine"] for one in found))
-  tally = episode_tally.added(one["tally"] for one in found)
+  befores, afters, seconds = zip(*(one["engine"] for one in readings))
+  tally = episode_tally.added(one["tally"] for one in readings)
   return {
       **episode_tally.readings(tally),
       **metrics.engine_metrics(
           _sum(befores),
           _sum(afters),
           max(seconds),
-          sum(one["engines"] for one in found),
+          sum(one["engines"] for one in readings),
       ),
-      **metrics.over_processes([one["readings"] for one in found]),
+      **metrics.over_processes([one["readings"] for one in readings]),
   }
 
 

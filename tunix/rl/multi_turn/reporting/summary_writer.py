@@ -50,7 +50,7 @@ class SummaryWriter:
       resume_step: continue an existing file at this step: its counts, and
         the evaluations of weights that the run still goes through; later
         steps and the end will come again. None = begin a new file.
-      last_metrics: of `resume_step`, where they are known.
+      last_metrics: Metrics of `resume_step`, if known.
       counts: receives the events it counts; a new one by default. Of an
         existing file it gets the counts of the evaluations that still hold,
         and those of training; who knows these better restores them after.
@@ -66,11 +66,11 @@ class SummaryWriter:
     self.counts = counts or run_counts.RunCounts()
     if resume_step is not None:
       old = _as_of(files.read_json(self._path), resume_step, last_metrics)
-      kept = old.get("counts", {})
+      tallies = old.get("counts", {})
       self.counts.restore_evaluations(
-          {k: v for k, v in kept.get("eval", {}).items() if k in old["eval"]}
+          {k: v for k, v in tallies.get("eval", {}).items() if k in old["eval"]}
       )
-      self.counts.restore_training({"settled": kept.get("training")}, None)
+      self.counts.restore_training({"settled": tallies.get("training")}, None)
     self._before = float(old.get("seconds") or 0.0)
     self._started = time.monotonic()
     self._data: dict[str, Any] = {
@@ -137,13 +137,13 @@ class SummaryWriter:
         more = self._extra()
       except Exception as error:  # pylint: disable=broad-except
         more = {"extra_error": repr(error)}
-    kept = {
+    former = {
         "training": self.counts.training()["settled"],
         "eval": self.counts.evaluations(),
     }
     files.write_json(
         self._path,
-        {**self._data, **self.counts.totals(), "counts": kept, **more},
+        {**self._data, **self.counts.totals(), "counts": former, **more},
         durably=durably,
     )
 

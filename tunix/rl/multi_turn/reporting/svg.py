@@ -49,31 +49,31 @@ def number(value: float) -> str:
 
 
 def ticks(
-    low: float, high: float, count: int = 5, *, whole: bool = False
+    low: float, high: float, count: int = 5, *, integers: bool = False
 ) -> list[float]:
   """Round numbers in [low, high]: `count` at most, and two at least.
 
   Args:
-    low: of the axis.
-    high: of the axis; [low] where it is no more than that.
-    count: with which no scale is crowded; more where only that gives two.
-    whole: integers only, one where there is no more.
+    low: Least value of the axis.
+    high: Largest value of the axis; [low] if it is not above `low`.
+    count: Most ticks of an uncrowded scale; exceeded if fewer than two fit.
+    integers: Integers only, one if no more fit.
   """
   span = high - low
   if not span > 0:
     return [low]
-  found: list[float] = []
+  values: list[float] = []
   size = 10 ** math.floor(math.log10(span / count))
   steps = [size * factor for factor in (10, 5, 2, 1, 0.5, 0.2, 0.1)]
   for step in steps:
-    if whole and step < 1:
+    if integers and step < 1:
       break
-    if len(found) > 1 and span / step > count:
+    if len(values) > 1 and span / step > count:
       break
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
-    found = [i * step for i in range(first, last + 1)]
-  return found
+    values = [i * step for i in range(first, last + 1)]
+  return values
 
 
 def line_chart(
@@ -119,8 +119,8 @@ def line_chart(
         f' text-anchor="end" x="{left - 6}" y="{py(y) + 4:.1f}">'
         f"{number(y)}</text>"
     )
-  whole = all(float(x).is_integer() for x in xs)
-  for x in ticks(x0, x1, max(2, width // 90), whole=whole):
+  integers = all(float(x).is_integer() for x in xs)
+  for x in ticks(x0, x1, max(2, width // 90), integers=integers):
     out.append(
         f'<text class="tick" text-anchor="middle" x="{px(x):.1f}"'
         f' y="{height - bottom + 16}">{number(x)}</text>'
@@ -166,8 +166,8 @@ def interval_bars(
   Args:
     groups: names below the clusters.
     series: (label, one (rate, low, high) or None a group).
-    width: of the picture, px.
-    height: of the picture, px.
+    width: Width of the picture, px.
+    height: Height of the picture, px.
   """
   if not groups or not series:
     return ""
@@ -228,8 +228,8 @@ def marked_screenshot(
 
   Args:
     data_uri: the picture.
-    width: of the screenshot, px; the actions' coordinates.
-    height: of the screenshot, px.
+    width: Width of the screenshot, px; the actions' coordinates.
+    height: Height of the screenshot, px.
     actions: GuiActions as JSON.
   """
   gestures = [

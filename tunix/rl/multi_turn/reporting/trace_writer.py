@@ -90,7 +90,7 @@ class TraceWriter:
   ):
     """Args:
 
-      directory: of the run. A resumed run writes a file of its own,
+      directory: Directory of the run. A resumed run writes a file of its own,
         trace-<step>.json.
       config: `profile_mib` of it.
       resume_step: step of the checkpoint that the run resumes from.

@@ -71,18 +71,18 @@ class EvalMedia:
     steps = one.steps
     family = str((one.task or {}).get("family", ""))
     if len(self.rows) < ROWS:
-      said = steps[-1].model_response if steps else ""
+      response = steps[-1].model_response if steps else ""
       self.rows.append((
           event.task_id, family, one.status.value, float(one.reward),
-          len(steps), (said or "")[:_RESPONSE],
+          len(steps), (response or "")[:_RESPONSE],
       ))  # pyformat: disable
     success = one.status is trajectory_lib.TrajectoryStatus.SUCCEEDED
-    kept = self._strips[success]
-    if len(kept) >= self._most:
+    strips = self._strips[success]
+    if len(strips) >= self._most:
       return
     if frames := _frames(steps):
       caption = f"{event.task_id}: {one.status.value}, reward {one.reward:g}"
-      kept.append(Strip(caption, success, frames))
+      strips.append(Strip(caption, success, frames))
 
   @property
   def strips(self) -> tuple[Strip, ...]:
@@ -93,7 +93,7 @@ class EvalMedia:
 
 def _frames(steps: Any) -> tuple[Frame, ...]:
   """The screens that the policy saw, in order, and the one that it left."""
-  found = []
+  frames = []
   for step in steps:
     image = _last_image(step.chat_completions)
     if image is None:
@@ -101,16 +101,16 @@ def _frames(steps: Any) -> tuple[Frame, ...]:
     actions = step.info.get("gui_actions") or [{}]
     place = actions[-1] if isinstance(actions[-1], Mapping) else {}
     x, y = place.get("x"), place.get("y")
-    found.append(Frame(image, None if x is None or y is None else (x, y)))
-  left = steps[-1].observation if steps else None
-  if isinstance(left, Mapping):
-    image = _image(left.get("screenshot", left.get("image")))
-    if image is not None and (not found or found[-1].image != image):
-      found.append(Frame(image, None))
-  if len(found) > _FRAMES:
-    chosen = np.linspace(0, len(found) - 1, _FRAMES).round().astype(int)
-    found = [found[i] for i in chosen]
-  return tuple(found)
+    frames.append(Frame(image, None if x is None or y is None else (x, y)))
+  final = steps[-1].observation if steps else None
+  if isinstance(final, Mapping):
+    image = _image(final.get("screenshot", final.get("image")))
+    if image is not None and (not frames or frames[-1].image != image):
+      frames.append(Frame(image, None))
+  if len(frames) > _FRAMES:
+    chosen = np.linspace(0, len(frames) - 1, _FRAMES).round().astype(int)
+    frames = [frames[i] for i in chosen]
+  return tuple(frames)
 
 
 def _last_image(messages: Any) -> trajectory_lib.ImageRef | None:

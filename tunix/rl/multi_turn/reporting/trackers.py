@@ -53,6 +53,12 @@ _STOP = object()
 _MOST_METRICS = 1000  # Of a request to MLflow.
 
 
+Pictures = Mapping[str, tuple[np.ndarray, str]]
+"""Name -> (uint8[H, W, 3], caption)."""
+Rows = list[tuple[Any, ...]]
+"""Rows with `tracker_media.COLUMNS`."""
+
+
 class Backend(Protocol):
   """A tracking service. One thread calls it; calls may raise or be slow."""
 
@@ -62,17 +68,8 @@ class Backend(Protocol):
   def scalars(self, step: int, values: Mapping[str, float]) -> None:
     ...
 
-  def media(
-      self,
-      step: int,
-      pictures: Mapping[str, tuple[np.ndarray, str]],
-      rows: list[tuple[Any, ...]],
-  ) -> None:
-    """Shows an evaluation's episodes.
-
-    `pictures` maps names to (uint8[H, W, 3], caption); `rows` have
-    `tracker_media.COLUMNS`.
-    """
+  def media(self, step: int, pictures: Pictures, rows: Rows) -> None:
+    """Shows an evaluation's episodes."""
 
   def finish(self, status: str) -> None:
     """`status` is "completed", "failed" or "interrupted"."""
@@ -95,7 +92,7 @@ class Tracker:
   ):
     """Args:
 
-      name: of the backend, for people.
+      name: Name of the backend, for people.
       open_: makes it; called by the tracker's thread.
       config: `close_timeout_s`, `max_pending`, `give_up_after` and
         `film_strips`.
@@ -198,7 +195,7 @@ class Tracker:
 
   def _following(self) -> list[tuple[int, Mapping[str, float]]]:
     """The steps' values that wait behind the present ones."""
-    found: list[tuple[int, Mapping[str, float]]] = []
+    steps: list[tuple[int, Mapping[str, float]]] = []
     while not self._ahead:
       try:
         call = self._queue.get_nowait()
@@ -207,8 +204,8 @@ class Tracker:
       if call is _STOP or call[0] != "scalars":
         self._ahead.append(call)
       else:
-        found.append(call[1:])
-    return found
+        steps.append(call[1:])
+    return steps
 
   def _show(
       self, backend: Backend, step: int, media: tracker_media.EvalMedia
@@ -241,27 +238,27 @@ def _numbers(
     values: Mapping[str, Any], prefix: str
 ) -> dict[str, float]:
   """The numbers of nested mappings, under their names joined by slashes."""
-  found: dict[str, float] = {}
+  numbers: dict[str, float] = {}
   for key, value in values.items():
     name = f"{prefix}/{key}"
     if isinstance(value, Mapping):
-      found |= _numbers(value, name)
+      numbers |= _numbers(value, name)
     elif hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
-      found[name] = float(value)
+      numbers[name] = float(value)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
-      found[name] = float(value)
-  return found
+      numbers[name] = float(value)
+  return numbers
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
   """Leaves of nested mappings, under their names joined by dots."""
-  found: dict[str, Any] = {}
+  leaves: dict[str, Any] = {}
   for key, value in values.items():
     if isinstance(value, Mapping) and value:
-      found |= _flat(value, f"{prefix}{key}.")
+      leaves |= _flat(value, f"{prefix}{key}.")
     else:
-      found[f"{prefix}{key}"] = value
-  return found
+      leaves[f"{prefix}{key}"] = value
+  return leaves
 
 
 # --- backends -----------------------------------------------------------------
@@ -273,7 +270,7 @@ class TensorBoard:
   def __init__(self, folder: pathlib.Path, resume_step: int | None):
     """Args:
 
-      folder: of the files.
+      folder: Folder of the files.
       resume_step: later steps are removed from the files; None for a new run.
     """
     writer = _import("tensorboardX", "tensorboardX")
@@ -294,12 +291,7 @@ class TensorBoard:
     for name, value in values.items():
       self._writer.add_scalar(name, value, step)
 
-  def media(
-      self,
-      step: int,
-      pictures: Mapping[str, tuple[np.ndarray, str]],
-      rows: list[tuple[Any, ...]],
-  ) -> None:
+  def media(self, step: int, pictures: Pictures, rows: Rows) -> None:
     for name, (pixels, caption) in pictures.items():
       self._writer.add_image(name, pixels, step, dataformats="HWC")
       self._writer.add_text(f"{name}/caption", caption, step)
@@ -336,10 +328,10 @@ class WeightsAndBiases:
   ):  # pyformat: disable
     """Args:
 
-      folder: that gets the folder `wandb`.
-      project: of W&B.
+      folder: Parent of the folder `wandb`.
+      project: Project at W&B.
       mode: "online" or "offline".
-      id_: of the run; a known one continues.
+      id_: Id of the run; a known one continues.
       close_s: deadline of its end.
     """
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -385,12 +377,7 @@ class WeightsAndBiases:
   def scalars(self, step: int, values: Mapping[str, float]) -> None:
     self._run.log({**values, "step": step})
 
-  def media(
-      self,
-      step: int,
-      pictures: Mapping[str, tuple[np.ndarray, str]],
-      rows: list[tuple[Any, ...]],
-  ) -> None:
+  def media(self, step: int, pictures: Pictures, rows: Rows) -> None:
     shown: dict[str, Any] = {
         name: self._wandb.Image(pixels, caption=caption)
         for name, (pixels, caption) in pictures.items()
@@ -420,7 +407,7 @@ class MLflow:
   ):
     """Args:
 
-      uri: of the tracking server: http(s)://host:port or sqlite:///file.
+      uri: Tracking server: http(s)://host:port or sqlite:///file.
       experiment: its name; made if it is new.
       identity: keeps the run's id.
       request_s: deadline of a request.
@@ -435,10 +422,10 @@ class MLflow:
     tracking = _import("mlflow.tracking", package)
     self._entities = _import("mlflow.entities", package)
     self._client = tracking.MlflowClient(tracking_uri=uri)
-    found = self._client.get_experiment_by_name(experiment)
+    existing = self._client.get_experiment_by_name(experiment)
     self._experiment = (
-        found.experiment_id
-        if found is not None
+        existing.experiment_id
+        if existing is not None
         else self._client.create_experiment(experiment)
     )
     self._identity = identity
@@ -446,10 +433,10 @@ class MLflow:
     self._unsent: list[Any] = []
 
   def start(self, run_name: str, config: Mapping[str, Any]) -> None:
-    known = self._identity.get("mlflow")
-    if known:
-      self._run = known
-      self._client.update_run(known, status="RUNNING")
+    run_id = self._identity.get("mlflow")
+    if run_id:
+      self._run = run_id
+      self._client.update_run(run_id, status="RUNNING")
       return  # MLflow refuses parameters that it has.
     run = self._client.create_run(self._experiment, run_name=run_name)
     self._run = run.info.run_id
@@ -483,12 +470,7 @@ class MLflow:
       self._client.log_batch(self._run, metrics=self._unsent[:_MOST_METRICS])
       del self._unsent[:_MOST_METRICS]
 
-  def media(
-      self,
-      step: int,
-      pictures: Mapping[str, tuple[np.ndarray, str]],
-      rows: list[tuple[Any, ...]],
-  ) -> None:
+  def media(self, step: int, pictures: Pictures, rows: Rows) -> None:
     """Nothing: artifacts of a database's runs would lie where this runs."""
 
   def finish(self, status: str) -> None:
@@ -552,39 +534,39 @@ def of_run(
 
   Args:
     config: the section `tracking`.
-    run_dir: of the run.
+    run_dir: Directory of the run.
     resume_step: step of the checkpoint that the run resumes from; None for a
       new run.
-    images: of the run, for film strips.
+    images: Images of the run, for film strips.
   """
   identity = _Identity(run_dir, resume_step is not None)
-  found = []
 
-  def add(name: str, open_: Callable[[], Backend]) -> None:
-    found.append(Tracker(name, open_, config, images))
-
-  if config.tensorboard:
-    add(
-        "TensorBoard",
-        lambda: TensorBoard(run_dir / "tensorboard", resume_step),
+  def open_wandb() -> Backend:
+    id_ = identity.get("wandb")
+    if id_ is None:
+      id_ = uuid.uuid4().hex[:12]
+      identity.set("wandb", id_)
+    return WeightsAndBiases(
+        run_dir, config.project, config.wandb, id_, config.close_timeout_s
     )
-  if config.wandb != "off":
 
-    def open_wandb() -> Backend:
-      id_ = identity.get("wandb")
-      if id_ is None:
-        id_ = uuid.uuid4().hex[:12]
-        identity.set("wandb", id_)
-      return WeightsAndBiases(
-          run_dir, config.project, config.wandb, id_, config.close_timeout_s,
-      )  # pyformat: disable
-
-    add("Weights & Biases", open_wandb)
-  if config.mlflow:
-    add(
-        "MLflow",
-        lambda: MLflow(
-            config.mlflow, config.project, identity, config.request_timeout_s
-        ),
-    )
-  return found
+  backends: list[tuple[bool, str, Callable[[], Backend]]] = [
+      (
+          config.tensorboard,
+          "TensorBoard",
+          lambda: TensorBoard(run_dir / "tensorboard", resume_step),
+      ),
+      (config.wandb != "off", "Weights & Biases", open_wandb),
+      (
+          bool(config.mlflow),
+          "MLflow",
+          lambda: MLflow(
+              config.mlflow, config.project, identity, config.request_timeout_s
+          ),
+      ),
+  ]
+  return [
+      Tracker(name, open_, config, images)
+      for is_on, name, open_ in backends
+      if is_on
+  ]

@@ -38,18 +38,18 @@ _STOP = object()
 
 def image_refs(record: Any) -> dict[str, trajectory_lib.ImageRef]:
   """Every screenshot in a trajectory's JSON, by hash."""
-  found: dict[str, trajectory_lib.ImageRef] = {}
+  refs: dict[str, trajectory_lib.ImageRef] = {}
   stack = [record]
   while stack:
     value = stack.pop()
     if isinstance(value, dict):
       sha = value.get("sha256")
-      if isinstance(sha, str) and sha not in found:
-        found[sha] = trajectory_lib.ImageRef.from_json(value)
+      if isinstance(sha, str) and sha not in refs:
+        refs[sha] = trajectory_lib.ImageRef.from_json(value)
       stack.extend(v for v in value.values() if isinstance(v, (dict, list)))
     elif isinstance(value, list):
       stack.extend(v for v in value if isinstance(v, (dict, list)))
-  return found
+  return refs
 
 
 class _Thinner:
@@ -242,20 +242,20 @@ class TrajectoryWriter:
     with self._lock:
       thin.stride *= 2
     lost: list[str] = []
-    kept = 0
+    remaining = 0
 
     def keep(line: dict[str, Any]) -> bool:
-      nonlocal kept
+      nonlocal remaining
       if line["split"] != split:
         return True
       if line["index"] % thin.stride == 0:
-        kept += 1
+        remaining += 1
         return True
       lost.extend(image_refs(line))
       return False
 
     files.rewrite_lines(self._path, keep)
-    thin.kept = kept
+    thin.kept = remaining
     for sha in lost:
       if self._references[sha] > 1:
         self._references[sha] -= 1
@@ -263,7 +263,7 @@ class TrajectoryWriter:
         (self._images / f"{sha}.png").unlink(missing_ok=True)
 
   def _recall(self) -> None:
-    """Continues the counts of the file that is there."""
+    """Continues the counts of an existing file."""
     last = {"train": -1, "eval": -1}
     step: dict[str, int] = {}
 

@@ -102,14 +102,14 @@ class Rules:
     if status is trajectory.TrajectoryStatus.CANCELLED:
       return []
     self._failed = 0 if status.is_policy_outcome else self._failed + 1
-    found = {}
+    diagnoses = {}
     if self._c.failed_episodes and self._failed >= self._c.failed_episodes:
-      found["environments"] = (
+      diagnoses["environments"] = (
           f"the last {self._failed} episodes were ended by infrastructure, the"
           f" newest as {status.value}: no environment or no engine works; see"
           " the faults in summary.json"
       )
-    return self._new(found, frozenset({"environments"}))
+    return self._new(diagnoses, frozenset({"environments"}))
 
   def first_episode(
       self, episode: trajectory.Trajectory, split: str = "train"
@@ -160,11 +160,11 @@ class Rules:
     ))]  # pyformat: disable
 
   def _new(
-      self, found: Mapping[str, str], judged: frozenset[str]
+      self, texts: Mapping[str, str], judged: frozenset[str]
   ) -> list[Finding]:
     """The rules that did not hold before."""
-    fresh = [Finding(r, m) for r, m in found.items() if r not in self._holding]
-    self._holding = (self._holding - judged) | set(found)
+    fresh = [Finding(r, m) for r, m in texts.items() if r not in self._holding]
+    self._holding = (self._holding - judged) | set(texts)
     return fresh
 
   def _without_gradient(self, m: Metrics) -> tuple[str, str] | None:

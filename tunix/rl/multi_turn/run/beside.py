@@ -81,7 +81,7 @@ class BesideEvaluations:
     """Begins an evaluation; none may be under way.
 
     Args:
-      name: in the summary.
+      name: Key of its results in the summary.
       step: the update whose weights are evaluated, at least the one before.
       state: its parameters, a copy.
     """
@@ -121,7 +121,7 @@ class BesideEvaluations:
     """(name, results) of an evaluation that has ended since the last call.
 
     Raises:
-      Exception: what ended it otherwise.
+      Exception: The failure that ended it.
     """
     now = self._now
     if now is None or not now.playing.done():

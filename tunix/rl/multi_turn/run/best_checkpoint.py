@@ -14,6 +14,7 @@ import dataclasses
 import pathlib
 from typing import Any, Mapping
 
+from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import evaluation_figures
 from tunix.rl.multi_turn.reporting import files
 
@@ -25,9 +26,9 @@ class Best:
   """The best update so far.
 
   Attributes:
-    step: its number.
-    metric: by which it was chosen.
-    value: its value.
+    step: Number of the update.
+    metric: Metric that chose it.
+    value: Value of the metric.
   """
 
   step: int
@@ -36,10 +37,10 @@ class Best:
 
 
 def load(directory: pathlib.Path) -> Best | None:
-  """The best update of a run; None where none was chosen.
+  """Returns the best update of a run; None where none was chosen.
 
   Raises:
-    ValueError: the file is damaged.
+    ConfigError: the file is damaged.
   """
   file = directory / NAME
   if not file.exists():
@@ -48,13 +49,13 @@ def load(directory: pathlib.Path) -> Best | None:
   try:
     return Best(int(data["step"]), str(data["metric"]), float(data["value"]))
   except (KeyError, TypeError, ValueError):
-    raise ValueError(
+    raise config_lib.ConfigError([
         f"{file} is damaged; restore it from a copy, or delete it"
-    ) from None
+    ]) from None
 
 
 def save(directory: pathlib.Path, best: Best) -> None:
-  """Writes the file; it survives a power loss.
+  """Writes the file so that it survives a power loss.
 
   Raises:
     OSError: the disk's.
@@ -65,7 +66,7 @@ def save(directory: pathlib.Path, best: Best) -> None:
 def better(
     metric: str, step: int, results: Mapping[str, Any], before: Best | None
 ) -> Best | None:
-  """The update if it is better than the best so far, else None."""
+  """Returns the update if it is better than the best so far, else None."""
   value = evaluation_figures.value_of(metric, results)
   if value is None:
     return None

@@ -17,6 +17,8 @@ import pathlib
 import shutil
 from typing import Iterator
 
+from tunix.rl.multi_turn import config as config_lib
+
 _CODES = (errno.ENOSPC, errno.EDQUOT)
 _TEXTS = (
     "No space left on device",
@@ -27,9 +29,9 @@ _TEXTS = (
 
 def is_full(error: object) -> bool:
   """Whether an exception, or what caused it, is a full disk."""
-  seen: set[int] = set()
-  while isinstance(error, BaseException) and id(error) not in seen:
-    seen.add(id(error))
+  visited: set[int] = set()
+  while isinstance(error, BaseException) and id(error) not in visited:
+    visited.add(id(error))
     if isinstance(error, OSError) and error.errno in _CODES:
       return True
     # Orbax and SQLite raise classes of their own.
@@ -39,29 +41,41 @@ def is_full(error: object) -> bool:
   return False
 
 
+def unwritable(
+    directory: pathlib.Path, error: OSError
+) -> config_lib.ConfigError:
+  """Returns the refusal of a run directory that cannot be written."""
+  if is_full(error):
+    return config_lib.ConfigError([describe(directory)])
+  return config_lib.ConfigError([
+      f"run directory {directory} cannot be written: {error.strerror}"
+      f" ({error.filename}); choose another run.dir, or make it writable"
+  ])
+
+
 def describe(directory: pathlib.Path) -> str:
   """One line for the user, of a run directory whose disk is full."""
-  left = ""
+  space = ""
   with contextlib.suppress(OSError):
-    left = f", {shutil.disk_usage(directory).free >> 20} MiB are left"
+    space = f", {shutil.disk_usage(directory).free >> 20} MiB are left"
   return (
-      f"no space left on the disk of {directory}{left}; free some (or lower"
+      f"no space left on the disk of {directory}{space}; free some (or lower"
       " checkpoint.keep), then resume"
   )
 
 
 @contextlib.contextmanager
 def reported_once() -> Iterator[None]:
-  """Leaves one log record of a full disk to the handlers that there are."""
-  found = _Filter()
+  """Lets one log record of a full disk reach the present handlers."""
+  full_disk = _Filter()
   handlers = [*logging.root.handlers, logging.lastResort]
   for handler in filter(None, handlers):
-    handler.addFilter(found)
+    handler.addFilter(full_disk)
   try:
     yield
   finally:
     for handler in filter(None, handlers):
-      handler.removeFilter(found)
+      handler.removeFilter(full_disk)
 
 
 class _Filter(logging.Filter):
@@ -72,10 +86,10 @@ class _Filter(logging.Filter):
 
   def filter(self, record: logging.LogRecord) -> bool:
     caught = record.exc_info[1] if record.exc_info else None
-    told = record.args if isinstance(record.args, tuple) else ()
+    arguments = record.args if isinstance(record.args, tuple) else ()
     if not (
         is_full(caught)
-        or any(is_full(value) for value in told)
+        or any(is_full(value) for value in arguments)
         or any(text in record.getMessage() for text in _TEXTS)
     ):
       return True

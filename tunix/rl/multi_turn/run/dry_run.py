@@ -36,12 +36,12 @@ def describe(
   """Configuration, shapes, and memory against what there is.
 
   Args:
-    config: of the run.
-    policy: its policy.
-    episodes: its agents and environments.
-    directory: of the run.
-    engine: that rolls out.
-    memory: of the run.
+    config: Settings of the run.
+    policy: Its policy.
+    episodes: Its agents and environments.
+    directory: Directory of the run.
+    engine: Engine of its rollouts.
+    memory: Prediction of its memory.
   """
   parameters = parameter_count(policy.model)
   messages = getattr(episodes.make_agent(), "chat_completions", None) or []
@@ -86,22 +86,22 @@ def describe(
 
 
 def _images(processor: Any) -> list[tuple[str, str]]:
-  """How the policy sees images, where its processor reports it."""
+  """Returns how the policy sees images, if its processor reports it."""
   describe = getattr(processor, "describe", None)
   return [("images", describe())] if callable(describe) else []
 
 
 def _algorithm(config: algorithm_config.AlgorithmConfig) -> str:
   """The preset with its source, and the parts that make the loss."""
-  made = (
+  parts = (
       f"advantage {config.advantage}, objective {config.objective}, importance"
       f" {config.importance}, {config.loss_aggregation}"
   )
   if not config.name:
-    return made
-  found = presets.get(config.name)
-  note = f" {found.note}" if found.note else ""
-  return f"{config.name} ({found.paper}): {made}.{note}"
+    return parts
+  preset = presets.get(config.name)
+  note = f" {preset.note}" if preset.note else ""
+  return f"{config.name} ({preset.paper}): {parts}.{note}"
 
 
 def _rows(rows: list[tuple[str, str]]) -> list[str]:

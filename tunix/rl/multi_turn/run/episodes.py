@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import traceback
-from typing import Any
+from typing import Any, Callable
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import prompts
@@ -24,6 +24,7 @@ from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.parser.renderer import choice
+from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.tools import manager
 from tunix.rl.multi_turn.tools import screenshot
 from tunix.rl.multi_turn.trajectory_collector import groups
@@ -150,6 +151,22 @@ class EpisodeFactory:
   def acts_on_gym(self) -> bool:
     """Whether its environments act on the gym of the section `gym`."""
     return self._make_environment.spec.gym and not self._by_service
+
+  def close_shared(self, wait: Callable[[Any], Any]) -> None:
+    """Closes what the episodes' gyms share, such as a browser; logs failures.
+
+    Args:
+      wait: Runs a coroutine on the episodes' loop, under a deadline.
+    """
+    name = self._config.gym.name
+    shared = None
+    if self.acts_on_gym:
+      shared = gyms.get(name, "operator").load_close_shared()
+    if shared is not None:
+      close = shared
+      loop_thread.try_to_close(
+          f"what gym.name={name} shares", lambda: wait(close())
+      )
 
   @property
   def tool_schemas(self) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 Promises: every evaluation of a run plays the same episodes, in the same order:
 in each mode of `eval.modes` each task, in mode sampled `eval.attempts` times.
 An episode's random numbers depend on run.seed, its task's place and its attempt
-alone, so they are the same whoever plays it, beside what and how often. The
+alone, so neither the process, nor other episodes, nor a retry changes them. The
 results name the weights that the tokens were sampled with (`versions`).
 
 Does not: decide when a run is evaluated (`training` and `train` do).
@@ -41,7 +41,7 @@ class Planned:
     mode: "sampled" or "greedy".
     index: place of the task among the evaluation's.
     attempt: 0 …, at this task.
-    task: what is to be done.
+    task: Task to play.
   """
 
   mode: str
@@ -67,9 +67,9 @@ def plan(
   """The episodes of an evaluation, in their order.
 
   Args:
-    config: whose section `eval` is read.
-    tasks: to be played.
-    number: of a task in the whole evaluation, given its place in `tasks`.
+    config: Settings with the section `eval`.
+    tasks: Tasks to play.
+    number: Maps a place in `tasks` to the task's number in the evaluation.
   """
   return [
       Planned(mode, number(place), attempt, task)
@@ -83,34 +83,34 @@ async def play(
     planned: Sequence[Planned],
     make_collector: Callable[[str], groups.GroupCollector],
     started: Callable[[str], None],
-    done: Done,
+    on_end: Done,
 ) -> None:
   """Plays episodes, mode after mode, many at a time.
 
   Args:
-    planned: in the order to be begun.
-    make_collector: of a mode; its `concurrency` are played at a time.
-    started: called with each mode before its episodes.
-    done: receives each episode when it ends; what it raises ends the others.
+    planned: Episodes in the order of their start.
+    make_collector: Mode -> its collector, which plays `concurrency` at a time.
+    started: Called with each mode before its episodes.
+    on_end: Receives each episode when it ends; an exception ends the others.
   """
   for mode in dict.fromkeys(one.mode for one in planned):
     started(mode)
     of_mode = [one for one in planned if one.mode == mode]
-    await _play(make_collector(mode), of_mode, done)
+    await _play(make_collector(mode), of_mode, on_end)
 
 
 async def _play(
-    collector: groups.GroupCollector, planned: Sequence[Planned], done: Done
+    collector: groups.GroupCollector, planned: Sequence[Planned], on_end: Done
 ) -> None:
-  left = iter(planned)
+  remaining = iter(planned)
 
   async def work() -> None:
-    for one in left:
+    for one in remaining:
       group = await collector.collect(
           one.task, index=one.index, samples=(one.attempt,)
       )
       (episode,) = group.trajectories
-      done(one, episode)
+      on_end(one, episode)
 
   workers = [
       asyncio.ensure_future(work())
@@ -169,12 +169,12 @@ def merged(
   """
   results = [
       success_rates.EpisodeResult(**result)
-      for found in of_all
-      for result in found["results"]
+      for process in of_all
+      for result in process["results"]
   ]
   summary = success_rates.summarise(results, modes)
-  summary["seconds"] = max(found["seconds"] for found in of_all)
-  versions = [v for found in of_all for v in found["versions"]]
+  summary["seconds"] = max(process["seconds"] for process in of_all)
+  versions = [v for process in of_all for v in process["versions"]]
   if versions:
     summary["versions"] = [min(versions), max(versions)]
   return summary
@@ -184,8 +184,8 @@ def evaluate(run: run_lib.Run, name: str) -> dict[str, Any]:
   """Evaluates the engine's present weights; training waits.
 
   Args:
-    run: entered.
-    name: of the evaluation in the summary, e.g. "final".
+    run: Run, inside its context.
+    name: Name of the evaluation in the summary, e.g. "final".
 
   Returns:
     The summary by mode and family; see `merged`.

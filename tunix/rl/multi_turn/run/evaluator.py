@@ -18,7 +18,6 @@ Does not: evaluate a run's updates while it trains (`evaluation`, `beside`).
 from __future__ import annotations
 
 import dataclasses
-import logging
 import pathlib
 import threading
 import time
@@ -34,9 +33,9 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
-from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.reporting import evaluation_journal
 from tunix.rl.multi_turn.reporting import files
+from tunix.rl.multi_turn.run import disk_full
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import evaluation
 from tunix.rl.multi_turn.run import first_episode
@@ -53,7 +52,6 @@ EvaluationConfig = config_lib.EvaluationConfig
 ConfigError = config_lib.ConfigError
 NAME = "evaluation"
 FILE, COMPARISON = "evaluation.json", "comparison.json"
-_LOG = logging.getLogger(__name__)
 
 _MAY_CHANGE = (
     "run.", "engine.slots", "engine.lockstep", "collect.concurrency",
@@ -82,10 +80,10 @@ class Evaluation:
 
   Attributes:
     config: complete, with the task families and the checkpoint named.
-    directory: that it writes.
+    directory: Directory of its files.
     stop: set to end it; it can be resumed.
-    subject: what is evaluated.
-    notes: for the user, before it begins.
+    subject: Policy or server that is evaluated.
+    notes: Notes for the user, before it begins.
   """
 
   def __init__(
@@ -123,7 +121,7 @@ class Evaluation:
     try:
       self._build(config, choose)
     except BaseException:
-      self._unlock()
+      loop_thread.close_parts(self._lock)
       raise
 
   def _build(self, config: EvaluationConfig, choose: Choose | None) -> None:
@@ -207,10 +205,7 @@ class Evaluation:
           counts=self._counts,
       )
     except OSError as error:
-      raise ConfigError([
-          f"{self.directory} cannot be written: {error.strerror}"
-          f" ({error.filename}); choose another run.dir, or make it writable"
-      ]) from None
+      raise disk_full.unwritable(self.directory, error) from None
 
   def _take_lock(self) -> None:
     if self._lock is None:
@@ -221,46 +216,25 @@ class Evaluation:
         ])
       self._lock = run_lock.RunLock(self.directory)
 
-  def _unlock(self) -> None:
-    if self._lock is not None:
-      self._lock.release()
-      self._lock = None
-
   def __exit__(self, *exc_info: Any) -> None:
     loop = self._loop
     if loop is not None:
       self._close_on(loop)
       loop.close()
     self.subject.close(loop_thread.STOP_TIMEOUT_S)
-    for part in (*self._writers, self._journal):
-      try:
-        if part is not None:
-          part.close()
-      except Exception as error:  # pylint: disable=broad-except
-        # The remaining parts have yet to be closed.
-        _LOG.warning("%s did not close: %r", type(part).__name__, error)
-    self._unlock()
+    loop_thread.close_parts(*self._writers, self._journal, self._lock)
 
   def _close_on(self, loop: loop_thread.LoopThread) -> None:
     def wait(work: Coroutine[Any, Any, Any]) -> Any:
       return loop.submit(work).result(loop_thread.STOP_TIMEOUT_S)
 
-    work: list[tuple[str, Callable[[], Any]]] = []
-    if self.episodes.acts_on_gym:
-      name = self.config.gym.name
-      shared = gyms.get(name, "operator").load_close_shared()
-      if shared is not None:
-        work.append((f"what gym.name={name} shares", lambda: wait(shared())))
+    self.episodes.close_shared(wait)
     if self._proxy is not None:
       opened = self._proxy
-      work.append(("the proxy", lambda: opened.close(wait)))
-    work.append(("the subject", lambda: wait(self.subject.aclose())))
-    for what, close in work:
-      try:
-        close()
-      except Exception as error:  # pylint: disable=broad-except
-        # The remaining parts have yet to be closed.
-        _LOG.warning("%s did not close: %r", what, error)
+      loop_thread.try_to_close("the proxy", lambda: opened.close(wait))
+    loop_thread.try_to_close(
+        "the subject", lambda: wait(self.subject.aclose())
+    )
 
   def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
     if self._loop is None:
@@ -316,19 +290,19 @@ class Evaluation:
       self.observers.on_event(events.RunFinished(status, error))
     return written
 
-  def _compiling(self, done: int, total: int, what: str) -> None:
+  def _compiling(self, count: int, total: int, what: str) -> None:
     self.observers.on_event(
-        events.Progress("compiling the engine", done, total, what)
+        events.Progress("compiling the engine", count, total, what)
     )
 
   def _play(self) -> None:
     journal = self._journal
     assert journal is not None
-    left = [one for one in self._planned if self._is_left(one)]
+    remaining = [one for one in self._planned if self._is_left(one)]
     total = len(self._planned)
-    if not left:
+    if not remaining:
       return
-    done = total - len(left)
+    played = total - len(remaining)
 
     def started(mode: str) -> None:
       version = self._facts.get("version", 0)
@@ -337,7 +311,7 @@ class Evaluation:
     def ended(
         one: evaluation.Planned, episode: trajectory_lib.Trajectory
     ) -> None:
-      nonlocal done
+      nonlocal played
       if episode.status is trajectory_lib.TrajectoryStatus.CANCELLED:
         return  # Stopped; it is played when the evaluation is resumed.
       tokens = self.subject.tokens_of(episode.trajectory_id)
@@ -345,8 +319,8 @@ class Evaluation:
           one.key, one.task.family, episode, tokens
       )
       journal.add(outcome)
-      done += 1
-      self.observers.on_event(events.Progress("evaluating", done, total))
+      played += 1
+      self.observers.on_event(events.Progress("evaluating", played, total))
       self._judge(outcome)
 
     def make_collector(mode: str) -> Any:
@@ -363,14 +337,14 @@ class Evaluation:
           connection=connection,
       )
 
-    self._wait(evaluation.play(left, make_collector, started, ended))
+    self._wait(evaluation.play(remaining, make_collector, started, ended))
 
   def _is_left(self, one: evaluation.Planned) -> bool:
     assert self._journal is not None
-    found = self._journal.outcomes.get(one.key)
-    if found is None:
+    outcome = self._journal.outcomes.get(one.key)
+    if outcome is None:
       return True
-    return not found.valid and self.config.evaluate.replay_invalid
+    return not outcome.valid and self.config.evaluate.replay_invalid
 
   def _judge(self, outcome: evaluation_journal.Outcome) -> None:
     self._broken = 0 if outcome.valid else self._broken + 1
@@ -430,12 +404,12 @@ class Evaluation:
   ) -> dict[str, Any]:
     other = self.config.evaluate.compare
     try:
-      found = comparison_lib.compare(
+      by_mode = comparison_lib.compare(
           map(dataclasses.asdict, outcomes), self._theirs
       )
     except ValueError as failure:
       return {"with": other, "error": str(failure)}
-    written = {"with": other, "modes": found}
+    written = {"with": other, "modes": by_mode}
     files.write_json(self.directory / COMPARISON, written)
     return written
 
@@ -446,13 +420,13 @@ def _outcomes(directory: str) -> list[dict[str, Any]]:
   Raises:
     ConfigError: there are none.
   """
-  found = evaluation_journal.load(pathlib.Path(directory).expanduser())
-  if not found:
+  outcomes = evaluation_journal.load(pathlib.Path(directory).expanduser())
+  if not outcomes:
     raise ConfigError([
         f"evaluate.compare={directory}: no evaluation with episodes is there"
         f" ({evaluation_journal.NAME}); give the directory of one"
     ])
-  return [dataclasses.asdict(one) for one in found.values()]
+  return [dataclasses.asdict(one) for one in outcomes.values()]
 
 
 def _recorded(directory: pathlib.Path) -> dict[str, Any]:
@@ -481,8 +455,9 @@ def _check(
   problems, notes = [], []
   now = resuming.recorded(config).to_dict()
   for key in loader.leaves(EvaluationConfig):
-    old, new = _value(before.get("settings", {}), key), _value(now, key)
-    if old is _ABSENT or old == new:
+    old = resuming.value_of(before.get("settings", {}), key)
+    new = resuming.value_of(now, key)
+    if old is resuming.MISSING or old == new:
       continue
     if key.startswith(_MAY_CHANGE) and key not in _MUST_NOT:
       if not key.startswith(("run.", "evaluate.")):
@@ -496,13 +471,3 @@ def _check(
     raise ConfigError(problems)
   return notes
 
-
-_ABSENT = object()
-
-
-def _value(data: Any, key: str) -> Any:
-  for name in key.split("."):
-    if not isinstance(data, Mapping) or name not in data:
-      return _ABSENT
-    data = data[name]
-  return data

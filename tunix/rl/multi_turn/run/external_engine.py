@@ -49,7 +49,7 @@ def make_engine(
   Args:
     config: names it, in `external`.
     policy: a `models.LoadedPolicy`, of the architecture that it serves.
-    image_store: of the prompts.
+    image_store: Pixels of the prompts' images.
     tokenizer: directory whose files are put beside weights.
     model: The policy's, on the devices that published weights lie on.
 
@@ -99,14 +99,14 @@ def make_engine(
           dtype,
           untied=external.protocol == "vllm",
       )
-    given: dict[str, Any] = dict(api_key=key, timeout_s=timeout_s)
+    options: dict[str, Any] = dict(api_key=key, timeout_s=timeout_s)
     engine: disk_weights.Engine
     if external.protocol == "vllm":
       engine = disk_weights.VllmEngine(
-          url, transfer=external.transfer, adapter=adapter, **given
+          url, transfer=external.transfer, adapter=adapter, **options
       )
     else:
-      engine = disk_weights.SglangEngine(url, **given)
+      engine = disk_weights.SglangEngine(url, **options)
     probe = _make_probe(
         config, policy, image_store, model, make_adapter_client, dtype
     )

@@ -23,18 +23,18 @@ def asked(stop: threading.Event, announcement: str) -> Iterator[None]:
   two are one request.
 
   Args:
-    stop: polled by whoever works.
+    stop: Event that the stages poll.
     announcement: printed then.
 
   Raises:
     KeyboardInterrupt: at the second of a kind.
   """
 
-  seen = set()
+  signals = set()
 
   def interrupt(signum, frame):
     del frame
-    if signum in seen and signum != signal.SIGUSR1:
+    if signum in signals and signum != signal.SIGUSR1:
       signal.signal(signum, signal.SIG_DFL)
       raise KeyboardInterrupt
     print(
@@ -42,7 +42,7 @@ def asked(stop: threading.Event, announcement: str) -> Iterator[None]:
         " to quit at once",
         file=sys.stderr,
     )
-    seen.add(signum)
+    signals.add(signum)
     stop.set()
 
   before = {s: signal.signal(s, interrupt) for s in _signals()}

@@ -5,7 +5,7 @@ first evaluations are played, instead of when the first groups have come. The
 learner is built with the weights that the run has then; where GRPO begins with
 others, it takes them over when the training stage asks for it.
 
-Promises: the learner is the one that `models.make_learner` makes of these
+Promises: the learner equals the one that `models.make_learner` makes of its
 weights; an error of building it is raised where it is taken; once it is taken,
 or this is closed, nothing here keeps the learner or weights alive; the devices
 never hold the learner's state twice.
@@ -110,7 +110,7 @@ class LearnerAhead:
     programs, and lets those weights go before it copies these. Call it once.
 
     Raises:
-      ConfigError: as `models.make_learner`.
+      ConfigError: See `models.make_learner`.
       RuntimeError: it was taken, or this is closed.
     """
     if self._building is None:

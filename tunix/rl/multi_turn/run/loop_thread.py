@@ -23,6 +23,22 @@ STOP_TIMEOUT_S = 30.0
 """In which what belongs to a run ends."""
 
 
+def try_to_close(name: str, close: Callable[[], object]) -> None:
+  """Closes a part of a run, and logs what it raises: others are yet to close.
+  """
+  try:
+    close()
+  except Exception as error:  # pylint: disable=broad-except
+    _LOG.warning("%s did not close: %r", name, error)
+
+
+def close_parts(*parts: Any) -> None:
+  """Closes parts one after another, whatever one raises; None is skipped."""
+  for part in parts:
+    if part is not None:
+      try_to_close(type(part).__name__, part.close)
+
+
 class Interrupted(Exception):
   """The user asked to stop."""
 

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.agents import registry as agent_registry
+from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.engine import cache_memory
 from tunix.rl.multi_turn.engine import device_state
@@ -47,10 +48,10 @@ class Part:
   """Memory of one part of a run.
 
   Attributes:
-    name: for people.
-    bytes: at least, on one device or on the host.
-    settings: dotted keys that it grows with; () for none.
-    on_host: whether it lies in the host's memory.
+    name: Label of the part.
+    bytes: Least size, on one device or on the host.
+    settings: Dotted keys that it grows with; () for none.
+    on_host: Whether it lies in the host's memory.
     how: how the figure was found, if not by counting.
     bound: whether it is what the part may take at most, so that a run without
       room for it may still go well.
@@ -69,7 +70,7 @@ class Memory:
   """A run's memory against what there is.
 
   Attributes:
-    parts: of the run.
+    parts: Parts of the run.
     device: bytes of one device; None where it does not report them.
     host: bytes of this machine's memory, or of its cgroup.
     shared: whether devices use the host's memory, as a CPU does.
@@ -103,8 +104,8 @@ class Memory:
     return rows
 
   def problems(self, config: config_lib.TrainConfig) -> list[str]:
-    """What cannot fit, naming the settings to change."""
-    found = []
+    """Describes what cannot fit, naming the settings to change."""
+    refusals = []
     for where, on_host, there in self._kinds():
       total = self.total(on_host, least=True)
       if there is None or total <= there:
@@ -117,15 +118,15 @@ class Memory:
           (part for part in parts if part.settings and not part.bound),
           key=lambda part: part.bytes,
       )
-      given = ", ".join(
-          f"{key}={_value(config, key)}" for key in worst.settings
+      values = ", ".join(
+          f"{key}={loader.value_of(config, key)}" for key in worst.settings
       )
-      found.append(
-          f"{given}: the run takes {human(total)} at least, of it {worst.name}"
+      refusals.append(
+          f"{values}: the run takes {human(total)} at least, of it {worst.name}"
           f" {human(worst.bytes)}, and {where} has {human(there)};"
           f" {_fix(worst.settings)}"
       )
-    return found
+    return refusals
 
   def _kinds(self) -> list[tuple[str, bool, int | None]]:
     if self.shared:
@@ -152,10 +153,10 @@ def of_run(
   """The memory of a run of this policy.
 
   Args:
-    config: of the run.
+    config: Settings of the run.
     model: its policy.
     processor: the policy's host side.
-    mesh: that it lies on.
+    mesh: Mesh of the policy.
     exact: compiles the learner's update for the size of its activations;
       False: only where that may decide; None: never.
   """
@@ -211,9 +212,9 @@ def settle_remat(
   chosen = len(config_checks.REMATS) - 1
   for index, remat in enumerate(config_checks.REMATS[:-1] if learns else ()):
     layers.set_remat(model, remat)
-    found = of_run(config, model, processor, mesh, exact=None)
-    there = found.host if found.shared else found.device
-    if there and found.total(on_host=False, least=True) <= share * there:
+    planned = of_run(config, model, processor, mesh, exact=None)
+    there = planned.host if planned.shared else planned.device
+    if there and planned.total(on_host=False, least=True) <= share * there:
       chosen = index
       break
   if jax.process_count() > 1:
@@ -227,8 +228,8 @@ def of_weights(config: config_lib.TrainConfig, size: int) -> Memory:
   """The memory of the weights alone, before any are made.
 
   Args:
-    config: of the run.
-    size: of the weights, bytes of all devices together.
+    config: Settings of the run.
+    size: Bytes of the weights on all devices together.
   """
   changed = tuple(f"policy.config.{key}" for key in config.policy.config)
   part = Part(
@@ -261,13 +262,13 @@ def _weights(
   state = jax.eval_shape(
       optimizer.make_optimizer(config.learner).init, shapes
   )
-  whole = _tree_bytes(shapes)
+  trained_bytes = _tree_bytes(shapes)
   grows = ("policy.name",)
   each = lambda size, count: f"{size / max(count, 1):.3g} bytes a parameter"
   count = memory_plan.parameter_bytes(model, mesh, itemsize=1)
   copied = each(masters, masters // 4)
   # Sharded as the parameters are.
-  moments = _tree_bytes(state) * masters // max(whole, 1)
+  moments = _tree_bytes(state) * masters // max(trained_bytes, 1)
   out = [Part("parameters", parameters, grows, how=each(parameters, count))]
   learns = bool(config.learner.steps or config.warm_start.steps)
   if learns:
@@ -321,7 +322,7 @@ def _weights(
 
 
 def _left_out(config: config_lib.TrainConfig, model: Any) -> tuple[str, ...]:
-  """Submodules that the learner leaves as they are."""
+  """Returns the submodules that the learner freezes."""
   try:
     return frozen.modules(model, config.learner)
   except ValueError as error:
@@ -333,28 +334,26 @@ def _engine(
 ) -> list[Part]:
   if not config.samples or config.rollout.via in ("external", "hosts"):
     return []
-  sees = environment_spec.get(config.environment.name).gym
-  try:
-    caches = cache_memory.of_engine(
-        model,
-        processor,
-        config.engine,
-        ((config.gym.width, config.gym.height),) if sees else (),
-        memory_plan.process_mesh(mesh, jax.process_count()),
-    )
-  except ValueError as error:
-    raise config_lib.ConfigError([f"engine: {error}"]) from None
-  beside = 0
-  if config.eval.beside:
-    slots = config.eval.slots or config.engine.slots
-    second = cache_memory.of_engine(
+  has_screen = environment_spec.get(config.environment.name).gym
+
+  def caches_of(slots: int) -> cache_memory.CacheBytes:
+    return cache_memory.of_engine(
         model,
         processor,
         dataclasses.replace(config.engine, slots=slots),
-        ((config.gym.width, config.gym.height),) if sees else (),
+        ((config.gym.width, config.gym.height),) if has_screen else (),
         memory_plan.process_mesh(mesh, jax.process_count()),
     )
-    beside = second.kv + second.vision + second.images
+
+  evaluation = []
+  try:
+    caches = caches_of(config.engine.slots)
+    if config.eval.beside:
+      second = caches_of(config.eval.slots or config.engine.slots)
+      size = second.kv + second.vision + second.images
+      evaluation = [Part("evaluation's caches", size, ("eval.slots",))]
+  except ValueError as error:
+    raise config_lib.ConfigError([f"engine: {error}"]) from None
   tokens: tuple[str, ...] = ("engine.slots", "engine.context_length")
   if config.engine.page_size:
     tokens += ("engine.page_size",)
@@ -377,16 +376,8 @@ def _engine(
           if config.engine.vision_cache_tokens
           else tokens,
       ),
-      Part(
-          "images of an encode call",
-          caches.images,
-          buckets,
-      ),
-      *(
-          [Part("evaluation's caches", beside, ("eval.slots",))]
-          if beside
-          else []
-      ),
+      Part("images of an encode call", caches.images, buckets),
+      *evaluation,
   ]
 
 
@@ -484,10 +475,3 @@ def _tree_bytes(tree: Any) -> int:
       for x in jax.tree.leaves(tree)
   )
 
-
-def _value(config: config_lib.TrainConfig, key: str) -> Any:
-  section, _, field = key.partition(".")
-  value = getattr(config, section)
-  for name in field.split("."):
-    value = value[name] if isinstance(value, dict) else getattr(value, name)
-  return list(value) if isinstance(value, tuple) else value

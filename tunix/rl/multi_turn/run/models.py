@@ -90,7 +90,7 @@ def make_policy(
 
   Args:
     config: names the architecture and its changes.
-    mesh: where weights lie.
+    mesh: Mesh that holds the weights.
     source: directory or shipped name whose weights are loaded.
 
   Raises:
@@ -145,7 +145,7 @@ def make_renderer(
       template = custom_policy.chat_template(
           processor, policy.template_options
       )
-    made = choice.make_renderer(
+    renderer = choice.make_renderer(
         tokenizer, processor.num_image_tokens, template, policy.renderer
     )
   except (OSError, ValueError) as error:
@@ -153,13 +153,13 @@ def make_renderer(
         f"policy.renderer={policy.renderer}: {error}"
         f" (policy.name={policy.name})"
     ]) from None
-  if policy.template_options and not choice.takes_options(made):
+  if policy.template_options and not choice.takes_options(renderer):
     names = ", ".join(policy.template_options)
     raise ConfigError([
         f"policy.template_options: {policy.name} has no chat template with the"
         f" variables {names}; leave them out"
     ])
-  return made
+  return renderer
 
 
 def _policy_problem(config: TrainConfig, source: str, problem: str) -> str:
@@ -188,13 +188,13 @@ def _check_screenshots(
       or getattr(parser, "coordinates", "") != "absolute"
   ):
     return
-  seen = resized(*screen)
-  if seen != screen:
+  size = resized(*screen)
+  if size != screen:
     width, height = screen
     raise ConfigError([
         f"agent.parser={config.agent.parser} counts pixels of screenshots of"
         f" {width}x{height}, which policy.name={config.policy.name} sees as"
-        f" {seen[0]}x{seen[1]}; set agent.min_pixels and agent.max_pixels to"
+        f" {size[0]}x{size[1]}; set agent.min_pixels and agent.max_pixels to"
         " the policy's own bounds, choose a grammar of fractions where all"
         " images have one size (Gemma 3), or agent.resize=none for a policy"
         " with patches of its own"
@@ -328,7 +328,7 @@ def warm_start_source(config: TrainConfig) -> str:
 def starts_random(config: TrainConfig, source: str) -> bool:
   """Whether a run begins with random weights, replaced by `source`'s later."""
   named = named_policy(config)
-  # A directory's own weights are there from the beginning.
+  # A directory's own weights are loaded from the beginning.
   return not (named.brings_weights and source == named.weights)
 
 
@@ -369,14 +369,14 @@ def make_engine(
   """The rollout engine; not warmed up yet.
 
   Args:
-    config: of the run.
-    policy: what it samples from.
-    image_store: pixels of the prompts' images.
+    config: Settings of the run.
+    policy: Policy that it samples from.
+    image_store: Pixels of the prompts' images.
     model: the policy's, on the devices of the engine; None where those are the
       policy's own.
-    version: of its weights.
-    directory: of the run, for rollout hosts.
-    processes, copies: as of `remote_hosts.HostsEngine`, likewise.
+    version: Version of its weights.
+    directory: Directory of the run, for rollout hosts.
+    processes, copies: See `remote_hosts.HostsEngine`.
   """
   if not config.samples:
     return no_engine.NoEngine(version)
@@ -478,7 +478,7 @@ def make_teacher(
   except (OSError, ValueError, TypeError) as error:
     raise ConfigError([f"algorithm.teacher={name}: {error}"]) from None
   model, processor, tokenizer = loaded
-  for what, theirs, own in (
+  for what, other, own in (
       ("tokenizer", tokenizer.to_str(), policy.tokenizer.to_str()),
       (
           "image processor",
@@ -486,7 +486,7 @@ def make_teacher(
           _patches(policy.processor, screen),
       ),
   ):
-    if theirs != own:
+    if other != own:
       raise ConfigError([
           f"algorithm.teacher={name} has another {what} than"
           f" policy.name={config.policy.name}; a teacher must read the policy's"
@@ -581,7 +581,7 @@ def make_store(
   """Opens the queue's durable store; None for `queue.path=""`.
 
   Args:
-    config: of the run.
+    config: Settings of the run.
     images: receives the stored groups' screenshots.
     own: file of this process, for `queue.path=auto`.
 
@@ -597,7 +597,7 @@ def make_store(
     store = group_store.SqliteGroupStore(
         pathlib.Path(path).expanduser(), images=images
     )
-    known = store.known()
+    stored = store.known()
   except (OSError, sqlite3.Error) as error:
     advice = "give a file that is new, in a folder that can be written"
     if config.run.resume:
@@ -608,10 +608,10 @@ def make_store(
     raise ConfigError([
         f"queue.path={path} cannot be a queue's file: {error}; {advice}"
     ]) from error
-  if known and not config.run.resume:
+  if stored and not config.run.resume:
     store.close()
     raise ConfigError([
-        f"queue.path={path} holds the {len(known)} groups of another run;"
+        f"queue.path={path} holds the {len(stored)} groups of another run;"
         " give a new file, or continue that run with resume="
     ])
   return store

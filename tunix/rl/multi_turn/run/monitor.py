@@ -52,7 +52,7 @@ class RunMonitor:
     """Starts the uploader, and the embedded server if it is configured.
 
     Args:
-      config: of the run.
+      config: Settings of the run.
       images: pixels of the screenshots.
       resume_step: updates made before this start.
       tokenizer: the policy's tokenizer.json, for the embedded server to show
@@ -71,10 +71,10 @@ class RunMonitor:
     url, target, token = monitor.url, "", os.environ.get(TOKEN_VARIABLE, "")
     if monitor.embedded:
       database = _database(config)
-      known = {} if tokenizer is None else {config.policy.name: tokenizer}
+      tokenizers = {} if tokenizer is None else {config.policy.name: tokenizer}
       self.server = EmbeddedServer(
           database,
-          known,
+          tokenizers,
           niceness=monitor.server_niceness,
           start_s=monitor.start_timeout_s,
       )
@@ -154,7 +154,7 @@ class EmbeddedServer:
     """
     database.parent.mkdir(parents=True, exist_ok=True)
     self.database = database
-    known = [
+    options = [
         f"--tokenizer={name}={path.absolute()}"
         for name, path in (tokenizers or {}).items()
     ]
@@ -163,7 +163,7 @@ class EmbeddedServer:
       self._process = subprocess.Popen(
           [
               sys.executable, "-P", _PROGRAM, "serve", "--database",
-              str(database), "--port", "0", "--until-eof", *known,
+              str(database), "--port", "0", "--until-eof", *options,
           ],
           stdin=subprocess.PIPE,
           stdout=subprocess.PIPE,
@@ -186,16 +186,16 @@ class EmbeddedServer:
     return self._process.pid
 
   def _announced(self, start_s: float) -> str:
-    found: list[str] = []
+    lines: list[str] = []
     reading = threading.Thread(
-        target=lambda: found.append(
+        target=lambda: lines.append(
             self._process.stdout.readline().decode("utf-8", "replace")
         ),
         daemon=True,
     )
     reading.start()
     reading.join(start_s)
-    line = found[0].strip() if found else ""
+    line = lines[0].strip() if lines else ""
     if "http://" not in line:
       self.close()
       raise config_lib.ConfigError([
@@ -205,7 +205,7 @@ class EmbeddedServer:
     return line[line.index("http://") :]
 
   def close(self) -> None:
-    """Ends it. Idempotent."""
+    """Ends the server. Idempotent."""
     if self._process.stdin is not None:
       try:
         self._process.stdin.close()

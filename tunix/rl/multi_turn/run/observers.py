@@ -33,12 +33,13 @@ def attach(
   """Opens the configured observers and adds them.
 
   Args:
-    config: of the run.
+    config: Settings of the run.
     observers: receives them.
     writers: receives each one that must be closed after the run, as soon as it
       is open: a later one may fail.
     images: screenshots of the trajectories.
-    directory: where they write; another than the run's in a process that is
+    directory: Folder of their files; another than the run's in a process that
+      is
       not the first, which writes its trajectories only.
     resume_step: step of the checkpoint that the run resumes from; None for a
       new run.

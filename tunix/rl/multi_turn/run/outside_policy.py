@@ -70,15 +70,15 @@ class Outside:
       self, messages: Sequence[trajectory.Message], turn: int
   ) -> model_calls.Reply:
     del turn
-    kept = 0
+    length = 0
     for message, old in zip(messages, self._sent):
       if message is not old:
         break
-      kept += 1
-    self.num_rewrites += kept < len(self._sent)
+      length += 1
+    self.num_rewrites += length < len(self._sent)
     self._sent = list(messages)
-    written = [await self._write(message) for message in messages[kept:]]
-    self._asked.put_nowait({"kept": kept, "messages": written})
+    written = [await self._write(message) for message in messages[length:]]
+    self._asked.put_nowait({"kept": length, "messages": written})
     return await self._said.get()
 
   async def _write(self, message: trajectory.Message) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class Episodes:
     return self._source.eval_task(families[family], place, config.eval.seed)
 
   def listed(self, split: str, count: int) -> list[dict[str, Any]]:
-    """What there is to know of the first tasks of a split."""
+    """Describes the first `count` tasks of a split."""
     return [
         {
             "task_id": groups.task_id_of(task),
@@ -194,18 +194,18 @@ class Episodes:
   async def _next(self, name: int) -> dict[str, Any]:
     """The next turn, or the outcome."""
     outside, playing = self._episode(name)
-    asked = asyncio.ensure_future(outside.asked())
+    request = asyncio.ensure_future(outside.asked())
     try:
-      await asyncio.wait({asked, playing}, return_when="FIRST_COMPLETED")
-      if asked.done():
-        return asked.result()
+      await asyncio.wait({request, playing}, return_when="FIRST_COMPLETED")
+      if request.done():
+        return request.result()
       del self._playing[name]
       return {"outcome": _outcome(playing.result().trajectories[0])}
     except asyncio.CancelledError:
       await self._close(name)
       raise
     finally:
-      asked.cancel()
+      request.cancel()
 
   async def _close(self, name: Any) -> None:
     _, playing = self._playing.pop(name, (None, None))
@@ -215,25 +215,25 @@ class Episodes:
         await playing
 
 
-def _outcome(found: trajectory.Trajectory) -> dict[str, Any]:
-  """What an episode came to.
+def _outcome(episode: trajectory.Trajectory) -> dict[str, Any]:
+  """Returns the outcome of an episode as JSON.
 
   Raises:
-    RuntimeError: not by the policy.
+    RuntimeError: A failure of the environment or the engine ended it.
   """
-  status = found.status
+  status = episode.status
   if not status.is_policy_outcome:
     raise RuntimeError(
-        f"the episode ended with status={status.value}: {found.error or '?'}"
+        f"the episode ended with status={status.value}: {episode.error or '?'}"
     )
-  info = found.steps[-1].info if found.steps else {}
+  info = episode.steps[-1].info if episode.steps else {}
   return {
-      "reward": float(found.reward),
+      "reward": float(episode.reward),
       "success": status is trajectory.TrajectoryStatus.SUCCEEDED,
       "status": status.value,
-      "turns": len(found.steps),
+      "turns": len(episode.steps),
       "parse_errors": sum(
-          bool(step.info.get("parse_errors")) for step in found.steps
+          bool(step.info.get("parse_errors")) for step in episode.steps
       ),
       "answer": str(info.get("answer", "")),
   }

@@ -1,7 +1,7 @@
 """Watches for notes of the other processes, beside whatever this one does.
 
-A stop that one process was asked for becomes a stop of all, also of those that
-wait for their episodes. Where a process failed by itself, the others may hang
+A stop that one process was asked for becomes a stop of all, also of processes
+that wait for episodes. Where a process failed by itself, the others may hang
 in a program of all devices, which no exception ends: they exit, with the
 reason, instead of waiting for the heartbeat.
 
@@ -42,7 +42,7 @@ class PeerWatch:
   ):
     """Args:
 
-      processes: of the run.
+      processes: Processes of the run.
       stop: the run's; announced when it is set, and set when it is announced.
       poll_s: seconds between two looks.
       grace_s: see `GRACE_S`.
@@ -93,9 +93,9 @@ class PeerWatch:
   def _pass_stop(self) -> None:
     if self._stop.is_set():
       self._processes.announce(peers_lib.STOP)
-    elif asked := self._processes.announced(peers_lib.STOP):
+    elif stops := self._processes.announced(peers_lib.STOP):
       print(
-          f"\nprocess {min(asked)} was asked to stop: stopping after this step"
+          f"\nprocess {min(stops)} was asked to stop: stopping after this step"
           " and saving",
           file=sys.stderr,
           flush=True,

@@ -44,17 +44,17 @@ def metadata_host(mode: str) -> str:
   """host[:port] of the metadata server; "" where there is none.
 
   Args:
-    mode: of `run.preemption`.
+    mode: Value of `run.preemption`.
   """
   if mode == "off":
     return ""
   if host := os.environ.get(_HOST, ""):
     return host
   try:
-    found = _PRODUCT.read_text(encoding="utf-8", errors="replace")
+    product = _PRODUCT.read_text(encoding="utf-8", errors="replace")
   except OSError:
-    found = ""
-  return _DEFAULT_HOST if mode == "gce" or "Google" in found else ""
+    product = ""
+  return _DEFAULT_HOST if mode == "gce" or "Google" in product else ""
 
 
 class PreemptionWatch:
@@ -65,7 +65,7 @@ class PreemptionWatch:
   ):
     """Args:
 
-      mode: of `run.preemption`.
+      mode: Value of `run.preemption`.
       stop: set at a notice.
       poll_s: seconds between two looks.
     """
@@ -121,7 +121,7 @@ class PreemptionWatch:
     """The notice, as `name=value`; "" without one."""
     for name, value in _STOPPING.items():
       url = f"http://{self._host}/{_PATH}/{name}"
-      found = await client.call("GET", url, _ANSWER_S, limit=1 << 10)
-      if found.decode(errors="replace").strip().upper() == value:
+      answer = await client.call("GET", url, _ANSWER_S, limit=1 << 10)
+      if answer.decode(errors="replace").strip().upper() == value:
         return f"{name}={value}"
     return ""

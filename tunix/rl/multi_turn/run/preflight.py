@@ -23,6 +23,7 @@ from typing import Any, Iterator
 import jax
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.clients import agent_session
+from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.learner.algorithms import parts
@@ -75,10 +76,10 @@ def place_of_evaluation(config: TrainConfig) -> None:
     ConfigError: it cannot be written, or another process has it.
   """
   directory = config.run_dir
-  found = [run_lock.conflict(directory)]
+  reasons = [run_lock.conflict(directory)]
   if why := _unwritable(directory):
-    found.append(f"run.dir={config.run.dir}: {why}; choose another directory")
-  if problems := [one for one in found if one]:
+    reasons.append(f"run.dir={config.run.dir}: {why}; choose another directory")
+  if problems := [one for one in reasons if one]:
     raise ConfigError(problems)
 
 
@@ -91,10 +92,10 @@ def with_policy(
   """Checks that a first turn fits the context, and that the run fits memory.
 
   Args:
-    config: of the run.
-    policy: as it begins.
+    config: Settings of the run.
+    policy: Policy that the run begins with.
     agent: one of its agents, fresh.
-    mesh: that the policy lies on.
+    mesh: Mesh of the policy.
 
   Returns:
     The run's memory, exact for a dry run.
@@ -109,12 +110,12 @@ def with_policy(
     raise ConfigError(problems)
   # First without the seconds that compiling takes.
   for exact in (False, True) if config.run.dry_run else (False,):
-    found = memory_lib.of_run(
+    memory = memory_lib.of_run(
         config, policy.model, policy.processor, mesh, exact=exact
     )
-    if problems := found.problems(config):
+    if problems := memory.problems(config):
       raise ConfigError(problems)
-  return found
+  return memory
 
 
 def taken(config: TrainConfig) -> str:
@@ -154,7 +155,7 @@ def _directories(config: TrainConfig) -> Iterator[str]:
       ("monitor.database", os.path.dirname(config.monitor.database)),
   ):
     if folder and (why := _unwritable(pathlib.Path(folder).expanduser())):
-      yield f"{key}={_value(config, key)}: {why}; choose another place"
+      yield f"{key}={loader.value_of(config, key)}: {why}; choose another place"
 
 
 def _unwritable(directory: pathlib.Path) -> str:
@@ -285,7 +286,7 @@ def _prompts_of_file(
   are no messages of text: its generator writes them in its own way.
   """
   key = "buffer.input_file" if config.buffer.input_file else "task_source.path"
-  path = pathlib.Path(_value(config, key)).expanduser()
+  path = pathlib.Path(loader.value_of(config, key)).expanduser()
   shortest, line_of = math.inf, 0
   try:
     with path.open(encoding="utf-8") as file:
@@ -308,7 +309,3 @@ def _prompts_of_file(
         f" {shortest + config.sampling.max_new_tokens}, or shorten the prompts"
     )
 
-
-def _value(config: TrainConfig, key: str) -> Any:
-  section, field = key.split(".")
-  return getattr(getattr(config, section), field)

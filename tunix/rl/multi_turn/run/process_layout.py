@@ -37,10 +37,10 @@ _COLLECT, _COUNTS, _NEXT = "collect", "counts", "next_index"
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """Where the processes' queues lie.
+  """Places of the processes' queues.
 
   Attributes:
-    processes: that the queues are of.
+    processes: Number of processes with a queue.
     generation: how often they were dealt anew.
   """
 
@@ -73,8 +73,8 @@ def read(directory: pathlib.Path) -> Layout:
   try:
     return Layout(**json_text.read(file))
   except FileNotFoundError:
-    found = (directory / PARTS).glob("*")
-    numbers = [int(p.name) for p in found if p.name.isdigit()]
+    folders = (directory / PARTS).glob("*")
+    numbers = [int(p.name) for p in folders if p.name.isdigit()]
     return Layout(1 + max(numbers, default=0))
   except (OSError, ValueError, TypeError) as error:
     raise config_lib.ConfigError([
@@ -115,9 +115,9 @@ def adopt(directory: pathlib.Path, count: int) -> Layout:
     file.parent.mkdir(parents=True, exist_ok=True)
     durable.write_text(file, json.dumps(dataclasses.asdict(new)))
   if new != old:
-    for left in old.files(directory):
+    for leftover in old.files(directory):
       for suffix in ("", "-wal", "-shm"):
-        left.with_name(left.name + suffix).unlink(missing_ok=True)
+        leftover.with_name(leftover.name + suffix).unlink(missing_ok=True)
   return new
 
 
@@ -149,12 +149,12 @@ def own_extras(
   """The part of a checkpoint's extras that belongs to this process.
 
   Args:
-    extras: of a checkpoint by any number of processes.
-    processes: that resume from it.
-    config: of the run.
+    extras: Extras of a checkpoint by any number of processes.
+    processes: Processes that resume from it.
+    config: Settings of the run.
 
   Raises:
-    ConfigError: the parts cannot be dealt to so many processes.
+    ConfigError: The parts cannot be dealt to this number of processes.
   """
   parts = extras.get(loop_lib.PROCESSES) or [extras]
   if len(parts) == processes.count:

@@ -130,10 +130,10 @@ def check(
   own = dataclasses.replace(config, processes=ProcessesConfig()).to_dict()
   for key in _OWN:
     own["rollout"].pop(key)
-  found = processes.gather("configuration", own)
+  digests = processes.gather("configuration", own)
   problems = []
-  for process, other in enumerate(found):
-    if different := _different(found[0], other):
+  for process, other in enumerate(digests):
+    if different := _different(digests[0], other):
       problems.append(
           f"process {process} has {', '.join(different[:5])}; start all with"
           " the same configuration"
@@ -158,8 +158,8 @@ def leave(processes: peers_lib.Peers, status: int = 0) -> None:
   """Parts from the others once all are here; call it last.
 
   Args:
-    processes: of the run.
-    status: with which this process exits at once where some have parted: they
+    processes: Processes of the run.
+    status: Exit status of this process where some have parted: they
       will not come.
   """
   if processes.count == 1:

@@ -32,8 +32,8 @@ class RunProxy:
 
   Attributes:
     app: the OpenAI-compatible application.
-    url: of the server.
-    connection: what `episodes.make_collector` takes.
+    url: Address of the server.
+    connection: Argument of `episodes.make_collector`.
     address: (URL of the API, bearer token), as clients elsewhere use them.
   """
 
@@ -45,15 +45,15 @@ class RunProxy:
       image_store: images_lib.ImageStore,
       *,
       token: str = "",
-      beside: Mapping[str, Any] | None = None,
+      extra_apps: Mapping[str, Any] | None = None,
       sessions: int = 0,
   ):
     """Listens, but does not answer before `start`.
 
     Args:
       config, policy, engine, image_store: of the run.
-      token: that clients present; "" makes one.
-      beside: ASGI applications at path prefixes of the same server.
+      token: Token that clients present; "" makes one.
+      extra_apps: ASGI applications at path prefixes of the same server.
       sessions: held at a time; 0 = twice the run's episodes in flight.
 
     Raises:
@@ -99,7 +99,7 @@ class RunProxy:
           ),
       )
       self._server = http_server.LoopbackServer(
-          _with(self.app.asgi, beside or {}),
+          _with(self.app.asgi, extra_apps or {}),
           host=config.rollout.host,
           port=config.rollout.port,
       )
@@ -136,13 +136,13 @@ class RunProxy:
     url = self._server.url
     for wildcard, loopback in (("0.0.0.0", "127.0.0.1"), ("[::]", "[::1]")):
       url = url.replace(f"//{wildcard}:", f"//{loopback}:")
-    known = url, config.policy.name, image_store
+    arguments = url, config.policy.name, image_store
     if config.rollout.agent != episodes.RUN_SERVICE:
-      return agent_session.AgentConnection(*known, play=play, **common)
+      return agent_session.AgentConnection(*arguments, play=play, **common)
     agent = config.agent
     deadlines = config.collect.deadlines
     return run_episodes.RunConnection(
-        *known,
+        *arguments,
         service=config.run_service,
         public_url=config.rollout.public_url or self._server.url,
         episode_s=deadlines.episode,
@@ -176,14 +176,14 @@ class RunProxy:
     self._server.close()
 
 
-def _with(main: Any, beside: Mapping[str, Any]) -> Any:
+def _with(main: Any, extra_apps: Mapping[str, Any]) -> Any:
   """An ASGI application that hands paths with a prefix to others."""
-  if not beside:
+  if not extra_apps:
     return main
 
   async def asgi(scope: Any, receive: Any, send: Any) -> None:
     if scope["type"] == "http":
-      for prefix, application in beside.items():
+      for prefix, application in extra_apps.items():
         if scope["path"].startswith(f"{prefix}/"):
           inner = {**scope, "path": scope["path"][len(prefix):]}
           await application(inner, receive, send)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import shutil
-from typing import Any
+from typing import Any, Mapping
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.config import loader
@@ -105,7 +105,7 @@ CONFIG, SUMMARY = "config.yaml", "summary.json"
 RECORDED = "config"
 """Key of a checkpoint's extras: the settings that it was made with."""
 
-_MISSING = object()
+MISSING = object()
 
 
 def recorded(config: TrainConfig) -> TrainConfig:
@@ -122,7 +122,7 @@ def recorded(config: TrainConfig) -> TrainConfig:
 
 
 def check_directory(config: TrainConfig) -> None:
-  """Refuses what is not a run's directory.
+  """Refuses a path that is no directory.
 
   Raises:
     ConfigError: naming the directory.
@@ -180,12 +180,12 @@ def check(config: TrainConfig) -> list[str]:
   fixed_keys = (*_FIXED, *_FIXED_WHETHER_ZERO)
   if config.collect.part_size:
     fixed_keys += _FIXED_IN_PARTS
-  ways = (_value(before, "rollout.via"), config.rollout.via)
+  ways = (value_of(before, "rollout.via"), config.rollout.via)
   if any(way in _RECORDED for way in ways):
     fixed_keys += _FIXED_WHERE_RECORDED
   for key in fixed_keys if before is not None else ():
-    old, new = _value(before, key), _value(now, key)
-    same = old == new or old is _MISSING
+    old, new = value_of(before, key), value_of(now, key)
+    same = old == new or old is MISSING
     if key in _FIXED_WHETHER_ZERO:
       same = same or bool(old) == bool(new)
     if not same:
@@ -194,23 +194,24 @@ def check(config: TrainConfig) -> list[str]:
           " cannot change; leave it out, or begin a new run"
       )
   steps = config.learner.steps
-  made = step
+  updates = step
   if config.checkpoint.resume_from != "newest":
-    made = checkpoint_step(config)
-  if made and 0 < steps < made and steps != _value(before, "learner.steps"):
+    updates = checkpoint_step(config)
+  was_lowered = steps != value_of(before, "learner.steps")
+  if updates and 0 < steps < updates and was_lowered:
     problems.append(
-        f"learner.steps={steps}: {config.run.resume} has made {made} updates"
+        f"learner.steps={steps}: {config.run.resume} has made {updates} updates"
         " where it goes on, and learner.steps counts them too; for"
-        f" {steps} more give learner.steps={made + steps}"
+        f" {steps} more give learner.steps={updates + steps}"
     )
   fixed = {problem.partition("=")[0] for problem in problems}
   for key in loader.leaves(TrainConfig):
-    old, new = _value(before, key), _value(now, key)
-    if key in fixed or old == new or old is _MISSING:
+    old, new = value_of(before, key), value_of(now, key)
+    if key in fixed or old == new or old is MISSING:
       continue
-    there = _value(written, key)
+    there = value_of(written, key)
     # A file that does not have it leaves its default.
-    if not sealed and there in (new, _MISSING):
+    if not sealed and there in (new, MISSING):
       problems.append(
           f"{key}={new} in {directory / CONFIG}, which is not as the run wrote"
           f" it; checkpoint {step} has {old}: write that back, or give"
@@ -236,9 +237,7 @@ def _written(
     raise config_lib.ConfigError([
         f"{file} cannot be read: {error}; restore it from a copy"
     ]) from None
-  if config_lib.is_sealed(text):
-    return config_lib.parse_yaml(text, str(file)), True
-  return config_lib.parse_yaml(text, str(file)), False
+  return config_lib.parse_yaml(text, str(file)), config_lib.is_sealed(text)
 
 
 def _newest(
@@ -252,18 +251,19 @@ def _newest(
     if not (directory / name).is_dir():
       continue
     try:
-      with checkpoint_lib.LearnerCheckpoints(directory / name) as found:
-        if steps := found.steps():
-          return steps[-1], found.extras(steps[-1]).get(RECORDED)
+      with checkpoint_lib.LearnerCheckpoints(directory / name) as checkpoints:
+        if steps := checkpoints.steps():
+          return steps[-1], checkpoints.extras(steps[-1]).get(RECORDED)
     except checkpoint_lib.DamagedCheckpoint as error:
       raise config_lib.ConfigError([str(error)]) from None
   return None, None
 
 
-def _value(data: Any, key: str) -> Any:
+def value_of(data: Any, key: str) -> Any:
+  """Returns the value of a dotted key in nested mappings, or `MISSING`."""
   for name in key.split("."):
-    if not isinstance(data, dict) or name not in data:
-      return _MISSING
+    if not isinstance(data, Mapping) or name not in data:
+      return MISSING
     data = data[name]
   return data
 
@@ -286,25 +286,22 @@ def checkpoint_step(config: TrainConfig) -> int:
   Raises:
     ConfigError: checkpoint.resume_from is not there.
   """
-  directory, wanted = config.run_dir, config.checkpoint.resume_from
+  directory, choice = config.run_dir, config.checkpoint.resume_from
   steps: list[int] = []
   if (directory / "checkpoints").is_dir():
     with checkpoint_lib.LearnerCheckpoints(
         directory / "checkpoints", read_only=True
-    ) as found:
-      steps = found.steps()
-  if wanted == "newest":
+    ) as checkpoints:
+      steps = checkpoints.steps()
+  if choice == "newest":
     return max(steps, default=0)
-  step = int(wanted) if wanted != "best" else None
-  if wanted == "best":
-    try:
-      best = best_checkpoint.load(directory)
-    except ValueError as error:
-      raise config_lib.ConfigError([str(error)]) from None
+  step = int(choice) if choice != "best" else None
+  if choice == "best":
+    best = best_checkpoint.load(directory)
     step = None if best is None else best.step
   if step not in steps:
     raise config_lib.ConfigError([
-        f"checkpoint.resume_from={wanted}: {directory} has no such checkpoint;"
+        f"checkpoint.resume_from={choice}: {directory} has no such checkpoint;"
         f" there are {', '.join(map(str, steps)) or 'none'}"
     ])
   return step
@@ -312,9 +309,9 @@ def checkpoint_step(config: TrainConfig) -> int:
 
 def stages_measured(directory: pathlib.Path) -> dict[str, Any]:
   """The evaluations of a run's stages so far, in their order."""
-  found = evaluations(directory)
+  measured = evaluations(directory)
   stages = ("initial", "warm_start", "final")
-  return {name: found[name] for name in stages if name in found}
+  return {name: measured[name] for name in stages if name in measured}
 
 
 def evaluations(directory: pathlib.Path) -> dict[str, Any]:

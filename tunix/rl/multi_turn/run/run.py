@@ -18,8 +18,6 @@ under its deadline, whatever the stages do.
 from __future__ import annotations
 
 import dataclasses
-import logging
-import pathlib
 import threading
 from typing import Any, Coroutine
 
@@ -33,7 +31,6 @@ from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import peers as peers_lib
-from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.reporting import watchdog as watchdog_lib
@@ -61,46 +58,24 @@ from tunix.rl.multi_turn.run.recorded_data import sources
 from tunix.rl.multi_turn.run.warm_start import stage as warm_start_lib
 from tunix.rl.queue import group_store
 
-_LOG = logging.getLogger(__name__)
-
-
-def _locked(directory: pathlib.Path) -> run_lock.RunLock:
-  """Makes a run's directory, if it is not there, and locks it."""
-  try:
-    directory.mkdir(parents=True, exist_ok=True)
-    return run_lock.RunLock(directory)
-  except OSError as error:
-    raise _unwritable(directory, error) from None
-
-
-def _unwritable(
-    directory: pathlib.Path, error: OSError
-) -> config_lib.ConfigError:
-  if disk_full.is_full(error):
-    return config_lib.ConfigError([disk_full.describe(directory)])
-  return config_lib.ConfigError([
-      f"run directory {directory} cannot be written: {error.strerror}"
-      f" ({error.filename}); choose another run.dir, or make it writable"
-  ])
-
 
 class Run:
   """One training run; use as a context manager.
 
   Attributes:
     config: complete, with the task families named.
-    processes: that make the run.
-    directory: of the run.
-    own_directory: of this process's part; the same in process 0.
+    processes: Processes of the run.
+    directory: Directory of the run.
+    own_directory: Directory of this process; the same in process 0.
     resuming: whether it continues a run that began before.
     changed: settings that a resumed run changes, each with its old value.
     stop: set to end the run after the present update.
     policy: the present one, on `mesh`.
-    memory: that the run takes, against what there is.
+    memory: Memory that the run takes, and the memory available.
     engine: rolls out.
     episodes: task -> (agent, environment).
     watchdog: judges the metrics.
-    counts: of episodes, groups and faults.
+    counts: Counts of episodes, groups and faults.
     updates: made so far, as far as evaluations are concerned.
     notes: Sentences about the end that a reader must know, e.g. that nothing
       was learned.
@@ -119,7 +94,7 @@ class Run:
 
     Args:
       config: equal in all processes.
-      processes: that make the run; each calls the same methods.
+      processes: Processes of the run; each calls the same methods.
 
     Raises:
       ConfigError: lists the parts that cannot be built, or names the process
@@ -143,7 +118,7 @@ class Run:
     try:
       processes.together("build", lambda: self._build(config))
     except BaseException:
-      self._unlock()
+      loop_thread.close_parts(self._lock)
       raise
 
   def _build(self, config: config_lib.TrainConfig) -> None:
@@ -231,8 +206,8 @@ class Run:
   @property
   def tokenizer_path(self) -> str:
     """Directory of the policy's tokenizer; "" without one."""
-    found = models.tokenizer_file(self.config)
-    return "" if found is None else str(found.parent)
+    file = models.tokenizer_file(self.config)
+    return "" if file is None else str(file.parent)
 
   @property
   def loop(self) -> loop_thread.LoopThread:
@@ -302,9 +277,7 @@ class Run:
         self._proxy.start()
     except BaseException:
       self.engine.close(loop_thread.STOP_TIMEOUT_S)
-      if self.store is not None:
-        self.store.close()
-      self._unlock()
+      loop_thread.close_parts(self.store, self._lock)
       raise
     self._loop = loop_thread.LoopThread()
     self._watches = [
@@ -333,11 +306,15 @@ class Run:
       )
       return process_layout.adopt(self.directory, count).queue
     except OSError as error:
-      raise _unwritable(self.directory, error) from None
+      raise disk_full.unwritable(self.directory, error) from None
 
   def _take_lock(self) -> None:
     if self._lock is None and self.processes.first:
-      self._lock = _locked(self.directory)
+      try:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._lock = run_lock.RunLock(self.directory)
+      except OSError as error:
+        raise disk_full.unwritable(self.directory, error) from None
 
   def _open_store(self, queue: str) -> None:
     if self.config.rollout.via == "offline":
@@ -348,25 +325,13 @@ class Run:
           self.config, self.images, self.own_directory / queue
       )
     except OSError as error:
-      raise _unwritable(self.own_directory, error) from None
-
-  def _unlock(self) -> None:
-    if self._lock is not None:
-      self._lock.release()
-      self._lock = None
+      raise disk_full.unwritable(self.own_directory, error) from None
 
   def __exit__(self, *exc_info: Any) -> None:
     if self._loop is not None:
       self._close_loop(self._loop)
     self.engine.close(loop_thread.STOP_TIMEOUT_S)
-    for part in (*self._writers, self.store):
-      try:
-        if part is not None:
-          part.close()
-      except Exception as error:  # pylint: disable=broad-except
-        # The remaining parts have yet to be closed.
-        _LOG.warning("%s did not close: %r", type(part).__name__, error)
-    self._unlock()
+    loop_thread.close_parts(*self._writers, self.store, self._lock)
     for watch in self._watches:
       watch.close()
     if self._ahead is not None:
@@ -377,24 +342,15 @@ class Run:
     def wait(work: Coroutine[Any, Any, Any]) -> Any:
       return loop.submit(work).result(loop_thread.STOP_TIMEOUT_S)
 
-    def try_to(what: str, work: Coroutine[Any, Any, Any]) -> None:
-      try:
-        wait(work)
-      except Exception as error:  # pylint: disable=broad-except
-        # The remaining parts have yet to be closed.
-        _LOG.warning("%s did not close: %r", what, error)
-
-    close_shared = None
-    if self.config.plays and self.episodes.acts_on_gym:
-      spec = gyms.get(self.config.gym.name, "operator")
-      close_shared = spec.load_close_shared()
-    if close_shared is not None:
-      try_to(f"what gym.name={self.config.gym.name} shares", close_shared())
+    if self.config.plays:
+      self.episodes.close_shared(wait)
     for served in (self.fleet, self._proxy):
       if served is not None:
         served.close(wait)
     if self.config.rollout.via == "external":
-      try_to("the external engine", self.engine.aclose())
+      loop_thread.try_to_close(
+          "the external engine", lambda: wait(self.engine.aclose())
+      )
     loop.close()
 
   # --- stages ----------------------------------------------------------------
@@ -418,13 +374,13 @@ class Run:
       )
       self.observers.add(self.watchdog)
     except OSError as error:
-      raise _unwritable(self.directory, error) from None
+      raise disk_full.unwritable(self.directory, error) from None
 
   def share_counts(self) -> None:
     """Tells process 0 what the others have counted in training."""
-    found = self.processes.gather("counts", self.counts.of_training())
+    counts = self.processes.gather("counts", self.counts.of_training())
     if self.processes.first:
-      self.counts.set_training_of_others(found[1:])
+      self.counts.set_training_of_others(counts[1:])
 
   def _facts(self) -> dict[str, Any]:
     return {
@@ -444,9 +400,9 @@ class Run:
     if not asks_first:
       self._ahead = learner_ahead.LearnerAhead.where_it_helps(self)
 
-    def progress(done: int, total: int, what: str) -> None:
+    def progress(count: int, total: int, what: str) -> None:
       self.observers.on_event(
-          events.Progress("compiling the engine", done, total, what)
+          events.Progress("compiling the engine", count, total, what)
       )
 
     self.engine.warm_up(progress)

@@ -31,11 +31,11 @@ except ImportError:  # Windows.
 _LOG = logging.getLogger(__name__)
 NAME = "run.lock"
 _NAMED_WITHIN_S = 1.0  # Of locking it.
-_held: weakref.WeakSet[RunLock] = weakref.WeakSet()
+_held_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
 class RunLock:
-  """A held lock; `release` it when the run has ended."""
+  """A held lock; `close` it when the run has ended."""
 
   def __init__(self, directory: pathlib.Path):
     """Locks an existing directory.
@@ -66,9 +66,9 @@ class RunLock:
         "pid": os.getpid(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     })
-    _held.add(self)
+    _held_locks.add(self)
 
-  def release(self) -> None:
+  def close(self) -> None:
     """Lets another process have the directory. Idempotent."""
     if not self._file.closed:
       try:
@@ -110,7 +110,7 @@ def conflict(directory: pathlib.Path) -> str:
 
 
 def _forget_all() -> None:
-  for lock in tuple(_held):
+  for lock in tuple(_held_locks):
     lock.forget()
 
 
@@ -127,10 +127,10 @@ def _lock(handle: int) -> None:
 
 def _conflict(directory: pathlib.Path, file: Any) -> str:
   holder, end = "another process", "end it"
-  found = _holder(file)
-  if found is not None:
-    holder = f"process {found['pid']} on {found['host']} since {found['since']}"
-    end = f"end it on {found['host']} (kill -INT {found['pid']})"
+  lock = _holder(file)
+  if lock is not None:
+    holder = f"process {lock['pid']} on {lock['host']} since {lock['since']}"
+    end = f"end it on {lock['host']} (kill -INT {lock['pid']})"
   return (
       f"{directory} is in use by {holder}: wait until that run has ended, or"
       f" {end}, then start again; a run of its own needs another run.name"

@@ -51,10 +51,7 @@ def decided(config: EvaluationConfig) -> EvaluationConfig:
   steps = _steps(directory)
   there = [d for d in _DIRECTORIES if (directory / d / "config.json").exists()]
   if name == "best":
-    try:
-      best = best_checkpoint.load(directory)
-    except ValueError as error:
-      raise ConfigError([str(error)]) from None
+    best = best_checkpoint.load(directory)
     if best is None:
       raise ConfigError([
           f"evaluate.checkpoint=best: {where} has chosen none; train with"
@@ -65,10 +62,10 @@ def decided(config: EvaluationConfig) -> EvaluationConfig:
   elif name == "newest":
     name = str(steps[-1]) if steps else next(iter(there), "")
   if not name or name not in [*map(str, steps), *there]:
-    known = ", ".join(map(str, [*steps, *there])) or "none"
+    choices = ", ".join(map(str, [*steps, *there])) or "none"
     raise ConfigError([
         f"evaluate.checkpoint={chosen.checkpoint}: {where} has"
-        f" no such checkpoint; there are {known}"
+        f" no such checkpoint; there are {choices}"
     ])
   return dataclasses.replace(
       config, evaluate=dataclasses.replace(chosen, checkpoint=name)
@@ -78,9 +75,11 @@ def decided(config: EvaluationConfig) -> EvaluationConfig:
 def _steps(directory: pathlib.Path) -> list[int]:
   """Numbers of a run's checkpoints; of one that is running, too."""
   # Not by orbax's manager, which might tidy what another process writes.
-  found = (directory / "checkpoints").glob("[0-9]*")
+  folders = (directory / "checkpoints").glob("[0-9]*")
   return sorted(
-      int(d.name) for d in found if d.name.isdigit() and (d / "arrays").is_dir()
+      int(folder.name)
+      for folder in folders
+      if folder.name.isdigit() and (folder / "arrays").is_dir()
   )
 
 
@@ -89,7 +88,7 @@ class PolicySubject:
 
   Attributes:
     policy, engine: as of a run.
-    memory: that they take.
+    memory: Memory that they take.
   """
 
   connection: Any = None
@@ -146,8 +145,8 @@ class PolicySubject:
     try:
       with checkpoint_lib.LearnerCheckpoints(
           run / "checkpoints", read_only=True
-      ) as found:
-        state = found.restore_parameters(model, step)
+      ) as checkpoints:
+        state = checkpoints.restore_parameters(model, step)
     except (OSError, ValueError) as error:
       raise ConfigError([
           f"evaluate.checkpoint={step} of {run}: {error}"

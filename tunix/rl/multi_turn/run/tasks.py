@@ -34,9 +34,9 @@ def make_tasks(config: TrainConfig) -> Any:
       cannot be read, or that has nothing to train on.
   """
   where = "task_source.families"
-  found = environment_spec.get(config.environment.name)
+  environment = environment_spec.get(config.environment.name)
   families = config.task_source.families
-  if config.task_source.levels and not found.gym:
+  if config.task_source.levels and not environment.gym:
     raise ConfigError([
         f"task_source.levels={list(config.task_source.levels)} are a gym's, and"
         f" environment.name={config.environment.name} has none; leave them out"
@@ -44,12 +44,12 @@ def make_tasks(config: TrainConfig) -> Any:
   try:
     if config.task_source.source != "generated":
       where = "task_source"
-      return _listed(config, found.gym)
-    if found.gym:
+      return _listed(config, environment.gym)
+    if environment.gym:
       return gyms.get(config.gym.name, "operator").make_tasks(
           families, config.gym.options
       )
-    return registry.import_path(found.tasks)(families)
+    return registry.import_path(environment.tasks)(families)
   except Exception as error:  # pylint: disable=broad-except
     # A user's own gym or environment may raise anything.
     path = config.task_source.path
@@ -82,7 +82,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, Any]:
   An empty task_source.families becomes all families of the source.
 
   Raises:
-    ConfigError: as `make_tasks`.
+    ConfigError: See `make_tasks`.
   """
   source = make_tasks(config)
   chosen = config.task_source
@@ -137,10 +137,10 @@ class DealtTasks:
     return self
 
   def __next__(self) -> gym_base.Task:
-    others = self._processes.count - 1
+    skipped = self._processes.count - 1
     if not self._begun:
-      self._begun, others = True, self._processes.index
-    for _ in range(others):
+      self._begun, skipped = True, self._processes.index
+    for _ in range(skipped):
       next(self._sampler)
     return next(self._sampler)
 

@@ -15,7 +15,6 @@ import math
 import time
 from typing import Any
 
-from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
@@ -279,8 +278,8 @@ class Training:
       return
     self._collecting.stop()
     timeout_s = loop_thread.STOP_TIMEOUT_S
-    done, _ = concurrent.futures.wait([self._collected], timeout_s)
-    if not done:
+    ended, _ = concurrent.futures.wait([self._collected], timeout_s)
+    if not ended:
       _LOG.warning("collecting did not stop within %g s", timeout_s)
     self._collected = None
 
@@ -328,14 +327,14 @@ class Training:
       self._collecting.release()
 
   def _evaluate_beside(
-      self, beside: beside_lib.BesideEvaluations, due: bool
+      self, evaluations: beside_lib.BesideEvaluations, due: bool
   ) -> None:
-    self._take_finished(beside)
+    self._take_finished(evaluations)
     step = self._run.updates
     if due:
       self._save_pinned(step)
-      self._await_beside(beside)
-    if not beside.under_way:
+      self._await_beside(evaluations)
+    if not evaluations.under_way:
       # Those that an earlier start of the run has left.
       for step in self._unevaluated():
         if due and step == self._run.updates:
@@ -344,20 +343,20 @@ class Training:
           state = self._checkpoints.restore_parameters(
               self._run.policy.model, step
           )
-        beside.start(f"step_{step}", step, state)
+        evaluations.start(f"step_{step}", step, state)
         if due and step != self._run.updates:
-          self._await_beside(beside)
+          self._await_beside(evaluations)
           continue
         break
 
-  def _await_beside(self, beside: beside_lib.BesideEvaluations) -> None:
+  def _await_beside(self, evaluations: beside_lib.BesideEvaluations) -> None:
     with self._loop.seconds("evaluate"):
-      beside.wait()
-    self._take_finished(beside)
+      evaluations.wait()
+    self._take_finished(evaluations)
 
-  def _take_finished(self, beside: beside_lib.BesideEvaluations) -> None:
-    if (found := beside.finished()) is not None:
-      name, results = found
+  def _take_finished(self, evaluations: beside_lib.BesideEvaluations) -> None:
+    if (result := evaluations.finished()) is not None:
+      name, results = result
       step = int(name.removeprefix("step_"))
       self._run.evaluated = step, results
       if self._best is None or self._best.step != step:
@@ -379,10 +378,7 @@ class Training:
     run = self._run
     if not (self._config.checkpoint.keep_best and run.resuming):
       return None
-    try:
-      best = best_checkpoint.load(run.directory)
-    except ValueError as error:
-      raise config_lib.ConfigError([str(error)]) from None
+    best = best_checkpoint.load(run.directory)
     if best is None:
       return None
     if best.step not in self._checkpoints.steps():
@@ -442,7 +438,7 @@ class Training:
     return make(
         self._learner.groups_per_step * config.collect.parts,
         config.queue,
-        # In one order whoever collects, where a step has all groups anyway.
+        # One order for all collectors, where a step has all groups anyway.
         order="admission"
         if config.lockstep
         or (config.fleet.away and config.queue.max_staleness == 0)
@@ -467,7 +463,7 @@ class Training:
   def _make_collecting(
       self, metrics: step_metrics.StepMetrics, extras: dict[str, Any]
   ) -> Any:
-    """What fills the queue, from a checkpoint's extras where one is resumed."""
+    """Returns the loop that fills the queue, restored from `extras`."""
     state = extras.get("collect")
     consumed = extras.get(loop_lib.CONSUMED, ())
     if isinstance(self._queue, offline_queue.OfflineQueue):

@@ -37,10 +37,10 @@ def save(
   """Writes the folder that `push` would send.
 
   Args:
-    directory: of a run or an evaluation.
+    directory: Directory of a run or an evaluation.
     content: policy or episodes.
-    folder: to write; absent or empty.
-    described: for the card.
+    folder: Folder to write; absent or empty.
+    described: Facts for the card.
 
   Returns:
     the folder.
@@ -57,14 +57,14 @@ def save(
     raise PublishError(f"{folder} is not an empty folder; give another")
   if folder.resolve().is_relative_to((run.directory / "policy").resolve()):
     raise PublishError(f"{folder} lies in the run's policy; give another")
-  made = not folder.exists()
+  is_new = not folder.exists()
   folder.mkdir(parents=True, exist_ok=True)
   try:
     _MODULES[content].write(run, folder, described)
   except BaseException:
     # It was empty: a second attempt finds it so.
     shutil.rmtree(folder, ignore_errors=True)
-    if not made:
+    if not is_new:
       folder.mkdir(exist_ok=True)
     raise
   return folder

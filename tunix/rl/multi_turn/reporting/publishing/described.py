@@ -1,4 +1,4 @@
-"""What a card says and no run knows."""
+"""Facts that a card needs and no run knows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-  """What a card says and no run knows; raises PublishError.
+  """Facts that a card needs and no run knows; raises PublishError.
 
   Attributes:
     license: identifier of the Hub's list, such as apache-2.0; "" leaves it

@@ -2,7 +2,7 @@
 
 `datasets.load_dataset(folder)` reads it, screenshots as images, and
 `Trajectory.from_json(json.loads(row["trajectory"]))` gives the episode back,
-with its tokens and log-probs. What the policy saw and wrote is given as it is;
+with its tokens and log-probs. What the policy saw and wrote is unchanged;
 errors name no path and no host of the machine, see `public`.
 """
 
@@ -132,10 +132,10 @@ def _rows(run: run_data.RunDirectory) -> Iterator[dict[str, Any]]:
         # After the turns comes the last screen.
         for frame, step in zip(shown.frames, steps, strict=False)
     ]
-    whole = {k: v for k, v in line.items() if k not in run_data.BESIDE}
+    record = {k: v for k, v in line.items() if k not in run_data.BESIDE}
     error = public.text(shown.error) if shown.error else shown.error
     if error:
-      whole["error"] = error
+      record["error"] = error
     yield {
         "episode_id": str(line.get("trajectory_id") or shown.index),
         "split": shown.split,
@@ -151,7 +151,7 @@ def _rows(run: run_data.RunDirectory) -> Iterator[dict[str, Any]]:
         "success": shown.success,
         "turns": turns,
         "images": images,
-        "trajectory": json.dumps(whole, ensure_ascii=False),
+        "trajectory": json.dumps(record, ensure_ascii=False),
     }
 
 
@@ -234,7 +234,7 @@ def _card(
       }],
   )
   gym = policy_folder.chosen(policy_folder.settings(run), "gym", "name")
-  held = ", ".join(f"{count} of {split}" for split, count in counts.items())
+  sizes = ", ".join(f"{count} of {split}" for split, count in counts.items())
   return "\n".join([
       "---",
       data.to_yaml(),
@@ -243,7 +243,7 @@ def _card(
       f"# Episodes of {policy_folder.inline(run.name)}",
       "",
       f"Episodes that an agent played in the gym {gym} while"
-      f" `tunix.rl.multi_turn` trained it: {held}, a sample spread over the"
+      f" `tunix.rl.multi_turn` trained it: {sizes}, a sample spread over the"
       " run.",
       "",
       "    import datasets, json",

@@ -57,7 +57,7 @@ def check_name(name: str, field: str = "repo") -> None:
 
 
 def check(target: Target) -> None:
-  """What can be said before the Hub is asked; raises PublishError."""
+  """Checks a target without asking the Hub; raises PublishError."""
   import huggingface_hub  # pylint: disable=g-import-not-at-top
   from huggingface_hub import constants  # pylint: disable=g-import-not-at-top
 
@@ -87,10 +87,10 @@ def push(
     folder: all its files are sent; those that the repository has already are
       not sent again.
     target: the repository.
-    message: of the commit.
+    message: Message of the commit.
     replaces: patterns of files that are deleted there unless the folder has
       them. All others stay.
-    stall_s: that the Hub may be silent.
+    stall_s: Seconds that the Hub may be silent.
 
   Returns:
     the address of the repository.
@@ -141,31 +141,31 @@ def push(
 
 
 def _silence(where: str, error: Exception) -> str:
-  told = credentials.masked(f"{error}") or type(error).__name__
+  text = credentials.masked(f"{error}") or type(error).__name__
   return (
-      f"{where} does not answer: {told}; try again, or write a folder instead"
+      f"{where} does not answer: {text}; try again, or write a folder instead"
   )
 
 
 def _refusal(where: str, error: Any) -> str:
   status = error.response.status_code
-  told = error.server_message or f"HTTP {status}"
+  text = error.server_message or f"HTTP {status}"
   if status == 401:
     return (
-        f"{where} does not know the token ({told}); set HF_TOKEN, or run: hf"
+        f"{where} does not know the token ({text}); set HF_TOKEN, or run: hf"
         " auth login"
     )
   if status in (403, 404):
     return (
-        f"{where} may not be written with this token ({told}); give a token"
+        f"{where} may not be written with this token ({text}); give a token"
         " that may write there, or another name"
     )
-  return f"{where} refused: {told}"
+  return f"{where} refused: {text}"
 
 
 @contextlib.contextmanager
 def _deadlines(stall_s: float) -> Iterator[None]:
-  """Within, requests of the client end when the server is silent so long.
+  """Ends requests of the client when the server is silent for `stall_s`.
 
   A content is asked for up to six times, so a push to a Hub that falls silent
   in the middle ends after six times as long.

@@ -169,20 +169,20 @@ def evaluation_table(run: run_data.RunDirectory) -> list[str]:
       "| | success | 95 % interval | episodes |",
       "|---|---|---|---|",
   ]
-  for name, found in run.evaluations.items():
-    low, high = found.get("interval") or (None, None)
+  for name, results in run.evaluations.items():
+    low, high = results.get("interval") or (None, None)
     interval = "–" if low is None else f"{low:.3f} to {high:.3f}"
     lines.append(
-        f"| {inline(name)} | {found['success_rate']:.3f} | {interval} |"
-        f" {found.get('episodes', '–')} |"
+        f"| {inline(name)} | {results['success_rate']:.3f} | {interval} |"
+        f" {results.get('episodes', '–')} |"
     )
   last = list(run.evaluations.values())[-1]
   families = last.get("by_task") or {}
   if families:
     lines += ["", "Last evaluation by family:", "", "| family | success |",
               "|---|---|"]  # pyformat: disable
-    for name, found in families.items():
-      rate = found.get("success_rate")
+    for name, results in families.items():
+      rate = results.get("success_rate")
       shown = "–" if rate is None else f"{rate:.3f}"
       lines.append(f"| {inline(name)} | {shown} |")
   return [*lines, ""]
@@ -200,7 +200,7 @@ def _results(run: run_data.RunDirectory) -> list[Any]:
 
   if not run.evaluations:
     return []
-  name, found = list(run.evaluations.items())[-1]
+  name, figures = list(run.evaluations.items())[-1]
   gym = chosen(settings(run), "gym", "name")
   return [
       huggingface_hub.EvalResult(
@@ -210,6 +210,6 @@ def _results(run: run_data.RunDirectory) -> list[Any]:
           dataset_name=str(gym),
           metric_type="success_rate",
           metric_name=f"success rate ({name})",
-          metric_value=round(float(found["success_rate"]), 4),
+          metric_value=round(float(figures["success_rate"]), 4),
       )
   ]

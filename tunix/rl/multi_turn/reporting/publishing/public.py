@@ -4,7 +4,7 @@ Promises: a published setting or error names no directory and no host of the
 machine, no value of an environment, no password or token that `credentials`
 knows. A path keeps its last name: `/home/me/models/agent` is `…/agent`.
 
-Does not: look into what the policy saw and wrote, which is published as it is.
+Does not: change what the policy saw and wrote.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def settings(value: Any, name: str = "") -> Any:
 
   Args:
     value: nested plain values.
-    name: of the setting that holds them.
+    name: Name of the setting that holds them.
   """
   if isinstance(value, Mapping):
     if name and _ENVIRONMENT.search(name):
@@ -55,10 +55,10 @@ def settings(value: Any, name: str = "") -> Any:
 def text(value: str) -> str:
   """A text without paths, hosts and passwords of addresses."""
   value = _ADDRESS.sub(
-      lambda found: f"{found[1]}://{_AWAY}" if found[1] != "hf" else found[0],
+      lambda match: f"{match[1]}://{_AWAY}" if match[1] != "hf" else match[0],
       credentials.masked(value),
   )
-  return _WITHIN.sub(lambda found: _last(found[0]), value)
+  return _WITHIN.sub(lambda match: _last(match[0]), value)
 
 
 def _last(path: str) -> str:

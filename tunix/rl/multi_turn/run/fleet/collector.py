@@ -6,7 +6,7 @@ the groups. The tokens of an episode are the server's record, as with
 `rollout.via=proxy`.
 
 Promises: those of `player`; at most as many episodes at a time as the run
-wants; what gyms share is closed at the end; a collector that is told to end
+wants; what gyms share is closed at the end; a collector that SIGTERM ends
 gives its groups back at once.
 
 Does not: import JAX, tokenise, render, or use pickle: settings, groups and
@@ -29,7 +29,6 @@ from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
-from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run.rollout_hosts import player
@@ -56,7 +55,7 @@ class Collector(player.GroupPlayer):
   ):
     """Args:
 
-      learner: whose address has `policy` beside `url`: the root of its
+      learner: Learner whose address has `policy` beside `url`: the root of its
         OpenAI-compatible server.
       overrides: settings of this collector in place of the run's, by dotted
         key, e.g. gym.options.
@@ -95,9 +94,9 @@ class Collector(player.GroupPlayer):
           "the run takes rollout hosts and no collectors; start"
           " commands.rollout here, or the run with fleet=join"
       ])
-    self._asked = asked = dict(self._learner.known)
+    self._asked = address = dict(self._learner.known)
     with tempfile.TemporaryDirectory(prefix="tunix-collector-") as folder:
-      self._build(settings, own, asked, pathlib.Path(folder))
+      self._build(settings, own, address, pathlib.Path(folder))
       try:
         await self._serve(self._most or int(own["episodes"]))
       finally:
@@ -130,8 +129,8 @@ class Collector(player.GroupPlayer):
           f"a collector cannot begin: {error}"
       ]) from None
 
-  async def _heard(self, found: Mapping[str, Any]) -> None:
-    del found
+  async def _heard(self, answer: Mapping[str, Any]) -> None:
+    del answer
     if self._learner.known != self._asked:
       raise _Moved
 
@@ -148,14 +147,7 @@ class Collector(player.GroupPlayer):
         connection=self._connection,
         greedy=order["greedy"],
     )
-    return await collector.collect(
-        gym_base.Task.from_json(order["task"]),
-        index=order["index"],
-        attempt=order["attempt"],
-        start_version=order["start_version"],
-        group_size=order["group_size"],
-        samples=order["samples"],
-    )
+    return await player.collect_order(collector, order)
 
   async def _close(self) -> None:
     try:
@@ -173,7 +165,7 @@ class Collector(player.GroupPlayer):
       _LOG.warning("a collector did not close all of its parts: %r", error)
 
   async def _leave(self) -> None:
-    """Gives groups back at once, where the learner is there to take them."""
+    """Gives groups back at once, if the learner answers."""
     try:
       await asyncio.wait_for(
           self._learner.ask("/beat", leases=[], stats={}, leaving=True),
@@ -190,20 +182,20 @@ def collect(address: str, name: str, patience_s: float) -> str:
 
   Args:
     address: JSON with `url`, `policy` and `token`.
-    name: of the collector.
+    name: Name of the collector.
     patience_s: longest wait for a learner that is not there.
 
   Returns:
     JSON: `collected` groups, and `error`, "" if the run has ended.
   """
-  known = json.loads(address)
-  learner = player.Learner(lambda: known, known["url"], patience_s, name)
-  found = Collector(learner)
+  target = json.loads(address)
+  learner = player.Learner(lambda: target, target["url"], patience_s, name)
+  collector = Collector(learner)
   error = ""
   try:
-    asyncio.run(found.run())
+    asyncio.run(collector.run())
   except Exception as failure:  # pylint: disable=broad-except
     # Only text crosses to the process that started this one.
     error = f"{type(failure).__name__}: {failure}"
     _LOG.exception("a collector has failed")
-  return json.dumps({"collected": found.collected, "error": error})
+  return json.dumps({"collected": collector.collected, "error": error})

@@ -43,7 +43,7 @@ _REACH_S = 10.0  # Seconds.
 
 
 def _reach(address: str) -> None:
-  """Raises where nobody listens at "host:port" or "ray://host:port".
+  """Raises if no server listens at "host:port" or "ray://host:port".
 
   Ray itself tries for three minutes before it says so.
   """
@@ -66,7 +66,7 @@ class Cluster:
       ImportError: ray is not installed.
       Exception: Ray's, where there is no such cluster.
     """
-    # A cluster of one run has nobody to report its use to.
+    # A cluster of one run reports its use to no service.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray  # pylint: disable=g-import-not-at-top
 
@@ -139,8 +139,8 @@ class Cluster:
     if not self._waiting:
       return []
     every = list(self._waiting)
-    done, _ = self._ray.wait(every, num_returns=len(every), timeout=0)
-    for placed in done:  # Or it has ended, which `_ended` reports.
+    ready, _ = self._ray.wait(every, num_returns=len(every), timeout=0)
+    for placed in ready:  # Or it has ended, which `_ended` reports.
       del self._waiting[placed]
     return [name for name in self._waiting.values() if name in self._running]
 
@@ -166,27 +166,27 @@ class Cluster:
     if not self._running:
       return {}
     names = {result: name for name, (_, result) in self._running.items()}
-    done, _ = self._ray.wait(list(names), num_returns=len(names), timeout=0)
-    found = {}
-    for result in done:
+    ready, _ = self._ray.wait(list(names), num_returns=len(names), timeout=0)
+    reasons = {}
+    for result in ready:
       name = names[result]
       del self._running[name]  # The actor ends with its last reference.
       try:
-        found[name] = str(json.loads(self._ray.get(result))["error"])
+        reasons[name] = str(json.loads(self._ray.get(result))["error"])
       except self._ray.exceptions.RayError as error:
         # The ids that follow are Ray's own.
         text = " ".join(str(error).split()).partition(" class_name:")[0][:300]
-        found[name] = f"{type(error).__name__}: {text}"
-    return found
+        reasons[name] = f"{type(error).__name__}: {text}"
+    return reasons
 
 
 def _amounts(
-    found: Mapping[str, float], names: Mapping[str, float]
+    amounts: Mapping[str, float], names: Mapping[str, float]
 ) -> str:
   """The amounts of the named resources, for people."""
   texts = []
   for name in names:
-    amount = found.get(name, 0.0)
+    amount = amounts.get(name, 0.0)
     if name == "memory":
       texts.append(f"{amount / 2**20:.0f} MiB of memory")
     else:

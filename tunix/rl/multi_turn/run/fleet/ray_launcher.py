@@ -36,7 +36,7 @@ class RayLauncher:
 
     Args:
       config: names it, and what an actor claims.
-      address: of the learner, for the actors.
+      address: The learner's address, for the actors.
       patience_s: an actor's, with a learner that does not answer.
 
     Raises:
@@ -49,10 +49,10 @@ class RayLauncher:
           " 'tunix-multi-turn[ray]', or set fleet.via=local"
       ])
     # Where a clone is used without being installed.
-    found = importlib.util.find_spec("tunix_multi_turn")
+    spec = importlib.util.find_spec("tunix_multi_turn")
     package = ""
-    if found is not None and found.origin is not None:
-      package = str(pathlib.Path(found.origin).resolve().parents[1])
+    if spec is not None and spec.origin is not None:
+      package = str(pathlib.Path(spec.origin).resolve().parents[1])
     inherited = os.environ.get("PYTHONPATH", "")
     try:
       self._worker = line_process.Worker(
@@ -85,9 +85,9 @@ class RayLauncher:
     self._call(start=name)
 
   def ended(self) -> dict[str, str]:
-    found = self._call(look=True)
-    self._waiting = set(found["waiting"])
-    return found["ended"]
+    answer = self._call(look=True)
+    self._waiting = set(answer["waiting"])
+    return answer["ended"]
 
   def waiting(self) -> set[str]:
     return self._waiting

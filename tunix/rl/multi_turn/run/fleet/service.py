@@ -52,9 +52,9 @@ class Fleet:
   """See the module docstring. A `lending.Lender`.
 
   Attributes:
-    book: of the groups that collectors play.
+    book: Leases of the groups that collectors play.
     serial: 0: collectors load no weights.
-    address: of this learner, for collectors.
+    address: Address of this learner, for collectors.
   """
 
   serial = 0
@@ -71,7 +71,7 @@ class Fleet:
 
     Args:
       config, policy, engine, images: of the run.
-      directory: of this process, for the address.
+      directory: Directory of this process, for the address.
 
     Raises:
       ConfigError: a package is not installed, or the address is taken.
@@ -104,7 +104,7 @@ class Fleet:
         engine,
         images,
         token=self._routes.token,
-        beside={PREFIX: self._routes.app},
+        extra_apps={PREFIX: self._routes.app},
         sessions=self._most_sessions(),
     )
     root = config.rollout.public_url or self._proxy.url
@@ -120,8 +120,8 @@ class Fleet:
     """As many as groups can be lent, and evaluations beside."""
     c = self._config
     groups = (c.queue.max_staleness + 1) * c.learner.groups_per_step
-    beside = 2 * c.collect.concurrency + 16
-    return 2 * groups * (c.collect.group_size + 1) + beside
+    extra = 2 * c.collect.concurrency + 16
+    return 2 * groups * (c.collect.group_size + 1) + extra
 
   def start(self) -> None:
     """Serves, and starts the collectors that the run wants.
@@ -146,7 +146,7 @@ class Fleet:
   def remote_collector(
       self, mode: str
   ) -> Callable[..., lending.RemoteCollector]:
-    """What makes the collectors of a mode, see `episodes.make_collector`."""
+    """Returns a maker of collectors; see `episodes.make_collector`."""
     return functools.partial(lending.RemoteCollector, self, mode)
 
   def stats(self) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Keeps a run's collectors alive: starts them, and again when they end.
 
-Promises: a collector's groups are lent to others as soon as it is known to have
+Promises: a collector's groups are lent again once it is known to have
 ended; one that ends is started again after a pause, which doubles while it
 delivers nothing, and `restarts` times at most without a group; the others go
 on. One that no node has room for is reported after `place_s`. When all are
@@ -48,7 +48,7 @@ class Launcher(Protocol):
     ...
 
   def room(self) -> str:
-    """What a collector claims, and what there is, for people."""
+    """Describes what a collector claims and what the cluster has."""
     ...
 
 
@@ -57,14 +57,14 @@ class _Place:
   """One of the collectors that a run wants.
 
   Attributes:
-    number: of the place.
-    name: of the collector that it had last.
+    number: Number of the place.
+    name: Name of its latest collector.
     runs: whether that has not ended.
-    since: when it was started.
+    since: Time of that collector's start.
     waits: whether it was reported that no node has room for it.
-    due: when the next one is started.
+    due: Time of the next start.
     failures: ends in a row without a group.
-    reason: of the latest end.
+    reason: Reason of the latest end.
     given_up: no other is started.
   """
 
@@ -198,6 +198,6 @@ class Supervisor:
       while not self._stop.wait(_POLL_S):
         self.step()
     except Exception as error:  # pylint: disable=broad-except
-      # The launcher's own failure: nobody would collect any more.
+      # The launcher's own failure: no process would collect any more.
       _LOG.exception("the fleet cannot be looked after any more")
       self._book.fail(FleetFailed(f"{type(error).__name__}: {error}"))

@@ -62,11 +62,11 @@ class GeneratorFailed(RuntimeError):
 def uids_of(group: trajectory_lib.TrajectoryGroup) -> frozenset[str]:
   """The uids of a group's items: copies of a member have its uid."""
   names = [t.trajectory_id for t in group]
-  known = set(names)
+  members = set(names)
   copies = {
       f"{name}#{n}" for name in names for n in range(2, len(names) + 1)
   }  # pyformat: disable
-  return frozenset(known - copies)
+  return frozenset(members - copies)
 
 
 def instance_of(group: trajectory_lib.TrajectoryGroup) -> str:
@@ -100,28 +100,28 @@ class LeasedQueue(group_queue.GroupQueue):
   settled: Callable[[Iterable[int]], None] | None = None
 
   def ack(self, indices: Iterable[int] | None = None) -> None:
-    done = self.unacked() if indices is None else list(indices)
-    super().ack(done)
+    settled = self.unacked() if indices is None else list(indices)
+    super().ack(settled)
     if self.settled is not None:
-      self.settled(done)
+      self.settled(settled)
 
   def _report(self, dropped: list[ledger.QueuedGroup]) -> None:
-    done = [entry.index for entry in dropped]
+    indices = [entry.index for entry in dropped]
     super()._report(dropped)
-    if done and self.settled is not None:
-      self.settled(done)
+    if indices and self.settled is not None:
+      self.settled(indices)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
   """Items of one instance that are to be queued."""
 
-  found: list[records.Record]
+  items: list[records.Record]
   about: _About
 
 
 class _About(NamedTuple):
-  """What a group is recognised by."""
+  """Identity of a group, by which a repeated delivery is recognised."""
 
   key: str
   name: str  # Of its instance; "" where that is unknown.
@@ -156,13 +156,13 @@ class BufferLoop:
   ):
     """Args:
 
-      make_client: of the service.
-      reader: of the policy.
+      make_client: Makes a client of the service.
+      reader: Makes episodes of the policy.
       queue: takes the groups.
       settings: a `BufferConfig`.
-      batch_size: of a read, see `BufferClient.read`.
-      group_size: that the buffer must have where others write; 0 = any.
-      raw: the buffer must not have normalised rewards, where others write.
+      batch_size: Size of a read, see `BufferClient.read`.
+      group_size: Size of the buffer's groups if other programs write; 0 = any.
+      raw: Whether rewards that other programs write must not be normalised.
       min_valid: members of a group that can be trained on, at least.
       payload: instance ids to skip -> body of `/start_rollout`; None starts
         nothing.
@@ -219,25 +219,25 @@ class BufferLoop:
       consumed: Iterable[int] = (),
       stored: Iterable[tuple[int, trajectory_lib.TrajectoryGroup]] = (),
   ) -> None:
-    """Goes on where `state` was taken. Call it before `run`.
+    """Restores the loop from a saved state. Call it before `run`.
 
     Args:
-      state: of a checkpoint; {} without one.
+      state: State of a checkpoint; {} without one.
       consumed: indices that the checkpoint holds the training of.
       stored: groups that the queue's store holds, which are delivered again.
     """
     trained = set(consumed)
-    done = [_About.of(*about) for about in state.get("finished", ())]
+    finished = [_About.of(*about) for about in state.get("finished", ())]
     for index, *about in state.get("queued", ()):
       if index in trained:
-        done.append(_About.of(*about))
-    self._finished = {about.key: about for about in done}
+        finished.append(_About.of(*about))
+    self._finished = {about.key: about for about in finished}
     self._queued = {
         index: _About.of(instance_of(group), uids_of(group))
         for index, group in stored
     }
     self._seen = {}
-    for about in (*done, *self._queued.values()):
+    for about in (*finished, *self._queued.values()):
       self._see(about)
 
   def skipped(self) -> list[str]:
@@ -338,20 +338,20 @@ class BufferLoop:
     stats = await self._tried(service.stats)
     if "group_size" not in stats:  # It is not made yet, or no service of ours.
       return
-    wanted, raw = self._group_size, self._raw
+    size, raw = self._group_size, self._raw
     self._group_size, self._raw = 0, False
-    service_figures.check_groups(stats, self._settings.url, wanted, raw)
+    service_figures.check_groups(stats, self._settings.url, size, raw)
 
   async def _read(self, service: client.BufferClient) -> None:
     if self._group_size or self._raw:
       await self._compare(service)
     lease = uuid.uuid4().hex  # Of all tries: an answer may be lost.
-    found = await self._tried(
+    batch = await self._tried(
         lambda: service.read(
             self._batch_size, lease_s=self._settings.lease_s, lease=lease
         )
     )
-    if found is None:
+    if batch is None:
       self._empty += 1
       if self._empty % _LOOK_EVERY == 0:
         await self._look(service)
@@ -360,7 +360,7 @@ class BufferLoop:
       return
     self._empty, self._ended = 0, ""
     self._full += 1
-    groups = client.sift(found)
+    groups = client.sift(batch)
     refused = []
     with self._lock:
       open_keys: set[str] = set()
@@ -381,8 +381,8 @@ class BufferLoop:
         else:
           self._waiting.append(_Group(group.records, about))
           open_keys.add(about.key)
-      if found.lease:
-        self._leases[found.lease] = open_keys
+      if batch.lease:
+        self._leases[batch.lease] = open_keys
     for about, problem in refused:
       self._refuse(about, problem)
     self._acknowledge()
@@ -540,10 +540,10 @@ class BufferLoop:
   ) -> trajectory_lib.TrajectoryGroup:
     episodes = [
         self._reader.episode(record, version=version)
-        for record in waiting.found
+        for record in waiting.items
     ]
-    group = records.group_of(waiting.found, episodes, start_version=version)
-    return named(group, waiting.found[0].instance_id, index)
+    group = records.group_of(waiting.items, episodes, start_version=version)
+    return named(group, waiting.items[0].instance_id, index)
 
   def _refusal(self, group: trajectory_lib.TrajectoryGroup) -> str:
     valid = len(group.valid)
@@ -570,7 +570,7 @@ class BufferLoop:
       keys.discard(about.key)
 
   def _settle(self, indices: Iterable[int]) -> None:
-    """The groups of these indices are trained on, durably, or dropped."""
+    """Finishes groups, by index, that were trained on durably or dropped."""
     with self._lock:
       for index in indices:
         about = self._queued.pop(index, None)
@@ -581,8 +581,8 @@ class BufferLoop:
   def _acknowledge(self) -> None:
     """Acknowledges leases of which nothing is left."""
     with self._lock:
-      done = [lease for lease, keys in self._leases.items() if not keys]
-      for lease in done:
+      settled = [lease for lease, keys in self._leases.items() if not keys]
+      for lease in settled:
         del self._leases[lease]
         if self._loop is None or self._loop.is_closed():
           continue

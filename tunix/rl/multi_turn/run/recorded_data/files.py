@@ -39,7 +39,7 @@ _ENDINGS = (".jsonl", ".json")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-  """Where an episode stands.
+  """Place of an episode in a file.
 
   Attributes:
     path: its file.
@@ -61,9 +61,9 @@ class RecordedGroups:
   """The groups of files, in the order of their first episodes.
 
   Attributes:
-    episodes: that they hold.
+    episodes: Number of episodes in them.
     left_out: episodes that are no training data, by reason.
-    digest: of the groups' names and sizes, in their order.
+    digest: Digest of the groups' names and sizes, in their order.
   """
 
   def __init__(
@@ -78,7 +78,7 @@ class RecordedGroups:
     """Args:
 
       path: file or directory.
-      reader: of the policy.
+      reader: Makes episodes of the policy.
       images: receives screenshots.
       split: "train" leaves a run's evaluations out; "all" does not.
       oldest_version: see `OfflineConfig`.
@@ -124,18 +124,18 @@ class RecordedGroups:
         place.
     """
     places = self._groups[index]
-    found: list[records.Record] = []
+    items: list[records.Record] = []
     episodes: list[trajectory_lib.Trajectory] = []
     for place in places:
       try:
         record, episode = self._read(place)
       except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(f"{place.name}: {error}") from None
-      found.append(record)
+      items.append(record)
       episodes.append(episode)
-    same = found[0].instance_id
-    found = [dataclasses.replace(r, instance_id=same) for r in found]
-    group = records.group_of(found, episodes)
+    same = items[0].instance_id
+    items = [dataclasses.replace(r, instance_id=same) for r in items]
+    group = records.group_of(items, episodes)
     return group.trimmed(self._oldest) if self._oldest else group
 
   # --- files -----------------------------------------------------------------
@@ -298,7 +298,7 @@ def describe(groups: RecordedGroups) -> str:
 
 
 def _digest(groups: Mapping[str, list[Place]]) -> str:
-  found = hashlib.blake2b(digest_size=12)
+  digest = hashlib.blake2b(digest_size=12)
   for name, places in groups.items():
-    found.update(f"{len(places)} {name}\n".encode("utf-8", "replace"))
-  return found.hexdigest()
+    digest.update(f"{len(places)} {name}\n".encode("utf-8", "replace"))
+  return digest.hexdigest()

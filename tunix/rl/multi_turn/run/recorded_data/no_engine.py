@@ -14,7 +14,7 @@ class NoEngine:
   """Takes weights and keeps their version.
 
   Attributes:
-    version: of the weights published last.
+    version: Version of the weights published last.
   """
 
   cache_tokens = cache_bytes = 0
@@ -32,9 +32,9 @@ class NoEngine:
     """Records the version; the future has ended."""
     del state
     self.version = version
-    done: concurrent.futures.Future[int] = concurrent.futures.Future()
-    done.set_result(version)
-    return done
+    result: concurrent.futures.Future[int] = concurrent.futures.Future()
+    result.set_result(version)
+    return result
 
   def stats(self) -> dict[str, float]:
     return {}

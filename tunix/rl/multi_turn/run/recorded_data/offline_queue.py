@@ -52,7 +52,7 @@ class OfflineQueue:
 
       groups: recorded.
       groups_per_step: default of `get_batch`.
-      seed: of the order.
+      seed: Seed of the order.
       epochs: after which the queue is closed; 0 repeats without end.
       shuffle: False keeps the order of the groups.
     """
@@ -90,12 +90,12 @@ class OfflineQueue:
       ValueError: an episode that this policy cannot learn from.
     """
     del timeout
-    wanted = self._per_step if n is None else n
+    count = self._per_step if n is None else n
     with self._lock:
       if self._error is not None:
         raise admission.QueueFailed(str(self._error)) from self._error
-      indices = self._again[:wanted]
-      fresh = range(self._next, self._next + wanted - len(indices))
+      indices = self._again[:count]
+      fresh = range(self._next, self._next + count - len(indices))
       if self.closed:
         raise admission.QueueClosed("the queue was closed")
       if self._epochs and fresh.stop > self._epochs * len(self._groups):
@@ -103,7 +103,7 @@ class OfflineQueue:
             f"the recorded episodes are over after {self._epochs} epochs"
         )
         raise admission.QueueClosed(self.over)
-      self._again = self._again[wanted:]
+      self._again = self._again[count:]
       self._next = fresh.stop
       indices += fresh
       self._unacked += indices
@@ -113,16 +113,16 @@ class OfflineQueue:
   def group(self, index: int) -> trajectory_lib.TrajectoryGroup:
     """The group of a position in all epochs."""
     epoch, place = divmod(index, len(self._groups))
-    found = self._groups[self._order(epoch)[place]]
+    recorded = self._groups[self._order(epoch)[place]]
     if not epoch:
-      return found
+      return recorded
     # Ids are unique in a run.
     return dataclasses.replace(
-        found,
-        group_id=f"{found.group_id}@{epoch}",
+        recorded,
+        group_id=f"{recorded.group_id}@{epoch}",
         trajectories=tuple(
             dataclasses.replace(t, trajectory_id=f"{t.trajectory_id}@{epoch}")
-            for t in found.trajectories
+            for t in recorded.trajectories
         ),
     )
 
@@ -146,9 +146,9 @@ class OfflineQueue:
 
   def ack(self, indices: Iterable[int] | None = None) -> None:
     with self._lock:
-      done = set(self._unacked if indices is None else indices)
-      self._counts["acked"] += len(done & set(self._unacked))
-      self._unacked = [i for i in self._unacked if i not in done]
+      acknowledged = set(self._unacked if indices is None else indices)
+      self._counts["acked"] += len(acknowledged & set(self._unacked))
+      self._unacked = [i for i in self._unacked if i not in acknowledged]
 
   def refund(self, n: int) -> None:
     """Groups are never short: nothing to admit."""
@@ -212,10 +212,10 @@ class OfflineQueue:
   def load_state_dict(
       self, state: Mapping[str, Any], consumed: Iterable[int] = ()
   ) -> None:
-    """Goes on where `state` was taken.
+    """Restores the queue from a saved state.
 
     Args:
-      state: of a checkpoint.
+      state: State of a checkpoint.
       consumed: positions that the checkpoint holds the training of.
 
     Raises:

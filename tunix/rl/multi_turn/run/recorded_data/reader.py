@@ -72,7 +72,7 @@ class EpisodeReader:
       renderer, tokenizer: of the policy.
       images: receives screenshots.
       parser: name of the grammar that tool calls are written in.
-      loss_mask_type: of text; "" uses the renderer.
+      loss_mask_type: Type of a text's loss mask; "" uses the renderer.
       missing_logprobs: "refuse" or "recompute".
       setting: section of the settings, for errors.
       vocabulary: Ids that the policy can have sampled; None takes any.
@@ -104,9 +104,9 @@ class EpisodeReader:
     """The episode of a record.
 
     Args:
-      record: of elsewhere.
-      version: of the weights, where the record has none.
-      directory: that files of screenshots in messages are relative to.
+      record: Episode that another program wrote.
+      version: Version of the weights, if the record has none.
+      directory: Base of relative paths of screenshots in messages.
 
     Raises:
       ValueError: something that is needed is missing; it names the item.
@@ -225,11 +225,11 @@ class EpisodeReader:
       self, messages: Sequence[Mapping[str, Any]]
   ) -> tuple[recorded_sequences.Recorded, ...]:
     builder = sequence_builder.SequenceBuilder(self._renderer)
-    said: list[dict[str, Any]] = []
+    replies: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
       message = dict(message)
       if message["role"] != "assistant":
-        said.append(message)
+        replies.append(message)
         continue
       if not loss_mask.is_trained(message, index):
         raise SettingError(
@@ -243,7 +243,7 @@ class EpisodeReader:
         grammar = tool_parser.make_tool_parser(self._parser, "operator")
         text = grammar.format(calls, text or None)
       tokens_S = demonstrations.completion_ids(self._renderer, text)
-      builder.prompt(list(said))
+      builder.prompt(list(replies))
       text = builder.append(
           policy_client.Completion(
               tokens_S,
@@ -252,7 +252,7 @@ class EpisodeReader:
               policy_client.FinishReason.STOP,
           )
       )
-      said.append({"role": "assistant", "content": text})
+      replies.append({"role": "assistant", "content": text})
     return tuple(
         recorded_sequences.Recorded(
             tokens=s.tokens,
@@ -286,41 +286,41 @@ class EpisodeReader:
   def _part(self, part: Any, directory: pathlib.Path | None) -> Any:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "image_url":
-      found = part.get("image_url")
-      if isinstance(found, Mapping):
-        found = found.get("url")
+      source = part.get("image_url")
+      if isinstance(source, Mapping):
+        source = source.get("url")
     elif kind == "image":
-      found = part.get("image")
+      source = part.get("image")
     else:
       return part
-    if isinstance(found, trajectory_lib.ImageRef):
+    if isinstance(source, trajectory_lib.ImageRef):
       return part
-    if isinstance(found, Mapping) and "sha256" in found:
-      ref = trajectory_lib.ImageRef.from_json(found)
+    if isinstance(source, Mapping) and "sha256" in source:
+      ref = trajectory_lib.ImageRef.from_json(source)
     else:
-      pixels = images_lib.decode(_bytes(found, directory))
+      pixels = images_lib.decode(_bytes(source, directory))
       ref = self._images.put(pixels)
     return {"type": "image", "image": ref}
 
 
-def _bytes(found: Any, directory: pathlib.Path | None) -> bytes:
+def _bytes(source: Any, directory: pathlib.Path | None) -> bytes:
   """Of a data URL, or of a file beside the data."""
-  if not isinstance(found, str):
-    raise ValueError(f"an image must be a data URL or a file, got {found!r}")
-  if match := _DATA_URL.match(found):
+  if not isinstance(source, str):
+    raise ValueError(f"an image must be a data URL or a file, got {source!r}")
+  if match := _DATA_URL.match(source):
     try:
-      return base64.b64decode(found[match.end() :], validate=True)
+      return base64.b64decode(source[match.end() :], validate=True)
     except binascii.Error:
       raise ValueError("an image's data URL is not base64") from None
-  if directory is None or "://" in found:
+  if directory is None or "://" in source:
     raise ValueError(
-        f"image {found[:80]!r} is not fetched; give a data URL"
+        f"image {source[:80]!r} is not fetched; give a data URL"
         + ("" if directory is None else " or a file beside the data")
     )
   root = directory.resolve()
-  path = (root / found).resolve()
+  path = (root / source).resolve()
   if not path.is_relative_to(root):
-    raise ValueError(f"image {found!r} is outside of {root}")
+    raise ValueError(f"image {source!r} is outside of {root}")
   return path.read_bytes()
 
 
@@ -329,8 +329,8 @@ def _awaiting(
 ) -> list[trajectory_lib.TokenSequence]:
   """Sequences of a flagged episode whose log-probs are placeholders."""
   sampled = [s for s in member.sequences if s.num_sampled]
-  found = [s for s in sampled if recorded_sequences.awaits_logprobs(s)]
-  return found or sampled  # Queues of earlier versions do not mark them.
+  sequences = [s for s in sampled if recorded_sequences.awaits_logprobs(s)]
+  return sequences or sampled  # Queues of earlier versions do not mark them.
 
 
 def lacks_logprobs(group: trajectory_lib.TrajectoryGroup) -> bool:
@@ -348,9 +348,9 @@ def fill_logprobs(
   """The groups with log-probs and versions where none were recorded.
 
   Args:
-    groups: of an update.
+    groups: Groups of an update.
     score: e.g. `Learner.sequence_logprobs`, of the present weights.
-    version: of these weights.
+    version: Version of the present weights.
   """
   waiting = [
       sequence
@@ -362,8 +362,8 @@ def fill_logprobs(
   if not waiting:
     return list(groups)
   scored = {
-      id(sequence): np.minimum(found, 0.0)
-      for sequence, found in zip(waiting, score(waiting), strict=True)
+      id(sequence): np.minimum(logprobs, 0.0)
+      for sequence, logprobs in zip(waiting, score(waiting), strict=True)
   }
 
   def filled(
@@ -398,7 +398,7 @@ def fill_logprobs(
 
 
 def diagnosis(group: trajectory_lib.TrajectoryGroup) -> str:
-  """How a group's episodes ended, and a setting that may help."""
+  """Describes how a group's episodes ended, and a setting that may help."""
   ends = collections.Counter(
       t.status.value if t.num_sampled else f"{t.status.value} without a token"
       for t in group

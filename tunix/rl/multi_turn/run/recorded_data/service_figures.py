@@ -14,27 +14,27 @@ _LOG = logging.getLogger(__name__)
 
 
 def check_groups(
-    stats: Mapping[str, Any], url: str, wanted: int, raw: bool
+    stats: Mapping[str, Any], url: str, size: int, raw: bool
 ) -> None:
   """Refuses a buffer whose groups are of another size, or other rules.
 
   Args:
     stats: the figures.
-    url: of the service.
-    wanted: size of the groups; 0 = any.
+    url: Address of the service.
+    size: Size of the groups; 0 = any.
     raw: rewards must not be normalised.
 
   Raises:
     ValueError: naming both.
   """
-  made = stats["group_size"]
+  served_size = stats["group_size"]
   problems = []
-  if wanted and made != wanted:
+  if size and served_size != size:
     problems.append(
-        f"the rollout buffer {url} makes groups of {made}, and"
-        f" collect.group_size={wanted}; start it with --group-size={wanted}"
-        f" (or its rollout with num_repeat_per_sample={wanted}), or set"
-        f" collect.group_size={made}"
+        f"the rollout buffer {url} makes groups of {served_size}, and"
+        f" collect.group_size={size}; start it with --group-size={size}"
+        f" (or its rollout with num_repeat_per_sample={size}), or set"
+        f" collect.group_size={served_size}"
     )
   if raw and stats.get("group_rules") == "normalized":
     problems.append(

@@ -89,7 +89,7 @@ def make_groups(run: Any) -> files.RecordedGroups:
         split=settings.split,
         oldest_version=settings.oldest_version,
     )
-    groups[0]  # What holds for one, such as missing log-probs, is told early.
+    groups[0]  # Reports early what holds for all, such as missing log-probs.
   except OSError as error:
     raise ConfigError([
         f"offline.path={settings.path}: {error.strerror or error}"
@@ -110,8 +110,8 @@ def make_offline(
   """The queue of a run with `rollout.via=offline`.
 
   Args:
-    run: of the configuration.
-    groups_per_step: of the learner.
+    run: Run that trains on the data.
+    groups_per_step: Groups of an update.
     state, consumed: of the checkpoint that it resumes from, if any.
 
   Raises:
@@ -242,19 +242,19 @@ def fill_logprobs(
     groups: Sequence[trajectory_lib.TrajectoryGroup],
 ) -> list[trajectory_lib.TrajectoryGroup]:
   """The groups of an update, with the learner's log-probs where none were
-  recorded; sequences longer than a row are left as they are."""
+  recorded; sequences longer than a row keep theirs."""
   length = learner.config.row_length
 
   def score(
       sequences: Sequence[trajectory_lib.TokenSequence],
   ) -> list[Any]:
     fitting = [s for s in sequences if packing.used_length(s) <= length]
-    found = {
+    logprobs_of = {
         id(s): scored
         for s, scored in zip(
             fitting, learner.sequence_logprobs(fitting), strict=True
         )
     }
-    return [found.get(id(s), s.logprobs) for s in sequences]
+    return [logprobs_of.get(id(s), s.logprobs) for s in sequences]
 
   return reader_lib.fill_logprobs(groups, score, learner.version)

@@ -1,7 +1,7 @@
 """Rolls out for a run whose learner is elsewhere (`rollout.via=hosts`).
 
 Builds the run's episodes and policy, samples with its own devices, collects the
-groups that the learner's processes lend, and loads weights as they are
+groups that the learner's processes lend, and loads weights when they are
 published, between two decode steps.
 
 Promises: a group is begun with the weights that were the newest when it was
@@ -22,15 +22,11 @@ from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
-from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.policy import tensor_files
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run.rollout_hosts import player
 from tunix.rl.multi_turn.run.rollout_hosts import weights
-
-LearnerGone = player.LearnerGone
-config_of = player.config_of
 
 
 class RolloutHost(player.GroupPlayer):
@@ -44,7 +40,7 @@ class RolloutHost(player.GroupPlayer):
   ):
     """Args:
 
-      directory: of the run, where its `rollout.json` is or will be.
+      directory: Directory of the run, for its `rollout.json`.
       overrides: settings of this host in place of the run's, e.g. its mesh.
       patience_s: longest wait for a learner that is not there.
     """
@@ -86,19 +82,19 @@ class RolloutHost(player.GroupPlayer):
       ValueError: their weights are of another policy.
       RunEnded, LearnerGone, CallError: as of `player.Learner.call`.
     """
-    await self._learner.call("GET", "/run")  # They are there.
+    await self._learner.call("GET", "/run")  # Waits until a learner answers.
     try:
       self._known = player.addresses(self._directory)
     except (OSError, ValueError, KeyError):
       return False  # Just written, or taken away, which the next call tells.
-    others = self._learners[1:]
+    former = self._learners[1:]
     self._learners = [self._learner] + [
         player.Learner.of_directory(
             self._directory, self._patience_s, self._learner.name, i
         )
         for i in range(1, len(self._known))
     ]
-    await asyncio.gather(*(l.aclose() for l in others))
+    await asyncio.gather(*(l.aclose() for l in former))
     try:
       await self._serve(self._config.collect.concurrency)
     except player.Moved:
@@ -111,7 +107,7 @@ class RolloutHost(player.GroupPlayer):
     return True
 
   def _build(self, settings: Mapping[str, Any], folder: pathlib.Path) -> None:
-    self._config = config = config_of(settings, self._overrides, folder)
+    self._config = config = player.config_of(settings, self._overrides, folder)
     mesh = models.make_mesh(config)
     self._images = images_lib.ImageStore(folder / "images")
     self._episodes = episodes.EpisodeFactory(config, self._images)
@@ -125,7 +121,7 @@ class RolloutHost(player.GroupPlayer):
         if isinstance(v, (int, float))
     }
 
-  async def _heard(self, found: Mapping[str, Any]) -> None:
+  async def _heard(self, answer: Mapping[str, Any]) -> None:
     try:
       if player.addresses(self._directory) != self._known:
         raise player.Moved
@@ -134,10 +130,10 @@ class RolloutHost(player.GroupPlayer):
     if self._loading is not None and self._loading.done():
       self._loading.result()
       self._loading = None
-    if self._loading is None and found["serial"] > self._serial:
+    if self._loading is None and answer["serial"] > self._serial:
       # Beside the beats: a host that loads for long is not silent.
       self._loading = asyncio.ensure_future(
-          self._load(found["serial"], found["version"])
+          self._load(answer["serial"], answer["version"])
       )
 
   async def _load(self, serial: int, version: int) -> None:
@@ -184,11 +180,4 @@ class RolloutHost(player.GroupPlayer):
         observers=faults,
         mode=order["mode"],
     )
-    return await collector.collect(
-        gym_base.Task.from_json(order["task"]),
-        index=order["index"],
-        attempt=order["attempt"],
-        start_version=order["start_version"],
-        group_size=order["group_size"],
-        samples=order["samples"],
-    )
+    return await player.collect_order(collector, order)

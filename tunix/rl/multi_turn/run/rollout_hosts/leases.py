@@ -31,10 +31,10 @@ class Lease:
   """A group to be collected.
 
   Attributes:
-    number: of the lease.
+    number: Number of the lease.
     order: JSON for the host.
-    result: of the collected group.
-    host: that has it; "" while it waits.
+    result: Future of the collected group.
+    host: Name of the host that has it; "" while it waits.
     since: time at which it was lent.
     lent: how often it was.
   """
@@ -60,7 +60,7 @@ class LeaseBook:
     """Args:
 
       silence_s: after which a host loses its leases.
-      clock: in seconds.
+      clock: Returns seconds.
       exclusive: a group counts from the host that has its lease only, as where
         what a former host works with is taken away.
     """
@@ -148,20 +148,20 @@ class LeaseBook:
 
     Args:
       host: its name.
-      numbers: of the leases that it works on.
-      stats: of its engine.
+      numbers: Numbers of the leases that it works on.
+      stats: Counters of its engine.
     """
     with self._lock:
       self._hear(host)
       self._stats[host] = dict(stats)
-      mine = set(numbers)
+      reported = set(numbers)
       lost = self._clock() - self._silence_s
-      theirs = self._of.get(host, {})
-      for lease in list(theirs.values()):
+      lent = self._of.get(host, {})
+      for lease in list(lent.values()):
         # Lost on the way to it, or before it began anew.
-        if lease.number not in mine and lease.since < lost:
+        if lease.number not in reported and lease.since < lost:
           self._take_back(lease)
-      return sorted(mine - theirs.keys())
+      return sorted(reported - lent.keys())
 
   def lose(self, host: str) -> None:
     """Takes a host's leases back at once: it is known to be dead."""

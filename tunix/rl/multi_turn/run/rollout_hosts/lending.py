@@ -27,10 +27,10 @@ from tunix.rl.multi_turn.trajectory_collector import groups
 
 
 class Lender(Protocol):
-  """Whose groups are lent.
+  """Process whose groups are lent.
 
   Attributes:
-    book: of the leases.
+    book: Leases of its groups.
     serial: number of the newest weights that players load; 0: they load none.
   """
 
@@ -62,7 +62,7 @@ def write_address(
 
 
 def settings_of(config: config_lib.TrainConfig) -> dict[str, Any]:
-  """What a player builds the same episodes and policy from."""
+  """Returns the settings from which players build equal episodes."""
   keep = (
       "environment", "gym", "task_source", "agent", "policy", "sampling",
       "engine", "collect", "algorithm", "rollout", "run",
@@ -86,8 +86,8 @@ class RemoteCollector(groups.GroupCollector):
   def __init__(self, lender: Lender, mode: str, *args: Any, **kwargs: Any):
     """Args:
 
-      lender: whose leases it makes.
-      mode: as of `episodes.make_collector`.
+      lender: Process that lends the groups.
+      mode: See `episodes.make_collector`.
       *args, **kwargs: of `GroupCollector`.
     """
     super().__init__(*args, **kwargs)
@@ -125,11 +125,11 @@ class RemoteCollector(groups.GroupCollector):
     split = "train" if self._mode == "train" else "eval"
     for stage, kind, message, name in faults:
       self.emit(events.Fault(stage, kind, message, trajectory_id=name or None))
-    known = dict(group_id=group.group_id, task_id=group.task_id, split=split)
-    beside = () if group.greedy is None else (group.greedy,)
-    for member in (*group, *beside):
+    about = dict(group_id=group.group_id, task_id=group.task_id, split=split)
+    extra = () if group.greedy is None else (group.greedy,)
+    for member in (*group, *extra):
       self.emit(
-          events.EpisodeStarted(trajectory_id=member.trajectory_id, **known)
+          events.EpisodeStarted(trajectory_id=member.trajectory_id, **about)
       )
-      self.emit(events.EpisodeFinished(trajectory=member, **known))
+      self.emit(events.EpisodeFinished(trajectory=member, **about))
     return group

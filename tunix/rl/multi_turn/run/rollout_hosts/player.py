@@ -32,7 +32,9 @@ from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.run.rollout_hosts import messages
+from tunix.rl.multi_turn.trajectory_collector import groups
 
 _LOG = logging.getLogger(__name__)
 ADDRESS = "rollout.json"
@@ -74,7 +76,7 @@ class Learner:
   """HTTP calls of the learner at its present address.
 
   Attributes:
-    name: of this player, as the learner knows it.
+    name: Name of this player, as the learner knows it.
     known: the address of the latest call: `url` and `token`.
   """
 
@@ -89,9 +91,9 @@ class Learner:
 
       address: the learner's present `url` and `token`; a FileNotFoundError
         once there was one is the run's end.
-      where: of the address, for errors.
+      where: Place of the address, for errors.
       patience_s: longest wait for a learner that is not there.
-      name: of this player; "" makes one.
+      name: Name of this player; "" makes one.
     """
     self._address = address
     self._where = where
@@ -115,10 +117,10 @@ class Learner:
     """
 
     def read() -> Mapping[str, str]:
-      found = addresses(directory)
-      if process >= len(found):
+      learners = addresses(directory)
+      if process >= len(learners):
         raise Moved
-      return found[process]
+      return learners[process]
 
     where = str(pathlib.Path(directory) / ADDRESS)
     return cls(read, where, patience_s, name)
@@ -129,23 +131,23 @@ class Learner:
     """The body of the answer; waits for a learner that is not there.
 
     Raises:
-      LearnerGone: for too long.
+      LearnerGone: It did not answer for `patience_s`.
       RunEnded: the run has ended since this player joined it.
       CallError: the learner refuses the request.
     """
     due = time.monotonic() + self._patience_s
     while True:
       try:
-        known = dict(self._address())
-        found = await self._http.call(
+        address = dict(self._address())
+        answer = await self._http.call(
             method,
-            known["url"] + path,
+            address["url"] + path,
             seconds,
-            headers={"Authorization": f"Bearer {known['token']}"},
+            headers={"Authorization": f"Bearer {address['token']}"},
             **request,
         )
-        self._joined, self.known = True, known
-        return found
+        self._joined, self.known = True, address
+        return answer
       except http.CallError as error:
         # 401: of a learner that has just begun anew.
         if error.status not in (0, 401):
@@ -165,10 +167,10 @@ class Learner:
 
   async def ask(self, path: str, **body: Any) -> dict[str, Any]:
     """The JSON that answers a POST."""
-    found = await self.call(
+    answer = await self.call(
         "POST", path, TRANSFER_S, body={"host": self.name, **body}
     )
-    return json_text.parse(found)
+    return json_text.parse(answer)
 
   async def aclose(self) -> None:
     await self._http.aclose()
@@ -187,6 +189,37 @@ class Faults:
       ])  # pyformat: disable
 
 
+def overrides_of(texts: Iterable[str], example: str) -> dict[str, str]:
+  """Reads a player's own settings, section.key=value, by dotted key.
+
+  Raises:
+    ConfigError: a text is none; shows `example`.
+  """
+  overrides = {}
+  for text in texts:
+    key, equals, value = text.partition("=")
+    if not equals or "." not in key:
+      raise config_lib.ConfigError([
+          f"{text!r} is no section.key=value, e.g. {example}"
+      ])
+    overrides[key] = value
+  return overrides
+
+
+async def collect_order(
+    collector: groups.GroupCollector, order: Mapping[str, Any]
+) -> trajectory_lib.TrajectoryGroup:
+  """Collects the group that a learner's order describes."""
+  return await collector.collect(
+      gym_base.Task.from_json(order["task"]),
+      index=order["index"],
+      attempt=order["attempt"],
+      start_version=order["start_version"],
+      group_size=order["group_size"],
+      samples=order["samples"],
+  )
+
+
 def config_of(
     settings: Mapping[str, Any],
     overrides: Mapping[str, Any],
@@ -195,9 +228,9 @@ def config_of(
   """The configuration of a player.
 
   Args:
-    settings: of the run, by section, as the learner sends them.
+    settings: The run's settings by section, as the learner sends them.
     overrides: the player's own, by dotted key.
-    folder: in place of the run's directory.
+    folder: Folder in place of the run's directory.
 
   Raises:
     ConfigError: the run cannot be rolled out with these.
@@ -257,7 +290,7 @@ class GroupPlayer:
     """Counters of the player's own engine, if it has one."""
     return {}
 
-  async def _heard(self, found: Mapping[str, Any]) -> None:
+  async def _heard(self, answer: Mapping[str, Any]) -> None:
     """Reacts to a beat's answer, of any learner."""
 
   async def _play(
@@ -293,9 +326,9 @@ class GroupPlayer:
             *beats, *asking, *self._work.values()
         }  # pyformat: disable
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-        for asked in [asked for asked in asking if asked.done()]:
-          learner = asking.pop(asked)
-          if lease := asked.result():
+        for request in [request for request in asking if request.done()]:
+          learner = asking.pop(request)
+          if lease := request.result():
             await self._begin(learner, lease, beats)
       for beat in beats:
         if beat.done():
@@ -330,10 +363,10 @@ class GroupPlayer:
       _LOG.warning("lease %d is lent again and begun anew", key[1])
       before.cancel()
       while not before.done():
-        done, _ = await asyncio.wait(
+        ended, _ = await asyncio.wait(
             [*beats, before], return_when=asyncio.FIRST_COMPLETED
         )
-        if before not in done:
+        if before not in ended:
           return
     order = lease["order"]
     self._episodes_of[key] = self._size(order)
@@ -368,18 +401,18 @@ class GroupPlayer:
     # Counters of the one engine are for one of the learners: they add them up.
     first = learner is self._learner
     while True:
-      found = await learner.ask(
+      answer = await learner.ask(
           "/beat",
           leases=[number for of, number in self._work if of is learner],
           stats=self._numbers() if first else {},
       )
-      if found["ended"]:
+      if answer["ended"]:
         return
-      for number in found["withdrawn"]:
+      for number in answer["withdrawn"]:
         if (task := self._work.get((learner, number))) is not None:
           task.cancel()
-      await self._heard(found)
-      await asyncio.sleep(float(found["pause_s"]))
+      await self._heard(answer)
+      await asyncio.sleep(float(answer["pause_s"]))
 
   async def _collect(
       self, learner: Learner, number: int, order: Mapping[str, Any]
@@ -389,7 +422,7 @@ class GroupPlayer:
     collected = await asyncio.to_thread(
         messages.write_group, group, self._images
     )
-    found = await learner.ask(
+    answer = await learner.ask(
         f"/leases/{number}", collected=collected, faults=faults.found
     )
-    self.collected += bool(found["taken"])
+    self.collected += bool(answer["taken"])

@@ -44,8 +44,8 @@ class HostsEngine:
   """In place of a run's rollout engine; see the module docstring.
 
   Attributes:
-    book: of the groups that hosts collect.
-    version: of the weights published last.
+    book: Leases of the groups that hosts collect.
+    version: Version of the weights published last.
   """
 
   cache_tokens = cache_bytes = 0
@@ -61,11 +61,12 @@ class HostsEngine:
   ):
     """Args:
 
-      config: of the run.
+      config: Settings of the run.
       images: receives the groups' screenshots.
-      directory: of the run, for `ADDRESS` and weights.
-      processes: that learn; all call `warm_up` and `update_weights` together.
-      copies: of what lies over them.
+      directory: Directory of the run, for `ADDRESS` and weights.
+      processes: Processes that learn; all call `warm_up` and `update_weights`
+        together.
+      copies: Copies of weights that lie over all of them.
       types: narrower ones in which parameters travel, by dotted path.
 
     Raises:
@@ -107,7 +108,7 @@ class HostsEngine:
   def remote_collector(
       self, mode: str
   ) -> Callable[..., lending.RemoteCollector]:
-    """What makes the collectors of a mode, see `episodes.make_collector`."""
+    """Returns a maker of collectors; see `episodes.make_collector`."""
     return functools.partial(lending.RemoteCollector, self, mode)
 
   def warm_up(self, progress: Callable[..., object] | None = None) -> None:
@@ -115,12 +116,12 @@ class HostsEngine:
     del progress
     self._server.start()
     own = {"url": self._url, "token": self._server.token}
-    found = self._processes.gather("hosts", [own, self._server.serial])
+    hosts = self._processes.gather("hosts", [own, self._server.serial])
     # Above that of any learner which this one follows, see `server`.
-    self._server.serial = max(serial for _, serial in found)
+    self._server.serial = max(serial for _, serial in hosts)
     if self._processes.first:
       self._started = True
-      lending.write_address(self._directory, *(own for own, _ in found))
+      lending.write_address(self._directory, *(own for own, _ in hosts))
     _LOG.info("rollout hosts join at %s", self._url)
 
   def update_weights(
@@ -132,9 +133,9 @@ class HostsEngine:
     path = self._write(tensors) if first else None
     self._server.publish(version, path)
     self.version = version
-    done: concurrent.futures.Future[int] = concurrent.futures.Future()
-    done.set_result(version)
-    return done
+    result: concurrent.futures.Future[int] = concurrent.futures.Future()
+    result.set_result(version)
+    return result
 
   def _write(self, tensors: Mapping[str, np.ndarray]) -> pathlib.Path:
     folder = self._directory / "weights"

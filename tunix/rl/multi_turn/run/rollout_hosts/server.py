@@ -44,10 +44,10 @@ class LeaseRoutes:
   """The routes, of a server of their own or beside others.
 
   Attributes:
-    token: of the clients.
+    token: Token that clients present.
     app: the ASGI application.
-    serial: of the newest weights; it grows with each, also over processes.
-    version: of the newest weights.
+    serial: Serial number of the newest weights; it grows over restarts, too.
+    version: Version of the newest weights.
     ended: whether players are to learn that the run has.
   """
 
@@ -63,9 +63,9 @@ class LeaseRoutes:
   ):
     """Args:
 
-      book: of the leases.
+      book: Leases of the groups.
       images: receives the groups' screenshots.
-      settings: of the run, JSON.
+      settings: The run's settings, JSON.
       token: "" makes one.
       needs_weights: nothing is lent before weights are published.
       relent: awaited before a lease is lent that was lent before.
@@ -124,9 +124,9 @@ class LeaseRoutes:
 
   def _guarded(self, handler: Any) -> Any:
     async def answer(request: Any) -> Any:
-      given = request.headers.get("authorization", "")
+      header = request.headers.get("authorization", "")
       if not hmac.compare_digest(
-          given.encode(), f"Bearer {self.token}".encode()
+          header.encode(), f"Bearer {self.token}".encode()
       ):
         return self._refused(401, "give the token of the run's rollout.json")
       return await handler(request)
@@ -151,10 +151,10 @@ class LeaseRoutes:
 
   async def _body(self, request: Any, most: int) -> dict[str, Any]:
     raw = await request_bodies.read(request, most)
-    found = await asyncio.to_thread(json.loads, raw)
-    if not isinstance(found, dict) or not isinstance(found["host"], str):
+    body = await asyncio.to_thread(json.loads, raw)
+    if not isinstance(body, dict) or not isinstance(body["host"], str):
       raise ValueError("an object with the name of the host is needed")
-    return found
+    return body
 
   async def _run(self, request: Any) -> Any:
     del request
@@ -199,8 +199,8 @@ class LeaseRoutes:
 
   def _pause(self, least: float) -> float:
     """Seconds between two calls of a host: more where there are many."""
-    wanted = self._book.host_count / _CALLS
-    return max(least, min(wanted, self._book.silence_s / 5))
+    pause_s = self._book.host_count / _CALLS
+    return max(least, min(pause_s, self._book.silence_s / 5))
 
   async def _collected(self, request: Any) -> Any:
     body = await self._body(request, messages.MAX_GROUP)
@@ -209,8 +209,8 @@ class LeaseRoutes:
         messages.read_group, body["collected"], self._images
     )
     number = request.path_params["number"]
-    taken = self._book.finish(number, body["host"], (group, faults))
-    return self._json({"taken": taken})
+    accepted = self._book.finish(number, body["host"], (group, faults))
+    return self._json({"taken": accepted})
 
   async def _beat(self, request: Any) -> Any:
     body = await self._body(request, _SMALL)
@@ -238,7 +238,7 @@ class RolloutServer(LeaseRoutes):
   """The routes on a server of their own, in a thread.
 
   Attributes:
-    url: of the server.
+    url: Address of the server.
   """
 
   def __init__(self, *args: Any, host: str, port: int, **options: Any):

@@ -23,24 +23,24 @@ def tensors_of(
   """A state's arrays in host memory, by dotted path.
 
   Args:
-    state: of the policy.
-    copies: where it lies over several processes, all of which call this
+    state: State of the policy.
+    copies: Copies, if it lies over several processes, all of which call this
       together; a tensor at a time is whole on their devices.
     keep: whether this process wants them; {} otherwise.
-    types: to which some are rounded first, by dotted path.
+    types: Types that arrays are rounded to first, by dotted path.
   """
-  found = {}
+  tensors = {}
   for path, variable in nnx.to_flat_state(state):
     name = ".".join(map(str, path))
     if types and name in types:
       variable = variable.replace(variable[...].astype(types[name]))
     value = variable[...] if copies is None else copies.of_parameter(variable)
     if keep:
-      found[name] = np.asarray(value)
+      tensors[name] = np.asarray(value)
     else:
       jax.block_until_ready(value)
     del value, variable  # Before the next one is copied.
-  return found
+  return tensors
 
 
 def state_like(

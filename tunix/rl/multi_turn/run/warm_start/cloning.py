@@ -1,7 +1,7 @@
 """Clones demonstrations into a policy, as a run may do before GRPO.
 
 Demonstrations are played during learning, up to a number of distinct ones;
-each step learns from a batch drawn from all that were played so far.
+each step learns from a batch of the demonstrations played so far.
 
 Promises: the batches are a function of the seed and the tasks, also where
 cloning resumes after a stop.
@@ -39,26 +39,28 @@ def clone(
     longest: int,
     seed: int,
     observers: events.Observer,
-    done: int = 0,
+    first_step: int = 0,
     after_update: Callable[[], None] = lambda: None,
     processes: peers_lib.Peers = peers_lib.ALONE,
 ) -> None:
-  """Makes `config.steps` updates of `learner`, less the `done` ones.
+  """Updates `learner` from `first_step` to `config.steps`.
 
   Args:
-    learner: with the objective behaviour_cloning.
+    learner: Learner with the objective behaviour_cloning.
     play: called once a step, also with nothing to play; its errors end the
       cloning.
-    tasks: to demonstrate; never ends.
+    tasks: Tasks to demonstrate, without end.
     config: steps, batch size and number of demonstrations.
     longest: tokens of a sequence; a demonstration with a longer one, which
       the policy itself could not play, is left out.
-    seed: of the batches.
+    seed: Seed of the batches.
     observers: receive the progress.
-    done: updates that the learner has made before; their demonstrations are
+    first_step: Updates that the learner has made before; their demonstrations
+      are
       played again, which takes a fraction of the time.
     after_update: called after each update.
-    processes: that learn together; each plays all demonstrations, and learns
+    processes: Processes that learn together; each plays all demonstrations, and
+      learns
       from its share of a batch.
 
   Raises:
@@ -69,8 +71,8 @@ def clone(
   tried = too_long = 0
   rng = np.random.default_rng(seed)
   for step in range(config.steps):
-    wanted = min(config.demonstrations, config.batch_size * (step + 1))
-    pairs = [(next(tasks), i) for i in range(tried, max(tried, wanted))]
+    target = min(config.demonstrations, config.batch_size * (step + 1))
+    pairs = [(next(tasks), i) for i in range(tried, max(tried, target))]
     shown = play(pairs)
     fitting = [
         e for e in shown if all(len(s) <= longest for s in e.sequences)
@@ -81,9 +83,9 @@ def clone(
     if len(played) < (1 - _LEFT_OUT_AT_MOST) * tried:
       raise RuntimeError(_too_few(len(played), tried, too_long, longest))
     chosen = rng.choice(len(played), config.batch_size)
-    if step < done:
+    if step < first_step:
       observers.on_event(
-          events.Progress("playing demonstrations again", step + 1, done)
+          events.Progress("playing demonstrations again", step + 1, first_step)
       )
       continue
     metrics = learner.update_on_sequences(

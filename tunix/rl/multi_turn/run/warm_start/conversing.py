@@ -35,7 +35,7 @@ class Converser:
     renderer: messages to tokens.
     make_episode: task -> a fresh (agent, environment).
     solve: see `Solve`.
-    max_turns: of an episode whose task sets none.
+    max_turns: Turns of an episode whose task sets no limit.
   """
 
   renderer: sequence_builder.Renderer
@@ -59,12 +59,12 @@ class Converser:
     except LookupError as error:
       raise demonstrations.UnsolvableError(str(error)) from error
     agent, env = self.make_episode(task)
-    said = _texts(turns, agent)
+    replies = _texts(turns, agent)
     unsaid: list[LookupError] = []
 
     async def speak(prompt: policy_client.TokenPrompt, session: str):
       del prompt, session
-      text = next(said, None)
+      text = next(replies, None)
       if text is None:
         error = LookupError(
             f"task {task.task_id} is not over after all that was said"
@@ -100,7 +100,7 @@ class Converser:
 
 
 def _texts(turns: Iterator[conversations.Turn], agent: Any) -> Iterator[str]:
-  """What the policy would have written, in the agent's grammar."""
+  """Yields each turn as the policy would write it, in the agent's grammar."""
   for turn in turns:
     text, calls = conversations.text_and_calls(turn)
     yield agent.tool_parser.format(calls, text or None) if calls else text

@@ -66,14 +66,14 @@ def wrong_widget(
   """Clicks another widget than the one asked for."""
   if action.kind is not Kind.CLICK:
     return action
-  others = [
+  places = [
       (x, y)
       for _, x, y in gym.referring_expressions()
       if abs(x - action.x) + abs(y - action.y) > 4
   ]
-  if not others:
+  if not places:
     return action
-  x, y = others[int(rng.integers(len(others)))]
+  x, y = places[int(rng.integers(len(places)))]
   return dataclasses.replace(action, x=float(x), y=float(y))
 
 
@@ -109,8 +109,8 @@ pretraining, at every screenshot size: it has met no other numbers."""
 _POINTING = (Kind.CLICK, Kind.DRAG)
 
 
-async def _value(found: Any) -> Any:
-  return await found if asyncio.iscoroutine(found) else found
+async def _value(value: Any) -> Any:
+  return await value if asyncio.iscoroutine(value) else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Demonstrator:
     make_agent: a fresh agent for an episode; its parser writes the actions.
     make_gym: a fresh gym.
     oracle: gives the right actions and the names of things.
-    image_store: where screenshots go.
+    image_store: Receives the screenshots.
     habits: family -> (name in HABITS, probability in [0, 1] that an episode
       is played with it).
     grid: (columns, rows) that clicks are snapped to.
@@ -242,7 +242,7 @@ async def play_all(
 
   Args:
     play_one: (task, seed) -> its demonstration, or UnsolvableError.
-    tasks: what to play.
+    tasks: Tasks to play.
     at_once: episodes in flight; more than one is for environments that wait.
 
   Raises:
@@ -338,8 +338,8 @@ class Grounder:
     renderer: messages to tokens.
     parser: a GUI-action parser; points are clicks in its grammar.
     grid: (columns, rows) that points are snapped to.
-    words: to type, for questions that teach to copy.
-    type_rate: share of those among the questions, when there are words.
+    words: Words to type, for questions that teach to copy.
+    type_rate: Share of such questions, if `words` is not empty.
     reverse_rate: share of items and questions that go from a point to a name.
   """
 
@@ -391,9 +391,9 @@ class Grounder:
       point = self._point(image, x, y).strip("[]").replace(" ", "")
       name = phrase.split()[1]  # Without "the" and the kind.
       lines.append(f" {name}{point}")
-    said = self._converse(image, [("List what you see.", "\n".join(lines))])
-    numbers = [self.renderer.decode([int(t)]).isdigit() for t in said.tokens]
-    return _learn_only(said, np.array(numbers))
+    talk = self._converse(image, [("List what you see.", "\n".join(lines))])
+    numbers = [self.renderer.decode([int(t)]).isdigit() for t in talk.tokens]
+    return _learn_only(talk, np.array(numbers))
 
   def copies_sequence(
       self, rng: np.random.Generator, words: int = 5
@@ -404,9 +404,9 @@ class Grounder:
     learned from, for the same reason as in `pairs_sequence`.
     """
     turns = []
-    asked = [self.words[i] for i in rng.permutation(len(self.words))[:words]]
+    chosen = [self.words[i] for i in rng.permutation(len(self.words))[:words]]
     nowhere = trajectory.ImageRef("0" * 64, *(self.grid or POINT_GRID))
-    for word in asked:
+    for word in chosen:
       question = _TYPE_FORMS[int(rng.integers(len(_TYPE_FORMS)))].format(word)
       if rng.random() < 0.5:
         x, y = rng.integers(nowhere.width), rng.integers(nowhere.height)
@@ -414,9 +414,9 @@ class Grounder:
         question = "Go on."
       answer = self._format(nowhere, GuiAction(Kind.TYPE, text=word))
       turns.append((question, answer))
-    said = self._converse(None, turns)
-    is_word = [self.renderer.decode([int(t)]) in asked for t in said.tokens]
-    return _learn_only(said, np.array(is_word))
+    talk = self._converse(None, turns)
+    is_word = [self.renderer.decode([int(t)]) in chosen for t in talk.tokens]
+    return _learn_only(talk, np.array(is_word))
 
   def question_sequence(
       self,
@@ -484,7 +484,7 @@ class Grounder:
       messages.append({"role": "user", "content": content})
       builder.prompt(messages)
       ids = completion_ids(self.renderer, answer)
-      said = builder.append(
+      text = builder.append(
           policy_client.Completion(
               tokens=ids,
               logprobs=np.zeros(len(ids), np.float32),
@@ -492,6 +492,6 @@ class Grounder:
               finish_reason=policy_client.FinishReason.STOP,
           )
       )
-      messages.append({"role": "assistant", "content": said})
+      messages.append({"role": "assistant", "content": text})
     (sequence,) = builder.build()
     return sequence

@@ -37,7 +37,7 @@ class Source:
 
   Attributes:
     oracle: gives the right actions.
-    tasks: to demonstrate, without end.
+    tasks: Tasks to demonstrate, without end.
     make_gym: a gym to demonstrate in; None for the run's own.
   """
 
@@ -52,7 +52,7 @@ class Conversations:
 
   Attributes:
     solve: gives the turns that solve a task.
-    tasks: to demonstrate, without end.
+    tasks: Tasks to demonstrate, without end.
   """
 
   solve: conversing.Solve
@@ -88,12 +88,13 @@ def _oracle(config: config_lib.TrainConfig, task_source: Any) -> Source:
         f"warm_start.steps={steps}: {error}; set warm_start.steps=0, or"
         " warm_start.recordings"
     ]) from None
-  known = oracle.families
-  unknown = [t for t in config.task_source.families if known and t not in known]
+  solved = oracle.families
+  families = config.task_source.families
+  unknown = [f for f in families if solved and f not in solved]
   if unknown:
     raise ConfigError([
         f"warm_start.steps={steps}: no oracle can demonstrate"
-        f" task_source.families={unknown}, only {', '.join(known)}; leave"
+        f" task_source.families={unknown}, only {', '.join(solved)}; leave"
         " those out or set warm_start.steps=0"
     ])
   tasks = run_tasks.TrainTasks(
@@ -111,13 +112,13 @@ def _conversations(
   if start.recordings:
     where = f"warm_start.recordings={start.recordings}"
     try:
-      found = conversations.read(start.recordings)
+      chats = conversations.read(start.recordings)
     except (OSError, ValueError) as error:
       raise ConfigError([f"{where}: {error}"]) from None
-    turns = {c.task.task_id: c.turns for c in found}
+    turns = {c.task.task_id: c.turns for c in chats}
     return Conversations(
         lambda task: turns[task.task_id],
-        _endless([c.task for c in found], config.run.seed + 1),
+        _endless([c.task for c in chats], config.run.seed + 1),
     )
   name = config.environment.name
   path = environment_spec.get(name).oracle
@@ -150,22 +151,22 @@ def _recorded(config: config_lib.TrainConfig) -> Source:
   path = config.warm_start.recordings
   where = f"warm_start.recordings={path}"
   try:
-    found = recordings_lib.read(path)
+    episodes = recordings_lib.read(path)
   except (OSError, ValueError) as error:
     raise ConfigError([f"{where}: {error}"]) from None
-  solved = [r for r in found if r.success and r.actions]
+  solved = [r for r in episodes if r.success and r.actions]
   if not solved:
     raise ConfigError([
-        f"{where}: none of its {len(found)} episodes was solved; record some"
+        f"{where}: none of its {len(episodes)} episodes was solved; record some"
         f" with {shell_hints.command('environments.play')}"
     ])
-  wanted = (config.gym.height, config.gym.width)
+  size = (config.gym.height, config.gym.width)
   for recording in solved:
     height, width = recording.observations[0].screenshot.shape[:2]
-    if (height, width) != wanted:
+    if (height, width) != size:
       raise ConfigError([
           f"{where}: {recording.task.task_id} shows {width}x{height}, the run"
-          f" {wanted[1]}x{wanted[0]} (gym.width, gym.height); they must be the"
+          f" {size[1]}x{size[0]} (gym.width, gym.height); they must be the"
           " same"
       ])
   parser = tool_parser.make_tool_parser(config.agent.parser, "operator")
@@ -200,7 +201,7 @@ def _sayable(
     ToolParseError: the grammar has no word for another action.
   """
   height, width = recording.observations[0].screenshot.shape[:2]
-  kept = list(recording.actions)
+  actions = list(recording.actions)
   shown = list(recording.observations)
   for i, action in enumerate(recording.actions):
     try:
@@ -209,13 +210,13 @@ def _sayable(
       last = i + 1 == len(recording.actions) and i > 0
       if not last or action.kind is not gui_action.GuiActionKind.TERMINATE:
         raise
-      kept.pop()
+      actions.pop()
       shown.pop()
       shown[-1] = dataclasses.replace(shown[-1], done=True)
   return dataclasses.replace(
       recording,
-      actions=tuple(kept),
-      targets=recording.targets[: len(kept)],
+      actions=tuple(actions),
+      targets=recording.targets[: len(actions)],
       observations=tuple(shown),
   )
 

@@ -43,7 +43,7 @@ class WarmStart:
   Attributes:
     clones: whether demonstrations are yet to be cloned; the run then evaluates
       what it begins with, too.
-    policy: as the run begins; `apply` gives the one that GRPO begins with.
+    policy: Policy that the run begins with; `apply` returns GRPO's first one.
   """
 
   def __init__(
@@ -154,7 +154,7 @@ class WarmStart:
           longest=config.engine.context_length,
           seed=config.run.seed,
           observers=run.observers,
-          done=learner.version,
+          first_step=learner.version,
           after_update=save_when_due,
           processes=self._processes,
       )
@@ -207,18 +207,18 @@ class WarmStart:
       if self._resuming and checkpoints.steps():
         checkpoints.restore(learner)
 
-      kept = {
+      options = {
           resuming.RECORDED: resuming.recorded(self._config).to_dict()
       }
 
       def save_when_due() -> None:
         if every and learner.version % every == 0:
-          checkpoints.save(learner, kept)
+          checkpoints.save(learner, options)
 
       try:
         yield save_when_due
       except BaseException:
         checkpoints.wait()
         if learner.version and learner.version not in checkpoints.steps():
-          checkpoints.save(learner, kept)
+          checkpoints.save(learner, options)
         raise
