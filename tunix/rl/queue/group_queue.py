@@ -148,6 +148,11 @@ class GroupQueue(_QueueBase):
     with self._condition:
       return self._ledger.ready
 
+  def room(self) -> int:
+    """Returns the number of groups that may start now."""
+    with self._condition:
+      return self._ledger.room
+
   def counters(self) -> dict[str, int | float]:
     """Counts since construction, and the present state:
 

@@ -141,6 +141,12 @@ class Ledger:
 
   # --- Admission ------------------------------------------------------------
 
+  @property
+  def room(self) -> int:
+    """Number of new groups that `start` would admit."""
+    ahead = len(self._ready) + sum(map(self._counts, self._running))
+    return max(0, self._limit() - self._accepted + len(self._ready) - ahead)
+
   def start(self, indices: Sequence[int | None]) -> list[Ticket] | None:
     """Tickets for all of these groups, in ascending order; see `_ticket`."""
     self._check_open()

@@ -133,6 +133,7 @@ class BufferClient:
       seconds: float = 100.0,
       lease_s: float | None = None,
       lease: str = "",
+      allowed_items: int | None = None,
   ) -> Read | None:
     """One read; None while no group is ready.
 
@@ -144,6 +145,8 @@ class BufferClient:
         delivered again; None acknowledges at once.
       lease: id for the lease; a service that knows such ids returns the same
         groups to a read that is repeated with it. "" leaves it to the service.
+      allowed_items: Items that the generator may have begun since the start,
+        where that set a bound.
 
     Raises:
       ClientError: the service did not answer, or refused.
@@ -156,6 +159,8 @@ class BufferClient:
       body["lease_s"] = lease_s
       if lease:
         body["lease"] = lease
+    if allowed_items is not None:
+      body["allowed_items"] = allowed_items
     return unpack(await self._post("/get_rollout_data", body, seconds))
 
   async def ack(self, lease: str, seconds: float = 30.0) -> None:

@@ -321,6 +321,7 @@ class App:
   ) -> Response:
     """The answer to a read; blocks."""
     lease_s, lease = self._lease(data)
+    buffer.allow(requests.allowed_items(data))
     found = buffer.read(
         size,
         lease_s=lease_s,

@@ -98,6 +98,8 @@ class Buffer:
   Attributes:
     id, name: in the store, and for clients.
     judge: applies the rules of its rollout.
+    allowed_items: Items that a trainer lets the generator begin, without the
+      dropped ones; None without such a bound.
   """
 
   def __init__(
@@ -137,6 +139,7 @@ class Buffer:
         self._max_bytes,
     )
     self._items = self._bytes = self._reserved = self._reserved_bytes = 0
+    self.allowed_items: int | None = None
     self._forgotten = 0  # Newest item that the store does not count any more.
     self.refused = 0
     """Writes that found no room."""
@@ -212,6 +215,12 @@ class Buffer:
   def _forget(self) -> None:
     with self._lock:
       self._load(store_work.Contents())
+
+  def allow(self, allowed_items: int | None) -> None:
+    """Raises the bound on the generator's items; a rollout without stays so."""
+    with self._lock:
+      if self.allowed_items is not None and allowed_items is not None:
+        self.allowed_items = max(self.allowed_items, allowed_items)
 
   # --- writing ----------------------------------------------------------------
 
@@ -595,6 +604,7 @@ class Buffer:
             "task_type": self.judge.task_type,
             "group_size": self.judge.rules.group_size,
             "group_rules": "raw" if self.judge.rules.raw else "normalized",
+            "allowed_items": self.allowed_items,
             "items": self._items,
             "bytes": self._bytes,
             "kept_items": self._tally.kept_items,

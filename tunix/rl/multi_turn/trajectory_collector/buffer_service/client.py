@@ -182,5 +182,7 @@ class BufferClient:
 
   async def stats(self, seconds: float = _CALL_S) -> dict[str, Any]:
     """The figures of `/buffer/stats`."""
-    answer = await self._http.ask("GET", f"{self.url}/buffer/stats", seconds)
+    answer = await self._http.ask(
+        "GET", f"{self.url}/buffer/stats", seconds, retry=self._retry
+    )
     return answer["data"]["data"][0]

@@ -11,7 +11,9 @@ one after another. An entry of `skip_instance_ids` leaves out one group of that
 task. An episode's uid and seed follow from the rollout, the pass, the task and
 its number, so that a rollout that is resumed plays what is missing only. An
 episode that fails is played again twice; many failures in a row end the
-rollout with the last one's reason.
+rollout with the last one's reason. Under `allowed_items` a group begins only
+while fewer items are written or running than the trainer allows, dropped ones
+not counted: the policy of the trainer is then never far ahead of its data.
 
 Does not know models or gyms.
 """
@@ -46,6 +48,8 @@ _TRIES = 3
 _PAUSE_S = 1.0
 _EPISODE_S = 3600.0
 _MOST_FAILURES = 32
+_LOOK_S = 0.2
+"""Pause between two looks at the bound while no group may begin."""
 _BATCH = 10_000
 """Episodes that are looked up, and kept, at a time."""
 PRIVATE = "private: "
@@ -208,17 +212,24 @@ async def generate(data: Mapping[str, Any], play: Play) -> int:
     todo = _missing(jobs(rows, data), buffer)
     advancing = asyncio.Lock()
     state = _State()
+    places = None
+    if data.get("allowed_items") is not None:
+      places = _Places(buffer, state)
 
     async def worker() -> None:
       while True:
         async with advancing:
           job = await anext(todo, None)
-        if job is None:
-          return
+          if job is None:
+            return
+          if places is not None:
+            await places.take(job)
+          state.running += 1
         item = await _played(job, play, state)
         if item is not None:
           await buffer.write(item)
           state.written += 1
+        state.running -= 1
 
     async with asyncio.TaskGroup() as group:
       for _ in range(int(data.get("num_process", 100))):
@@ -242,7 +253,26 @@ async def _missing(
 class _State:
   written: int = 0
   failed: int = 0
+  running: int = 0
   in_a_row: int = 0
+
+
+class _Places:
+  """Bounds the items that are begun by what the buffer's trainer allows."""
+
+  def __init__(self, buffer: client.BufferClient, state: _State):
+    self._buffer, self._state = buffer, state
+    self._room = 0
+
+  async def take(self, job: Job) -> None:
+    """Waits until the job's group may begin; its later members never wait."""
+    while job.number == 0 and self._room <= 0:
+      stats = await self._buffer.stats()
+      allowed = stats["allowed_items"] + stats["total_dropped"]
+      self._room = allowed - stats["total_written"] - self._state.running
+      if self._room <= 0:
+        await asyncio.sleep(_LOOK_S)
+    self._room -= 1
 
 
 async def _played(job: Job, play: Play, state: _State) -> dict[str, Any] | None:

@@ -47,6 +47,7 @@ WHOLE: Mapping[str, tuple[int, int]] = {
     "width": (1, bounds.MAX_SIDE),
     "height": (1, bounds.MAX_SIDE),
     "batch_size": (-1, 2**31),
+    "allowed_items": (0, 2**31),
 }
 """Bounds of whole numbers by their key, those of this package's generators
 included."""
@@ -256,6 +257,17 @@ def batch_size(data: Mapping[str, Any], max_items: int) -> int:
   return size
 
 
+def allowed_items(data: Mapping[str, Any]) -> int | None:
+  """Returns `allowed_items` of a start or a read; None where it is absent.
+
+  Raises:
+    ValueError: It is no whole number, or out of range.
+  """
+  if data.get("allowed_items") is None:
+    return None
+  return whole_number(data, "allowed_items", *WHOLE["allowed_items"])
+
+
 def check_step(rollout: Rollout, max_items: int) -> None:
   """Checks that a buffer can hold the groups of a trainer's step.
 
@@ -353,7 +365,7 @@ def schemas() -> dict[str, dict[str, Any]]:
   }
   by_body = {"x-boundedBy": "body"}
   read = {
-      "batch_size": integers["batch_size"],
+      **{key: integers[key] for key in ("batch_size", "allowed_items")},
       **{key: numbers[key] for key in ("lease_s", "timeout")},
   }
   item = {

@@ -184,6 +184,7 @@ class Service:
     buffer.configure(asked.rules, hooks, asked.task_type)
     if kept["state"] != "running":
       return
+    buffer.allowed_items = requests.allowed_items(asked.payload)
     skip = [*asked.payload["skip_instance_ids"], *self._written(buffer)]
     _LOG.info("buffer %s: its rollout is resumed", name)
     self._run(
@@ -262,6 +263,7 @@ class Service:
       sent = {**asked.payload, "rollout_id": uuid.uuid4().hex}
       self._keep(buffer, sent, "running")
       buffer.configure(asked.rules, hooks, asked.task_type)
+      buffer.allowed_items = requests.allowed_items(asked.payload)
       self._run(buffer, generator, sent)
       self._starts[name] = (time.monotonic(), payload)
 
