@@ -1,4 +1,4 @@
-"""What generators have in common: tasks, repetitions, skips, writing.
+"""Plays a generator's tasks: order, repetitions, skips, writing.
 
     async def play(job: generating.Job) -> dict: ...   # {messages, reward, …}
 
@@ -73,11 +73,11 @@ class Job:
   """One episode to play.
 
   Attributes:
-    row: of the input.
-    instance_id: of the row.
-    epoch, number: pass, and member of the group, from 0.
-    uid: of the episode.
-    seed: of its random choices, in [0, 2**31).
+    row: Object of the input.
+    instance_id: The row's.
+    epoch, number: Pass, and member of the group, from 0.
+    uid: Id of the episode.
+    seed: Seed of its random choices, in [0, 2**31).
   """
 
   row: Mapping[str, Any]
@@ -133,8 +133,8 @@ def jobs(
   """The episodes of a rollout, in order.
 
   Args:
-    rows: of the input.
-    data: the payload.
+    rows: Objects of the input.
+    data: The payload.
   """
   rollout = str(data.get("rollout_id", ""))
   size = int(data["num_repeat_per_sample"])
@@ -161,21 +161,21 @@ def sampling_of(data: Mapping[str, Any]) -> dict[str, Any]:
   Raises:
     GeneratorError: a value that is no number.
   """
-  given = {**(data.get("sampling_params") or {})}
-  if "max_tokens" not in given and data.get("max_tokens") is not None:
-    given["max_tokens"] = data["max_tokens"]
-  found = {}
-  for key, value in given.items():
+  values = {**(data.get("sampling_params") or {})}
+  if "max_tokens" not in values and data.get("max_tokens") is not None:
+    values["max_tokens"] = data["max_tokens"]
+  numbers = {}
+  for key, value in values.items():
     kind = _SAMPLING.get(key)
     if value is None:
       continue
     try:
-      found[key] = kind(value) if kind else value
+      numbers[key] = kind(value) if kind else value
     except (TypeError, ValueError):
       raise GeneratorError(
           f"sampling_params.{key}={value!r} must be a number"
       ) from None
-  return found
+  return numbers
 
 
 def engine_url(data: Mapping[str, Any]) -> str:
@@ -197,7 +197,7 @@ def run(data: Mapping[str, Any], play: Play) -> None:
   """Plays a whole rollout; see the module docstring.
 
   Raises:
-    GeneratorError: of the input; or too many episodes failed.
+    GeneratorError: The input is wrong, or too many episodes failed.
     client.BufferError: the buffer refuses an item.
   """
   asyncio.run(generate(data, play))
