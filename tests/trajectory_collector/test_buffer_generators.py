@@ -560,7 +560,7 @@ def test_a_bound_outlives_the_service(tmp_path):
     answer = first.start(allowed_items=-1)
     assert answer.status_code == 422 and "allowed_items=-1" in answer.text
     rows = write_rows(tmp_path / "in.jsonl", [{"instance_id": "a"}])
-    # Nothing answers there: the rollout goes on with the next service.
+    # No model answers, so the next service resumes the rollout.
     first.start(
         task_type="math", input_file=rows, allowed_items=16,
         remote_engine_url="http://127.0.0.1:1/v1",

@@ -7,8 +7,8 @@ schema: the fields of text are listed here, and no other is trusted.
 
 Promises: `{"url": "\\u0068ttp://…"}`, a key written twice, `NaN`, half a
 surrogate pair, a BOM or UTF-16 have one meaning, that of the parsed value, or
-are refused; a body becomes few more than `MOST_VALUES` values, and few more
-than `MOST_WALKED` of those that are looked into, counted by its commas,
+are refused; a body becomes few more than `MOST_VALUES` values, and has at most
+`MOST_WALKED` lists and objects and as many texts, counted by its commas,
 brackets and quotation marks before it is parsed.
 
 Does not fetch, or look into data URLs.

@@ -53,7 +53,7 @@ class MaskedTokens(NamedTuple):
 
   @property
   def response_mask(self) -> list[int]:
-    """`loss_mask` of these tokens; [] if all are context."""
+    """Part of `loss_mask` from the first trained token on."""
     return self.loss_mask[len(self.loss_mask) - self.response_length :]
 
 

@@ -451,9 +451,9 @@ class BufferLoop:
   def _allowed_items(self) -> int | None:
     """Returns the items that the generator may have begun since the start.
 
-    They are those of the groups that were read, and of those that the queue
-    would admit now: the bound on staleness reaches the generator. None where
-    others write.
+    The groups that were read count, and the groups that the queue would admit
+    now: the bound on staleness reaches the generator. None where other programs
+    write.
     """
     if not self._members:
       return None

@@ -386,7 +386,7 @@ class Store:
   def bodies(
       self, seqs: Iterable[int], may_lack: bool = False
   ) -> list[bytes | None]:
-    """Returns the items of these numbers in order, None for missing content.
+    """Returns the content of each item, in order; None for missing content.
 
     Args:
       seqs: numbers.
