@@ -25,6 +25,10 @@ from tunix.rl.multi_turn.serving import media
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
     __main__ as buffer_command,
 )
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import generating
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
+    generators_run,
+)
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import plugins
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import rights
 
@@ -290,11 +294,11 @@ def start_body(tasks, url, task_type):
       "skip_instance_ids": [], "group_rules": "raw", "keep_items": False,
       "group_timeout_seconds": 60, "min_valid_group_size_ratio": 1,
       "min_valid_item_size_ratio": 1, "min_timeout_group_size_ratio": 1,
-      "gym": "desktop", "gym_settings": {"difficulty": 1}, "width": 64,
-      "height": 64, "max_turns": 1, "agent": "tool",
+      "gym": "desktop", "gym_settings": {"difficulty": 1}, "width": 128,
+      "height": 96, "max_turns": 1, "agent": "tool",
       "agent_config": {"parser": "computer_use"}, "model": "m",
-      "image_token_id": 9, "reward": "math", "rollout_id": "r", "buffer": "b",
-      "remote_engine_key": "k",
+      "image_token_id": 9, "reward": "numeric_match", "rollout_id": "r",
+      "buffer": "b", "remote_engine_key": "k", "allowed_items": 100,
   }  # pyformat: disable
 
 
@@ -322,11 +326,40 @@ def finished(running, name="b"):
   raise AssertionError("the generator did not end")
 
 
+class RunHere:
+  """A generator's run in this process, where the recorder sees its look-ups."""
+
+  running, error = False, ""
+
+  def __init__(self, generator, payload, **options):
+    del options
+    self.task_type = generator.task_type
+    self.state = "finished"
+    try:
+      plugins.load(generator.path).run_rollout(dict(payload))
+    except (ValueError, ExceptionGroup) as error:  # A `GeneratorError`.
+      inner = getattr(error, "exceptions", (error,))
+      self.state, self.error = "failed", "; ".join(map(str, inner))
+
+  def describe(self):
+    return {
+        "task_type": self.task_type, "state": self.state, "error": self.error
+    }  # pyformat: disable
+
+  def stop(self):
+    pass
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("task_type", ("external", "math", "desktop"))
-def test_a_start_names_no_code(recorder, touched, tmp_path, task_type):
-  """Also not to the generator, which is another process."""
+def test_a_start_names_no_code(
+    recorder, touched, tmp_path, task_type, monkeypatch
+):
+  """Also not to the generator; each runs here, and one as a process."""
+  process = generators_run.GeneratorRun
+  monkeypatch.setattr(generators_run, "GeneratorRun", RunHere)
+  monkeypatch.setattr(generating, "_PAUSE_S", 0.0)
   tasks = tmp_path / "tasks.jsonl"
   tasks.write_text(
       json.dumps({"instance_id": "a", "task": TASK.to_json(), "answer": "4",
@@ -343,21 +376,24 @@ def test_a_start_names_no_code(recorder, touched, tmp_path, task_type):
     body = start_body(tasks, model, task_type)
     body["remote_buffer_url"] = running.url
     assert running.post("/start_rollout", body).status_code == 200
+    assert finished(running)["state"] == "finished", finished(running)
 
     def send(body):
       status = running.post("/start_rollout", body).status_code
-      if status == 200 and task_type != "external":
+      if status == 200:  # The generator may refuse what the service accepts.
         name = body.get("buffer")
-        finished(running, name if isinstance(name, str) else "b")
+        end = finished(running, name if isinstance(name, str) else "b")
+        status = 200 if end["state"] == "finished" else 422
       return status
 
-    names = poisoned_names.NAMES if task_type == "external" else (
-        poisoned_names.NAMES[:1]
-    )
     faults, _ = poisoned_names.walk(
-        recorder, send, poisoned_names.bodies(body, names=names), touched
+        recorder, send, poisoned_names.bodies(body), touched
     )
-  assert not faults
+    assert not faults
+    monkeypatch.setattr(generators_run, "GeneratorRun", process)
+    send({**body, **dict.fromkeys(("agent", "model", "x"),
+                                  poisoned_names.NAMES[0])})
+  assert not touched.exists()
 
 
 @pytest.mark.parametrize("changes, problem", (

@@ -1,5 +1,6 @@
 """This project's trainer and its rollout buffer, as separate processes."""
 
+import collections
 import contextlib
 import json
 import os
@@ -114,6 +115,50 @@ def test_the_desktop_with_screenshots_token_by_token(tmp_path):
   # The run's own server returns what was sampled: nothing is rewritten.
   assert not any("text_only" in line["metrics"] for line in episodes)
   assert any(x < 0 for s in sequences for x in s["logprobs"])
+
+
+def test_every_update_learns_from_its_own_weights_episodes(tmp_path):
+  """The protocol's flags and the shipped policy, and no stale token."""
+  _write(
+      tmp_path / "tasks.jsonl",
+      [
+          {"instance_id": f"gui_{i}", "family": "open-icon", "index": i}
+          for i in range(40)
+      ],
+  )
+  with _service(tmp_path / "buffer") as (url, _):
+    assert small_runs.run_train(
+        tmp_path, "name=b", "seed=1",
+        "--agent-rollout-buffer-url", url, "--rollout-task-type", "desktop",
+        "--prompt-data", str(tmp_path / "tasks.jsonl"), "--num-rollout", "3",
+        "--rollout-batch-size", "2", "--n-samples-per-prompt", "4",
+        "--num-epoch", "1", "buffer.poll_s=0.1", "buffer.options.agent=compact",
+    ) == 0  # pyformat: disable
+    stats = _stats(url)["data"]["data"][0]
+  lines = small_runs.metrics_of(tmp_path / "b")
+  assert [line["step"] for line in lines] == [1, 2, 3]
+  assert all(line["staleness_max"] == 0 for line in lines)
+  assert not any(line["dropped_stale"] for line in lines)
+  # Three steps' groups, and at most the next one's.
+  assert 24 <= stats["total_written"] <= 32
+  episodes = _episodes(tmp_path / "b")[:24]
+  versions = [
+      {v for s in line["sequences"] for v in s["versions"] if v >= 0}
+      for line in episodes
+  ]
+  assert versions == [{i // 8} for i in range(24)]
+  # Every sampled token of a group whose rewards differ is trained on.
+  rewards = collections.defaultdict(set)
+  for episode in episodes:
+    rewards[episode["group_id"]].add(episode["reward"])
+  for step, line in enumerate(lines):
+    assert line["episodes"] == 8
+    assert line["sampled_tokens"] == sum(
+        sum(sum(s["loss_mask"]) for s in episode["sequences"])
+        for episode in episodes[8 * step : 8 * step + 8]
+        if len(rewards[episode["group_id"]]) > 1
+    )
+  assert any(line["sampled_tokens"] for line in lines)
 
 
 def test_a_killed_service_goes_on_where_it_was(tmp_path):

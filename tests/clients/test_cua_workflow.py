@@ -356,6 +356,65 @@ async def test_fallbacks_are_counted_and_only_when_asked_for():
     assert await plain.arun_episode(Engine(world.model), world.row) is None
 
 
+class Settings:
+  """AReaL's generation settings, as its configuration passes them."""
+
+  n_samples, max_new_tokens, top_p, top_k = 1, 24, 1.0, int(1e8)
+  greedy = False
+
+  def __init__(self, temperature=1.0, **fields):
+    self.temperature = temperature
+    vars(self).update(fields)
+
+
+
+async def test_turns_of_another_sampling_are_masked_and_counted():
+  colder = {
+      "gbox_mini_agent_model": {"name": "m", "sampling": {"temperature": 0.5}}
+  }
+  with World() as world:
+    engine = Engine(world.model)
+    # The service's temperature is the trainer's: every turn is trained on.
+    same = world.workflow(gconfig=Settings(0.5), **colder)
+    batch = await same.arun_episode(engine, world.row)
+    assert int(batch["loss_mask"].sum()) == 4 and not same.untrained_tokens
+    # It is not: no turn is left, and the episode says so.
+    for gconfig in (None, Settings(), Settings(0.5, greedy=True)):
+      other = world.workflow(gconfig=gconfig, **colder)
+      assert await other.arun_episode(engine, world.row) is None
+      assert other.rejected == {"OtherSampling": 1} and not other.accepted
+    corrected = world.workflow(
+        gconfig=Settings(), other_sampling="train", **colder
+    )
+    batch = await corrected.arun_episode(engine, world.row)
+    assert int(batch["loss_mask"].sum()) == 4
+    # With `sampling` the service gets the trainer's own.
+    sent = world.workflow(
+        gconfig=Settings(0.5, top_k=20), gbox_mini_agent_model="m",
+        run_options={"sampling": True},
+    )  # pyformat: disable
+    assert await sent.arun_episode(engine, world.row) is not None
+    assert not sent.rejected
+
+
+async def test_a_turn_that_a_proxy_excludes_is_masked():
+  """A proxy in front of the model excludes the second turn."""
+  real = policy()
+
+  def second_is_excluded(method, path, body):
+    status, answer = real(method, path, body)
+    messages = json.loads(body)["messages"] if body else ()
+    if any(m["role"] == "assistant" for m in messages):
+      answer["choices"][0]["untrained"] = "temperature=0.2, not the run's 1"
+    return status, answer
+
+  with World(second_is_excluded) as world:
+    workflow = world.workflow()
+    batch = await workflow.arun_episode(Engine(world.model), world.row)
+  assert batch["loss_mask"].tolist() == [[0, 0, 0, 0, 1, 1, *[0] * 6]]
+  assert workflow.untrained_tokens == 2 and workflow.accepted == 1
+
+
 async def test_runs_in_flight_are_bounded_across_workflows():
   """AReaL's controller makes a workflow for each row."""
   with World() as world:
@@ -421,6 +480,7 @@ async def test_wrong_arguments_raise_and_do_not_reject_every_episode():
       ({"model_base_url": "localhost"}, "model_base_url"),
       ({"gbox_mini_agent_base_url": "moon"}, "base_url"),
       ({"group_size": 0}, "group_size"),
+      ({"other_sampling": "ignore"}, "other_sampling"),
       ({"eval_id": "e", "baseline_id": "b"}, "eval_id and baseline_id"),
       # Before an episode is played, not after it.
       ({"processor": None}, "pass the policy's processor"),

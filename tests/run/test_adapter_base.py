@@ -13,8 +13,8 @@ RUN = (
     "name=q", "policy.lora_rank=4", "warm_start.batch_size=4", "steps=1",
     # Nothing succeeds yet, so it is the entropy that is learned from.
     "algorithm.entropy_coef=0.1", "learner.skip_zero_advantage=false",
-    "learner.learning_rate=0.01", "eval.every=0",
-    "eval.modes=[sampled]", "eval.episodes_per_task=1",
+    "learner.learning_rate=0.01",
+    "eval.on=false",
 )  # pyformat: disable
 
 

@@ -302,3 +302,9 @@ def test_a_dry_run_takes_a_gym_by_its_path(tmp_path):
       f"run.dir={tmp_path}", f"gym={HERE}GOOD", "tasks=[t]", "run.dry_run=true",
   ])  # pyformat: disable
   assert not addresses.addresses(config)
+
+
+def test_every_task_of_tasks_without_end_is_none(tmp_path, monkeypatch):
+  problem = refusal(tmp_path, monkeypatch, "eval.episodes_per_task=0")
+  assert "eval.episodes_per_task=0 is every task of a list" in problem
+  assert "task_source.source=generated makes tasks without end" in problem

@@ -259,3 +259,51 @@ def test_who_fails_in_an_update_ends_the_others_at_once(victim, tmp_path):
   assert time.monotonic() - started < 60  # Not the heartbeat's 100 s.
   reason = f"error: process {victim} failed: MemoryError: RESOURCE_EXHAUSTED"
   assert reason in pod.logs[1 - victim].read_text()
+
+
+COUNTED_GYM = '''
+import os
+
+import numpy as np
+from tunix.rl.multi_turn.environments import gyms
+from tunix.rl.multi_turn.environments.gyms import base
+
+
+class Gym:
+
+  def start(self, task):
+    with open(os.environ["STARTS"], "a") as file:
+      file.write(f"{os.getpid()}\\n")
+    raise RuntimeError("no screen")
+
+  def close(self):
+    pass
+
+
+class Tasks:
+
+  def train_task(self, family, index, seed):
+    return base.Task(f"{family}/{index}", family, "Click.")
+
+  eval_task = train_task
+
+
+SPEC = gyms.GymSpec(make=Gym, tasks=Tasks)
+'''
+
+
+def test_a_gym_of_the_user_s_is_tried_by_the_first_process_only(tmp_path):
+  (tmp_path / "counted_gym.py").write_text(COUNTED_GYM)
+  own = {
+      "STARTS": str(tmp_path / "starts"),
+      "PYTHONPATH": os.pathsep.join([ROOT, HELPERS, CHILDREN, str(tmp_path)]),
+  }
+  pod = Pod(
+      tmp_path / "pod", 2, *ARGUMENTS, f"run.dir={tmp_path}",
+      "gym=counted_gym:SPEC", "tasks=[t]", "warm_start.steps=0",
+      environment={0: own, 1: own},
+  )  # pyformat: disable
+  assert all(pod.wait())
+  assert "no screen" in pod.logs[0].read_text()
+  starts = (tmp_path / "starts").read_text().split()
+  assert starts == [str(pod.processes[0].pid)], pod.said()

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import os
+import time
 
 import httpx
 import hypothesis
@@ -319,17 +320,26 @@ async def test_routes_without_prompts_take_no_address_at_all(make, site):
 
 async def test_a_body_of_many_values_is_refused_before_it_is_parsed(make):
   most = image_addresses.MOST_VALUES
+  walked = image_addresses.MOST_WALKED
   deep = b"[" * 190 + b"]" * 190  # Lists without a comma.
   with echo() as (upstream, log):
     front = Front(upstream, make)
     for body in (
         b"[" + b"0," * most + b"0,0]",
         b"[" + b",".join([deep] * (most // 190)) + b"]",
+        b"[" + b"[]," * walked + b"0]",
+        b"[" + b'"",' * walked + b'""]',
+        b"{" + b'"a":0,' * walked + b'"b":0}',
     ):
       answer = await front.client.post("/generate", content=body)
       assert answer.status_code == 413
       assert answer.json()["error"]["code"] == "request_too_large"
     assert not log.requests
+    # The most that is looked into.
+    body = {"tools": [{}] * (walked - 3), "seeds": [""] * (walked - 3)}
+    began = time.process_time()
+    assert (await front.client.post("/generate", json=body)).is_success
+    assert time.process_time() - began < 4, "2 s on a slow machine"
 
 
 @pytest.mark.parametrize("key", ["image", "video", "audio"])

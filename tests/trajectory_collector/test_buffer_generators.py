@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -508,6 +509,64 @@ def test_episodes_are_listed_as_they_are_played(running, tmp_path):
     asyncio.run(generating.generate(data, refused))
   assert "r-0-a-0 is not played" in str(caught.value.exceptions[0])
   assert time.monotonic() - began < 10
+
+
+def test_a_group_begins_only_while_the_trainer_allows_it(running, tmp_path):
+  """Groups of two; the second is dropped, as its rewards are equal."""
+  tasks = [{"instance_id": name} for name in "abcdefgh"]
+  data = payload(
+      running, write_rows(tmp_path / "in.jsonl", tasks), allowed_items=4
+  )
+  second = list(generating.jobs(tasks, data))[2].instance_id
+  began = collections.Counter()
+
+  async def play(job):
+    began[job.instance_id] += 1
+    reward = 0.5 if job.instance_id == second else job.number
+    return {"messages": [], "reward": reward}
+
+  def is_still(count):
+    until(lambda: running.stats()["total_written"] == count)
+    time.sleep(3 * generating._LOOK_S)
+    return sum(began.values()) == running.stats()["total_written"] == count
+
+  running.start(num_repeat_per_sample="2", allowed_items=4)
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    played = pool.submit(lambda: asyncio.run(generating.generate(data, play)))
+    assert is_still(4)
+    running.service.sweep()  # A dropped group makes place for another.
+    assert is_still(4 + 2)
+    # A bound never falls, and a read without one leaves it.
+    running.read(batch_size=2)
+    running.read(batch_size=2, allowed_items=1)
+    assert is_still(4 + 2)
+    running.read(batch_size=2, allowed_items=7)  # A group begins whole.
+    assert is_still(8 + 2)
+    running.read(allowed_items=100)
+    assert played.result(30) == 16
+  assert set(began.values()) == {2}
+  assert running.stats()["total_dropped"] == 2
+  assert running.stats()["allowed_items"] == 100
+
+
+def test_a_bound_outlives_the_service(tmp_path):
+  with buffer_services.Running(tmp_path / "b") as first:
+    first.start(allowed_items="12")
+    assert first.stats()["allowed_items"] == 12
+    first.start()
+    assert first.stats()["allowed_items"] is None
+    first.read(allowed_items=3)
+    assert first.stats()["allowed_items"] is None
+    answer = first.start(allowed_items=-1)
+    assert answer.status_code == 422 and "allowed_items=-1" in answer.text
+    rows = write_rows(tmp_path / "in.jsonl", [{"instance_id": "a"}])
+    # No model answers, so the next service resumes the rollout.
+    first.start(
+        task_type="math", input_file=rows, allowed_items=16,
+        remote_engine_url="http://127.0.0.1:1/v1",
+    )  # pyformat: disable
+  with buffer_services.Running(tmp_path / "b") as second:
+    assert second.stats()["allowed_items"] == 16
 
 
 def test_what_is_written_is_not_played_again_in_any_batch(

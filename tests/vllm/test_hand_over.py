@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 import time
 
 from flax import nnx
@@ -212,26 +213,24 @@ def test_an_adapter_is_followed_over_three_versions(
   assert max(gaps) < GAP
 
 
-class Waiting(disk_weights.VllmEngine):
-  """Begins to load once `tokens` more were sampled."""
+class Holding(disk_weights.DiskWeights):
+  """Lets requests begin once weights are saved, and loads in their midst."""
 
-  def __init__(self, server, tokens):
-    super().__init__(server.url)
+  def __init__(self, server, *args):
+    super().__init__(*args)
     self._sampled = lambda: vllm_server.metric(
         server, "vllm:generation_tokens_total"
     )
-    self._first = self._sampled()
-    self._tokens = tokens
+    self.saved = threading.Event()
 
-  def wait(self, tokens=1):
-    end = time.monotonic() + 300
-    while self._sampled() < self._first + tokens:
+  def _write(self, version, params):
+    path = super()._write(version, params)
+    first, end = self._sampled(), time.monotonic() + 300
+    self.saved.set()
+    while self._sampled() < first + 40:
       assert time.monotonic() < end, "the server samples nothing"
       time.sleep(0.01)
-
-  def load(self, path, version):
-    self.wait(self._tokens)
-    super().load(path, version)
+    return path
 
 
 def test_requests_in_flight_are_cut_and_continued(
@@ -245,18 +244,19 @@ def test_requests_in_flight_are_cut_and_continued(
   ]  # pyformat: disable
   sampling = policy.sampling(max_new_tokens=400, stop_token_ids=())
 
-  late = Waiting(server, 40)
-
   async def run(weights):
     weights.version = 0
     engine = engine_of(policy, server, weights)
-    waiting = asyncio.ensure_future(asked(engine, prompts, sampling))
-    await asyncio.to_thread(late.wait)
     publication = weights.publish(1, models[1])
+    assert await asyncio.to_thread(weights.saved.wait, 300)
+    waiting = asyncio.ensure_future(asked(engine, prompts, sampling))
     assert await asyncio.wrap_future(publication) == 1
     return await waiting, engine.stats()
 
-  with weights_for(tmp_path, whole(policy), late) as weights:
+  weights = Holding(
+      server, tmp_path, whole(policy), [disk_weights.VllmEngine(server.url)]
+  )
+  with contextlib.closing(weights):
     completions, stats = asyncio.run(run(weights))
   assert stats["resumed"] >= 2
   assert httpx.get(f"{server.url}/health", timeout=10).is_success

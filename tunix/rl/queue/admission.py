@@ -73,8 +73,8 @@ class QueueConfig:
     """Whether a running group counts against the admission of new ones.
 
     Args:
-      ticket: of the group.
-      version: the learner's.
+      ticket: Ticket of the group.
+      version: The learner's.
     """
     if self.admission == "recent":
       return version - ticket.start_version < self.max_staleness

@@ -72,10 +72,10 @@ class AsyncCondition:
         result = attempt()
         if result is not None:
           return result
-        left = None if deadline is None else deadline - time.monotonic()
-        if left is not None and left <= 0:
+        remaining = None if deadline is None else deadline - time.monotonic()
+        if remaining is not None and remaining <= 0:
           raise expired()
-        self._cond.wait(left)
+        self._cond.wait(remaining)
 
   async def wait_async(
       self,

@@ -148,6 +148,11 @@ class GroupQueue(_QueueBase):
     with self._condition:
       return self._ledger.ready
 
+  def room(self) -> int:
+    """Returns the number of groups that may start now."""
+    with self._condition:
+      return self._ledger.room
+
   def counters(self) -> dict[str, int | float]:
     """Counts since construction, and the present state:
 
@@ -189,7 +194,7 @@ class GroupQueue(_QueueBase):
 
     Args:
       timeout: seconds; None waits without end.
-      index: of an unfinished group of a resumed run, which waits only for
+      index: Index of an unfinished group of a resumed run, which waits only for
         groups before it; a new one by default.
 
     Raises:
@@ -216,7 +221,7 @@ class GroupQueue(_QueueBase):
     Args:
       indices: ascending, of the unfinished parts of a resumed run; None each
         for a new group's.
-      timeout: as of `acquire_start`.
+      timeout: See `acquire_start`.
     """
     return await self._condition.wait_async(
         lambda: self._ledger.start(indices),
@@ -229,7 +234,7 @@ class GroupQueue(_QueueBase):
     indices; delivery in admission order waits for them.
 
     Args:
-      indices: of the unfinished groups.
+      indices: Indices of the unfinished groups.
       next_index: all smaller indices are taken; new groups get this one or
         higher ones.
     """
@@ -372,12 +377,12 @@ class GroupQueue(_QueueBase):
     delivered and not acknowledged are delivered again after a crash.
 
     Args:
-      indices: some of `unacked`; None is all that was delivered so far.
+      indices: Part of `unacked`; None acknowledges every delivered group.
     """
     with self._condition:
-      done = self._ledger.ack(indices)
-    if done:
-      self._store.remove(done)
+      acked = self._ledger.ack(indices)
+    if acked:
+      self._store.remove(acked)
 
   def refund(self, n: int) -> None:
     """Admits `n` more groups in place of delivered ones that went into no
@@ -447,11 +452,11 @@ class GroupQueue(_QueueBase):
     if stale:
       dropped.extend(stale)
       self._condition.notify()
-    taken = self._ledger.take(n)
-    if taken is None:
+    result = self._ledger.take(n)
+    if result is None:
       return None
     self._condition.notify()
-    return [entry.group for entry in taken]
+    return [entry.group for entry in result]
 
   def _report(self, dropped: list[ledger.QueuedGroup]) -> None:
     """Outside the lock: frees stored groups and calls `on_drop`."""

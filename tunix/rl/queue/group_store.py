@@ -232,7 +232,7 @@ class SqliteGroupStore:
           "SELECT idx, group_id, payload FROM groups WHERE done = 0"
           " ORDER BY idx"
       ).fetchall()
-    found = []
+    groups = []
     for index, name, payload in rows:
       try:
         group = TrajectoryGroup.from_json(json.loads(_opened(payload)))
@@ -248,8 +248,8 @@ class SqliteGroupStore:
           self._db.execute("DELETE FROM groups WHERE idx = ?", (index,))
           self._count_stored()
       else:
-        found.append((index, group))
-    return found
+        groups.append((index, group))
+    return groups
 
   def _restore_images(self, group: TrajectoryGroup) -> None:
     if self._images is None:
@@ -264,8 +264,8 @@ class SqliteGroupStore:
       if row is None:
         raise KeyError(f"its image {ref.sha256[:12]}… is gone")
       pixels = np.frombuffer(zlib.decompress(row[0]), np.uint8)
-      found = self._images.put(pixels.reshape(ref.height, ref.width, 3))
-      if found != ref:
+      digest = self._images.put(pixels.reshape(ref.height, ref.width, 3))
+      if digest != ref:
         raise ValueError(f"its image {ref.sha256[:12]}… is another one")
 
   def known(self) -> set[int]:

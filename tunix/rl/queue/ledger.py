@@ -103,12 +103,12 @@ class Ledger:
     self._lag_sum = 0
 
   def restore(
-      self, entries: Iterable[QueuedGroup], known: Iterable[int], lost: int
+      self, entries: Iterable[QueuedGroup], indices: Iterable[int], lost: int
   ) -> None:
     """Takes over a store's groups; `known` indices are never given again."""
     for entry in entries:
       self._ready[entry.index] = entry
-    self._next_index = max(known, default=-1) + 1
+    self._next_index = max(indices, default=-1) + 1
     self._accepted += len(self._ready)
     self.counts["restored"] = len(self._ready)
     self.counts["lost"] = lost
@@ -141,15 +141,21 @@ class Ledger:
 
   # --- Admission ------------------------------------------------------------
 
+  @property
+  def room(self) -> int:
+    """Number of new groups that `start` would admit."""
+    counted = len(self._ready) + sum(map(self._counts, self._running))
+    return max(0, self._limit() - self._accepted + len(self._ready) - counted)
+
   def start(self, indices: Sequence[int | None]) -> list[Ticket] | None:
-    """Tickets for all of these groups, in ascending order; see `_ticket`."""
+    """Returns a ticket for each group, in ascending order; see `_ticket`."""
     self._check_open()
-    ahead = [*self._ready, *filter(self._counts, self._running)]
+    earlier = [*self._ready, *filter(self._counts, self._running)]
     consumed = self._accepted - len(self._ready)
     last = indices[-1]
     if last is not None:
-      ahead = [i for i in ahead if i < last and i not in indices]
-    if consumed + len(ahead) + len(indices) > self._limit():
+      earlier = [i for i in earlier if i < last and i not in indices]
+    if consumed + len(earlier) + len(indices) > self._limit():
       return None
     for index in indices:
       if index in self._running or index in self._ready:
@@ -273,8 +279,8 @@ class Ledger:
     Raises:
       QueueFailed, QueueClosed: they will never be ready.
     """
-    taken = self._select(n)
-    if taken is None:
+    entries = self._select(n)
+    if entries is None:
       if self._putting:  # Accepted and on its way to the disk.
         return None
       if self.error is not None:
@@ -285,7 +291,7 @@ class Ledger:
             f" {n} were asked for"
         )
       return None
-    for entry in taken:
+    for entry in entries:
       del self._ready[entry.index]
       self._unacked.add(entry.index)
       if entry.oldest < self._bound():
@@ -297,25 +303,25 @@ class Ledger:
       self._max_lag = max(self._max_lag, lag)
       self._lag_sum += lag
     self.counts["delivered"] += n
-    return taken
+    return entries
 
   def _select(self, n: int) -> list[QueuedGroup] | None:
     if len(self._ready) < n:
       return None
-    taken = sorted(self._ready.values(), key=lambda e: e.index)[:n]
+    entries = sorted(self._ready.values(), key=lambda e: e.index)[:n]
     # Once closed or failed, a running group will never be put.
     awaits = self.order == "admission"
     if awaits and not self.closed and self.error is None:
       coming = min((*self._running, *self._expected), default=math.inf)
-      if coming < taken[-1].index:
+      if coming < entries[-1].index:
         return None
-    return taken
+    return entries
 
   def check_batch(self, n: int | None) -> int:
     """Size of a batch, `groups_per_step` by default.
 
     Raises:
-      ValueError: so many groups can never be ready.
+      ValueError: More groups than can ever be ready.
     """
     if n is None:
       n = self.groups_per_step
@@ -342,12 +348,12 @@ class Ledger:
 
   def ack(self, indices: Iterable[int] | None) -> list[int]:
     """Acknowledges delivered groups, all or some; returns their indices."""
-    done = set(self._unacked)
+    acked = set(self._unacked)
     if indices is not None:
-      done.intersection_update(indices)
-    self._unacked -= done
-    self.counts["acked"] += len(done)
-    return sorted(done)
+      acked.intersection_update(indices)
+    self._unacked -= acked
+    self.counts["acked"] += len(acked)
+    return sorted(acked)
 
   # --- Checks ---------------------------------------------------------------
 

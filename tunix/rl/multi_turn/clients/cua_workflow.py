@@ -16,8 +16,10 @@ Promises: a run that fails, hangs or answers garbage is None within
 `rejected`; the execution is terminated and the run ended on every path, and the
 slot is free again. Ids and log-probs are those of the model's replies; a turn
 without them rejects the episode, or with `on_missing="fallback"` is made by the
-tokenizer and counted in `fallback_turns`. A wrong argument raises: it would
-reject every episode.
+tokenizer and counted in `fallback_turns`. A turn that was sampled from another
+distribution than `gconfig`'s is masked and counted in `untrained_tokens`, or
+rejects the episode; an episode of such turns alone is rejected. A wrong
+argument raises: it would reject every episode.
 
 Where AReaL is installed, the class derives from its `RolloutWorkflow` and each
 reward is in its statistics; importing this module then imports AReaL. Nothing
@@ -43,6 +45,7 @@ from tunix.rl.multi_turn.agents.runs import settings as settings_lib
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.core import tensor_rows
 from tunix.rl.multi_turn.core import token_sequence
 from tunix.rl.multi_turn.core import trajectory
@@ -53,6 +56,8 @@ from tunix.rl.multi_turn.environments.task_sources import cua_task
 _LOG = logging.getLogger(__name__)
 _CLEANUP_S = 15.0
 _MODELS_S = 30.0
+_TOP_K_OFF = 10**8
+"""AReaL's `top_k` that keeps every token."""
 _OF_TURNS = (
     "step_start", "turn_start", "action_executed", "step_end", "turn_end"
 )  # pyformat: disable
@@ -78,6 +83,8 @@ class CUAAgentWorkflow(_Base):
     accepted: Number of episodes that gave tensors.
     rejected: Numbers of episodes that gave None, by cause.
     fallback_turns: Turns whose tokens were made by the tokenizer.
+    untrained_tokens: Number of sampled tokens that are masked, as their
+      sampling was not the trainer's.
     place: The constructor's names of the training, step, evaluation or
       baseline, for recorders.
   """
@@ -101,6 +108,7 @@ class CUAAgentWorkflow(_Base):
       consumer_batch_size: int = 1,
       standard_action_space: str = "mobile",
       on_missing: str = "refuse",
+      other_sampling: str = "mask",
       turn_discount: float = 1.0,
       processor: Any = None,
       multi_modal: tensor_rows.MultiModal | None = None,
@@ -121,9 +129,9 @@ class CUAAgentWorkflow(_Base):
   ):
     """Args:
 
-      gconfig: AReaL's generation settings; `temperature`, `top_p` and
-        `max_new_tokens` are sent in `model.sampling` if `run_options` has
-        `sampling: true`.
+      gconfig: AReaL's generation settings: the distribution that its trainer
+        scores tokens under, temperature 1 if there are none. They are sent in
+        `model.sampling` if `run_options` has `sampling: true`.
       tokenizer: The policy's, or its path; for `on_missing="fallback"` and the
         placeholder's id.
       gbox_mini_agent_base_url: Address of the service; "" =
@@ -141,6 +149,9 @@ class CUAAgentWorkflow(_Base):
       consumer_batch_size: AReaL's setting.
       standard_action_space: "mobile" or "pc".
       on_missing: See `conversion.sequences_of`.
+      other_sampling: Treatment of turns with other sampling parameters than
+        gconfig's, by the service's reports: "mask", "refuse" (the episode is
+        rejected) or "train", see `SamplingRule`.
       turn_discount: Factor of a sequence's reward, once for each later sequence
         of the run: a rewritten history makes several.
       processor: A processor of transformers, or its path; the arrays of its
@@ -205,6 +216,7 @@ class CUAAgentWorkflow(_Base):
       )
     self._token = settings.token
     self._gconfig = gconfig
+    self._rule = _rule_of(gconfig, other_sampling)
     if isinstance(tokenizer, str):
       tokenizer = _pretrained("AutoTokenizer", tokenizer)
     if isinstance(processor, str):
@@ -242,6 +254,7 @@ class CUAAgentWorkflow(_Base):
     self._names: dict[str, str] = {}
     self._plays: collections.Counter[str] = collections.Counter()
     self.running = self.peak = self.accepted = self.fallback_turns = 0
+    self.untrained_tokens = 0
     self.rejected: collections.Counter[str] = collections.Counter()
 
   async def arun_episode(
@@ -321,7 +334,7 @@ class CUAAgentWorkflow(_Base):
       cause = f"timeout: not done within {self._task_s:g} s"
     except (
         http.CallError, run_agent.RunFailed, conversion.MissingTokens,
-        cua_task.UnknownTaskError,
+        cua_task.UnknownTaskError, sampling_rule.OtherSampling,
     ) as error:  # pyformat: disable
       cause = f"{type(error).__name__}: {error}"
     finally:
@@ -368,14 +381,13 @@ class CUAAgentWorkflow(_Base):
         )
       model["name"] = self._names[model_url]
     if options.pop("sampling", False) and self._gconfig is not None:
+      rule = self._rule
       model["sampling"] = {
-          name: getattr(self._gconfig, field)
-          for name, field in (
-              ("temperature", "temperature"), ("top_p", "top_p"),
-              ("max_tokens", "max_new_tokens"),
-          )
-          if getattr(self._gconfig, field, None) is not None
+          "temperature": rule.temperature, "top_p": rule.top_p,
+          **({"top_k": rule.top_k} if rule.top_k else {}),
       }  # pyformat: disable
+      if (most := getattr(self._gconfig, "max_new_tokens", None)) is not None:
+        model["sampling"]["max_tokens"] = most
     return {
         "task": task.instruction or task.description or task.name,
         "agent": self._agent,
@@ -399,6 +411,7 @@ class CUAAgentWorkflow(_Base):
 
     Raises:
       MissingTokens: there are none that can be trained on.
+      OtherSampling: Turns of another sampling are refused, or are all.
     """
     try:
       turns = conversion.turns_of(events)
@@ -408,6 +421,7 @@ class CUAAgentWorkflow(_Base):
       placeholder = self._placeholder()
       images = await self._images(turns, client, store)
       placed = {id(turn): refs for turn, refs in zip(turns, images)}
+      untrained = self._untrained(turns)
       sequences, fallbacks = conversion.sequences_of(
           turns,
           images,
@@ -416,8 +430,9 @@ class CUAAgentWorkflow(_Base):
           on_missing=self._on_missing,
           encode=lambda turn: self._encode(turn, placed[id(turn)]),
           version=_version_of(engine),
+          untrained=untrained,
       )
-    except conversion.MissingTokens:
+    except (conversion.MissingTokens, sampling_rule.OtherSampling):
       raise
     except ValueError as error:
       raise conversion.MissingTokens(str(error)) from None
@@ -433,6 +448,25 @@ class CUAAgentWorkflow(_Base):
       row["mm_token_type_ids"] = is_image.astype(np.int64)
       rows.append(row)
     return rows
+
+  def _untrained(self, turns: Sequence[conversion.Turn]) -> dict[int, str]:
+    """Returns the reasons, by index, of the turns that are not trained on.
+
+    Raises:
+      OtherSampling: The rule refuses them, or no other turn is left.
+    """
+    reasons = conversion.untrained_of(turns, self._rule, {})
+    if len(reasons) == len(turns):
+      raise sampling_rule.OtherSampling(
+          f"no turn can be trained on: {reasons[0]}; run_options="
+          '{"sampling": True} sends gconfig\'s sampling to the service'
+      )
+    if reasons and not self.untrained_tokens:
+      _LOG.warning("a turn is not trained on: %s", next(iter(reasons.values())))
+    for index in reasons:
+      ids = turns[index].token_ids
+      self.untrained_tokens += 0 if ids is None else len(ids)
+    return reasons
 
   async def _images(
       self,
@@ -608,6 +642,24 @@ def _version_of(engine: Any) -> int:
   ask = getattr(engine, "get_version", None)
   version = ask() if callable(ask) else 0
   return version if isinstance(version, int) and version >= 0 else 0
+
+
+def _rule_of(gconfig: Any, other: str) -> sampling_rule.SamplingRule:
+  """The distribution of AReaL's generation settings, as a rule.
+
+  Raises:
+    ValueError: A setting is out of range, or `other` is no treatment.
+  """
+  field = lambda name, default: getattr(gconfig, name, default)
+  top_k = int(field("top_k", 0))
+  return sampling_rule.SamplingRule(
+      temperature=0.0
+      if field("greedy", False)
+      else float(field("temperature", 1.0)),
+      top_p=float(field("top_p", 1.0)),
+      top_k=0 if top_k >= _TOP_K_OFF else max(0, top_k),
+      other=other,
+  )
 
 
 def _native(batch: dict[str, Any]) -> dict[str, Any]:

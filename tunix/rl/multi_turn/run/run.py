@@ -136,7 +136,7 @@ class Run:
     self.mesh = models.make_mesh(config)
     self.images = images_lib.ImageStore(self.own_directory / "image_cache")
     self.episodes = episodes.EpisodeFactory(config, self.images)
-    if config.plays:
+    if config.plays and self.processes.index == 0:  # It is tried once.
       first_episode.try_first_episode(config, self.episodes, self.task_source)
     self.warm_start = warm_start_lib.WarmStart(
         config,

@@ -82,9 +82,20 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, Any]:
   An empty task_source.families becomes all families of the source.
 
   Raises:
-    ConfigError: See `make_tasks`.
+    ConfigError: See `make_tasks`; or every task of a source without end is to
+      be evaluated.
   """
   source = make_tasks(config)
+  if (
+      config.evaluates
+      and not config.eval.episodes_per_task
+      and not hasattr(source, "eval_tasks")
+  ):
+    raise ConfigError([
+        "eval.episodes_per_task=0 is every task of a list, and"
+        f" task_source.source={config.task_source.source} makes tasks without"
+        " end; give a number of them, or evaluate nothing with eval.on=false"
+    ])
   chosen = config.task_source
   if not chosen.families:
     chosen = dataclasses.replace(chosen, families=tuple(source.families()))
@@ -196,21 +207,10 @@ def make_sampler(config: TrainConfig, source: Any) -> Any:
 
 
 def eval_tasks(config: TrainConfig, source: Any) -> list[gym_base.Task]:
-  """Held-out tasks: the same for every evaluation of a run.
-
-  Raises:
-    ConfigError: every task of a source without end.
-  """
+  """Held-out tasks: the same for every evaluation of a run."""
   families = config.task_source.families
   if not config.eval.episodes_per_task:
-    lists = getattr(source, "eval_tasks", None)
-    if lists is None:
-      raise ConfigError([
-          "eval.episodes_per_task=0 is every task of a list, and"
-          f" task_source.source={config.task_source.source} makes tasks without"
-          " end; give a number of them"
-      ])
-    of_family = lists()
+    of_family = source.eval_tasks()
     return [task for family in families for task in of_family[family]]
   return [
       source.eval_task(family, index, config.eval.seed)

@@ -7,8 +7,9 @@ schema: the fields of text are listed here, and no other is trusted.
 
 Promises: `{"url": "\\u0068ttp://…"}`, a key written twice, `NaN`, half a
 surrogate pair, a BOM or UTF-16 have one meaning, that of the parsed value, or
-are refused; a body becomes few more than `MOST_VALUES` values, counted by its
-commas and brackets before it is parsed.
+are refused; a body becomes few more than `MOST_VALUES` values, and has at most
+`MOST_WALKED` lists and objects and as many texts, counted by its commas,
+brackets and quotation marks before it is parsed.
 
 Does not fetch, or look into data URLs.
 """
@@ -29,6 +30,8 @@ from tunix.rl.multi_turn.serving import errors
 MOST_VALUES = 2_000_000
 """Values of one body: a list of token ids is well below, and each value costs
 up to 100 bytes of memory."""
+MOST_WALKED = 200_000
+"""Lists and objects of one body, and texts: each takes up to 4 microseconds."""
 
 # Text for the model or its reader: a string here, or a list of strings, is not
 # an address to any server. Objects below these keys are examined.
@@ -138,13 +141,17 @@ def examine(body: bytes, path: str) -> tuple[Any, list[Place]]:
     ApiError: The body is no JSON, is too large to parse, or has an address
       that would reach the server behind; names its place.
   """
-  if json_text.parts(body) > MOST_VALUES:
-    raise errors.ApiError(
-        413,
-        f"the body holds more than {MOST_VALUES:,} values by its commas and"
-        " brackets; send fewer",
-        code="request_too_large",
-    )
+  for kind, count, most in (
+      ("values by its commas and brackets", json_text.parts(body), MOST_VALUES),
+      ("lists and objects", body.count(b"[") + body.count(b"{"), MOST_WALKED),
+      ("texts by its quotation marks", body.count(b'"') // 2, MOST_WALKED),
+  ):
+    if count > most:
+      raise errors.ApiError(
+          413,
+          f"the body holds more than {most:,} {kind}; send fewer",
+          code="request_too_large",
+      )
   try:
     value = json_models.parse(body)
   except ValueError as error:

@@ -19,7 +19,7 @@ from tunix.rl.multi_turn.core import trajectory
 
 
 class NoRewardError(TypeError):
-  """What was given as a reward holds no number."""
+  """A reward without a number in it."""
 
 
 def bounded(number: Any, limit: float) -> float:
@@ -83,7 +83,7 @@ def reward_value(
   """(reward, details) of a number, a RewardOutput or an Evaluation.
 
   Raises:
-    NoRewardError: none of these.
+    NoRewardError: It has another form.
     RewardRangeError: not finite, or larger than `limit`.
   """
   details: dict[str, Any] = {}
@@ -105,12 +105,12 @@ def reward_value(
 
 
 def mend_rewards(
-    steps: Sequence[Any], given: Sequence[float], limit: float
+    steps: Sequence[Any], rewards: Sequence[float], limit: float
 ) -> str | None:
   """Replaces rewards of steps that an agent has made unusable.
 
   Args:
-    steps: of an agent.
+    steps: An agent's steps.
     given: the environment's rewards of the first of them.
     limit: largest absolute reward of a step, and of their sum.
 
@@ -122,7 +122,7 @@ def mend_rewards(
     return None
   except Exception as e:  # pylint: disable=broad-except
     for k, step in enumerate(steps):
-      step.reward = given[k] if k < len(given) else 0.0
+      step.reward = rewards[k] if k < len(rewards) else 0.0
     return concurrency.describe(e)
 
 

@@ -74,7 +74,7 @@ class TaskSampler:
     """Args:
 
       tasks: at least one.
-      seed: of the order.
+      seed: Seed of the order.
       shuffle: False keeps the list's order.
       epochs: times through the list; None repeats it for ever.
     """
@@ -166,7 +166,7 @@ class CollectLoop:
       task_to_json, task_from_json: for unfinished tasks in `state_dict`; by
         default `task.to_json()` or `trajectory.encode`, and
         `trajectory.decode`.
-      number: of a group in the whole run, given its index in this queue:
+      number: Number of a group in the whole run, from its index in this queue:
         another one where several processes collect.
     """
     if max_groups is not None and max_groups < 1:
@@ -241,21 +241,21 @@ class CollectLoop:
     if self._loop is not None:
       raise RuntimeError("load_state_dict must be called before the loop runs")
     self._sampler().load_state_dict(state["sampler"])
-    known = self._queue.known()
+    accepted = self._queue.known()
     drawn: list[tuple[int | None, Any]] = [
         (item["index"], self._from_json(item["task"]))
         for item in state["unfinished"]
     ]
     pending = collections.deque(t for i, t in drawn if i is None)
-    resumed = [(i, t) for i, t in drawn if i is not None and i not in known]
+    resumed = [(i, t) for i, t in drawn if i is not None and i not in accepted]
     self._next_index = int(state["next_index"])
-    while self._next_index <= max(known, default=-1):
+    while self._next_index <= max(accepted, default=-1):
       try:
         task = pending.popleft() if pending else next(self._tasks)
       except StopIteration:
         break
       for index in self._indices(self._next_index):
-        if index not in known:
+        if index not in accepted:
           resumed.append((index, task))
       self._next_index += self._parts
     self._queue.expect(
@@ -445,8 +445,8 @@ class CollectLoop:
       self, indices: tuple[int, ...]
   ) -> list[group_queue.Ticket]:
     """Tickets of a group's parts, as of the end of a hold."""
-    wanted: Sequence[int | None] = indices or [None] * self._parts
-    tickets = await self._queue.acquire_parts_async(wanted)
+    places: Sequence[int | None] = indices or [None] * self._parts
+    tickets = await self._queue.acquire_parts_async(places)
     try:
       while self._held:
         while self._held:
@@ -483,7 +483,7 @@ class CollectLoop:
       self, task: Any, tickets: list[group_queue.Ticket]
   ) -> None:
     """One task, until its group is accepted, all parts of it, or given up."""
-    left = collections.deque(tickets)
+    remaining = collections.deque(tickets)
     number = self._number(tickets[0].index // self._parts)
     try:
       for attempt in range(self._max_requeues + 1):
@@ -491,10 +491,11 @@ class CollectLoop:
           await asyncio.sleep(
               min(_MAX_BACKOFF, self._backoff * 2 ** (attempt - 1))
           )
-          left = collections.deque(map(self._queue.refresh_start, left))
-          self._announce(left)
+          fresh = map(self._queue.refresh_start, remaining)
+          remaining = collections.deque(fresh)
+          self._announce(remaining)
         async with contextlib.aclosing(
-            self._collect(task, number, attempt, left[0], len(left))
+            self._collect(task, number, attempt, remaining[0], len(remaining))
         ) as parts:
           async for group in parts:
             for member in group:
@@ -502,9 +503,9 @@ class CollectLoop:
             reason = self._refusal(group)
             if reason is None:
               self._failed_in_row = 0
-              await self._queue.aput(group, left[0])
-              self._finished(group, left.popleft(), "accepted", "")
-        if reason is None or len(left) < len(tickets):
+              await self._queue.aput(group, remaining[0])
+              self._finished(group, remaining.popleft(), "accepted", "")
+        if reason is None or len(remaining) < len(tickets):
           break
         self._check_hope(group, reason)
         if attempt < self._max_requeues:
@@ -513,12 +514,12 @@ class CollectLoop:
               events.GroupFinished(group, outcome="requeued", reason=reason)
           )
       if reason is not None:
-        self._finished(group, left[0], "dropped", reason)
+        self._finished(group, remaining[0], "dropped", reason)
       with self._lock:
-        for ticket in left:  # Of parts that never came.
+        for ticket in remaining:  # Of parts that never came.
           self._unfinished.pop(ticket.index, None)
     finally:
-      self._release(left)
+      self._release(remaining)
 
   async def _collect(
       self,
@@ -543,8 +544,8 @@ class CollectLoop:
             start_version=version,
             parts=parts,
         )
-    ) as found:
-      async for part in found:
+    ) as outcomes:
+      async for part in outcomes:
         yield part
 
   def _finished(self, group, ticket, outcome: str, reason: str) -> None:
@@ -557,17 +558,17 @@ class CollectLoop:
 
   def _refusal(self, group: trajectory_lib.TrajectoryGroup) -> str | None:
     # A later part has the members of earlier ones to be compared with.
-    wanted = 1 if group.peer_rewards else self._collector.config.min_valid
+    least = 1 if group.peer_rewards else self._collector.config.min_valid
     valid = len(group.valid)
     if group.greedy is not None and not group.greedy.status.is_policy_outcome:
       error = group.greedy.error
       ended = group.greedy.status.value
       text = f"its greedy episode, the baseline, ended as {ended}"
       return f"{text}: {error}" if error else text
-    if valid >= wanted:
+    if valid >= least:
       return None
     errors = [t.error for t in group if t.error]
-    text = f"{valid} of {len(group)} episodes are valid, {wanted} are needed"
+    text = f"{valid} of {len(group)} episodes are valid, {least} are needed"
     text = f"{text}; e.g. {errors[-1]}" if errors else text
     return text + group.untrained_note
 

@@ -111,8 +111,8 @@ class TrajectoryCollectEngine:
       gamma: discount of `Step.mc_return`, in [0, 1].
       timeout: seconds an episode may take, counted from the end of reset; in
         a group `deadlines.episode`, which is not read here.
-      deadlines: of the single calls.
-      seed: of this episode's sampling.
+      deadlines: Deadlines of the single calls.
+      seed: Seed of this episode's sampling.
       task: recorded as the trajectory's when the agent records none.
       success_reward: an episode that ended by itself counts as succeeded when
         the environment's info has a true `success`, or, without that key, when
@@ -240,12 +240,12 @@ class TrajectoryCollectEngine:
         self._mark_done()
         raise self._timeout_stop("episode")
       try:
-        done = await self._turn(turn)
+        is_done = await self._turn(turn)
       except policy_client.ContextLimitError as e:
         status = Status.CONTEXT_LIMIT
         self._hint["error"] = f"ContextLimit: {e}"
         break
-      if done:
+      if is_done:
         status = Status.SUCCEEDED
         break
     await self._final_reward(ended_by_env=status is Status.SUCCEEDED)
@@ -430,16 +430,16 @@ class TrajectoryCollectEngine:
     success = hints.get("success")
     if status is not Status.SUCCEEDED:
       return Status.SUCCEEDED if success else status
-    said = hints.get("status")
-    if said is not None and said != Status.RUNNING:
-      said = Status(said)
-      if not said.is_policy_outcome:
+    hint = hints.get("status")
+    if hint is not None and hint != Status.RUNNING:
+      hint = Status(hint)
+      if not hint.is_policy_outcome:
         raise _Stop(
-            said, "step", "EnvReported",
-            f"the environment reported {said.value}",
+            hint, "step", "EnvReported",
+            f"the environment reported {hint.value}",
         )
-      if "final_reward" not in self._hint or said is Status.SUCCEEDED:
-        return said
+      if "final_reward" not in self._hint or hint is Status.SUCCEEDED:
+        return hint
     if success is None:
       success = reward_equality.exceeds(
           math.fsum(rewards),
@@ -448,8 +448,8 @@ class TrajectoryCollectEngine:
       )
     if success:
       return Status.SUCCEEDED
-    if said is not None:
-      return said
+    if hint is not None:
+      return hint
     if hints.get("parse_error") or self._steps[-1].info.get("parse_errors"):
       return Status.PARSE_ERROR
     if hints.get("truncated"):

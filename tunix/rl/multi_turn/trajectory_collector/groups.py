@@ -54,11 +54,11 @@ def task_id_of(task: Any) -> str:
   repr with an address in it differs in every process: such a task's episodes
   do not repeat in a second run; give it a `task_id`.
   """
-  found = getattr(task, "task_id", None)
-  if found is None and isinstance(task, dict):
-    found = task.get("task_id")
-  if found is not None:
-    return str(found)
+  task_id = getattr(task, "task_id", None)
+  if task_id is None and isinstance(task, dict):
+    task_id = task.get("task_id")
+  if task_id is not None:
+    return str(task_id)
   try:
     text = json.dumps(trajectory_lib.encode(task), sort_keys=True)
   except (TypeError, ValueError, RecursionError):
@@ -101,9 +101,9 @@ class GroupCollector:
       max_turns: turns of an episode, unless the task has its own `max_turns`.
       seed: the run's.
       split: "train" or "eval", for events and seeds.
-      greedy_call: as `model_call`, samples the likeliest tokens: plays
-        `TrajectoryGroup.greedy`, which counts against `config.concurrency` and
-        is no member. None plays none.
+      greedy_call: Variant of `model_call` that samples the likeliest tokens; it
+        plays `TrajectoryGroup.greedy`, which counts against
+        `config.concurrency` and is no member. None plays none.
     """
     if max_turns < 1:
       raise ValueError(f"max_turns must be >= 1, got {max_turns}")
@@ -161,9 +161,9 @@ class GroupCollector:
     """
     if samples is None:
       samples = range(group_size or self.config.group_size)
-    beside = (GREEDY,) * self.beside
+    greedy_members = (GREEDY,) * self.beside
     task_id, group_id, members = self._start(
-        task, index, attempt, (*samples, *beside)
+        task, index, attempt, (*samples, *greedy_members)
     )
     try:
       trajectories = list(await asyncio.gather(*members))
@@ -193,11 +193,11 @@ class GroupCollector:
 
     A part is yielded when `config.part_size` more members are valid, the last
     one when all have ended, with whatever members are left. Each holds the
-    rewards of the valid members of those before it. Close the iterator.
+    rewards of the valid members of earlier parts. Close the iterator.
 
     Args:
       task, index, attempt, start_version: as of `collect`.
-      parts: to collect; fewer than a group's where a run is resumed in the
+      parts: Members to collect; fewer than all where a run is resumed in the
         middle of it.
     """
     size, part_size = self.config.group_size, self.config.part_size
@@ -221,10 +221,10 @@ class GroupCollector:
         ended.append(await coming)
         valid = sum(t.is_trainable for t in ended)
         if valid == part_size:
-          made = part()
+          outcome = part()
           ended = []
-          rewards += tuple(float(t.reward) for t in made.valid)
-          yield made
+          rewards += tuple(float(t.reward) for t in outcome.valid)
+          yield outcome
       if ended:
         yield part()
     finally:
@@ -377,11 +377,11 @@ async def iterate_groups(
 
   Args:
     collector: collects each group.
-    tasks: pulled as they are needed.
+    tasks: Source of tasks, pulled as needed.
     group_size: episodes a task, instead of the config's.
     max_groups: groups in flight; by default as many as fill
       `config.concurrency`.
-    number: of a group in the whole run, given its place among `tasks`.
+    number: Number of a group in the whole run, from its place among `tasks`.
   """
   size = group_size or collector.config.group_size
   if max_groups is None:

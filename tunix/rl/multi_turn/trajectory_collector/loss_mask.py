@@ -39,8 +39,8 @@ class MaskedTokens(NamedTuple):
   """A conversation to train on.
 
   Attributes:
-    token_ids: of the whole conversation.
-    loss_mask: as many: 1 for a trained token, else 0.
+    token_ids: Tokens of the whole conversation.
+    loss_mask: 1 for each trained token, else 0.
   """
 
   token_ids: list[int]
@@ -53,7 +53,7 @@ class MaskedTokens(NamedTuple):
 
   @property
   def response_mask(self) -> list[int]:
-    """`loss_mask` of these tokens; [] where none is trained."""
+    """Part of `loss_mask` from the first trained token on."""
     return self.loss_mask[len(self.loss_mask) - self.response_length :]
 
 
@@ -68,7 +68,7 @@ class Piece:
   """A part of a rendered conversation.
 
   Attributes:
-    text: of it; of a control token, its spelling.
+    text: Text of the token; spelling of a control token.
     control: a token that structures the conversation; text cannot spell it.
     trained: the assistant's own.
   """
@@ -88,7 +88,7 @@ class MultiTurnLossMaskGenerator:
 
   Attributes:
     control_tokens: spellings of the tokens that structure a conversation.
-    tokenizer: as given.
+    tokenizer: The constructor's.
     tokenizer_type: name of the type.
   """
 
@@ -97,7 +97,7 @@ class MultiTurnLossMaskGenerator:
   def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen"):
     """Args:
 
-      tokenizer: of the policy: transformers' (a fast one), or a
+      tokenizer: The policy's: transformers' (a fast one), or a
         `tokenizers.Tokenizer`.
       tokenizer_type: A name of `LOSS_MASK_TYPES`, or one that the subclass
         knows.
@@ -122,15 +122,15 @@ class MultiTurnLossMaskGenerator:
         added["special"] = True
     self._encoder = tokenizers.Tokenizer.from_str(json.dumps(declared))
     self._encoder.encode_special_tokens = True
-    found = {t: self._encoder.token_to_id(t) for t in self.control_tokens}
-    missing = [token for token, number in found.items() if number is None]
+    ids = {t: self._encoder.token_to_id(t) for t in self.control_tokens}
+    missing = [token for token, number in ids.items() if number is None]
     if missing:
       raise ValueError(
           f"tokenizer: it has no token {', '.join(missing)}, which"
           f" {type(self).__name__} needs; choose the loss mask type of the"
           f" policy's own family ({', '.join(LOSS_MASK_TYPES)})"
       )
-    self._control_ids = found
+    self._control_ids = ids
 
   def pieces(
       self, messages: Sequence[Message], tools: Sequence[Any] | None
@@ -254,18 +254,18 @@ def masked_tokens(
   Raises:
     ValueError: not token ids and as many zeros and ones; or the generator's.
   """
-  found = (
+  result = (
       generator.get_loss_mask(messages, tools)
       if tools
       else generator.get_loss_mask(messages)
   )
   who = f"{type(generator).__name__}.get_loss_mask"
   try:
-    ids, mask = found
+    ids, mask = result
     ids, mask = [int(i) for i in ids], [int(m) for m in mask]
   except (TypeError, ValueError):
     raise ValueError(
-        f"{who} must return (token ids, loss mask), got {str(found)[:80]!r}"
+        f"{who} must return (token ids, loss mask), got {str(result)[:80]!r}"
     ) from None
   if len(ids) != len(mask):
     raise ValueError(
@@ -314,17 +314,17 @@ def is_trained(message: Message, index: int) -> bool:
   Raises:
     ValueError: a flag other than 0 or 1, or two that contradict one another.
   """
-  given = {f: message[f] for f in FLAGS if message.get(f) is not None}
-  for flag, value in given.items():
+  flags = {f: message[f] for f in FLAGS if message.get(f) is not None}
+  for flag, value in flags.items():
     if not isinstance(value, (int, float)) or value not in (0, 1):
       raise ValueError(
           f"message {index}: {flag} must be 0 or 1, got {str(value)[:80]!r}"
       )
-  if len({bool(value) for value in given.values()}) > 1:
+  if len({bool(value) for value in flags.values()}) > 1:
     raise ValueError(
-        f"message {index}: {given} contradict one another; give one of them"
+        f"message {index}: {flags} contradict one another; give one of them"
     )
-  return message["role"] == "assistant" and all(given.values())
+  return message["role"] == "assistant" and all(flags.values())
 
 
 def text_of(message: Message, index: int) -> str:
@@ -361,13 +361,13 @@ def reasoning_of(message: Message, index: int) -> str:
   Raises:
     ValueError: other than text.
   """
-  found = message.get("reasoning_content")
-  if found is not None and not isinstance(found, str):
+  reasoning = message.get("reasoning_content")
+  if reasoning is not None and not isinstance(reasoning, str):
     raise ValueError(
         f"message {index}: reasoning_content must be text, got"
-        f" {type(found).__name__}"
+        f" {type(reasoning).__name__}"
     )
-  return found or ""
+  return reasoning or ""
 
 
 def calls_of(message: Message, index: int) -> Iterator[tuple[str, str]]:

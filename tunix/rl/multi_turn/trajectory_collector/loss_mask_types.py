@@ -4,7 +4,7 @@ Promises: `qwen` and `distill_qwen` write a conversation as the checkpoint's
 chat template does, `qwen3` a conversation with one reply. They differ from the
 template in this alone: every trained reply keeps its own reasoning, which the
 templates of `qwen3` and `distill_qwen` drop from earlier turns; a call's
-arguments given as text stand as they are; text and control tokens are encoded
+textual arguments stay unchanged; text and control tokens are encoded
 apart, see `loss_mask`.
 
 Sources: the templates published with Qwen2.5-Instruct, Qwen3 and
@@ -254,5 +254,5 @@ def _default_system(tokenizer: Any, untemplated: str) -> str:
   shown = tokenizer.apply_chat_template(
       [{"role": "user", "content": "-"}], tokenize=False
   )
-  found = _SYSTEM.match(shown)
-  return found[1] if found else ""
+  match = _SYSTEM.match(shown)
+  return match[1] if match else ""

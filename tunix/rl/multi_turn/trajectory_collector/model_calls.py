@@ -93,8 +93,8 @@ def make_session(
     model_call: has `new_session(name, seed)`, which gives an object with the
       methods of `TokenSession`, or `new_session_for(agent, env, name, seed)`
       where the two are of one kind, or is called with messages for a text.
-    name: of the episode.
-    seed: of its sampling.
+    name: Name of the episode.
+    seed: Seed of its sampling.
     agent, env: of the episode.
   """
   of_pair = getattr(model_call, "new_session_for", None)

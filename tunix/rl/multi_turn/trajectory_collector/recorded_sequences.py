@@ -166,13 +166,15 @@ def _sampled(
   except (struct.error, OverflowError):
     pass  # Some were not recorded.
   try:
-    found = np.array(chosen, np.float64)
+    numbers = np.array(chosen, np.float64)
   except (TypeError, ValueError, OverflowError):
-    found = np.zeros((0, 0))
-  known = found[~np.isnan(found)]
-  if found.ndim != 1 or (whole and not np.array_equal(known, np.rint(known))):
+    numbers = np.zeros((0, 0))
+  present = numbers[~np.isnan(numbers)]
+  if numbers.ndim != 1 or (
+      whole and not np.array_equal(present, np.rint(present))
+  ):
     raise ValueError(f"{name} must be a flat list of numbers or nulls")
-  out[mask_T] = found
+  out[mask_T] = numbers
   return out
 
 
@@ -184,7 +186,7 @@ def _sequence(data: Any, name: str) -> Recorded:
     if data.get(key) is None:
       raise ValueError(f"{name} lacks {key}")
   tokens = _whole(_listed(data["tokens"], f"{name}.tokens"), f"{name}.tokens")
-  given = {
+  fields = {
       key: _listed(data[key], f"{name}.{key}", len(tokens))
       for key in _PER_TOKEN
       if data.get(key) is not None
@@ -193,33 +195,33 @@ def _sequence(data: Any, name: str) -> Recorded:
       0 <= int(tokens.min()) and int(tokens.max()) < 1 << 31
   ):
     raise ValueError(f"{name}.tokens must be ids >= 0 of 31 bits")
-  marks = _whole(given["loss_mask"], f"{name}.loss_mask")
+  marks = _whole(fields["loss_mask"], f"{name}.loss_mask")
   mask = marks == 1
   if not (mask | (marks == 0)).all():
     raise ValueError(f"{name}.loss_mask must be 0 or 1 for each token")
 
   def sampled(key: str, whole: bool = False) -> np.ndarray:
-    if key not in given:
+    if key not in fields:
       return np.full(len(tokens), np.nan)
-    return _sampled(given[key], f"{name}.{key}", mask, whole)
+    return _sampled(fields[key], f"{name}.{key}", mask, whole)
 
   versions = sampled("versions", whole=True)
   if np.nanmax(versions, initial=0) >= 1 << 31:
     raise ValueError(f"{name}.versions must be numbers of 31 bits")
-  if "turn_ids" not in given:
+  if "turn_ids" not in fields:
     turn_ids = turns_of(mask)
   else:
-    turn_ids = _whole(given["turn_ids"], f"{name}.turn_ids")
+    turn_ids = _whole(fields["turn_ids"], f"{name}.turn_ids")
     if len(turn_ids) and not (
         0 <= int(turn_ids.min()) and int(turn_ids.max()) < 1 << 31
     ):
       raise ValueError(f"{name}.turn_ids must be >= 0 and of 31 bits")
   entropies = None
-  if "entropies" in given:
+  if "entropies" in fields:
     entropies = _single(np.where(mask, sampled("entropies"), 0.0))
   # A recorded -0.0 is 0.0, see `NOT_RECORDED`.
   logprobs = np.where(mask, sampled("logprobs") + 0.0, 0.0)
-  made = Recorded(
+  recorded = Recorded(
       tokens=tokens.astype(np.int32),
       loss_mask=mask,
       logprobs=_single(logprobs),
@@ -230,10 +232,10 @@ def _sequence(data: Any, name: str) -> Recorded:
       support=_support(data.get("support"), mask, name),
   )
   try:  # What the policy's own sequences promise.
-    made.token_sequence(version=0, placeholder_logprobs=True)
+    recorded.token_sequence(version=0, placeholder_logprobs=True)
   except ValueError as error:
     raise ValueError(f"{name}: {error}") from None
-  return made
+  return recorded
 
 
 def _single(values_T: np.ndarray) -> np.ndarray:
@@ -253,9 +255,9 @@ def _support(rows: Any, mask_T: np.ndarray, name: str) -> np.ndarray | None:
 
 def awaits_logprobs(sequence: token_sequence.TokenSequence) -> bool:
   """Whether placeholders stand for the log-probs of a sequence."""
-  found = sequence.logprobs[sequence.loss_mask]
+  logprobs = sequence.logprobs[sequence.loss_mask]
   return bool(
-      len(found) and not found.any() and np.signbit(found).all()
+      len(logprobs) and not logprobs.any() and np.signbit(logprobs).all()
   )
 
 
@@ -297,7 +299,7 @@ def write(
 ) -> dict[str, Any]:
   """JSON of a sequence; null where nothing was sampled or recorded."""
   mask = sequence.loss_mask
-  known = mask & ~np.isnan(sequence.logprobs)
+  present = mask & ~np.isnan(sequence.logprobs)
 
   def told(values: np.ndarray, where: np.ndarray) -> list[Any]:
     out = values.astype(object)
@@ -307,7 +309,7 @@ def write(
   result: dict[str, Any] = {
       "tokens": sequence.tokens.tolist(),
       "loss_mask": mask.astype(int).tolist(),
-      "logprobs": told(sequence.logprobs, known),
+      "logprobs": told(sequence.logprobs, present),
       "versions": told(sequence.versions, mask & (sequence.versions >= 0)),
       "turn_ids": sequence.turn_ids.tolist(),
       "images": [

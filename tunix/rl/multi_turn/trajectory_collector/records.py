@@ -60,8 +60,8 @@ class Record:
   """One item, checked.
 
   Attributes:
-    uid: of the episode.
-    instance_id: of its group; a number in the item is text here.
+    uid: Id of the episode.
+    instance_id: Its group's; a number in the item is text here.
     messages: OpenAI's, with `ImageRef`s for this package's images.
     reward: finite.
     extra_info: timestamp, round_number, finish_reason and the generator's own.
@@ -94,18 +94,18 @@ class Record:
     0 where it was not recorded, or is no number: its form is the generator's.
     """
     try:
-      found = float(self.extra_info.get("timestamp", 0.0))
+      seconds = float(self.extra_info.get("timestamp", 0.0))
     except (TypeError, ValueError, OverflowError):
       return 0.0
-    return found if math.isfinite(found) else 0.0
+    return seconds if math.isfinite(seconds) else 0.0
 
   @property
   def task_id(self) -> str:
     group = self.data.get("group")
-    found = self.extra_info.get("task_id")
+    task_id = self.extra_info.get("task_id")
     if isinstance(group, Mapping):
-      found = group["task_id"]
-    return self.instance_id if found is None else str(found)
+      task_id = group["task_id"]
+    return self.instance_id if task_id is None else str(task_id)
 
   def trajectory(
       self,
@@ -120,15 +120,15 @@ class Record:
     stands in for values that were not recorded.
 
     Args:
-      sequences: in place of the item's own, which one of text only lacks.
+      sequences: Replacement of the item's own, which one of text only lacks.
       version, placeholder_logprobs: see `recorded_sequences.Recorded`.
 
     Raises:
-      ValueError: as `Recorded.token_sequence`; it names the item.
+      ValueError: See `Recorded.token_sequence`; it names the item.
     """
     own = self.sequences if sequences is None else tuple(sequences)
     try:
-      made = [
+      built = [
           s.token_sequence(
               version=version, placeholder_logprobs=placeholder_logprobs
           )
@@ -140,7 +140,7 @@ class Record:
       result = _own_trajectory(self)
     else:
       result = _foreign_trajectory(self)
-    result.sequences = made
+    result.sequences = built
     if not all(s.has_logprobs for s in own):
       result.metrics[LOGPROBS_MISSING] = 1.0
     if not all(s.has_versions for s in own):
@@ -251,9 +251,9 @@ def write_group(
   """The items of a group's members, in order.
 
   Args:
-    group: to write.
+    group: Group to write.
     images: pixels of its screenshots; None writes references only.
-    instance_id: of the items; the group's own id by default.
+    instance_id: Instance of the items; the group's own id by default.
     timestamp: seconds since 1970; now by default.
 
   Raises:
@@ -298,10 +298,10 @@ def write(
   messages = (
       list(episode.steps[-1].chat_completions) if episode.steps else []
   )
-  whole = episode.to_json()
+  fields = episode.to_json()
   for name in ("sequences", "reward"):
-    del whole[name]
-  for raw, step in zip(whole["steps"], episode.steps, strict=True):
+    del fields[name]
+  for raw, step in zip(fields["steps"], episode.steps, strict=True):
     history = list(step.chat_completions)
     if history == messages[: len(history)]:
       raw["chat_completions"] = {"messages": len(history)}
@@ -318,7 +318,7 @@ def write(
           **({"task_id": task_id} if task_id else {}),
       },
       "sequences": [recorded_sequences.write(s) for s in episode.sequences],
-      "trajectory": whole,
+      "trajectory": fields,
   }
 
 
@@ -342,19 +342,19 @@ def write_images(
 
 def refs_of(data: Any) -> dict[str, trajectory_lib.ImageRef]:
   """Every reference to a screenshot in JSON values, by hash."""
-  found: dict[str, trajectory_lib.ImageRef] = {}
+  refs: dict[str, trajectory_lib.ImageRef] = {}
   stack = [data]
   while stack:
     value = stack.pop()
     if isinstance(value, Mapping):
       if {"sha256", "width", "height"} <= set(value):
         ref = trajectory_lib.ImageRef.from_json(value)
-        found[ref.sha256] = ref
+        refs[ref.sha256] = ref
       stack.extend(v for v in value.values() if isinstance(v, (dict, list)))
     elif isinstance(value, list):
       # Not token by token.
       stack.extend(v for v in value if isinstance(v, (dict, list)))
-  return found
+  return refs
 
 
 # --- Items to trajectories --------------------------------------------------
@@ -368,26 +368,26 @@ def read_images(
   Raises:
     ValueError: one is no PNG, or another than its SHA-256 names.
   """
-  given = item.get("images")
-  if given is None or isinstance(given, list):
+  pictures = item.get("images")
+  if pictures is None or isinstance(pictures, list):
     return
-  if not isinstance(given, Mapping):
+  if not isinstance(pictures, Mapping):
     raise ValueError(
         "images must be an object sha256 -> base64 PNG, got"
-        f" {json_text.short(given, 60)}"
+        f" {json_text.short(pictures, 60)}"
     )
-  for sha256, text in given.items():
+  for sha256, text in pictures.items():
     try:
       content = base64.b64decode(text, validate=True)
     except (TypeError, ValueError, binascii.Error):
       raise ValueError(f"images[{sha256[:12]}…] is not base64") from None
     try:
-      found = images.put(images_lib.decode(content)).sha256
+      digest = images.put(images_lib.decode(content)).sha256
     except ValueError as error:
       raise ValueError(f"images[{sha256[:12]}…]: {error}") from None
-    if found != sha256:
+    if digest != sha256:
       raise ValueError(
-          f"images[{sha256[:12]}…] is another image ({found[:12]}…); its key"
+          f"images[{sha256[:12]}…] is another image ({digest[:12]}…); its key"
           ' is the SHA-256 of "rgb8 WxH\\n" and its RGB bytes'
       )
 
@@ -420,9 +420,9 @@ def group_of(
   members of equal uid, as padding makes them, get ids of their own.
 
   Args:
-    records: of one instance_id.
-    episodes: of the records.
-    start_version: of a group that does not record its own.
+    records: Items of one instance_id.
+    episodes: Episodes of the records.
+    start_version: Version of a group that does not record its own.
 
   Raises:
     ValueError: no record, or records of several instances.
@@ -430,16 +430,16 @@ def group_of(
   names = {r.instance_id for r in records}
   if len(names) != 1:
     raise ValueError(f"a group needs records of one instance_id, got {names}")
-  told = [r.data.get("group") for r in records]
-  pairs = list(zip(told, episodes, strict=True))
-  own = all(isinstance(t, Mapping) for t in told)
+  notes = [r.data.get("group") for r in records]
+  pairs = list(zip(notes, episodes, strict=True))
+  own = all(isinstance(t, Mapping) for t in notes)
   if own:
     pairs.sort(key=lambda pair: pair[0]["index"])  # type: ignore[index]
-  seen: dict[str, int] = {}
+  numbers: dict[str, int] = {}
   members = []
   for _, episode in pairs:
-    copies = seen.get(episode.trajectory_id, 0)
-    seen[episode.trajectory_id] = copies + 1
+    copies = numbers.get(episode.trajectory_id, 0)
+    numbers[episode.trajectory_id] = copies + 1
     if copies:
       episode = dataclasses.replace(
           episode, trajectory_id=f"{episode.trajectory_id}#{copies + 1}"
@@ -467,15 +467,16 @@ def _own_trajectory(record: Record) -> trajectory_lib.Trajectory:
     previous: Sequence[Any] = []
     for raw in data["steps"]:
       raw = dict(raw)
-      told = raw.pop("chat_completions")
+      messages = raw.pop("chat_completions")
       step = trajectory_lib.Step.from_json(raw)
-      if "messages" in told:
+      if "messages" in messages:
         step.chat_completions = [
-            dict(m) for m in record.messages[: told["messages"]]
+            dict(m) for m in record.messages[: messages["messages"]]
         ]
       else:
         step.chat_completions = [
-            *previous[: told["shared"]], *trajectory_lib.decode(told["new"])
+            *previous[: messages["shared"]],
+            *trajectory_lib.decode(messages["new"]),
         ]  # pyformat: disable
       previous = step.chat_completions
       steps.append(step)
@@ -501,9 +502,9 @@ def _foreign_trajectory(record: Record) -> trajectory_lib.Trajectory:
   otherwise.
   """
   raw = record.reward if record.raw_reward is None else record.raw_reward
-  told = record.extra_info.get("status")
-  if told in {s.value for s in Status if s is not Status.RUNNING}:
-    status = Status(told)
+  recorded = record.extra_info.get("status")
+  if recorded in {s.value for s in Status if s is not Status.RUNNING}:
+    status = Status(recorded)
   elif record.truncated:
     status = Status.CONTEXT_LIMIT
   else:
@@ -547,7 +548,7 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 def by_instance(records: Iterable[Record]) -> Iterator[list[Record]]:
   """Records of equal instance_id together, in the order of their first."""
-  found: dict[str, list[Record]] = {}
+  groups: dict[str, list[Record]] = {}
   for record in records:
-    found.setdefault(record.instance_id, []).append(record)
-  yield from found.values()
+    groups.setdefault(record.instance_id, []).append(record)
+  yield from groups.values()

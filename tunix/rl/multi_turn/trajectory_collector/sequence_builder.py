@@ -147,7 +147,7 @@ class _Growing:
     self.num_sampled += len(completion.tokens)
 
   def prompt(self) -> TokenPrompt:
-    """The tokens so far, as a view: later appends leave it as it is.
+    """Returns a view of the tokens so far; later appends do not change it.
 
     The parts were checked when they were made, so the whole is not checked
     (and copied) again every turn.
@@ -248,11 +248,11 @@ class SequenceBuilder:
       self._current.extend(bridge, turn)
       self._seen.extend(_snapshot(m) for m in messages[covered - 1 :])
     else:
-      whole = self._renderer.render(messages, add_generation_prompt=True)
+      full = self._renderer.render(messages, add_generation_prompt=True)
       if self._current is not None:
         self._done.append(self._current)
-      self._current = _Growing(turn, len(whole))
-      self._current.extend(whole, turn)
+      self._current = _Growing(turn, len(full))
+      self._current.extend(full, turn)
       self._seen = [_snapshot(m) for m in messages]
     self._text = None
     self._turn = turn

@@ -28,7 +28,7 @@ async def run(
 
   Args:
     env: the environment; closed if it has a `close`.
-    session: with `sessions()` to be released by `release(name)`, or None.
+    session: Owner of `sessions()` and `release(name)`, or None.
     runner: runs the releases.
     seconds: deadline of each call.
     fault: receives the failures.

@@ -175,6 +175,8 @@ class BufferLoop:
     self._batch_size: int | None = batch_size
     # Where it starts the generator, the service takes it from the start.
     self._group_size = group_size if payload is None else 0
+    self._members = 0 if payload is None else group_size
+    self._taken = 0  # Groups that were read, without repeated ones.
     self._raw = raw and payload is None
     self._min_valid = min_valid
     self._payload = payload
@@ -259,7 +261,10 @@ class BufferLoop:
     service = self._make_client()
     try:
       if self._payload is not None:
-        body = self._payload(self.skipped())
+        body = {
+            "allowed_items": self._allowed_items(),
+            **self._payload(self.skipped()),
+        }
         answer = await self._tried(
             lambda: service.start(body), final=_REFUSED
         )
@@ -348,7 +353,10 @@ class BufferLoop:
     lease = uuid.uuid4().hex  # Of all tries: an answer may be lost.
     batch = await self._tried(
         lambda: service.read(
-            self._batch_size, lease_s=self._settings.lease_s, lease=lease
+            self._batch_size,
+            lease_s=self._settings.lease_s,
+            lease=lease,
+            allowed_items=self._allowed_items(),
         )
     )
     if batch is None:
@@ -376,6 +384,7 @@ class BufferLoop:
           open_keys |= before - set(self._finished)
           continue
         self._see(about)
+        self._taken += 1
         if group.problem:
           refused.append((about, group.problem))
         else:
@@ -438,6 +447,18 @@ class BufferLoop:
       return None
     self._drops.look(stats)
     return stats
+
+  def _allowed_items(self) -> int | None:
+    """Returns the items that the generator may have begun since the start.
+
+    The groups that were read count, and the groups that the queue would admit
+    now: the bound on staleness reaches the generator. None where other programs
+    write.
+    """
+    if not self._members:
+      return None
+    room = 0 if self._held else self._queue.room()
+    return self._members * max(0, self._taken - len(self._waiting) + room)
 
   def _see(self, about: _About) -> None:
     for uid in about.uids:

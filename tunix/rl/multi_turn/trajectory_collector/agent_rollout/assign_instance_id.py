@@ -5,7 +5,7 @@
 
 writes tasks_processed.jsonl, or --output_path; --task_type begins the ids.
 
-Promises: ids are unique; an id that is there stays; blank lines are left out;
+Promises: ids are unique; a row's own id stays; blank lines are left out;
 a line that is no object is refused with its number; the output is replaced in
 one step.
 """
@@ -40,15 +40,15 @@ def rows_of(lines: Iterable[str], where: str) -> Iterator[tuple[int, Any]]:
       raise ValueError(f"{where}, line {number}: no JSON: {error}") from None
     if not isinstance(row, dict):
       raise ValueError(f"{where}, line {number}: no JSON object")
-    found = row.get(ID)
-    if found is not None and (
-        isinstance(found, bool)
-        or not isinstance(found, (str, int))
-        or found == ""
+    instance_id = row.get(ID)
+    if instance_id is not None and (
+        isinstance(instance_id, bool)
+        or not isinstance(instance_id, (str, int))
+        or instance_id == ""
     ):
       raise ValueError(
-          f"{where}, line {number}: instance_id={found!r} must be text or a"
-          " whole number"
+          f"{where}, line {number}: instance_id={instance_id!r} must be text"
+          " or a whole number"
       )
     yield number, row
 
@@ -59,7 +59,7 @@ def check_ids(lines: Iterable[str], where: str) -> list[dict[str, Any]]:
   Raises:
     ValueError: a line without an id, or two with the same one.
   """
-  seen: dict[str, int] = {}
+  first_lines: dict[str, int] = {}
   rows = []
   for number, row in rows_of(lines, where):
     if row.get(ID) is None:
@@ -67,12 +67,12 @@ def check_ids(lines: Iterable[str], where: str) -> list[dict[str, Any]]:
           f"{where}, line {number}: no instance_id; run assign_instance_id"
       )
     name = str(row[ID])
-    if name in seen:
+    if name in first_lines:
       raise ValueError(
           f"{where}, line {number}: instance_id={name} is that of line"
-          f" {seen[name]} too"
+          f" {first_lines[name]} too"
       )
-    seen[name] = number
+    first_lines[name] = number
     rows.append(row)
   return rows
 
@@ -86,25 +86,25 @@ def assign(
     ValueError: see `rows_of`; or two rows that bring the same id.
   """
   rows = list(rows_of(lines, where))
-  taken: dict[str, int] = {}
+  counts: dict[str, int] = {}
   for number, row in rows:
     if row.get(ID) is None:
       continue
     name = str(row[ID])
-    if name in taken:
+    if name in counts:
       raise ValueError(
           f"{where}, line {number}: instance_id={name} is that of line"
-          f" {taken[name]} too; make one of them another"
+          f" {counts[name]} too; make one of them another"
       )
-    taken[name] = number
+    counts[name] = number
   out, following = [], 0
   for place, (number, row) in enumerate(rows):
     if row.get(ID) is None:
       following = max(following, place)
-      while f"{task_type}_{following}" in taken:
+      while f"{task_type}_{following}" in counts:
         following += 1
       name = f"{task_type}_{following}"
-      taken[name] = number
+      counts[name] = number
       row = {**row, ID: name}
     out.append(row)
   return out
@@ -120,8 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--output_path", type=pathlib.Path)
   args = parser.parse_args(argv)
   source = args.input_path
-  beside = source.with_name(f"{source.stem}_processed.jsonl")
-  target = args.output_path or beside
+  default_target = source.with_name(f"{source.stem}_processed.jsonl")
+  target = args.output_path or default_target
   try:
     with source.open(encoding="utf-8") as file:
       rows = assign(file, args.task_type, str(source))

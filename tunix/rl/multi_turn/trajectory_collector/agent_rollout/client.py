@@ -47,11 +47,11 @@ class Read(NamedTuple):
   """An answer of `/get_rollout_data`.
 
   Attributes:
-    items: of whole groups; not checked, see `sift`.
+    items: Items of whole groups, not checked; see `sift`.
     meta_info: the service's statistics.
-    lease: to be acknowledged; "" where the read is final.
-    groups: for each item the number of its group; () from a service that does
-      not tell it: an instance's items are one group then.
+    lease: Id for the acknowledgement; "" where the read is final.
+    groups: Number of each item's group; () from a service that does not tell
+      it: an instance's items are one group then.
   """
 
   items: list[Any]
@@ -65,8 +65,8 @@ class ReadGroup(NamedTuple):
 
   Attributes:
     instance_id: "" where no item tells it.
-    uids: of its members.
-    places: of its items in the read.
+    uids: Ids of the members.
+    places: Positions of the items in the read.
     records: the items; [] where one of them cannot be used.
     problem: why it cannot, with the number of the item; "" else.
   """
@@ -82,8 +82,8 @@ class RefusedItemsError(ValueError):
   """Groups of a read that was delivered cannot be used.
 
   Attributes:
-    items: of the other groups.
-    meta_info: of the read.
+    items: Items of the other groups.
+    meta_info: Statistics of the read.
   """
 
   def __init__(
@@ -133,6 +133,7 @@ class BufferClient:
       seconds: float = 100.0,
       lease_s: float | None = None,
       lease: str = "",
+      allowed_items: int | None = None,
   ) -> Read | None:
     """One read; None while no group is ready.
 
@@ -144,6 +145,8 @@ class BufferClient:
         delivered again; None acknowledges at once.
       lease: id for the lease; a service that knows such ids returns the same
         groups to a read that is repeated with it. "" leaves it to the service.
+      allowed_items: Items that the generator may have begun since the start,
+        where that set a bound.
 
     Raises:
       ClientError: the service did not answer, or refused.
@@ -156,6 +159,8 @@ class BufferClient:
       body["lease_s"] = lease_s
       if lease:
         body["lease"] = lease
+    if allowed_items is not None:
+      body["allowed_items"] = allowed_items
     return unpack(await self._post("/get_rollout_data", body, seconds))
 
   async def ack(self, lease: str, seconds: float = 30.0) -> None:
@@ -184,11 +189,11 @@ class BufferClient:
       if error.status in (404, 405, 501):
         return {}
       raise
-    found = answer.get("data")
-    if isinstance(found, Mapping):
-      found = found.get("data")
-    if isinstance(found, list) and found and isinstance(found[0], Mapping):
-      return dict(found[0])
+    data = answer.get("data")
+    if isinstance(data, Mapping):
+      data = data.get("data")
+    if isinstance(data, list) and data and isinstance(data[0], Mapping):
+      return dict(data[0])
     return {}
 
   async def aclose(self) -> None:
@@ -262,14 +267,14 @@ def sift(read: Read) -> list[ReadGroup]:
 
 
 def _sifted(items: list[Any], places: list[int]) -> ReadGroup:
-  found: list[records.Record] = []
+  usable: list[records.Record] = []
   problem = ""
   for place in places:
     try:
-      found.append(records.read(items[place]))
+      usable.append(records.read(items[place]))
     except (ValueError, TypeError, LookupError, AttributeError) as error:
       problem = f"item {place}: {error}"
-      found = []
+      usable = []
       break
   uids = (_id_of(items[place], "uid") for place in places)
   names = (_id_of(items[place], "instance_id") for place in places)
@@ -277,7 +282,7 @@ def _sifted(items: list[Any], places: list[int]) -> ReadGroup:
       next((name for name in names if name), ""),
       frozenset(uid for uid in uids if uid),
       places,
-      found,
+      usable,
       problem,
   )
 
@@ -296,10 +301,10 @@ def parse(answer: Mapping[str, Any]) -> Read | None:
     RefusedItemsError: an item that cannot be used; naming what is wrong.
     ValueError: the answer is none of the protocol's.
   """
-  found = unpack(answer)
-  if found is not None:
-    _check(found)
-  return found
+  result = unpack(answer)
+  if result is not None:
+    _check(result)
+  return result
 
 
 def _check(read: Read) -> None:
@@ -322,8 +327,8 @@ async def get_rollout_data(
   """Waits for generated data.
 
   Args:
-    api_base_url: of the service.
-    num: data to take at most; None takes all that is ready.
+    api_base_url: Address of the service.
+    num: Largest number of items; None takes every ready group.
     timeout: seconds to wait, all polls included.
     token: bearer token; by default that of $TUNIX_BUFFER_TOKEN.
 
@@ -344,10 +349,10 @@ async def get_rollout_data(
   try:
     async with asyncio.timeout(timeout):
       while True:
-        found = await client.read(num, timeout)
-        if found is not None:
-          _check(found)
-          return found.items, found.meta_info
+        result = await client.read(num, timeout)
+        if result is not None:
+          _check(result)
+          return result.items, result.meta_info
         await asyncio.sleep(POLL_S)
   except ClientError as error:
     if error.late:
@@ -368,9 +373,9 @@ def start_rollout(
   """Starts the service's generation.
 
   Args:
-    api_base_url: of the service.
+    api_base_url: Address of the service.
     args: Arguments of the trainer; all are sent but secrets.
-    metadata: of the data buffer: instance ids that were trained on, in lists
+    metadata: The data buffer's: instance ids that were trained on, in lists
       by rollout id. The service skips them.
 
   Returns:
@@ -444,8 +449,8 @@ def start_payload(
   return {**payload, **options}
 
 
-def _needed(known: Mapping[str, Any], name: str) -> Any:
-  value = known.get(name)
+def _needed(values: Mapping[str, Any], name: str) -> Any:
+  value = values.get(name)
   if value is None or value == "":
     raise ValueError(
         f"--{name.replace('_', '-')} is missing; the rollout buffer needs it"
@@ -453,10 +458,10 @@ def _needed(known: Mapping[str, Any], name: str) -> Any:
   return value
 
 
-def _engine_url(known: Mapping[str, Any]) -> str:
-  if known.get("remote_engine_url"):
-    return str(known["remote_engine_url"])
-  host, port = known.get("sglang_router_ip"), known.get("sglang_router_port")
+def _engine_url(values: Mapping[str, Any]) -> str:
+  if values.get("remote_engine_url"):
+    return str(values["remote_engine_url"])
+  host, port = values.get("sglang_router_ip"), values.get("sglang_router_port")
   if not (host and port):
     raise ValueError(
         "--remote-engine-url is missing: the OpenAI-compatible server that"
@@ -468,20 +473,20 @@ def _engine_url(known: Mapping[str, Any]) -> str:
 def flat_ids(metadata: Mapping[str, Any] | None) -> list[str]:
   """Instance ids of a data buffer's metadata, as text, in order.
 
-  One that was finished twice, in two passes, is there twice: a service skips
+  An instance that was finished in two passes is listed twice: a service skips
   one pass for each.
   """
-  found: list[str] = []
+  names: list[str] = []
 
   def add(values: Iterable[Any]) -> None:
     for value in values:
       if isinstance(value, (list, tuple, set, frozenset)):
         add(value)
       else:
-        found.append(str(value))
+        names.append(str(value))
 
   for name, value in (metadata or {}).items():
     if not str(name).lstrip("-").isdigit():
       continue  # Other notes of the buffer.
     add(value if isinstance(value, (list, tuple, set)) else [value])
-  return found
+  return names

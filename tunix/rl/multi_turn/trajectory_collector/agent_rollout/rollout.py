@@ -103,23 +103,23 @@ async def _fill(
   """
   all_meta: list[dict[str, Any]] = []
   token = getattr(args, "rollout_buffer_token", "")
-  given: dict[str, Any] = {"token": token} if token else {}
+  options: dict[str, Any] = {"token": token} if token else {}
   while len(data_buffer) < size:
     await asyncio.sleep(getattr(args, "fetch_interval_s", POLL_S))
-    items, meta = await errors.until_done(lambda: _usable(url, given))
+    items, meta = await errors.until_done(lambda: _usable(url, options))
     if meta:
       all_meta.append(meta)
     await asyncio.to_thread(_add, args, data_buffer, items)
     # After the data is safe in the buffer. A rollout that failed before may
     # have left some.
-    known = data_buffer.get_metadata().get(str(rollout_id), [])
-    found = dict.fromkeys([*known, *finished_ids([meta], items)])
-    data_buffer.update_metadata({str(rollout_id): list(found)})
+    earlier = data_buffer.get_metadata().get(str(rollout_id), [])
+    finished = dict.fromkeys([*earlier, *finished_ids([meta], items)])
+    data_buffer.update_metadata({str(rollout_id): list(finished)})
   return all_meta
 
 
 async def _usable(
-    url: str, given: Mapping[str, Any]
+    url: str, options: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
   """A read without the groups that cannot be used, which are logged.
 
@@ -128,7 +128,7 @@ async def _usable(
     ClientError, ValueError, TimeoutError: see `client.get_rollout_data`.
   """
   try:
-    return await client.get_rollout_data(api_base_url=url, **given)
+    return await client.get_rollout_data(api_base_url=url, **options)
   except client.RefusedItemsError as error:
     if not error.items:
       raise
@@ -178,9 +178,9 @@ def tokenizer_of(args: Any) -> Any:
   Raises:
     ValueError: neither.
   """
-  found = getattr(args, "tokenizer", None)
-  if found is not None:
-    return found
+  tokenizer = getattr(args, "tokenizer", None)
+  if tokenizer is not None:
+    return tokenizer
   path = getattr(args, "hf_checkpoint", None)
   if not path:
     raise ValueError(
@@ -203,13 +203,13 @@ def finished_ids(
     items: Sequence[Mapping[str, Any]] = (),
 ) -> list[str]:
   """Instances that are done: those the service names, and those of items."""
-  found: dict[str, None] = {}
+  names: dict[str, None] = {}
   for meta in all_meta_info:
     for name in meta.get(_FINISHED) or ():
-      found[str(name)] = None
+      names[str(name)] = None
   for item in items:
-    found[str(item["instance_id"])] = None
-  return list(found)
+    names[str(item["instance_id"])] = None
+  return list(names)
 
 
 def raw_info(
@@ -217,7 +217,7 @@ def raw_info(
 ) -> dict[str, float]:
   """Totals of the reads' meta information; means are weighed by samples."""
   total = sum(int(m.get("total_samples") or 0) for m in all_meta_info)
-  found: dict[str, float] = {f"{PREFIX}no_filter/total_samples": total}
+  totals: dict[str, float] = {f"{PREFIX}no_filter/total_samples": total}
   weighed = [
       (float(m["avg_reward"]), int(m.get("total_samples") or 0))
       for m in all_meta_info
@@ -226,8 +226,8 @@ def raw_info(
   count = sum(n for _, n in weighed)
   if count:
     mean = sum(r * n for r, n in weighed) / count
-    found[f"{PREFIX}no_filter/avg_reward"] = mean
-  return found
+    totals[f"{PREFIX}no_filter/avg_reward"] = mean
+  return totals
 
 
 def log_raw_info(
@@ -237,13 +237,13 @@ def log_raw_info(
 
   Args:
     args: `use_wandb` logs to the wandb run that is open.
-    all_meta_info: of each read.
+    all_meta_info: Statistics of each read.
     rollout_id: number of the rollout.
   """
-  found = raw_info(all_meta_info)
-  _LOG.info("rollout %d: %s", rollout_id, found)
+  totals = raw_info(all_meta_info)
+  _LOG.info("rollout %d: %s", rollout_id, totals)
   if getattr(args, "use_wandb", False):
     import wandb  # pylint: disable=g-import-not-at-top
 
     if wandb.run is not None:
-      wandb.log({**found, f"{PREFIX}step": rollout_id})
+      wandb.log({**totals, f"{PREFIX}step": rollout_id})

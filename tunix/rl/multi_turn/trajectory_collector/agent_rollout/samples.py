@@ -30,7 +30,7 @@ TEXT_ONLY = "text_only"
 
 
 class Status(enum.Enum):
-  """How a sample ended."""
+  """State in which a sample ended."""
 
   COMPLETED = "completed"
   TRUNCATED = "truncated"
@@ -45,11 +45,11 @@ class Sample:
     prompt: its uid; training does not read it.
     tokens: ids of the whole conversation.
     response_length: tokens from the first trained one to the end.
-    reward: as the service gave it.
-    loss_mask: of the response, 1 for a trained token.
+    reward: The service's reward.
+    loss_mask: Mask of the response, 1 for a trained token.
     status: TRUNCATED where a limit of length ended it.
     metadata: the item's extra_info, and raw_reward.
-    rollout_log_probs: of the response, None for a token without one; None
+    rollout_log_probs: The response's, None for a token without one; None
       where no log-prob was recorded.
     weight_versions: the same, of the weights that sampled each token.
     sequence: number of the token sequence in its episode: an episode whose
@@ -89,8 +89,8 @@ def make_samples(
   """The samples of one item: one, or one a token sequence.
 
   Args:
-    item: of the service.
-    generator: for an item of text only.
+    item: Item of the service.
+    generator: Maker of tokens for an item of text only.
 
   Raises:
     ValueError: the item is none, has no tokens and there is no generator, or
@@ -101,17 +101,17 @@ def make_samples(
   metadata = {**record.extra_info, "raw_reward": raw}
   if record.sampling_params:
     metadata[records.SAMPLING] = list(record.sampling_params)
-  found = record.sequences or (masked(record, generator),)
+  sequences = record.sequences or (masked(record, generator),)
   if not record.sequences:
     metadata[TEXT_ONLY] = True
-  if any(sequence.images for sequence in found):
+  if any(sequence.images for sequence in sequences):
     raise ValueError(
         f"item uid={record.uid!r} has screenshots, which a sample does not"
         " hold; leave out --rollout-function-path and --buffer-filter-path:"
         " the run then reads the service itself"
     )
   samples = []
-  for number, sequence in enumerate(found):
+  for number, sequence in enumerate(sequences):
     length = loss_mask_lib.response_length(sequence.loss_mask.tolist())
     start = len(sequence.tokens) - length
     mask = sequence.loss_mask[start:]
@@ -138,11 +138,11 @@ def make_samples(
   return samples
 
 
-def _where(values: np.ndarray, known: np.ndarray) -> list[Any] | None:
-  if not known.any():
+def _where(values: np.ndarray, present: np.ndarray) -> list[Any] | None:
+  if not present.any():
     return None
   out = values.astype(object)
-  out[~known] = None
+  out[~present] = None
   return list(out)
 
 
@@ -161,12 +161,12 @@ def masked(
         " --loss-mask-type"
     )
   try:
-    made = loss_mask_lib.masked_tokens(generator, record.messages)
+    tokens = loss_mask_lib.masked_tokens(generator, record.messages)
   except ValueError as error:
     raise ValueError(f"item uid={record.uid!r}: {error}") from None
-  mask = np.array(made.loss_mask, bool)
+  mask = np.array(tokens.loss_mask, bool)
   return recorded_sequences.Recorded(
-      tokens=np.array(made.token_ids, np.int32),
+      tokens=np.array(tokens.token_ids, np.int32),
       loss_mask=mask,
       logprobs=np.where(mask, np.nan, 0.0).astype(np.float32),
       versions=np.full(len(mask), -1, np.int32),

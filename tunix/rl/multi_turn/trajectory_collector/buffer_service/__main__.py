@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     token = http_server.token(args.token_file, args.host, TOKEN_VARIABLE)
     listening = http_server.listen(args.host, args.port, _BACKLOG)
     url = http_server.url_of(args.host, listening)
-    kept = service.Service(
+    buffers = service.Service(
         args.dir,
         limits=limits,
         rights=allowed,
@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   except (OSError, ValueError, ImportError) as error:
     print(f"error: {json_models.refusal(error)}", file=sys.stderr)
     return 2
-  app = app_lib.App(kept, token=token)
+  app = app_lib.App(buffers, token=token)
   print(f"serving rollout buffers of {args.dir} at {url}", flush=True)
   config = http_server.config(
       app.asgi, connection_limits, backlog=_BACKLOG, log_config=None
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     uvicorn.Server(config).run(sockets=[listening])
   finally:
-    kept.close()
+    buffers.close()
   return 0
 
 

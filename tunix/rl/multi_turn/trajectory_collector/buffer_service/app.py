@@ -90,7 +90,7 @@ class App:
     """Args:
 
       service: the buffers; closed when the application ends.
-      token: that clients must present; "" asks for none.
+      token: Bearer token of clients; "" asks for none.
     """
     self._service = service
     self._limits = service.limits
@@ -168,19 +168,19 @@ class App:
     def failed(error: Exception) -> Response:
       if isinstance(error, starlette_requests.ClientDisconnect):
         error = ApiError(499, "the client went away", "gone")
-      known = _as_api(error)
-      if known is None:
+      answer = _as_api(error)
+      if answer is None:
         _LOG.error("%s failed", route, exc_info=error)
-        known = ApiError(
+        answer = ApiError(
             500,
             f"the service failed: {concurrency.describe(error)}",
             "internal_error",
         )
       headers = {}
-      if known.retry_s is not None:
-        headers["retry-after"] = str(max(1, round(known.retry_s)))
+      if answer.retry_s is not None:
+        headers["retry-after"] = str(max(1, round(answer.retry_s)))
       return _json(
-          {"detail": known.detail, "code": known.code}, known.status, headers
+          {"detail": answer.detail, "code": answer.code}, answer.status, headers
       )
 
     def done(request: Request, response: Response, seconds: float) -> None:
@@ -293,7 +293,7 @@ class App:
     )
 
   async def _stored(self, written: list[items.Item]) -> int:
-    """Stores items; the number of those that were new."""
+    """Stores items; returns the number of new ones."""
     name = written[0].buffer
     try:
       buffer = self._service.buffer(name, make=False)
@@ -321,21 +321,22 @@ class App:
   ) -> Response:
     """The answer to a read; blocks."""
     lease_s, lease = self._lease(data)
-    found = buffer.read(
+    buffer.allow(requests.allowed_items(data))
+    result = buffer.read(
         size,
         lease_s=lease_s,
         lease=lease,
         exact=of_rollout and size > 0,
         clear=of_rollout,
     )
-    if found.count:
-      self._items.labels(buffer.name, "read").inc(found.count)
-      return _Delivery(buffer, found)
+    if result.count:
+      self._items.labels(buffer.name, "read").inc(result.count)
+      return _Delivery(buffer, result)
     success = False
-    if of_rollout and found.short and size > 0:
+    if of_rollout and result.short and size > 0:
       message = (
           f"Not enough data. Requested {size} items but only"
-          f" {found.available} available."
+          f" {result.available} available."
       )
     elif of_rollout:
       message = "No data available to read"
@@ -344,7 +345,7 @@ class App:
     else:
       success, message = True, "Successfully read 0 items"
     return Response(
-        _read_body(success, message, found), media_type="application/json"
+        _read_body(success, message, result), media_type="application/json"
     )
 
   def _lease(self, data: Mapping[str, Any]) -> tuple[float | None, str]:
@@ -403,19 +404,19 @@ class App:
     buffer = await asyncio.to_thread(
         self._service.buffer, self._name(request, data)
     )
-    found = await asyncio.to_thread(self._service.known, buffer, texts)
-    return _json({"known": found})
+    known_uids = await asyncio.to_thread(self._service.known, buffer, texts)
+    return _json({"known": known_uids})
 
   async def _peek(self, request: Request) -> Response:
     data = {**request.query_params, **await self._object(request)}
     buffer = self._found(request, data)
     count = requests.whole_number({"batch_size": 1, **data}, "batch_size")
-    found = await asyncio.to_thread(buffer.peek, min(count, 1000))
+    bodies = await asyncio.to_thread(buffer.peek, min(count, 1000))
     return _json({
         "success": True,
-        "message": f"Successfully previewed {len(found)} items",
+        "message": f"Successfully previewed {len(bodies)} items",
         "data": {
-            "data": [orjson.Fragment(item) for item in found],
+            "data": [orjson.Fragment(item) for item in bodies],
             "meta_info": {},
         },
     })
@@ -425,11 +426,11 @@ class App:
   async def _stats(self, request: Request) -> Response:
     data = {**request.query_params, **await self._object(request)}
     name = self._name(request, data)
-    found = await asyncio.to_thread(self._service.stats, name)
+    figures = await asyncio.to_thread(self._service.stats, name)
     return _json({
         "success": True,
         "message": "Buffer stats retrieved successfully",
-        "data": {"data": [found], "meta_info": {}},
+        "data": {"data": [figures], "meta_info": {}},
     })
 
   async def _list(self, request: Request) -> Response:
@@ -446,12 +447,12 @@ class App:
 
   async def _show_metrics(self, request: Request) -> Response:
     del request
-    kept = self._service.store
+    store_of_items = self._service.store
     lines = [prometheus_client.generate_latest(self._metrics).decode()]
     gauges = {
-        "buffer_waiting_bytes": kept.waiting_bytes,
-        "buffer_commits": kept.commits,
-        "buffer_commit_failures": kept.failures,
+        "buffer_waiting_bytes": store_of_items.waiting_bytes,
+        "buffer_commits": store_of_items.commits,
+        "buffer_commit_failures": store_of_items.failures,
     }
     for name, value in gauges.items():
       lines.append(f"# TYPE {name} gauge\n{name} {value}\n")

@@ -98,13 +98,15 @@ class Buffer:
   Attributes:
     id, name: in the store, and for clients.
     judge: applies the rules of its rollout.
+    allowed_items: Items that a trainer lets the generator begin, without the
+      dropped ones; None without such a bound.
   """
 
   def __init__(
       self,
       buffer: int,
       name: str,
-      kept: store.Store,
+      item_store: store.Store,
       limits: settings.BufferLimits,
       clock: Callable[[], float] = time.monotonic,
       on_read: OnRead | None = None,
@@ -112,15 +114,15 @@ class Buffer:
     """Args:
 
       buffer, name: in the store.
-      kept: the store.
-      limits: of the service.
+      item_store: The store.
+      limits: Bounds of the service.
       clock: seconds; groups' ages and leases are measured with it.
       on_read: called with the buffer, the read's number and its items, before
         a read is committed; an error of it ends the read.
     """
     self.id, self.name = buffer, name
-    self.judge = judging.Judge(name, kept, limits)
-    self._store = kept
+    self.judge = judging.Judge(name, item_store, limits)
+    self._store = item_store
     self._limits = limits
     self._clock = clock
     self._on_read = on_read
@@ -137,6 +139,7 @@ class Buffer:
         self._max_bytes,
     )
     self._items = self._bytes = self._reserved = self._reserved_bytes = 0
+    self.allowed_items: int | None = None
     self._forgotten = 0  # Newest item that the store does not count any more.
     self.refused = 0
     """Writes that found no room."""
@@ -144,18 +147,18 @@ class Buffer:
   # --- state from the disk ----------------------------------------------------
 
   def configure(
-      self, asked: rules.GroupRules, hooks: rules.Hooks, task_type: str
+      self, rollout_rules: rules.GroupRules, hooks: rules.Hooks, task_type: str
   ) -> None:
     """Takes a rollout's rules, and forms the groups anew from the store.
 
     Ages of groups begin anew; leases run again from their beginning, and those
     of final reads, whose answers are not complete, are over.
     """
-    def load(found: store_work.Contents) -> None:
+    def load(contents: store_work.Contents) -> None:
       with self._lock:
-        self.judge.rules, self.judge.hooks = asked, hooks
+        self.judge.rules, self.judge.hooks = rollout_rules, hooks
         self.judge.task_type = task_type
-        self._load(found)
+        self._load(contents)
 
     with self._taking:
       # By the writing thread, so that no write is missed or taken twice.
@@ -164,15 +167,15 @@ class Buffer:
           self._store.call(store_work.contents(self.id, needed), load)
       )
 
-  def _load(self, found: store_work.Contents) -> None:
+  def _load(self, contents: store_work.Contents) -> None:
     now = self._clock()
     self._groups = groups.Groups(self.judge.rules.group_size)
     before, self._leases = self._leases, {}
-    self._tally.reset(found.cleared)
-    self._tally.keep(tally.Kept(dict(found.kept), []))
+    self._tally.reset(contents.cleared)
+    self._tally.keep(tally.Kept(dict(contents.kept), []))
     self._items = self._bytes = 0
     lent: dict[tuple[str, int], groups.Group] = {}
-    for record in found.records:
+    for record in contents.records:
       member = groups.Member(record.seq, record.reward, record.size)
       self._tally.add(tally.Counted(
           record.seq, record.instance_id, record.reward, record.size
@@ -181,7 +184,7 @@ class Buffer:
         self._items += 1
         self._bytes += record.size
       if record.state == store.WAITS or (
-          record.state == store.LENT and record.lease not in found.seconds
+          record.state == store.LENT and record.lease not in contents.seconds
       ):
         self._groups.add(record.instance_id, member, now)
       elif record.state == store.LENT:
@@ -190,10 +193,10 @@ class Buffer:
           lent[key].members.append(member)
         else:
           lent[key] = groups.Group(record.instance_id, [member], now)
-      elif record.state == store.DROPPED and record.seq > found.cleared:
+      elif record.state == store.DROPPED and record.seq > contents.cleared:
         self._tally.drop([record.instance_id])
     for (lease, _), group in lent.items():
-      seconds = found.seconds[lease]
+      seconds = contents.seconds[lease]
       due = now + seconds if seconds else -math.inf
       delivery = before[lease].delivery if lease in before else 0
       self._leases.setdefault(
@@ -213,6 +216,12 @@ class Buffer:
     with self._lock:
       self._load(store_work.Contents())
 
+  def allow(self, allowed_items: int | None) -> None:
+    """Raises the bound on the generator's items; a rollout without stays so."""
+    with self._lock:
+      if self.allowed_items is not None and allowed_items is not None:
+        self.allowed_items = max(self.allowed_items, allowed_items)
+
   # --- writing ----------------------------------------------------------------
 
   @contextlib.contextmanager
@@ -224,14 +233,14 @@ class Buffer:
     """
     size = sum(len(item.body) for item in written)
     with self._lock:
-      held = self._items + self._tally.kept_items
+      items_now = self._items + self._tally.kept_items
       held_bytes = self._bytes + self._tally.kept_bytes
-      count = held + self._reserved + len(written)
+      count = items_now + self._reserved + len(written)
       total = held_bytes + self._reserved_bytes + size
       if count > self._limits.max_items:
         self.refused += 1
         raise BufferFull(
-            f"buffer {self.name!r} holds {held} items, which is as many"
+            f"buffer {self.name!r} holds {items_now} items, which is as many"
             f" as it may (--max-items={self._limits.max_items}); read from it,"
             " or write again later"
         )
@@ -322,12 +331,12 @@ class Buffer:
     # Before the rules change anything, as its clients know it.
     meta = self.judge.meta_info(counted)
     available = sum(len(group.members) for group in usable)
-    taken: list[groups.Group] = []
+    lent: list[groups.Group] = []
     written: list[bytes] = []
     numbers: list[int] = []
     size = 0
     for group in usable:
-      if taken and size + group.size > self._limits.read_mib << 20:
+      if lent and size + group.size > self._limits.read_mib << 20:
         break
       with self._lock:
         self._groups.close(group)  # It must not grow from here on.
@@ -335,21 +344,21 @@ class Buffer:
       if contents is None:
         dropped.append(group)
         continue
-      taken.append(group)
+      lent.append(group)
       size += group.size
       written.extend(contents)
       numbers.extend([group.number] * len(contents))
       if 0 <= batch_size <= len(written):
         break
-    if not taken:
+    if not lent:
       self._drop(dropped)
       return Read(available=available)
     with self._lock:
       for group in dropped:
         self._groups.close(group)
-    kept = self._kept_with(dropped)
+    retained = self._kept_with(dropped)
     unreported = list(self._tally.dropped)
-    finished = [*unreported, *(g.instance_id for g in (*taken, *dropped))]
+    finished = [*unreported, *(g.instance_id for g in (*lent, *dropped))]
     meta["finished_groups"] = list(dict.fromkeys(finished))
     final = lease_s is None
     data = _data(written, meta, numbers, "" if final else lease)
@@ -358,9 +367,9 @@ class Buffer:
     cleared = counted[-1].seq if clear and counted else 0
     take = store_work.take(
         self.id,
-        [(group.number, group.seqs) for group in taken],
+        [(group.number, group.seqs) for group in lent],
         [seq for group in dropped for seq in group.seqs],
-        kept.gone,
+        retained.gone,
         lease=(lease, lease_s or 0.0),
         cleared=cleared,
         remembered=self._limits.remembered_uids,
@@ -371,12 +380,12 @@ class Buffer:
       raise _used(lease) from None
     delivery = next(self._deliveries)
     with self._lock:
-      for group in (*taken, *dropped):
+      for group in (*lent, *dropped):
         self._groups.take(group)
       due = self._clock() + (lease_s or _SENDING_S)
-      self._leases[lease] = _Lease(taken, lease_s or 0.0, due, delivery)
+      self._leases[lease] = _Lease(lent, lease_s or 0.0, due, delivery)
       self._uncount(dropped)
-      self._tally.keep(kept)
+      self._tally.keep(retained)
       self._tally.clear(cleared, unreported)
     return Read(
         data, len(written), available, lease=lease, final=final,
@@ -452,9 +461,9 @@ class Buffer:
     """(groups that may be read, groups to drop), oldest first."""
     now = self._clock()
     with self._lock:
-      found = [(g, len(g.members), g.last) for g in self._groups]
+      current = [(g, len(g.members), g.last) for g in self._groups]
     usable, dropped = [], []
-    for group, count, last in found:
+    for group, count, last in current:
       judged = self.judge.judged(group, count)
       with self._lock:
         if len(group.members) != count or group.last != last:
@@ -479,8 +488,8 @@ class Buffer:
     """
     with self._taking:
       self._expire()
-      held = self._leases.get(lease)
-      if held is None:
+      current = self._leases.get(lease)
+      if current is None:
         if self._store.rows(
             "SELECT 1 FROM leases WHERE id = ? AND buffer = ? AND"
             " acknowledged > 0",
@@ -490,15 +499,15 @@ class Buffer:
         raise UnknownLease(
             f"lease {lease!r} is over or never was; its groups are read again"
         )
-      seqs = [seq for group in held.groups for seq in group.seqs]
+      seqs = [seq for group in current.groups for seq in group.seqs]
       self._wait(
           self._store.call(
-              store_work.acknowledge(self.id, lease, seqs, held.seconds > 0)
+              store_work.acknowledge(self.id, lease, seqs, current.seconds > 0)
           )
       )
       with self._lock:
         del self._leases[lease]
-        self._uncount(held.groups)
+        self._uncount(current.groups)
       return len(seqs)
 
   def release(self, lease: str, delivery: int | None = None) -> int:
@@ -521,7 +530,7 @@ class Buffer:
 
   def _expire(self) -> None:
     now = self._clock()
-    for lease in [i for i, held in self._leases.items() if now > held.due]:
+    for lease in [i for i, one in self._leases.items() if now > one.due]:
       _LOG.warning(
           "buffer %s: lease %s was not acknowledged in time; its groups are"
           " read again", self.name, lease,
@@ -529,15 +538,15 @@ class Buffer:
       self._return(lease)
 
   def _return(self, lease: str) -> int:
-    held = self._leases[lease]
-    seqs = [seq for group in held.groups for seq in group.seqs]
+    current = self._leases[lease]
+    seqs = [seq for group in current.groups for seq in group.seqs]
     waits = self._wait(self._store.call(store_work.give_back(lease, seqs)))
     with self._lock:
       del self._leases[lease]
       if not waits:  # It was acknowledged by a commit that came late.
-        self._uncount(held.groups)
+        self._uncount(current.groups)
         return 0
-      self._groups.put_back(held.groups)
+      self._groups.put_back(current.groups)
     return len(seqs)
 
   def _drop(self, dropped: Sequence[groups.Group]) -> None:
@@ -548,13 +557,13 @@ class Buffer:
       for group in dropped:
         self._groups.close(group)
     seqs = [seq for group in dropped for seq in group.seqs]
-    kept = self._kept_with(dropped)
-    self._wait(self._store.call(store_work.drop(self.id, seqs, kept.gone)))
+    retained = self._kept_with(dropped)
+    self._wait(self._store.call(store_work.drop(self.id, seqs, retained.gone)))
     with self._lock:
       for group in dropped:
         self._groups.take(group)
       self._tally.drop(group.instance_id for group in dropped)
-      self._tally.keep(kept)
+      self._tally.keep(retained)
       self._uncount(dropped)
 
   def _kept_with(self, dropped: Sequence[groups.Group]) -> tally.Kept:
@@ -564,9 +573,9 @@ class Buffer:
           self.judge.needs_contents,
       )
 
-  def _uncount(self, gone: Sequence[groups.Group]) -> None:
-    self._items -= sum(len(group.members) for group in gone)
-    self._bytes -= sum(group.size for group in gone)
+  def _uncount(self, departures: Sequence[groups.Group]) -> None:
+    self._items -= sum(len(group.members) for group in departures)
+    self._bytes -= sum(group.size for group in departures)
 
   # --- about it ---------------------------------------------------------------
 
@@ -581,8 +590,8 @@ class Buffer:
       with self._lock:
         lent = sum(
             len(group.members)
-            for held in self._leases.values()
-            for group in held.groups
+            for current in self._leases.values()
+            for group in current.groups
         )
         return {
             "current_size": sum(len(group.members) for group in usable),
@@ -595,6 +604,7 @@ class Buffer:
             "task_type": self.judge.task_type,
             "group_size": self.judge.rules.group_size,
             "group_rules": "raw" if self.judge.rules.raw else "normalized",
+            "allowed_items": self.allowed_items,
             "items": self._items,
             "bytes": self._bytes,
             "kept_items": self._tally.kept_items,

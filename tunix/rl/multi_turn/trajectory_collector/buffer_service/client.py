@@ -56,9 +56,9 @@ class BufferClient:
   ):
     """Args:
 
-      url: of the service.
+      url: Address of the service.
       buffer: its name; "" for the default one.
-      token: of the service; None takes that of $TUNIX_BUFFER_TOKEN.
+      token: Bearer token; None takes that of $TUNIX_BUFFER_TOKEN.
       connections: open at a time.
 
     Raises:
@@ -115,16 +115,16 @@ class BufferClient:
   async def known(
       self, uids: Sequence[str], seconds: float = _WRITE_S
   ) -> set[str]:
-    """Those of the uids that were written already."""
-    found: set[str] = set()
+    """Returns the uids that were written already."""
+    known_uids: set[str] = set()
     for start in range(0, len(uids), 10_000):
       part = list(uids[start : start + 10_000])
       answer = await self._http.ask(
           "POST", f"{self.url}/buffer/known", seconds, body={"uids": part},
           retry=self._retry,
       )  # pyformat: disable
-      found.update(answer["known"])
-    return found
+      known_uids.update(answer["known"])
+    return known_uids
 
   async def read(
       self,
@@ -182,5 +182,7 @@ class BufferClient:
 
   async def stats(self, seconds: float = _CALL_S) -> dict[str, Any]:
     """The figures of `/buffer/stats`."""
-    answer = await self._http.ask("GET", f"{self.url}/buffer/stats", seconds)
+    answer = await self._http.ask(
+        "GET", f"{self.url}/buffer/stats", seconds, retry=self._retry
+    )
     return answer["data"]["data"][0]

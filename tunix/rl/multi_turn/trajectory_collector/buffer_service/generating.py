@@ -1,4 +1,4 @@
-"""What generators have in common: tasks, repetitions, skips, writing.
+"""Plays a generator's tasks: order, repetitions, skips, writing.
 
     async def play(job: generating.Job) -> dict: ...   # {messages, reward, …}
 
@@ -11,7 +11,9 @@ one after another. An entry of `skip_instance_ids` leaves out one group of that
 task. An episode's uid and seed follow from the rollout, the pass, the task and
 its number, so that a rollout that is resumed plays what is missing only. An
 episode that fails is played again twice; many failures in a row end the
-rollout with the last one's reason.
+rollout with the last one's reason. Under `allowed_items` a group begins only
+while fewer items are written or running than the trainer allows, dropped ones
+not counted: the policy of the trainer is then never far ahead of its data.
 
 Does not know models or gyms.
 """
@@ -46,6 +48,8 @@ _TRIES = 3
 _PAUSE_S = 1.0
 _EPISODE_S = 3600.0
 _MOST_FAILURES = 32
+_LOOK_S = 0.2
+"""Pause between two looks at the bound while no group may begin."""
 _BATCH = 10_000
 """Episodes that are looked up, and kept, at a time."""
 PRIVATE = "private: "
@@ -69,11 +73,11 @@ class Job:
   """One episode to play.
 
   Attributes:
-    row: of the input.
-    instance_id: of the row.
-    epoch, number: pass, and member of the group, from 0.
-    uid: of the episode.
-    seed: of its random choices, in [0, 2**31).
+    row: Object of the input.
+    instance_id: The row's.
+    epoch, number: Pass, and member of the group, from 0.
+    uid: Id of the episode.
+    seed: Seed of its random choices, in [0, 2**31).
   """
 
   row: Mapping[str, Any]
@@ -129,8 +133,8 @@ def jobs(
   """The episodes of a rollout, in order.
 
   Args:
-    rows: of the input.
-    data: the payload.
+    rows: Objects of the input.
+    data: The payload.
   """
   rollout = str(data.get("rollout_id", ""))
   size = int(data["num_repeat_per_sample"])
@@ -157,21 +161,21 @@ def sampling_of(data: Mapping[str, Any]) -> dict[str, Any]:
   Raises:
     GeneratorError: a value that is no number.
   """
-  given = {**(data.get("sampling_params") or {})}
-  if "max_tokens" not in given and data.get("max_tokens") is not None:
-    given["max_tokens"] = data["max_tokens"]
-  found = {}
-  for key, value in given.items():
+  values = {**(data.get("sampling_params") or {})}
+  if "max_tokens" not in values and data.get("max_tokens") is not None:
+    values["max_tokens"] = data["max_tokens"]
+  numbers = {}
+  for key, value in values.items():
     kind = _SAMPLING.get(key)
     if value is None:
       continue
     try:
-      found[key] = kind(value) if kind else value
+      numbers[key] = kind(value) if kind else value
     except (TypeError, ValueError):
       raise GeneratorError(
           f"sampling_params.{key}={value!r} must be a number"
       ) from None
-  return found
+  return numbers
 
 
 def engine_url(data: Mapping[str, Any]) -> str:
@@ -193,7 +197,7 @@ def run(data: Mapping[str, Any], play: Play) -> None:
   """Plays a whole rollout; see the module docstring.
 
   Raises:
-    GeneratorError: of the input; or too many episodes failed.
+    GeneratorError: The input is wrong, or too many episodes failed.
     client.BufferError: the buffer refuses an item.
   """
   asyncio.run(generate(data, play))
@@ -208,17 +212,24 @@ async def generate(data: Mapping[str, Any], play: Play) -> int:
     todo = _missing(jobs(rows, data), buffer)
     advancing = asyncio.Lock()
     state = _State()
+    places = None
+    if data.get("allowed_items") is not None:
+      places = _Places(buffer, state)
 
     async def worker() -> None:
       while True:
         async with advancing:
           job = await anext(todo, None)
-        if job is None:
-          return
+          if job is None:
+            return
+          if places is not None:
+            await places.take(job)
+          state.running += 1
         item = await _played(job, play, state)
         if item is not None:
           await buffer.write(item)
           state.written += 1
+        state.running -= 1
 
     async with asyncio.TaskGroup() as group:
       for _ in range(int(data.get("num_process", 100))):
@@ -242,7 +253,26 @@ async def _missing(
 class _State:
   written: int = 0
   failed: int = 0
+  running: int = 0
   in_a_row: int = 0
+
+
+class _Places:
+  """Bounds the items that are begun by what the buffer's trainer allows."""
+
+  def __init__(self, buffer: client.BufferClient, state: _State):
+    self._buffer, self._state = buffer, state
+    self._room = 0
+
+  async def take(self, job: Job) -> None:
+    """Waits until the job's group may begin; its later members never wait."""
+    while job.number == 0 and self._room <= 0:
+      stats = await self._buffer.stats()
+      allowed = stats["allowed_items"] + stats["total_dropped"]
+      self._room = allowed - stats["total_written"] - self._state.running
+      if self._room <= 0:
+        await asyncio.sleep(_LOOK_S)
+    self._room -= 1
 
 
 async def _played(job: Job, play: Play, state: _State) -> dict[str, Any] | None:

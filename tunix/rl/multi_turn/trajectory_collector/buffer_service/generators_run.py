@@ -60,10 +60,10 @@ class GeneratorRun:
 
     Args:
       generator: its file.
-      payload: for `run_rollout`.
+      payload: Argument of `run_rollout`.
       timeout_s: it is ended after this long.
       grace_s: it is killed this long after it was asked to end.
-      token: of the service, in its environment as TUNIX_BUFFER_TOKEN.
+      token: The service's, in its environment as TUNIX_BUFFER_TOKEN.
       on_end: called once it has ended by itself, or was late.
 
     Raises:
@@ -112,7 +112,7 @@ class GeneratorRun:
     }
 
   def stop(self) -> None:
-    """Ends it. Idempotent."""
+    """Ends the process and its children. Idempotent."""
     if not self.running:  # Its number may be another process's by now.
       return
     self._stopping = True
@@ -184,6 +184,6 @@ def _command(environment: dict[str, str]) -> list[str]:
     return ["-m", _ROOM + _MODULE]
   root = str(pathlib.Path(light.origin).parents[1])
   if root not in sys.path[1:]:  # A clone that is not installed.
-    known = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, known)))
+    path = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, path)))
   return ["-m", _LIGHT, _MODULE]

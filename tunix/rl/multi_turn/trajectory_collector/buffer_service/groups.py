@@ -32,8 +32,8 @@ class Group:
   """Items that are compared with one another.
 
   Attributes:
-    instance_id: that they have in common.
-    members: in the order of their arrival.
+    instance_id: Their common instance.
+    members: Items in the order of their arrival.
     last: time of the last write.
     judged: (members, valid, finished) at the last judgement by a hook.
   """
@@ -106,20 +106,22 @@ class Groups:
 
 def verdict(
     group: Group,
-    asked: rules.GroupRules,
+    rollout_rules: rules.GroupRules,
     now: float,
     judged: tuple[bool, bool] | None = None,
 ) -> rules.Verdict:
-  """What becomes of a group now.
+  """Decides what becomes of a group now.
 
   Args:
-    group: of `Groups`.
-    asked: the rollout's rules.
-    now: the time, as that of writes.
+    group: Member of a `Groups`.
+    rollout_rules: The rollout's.
+    now: Time, as that of writes.
     judged: (valid, finished) by a hook; None for the default rule.
   """
   if judged is None:
-    judged = rules.is_valid_group([m.reward for m in group.members], asked)
+    judged = rules.is_valid_group(
+        [m.reward for m in group.members], rollout_rules
+    )
   return rules.verdict(
-      *judged, len(group.members), now - group.last, asked
+      *judged, len(group.members), now - group.last, rollout_rules
   )

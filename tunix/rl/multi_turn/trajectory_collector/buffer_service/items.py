@@ -49,11 +49,11 @@ class Item:
   """One write.
 
   Attributes:
-    buffer: that it goes to.
+    buffer: Name of its buffer.
     uid, instance_id: of the episode and of its group.
     reward: finite.
     body: JSON of the whole item.
-    crc: of the body.
+    crc: Checksum of the body.
   """
 
   buffer: str
@@ -93,7 +93,7 @@ def read(raw: bytes, buffer: str | None = None) -> list[Item]:
 
   Args:
     raw: JSON, or lines of JSON (NDJSON).
-    buffer: that all of them go to; None where each may name its own.
+    buffer: Buffer of all items; None where each may name its own.
 
   Raises:
     ItemError: naming the item, where there are several, and the fault.
@@ -114,15 +114,15 @@ def read(raw: bytes, buffer: str | None = None) -> list[Item]:
       values = values[0]
   if not values:
     raise ItemError("the body holds no item; write at least one")
-  found = []
+  result = []
   for number, value in enumerate(values):
     try:
-      found.append(_item(value, buffer))
+      result.append(_item(value, buffer))
     except ItemError as error:
       if len(values) == 1:
         raise
       raise ItemError(f"item {number}: {error}") from None
-  return found
+  return result
 
 
 _LONG_INTEGER = re.compile(rb"(?<![0-9.])[0-9]{19}")

@@ -30,20 +30,20 @@ class Judge:
   """See the module docstring.
 
   Attributes:
-    rules: of the buffer's rollout.
+    rules: Rules of the buffer's rollout.
     hooks, task_type: of its generator; none and "" before one.
     errors: the newest faults of hooks and groups, oldest first.
     failures: their number.
   """
 
   def __init__(
-      self, name: str, kept: store.Store, limits: settings.BufferLimits
+      self, name: str, item_store: store.Store, limits: settings.BufferLimits
   ):
     """Args:
 
-      name: of the buffer, for errors.
-      kept: the store.
-      limits: of the service.
+      name: Name of the buffer, for errors.
+      item_store: The store.
+      limits: Bounds of the service.
     """
     self.rules = rules.GroupRules(
         group_size=limits.group_size, raw=limits.group_rules == "raw"
@@ -55,7 +55,7 @@ class Judge:
     )
     self.failures = 0
     self._name = name
-    self._store = kept
+    self._store = item_store
     self._limits = limits
 
   @property
@@ -109,13 +109,13 @@ class Judge:
       return None
 
   def _parsed(self, seqs: Sequence[int]) -> list[dict[str, Any]]:
-    found = []
+    result = []
     for seq, body in zip(seqs, self._store.bodies(seqs)):
       if body is None:
         self._note(f"item {seq}", store.StoreError("the disk has lost it"))
       else:
-        found.append(orjson.loads(body))
-    return found
+        result.append(orjson.loads(body))
+    return result
 
   def meta_info(self, counted: Sequence[tally.Counted]) -> dict[str, Any]:
     """Statistics of the items that a read counts."""
@@ -135,9 +135,9 @@ class Judge:
           if body is not None:
             item = orjson.loads(body)
             by_instance.setdefault(item["instance_id"], []).append(item)
-        found = self._call(hook, by_instance)
-        items.encoded(found)
-        return dict(found)
+        meta = self._call(hook, by_instance)
+        items.encoded(meta)
+        return dict(meta)
       except Exception as error:  # pylint: disable=broad-except
         self._note("get_group_data_meta_info", error)
     rewards: dict[str, list[float]] = {}

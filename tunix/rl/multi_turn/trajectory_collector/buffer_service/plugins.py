@@ -60,7 +60,7 @@ def discover(folders: Sequence[pathlib.Path]) -> Found:
   Raises:
     ValueError: a folder that is none.
   """
-  found: dict[str, Generator] = {}
+  generators: dict[str, Generator] = {}
   problems: list[str] = []
   for folder in (BUILT_IN, *folders):
     if not folder.is_dir():
@@ -82,12 +82,12 @@ def discover(folders: Sequence[pathlib.Path]) -> Found:
             f"{path}: TASK_TYPE={generator.task_type!r} is that of"
             f" {first.path.name}, too; give each its own"
         )
-    found.update(here)
-  return Found(found, tuple(problems))
+    generators.update(here)
+  return Found(generators, tuple(problems))
 
 
 def _read(path: pathlib.Path) -> Generator | None:
-  """The generator of a file; None for a helper of others."""
+  """Returns the generator of a file; None for a helper module."""
   tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
   names = dict(_names(tree))
   is_named_so = path.name.endswith(_SUFFIX)
@@ -175,8 +175,8 @@ def hooks_of(generator: Generator) -> rules.Hooks:
     raise ValueError(
         f"{generator.path} cannot be imported: {concurrency.describe(error)}"
     ) from error
-  found = {name: getattr(module, name, None) for name in generator.hooks}
-  for name, hook in found.items():
+  hooks = {name: getattr(module, name, None) for name in generator.hooks}
+  for name, hook in hooks.items():
     if not callable(hook):
       raise ValueError(f"{generator.path}: {name} must be a function")
-  return rules.Hooks(**found)
+  return rules.Hooks(**hooks)

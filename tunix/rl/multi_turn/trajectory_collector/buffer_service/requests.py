@@ -47,6 +47,7 @@ WHOLE: Mapping[str, tuple[int, int]] = {
     "width": (1, bounds.MAX_SIDE),
     "height": (1, bounds.MAX_SIDE),
     "batch_size": (-1, 2**31),
+    "allowed_items": (0, 2**31),
 }
 """Bounds of whole numbers by their key, those of this package's generators
 included."""
@@ -69,10 +70,10 @@ class Rollout:
   """A start payload, read.
 
   Attributes:
-    task_type: of the generator.
-    rules: of the groups.
+    task_type: Name of the generator.
+    rules: Rules of the groups.
     keep_items: the buffer keeps what it holds; else it begins empty.
-    payload: for the generator.
+    payload: Argument of the generator.
   """
 
   task_type: str
@@ -86,7 +87,7 @@ def rollout(payload: Any, buffer_url: str = "") -> Rollout:
 
   Args:
     payload: JSON.
-    buffer_url: of this service, where the payload names none.
+    buffer_url: Address of this service, where the payload names none.
 
   Raises:
     ValueError: naming the key.
@@ -100,47 +101,47 @@ def rollout(payload: Any, buffer_url: str = "") -> Rollout:
     raise ValueError(
         f"task_type={json_models.short(task_type)} must name a generator"
     )
-  found = {**DEFAULTS, **{k: v for k, v in payload.items() if v is not None}}
-  for key, value in found.items():
+  values = {**DEFAULTS, **{k: v for k, v in payload.items() if v is not None}}
+  for key, value in values.items():
     problem = bounds.json_problem(value)
     if problem and key != "skip_instance_ids":
       raise ValueError(f"{key} {problem}")
-  whole = {
-      key: whole_number(found, key, *WHOLE[key])
+  integers = {
+      key: whole_number(values, key, *WHOLE[key])
       for key in WHOLE
-      if key in found or key == "num_repeat_per_sample"
+      if key in values or key == "num_repeat_per_sample"
   }
-  if "width" in whole and "height" in whole:
-    problem = bounds.screen_problem(whole["width"], whole["height"])
+  if "width" in integers and "height" in integers:
+    problem = bounds.screen_problem(integers["width"], integers["height"])
     if problem:
       raise ValueError(problem)
-  sampling = found.get("sampling_params", {})
+  sampling = values.get("sampling_params", {})
   if not isinstance(sampling, Mapping):
     raise ValueError(
         f"sampling_params={json_models.short(sampling)} must be an object such"
         ' as {"max_tokens": 8192, "temperature": 0.8}'
     )
   for key in ("remote_engine_url", "remote_buffer_url"):
-    if found.get(key):
-      http.address(found[key], key, "http://127.0.0.1:8000")
-  if found["group_rules"] not in RULES:
+    if values.get(key):
+      http.address(values[key], key, "http://127.0.0.1:8000")
+  if values["group_rules"] not in RULES:
     raise ValueError(
-        f"group_rules={json_models.short(found['group_rules'])} must be one of"
+        f"group_rules={json_models.short(values['group_rules'])} must be one of"
         f" {', '.join(RULES)}"
     )
-  asked = rules.GroupRules(
-      group_size=whole["num_repeat_per_sample"],
-      min_valid_group_size_ratio=_share(found, "min_valid_group_size_ratio"),
-      min_valid_item_size_ratio=_share(found, "min_valid_item_size_ratio"),
+  group_rules = rules.GroupRules(
+      group_size=integers["num_repeat_per_sample"],
+      min_valid_group_size_ratio=_share(values, "min_valid_group_size_ratio"),
+      min_valid_item_size_ratio=_share(values, "min_valid_item_size_ratio"),
       group_timeout_seconds=number(
-          found, "group_timeout_seconds", 0, REAL["group_timeout_seconds"][1]
+          values, "group_timeout_seconds", 0, REAL["group_timeout_seconds"][1]
       ),
       min_timeout_group_size_ratio=_share(
-          found, "min_timeout_group_size_ratio"
+          values, "min_timeout_group_size_ratio"
       ),
-      raw=found["group_rules"] == "raw",
+      raw=values["group_rules"] == "raw",
   )
-  skipped = found.get("skip_instance_ids", [])
+  skipped = values.get("skip_instance_ids", [])
   if not isinstance(skipped, list) or len(skipped) > MOST_IDS:
     raise ValueError(
         f"skip_instance_ids={json_models.short(skipped)} must be a list of up"
@@ -148,8 +149,8 @@ def rollout(payload: Any, buffer_url: str = "") -> Rollout:
     )
   skip = [items.text_id(one, "skip_instance_ids") for one in skipped]
   filled = {
-      "num_process": whole["num_process"],
-      "num_epoch": whole["num_epoch"],
+      "num_process": integers["num_process"],
+      "num_epoch": integers["num_epoch"],
       "sampling_params": {},
       "remote_buffer_url": buffer_url,
   }
@@ -158,8 +159,8 @@ def rollout(payload: Any, buffer_url: str = "") -> Rollout:
     sent.pop("remote_buffer_url", None)
   return Rollout(
       task_type,
-      asked,
-      found["keep_items"] is True,
+      group_rules,
+      values["keep_items"] is True,
       {**filled, **sent, "skip_instance_ids": skip},
   )
 
@@ -178,17 +179,17 @@ def whole_number(
       raise ValueError
     if isinstance(value, str):
       return bounds.whole(value, key, least, most)
-    found = value if isinstance(value, int) else _exact(value)
+    integer = value if isinstance(value, int) else _exact(value)
   except (TypeError, ValueError, OverflowError):
-    found = None
-  if found is None or not least <= found <= most:
+    integer = None
+  if integer is None or not least <= integer <= most:
     if value is None:
       raise ValueError(f"{key} is missing; give a whole number >= {least}")
     raise ValueError(
         f"{key}={json_models.short(value)} must be a whole number in"
         f" [{least}, {most}]"
     )
-  return found
+  return integer
 
 
 def _exact(value: Any) -> int:
@@ -212,27 +213,27 @@ def number(
   try:
     if isinstance(value, bool) or not str(value).isascii():
       raise ValueError
-    found = float(value)  # type: ignore[arg-type]
-    right = math.isfinite(found) and found <= most
-    right = right and (above is None or found > above)
+    result = float(value)  # type: ignore[arg-type]
+    right = math.isfinite(result) and result <= most
+    right = right and (above is None or result > above)
   except (TypeError, ValueError, OverflowError):
-    right, found = False, 0.0
+    right, result = False, 0.0
   if not right:
     bound = "" if above is None else f" > {above:g}"
     bound += "" if math.isinf(most) else f" and <= {most:g}"
     raise ValueError(
         f"{key}={json_models.short(value)} must be a number{bound}"
     )
-  return found
+  return result
 
 
 def _share(data: Mapping[str, Any], key: str) -> float:
-  found = number(data, key)
-  if not 0 <= found <= 1:
+  share = number(data, key)
+  if not 0 <= share <= 1:
     raise ValueError(
         f"{key}={json_models.short(data[key])} must be a share in [0, 1]"
     )
-  return found
+  return share
 
 
 def batch_size(data: Mapping[str, Any], max_items: int) -> int:
@@ -254,6 +255,17 @@ def batch_size(data: Mapping[str, Any], max_items: int) -> int:
         f" buffer can hold; start the service with --max-items {size} or more"
     )
   return size
+
+
+def allowed_items(data: Mapping[str, Any]) -> int | None:
+  """Returns `allowed_items` of a start or a read; None where it is absent.
+
+  Raises:
+    ValueError: It is no whole number, or out of range.
+  """
+  if data.get("allowed_items") is None:
+    return None
+  return whole_number(data, "allowed_items", *WHOLE["allowed_items"])
 
 
 def check_step(rollout: Rollout, max_items: int) -> None:
@@ -353,7 +365,7 @@ def schemas() -> dict[str, dict[str, Any]]:
   }
   by_body = {"x-boundedBy": "body"}
   read = {
-      "batch_size": integers["batch_size"],
+      **{key: integers[key] for key in ("batch_size", "allowed_items")},
       **{key: numbers[key] for key in ("lease_s", "timeout")},
   }
   item = {

@@ -44,7 +44,7 @@ HOOKS = (
 
 @dataclasses.dataclass(frozen=True)
 class GroupRules:
-  """What a rollout asks of its groups.
+  """Rules of a rollout for its groups.
 
   Attributes:
     group_size: members of a whole group.
@@ -135,13 +135,13 @@ def judged(answer: Any) -> tuple[bool, bool]:
 def verdict(
     valid: bool, finished: bool, size: int, idle_s: float, rules: GroupRules
 ) -> Verdict:
-  """What becomes of a group.
+  """Decides what becomes of a group.
 
   Args:
-    valid, finished: of `is_valid_group`.
-    size: members that it has.
-    idle_s: seconds since its last write.
-    rules: of the rollout.
+    valid, finished: Results of `is_valid_group`.
+    size: Number of its members.
+    idle_s: Seconds since its last write.
+    rules: Rules of the rollout.
   """
   if finished:
     return "use" if valid else "drop"

@@ -52,7 +52,7 @@ class Service:
   Attributes:
     limits: its bounds.
     store: its items.
-    url: of the service, for generators; set before a rollout starts.
+    url: Address for generators; set before a rollout starts.
   """
 
   def __init__(
@@ -69,12 +69,12 @@ class Service:
   ):
     """Args:
 
-      folder: of the database.
+      folder: Folder of the database.
       limits: see `BufferLimits`.
       rights: Choices that the payload of a start may make.
       generators: folders of generators besides the package's own.
-      token: of the service, for its generators.
-      url: of the service.
+      token: Bearer token, for its generators.
+      url: Address of the service.
       save_reads: folder for a file of each read; None for none.
       clock: seconds, of groups' ages and leases.
 
@@ -123,9 +123,9 @@ class Service:
       KeyError: there is none, and none is to be made.
       TooManyBuffers: none may be made.
     """
-    found = self._buffers.get(name)
-    if found is not None:
-      return found
+    current = self._buffers.get(name)
+    if current is not None:
+      return current
     if not make:
       raise KeyError(
           f"no buffer is called {name!r}; there is {', '.join(self._buffers)}"
@@ -137,9 +137,9 @@ class Service:
               f"there are {len(self._buffers)} buffers, as many as there may be"
               f" (--max-buffers); no {name!r} is made"
           )
-        found = self._make(name)
-        found.configure(found.judge.rules, found.judge.hooks, "")
-        self._buffers[name] = found
+        current = self._make(name)
+        current.configure(current.judge.rules, current.judge.hooks, "")
+        self._buffers[name] = current
       return self._buffers[name]
 
   def _make(self, name: str) -> buffers.Buffer:
@@ -160,49 +160,50 @@ class Service:
     path = self._save_reads / f"rollout_data_{buffer.name}_{read:06d}.jsonl"
     durable.write_bytes(path, b"".join(item + b"\n" for item in written))
 
-  def _restore(self, name: str, kept: Mapping[str, Any] | None) -> None:
+  def _restore(self, name: str, record: Mapping[str, Any] | None) -> None:
     buffer = self._make(name)
     self._buffers[name] = buffer
-    if kept is not None and kept.get("run"):
-      self._ended[name] = kept["run"]
-    if kept is None:
+    if record is not None and record.get("run"):
+      self._ended[name] = record["run"]
+    if record is None:
       buffer.configure(buffer.judge.rules, buffer.judge.hooks, "")
       return
-    asked = requests.rollout(kept["payload"], self.url)
+    rollout = requests.rollout(record["payload"], self.url)
     hooks = rules.Hooks()
     try:
-      generator = self._generator(asked.task_type)
+      generator = self._generator(rollout.task_type)
       hooks = plugins.hooks_of(generator)
-      if kept["state"] == "running":  # The operator may list less by now.
-        self._check(asked, generator)
+      if record["state"] == "running":  # The operator may list less by now.
+        self._check(rollout, generator)
     except ValueError as error:
       # What is stored is readable all the same.
       self._problems[name] = f"the rollout is not resumed: {error}"
       _LOG.error("buffer %s: %s", name, self._problems[name])
-      buffer.configure(asked.rules, hooks, asked.task_type)
+      buffer.configure(rollout.rules, hooks, rollout.task_type)
       return
-    buffer.configure(asked.rules, hooks, asked.task_type)
-    if kept["state"] != "running":
+    buffer.configure(rollout.rules, hooks, rollout.task_type)
+    if record["state"] != "running":
       return
-    skip = [*asked.payload["skip_instance_ids"], *self._written(buffer)]
+    buffer.allowed_items = requests.allowed_items(rollout.payload)
+    skip = [*rollout.payload["skip_instance_ids"], *self._written(buffer)]
     _LOG.info("buffer %s: its rollout is resumed", name)
     self._run(
-        buffer, generator, {**asked.payload, "skip_instance_ids": skip}
+        buffer, generator, {**rollout.payload, "skip_instance_ids": skip}
     )
 
   def _written(self, buffer: buffers.Buffer) -> list[str]:
     """The instance of each whole group that was written."""
-    found = self.store.rows(
+    rows = self.store.rows(
         "SELECT instance_id, COUNT(*) FROM items WHERE buffer = ? GROUP BY"
         " instance_id",
         buffer.id,
     )
     size = buffer.judge.rules.group_size
-    return [name for name, count in found for _ in range(count // size)]
+    return [name for name, count in rows for _ in range(count // size)]
 
   def known(self, buffer: buffers.Buffer, uids: Sequence[str]) -> list[str]:
-    """Those of the uids that the buffer has, or had."""
-    found: list[str] = []
+    """Returns the uids of items that the buffer has, or had."""
+    known_uids: list[str] = []
     for start in range(0, len(uids), 500):
       part = uids[start : start + 500]
       marks = ",".join("?" * len(part))
@@ -210,19 +211,19 @@ class Service:
           f"SELECT uid FROM items WHERE buffer = ? AND uid IN ({marks})",
           buffer.id, *part,
       )  # pyformat: disable
-      found.extend(uid for (uid,) in rows)
-    return found
+      known_uids.extend(uid for (uid,) in rows)
+    return known_uids
 
   # --- rollouts ---------------------------------------------------------------
 
   def _generator(self, task_type: str) -> plugins.Generator:
-    found = plugins.discover(self._generators)
-    generator = found.generators.get(task_type)
+    discovery = plugins.discover(self._generators)
+    generator = discovery.generators.get(task_type)
     if generator is None:
-      why = f" ({'; '.join(found.problems)})" if found.problems else ""
+      why = f" ({'; '.join(discovery.problems)})" if discovery.problems else ""
       raise UnknownTaskType(
           f"task_type={task_type!r} has no generator; there is"
-          f" {', '.join(sorted(found.generators))}{why}"
+          f" {', '.join(sorted(discovery.generators))}{why}"
       )
     return generator
 
@@ -242,10 +243,10 @@ class Service:
       OSError: the generator's process cannot be started.
     """
     arrived = time.monotonic()
-    asked = requests.rollout(payload, self.url)
-    requests.check_step(asked, self.limits.max_items)
-    generator = self._generator(asked.task_type)
-    self._check(asked, generator)
+    rollout = requests.rollout(payload, self.url)
+    requests.check_step(rollout, self.limits.max_items)
+    generator = self._generator(rollout.task_type)
+    self._check(rollout, generator)
     hooks = plugins.hooks_of(generator)
     buffer = self.buffer(name)
     with self._lock:
@@ -255,13 +256,14 @@ class Service:
         return  # Its client did not wait for the answer.
       if run is not None:
         run.stop()
-      if not asked.keep_items:
+      if not rollout.keep_items:
         buffer.reset()
       buffer.judge.errors.clear()
       self._problems.pop(name, None)
-      sent = {**asked.payload, "rollout_id": uuid.uuid4().hex}
+      sent = {**rollout.payload, "rollout_id": uuid.uuid4().hex}
       self._keep(buffer, sent, "running")
-      buffer.configure(asked.rules, hooks, asked.task_type)
+      buffer.configure(rollout.rules, hooks, rollout.task_type)
+      buffer.allowed_items = requests.allowed_items(rollout.payload)
       self._run(buffer, generator, sent)
       self._starts[name] = (time.monotonic(), payload)
 
@@ -332,19 +334,19 @@ class Service:
     Raises:
       KeyError: there is none.
     """
-    found = self.buffer(name, make=False).stats()
+    figures = self.buffer(name, make=False).stats()
     run = self._runs.get(name)
-    told = run.describe() if run is not None else self._ended.get(name)
-    found["generator"] = told
+    last = run.describe() if run is not None else self._ended.get(name)
+    figures["generator"] = last
     if name in self._problems:
-      found["errors"].append(self._problems[name])
-    if told and told["error"] and told["state"] != "stopped":
-      found["errors"].append(
-          f"generator {told['task_type']}: {told['error']}"
+      figures["errors"].append(self._problems[name])
+    if last and last["error"] and last["state"] != "stopped":
+      figures["errors"].append(
+          f"generator {last['task_type']}: {last['error']}"
       )
-    found["store_failures"] = self.store.failures
-    found["store_error"] = self.store.last_error
-    return found
+    figures["store_failures"] = self.store.failures
+    figures["store_error"] = self.store.last_error
+    return figures
 
   def sweep(self) -> None:
     """Ends what is overdue, in each buffer."""

@@ -83,7 +83,7 @@ class UidConflict(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
-  """What is known of an item without reading it."""
+  """Columns of an item, without its content."""
 
   seq: int
   instance_id: str
@@ -122,14 +122,14 @@ class Store:
 
   Attributes:
     commits, failures: transactions.
-    last_error: of the newest failure.
+    last_error: Text of the newest failure.
   """
 
   def __init__(self, path: pathlib.Path, queue_bytes: int = 128 << 20):
     """Args:
 
       path: the database, made with its folder when missing.
-      queue_bytes: that may wait for the disk.
+      queue_bytes: Most bytes that wait for the disk.
 
     Raises:
       ValueError: another process has it, or it is no database of this service.
@@ -197,7 +197,7 @@ class Store:
       buffer: its id.
       written: items.
       stored: called by the writing thread, in the order of the items' numbers,
-        with (number, item) of those that were new.
+        with (number, item) of the new ones.
 
     Returns:
       An asyncio future inside an event loop, else a concurrent one: whether
@@ -386,13 +386,13 @@ class Store:
   def bodies(
       self, seqs: Iterable[int], may_lack: bool = False
   ) -> list[bytes | None]:
-    """The items of these numbers, in this order; None: the disk lost it.
+    """Returns the content of each item, in order; None for missing content.
 
     Args:
       seqs: numbers.
       may_lack: None is also of items that are done with.
     """
-    found: list[bytes | None] = []
+    contents: list[bytes | None] = []
     with self._reading:
       for seq in seqs:
         row = self._reader.execute(
@@ -401,13 +401,13 @@ class Store:
             (seq,),
         ).fetchone()
         if row is None and may_lack:
-          found.append(None)
+          contents.append(None)
         elif row is None or items.crc32(row[0]) != row[1]:
           _LOG.error("item %d of %s is not what was stored", seq, self._path)
-          found.append(None)
+          contents.append(None)
         else:
-          found.append(row[0])
-    return found
+          contents.append(row[0])
+    return contents
 
 
 def _resolve(answers: list[tuple[Any, Any]]) -> None:
@@ -423,7 +423,7 @@ def _resolve(answers: list[tuple[Any, Any]]) -> None:
     try:
       loop.call_soon_threadsafe(_set_all, pairs)
     except RuntimeError:
-      pass  # The loop has ended, and with it whoever waited.
+      pass  # The loop and its waiting callers have ended.
 
 
 def _set_all(pairs: list[tuple[Any, Any]]) -> None:

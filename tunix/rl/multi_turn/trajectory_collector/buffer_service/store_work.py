@@ -13,13 +13,13 @@ _MOST_LEASES = 10_000
 
 
 class Contents(NamedTuple):
-  """What a buffer holds.
+  """Items and leases of a buffer.
 
   Attributes:
     records: items that are not done, or not yet counted, in their order.
     cleared: the newest item that no read counts any more.
-    seconds: of each lease.
-    kept: bytes of each dropped item whose content is there.
+    seconds: Time of each lease.
+    kept: Bytes of each dropped item that still has its content.
   """
 
   records: Sequence[store.Record] = ()
@@ -46,9 +46,9 @@ def _done(db: sqlite3.Connection, seqs: Sequence[int]) -> None:
 
 def take(
     buffer: int,
-    taken: Sequence[tuple[int, Sequence[int]]],
+    lent: Sequence[tuple[int, Sequence[int]]],
     dropped: Sequence[int],
-    gone: Sequence[int],
+    obsolete: Sequence[int],
     *,
     lease: tuple[str, float],
     cleared: int,
@@ -58,27 +58,27 @@ def take(
 
   Args:
     buffer: its id.
-    taken: (number, items) of each group.
-    dropped, gone: see `drop`.
+    lent: (number, items) of each group.
+    dropped, obsolete: See `drop`.
     lease: (id, seconds); 0 seconds where it ends with the read's answer.
     cleared: statistics begin behind this item; 0 leaves them.
     remembered: uids of done items that are kept.
   """
 
   def work(db: sqlite3.Connection) -> None:
-    seqs = [seq for _, members in taken for seq in members]
+    seqs = [seq for _, members in lent for seq in members]
     db.execute(
         "INSERT INTO leases (id, buffer, seconds) VALUES (?, ?, ?)",
         (lease[0], buffer, lease[1]),
     )
-    for number, members in taken:
+    for number, members in lent:
       _each(
           db,
           "UPDATE items SET state = ?, lease = ?, grp = ? WHERE seq = ?",
           members,
           store.LENT, lease[0], number,
       )  # pyformat: disable
-    drop(buffer, dropped, gone)(db)
+    drop(buffer, dropped, obsolete)(db)
     db.execute(
         "UPDATE buffers SET read = read + ?, reads = reads + 1 WHERE id = ?",
         (len(seqs), buffer),
@@ -103,11 +103,11 @@ def forget(buffer: int, cleared: int, remembered: int) -> Work:
           "UPDATE buffers SET cleared = MAX(cleared, ?) WHERE id = ?",
           (cleared, buffer),
       )
-      seen = db.execute(
+      dropped_seqs = db.execute(
           "SELECT seq FROM items WHERE buffer = ? AND state = 2 AND seq <= ?",
           (buffer, cleared),
       ).fetchall()
-      _done(db, [seq for (seq,) in seen])
+      _done(db, [seq for (seq,) in dropped_seqs])
     db.execute(
         "DELETE FROM items WHERE +buffer = ?1 AND state = ?2 AND seq <= (SELECT"
         " MAX(seq) FROM items) - ?3 AND seq <= (SELECT cleared FROM buffers"
@@ -118,18 +118,18 @@ def forget(buffer: int, cleared: int, remembered: int) -> Work:
   return work
 
 
-def drop(buffer: int, seqs: Sequence[int], gone: Sequence[int]) -> Work:
+def drop(buffer: int, seqs: Sequence[int], obsolete: Sequence[int]) -> Work:
   """Drops items, which the next read reports.
 
   Args:
     buffer: its id.
     seqs: the items.
-    gone: those, and dropped earlier, whose contents nobody needs.
+    obsolete: Dropped items, earlier ones too, with contents of no use.
   """
 
   def work(db: sqlite3.Connection) -> None:
     _each(db, "UPDATE items SET state = ? WHERE seq = ?", seqs, store.DROPPED)
-    _each(db, "DELETE FROM payloads WHERE seq = ?", gone)
+    _each(db, "DELETE FROM payloads WHERE seq = ?", obsolete)
     db.execute(
         "UPDATE buffers SET dropped = dropped + ? WHERE id = ?",
         (len(seqs), buffer),
@@ -243,7 +243,7 @@ def contents(buffer: int, keep_dropped: bool) -> Work:
         "SELECT id, seconds FROM leases WHERE buffer = ? AND acknowledged = 0",
         (buffer,),
     ).fetchall()
-    kept = db.execute(
+    retained = db.execute(
         f"SELECT seq, size FROM items WHERE {dropped} AND EXISTS (SELECT 1"
         " FROM payloads WHERE payloads.seq = items.seq)",
         (buffer,),
@@ -252,7 +252,7 @@ def contents(buffer: int, keep_dropped: bool) -> Work:
         [store.Record(*row) for row in records],
         cleared,
         dict(seconds),
-        dict(kept),
+        dict(retained),
     )
 
   return work
@@ -263,10 +263,10 @@ def make_buffer(name: str) -> Work:
 
   def work(db: sqlite3.Connection) -> int:
     db.execute("INSERT OR IGNORE INTO buffers (name) VALUES (?)", (name,))
-    (found,) = db.execute(
+    (number,) = db.execute(
         "SELECT id FROM buffers WHERE name = ?", (name,)
     ).fetchone()
-    return found
+    return number
 
   return work
 

@@ -3,9 +3,9 @@
 Also the instances of dropped groups, which the next read reports, and those
 dropped items whose contents a generator's statistics need.
 
-Promises: bounded, however long nobody reads: the oldest items are no longer
+Promises: bounded, also without any read: the oldest items are no longer
 counted, the oldest instances no longer reported, and the oldest contents are
-given up before they fill the buffer.
+removed before they fill the buffer.
 
 Does not lock, or store anything (`buffers` does).
 """
@@ -36,7 +36,7 @@ class Kept:
   """Contents of dropped items, by number: what stays, and what goes.
 
   Attributes:
-    sizes: bytes of those that stay.
+    sizes: Bytes of the items that stay.
     gone: items whose contents go.
   """
 
@@ -115,27 +115,27 @@ class Tally:
     """The contents that are kept once these items are dropped, too.
 
     Args:
-      members: to be dropped.
+      members: Items to drop.
       needed: whether a generator's statistics need contents.
     """
     if not needed:
       return Kept({}, [*self._kept, *(member.seq for member in members)])
     sizes = dict(self._kept)
-    gone = []
+    obsolete = []
     for member in members:
       if member.seq > self.cleared:
         sizes[member.seq] = member.size
       else:
-        gone.append(member.seq)
+        obsolete.append(member.seq)
     total = sum(sizes.values())
     for seq in sorted(sizes):
       if len(sizes) <= self._most_kept and total <= self._most_bytes:
         break
       total -= sizes.pop(seq)
-      gone.append(seq)
-    return Kept(sizes, gone)
+      obsolete.append(seq)
+    return Kept(sizes, obsolete)
 
-  def keep(self, kept: Kept) -> None:
+  def keep(self, retained: Kept) -> None:
     """Takes over what `kept_with` returned."""
-    self._kept = dict(kept.sizes)
+    self._kept = dict(retained.sizes)
     self.kept_bytes = sum(self._kept.values())

@@ -173,8 +173,8 @@ def _item(
       "sampling_params": run.body.model.sampling.model_dump(exclude_none=True),
   }
   if exact:
-    made, _ = conversion.sequences_of(turns, shown, image_token)
-    item["sequences"] = [recorded_sequences.write(one) for one in made]
+    sequences, _ = conversion.sequences_of(turns, shown, image_token)
+    item["sequences"] = [recorded_sequences.write(one) for one in sequences]
     if any(turn.versions is None for turn in turns):
       for sequence in item["sequences"]:
         sequence["versions"] = None  # The server reported none.
@@ -218,15 +218,15 @@ def _valid(body: Mapping[str, Any]) -> schemas.CreateBody:
 
 def _image_token(data: Mapping[str, Any]) -> int | None:
   """The id of image placeholders; None where it is not known."""
-  given = data.get("image_token_id")
-  if given is not None:
-    return int(given)
+  token_id = data.get("image_token_id")
+  if token_id is not None:
+    return int(token_id)
   path = data.get("tokenizer_path")
   file = pathlib.Path(str(path or "")) / "tokenizer.json"
   if not path or not file.is_file():
     return None
   import tokenizers  # pylint: disable=g-import-not-at-top
 
-  known = tokenizers.Tokenizer.from_file(str(file))
-  found = (known.token_to_id(token) for token in _IMAGE_TOKENS)
-  return next((number for number in found if number is not None), None)
+  tokenizer = tokenizers.Tokenizer.from_file(str(file))
+  token_ids = (tokenizer.token_to_id(token) for token in _IMAGE_TOKENS)
+  return next((number for number in token_ids if number is not None), None)

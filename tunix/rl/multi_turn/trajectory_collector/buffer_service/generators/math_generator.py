@@ -69,7 +69,9 @@ async def _run(data: Mapping[str, Any]) -> None:
     request = {
         "model": name, "messages": messages, "seed": job.seed, **sampling
     }  # pyformat: disable
-    reply, whole = await _asked(server, f"{url}/chat/completions", request)
+    reply, is_complete = await _asked(
+        server, f"{url}/chat/completions", request
+    )
     choice = reply["choices"][0]
     text = choice["message"].get("content") or ""
     score = 0.0
@@ -77,7 +79,7 @@ async def _run(data: Mapping[str, Any]) -> None:
       score = registry.as_reward(
           await asyncio.to_thread(reward, {"ground_truth": truth}, text)
       ).reward
-    exact = _sequences(messages, reply) if whole else []
+    exact = _sequences(messages, reply) if is_complete else []
     return {
         "messages": [*messages, {"role": "assistant", "content": text}],
         "reward": score,
@@ -101,8 +103,8 @@ async def _run(data: Mapping[str, Any]) -> None:
 
 def _reward(name: str) -> Any:
   try:
-    found = rewards.get_reward_fn(name)
-    return found() if isinstance(found, type) else found
+    reward_fn = rewards.get_reward_fn(name)
+    return reward_fn() if isinstance(reward_fn, type) else reward_fn
   except ValueError as error:
     raise generating.GeneratorError(f"reward={name!r}: {error}") from None
 
@@ -137,8 +139,8 @@ async def _asked(
   A completion that the server aborts, as one does for new weights, is continued
   from its text; its tokens are not one prompt's then.
   """
-  told = {"logprobs": True, "return_token_ids": True}
-  body = {**request, **told}
+  extras = {"logprobs": True, "return_token_ids": True}
+  body = {**request, **extras}
   text, used = "", 0
   for part in range(_MOST_PARTS):
     reply = await server.ask("POST", url, _CALL_S, body=body)
@@ -153,7 +155,7 @@ async def _asked(
     if choice.get("finish_reason") != "abort":
       return reply, part == 0
     used += int((reply.get("usage") or {}).get("completion_tokens") or 0)
-    body = {**request, **told}
+    body = {**request, **extras}
     if text:
       body["messages"] = [
           *request["messages"], {"role": "assistant", "content": text}
@@ -176,8 +178,8 @@ def _sequences(messages: Any, reply: Any) -> list[dict[str, Any]]:
   turns = conversion.turns_of(events)
   if not all(turn.is_exact for turn in turns):
     return []
-  made, _ = conversion.sequences_of(turns, [()], None)
-  written = [recorded_sequences.write(sequence) for sequence in made]
+  sequences, _ = conversion.sequences_of(turns, [()], None)
+  written = [recorded_sequences.write(sequence) for sequence in sequences]
   if any(turn.versions is None for turn in turns):
     for sequence in written:
       sequence["versions"] = None  # The server reported none.
