@@ -57,9 +57,11 @@ test-all: export TUNIX_TEST_EXAMPLES = 1
 test-all: export JAX_DISABLE_MOST_OPTIMIZATIONS = 0
 test-all: test ## the slow ones too, and every example of a property
 
-lint: $(STAMP)-dev ## check style, import floors and types
+lint: $(STAMP)-dev ## check style, import floors, words, budgets and types
 	@$(PY) -m ruff check .
 	@$(PY) scripts/lint_imports.py
+	@$(PY) scripts/lint_words.py
+	@$(PY) scripts/budgets.py
 	@$(PY) -m mypy
 
 bench: $(STAMP)-dev ## measure what counts beside its peers, as one table

@@ -40,6 +40,7 @@ def hangs():
         ({"settings": {"time_decay": 7}}, "env.settings.time_decay=7 must be"),
         ({"task": {"x": 2**64}}, "env.task: must hold whole numbers of 64"),
         ({"task": {"x": [[]] * 20_000}}, "must hold at most 10000 values"),
+        ({"task": TASK.to_json() | {"params": 1e308}}, "params must be an obj"),
     ],
 )
 async def test_a_number_beyond_its_bound_is_refused_by_its_field(change, words):

@@ -203,6 +203,22 @@ def test_forms_need_this_servers_page_and_a_token_that_may_send(tmp_path):
     ).json()["items"] == []
 
 
+def test_half_a_surrogate_pair_is_stored_as_the_replacement_character(server):
+  fill(server)
+  reply = server.http.post(
+      "/api/v1/rollouts/r1/annotations",
+      content=b'{"label": "a\\ud800", "note": "\\udfffb"}',
+  )
+  assert reply.status_code == 200, reply.text
+  (label, note) = reply.json()["items"]
+  assert (label["label"], note["note"]) == ("a\ufffd", "\ufffdb")
+  run = server.get("/api/v1/trainings")["items"][0]["id"]
+  reply = server.http.post(
+      f"/api/v1/trainings/{run}/tags", content=b'{"add": ["\\ud800"]}'
+  )
+  assert reply.json()["tags"] == ["\ufffd"]
+
+
 def test_lists_and_searches_are_filtered_by_a_label(server):
   fill(server)
   annotate(server, "r2", turn=2, label="stuck", note="Twice.")

@@ -52,7 +52,15 @@ class Task:
 
   @classmethod
   def from_json(cls, data: Mapping[str, Any]) -> Task:
-    return cls(**data)
+    """Returns the task of a JSON object.
+
+    Raises:
+      TypeError: A field is unknown or missing, or `params` is no object.
+    """
+    task = cls(**data)
+    if not isinstance(task.params, Mapping):
+      raise TypeError("params must be an object, such as {}")
+    return task
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -15,7 +15,6 @@ from typing import Any, Callable
 import pydantic
 from starlette import requests as starlette_requests
 from starlette import responses
-from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.monitor.server import access as access_lib
 from tunix.rl.multi_turn.monitor.server import apply
 from tunix.rl.multi_turn.monitor.server import errors
@@ -101,14 +100,7 @@ class Annotations:
   async def _post(
       self, request: Request, who: access_lib.Principal
   ) -> Response:
-    body = await http_io.read_body(request, _MAX_BODY)
-    try:
-      fields = json_text.parse(body)
-    except ValueError:
-      raise errors.ApiError(
-          400, 'the body is not JSON; give {"turn": 3, "label": "…", "note":'
-          ' "…"}'
-      ) from None
+    fields = http_io.parse(await http_io.read_body(request, _MAX_BODY))
     rollout = await self._rollout(request, who)
     await self.add(who.project, rollout, fields)
     return await self._answer(request, who)

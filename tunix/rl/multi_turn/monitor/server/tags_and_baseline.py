@@ -15,7 +15,6 @@ from typing import Any, Callable, Iterable, Sequence
 import pydantic
 from starlette import requests as starlette_requests
 from starlette import responses
-from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import run_tags as tags_lib
 from tunix.rl.multi_turn.monitor.server import access as access_lib
 from tunix.rl.multi_turn.monitor.server import apply
@@ -90,12 +89,7 @@ class TagsAndBaseline:
       self, request: Request, who: access_lib.Principal
   ) -> Response:
     body = await http_io.read_body(request, _MAX_BODY)
-    try:
-      change = _tag_change(json_text.parse(body))
-    except ValueError:
-      raise errors.ApiError(
-          400, 'the body is not JSON; give {"add": [tags], "remove": [tags]}'
-      ) from None
+    change = _tag_change(http_io.parse(body))
     tags = await self._change(who.project, http_io.id_of(request), change)
     return http_io.json_answer({"tags": tags})
 
