@@ -1,4 +1,4 @@
-"""What a turn costs beside the model and the gym: agent, parser, environment.
+"""Measures a turn beside the model and the gym: agent, parser, environment.
 
 Run: JAX_PLATFORMS=cpu python benchmarks/agent_env.py [turns]
 

@@ -45,10 +45,10 @@ class _Agent:
     self.messages = [{"role": "system", "content": "s"}]
     self.trajectory = trajectory_lib.Trajectory()
 
-  def update_from_env(self, observation, reward, done, info=None) -> None:
+  def update_from_env(self, observation, reward, is_last, info=None) -> None:
     if self.trajectory.task is None:
       self.trajectory.task = observation
-    if not done:
+    if not is_last:
       self.messages.append({"role": "user", "content": str(observation)})
 
   def update_from_model(self, response):
@@ -213,18 +213,18 @@ def play(
     *,
     unit: float,
 ) -> tuple[dict[str, Any], dict[str, float]]:
-  """The report of a real run of the loops, as `simulate_async.simulate`.
+  """Runs the real loops; returns a report as `simulate_async.simulate` does.
 
-  Also the costs that it measured, in simulated seconds: `learn_s`, the
-  learner's time of a step but its waiting, and `turn_s`, what a turn took
-  beside its share of the episode's seconds.
+  Also returns the costs that the run measured, in simulated seconds: `learn_s`,
+  the learner's time of a step without its waiting, and `turn_s`, the time of a
+  turn beside its share of the episode's seconds.
 
   Args:
-    costs: with equal speed for any number of requests, and a slot for each
-      episode in flight: the policy here has no batch.
-    rules: of the run.
-    steps, warm, seed: as of `simulate`.
-    unit: real seconds that stand for one second.
+    costs: Costs with `empty_speed` 1 and a slot for each episode in flight, as
+      the policy here has no batch.
+    rules: Rules of the run.
+    steps, warm, seed: See `simulate_async.simulate`.
+    unit: Real seconds that stand for one simulated second.
   """
   if costs.empty_speed != 1 or costs.slots < costs.concurrency:
     raise ValueError(
@@ -277,8 +277,8 @@ def play(
 
     def on_event(self, event: Any) -> None:
       if type(event).__name__ == "StepFinished":
-        found = event.metrics
-        spent.append(found["time/step"] - found["time/wait"])
+        metrics = event.metrics
+        spent.append(metrics["time/step"] - metrics["time/wait"])
 
   loop = loop_lib.LearnerLoop(
       learner,

@@ -4,9 +4,10 @@ They are compared with those of a run by `simulate_async.py --other`; figures
 are in docs/asynchrony.md. Each changes one decision of `simulate_async`:
 
 * `count`, of admission: "expected": each running group counts by the chance
-  that it ends before the last update that may train on tokens of now, the new
-  one likewise; "overdue": so do groups of earlier versions, those that started
-  in this one count whole. `ahead` raises the limit, in updates.
+  that it ends before the last update that may train on tokens of now, and so
+  does the new group; "overdue": groups of earlier versions count by that
+  chance, groups that started in this version count in full. `extra_updates`
+  raises the limit.
 * `order`, of the next `window` tasks of the source: "longest": the one that is
   expected to take longest; "gain": that of which more tokens stay young enough
   when it starts now than at another moment between two updates. A task that
@@ -18,7 +19,8 @@ are in docs/asynchrony.md. Each changes one decision of `simulate_async`:
 
 Lengths are estimated from the episodes that have ended: the task's mean
 logarithm, drawn towards that of all, and all episodes' deviations from their
-task's estimate. `known`: the tasks' true medians instead, which no run has.
+task's estimate. `true_medians`: the tasks' true medians instead, which no run
+has.
 
 Does not: model how lengths change while the policy learns, which makes
 estimates worse than here.
@@ -46,12 +48,12 @@ class OtherRules(simulate_async.Rules):
   """See the module docstring."""
 
   count: str = ""
-  ahead: float = 0.0
+  extra_updates: float = 0.0
   order: str = ""
   window: int = 32
   by_part: bool = False
   delivery: str = ""
-  known: bool = False
+  true_medians: bool = False
 
   @property
   def simulation(self) -> type[simulate_async.Simulation]:
@@ -97,10 +99,16 @@ class Lengths:
     return (sum(own) + _WEIGHT * mean) / (len(own) + _WEIGHT)
 
   def chance(self, typical: float, passed: float, within: float) -> float:
-    """That an episode which has run for `passed` ends in so many seconds."""
+    """Returns the chance that an episode ends within `within` seconds.
+
+    Args:
+      typical: Logarithm of the seconds that are expected of the episode.
+      passed: Seconds that the episode has run for.
+      within: Seconds from now.
+    """
     longer = self._rank(passed, typical)
-    left = len(self._sorted) - longer
-    return (self._rank(passed + within, typical) - longer) / max(left, 1)
+    remaining = len(self._sorted) - longer
+    return (self._rank(passed + within, typical) - longer) / max(remaining, 1)
 
   def _rank(self, seconds: float, typical: float) -> int:
     if seconds <= 0:
@@ -109,8 +117,8 @@ class Lengths:
 
   def some(self, typical: float) -> list[float]:
     """A sample of the seconds that an episode may take."""
-    found = self._sorted[:: max(1, len(self._sorted) // 16)]
-    return [math.exp(typical + deviation) for deviation in found]
+    deviations = self._sorted[:: max(1, len(self._sorted) // 16)]
+    return [math.exp(typical + deviation) for deviation in deviations]
 
 
 class OtherSimulation(simulate_async.Simulation):
@@ -165,14 +173,14 @@ class OtherSimulation(simulate_async.Simulation):
     super()._acted(episode)
 
   def _typical(self, draw: Draw) -> float:
-    if self._rules.known:
+    if self._rules.true_medians:
       return math.log(draw.typical_s)
     return self._lengths.typical(draw.task)
 
   # --- Admission --------------------------------------------------------------
 
   def _limit(self) -> float:
-    return super()._limit() + self._rules.ahead * self._per_step
+    return super()._limit() + self._rules.extra_updates * self._per_step
 
   def _counted(self) -> float:
     rules = self._rules
@@ -195,7 +203,7 @@ class OtherSimulation(simulate_async.Simulation):
           for e in group.running
       ]
       count += self._parts_of(len(group.ended), chances, group.parts)
-    if rules.count == "expected":  # The new group counts as it is expected.
+    if rules.count == "expected":  # The new group counts by its own chance.
       draw = self._window[self._choose()][0]
       chances = [self._lengths.chance(self._typical(draw), 0.0, within)]
       chances *= rules.group_size
@@ -218,8 +226,8 @@ class OtherSimulation(simulate_async.Simulation):
   def _admit_parts(self) -> None:
     size = self._rules.part_size or self._rules.group_size
     while self._counted() + 1 <= self._limit():
-      taken = self._in_flight + len(self._waiting)
-      if taken + size > self._costs.concurrency:
+      episodes = self._in_flight + len(self._waiting)
+      if episodes + size > self._costs.concurrency:
         return
       if not self._to_start:
         self._to_start = list(self._next_group().running)
@@ -230,7 +238,7 @@ class OtherSimulation(simulate_async.Simulation):
   # --- Order of tasks ---------------------------------------------------------
 
   def _choose(self) -> int:
-    """Which of the next tasks is to start; fills the window."""
+    """Fills the window; returns the index in it of the task to start next."""
     rules = self._rules
     size = rules.window if rules.order else 1
     while len(self._window) < size:
@@ -250,7 +258,7 @@ class OtherSimulation(simulate_async.Simulation):
     return draw
 
   def _gain(self, draw: Draw) -> float:
-    """Young tokens of an episode that starts now, over those of others."""
+    """Returns the young tokens gained by starting now, not at a mean moment."""
     typical = self._typical(draw)
     key = round(typical, 1), round(self._interval, 2)
     if key not in self._means:
@@ -265,8 +273,8 @@ class OtherSimulation(simulate_async.Simulation):
     young = 0.0
     for seconds in lengths:
       missed = math.ceil(max(0.0, seconds - to_update) / self._interval)
-      taken = to_update + missed * self._interval
-      young += seconds - max(0.0, taken - staleness * self._interval)
+      update_at = to_update + missed * self._interval
+      young += seconds - max(0.0, update_at - staleness * self._interval)
     return young / len(lengths)
 
   # --- Delivery ---------------------------------------------------------------
@@ -293,13 +301,15 @@ def named_rules(max_staleness: int) -> dict[str, OtherRules]:
       "finished, in the order of ends": rules(finished, delivery="ended"),
       "finished, expiring": rules(finished, delivery="expiring"),
       "by part": rules(trim, by_part=True),
-      "a quarter ahead": rules(trim, ahead=0.25),
-      "half ahead": rules(trim, ahead=0.5),
+      "a quarter ahead": rules(trim, extra_updates=0.25),
+      "half ahead": rules(trim, extra_updates=0.5),
       "expected": rules(finished, count="expected"),
-      "expected, known": rules(finished, count="expected", known=True),
+      "expected, known": rules(
+          finished, count="expected", true_medians=True
+      ),
       "overdue": rules(finished, count="overdue"),
       "recent, longest": rules(recent, order="longest"),
       "recent, gain": rules(recent, order="gain"),
-      "recent, gain, known": rules(recent, order="gain", known=True),
+      "recent, gain, known": rules(recent, order="gain", true_medians=True),
       "finished, gain": rules(finished, order="gain"),
   }

@@ -56,9 +56,9 @@ class Target:
   """A server under attack.
 
   Attributes:
-    path: where bodies are sent.
-    most: bytes that a body may have there.
-    answers: status -> how often an attacker read it; "closed" without one.
+    path: Path that bodies are sent to.
+    most: Bytes that a body may have there.
+    answers: Status -> how often an attacker read it; "closed" without one.
   """
 
   def __init__(self, port: int, path: str, most: int, until: float):
@@ -366,9 +366,9 @@ async def _ask(port: int) -> tuple[str, float]:
           b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
           b"Connection: close\r\n\r\n"
       )
-      said = await reader.readline()
+      status_line = await reader.readline()
       writer.transport.abort()
-      status = said.split()[1].decode() if said else "closed"
+      status = status_line.split()[1].decode() if status_line else "closed"
   except (OSError, TimeoutError) as error:
     status = type(error).__name__
   return status, time.monotonic() - began
@@ -376,12 +376,12 @@ async def _ask(port: int) -> tuple[str, float]:
 
 def watch(port: int, seconds: float) -> list[tuple[str, float]]:
   """Asks for /health until the attack is over."""
-  found = []
+  answers = []
   until = time.monotonic() + seconds
   while time.monotonic() < until:
-    found.append(asyncio.run(_ask(port)))
+    answers.append(asyncio.run(_ask(port)))
     time.sleep(0.05)
-  return found
+  return answers
 
 
 def _attack_in_child(
@@ -406,7 +406,7 @@ def _run_attack(args: argparse.Namespace) -> None:
 
 
 def attack_server(name: str, seconds: float, token: str = "") -> bool:
-  """Runs every attack on a server; whether it held."""
+  """Runs every attack on a server; returns whether it kept serving."""
   path, most, _ = SERVERS[name]
   good = True
   only = ("half heads", "dripped bodies", "large bodies", "full bodies",
@@ -425,17 +425,17 @@ def attack_server(name: str, seconds: float, token: str = "") -> bool:
             f" {'peak MiB':>9}  attackers heard")  # pyformat: disable
       for which in only:
         child = _attack_in_child(port, path, most, seconds, which)
-        seen = watch(port, seconds + 1.5)
-        said = (child.communicate(timeout=60)[0] or "").strip()
-        times = [t for _, t in seen]
-        bad = [s for s, _ in seen if s != "200"]
+        answers = watch(port, seconds + 1.5)
+        report = (child.communicate(timeout=60)[0] or "").strip()
+        times = [t for _, t in answers]
+        bad = [s for s, _ in answers if s != "200"]
         peak = _peak_mib(process)
-        held = not bad and max(times) < 1.0 and process.poll() is None
-        good = good and held and peak - start < _MOST_GROWTH_MIB
+        healthy = not bad and max(times) < 1.0 and process.poll() is None
+        good = good and healthy and peak - start < _MOST_GROWTH_MIB
         print(
             f"{which:15} {max(times):8.3f}"
-            f" {1e3 * statistics.median(times):7.1f} {len(seen):6d} {peak:9d}"
-            f"  {said}{'' if held else f'  FAILED {bad[:5]}'}",
+            f" {1e3 * statistics.median(times):7.1f} {len(times):6d} {peak:9d}"
+            f"  {report}{'' if healthy else f'  FAILED {bad[:5]}'}",
             flush=True,
         )
   return good

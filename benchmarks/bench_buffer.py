@@ -1,4 +1,4 @@
-"""What the rollout buffer service takes: writes a second, and a full buffer.
+"""Measures the rollout buffer service: writes a second, and a full buffer.
 
 A service in a process of its own takes items of 45 kB from many connections;
 every answer means that the item is on the disk. First one item a request, then
@@ -51,17 +51,17 @@ class Load:
     self.text = text[: max(1, size - 200)]
 
   def next_body(self) -> bytes:
-    found = []
+    lines = []
     for _ in range(self.batch):
       n = self.number
       self.number += 1
-      found.append(
+      lines.append(
           body_of(
               f"{self.prefix}{n}", f"{self.prefix}{n // GROUP}", self.text,
               float(n % 2),
           )
       )  # pyformat: disable
-    return b"\n".join(found)
+    return b"\n".join(lines)
 
   async def connection(self, until: float, most: int) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -148,7 +148,7 @@ def main() -> None:
   with tempfile.TemporaryDirectory(dir=args.dir) as folder:
     process, _ = started(folder, port)
     try:
-      held = 0
+      buffered = 0
       for batch in (1, 8):
         one = Load(port, batch, f"b{batch}-", args.bytes)
         cpu = cpu_of(process.pid)
@@ -161,10 +161,10 @@ def main() -> None:
             f" {one.done / cpu:.0f} a CPU second of the service;"
             f" {one.refused} refused"
         )
-        held += one.done
-      rest = Load(port, 8, "rest-", args.bytes)
+        buffered += one.done
+      filler = Load(port, 8, "rest-", args.bytes)
       asyncio.run(
-          rest.run(args.connections, 600.0, max(0, args.items - held))
+          filler.run(args.connections, 600.0, max(0, args.items - buffered))
       )
       print(f"buffered: {resident_mib(process.pid):.0f} MiB resident")
       began = time.monotonic()

@@ -1,4 +1,4 @@
-"""What collecting costs beside the model and the environment.
+"""Measures what collecting costs beside the model and the environment.
 
 Runs many concurrent episodes with a model and an environment that do nothing,
 and reports CPU microseconds a turn (all threads of the process, so that other
@@ -49,7 +49,7 @@ class NullAgent:
     self.chat_completions = [{"role": "system", "content": "s"}]
     self.trajectory = trajectory_lib.Trajectory()
 
-  def update_from_env(self, observation, reward, done, info):
+  def update_from_env(self, observation, reward, is_last, info):
     self.chat_completions.append({"role": "user", "content": observation})
 
   def update_from_model(self, response):
@@ -158,12 +158,12 @@ async def bare(turns):
   observation, info = await env.reset()
   agent.reset()
   agent.update_from_env(observation, 0.0, False, info)
-  done = False
-  while not done:
+  is_last = False
+  while not is_last:
     text = await null_model(agent.chat_completions)
     action = agent.update_from_model(text)
-    observation, reward, done, info = await env.step(action)
-    agent.update_from_env(observation, reward, done, info)
+    observation, reward, is_last, info = await env.step(action)
+    agent.update_from_env(observation, reward, is_last, info)
   await env.close()
 
 
@@ -320,9 +320,9 @@ def stored(folder, groups=64, at_once=16):
     store = group_store.SqliteGroupStore(
         os.path.join(path, "queue.db"), images=images
     )
-    made = [group_of(images, number) for number in range(groups)]
-    wall, cpu, gone = [], [], 0.0
-    for number, group in enumerate(made):
+    batch = [group_of(images, number) for number in range(groups)]
+    wall, cpu, remove_s = [], [], 0.0
+    for number, group in enumerate(batch):
       w, c = time.perf_counter(), time.thread_time()
       store.append(number, group)
       wall.append(time.perf_counter() - w)
@@ -330,12 +330,12 @@ def stored(folder, groups=64, at_once=16):
       if number % at_once == at_once - 1:
         w = time.perf_counter()
         store.remove(range(number + 1 - at_once, number + 1))
-        gone += time.perf_counter() - w
+        remove_s += time.perf_counter() - w
     store.close()
   return {
       "append_ms": 1e3 * float(np.median(wall)),
       "append_cpu_ms": 1e3 * float(np.median(cpu)),
-      "remove_ms": 1e3 * gone / groups,
+      "remove_ms": 1e3 * remove_s / groups,
   }
 
 

@@ -94,12 +94,12 @@ def packed(
 
 def best(work: Callable[[], Any], seconds: float = 2.0) -> float:
   """Least CPU seconds of several calls; other work does not count."""
-  found, until = [], time.process_time() + seconds
-  while len(found) < 3 or (time.process_time() < until and len(found) < 50):
+  timings, until = [], time.process_time() + seconds
+  while len(timings) < 3 or (time.process_time() < until and len(timings) < 50):
     started = time.process_time()
     work()
-    found.append(time.process_time() - started)
-  return min(found)
+    timings.append(time.process_time() - started)
+  return min(timings)
 
 
 def measure(tokens: int, turns: int) -> dict[str, float]:
@@ -140,10 +140,12 @@ def main() -> None:
   report = {}
   print("tokens  turns  pack M/s  items M/s  text M/s")
   for tokens in args.tokens:
-    found = report[str(tokens)] = measure(tokens, args.turns)
+    speeds = report[str(tokens)] = measure(tokens, args.turns)
     print(
         f"{tokens:6d} {args.turns:6d}"
-        + "".join(f" {found[k] / 1e6:9.2f}" for k in ("pack", "items", "text")),
+        + "".join(
+            f" {speeds[k] / 1e6:9.2f}" for k in ("pack", "items", "text")
+        ),
         flush=True,
     )
   if args.json:

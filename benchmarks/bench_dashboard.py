@@ -1,4 +1,4 @@
-"""How fast the dashboard's pages are over millions of rows.
+"""Measures how fast the dashboard's pages are over millions of rows.
 
     python benchmarks/bench_dashboard.py [--rollouts 200000] [--keep FOLDER]
 
@@ -8,8 +8,8 @@ actions and screens' references, in four runs), then measures each page:
 - the questions: the page's function, called in this process, as wall time and
   as CPU time of the process. SQLite works in it, so the CPU time is what a
   busy machine leaves comparable. Target: 50 ms.
-- the browser: headless Chromium's navigation, until the page's parts are there
-  and its curves drawn. Target: 1 s.
+- the browser: headless Chromium's navigation, until the page is interactive and
+  its curves are drawn. Target: 1 s.
 
 Medians of `--repeats` after a first call, whose time stands beside them.
 """
@@ -191,7 +191,7 @@ def fill(path: pathlib.Path, files: pathlib.Path, rollouts: int) -> int:
 
 def screens(files: pathlib.Path) -> list[tuple[str, int]]:
   """Screenshots of 1280 x 720 pixels as files; (hash, bytes) of each."""
-  found = []
+  entries = []
   rng = np.random.default_rng(0)
   for _ in range(SCREENS):
     pixels = np.zeros((720, 1280, 3), np.uint8)
@@ -205,8 +205,8 @@ def screens(files: pathlib.Path) -> list[tuple[str, int]]:
     path = files / "screenshots" / sha[:2] / f"{sha}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(file.getvalue())
-    found.append((sha, len(file.getvalue())))
-  return found
+    entries.append((sha, len(file.getvalue())))
+  return entries
 
 
 def cases(steps: int, rollout: int) -> dict[str, str]:
@@ -326,7 +326,7 @@ def browse(page, url: str, repeats: int) -> dict[str, float]:
     )
     interactive.append(ready)
     drawn.append(now)
-  page.goto("about:blank")  # Not to be drawn while the next one is request for.
+  page.goto("about:blank")  # Stops drawing before the next request.
   return {
       "interactive": statistics.median(interactive),
       "drawn": statistics.median(drawn),
@@ -390,15 +390,15 @@ def measure(path: pathlib.Path, files: pathlib.Path, repeats: int) -> int:
   with http_server.LoopbackServer(app.asgi) as server, chromium() as browser:
     for name, where in cases(steps, last).items():
       request = ask(pages, where, repeats)
-      seen = {"interactive": float("nan"), "drawn": float("nan")}
+      page_ms = {"interactive": float("nan"), "drawn": float("nan")}
       if browser is not None:
-        seen = browse(browser, server.url + where, 3)
+        page_ms = browse(browser, server.url + where, 3)
       print(
           f"{name:<16}{request['first']:>9.1f}{request['wall']:>9.1f}"
-          f"{request['cpu']:>9.1f}{seen['interactive']:>13.0f}"
-          f"{seen['drawn']:>9.0f}"
+          f"{request['cpu']:>9.1f}{page_ms['interactive']:>13.0f}"
+          f"{page_ms['drawn']:>9.0f}"
       )
-      if request["cpu"] > QUERY_MS or seen["drawn"] > BROWSER_MS:
+      if request["cpu"] > QUERY_MS or page_ms["drawn"] > BROWSER_MS:
         slow.append(name)
     app.stop_streams()
   engine.dispose()

@@ -1,4 +1,4 @@
-"""How near decoding is to what this machine could do, and what is in between.
+"""Compares decoding with what this machine could do; says what is in between.
 
 Samples with `batch` sequences at a time and holds the time of a step to a
 bound: every weight and every cached key and value is read once at the measured
@@ -132,13 +132,13 @@ def run_engine(args, model, processor, options) -> dict[str, float]:
       ),
       banned_token_ids=model.config.banned_token_ids,
   )
-  found = []
+  rounds = []
   with engine:
     engine.warm_up()
     for round_ in range(args.rounds + 1):
-      found.append(asyncio.run(_round(args, engine, round_)))
+      rounds.append(asyncio.run(_round(args, engine, round_)))
   # The first touches memory for the first time.
-  return min(found[1:], key=lambda f: f["step_ms"])
+  return min(rounds[1:], key=lambda f: f["step_ms"])
 
 
 async def _round(args, engine, round_: int) -> dict[str, float]:
@@ -162,16 +162,16 @@ async def _round(args, engine, round_: int) -> dict[str, float]:
   after = engine.stats()
   for name in names:
     await engine.release(name)
-  done = {k: after[k] - before[k] for k in after}
-  assert done["decode_tokens"] == args.batch * args.sampled
+  counts = {k: after[k] - before[k] for k in after}
+  assert counts["decode_tokens"] == args.batch * args.sampled
   steps = args.sampled
   return {
       "step_ms": 1e3 * seconds / steps,
-      "decode_ms": 1e3 * done["seconds_decode"] / steps,
-      "host_ms": 1e3 * done["seconds_host"] / steps,
-      "tokens_per_second": done["decode_tokens"] / seconds,
-      "calls": done["decode_calls"],
-      "call_rows": done["decode_places"] / max(1, done["decode_steps"]),
+      "decode_ms": 1e3 * counts["seconds_decode"] / steps,
+      "host_ms": 1e3 * counts["seconds_host"] / steps,
+      "tokens_per_second": counts["decode_tokens"] / seconds,
+      "calls": counts["decode_calls"],
+      "call_rows": counts["decode_places"] / max(1, counts["decode_steps"]),
   }
 
 
@@ -202,31 +202,31 @@ def parts(args, model, rows: int, steps: int, window: int) -> dict[str, float]:
       policy = nnx.merge(graph, state)
 
       def body(i, carry):
-        token, cache, kept = carry
+        token, cache, total = carry
         place = jnp.broadcast_to((first + i)[:, None, None], (rows, 1, 3))
         hidden, cache = policy.extend(
             token[:, None], place, first + i, ones, cache
         )
         if not logits:
-          return token, cache, kept + hidden.sum()
+          return token, cache, total + hidden.sum()
         scores = policy.logits(hidden[:, 0])
         if not sample:
-          return token, cache, kept + scores.sum()
+          return token, cache, total + scores.sum()
         token, logprob = sampler.sample(
             scores, banned, keys, starts + i,
             jnp.ones(rows), jnp.zeros(rows, jnp.int32), jnp.ones(rows),
             jnp.zeros(rows), jnp.bool_(False),
         )[:2]  # pyformat: disable
-        return token, cache, kept + logprob.sum()
+        return token, cache, total + logprob.sum()
 
       return lax.fori_loop(0, steps, body, (token, cache, jnp.float32(0)))
 
     token = jnp.full((rows,), 300, jnp.int32)
-    held = [cache]
+    cache_box = [cache]
 
     def call():
-      out, held[0], kept = run(state, held[0], token)
-      return out, kept
+      out, cache_box[0], total = run(state, cache_box[0], token)
+      return out, total
 
     return call
 
@@ -251,22 +251,22 @@ def parts(args, model, rows: int, steps: int, window: int) -> dict[str, float]:
     return lambda: run(cache, q)
 
   milli = lambda call: 1e3 * calls * best(call) / steps
-  whole = milli(loop(window))
+  full = milli(loop(window))
   unsampled = milli(loop(window, sample=False))
   headless = milli(loop(window, logits=False))
   short = milli(loop(steps + 8, logits=False))
   # As many arguments as a decode call, and nothing to do.
   cache = model.init_cache(rows, 8)
   empty = jax.jit(lambda state, cache: cache, donate_argnums=1)
-  held = [cache]
+  cache_box = [cache]
 
   def nothing():
-    held[0] = empty(state, held[0])
-    return held[0]
+    cache_box[0] = empty(state, cache_box[0])
+    return cache_box[0]
 
   return {
-      "whole loop": whole,
-      "sampling": whole - unsampled,
+      "whole loop": full,
+      "sampling": full - unsampled,
       "head": unsampled - headless,
       "attention and cache writes": headless - short,
       "  of which attention": milli(attention(window)),
@@ -312,10 +312,10 @@ def main() -> None:
     got = run_engine(args, model, processor, options)
     share = least["bound_ms"] / got["step_ms"]
     results.append({"options": options, "fraction": share, **got})
-    said = ", ".join(f"{k}={v}" for k, v in options.items()) or "as it comes"
+    label = ", ".join(f"{k}={v}" for k, v in options.items()) or "as it comes"
     print(
         f"{got['step_ms']:7.2f} ms a step {got['tokens_per_second']:7.0f}"
-        f" tokens/s {share:5.0%} of the bound: {said}",
+        f" tokens/s {share:5.0%} of the bound: {label}",
         flush=True,
     )
   top = max(results, key=lambda r: r["fraction"])
@@ -325,16 +325,16 @@ def main() -> None:
   end = args.prompt + args.sampled + steps
   fits = [w for w in options.get("window_buckets", (args.context // 2,))
           if w >= end]  # pyformat: disable
-  taken = parts(args, model, rows, steps, min(fits, default=args.context))
-  taken["pages of the cache, calls"] = (
-      top["decode_ms"] - taken["whole loop"]
+  parts_ms = parts(args, model, rows, steps, min(fits, default=args.context))
+  parts_ms["pages of the cache, calls"] = (
+      top["decode_ms"] - parts_ms["whole loop"]
   )
-  taken["host"] = top["host_ms"]
-  taken["engine's loop"] = (
+  parts_ms["host"] = top["host_ms"]
+  parts_ms["engine's loop"] = (
       top["step_ms"] - top["decode_ms"] - top["host_ms"]
   )
   print(f"\nthe best one, {rows} rows a call, a step of all in ms:")
-  for name, value in taken.items():
+  for name, value in parts_ms.items():
     print(f"  {name:28}{value:8.3f} {value / top['step_ms']:6.0%}")
   print(
       f"fraction of the bound {top['fraction']:.0%}, target >= {TARGET:.0%}"
@@ -345,7 +345,7 @@ def main() -> None:
         "machine": rates,
         "bound": least,
         "tried": results,
-        "parts_ms": taken,
+        "parts_ms": parts_ms,
         "arguments": {k: str(v) for k, v in vars(args).items()},
     }
     args.json.write_text(json.dumps(report, indent=2) + "\n")

@@ -26,9 +26,9 @@ def measure(width: int, height: int, steps: int) -> dict[str, float]:
   tasks = desktop.DesktopTasks()
   names = desktop.families()
   starts = act_time = start_time = 0.0
-  done = 0
+  step_count = 0
   slowest = {name: [0.0, 0] for name in names}
-  while done < steps:
+  while step_count < steps:
     name = names[int(starts) % len(names)]
     task = tasks.train_task(name, int(starts), difficulty=int(starts) % 3)
     begin = time.process_time()
@@ -43,10 +43,10 @@ def measure(width: int, height: int, steps: int) -> dict[str, float]:
     ]
     begin = time.process_time()
     for action in actions:
-      seen = gym.act_sync(action)
-      done += 1
+      observation = gym.act_sync(action)
+      step_count += 1
       slowest[name][1] += 1
-      if seen.done:
+      if observation.done:
         break
     spent = time.process_time() - begin
     act_time += spent
@@ -59,7 +59,7 @@ def measure(width: int, height: int, steps: int) -> dict[str, float]:
   per_family = {n: count / max(t, 1e-9) for n, (t, count) in slowest.items()}
   worst = min(per_family, key=per_family.get)
   return {
-      "width": width, "height": height, "steps_per_s": done / act_time,
+      "width": width, "height": height, "steps_per_s": step_count / act_time,
       "starts_per_s": starts / start_time, "scenes_per_s": 1 / scene_time,
       "slowest_family": worst, "slowest_steps_per_s": per_family[worst],
   }

@@ -166,16 +166,16 @@ def main() -> None:
     seconds = time.perf_counter() - started
     worked = time.process_time() - worked
     after = engine.stats()
-  done = {k: after[k] - before[k] for k in after}
+  counts = {k: after[k] - before[k] for k in after}
   turns = args.episodes * args.turns
   cache = (
       2 * 4 * config.layers * config.kv_heads * config.head_dim
   )  # Bytes a token.
   least = {
-      "prefill": 2 * parameters * done["prefilled_tokens"] / flops,
-      "decode_matmul": 2 * parameters * done["decode_tokens"] / flops,
+      "prefill": 2 * parameters * counts["prefilled_tokens"] / flops,
+      "decode_matmul": 2 * parameters * counts["decode_tokens"] / flops,
       "decode_cache_read": (
-          done["decode_places"] * args.context / 2 * cache / bandwidth
+          counts["decode_places"] * args.context / 2 * cache / bandwidth
       ),
   }
   report = {
@@ -183,29 +183,31 @@ def main() -> None:
       "warm_up_seconds": round(warm_up, 1),
       "variants": after["compile_count"],
       "turns_per_second": round(turns / seconds, 1),
-      "sampled_tokens_per_second": round(done["decode_tokens"] / seconds),
-      "prefilled_tokens_per_second": round(done["prefilled_tokens"] / seconds),
+      "sampled_tokens_per_second": round(counts["decode_tokens"] / seconds),
+      "prefilled_tokens_per_second": round(
+          counts["prefilled_tokens"] / seconds
+      ),
       "seconds": round(seconds, 3),
       "cpu_seconds": round(worked, 3),
-      "prefilled_tokens": done["prefilled_tokens"],
+      "prefilled_tokens": counts["prefilled_tokens"],
       "prefilled_per_unique_token": round(
-          done["prefilled_tokens"] / max(1, done["unique_prompt_tokens"]), 3
+          counts["prefilled_tokens"] / max(1, counts["unique_prompt_tokens"]), 3
       ),
       "share": {
-          name: round(done[f"seconds_{name}"] / seconds, 3)
+          name: round(counts[f"seconds_{name}"] / seconds, 3)
           for name in ("vision", "prefill", "decode", "host", "idle")
       },
       "decode_step_ms": round(
-          1e3 * done["seconds_decode"] / max(1, done["decode_steps"]), 2
+          1e3 * counts["seconds_decode"] / max(1, counts["decode_steps"]), 2
       ),
       "useful_prefill": round(
-          done["prefilled_tokens"] / max(1, done["prefill_places"]), 3
+          counts["prefilled_tokens"] / max(1, counts["prefill_places"]), 3
       ),
       "useful_decode": round(
-          done["decode_tokens"] / max(1, done["decode_places"]), 3
+          counts["decode_tokens"] / max(1, counts["decode_places"]), 3
       ),
-      "images_encoded": done["images_encoded"],
-      "vision_cache_hits": done["vision_cache_hits"],
+      "images_encoded": counts["images_encoded"],
+      "vision_cache_hits": counts["vision_cache_hits"],
       "compiles_after_warm_up": after["compiles_after_warm_up"],
       "machine_gflops": round(flops / 1e9),
       "machine_gbytes": round(bandwidth / 1e9, 1),

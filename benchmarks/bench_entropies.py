@@ -1,7 +1,7 @@
-"""What telling each token's entropy costs a decode step.
+"""Measures what returning each token's entropy costs a decode step.
 
-Two engines of one policy sample the same requests, one that tells entropies
-and one that does not, by turns, so that what else the machine does meets both.
+Two engines of one policy sample the same requests, one that returns entropies
+and one that does not, in turn, so that other load on the machine meets both.
 The ratio is of the medians; on a busy machine take more rounds.
 
     python benchmarks/bench_entropies.py --rounds 20
@@ -64,14 +64,14 @@ async def play(engine: engine_lib.RolloutEngine, args, number: int) -> None:
 
   async def one(row: int) -> None:
     name = f"{number}/{row}"
-    found = await engine.generate(
+    completion = await engine.generate(
         policy_client.TokenPrompt(
             rng.integers(1100, 1400, args.prompt).astype(np.int32)
         ),
         policy_client.SamplingParams(max_new_tokens=args.sampled, seed=row),
         session=name,
     )
-    assert len(found.tokens) == args.sampled
+    assert len(completion.tokens) == args.sampled
     await engine.release(name)
 
   await asyncio.gather(*(one(row) for row in range(args.rows)))
@@ -92,23 +92,30 @@ def main() -> None:
   args = parse_args()
   host_memory.tune()
   loaded = checkpoint.load_policy(args.policy)
-  engines = {told: make_engine(loaded, args, told) for told in (False, True)}
+  engines = {
+      entropies: make_engine(loaded, args, entropies)
+      for entropies in (False, True)
+  }
   seconds: dict[bool, list[float]] = {False: [], True: []}
   for engine in engines.values():
     step_seconds(engine, args, 0)  # Caches warm.
   for number in range(1, args.rounds + 1):
-    # Who goes first changes, as the second finds the machine as it was left.
-    for told in (False, True) if number % 2 else (True, False):
-      seconds[told].append(step_seconds(engines[told], args, number))
+    # The order alternates, so that neither engine always runs second.
+    for entropies in (False, True) if number % 2 else (True, False):
+      seconds[entropies].append(
+          step_seconds(engines[entropies], args, number)
+      )
   for engine in engines.values():
     engine.close()
-  without, told = (statistics.median(seconds[k]) for k in (False, True))
+  without_s, with_s = (
+      statistics.median(seconds[k]) for k in (False, True)
+  )
   pairs = sorted(b / a for a, b in zip(seconds[False], seconds[True]))
   print(json.dumps({
       "policy": args.policy, "rows": args.rows,
-      "step_ms_without": round(1e3 * without, 4),
-      "step_ms_with": round(1e3 * told, 4),
-      "ratio": round(told / without, 4),
+      "step_ms_without": round(1e3 * without_s, 4),
+      "step_ms_with": round(1e3 * with_s, 4),
+      "ratio": round(with_s / without_s, 4),
       "ratio_of_pairs_quartiles": [
           round(pairs[len(pairs) * q // 4], 4) for q in (1, 2, 3)
       ],

@@ -1,4 +1,4 @@
-"""How many executions a gym server makes, holds and steps.
+"""Measures how many executions a gym server makes, holds and steps.
 
 Clients and server are two processes, over the loopback interface. Measured:
 
@@ -88,7 +88,7 @@ async def measure(args: argparse.Namespace, url: str) -> dict[str, Any]:
   await asyncio.gather(*(g.start(task(i)) for i, g in enumerate(gyms)))
   opened = time.perf_counter() - began
   async with httpx.AsyncClient() as http:
-    held = (await http.get(url + "/health")).json()["executions"]
+    executions = (await http.get(url + "/health")).json()["executions"]
   steps: list[float] = []
 
   async def walk(gym: genv.GenvGym) -> None:
@@ -101,7 +101,7 @@ async def measure(args: argparse.Namespace, url: str) -> dict[str, Any]:
   await asyncio.gather(*map(walk, gyms))
   total = time.perf_counter() - began
   out["open"] = {
-      "asked": args.open, "held": held, "opened_in_s": round(opened, 2),
+      "asked": args.open, "held": executions, "opened_in_s": round(opened, 2),
       "steps": len(steps), "steps_per_s": round(len(steps) / total, 1),
       **quantiles(steps),
   }  # pyformat: disable
@@ -162,13 +162,13 @@ def main() -> None:
     before = facts(process)
     out = asyncio.run(measure(args, url))
     time.sleep(1.0)
-    left = httpx.get(url + "/health").json()["executions"]
+    executions = httpx.get(url + "/health").json()["executions"]
     out |= {
         "screen": args.screen,
         "workers": args.workers,
         "in_process": in_process(args),
         "server_before": before,
-        "server_after": {"executions": left, **facts(process)},
+        "server_after": {"executions": executions, **facts(process)},
     }
   finally:
     server.terminate()

@@ -61,14 +61,14 @@ def parse_args() -> argparse.Namespace:
   parser.add_argument("--no-share", action="store_true")
   parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
   parser.add_argument("--updates", type=int, default=4)
-  beside = parser.add_argument_group("--beside torch")
-  beside.add_argument("--beside", choices=("torch",))
-  beside.add_argument("--size", choices=policies.SIZES)
-  beside.add_argument("--images", type=int, default=4, help="a row")
-  beside.add_argument("--rounds", type=int, default=5)
-  beside.add_argument("--remat", default="", help="none, dots or block")
-  beside.add_argument("--only", choices=SIDES, help="a side by itself")
-  beside.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+  torch_options = parser.add_argument_group("--beside torch")
+  torch_options.add_argument("--beside", choices=("torch",))
+  torch_options.add_argument("--size", choices=policies.SIZES)
+  torch_options.add_argument("--images", type=int, default=4, help="a row")
+  torch_options.add_argument("--rounds", type=int, default=5)
+  torch_options.add_argument("--remat", default="", help="none, dots or block")
+  torch_options.add_argument("--only", choices=SIDES, help="a side by itself")
+  torch_options.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.beside and not args.size:
     parser.error("--beside torch needs --size")
@@ -202,7 +202,7 @@ class Side:
     self.rounds.append(self._read())
 
   def median(self, key: str) -> float:
-    return statistics.median(found[key] for found in self.rounds)
+    return statistics.median(round_[key] for round_ in self.rounds)
 
   def end(self) -> None:
     self._in.close()
@@ -247,11 +247,11 @@ def beside_torch(args: argparse.Namespace) -> None:
           ),
       }
   if len(sides) == 2:
-    ours, torch = sides
+    jax_side, torch = sides
     for key in ("wall", "cpu"):
       report[f"{key}_ratio"] = round(
           statistics.median(
-              t[key] / o[key] for o, t in zip(ours.rounds, torch.rounds)
+              t[key] / o[key] for o, t in zip(jax_side.rounds, torch.rounds)
           ),
           2,
       )

@@ -111,7 +111,7 @@ def percentile(values: list[float], part: float) -> float:
 
 @dataclasses.dataclass
 class Times:
-  """What was measured: seconds of each step and start.
+  """Measured seconds of each step and start.
 
   Each player ends with its episode, not at the same time as the others, so
   rates are sums of the players' own.
@@ -341,7 +341,7 @@ def _last_words(worker: subprocess.Popen) -> str:
 
 
 async def agreement(goals: dict[str, dict[str, str]]) -> str:
-  """How many goals of a peer's are ours, for the same seeds."""
+  """Returns how many of a peer's goals equal this gym's, for the same seeds."""
   tasks = miniwob.MiniWobTasks()
   browser = miniwob.Browser()
   gym = miniwob.MiniWobGym(browser=browser)
@@ -403,11 +403,11 @@ async def compare(
   }
   for one in playing[1:]:
     ratios = sorted(
-        ours.steps_per_s / theirs.steps_per_s
-        for ours, theirs in zip(rounds[Ours.name], rounds[one.name])
+        own_times.steps_per_s / peer_times.steps_per_s
+        for own_times, peer_times in zip(rounds[Ours.name], rounds[one.name])
     )
-    said = ", ".join(f"{ratio:.1f}" for ratio in ratios)
-    print(f"  times the steps a second of {one.name}, by round: {said};"
+    text = ", ".join(f"{ratio:.1f}" for ratio in ratios)
+    print(f"  times the steps a second of {one.name}, by round: {text};"
           f" median {ratios[len(ratios) // 2]:.1f}")  # pyformat: disable
     print(f"  {cpu[one.name] / cpu[Ours.name]:.1f} times less processor time a"
           f" step than {one.name}")  # pyformat: disable

@@ -1,4 +1,4 @@
-"""What the Training Monitor costs a run, and how much its server takes.
+"""Measures the Training Monitor's cost to a run, and its server's throughput.
 
 Enqueue: what `on_event` takes of the thread that emits, while the way to the
 monitor is at work behind it; targets p50 <= 100 us, p99 <= 1 ms. Once with a
@@ -93,17 +93,17 @@ def episode(number: int) -> trajectory_lib.Trajectory:
   steps, messages = [], [{"role": "system", "content": "x" * 2000}]
   for turn in range(TURNS):
     image = trajectory_lib.ImageRef(f"{number:032x}{turn:032x}", 1280, 720)
-    said = "I click the button that says so. " * 20
+    text = "I click the button that says so. " * 20
     messages = [
         *messages,
         {"role": "user", "content": [{"type": "image", "image": image}]},
-        {"role": "assistant", "content": said},
+        {"role": "assistant", "content": text},
     ]
     steps.append(
         trajectory_lib.Step(
             chat_completions=messages,
-            thought=said,
-            model_response=said,
+            thought=text,
+            model_response=text,
             observation={"screenshot": image, "text": "y" * 500},
             reward=float(turn == TURNS - 1),
             done=turn == TURNS - 1,
@@ -143,12 +143,12 @@ def enqueue(url: str, folder: pathlib.Path, seconds: float, rate: float):
       settings_lib.MonitorConfig(close_timeout_s=5.0),
       images=images_lib.ImageStore(),
   )  # pyformat: disable
-  taken = []
+  durations = []
 
   def tell(event):
     began = time.perf_counter_ns()
     observer.on_event(event)
-    taken.append((time.perf_counter_ns() - began) / 1000)
+    durations.append((time.perf_counter_ns() - began) / 1000)
 
   tell(events.RunStarted("run", {}))
   began = time.perf_counter()
@@ -163,16 +163,16 @@ def enqueue(url: str, folder: pathlib.Path, seconds: float, rate: float):
     while time.perf_counter() < until:
       sum(range(100))
   observer.close()
-  return np.array(taken), observer.dropped
+  return np.array(durations), observer.dropped
 
 
-def show_enqueue(name: str, taken: np.ndarray, dropped: int) -> bool:
+def show_enqueue(name: str, durations: np.ndarray, dropped: int) -> bool:
   p50, p99, worst = (
-      float(np.percentile(taken, q)) for q in (50, 99, 100)
+      float(np.percentile(durations, q)) for q in (50, 99, 100)
   )
   print(
       f"enqueue, {name}: p50 {p50:.1f} us, p99 {p99:.1f} us, worst"
-      f" {worst:.0f} us of {len(taken)} events, {dropped} dropped",
+      f" {worst:.0f} us of {len(durations)} events, {dropped} dropped",
       flush=True,
   )
   return p50 <= 100 and p99 <= 1000
@@ -278,7 +278,7 @@ class _Recorded(sql_lib.Sql):
 
 
 def sqlite_alone(bodies: list[bytes]) -> float:
-  """CPU seconds of SQLite for the statements of these batches."""
+  """Returns SQLite's CPU seconds for the statements of the batches."""
   with tempfile.TemporaryDirectory() as folder:
     engine = database_lib.connect(f"{folder}/a.db")
     database_lib.upgrade(engine)
@@ -369,10 +369,12 @@ def measure_enqueue(args: argparse.Namespace) -> bool:
     folder = pathlib.Path(name)
     server = Server(folder)
     for what, url in (("server alive", server.url), ("server dead", DEAD)):
-      taken, dropped = enqueue(
+      durations, dropped = enqueue(
           url, folder / "spool", args.seconds, args.rate
       )
-      good &= show_enqueue(f"{args.rate:g} episodes/s, {what}", taken, dropped)
+      good &= show_enqueue(
+          f"{args.rate:g} episodes/s, {what}", durations, dropped
+      )
     server.close()
   return good
 

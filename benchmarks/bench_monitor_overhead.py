@@ -1,4 +1,4 @@
-"""What the Training Monitor costs a training run, whatever state it is in.
+"""Measures what the Training Monitor costs a run, whatever state it is in.
 
 The same seeded synchronous training on the embedded desktop is run as a user
 runs it, each time in a process of its own. `--size quickstart` is what `make
@@ -20,8 +20,8 @@ its uploader and its server) while another one makes it, in an order that turns:
 so that a step is compared with the same step without a monitor, made seconds
 before or after it, whatever else the machine does in an hour. Servers have the
 niceness of the one that a run starts for itself. Of a step both the wall time
-and the CPU time of the trainer's process are compared, all its threads, the
-monitor's own among them. Figures are medians of these ratios with 95 %
+and the CPU time of the trainer's process are compared, all its threads
+including the monitor's own. Figures are medians of the ratios with 95 %
 intervals (bootstrap over rounds and their steps). The target is a ratio of
 wall time of 1.01 at most; `again` says how far from 1 the machine itself puts
 it.
@@ -31,8 +31,8 @@ by some percent). `--crossover on`, or another arm, does without that: two equal
 runs, each with a monitor in every other block of steps, the one where the other
 one has none. Half of what lies between the blocks in the logarithm of the ratio
 of their times is what a monitor costs, whatever the processes are and whatever
-the steps are. A block of which was told is delivered before the next begins,
-which counts as nobody's time: some tenth of a second's work of a block.
+the steps are. A block with a monitor is delivered before the next begins, in
+time that counts for neither run: some tenth of a second's work of a block.
 
 `--apart` gives the trainer one core, and its uploader and server another one:
 what is left of the cost on a machine that has a core to spare.
@@ -41,7 +41,7 @@ what is left of the cost on a machine that has a core to spare.
 only counts, for `--busy` of the time: what as much work of anybody's costs a
 training on this machine, whose cores share more than memory.
 
-Then the servers are there again, what waits is delivered, and each database is
+Then the servers start again, pending events are delivered, and each database is
 compared with the events that its run emitted, row by row and token by token;
 and every run with the first: the same losses and rewards. Exits with 1 unless
 all of that is equal and no interval lies above 1.01.
@@ -140,9 +140,9 @@ def _cpu(pid: int) -> float:
 
 
 def free_port() -> int:
-  with socket.socket() as found:
-    found.bind(("127.0.0.1", 0))
-    return found.getsockname()[1]
+  with socket.socket() as listener:
+    listener.bind(("127.0.0.1", 0))
+    return listener.getsockname()[1]
 
 
 # --- one run ------------------------------------------------------------------
@@ -152,10 +152,11 @@ class Training:
   """One training, stopped but while it makes a step. Close it.
 
   Attributes:
-    told: what it has said of each step: {wall, cpu, own: seconds of it, of the
-      CPU's in its process, of these in the monitor's threads; episodes; loss,
-      reward; uploader, server: CPU seconds of these processes}.
-    wrong: what the database lacks; "" if nothing.
+    reports: One report a step. `wall` is the step's wall time; `cpu`, `own`,
+      `uploader` and `server` are CPU seconds of the trainer's process, of the
+      monitor's threads in it, of its uploaders and of its server; `episodes`,
+      `loss` and `reward` are the step's.
+    wrong: Difference between the database and the events; "" if none.
   """
 
   apart = False
@@ -169,7 +170,7 @@ class Training:
     import nursery  # pylint: disable=g-import-not-at-top
 
     self.arm, self._steps, self._silent = arm, steps, silent
-    self.told: list[dict[str, Any]] = []
+    self.reports: list[dict[str, Any]] = []
     self.wrong = ""
     self._folder = tempfile.TemporaryDirectory()
     folder, port = pathlib.Path(self._folder.name), free_port()
@@ -183,9 +184,9 @@ class Training:
           [sys.executable, "-c", COUNTER, str(self.busy)]
       )
       self._counter.send_signal(signal.SIGSTOP)
-    told_port = self._front.port if self._front else port
-    self._told = arm not in SILENT
-    url = f"http://127.0.0.1:{told_port}" if self._told else ""
+    monitor_port = self._front.port if self._front else port
+    self._monitored = arm not in SILENT
+    url = f"http://127.0.0.1:{monitor_port}" if self._monitored else ""
     if arm in ("on", "slow", "dying"):
       self._start_server()
     with open(folder / "stderr", "wb") as stderr:
@@ -205,7 +206,7 @@ class Training:
     self._serving = True
 
   def step(self) -> None:
-    """Makes the next one.
+    """Makes the next step.
 
     Raises:
       RuntimeError: it failed.
@@ -214,13 +215,13 @@ class Training:
     if self._stopped:
       self._go(signal.SIGCONT)
       self._write("")
-    said = self._read("step")
+    report = self._read("step")
     self._go(signal.SIGSTOP)
     uploader, server = self._others_cpu() - before
-    self.told.append(said | {"uploader": uploader, "server": server})
-    if said["step"] % BLOCK == 0 and self._silent >= 0:
-      self._counting = said["step"] // BLOCK % 2 != self._silent
-    if said["step"] == self._steps // 2 and self.arm == "dying":
+    self.reports.append(report | {"uploader": uploader, "server": server})
+    if report["step"] % BLOCK == 0 and self._silent >= 0:
+      self._counting = report["step"] // BLOCK % 2 != self._silent
+    if report["step"] == self._steps // 2 and self.arm == "dying":
       self._nursery.end(signal.SIGKILL)
       self._serving = False
 
@@ -233,11 +234,11 @@ class Training:
     self._go(signal.SIGCONT)
     self._write("")
     self._read("status")
-    if self._told and not self._serving:
+    if self._monitored and not self._serving:
       self._start_server()
     if self._front:
       self._front.delay_s = 0.0
-    compared = self._told and self._silent < 0
+    compared = self._monitored and self._silent < 0
     self._write(str(self._serve[0]) if compared else "")
     if compared:
       self.wrong = self._read("wrong")["wrong"]
@@ -262,14 +263,14 @@ class Training:
       (running.clear if self._stopped else running.set)()
 
   def _uploaders(self) -> list[int]:
-    """Those that the trainer has started; a browser is its child, too."""
+    """Returns the trainer's uploaders; a browser is a child of it, too."""
     tasks = pathlib.Path(f"/proc/{self._trainer.pid}/task")
-    found = [(task / "children").read_text() for task in tasks.iterdir()]
+    children = [(task / "children").read_text() for task in tasks.iterdir()]
     uploaders = []
-    for pid in " ".join(found).split():
+    for pid in " ".join(children).split():
       with contextlib.suppress(OSError):  # One that has just ended.
-        told = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
-        if b"\0uploader\0" in told:
+        command = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"\0uploader\0" in command:
           uploaders.append(int(pid))
     return uploaders
 
@@ -289,15 +290,17 @@ class Training:
     late.start()
     try:
       for line in self._trainer.stdout:
-        if line.startswith("bench ") and key in (said := json.loads(line[6:])):
-          return said
+        if line.startswith("bench "):
+          report = json.loads(line[6:])
+          if key in report:
+            return report
     finally:
       late.cancel()
     raise self._failed(f"it ended, or took over {_STEP_S:g} s, before {key}")
 
   def _failed(self, what: str) -> RuntimeError:
-    said = (pathlib.Path(self._folder.name) / "stderr").read_text()
-    return RuntimeError(f"{self.arm}: {what}: {said[-2000:]}")
+    stderr = (pathlib.Path(self._folder.name) / "stderr").read_text()
+    return RuntimeError(f"{self.arm}: {what}: {stderr[-2000:]}")
 
   def close(self) -> None:
     self._trainer.kill()
@@ -319,13 +322,13 @@ def side_by_side(
   """Runs trainings, a step of each at a time.
 
   Args:
-    runs: name -> (arm, silent) of each, as `Training`'s.
-    steps: of each.
-    size: of SIZES.
-    turn: who begins.
+    runs: Name -> (arm, silent) of each training; see `Training`.
+    steps: Steps of each training.
+    size: Key of SIZES.
+    turn: Index of the training that begins.
 
   Returns:
-    Those of `runs`, ended.
+    Name -> training, each ended.
   """
   names = list(runs)
   trainings: dict[str, Training] = {}
@@ -374,7 +377,7 @@ def show(results: dict[str, list[Training]]) -> bool:
   late, equal = [], True
   print(f"\nrounds: {len(results['off'])}")
   of = lambda arm, key: np.array(
-      [[told[key] for told in t.told[WARM:]] for t in results[arm]]
+      [[report[key] for report in t.reports[WARM:]] for t in results[arm]]
   )
   print(
       f"{'arm':6} {'step ms':>7}     {'wall / off':20}     {'CPU / off':20}"
@@ -398,24 +401,31 @@ def show(results: dict[str, list[Training]]) -> bool:
       if one.wrong:
         equal = False
         print(f"{arm}, round {number}: {one.wrong}")
-      first = results["off"][0].told
+      first = results["off"][0].reports
       if any(
-          mine[k] != its[k]
-          for mine, its in zip(one.told, first, strict=True)
+          report[k] != reference[k]
+          for report, reference in zip(one.reports, first, strict=True)
           for k in ("loss", "reward")
       ):
         equal = False
         print(f"{arm}, round {number}: other losses or rewards than the first")
-  told = sum(len(runs) for a, runs in results.items() if a not in SILENT)
+  databases = sum(len(runs) for a, runs in results.items() if a not in SILENT)
   if equal:
-    print(f"{told} databases equal their event logs; all runs learned the same")
+    print(
+        f"{databases} databases equal their event logs; all runs learned the"
+        " same"
+    )
   if late:
     print(f"later than 1.01 by the whole interval: {', '.join(late)}")
   return equal and not late
 
 
 def crossover(arm: str, steps: int, size: str) -> int:
-  """One arm by two runs that are told of in turn; returns the exit status."""
+  """Measures an arm by two runs, each with a monitor in every other block.
+
+  Returns:
+    The exit status.
+  """
   runs = {"odd": (arm, 0), "even": (arm, 1)}
   odd, even = side_by_side(runs, steps, size).values()
   blocks = range(1, steps // BLOCK)  # The first one is warming up.
@@ -424,7 +434,7 @@ def crossover(arm: str, steps: int, size: str) -> int:
   for key in ("wall", "cpu"):
     ratio = [
         np.log(a[key] / b[key])
-        for a, b in zip(odd.told, even.told, strict=True)
+        for a, b in zip(odd.reports, even.reports, strict=True)
     ]
     # [pair of blocks, which of them, step]; the odd one comes first.
     ratio_PBS = np.reshape(
@@ -442,11 +452,11 @@ def crossover(arm: str, steps: int, size: str) -> int:
         f"{arm} / off, {key}: {cost(ratio_PBS):.4f} [{low:.4f}, {high:.4f}],"
         f" {pairs} pairs of blocks of {BLOCK} steps"
     )
-  wall = np.median([told["wall"] for told in odd.told[WARM:]])
+  wall = np.median([report["wall"] for report in odd.reports[WARM:]])
   print(f"a step: {1e3 * wall:.0f} ms")
   same = all(
       a[k] == b[k]
-      for a, b in zip(odd.told, even.told, strict=True)
+      for a, b in zip(odd.reports, even.reports, strict=True)
       for k in ("loss", "reward")
   )
   if not same:

@@ -3,7 +3,7 @@
 Both serve an environment that does nothing and shows the same screenshot of
 128x96; one client, on raw WebSockets, plays the same messages on both, in turns
 (A B A B …), so that a busy machine is busy for both. Measured: sessions that
-are opened and reset, and steps, with so many sessions at a time; the server's
+are opened and reset, and steps, with several sessions at a time; the server's
 own CPU time for each step.
 
     make openenv
@@ -159,10 +159,10 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         )
   out: dict[str, Any] = {
       name: {
-          key: round(statistics.median(r[key] for r in found), 2)
-          for key in found[0]
+          key: round(statistics.median(r[key] for r in measurements), 2)
+          for key in measurements[0]
       }
-      for name, found in rounds.items()
+      for name, measurements in rounds.items()
   }
   out["ratios"] = {  # Of each pair of rounds, and their median.
       key: round(

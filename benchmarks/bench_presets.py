@@ -123,7 +123,7 @@ def run_once(
       process.send_signal(signal.SIGINT)
       process.wait(STOP_S)
       raise
-  found: dict[str, Any] = {
+  result: dict[str, Any] = {
       "preset": name, "seed": seed, "steps": steps, "ended": ended,
       "settings": [*COMMON, *settings],
       "seconds": round(time.monotonic() - started, 1),
@@ -131,19 +131,19 @@ def run_once(
   curve = directory / "metrics.jsonl"
   if curve.exists():
     metrics = [json.loads(line) for line in curve.read_text().splitlines()]
-    found["updates"] = len(metrics)
-    found["curve"] = [
+    result["updates"] = len(metrics)
+    result["curve"] = [
         [samples_of(name, m), m["success_rate"]] for m in metrics
     ]
-    found["episodes"] = sum(samples for samples, _ in found["curve"])
+    result["episodes"] = sum(samples for samples, _ in result["curve"])
   summary = directory / "summary.json"
   if summary.exists():
     evaluations = json.loads(summary.read_text()).get("eval") or {}
     for at in ("start", "warm_start", "final"):
       if at in evaluations:
         one = evaluations[at]
-        found[at] = [one["successes"], one["episodes"]]
-  return found
+        result[at] = [one["successes"], one["episodes"]]
+  return result
 
 
 def table(
@@ -156,36 +156,36 @@ def table(
   )
   yield "|---|---|---|---|---|---|"
   for name in dict.fromkeys(r["preset"] for r in results):
-    mine = [r for r in results if r["preset"] == name and "curve" in r]
-    if not mine:
+    runs = [r for r in results if r["preset"] == name and "curve" in r]
+    if not runs:
       continue
     reached = [
         samples_to(
             [{"episodes": e, "success_rate": s} for e, s in r["curve"]], goal
         )
-        for r in mine
+        for r in runs
     ]
-    done = sorted(x for x in reached if x is not None)
-    needed = f"{statistics.median(done):.0f}" if done else "–"
-    if len(done) < len(mine):
-      needed += f" ({len(done)} of {len(mine)})"
-    minutes = statistics.fmean(r["seconds"] for r in mine) / 60
+    sample_counts = sorted(x for x in reached if x is not None)
+    needed = f"{statistics.median(sample_counts):.0f}" if sample_counts else "–"
+    if len(sample_counts) < len(runs):
+      needed += f" ({len(sample_counts)} of {len(runs)})"
+    minutes = statistics.fmean(r["seconds"] for r in runs) / 60
     yield (
-        f"| {name} | {len(mine)} | {_rate(mine, ('warm_start', 'start'))} |"
-        f" {_rate(mine, ('final',))} | {needed} | {minutes:.1f} |"
+        f"| {name} | {len(runs)} | {_rate(runs, ('warm_start', 'start'))} |"
+        f" {_rate(runs, ('final',))} | {needed} | {minutes:.1f} |"
     )
 
 
 def _rate(results: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
   """Pooled success of the first of the evaluations that a run has."""
-  found = [
+  counts = [
       next(r[n] for n in names if n in r)
       for r in results
       if any(n in r for n in names)
   ]
-  if not found:
+  if not counts:
     return "–"
-  won, of = (sum(part) for part in zip(*found))
+  won, of = (sum(part) for part in zip(*counts))
   low, high = success_rates.wilson_interval(won, of)
   return f"{won / max(of, 1):.2f} [{low:.2f}, {high:.2f}]"
 
@@ -223,14 +223,14 @@ def main() -> None:
       if any(r["ended"] == "finished" for r in before):
         continue
       directory = args.out / f"{name.replace(':', '_')}-{seed}"
-      found = run_once(
+      result = run_once(
           directory, name, seed, args.steps, args.limit_s, args.settings
       )
       if before:  # It was cut off.
-        found["seconds"] = round(found["seconds"] + before[-1]["seconds"], 1)
+        result["seconds"] = round(result["seconds"] + before[-1]["seconds"], 1)
       with path.open("a") as file:
-        file.write(json.dumps(found) + "\n")
-      print(f"{name} seed {seed}: {found['ended']}", file=sys.stderr)
+        file.write(json.dumps(result) + "\n")
+      print(f"{name} seed {seed}: {result['ended']}", file=sys.stderr)
   newest = {
       (r["preset"], r["seed"]): r
       for r in results_of(path)

@@ -168,15 +168,15 @@ class Ours:
     asyncio.run(self._play())
     seconds = time.perf_counter() - started
     after = self.engine.stats()
-    done = {k: after[k] - before[k] for k in after}
+    counts = {k: after[k] - before[k] for k in after}
     return {
         "seconds": seconds,
-        "prefilled": int(done["prefilled_tokens"]),
-        "images": int(done["images_encoded"]),
-        "sampled": int(done["decode_tokens"]),
+        "prefilled": int(counts["prefilled_tokens"]),
+        "images": int(counts["images_encoded"]),
+        "sampled": int(counts["decode_tokens"]),
         "compiles": int(after["compiles_after_warm_up"]),
         "shares": {
-            part: round(done[f"seconds_{part}"] / seconds, 3)
+            part: round(counts[f"seconds_{part}"] / seconds, 3)
             for part in ("vision", "prefill", "decode", "host")
         },
     }
@@ -220,18 +220,18 @@ def check(columns) -> list[str]:
   Raises:
     AssertionError: they do not compute the same model.
   """
-  said = []
+  lines = []
   for with_image, what in ((True, "an image"), (False, "text")):
-    found = {c.name: c.greedy(with_image) for c in columns}
-    found = {k: v.tolist() for k, v in found.items() if v is not None}
-    if len({tuple(v) for v in found.values()}) > 1:
-      raise AssertionError(f"greedy tokens after {what} differ: {found}")
-    said.append(f"{what}: {', '.join(found)} agree on {CHECKED} tokens")
-  return said
+    tokens = {c.name: c.greedy(with_image) for c in columns}
+    tokens = {k: v.tolist() for k, v in tokens.items() if v is not None}
+    if len({tuple(v) for v in tokens.values()}) > 1:
+      raise AssertionError(f"greedy tokens after {what} differ: {tokens}")
+    lines.append(f"{what}: {', '.join(tokens)} agree on {CHECKED} tokens")
+  return lines
 
 
 def table(workload, results) -> str:
-  """What is printed."""
+  """Returns the table that is printed."""
   lines = [
       f"{'':14}{'tokens/s':>10}{'seconds':>9}{'median':>9}{'prefilled':>11}"
       f"{'x unique':>10}"
@@ -282,8 +282,8 @@ def main() -> None:
         columns.append(make[name]())
       except ImportError as error:
         print(f"{name} is left out: {error}")
-  said = check(columns)
-  for line in said:
+  checks = check(columns)
+  for line in checks:
     print(line)
   times: dict[str, list[dict[str, Any]]] = {c.name: [] for c in columns}
   # The first of each compiles, or touches memory for the first time.
@@ -307,9 +307,9 @@ def main() -> None:
         "tokens_per_second": best["sampled"] / seconds,
     }
   for name, got in results.items():
-    if (ours := results.get(BESIDE.get(name, "ours"))) is not None:
+    if (baseline := results.get(BESIDE.get(name, "ours"))) is not None:
       got["beside"] = BESIDE.get(name, "ours")
-      got["slower"] = got["seconds"] / ours["seconds"]
+      got["slower"] = got["seconds"] / baseline["seconds"]
   for column in columns:
     column.close()
   parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model)))
@@ -331,7 +331,7 @@ def main() -> None:
               "unique_tokens", "distinct_images", "sampled_tokens", "context"
           )
       },
-      "checked": said,
+      "checked": checks,
       "columns": results,
       "arguments": {k: str(v) for k, v in vars(args).items()},
   }

@@ -1,4 +1,4 @@
-"""What the server costs beside the engine, and whether it holds out.
+"""Measures what the server costs beside the engine, and whether it holds out.
 
 The server runs in a process of its own. First one request at a time: of 4 KB,
 and with five screenshots of 1280x720, 1.4 MB in all, of which the server has
@@ -8,8 +8,8 @@ for it; beside it stands the difference of medians to as many calls of
 `engine.generate` without HTTP.
 
 Then the soak: `sessions` agents at a time play episode after episode, half of
-their turns streamed, new weights every few seconds, and hold what they were
-told to what is exported. No error, and memory that stays flat.
+their turns streamed, new weights every few seconds, and compare the tokens of
+their answers with the exported ones. No error, and memory that stays flat.
 
     python benchmarks/bench_server.py --json server.json
     python benchmarks/bench_server.py --minutes 10
@@ -124,9 +124,9 @@ def serve_forever() -> None:
       print(json.dumps({"port": server.port}), flush=True)
       version = 0
       for line in sys.stdin:
-        what, *rest = line.split()
+        what, *arguments = line.split()
         if what == "direct":
-          seconds = asyncio.run(_direct(timed, int(rest[0])))
+          seconds = asyncio.run(_direct(timed, int(arguments[0])))
           print(json.dumps(seconds), flush=True)
         elif what == "update":
           version += 1
@@ -137,13 +137,13 @@ def serve_forever() -> None:
 async def _direct(timed: Timed, count: int) -> list[float]:
   """Seconds of the last request's work, asked of the engine itself."""
   prompt, sampling = timed.asked
-  engine, taken = timed._engine, []  # pylint: disable=protected-access
+  engine, durations = timed._engine, []  # pylint: disable=protected-access
   for i in range(count):
     started = time.perf_counter()
     await engine.generate(prompt, sampling, session=f"direct{i}")
-    taken.append(time.perf_counter() - started)
+    durations.append(time.perf_counter() - started)
     await engine.release(f"direct{i}")
-  return taken
+  return durations
 
 
 class Server:
@@ -273,7 +273,7 @@ def latency(server: Server, kind: str, count: int) -> dict[str, Any]:
       overhead.append(seconds - generate_seconds(connection))
       size = len(body)
   connection.close()
-  found = {
+  report = {
       "bytes": size,
       "waited": percentiles(waited),
       "overhead": percentiles(overhead),
@@ -281,9 +281,9 @@ def latency(server: Server, kind: str, count: int) -> dict[str, Any]:
   if "new" not in kind:  # The engine would not have to encode it again.
     direct = server.tell(f"direct {count}")
     difference = float(np.median(waited) - np.median(direct))
-    found["engine"] = percentiles(direct)
-    found["difference_of_medians_ms"] = round(1e3 * difference, 2)
-  return found
+    report["engine"] = percentiles(direct)
+    report["difference_of_medians_ms"] = round(1e3 * difference, 2)
+  return report
 
 
 def where(server: Server, kind: str, count: int = 40) -> dict[str, float]:
@@ -298,12 +298,12 @@ def where(server: Server, kind: str, count: int = 40) -> dict[str, float]:
   loader = media.MediaLoader(images_lib.ImageStore(), media.MediaLimits())
 
   def timed(call: Callable[[Any], Any], args) -> tuple[float, list[Any]]:
-    taken, out = [], []
+    durations, out = [], []
     for one in args:
       started = time.perf_counter()
       out.append(call(one))
-      taken.append(time.perf_counter() - started)
-    return round(1e3 * float(np.median(taken[5:])), 3), out
+      durations.append(time.perf_counter() - started)
+    return round(1e3 * float(np.median(durations[5:])), 3), out
 
   async def load_all(messages) -> list[Any]:
     shown = []
@@ -330,13 +330,13 @@ def where(server: Server, kind: str, count: int = 40) -> dict[str, float]:
 
   read, _ = timed(refused, bodies)
   connection.close()
-  parse, asked = timed(
+  parse, requests = timed(
       lambda b: chat.read(bodies_lib.read_json(b, limits.body_bytes), limits),
       bodies,
   )
   with asyncio.Runner() as runner:
     load, shown = timed(
-        lambda request: runner.run(load_all(request.messages)), asked
+        lambda request: runner.run(load_all(request.messages)), requests
     )
     runner.run(loader.aclose())
   render, _ = timed(renderer.render, shown)
@@ -409,7 +409,7 @@ class Soak:
   async def _episode(self, client, rng) -> None:
     opened = await _post(client, "/rl/start_session", {"task_id": "soak"})
     name = opened["session_id"]
-    told = collections.Counter()
+    sampled = collections.Counter()
     messages: list[dict[str, Any]] = []
     for turn in range(rng.randint(2, 4)):
       messages.append({
@@ -431,19 +431,19 @@ class Soak:
       finally:
         self._running -= 1
       messages.append({"role": "assistant", "content": text})
-      told.update(ids)
+      sampled.update(ids)
       self.versions.update(v for _, v in versions)
       self.turns += 1
       self.tokens += len(ids)
     await _post(client, f"/sessions/{name}/rl/set_reward", {"reward": 1.0})
     await _post(client, f"/sessions/{name}/rl/end_session", {})
-    found = await _post(
+    export = await _post(
         client,
         "/export_trajectories",
         {"session_id": name, "style": "concat", "drop": True},
     )
     trained: collections.Counter[int] = collections.Counter()
-    for one in found["interactions"].values():
+    for one in export["interactions"].values():
       tensors = one["tensor_dict"]
       trained.update(
           token
@@ -452,9 +452,9 @@ class Soak:
           )
           if mask
       )
-    if trained != told:
+    if trained != sampled:
       raise AssertionError(
-          f"{told.total()} tokens were told, {trained.total()} exported"
+          f"{sampled.total()} tokens were sampled, {trained.total()} exported"
       )
 
 

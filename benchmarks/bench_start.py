@@ -56,16 +56,16 @@ def main() -> None:
   parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
   parser.add_argument("overrides", nargs="*", help="of the configuration")
   args = parser.parse_args()
-  found: dict[str, list[float]] = {"cold": [], "warm": []}
+  times: dict[str, list[float]] = {"cold": [], "warm": []}
   for number in range(args.rounds):
     with tempfile.TemporaryDirectory() as name:
-      for kind, seconds in found.items():
+      for kind, seconds in times.items():
         seconds.append(start(pathlib.Path(name), kind, args.overrides))
         print(f"round {number + 1}, {kind}: {seconds[-1]:.1f} s", flush=True)
-  report = {kind: statistics.median(of) for kind, of in found.items()}
+  report = {kind: statistics.median(of) for kind, of in times.items()}
   print(", ".join(f"{kind} {s:.1f} s" for kind, s in report.items()))
   if args.json:
-    args.json.write_text(json.dumps(report | {"rounds": found}, indent=2))
+    args.json.write_text(json.dumps(report | {"rounds": times}, indent=2))
 
 
 if __name__ == "__main__":

@@ -64,13 +64,13 @@ def _over_the_socket(display: Any) -> np.ndarray:
   """The same picture by the core protocol."""
   c = display._connection  # pylint: disable=protected-access
   size = display.width * display.height * 4
-  asked = c.core.GetImage(
+  request = c.core.GetImage(
       xproto.ImageFormat.ZPixmap, display._root, 0, 0, display.width,
       display.height, 0xFFFFFFFF,
   )  # pyformat: disable
   # Not `reply()`: xcffib would make each byte a Python number.
-  found = c.wait_for_reply(asked.sequence)
-  data = np.frombuffer(xcffib.ffi.buffer(found.cdata, 32 + size), np.uint8)
+  reply = c.wait_for_reply(request.sequence)
+  data = np.frombuffer(xcffib.ffi.buffer(reply.cdata, 32 + size), np.uint8)
   bgrx = data[32:].reshape(display.height, display.width, 4)
   pixels = np.empty((display.height, display.width, 3), np.uint8)
   for channel in range(3):
@@ -158,12 +158,12 @@ async def _latency(args: argparse.Namespace) -> None:
     gyms = [_gym(args) for _ in range(count)]
     try:
       began = time.perf_counter()
-      found = await asyncio.gather(*(
+      timings = await asyncio.gather(*(
           _steps(gym, i, began + args.seconds) for i, gym in enumerate(gyms)
       ))
       spent = time.perf_counter() - began
-      steps = [s for _, part in found for s in part]
-      starts = [s for part, _ in found for s in part]
+      steps = [s for _, part in timings for s in part]
+      starts = [s for part, _ in timings for s in part]
       print(f"{count} desktops in parallel: {len(steps) / spent:.0f} steps/s")
       print(f"  a step, at rest after          {_ms(steps)}")
       print(f"  a start                        {_ms(starts)}")
@@ -192,10 +192,10 @@ async def _tasks(args: argparse.Namespace) -> int:
           for _ in range(args.idle_turns):
             await gym.act(Action(Kind.WAIT, duration=0.0))
           idle += (await gym.evaluate()).success
-          made = 0
+          action_count = 0
           while (action := await xdesktop.oracle_action(gym)) is not None:
             await gym.act(action)
-            made += 1
+            action_count += 1
           verdict = await gym.evaluate()
         except (
             xdesktop.DesktopError, scripted_actions.Unsolvable, TimeoutError
@@ -205,8 +205,8 @@ async def _tasks(args: argparse.Namespace) -> int:
           continue
         if not verdict.success:
           print(f"  {task.task_id}: {verdict.details['reason']}")
-        solved += verdict.success and made <= task.max_turns
-        turns.append(made)
+        solved += verdict.success and action_count <= task.max_turns
+        turns.append(action_count)
         seconds.append(time.perf_counter() - began)
       n = args.instances
       wrong += (n - solved) + idle
@@ -225,18 +225,18 @@ async def _tasks(args: argparse.Namespace) -> int:
 
 
 def _counted(directory: pathlib.Path, rooms: set[str]) -> dict[str, int]:
-  """What desktops in rooms of these names could leave behind."""
-  ours = 0
+  """Counts what desktops in the named rooms could leave behind."""
+  processes = 0
   for entry in pathlib.Path("/proc").iterdir():
     if entry.name.isdigit():
       try:
         environ = (entry / "environ").read_bytes().decode(errors="replace")
       except OSError:
         continue  # Ended since, or of another user.
-      found = re.search(rf"{sandbox.MARK}=({sandbox.PREFIX}\w+)", environ)
-      ours += bool(found) and found[1] in rooms
+      mark = re.search(rf"{sandbox.MARK}=({sandbox.PREFIX}\w+)", environ)
+      processes += bool(mark) and mark[1] in rooms
   return {
-      "processes": ours,
+      "processes": processes,
       "files": sum(1 for _ in directory.rglob("*")),
       "displays": len(list(pathlib.Path("/tmp").glob(".X*-lock"))),
       "sockets": len(list(pathlib.Path("/tmp").glob(".X11-unix/*"))),
@@ -293,9 +293,9 @@ async def _resets(args: argparse.Namespace) -> int:
     print(f"  {text}")
   wrong = len(lost)
   for name, count in before.items():
-    left = "" if after[name] <= count else "   <- left behind"
-    wrong += bool(left)
-    print(f"  {name:12} before {count:4d}, after {after[name]:4d}{left}")
+    note = "" if after[name] <= count else "   <- left behind"
+    wrong += bool(note)
+    print(f"  {name:12} before {count:4d}, after {after[name]:4d}{note}")
   return wrong
 
 

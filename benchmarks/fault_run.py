@@ -10,7 +10,7 @@ the checks. Prints a table; exits with 1 if a check failed.
   python benchmarks/fault_run.py --kills 50          # of each stage: 2 hours
   python benchmarks/fault_run.py --kills 2 --disks 3 --damages 10
 
-Faults come in random order; Ctrl-C ends with the table of those done.
+Faults come in random order; Ctrl-C ends with the table of the faults so far.
 
 The clock needs a C compiler, the disks a Linux that lets this user mount a
 tmpfs in a namespace of its own; without them those are left out, and said.
@@ -32,18 +32,18 @@ import fault_runs  # noqa: E402
 import monitor_faults  # noqa: E402
 
 
-def _count(found: dict, table: dict[str, collections.Counter]) -> None:
+def _count(fault: dict, table: dict[str, collections.Counter]) -> None:
   """Adds one fault to the table; prints it if a check failed."""
-  what = found["what"]
+  what = fault["what"]
   if what == "kill":
-    what = f"kill in {found['how'][0]}, staleness {found['how'][1]}"
+    what = f"kill in {fault['how'][0]}, staleness {fault['how'][1]}"
   row = table.setdefault(what, collections.Counter())
   row["runs"] += 1
-  row["kills"] += found.get("kills", 0)
-  row["seconds"] += found["seconds"]
-  if "failed" in found:
+  row["kills"] += fault.get("kills", 0)
+  row["seconds"] += fault["seconds"]
+  if "failed" in fault:
     row["failed"] += 1
-    print(f"FAILED {json.dumps(found)}", flush=True)
+    print(f"FAILED {json.dumps(fault)}", flush=True)
 
 
 def main() -> int:
@@ -54,8 +54,8 @@ def main() -> int:
     parser.add_argument(f"--{name}", type=int, default=default)
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--folder", type=pathlib.Path, default=None)
-  given = vars(parser.parse_args())
-  folder = given.pop("folder") or pathlib.Path(tempfile.mkdtemp("-faults"))
+  arguments = vars(parser.parse_args())
+  folder = arguments.pop("folder") or pathlib.Path(tempfile.mkdtemp("-faults"))
   env = {**os.environ, "JAX_PLATFORMS": "cpu"}
   env.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "compiled"))
   env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -66,7 +66,7 @@ def main() -> int:
     print(f"no clock jumps: {error}")
   if not fault_runs.can_mount():
     print("no disks: this user cannot mount one (unshare -m fails)")
-  options = [f"--{name}={value}" for name, value in given.items()]
+  options = [f"--{name}={value}" for name, value in arguments.items()]
   process = subprocess.Popen(
       [sys.executable, str(HELPERS / "fault_runs.py"), str(folder), *options],
       stdout=subprocess.PIPE, text=True, env=env,
@@ -76,8 +76,8 @@ def main() -> int:
   try:
     for line in process.stdout:
       _count(json.loads(line), table)
-      done = sum(row["runs"] for row in table.values())
-      print(f"\r{done} faults", end="", file=sys.stderr, flush=True)
+      count = sum(row["runs"] for row in table.values())
+      print(f"\r{count} faults", end="", file=sys.stderr, flush=True)
   except KeyboardInterrupt:
     print("\nstopped; a part, drawn at random:")
     stopped = True

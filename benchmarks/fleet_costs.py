@@ -1,4 +1,4 @@
-"""What a fleet costs the learner's process, in CPU seconds.
+"""Measures what a fleet costs the learner's process, in CPU seconds.
 
 Real collectors (`commands.collect`, the desktop gym) play groups for a real
 `Fleet`, whose engine answers at once with a click: what is left is the server,
@@ -94,7 +94,7 @@ def _config(folder: str, size: tuple[int, int], turns: int) -> Any:
 def _measure(
     size: tuple[int, int], turns: int, groups: int, collectors: int
 ) -> dict[str, Any]:
-  """CPU seconds of a learner whose groups have so many turns."""
+  """Measures a learner whose episodes have `turns` turns, in CPU seconds."""
   with tempfile.TemporaryDirectory() as folder:
     config = _config(folder, size, turns)
     images = images_lib.ImageStore(pathlib.Path(folder) / "images")
@@ -138,16 +138,16 @@ def _measure(
     loop = asyncio.new_event_loop()
     loop.run_until_complete(collect(0, 2 * collectors))  # All are warm.
     before, wall, turned = time.process_time(), time.monotonic(), engine.turns
-    found = loop.run_until_complete(collect(1000, groups))
+    results = loop.run_until_complete(collect(1000, groups))
     out = {
         "cpu_s": time.process_time() - before,
         "wall_s": time.monotonic() - wall,
         "turns": engine.turns - turned,
-        "episodes": sum(len(group) for group in found),
+        "episodes": sum(len(group) for group in results),
         "groups": groups,
-        "errors": sorted({m.error or "" for g in found for m in g}),
+        "errors": sorted({m.error or "" for g in results for m in g}),
     }
-    out |= _of_a_group(found[0], images, pathlib.Path(folder))
+    out |= _of_a_group(results[0], images, pathlib.Path(folder))
     out["beat_s"] = loop.run_until_complete(_beats(fleet.address))
     fleet.close(loop.run_until_complete)
     loop.close()
@@ -213,8 +213,8 @@ def main() -> None:
       _measure(tuple(args.size), turns, args.groups, args.collectors)
       for turns in args.turns
   )
-  for found in (few, many):
-    print(json.dumps(found), file=sys.stderr)
+  for measurement in (few, many):
+    print(json.dumps(measurement), file=sys.stderr)
   episode = lambda f: f["cpu_s"] / f["episodes"]
   per_turn = (episode(many) - episode(few)) / (
       many["turns"] / many["episodes"] - few["turns"] / few["episodes"]

@@ -34,12 +34,12 @@ def fuzz(name: str, mutations: int, seed: int) -> str:
     text = grammar_fuzz.broken(texts, rng)
     start = time.perf_counter()
     try:
-      found, wrong = grammar_fuzz.check(parser, text)
+      call_count, wrong = grammar_fuzz.check(parser, text)
     except Exception:
       print(f"{name}: seed {seed}, mutation {i}: {text!r}", file=sys.stderr)
       raise
     slowest = max(slowest, time.perf_counter() - start)
-    calls += found
+    calls += call_count
     errors += wrong
   return (
       f"{name:<22} {mutations:>8,} texts {calls:>9,} calls {errors:>8,} errors"

@@ -38,12 +38,12 @@ def play(
   """Trains a step for each line read, says its times, delivers, compares.
 
   Args:
-    folder: for everything.
-    url: of the server; "" for no monitor.
-    overrides: of the training's configuration.
-    silent: 0 or 1 are the first of every two blocks that are not told; -1 is
-      none.
-    block: steps of one.
+    folder: Directory of the run and its spool.
+    url: URL of the server; "" for no monitor.
+    overrides: Overrides of the training's configuration.
+    silent: Parity (0 or 1) of the blocks whose events the monitor does not get;
+      -1: it gets all events.
+    block: Steps of a block.
 
   Returns:
     The training's exit status.
@@ -84,18 +84,18 @@ def play(
 
   def attach_both(self, resume_step):
     attach(self, resume_step)
-    # The witness passes on to the monitor what it is to be told.
-    held = self.observers._observers  # pylint: disable=protected-access
+    # The witness passes on the events that the monitor is to get.
+    observers = self.observers._observers  # pylint: disable=protected-access
     monitor.extend(
-        one for one in held if type(one).__name__ == "EventLog"
+        one for one in observers if type(one).__name__ == "EventLog"
     )
-    held[:] = [one for one in held if one not in monitor]
+    observers[:] = [one for one in observers if one not in monitor]
     self.observers.add(log)
 
   train.Run.attach_observers = attach_both
-  told = [f"monitor.url={url}"] if url else []
+  monitor_options = [f"monitor.url={url}"] if url else []
   status = train.main([
-      f"run.dir={folder / 'runs'}", "name=a", *overrides, *told,
+      f"run.dir={folder / 'runs'}", "name=a", *overrides, *monitor_options,
   ])  # pyformat: disable
   say(status=status)
   # The parent has brought the server back when it answers with the database.
@@ -121,8 +121,10 @@ def _own_cpu() -> float:
 
 
 def _compare(folder: pathlib.Path, url: str, database: str, log: Any) -> str:
-  """What the database lacks of the events once all is delivered; "" if
-  nothing."""
+  """Returns how the database differs from the events; "" if it does not.
+
+  Waits until all events are delivered.
+  """
   spools = folder / "runs" / "monitor_spool"
   deadline = time.monotonic() + _DRAIN_S
   with ingest_client.IngestClient(url, spool_dir=spools) as client:

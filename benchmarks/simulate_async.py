@@ -48,22 +48,22 @@ from tunix.rl.queue import admission
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-  """What the parts of a run take.
+  """Times and limits of the parts of a run.
 
   Attributes:
-    episode_s: mean seconds of an episode when the engine is full.
-    sigma: of the logarithm of an episode's seconds.
-    task_share: share of that variance which a group's members have in common.
-    tasks: that there are, dealt in turn, shuffled anew each time; 0: each
+    episode_s: Mean seconds of an episode when the engine is full.
+    sigma: Standard deviation of the logarithm of an episode's seconds.
+    task_share: Share of that variance which a group's members have in common.
+    tasks: Number of tasks, dealt in turn and shuffled anew each time; 0: each
       group has a task of its own.
-    turns: of an episode; an environment's call ends each.
-    env_share: share of an episode that its environment takes.
-    slots: requests that the engine decodes at once.
-    concurrency: episodes in flight.
-    empty_speed: speed of decoding with one request over that with all slots.
-    learn_s: seconds of an update.
-    sync_s: seconds from an update to its weights in the engine.
-    turn_s: seconds that each turn takes beside its share of `episode_s`.
+    turns: Turns of an episode; an environment's call ends each.
+    env_share: Share of an episode that its environment takes.
+    slots: Requests that the engine decodes at once.
+    concurrency: Episodes in flight.
+    empty_speed: Speed of decoding with one request over that with all slots.
+    learn_s: Seconds of an update.
+    sync_s: Seconds from an update to its weights in the engine.
+    turn_s: Seconds that each turn takes beside its share of `episode_s`.
   """
 
   episode_s: float = 1.0
@@ -80,11 +80,11 @@ class Costs:
   turn_s: float = 0.0
 
   def speed(self, requests: int) -> float:
-    """Of each of so many requests; 1 with all slots taken."""
+    """Returns the speed of each of `requests` requests; 1 on a full engine."""
     if self.slots < 2 or requests < 1:
       return 1.0
-    left = (self.slots - min(requests, self.slots)) / (self.slots - 1)
-    return 1.0 + (self.empty_speed - 1.0) * left
+    free_share = (self.slots - min(requests, self.slots)) / (self.slots - 1)
+    return 1.0 + (self.empty_speed - 1.0) * free_share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,9 +110,9 @@ class Draw:
   """A group to come.
 
   Attributes:
-    task: its number.
-    typical_s: median seconds of the task's episodes.
-    seconds: of each member's episode.
+    task: Number of the task.
+    typical_s: Median seconds of the task's episodes.
+    seconds: Seconds of each member's episode.
   """
 
   task: int
@@ -143,15 +143,15 @@ def _draw_tasks(count: int, rng: random.Random) -> Iterator[tuple[int, float]]:
   if not count:
     for number in itertools.count():
       yield number, rng.gauss(0, 1)
-  found = [rng.gauss(0, 1) for _ in range(count)]
-  mean = sum(found) / count
+  offsets = [rng.gauss(0, 1) for _ in range(count)]
+  mean = sum(offsets) / count
   # Of mean 0 and variance 1, or few tasks would have other means than many.
-  spread = math.sqrt(sum((x - mean) ** 2 for x in found) / count) or 1.0
+  spread = math.sqrt(sum((x - mean) ** 2 for x in offsets) / count) or 1.0
   numbers = list(range(count))
   while True:
     rng.shuffle(numbers)
     for number in numbers:
-      yield number, (found[number] - mean) / spread
+      yield number, (offsets[number] - mean) / spread
 
 
 @dataclasses.dataclass
@@ -303,7 +303,7 @@ class Simulation:
     episode.mark = self._clock
 
   def _sampled(self, episode: _Episode) -> None:
-    """A turn's tokens are there; the environment acts."""
+    """Ends the sampling of a turn's tokens; the environment acts."""
     self._count(episode)
     self._serve()
     costs = self._costs
@@ -347,10 +347,10 @@ class Simulation:
     if self._learning or len(self._ready) < count:
       return
     self._order()
-    taken, self._ready = self._ready[:count], self._ready[count:]
+    units, self._ready = self._ready[:count], self._ready[count:]
     self._consumed += count
     bound = self._version - self._rules.queue.max_staleness
-    for episode in itertools.chain.from_iterable(taken):
+    for episode in itertools.chain.from_iterable(units):
       young = {v: n for v, n in episode.tokens.items() if v >= bound}
       for version, tokens in young.items():
         self._account.trained[self._version - version] += tokens
@@ -480,10 +480,10 @@ def main() -> None:
     parser.error("--real plays the rules of a run; leave --other out")
   names = ("task_share", "tasks", "env_share", "empty_speed", "sync_s",
            "turns", "slots", "concurrency")  # pyformat: disable
-  given = {name: getattr(args, name) for name in names}
+  settings = {name: getattr(args, name) for name in names}
   for sigma in args.sigma:
     costs = Costs(
-        episode_s=args.episode, sigma=sigma, learn_s=args.learn, **given
+        episode_s=args.episode, sigma=sigma, learn_s=args.learn, **settings
     )
     for staleness in args.staleness:
       table = named_rules(staleness)
@@ -504,11 +504,11 @@ def main() -> None:
 
           real, measured = async_loop.play(*run, unit=args.unit)
           # What this machine added to each sleep is a cost like others.
-          held = dataclasses.replace(
+          measured_costs = dataclasses.replace(
               costs, learn_s=measured["learn_s"], turn_s=measured["turn_s"]
           )
-          expected = simulate(held, *run[1:])
-          expected["rate"] *= costs.learn_s / held.learn_s
+          expected = simulate(measured_costs, *run[1:])
+          expected["rate"] *= costs.learn_s / measured_costs.learn_s
           row["measured"] = _rounded(measured)
           row["expected"] = _rounded(expected)
           row["real"] = _rounded(real)

@@ -40,15 +40,15 @@ class Fleet:
   """A fleet and what it works on.
 
   Attributes:
-    collectors: that there are; each plays one group at a time.
-    group_size, turns: episodes of a group, turns of an episode.
-    gym_s: seconds of an environment's step.
-    tokens: sampled in a turn.
-    engine_tokens_s: sampled a second by the engine with all slots taken.
-    slots: requests that the engine decodes at once.
-    groups_per_step, staleness: of the learner and its queue's gate.
-    learn_s: seconds of an update.
-    servers: processes that share the requests; each a learner's, or more.
+    collectors: Number of collectors; each plays one group at a time.
+    group_size, turns: Episodes of a group, turns of an episode.
+    gym_s: Seconds of an environment's step.
+    tokens: Tokens sampled in a turn.
+    engine_tokens_s: Tokens sampled a second by the engine with all slots taken.
+    slots: Requests that the engine decodes at once.
+    groups_per_step, staleness: Settings of the learner and its queue's gate.
+    learn_s: Seconds of an update.
+    servers: Processes that share the requests; each a learner's, or more.
     silence_s: `rollout.silence_s`, a fifth of which is the longest pause
       between two beats.
   """
@@ -151,19 +151,19 @@ class World:
       self._account()
       self._idle -= 1
       self._started += 1
-      left = [fleet.group_size]
+      remaining = [fleet.group_size]
       # A fleet is met in the midst of its work: its groups do not end at once.
       turns = fleet.turns
       if not self.now:
         turns = self._rng.randint(1, turns)
       for _ in range(fleet.group_size):
-        self._turn(turns, left)
+        self._turn(turns, remaining)
 
-  def _turn(self, turns: int, left: list[int]) -> None:
+  def _turn(self, turns: int, remaining: list[int]) -> None:
     fleet, costs = self._fleet, self._costs
     if not turns:
-      left[0] -= 1
-      if not left[0]:
+      remaining[0] -= 1
+      if not remaining[0]:
         of_group = fleet.group_size * (
             costs.episode_cpu_s + fleet.turns * costs.turn_group_cpu_s
         )
@@ -173,7 +173,7 @@ class World:
     def answered() -> None:
       self._count["turns"] += self.warm
       gym = fleet.gym_s * self._rng.lognormvariate(-0.125, 0.5)
-      self.after(gym, lambda: self._turn(turns - 1, left))
+      self.after(gym, lambda: self._turn(turns - 1, remaining))
 
     def asked() -> None:
       seconds = fleet.tokens * fleet.slots / fleet.engine_tokens_s
@@ -218,11 +218,11 @@ class World:
     """
     fleet = self._fleet
     pause = max(0.5, min(fleet.collectors / 400, fleet.silence_s / 5))
-    asked = self.now
+    sent_at = self.now
 
     def answered() -> None:
       if self.warm:
-        self._beats.append(self.now - asked)
+        self._beats.append(self.now - sent_at)
       self.after(pause, self._beat)
 
     self._server.do(
@@ -316,19 +316,19 @@ def main() -> None:
     )
   args = parser.parse_args()
   costs = Costs.measured(args.costs)
-  given = {
+  overrides = {
       f.name: getattr(args, f.name)
       for f in dataclasses.fields(Fleet)
       if getattr(args, f.name) is not None
   }
-  rows = TABLE if not given else (("", given),)
+  rows = TABLE if not overrides else (("", overrides),)
   for name, changes in rows:
-    found = World(Fleet(**changes), costs).run(args.seconds, args.warm_up)
-    busy = " | ".join(f"{v:.0%}" for v in found["busy"].values())
+    report = World(Fleet(**changes), costs).run(args.seconds, args.warm_up)
+    busy = " | ".join(f"{v:.0%}" for v in report["busy"].values())
     print(
-        f"| {name} | {found['turns_s']:.0f} | {found['groups_s']:.1f} |"
-        f" {found['updates_min']:.1f} | {found['turn_s']:.1f} |"
-        f" {found['beat_s']:.1f} | {busy} | {found['limit']} |",
+        f"| {name} | {report['turns_s']:.0f} | {report['groups_s']:.1f} |"
+        f" {report['updates_min']:.1f} | {report['turn_s']:.1f} |"
+        f" {report['beat_s']:.1f} | {busy} | {report['limit']} |",
         flush=True,
     )
 

@@ -49,26 +49,26 @@ def _memory_mb(pids: list[int]) -> float:
 
 
 def _group(leader: int) -> list[int]:
-  found = []
+  pids = []
   for name in os.listdir("/proc"):
     try:
       if name.isdigit() and os.getpgid(int(name)) == leader:
-        found.append(int(name))
+        pids.append(int(name))
     except ProcessLookupError:
       pass
-  return found
+  return pids
 
 
 def _renderers(leader: int) -> list[int]:
-  found = []
+  pids = []
   for pid in _group(leader):
     try:
       words = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
       continue
     if b"--type=renderer" in words:
-      found.append(pid)
-  return found
+      pids.append(pid)
+  return pids
 
 
 class Soak:
@@ -140,7 +140,7 @@ class Soak:
     if rng.random() < 0.9:
       await gym.evaluate()
     if rng.random() < 0.2:
-      await gym.close()  # The tab goes to whoever comes next.
+      await gym.close()  # The next episode gets the tab.
 
   async def _kill(self) -> None:
     while self.killed < self._args.kills:

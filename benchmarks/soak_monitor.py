@@ -17,7 +17,7 @@
 - clock: a wall clock that jumps by a day, either way.
 
 Each prints what it found. Exits with 1 unless nothing that was acknowledged is
-lost, nothing is there twice or in part, and the integrity check is clean.
+lost, nothing is stored twice or in part, and the integrity check is clean.
 """
 
 import contextlib
@@ -42,11 +42,12 @@ class Skipped(Exception):
   """Not possible here; says why."""
 
 
-def _kills(found: monitor_kills.Outcome) -> tuple[bool, str]:
-  return found.clean, (
-      f"{found.kills} kills, {found.acknowledged} episodes acknowledged,"
-      f" {found.stored} stored, {len(found.lost)} lost, {len(found.repeated)}"
-      f" twice, {len(found.partial)} in part, integrity {found.integrity}"
+def _kills(outcome: monitor_kills.Outcome) -> tuple[bool, str]:
+  return outcome.clean, (
+      f"{outcome.kills} kills, {outcome.acknowledged} episodes acknowledged,"
+      f" {outcome.stored} stored, {len(outcome.lost)} lost,"
+      f" {len(outcome.repeated)} twice, {len(outcome.partial)} in part,"
+      f" integrity {outcome.integrity}"
   )
 
 
@@ -97,8 +98,8 @@ def postgres(folder: pathlib.Path, kills: int) -> tuple[bool, str]:
 
 
 def network(folder: pathlib.Path, kills: int) -> tuple[bool, str]:
-  found = monitor_network.soak(folder, episodes=20 * kills, share=0.05)
-  return not found["wrong"], str(found)
+  report = monitor_network.soak(folder, episodes=20 * kills, share=0.05)
+  return not report["wrong"], str(report)
 
 
 def _faults(
@@ -108,10 +109,10 @@ def _faults(
     library = monitor_faults.build(folder)
   except monitor_faults.NoCompiler as reason:
     raise Skipped(reason) from None
-  found = monitor_faults.run(
+  report = monitor_faults.run(
       library, scenario, folder / scenario, timeout_s=3600, **options
   )
-  return not found["wrong"], str(found)
+  return not report["wrong"], str(report)
 
 
 def disk(folder: pathlib.Path, kills: int) -> tuple[bool, str]:

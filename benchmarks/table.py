@@ -42,12 +42,13 @@ class Figure:
   """A row.
 
   Attributes:
-    name: what is measured, unique.
-    unit: of the figure; "×" is a ratio to the peer.
-    find: the figure in the benchmark's report; KeyError where it has none.
-    target: that it should reach; None = only watched.
-    lower: less is better.
-    margin: relative change for the worse that is no noise.
+    name: Unique name of the measurement.
+    unit: Unit of the figure; "×" is a ratio to the peer.
+    find: Reads the figure from the benchmark's report; raises KeyError where
+      the report has none.
+    target: Value to reach; None = only watched.
+    lower: Whether less is better.
+    margin: Relative change for the worse that is more than noise.
   """
 
   name: str
@@ -207,7 +208,7 @@ TABLE = (
 
 
 def machine() -> dict[str, Any]:
-  """What decides on seconds."""
+  """Describes the hardware and JAX version that measured times depend on."""
   model = platform.machine()
   info = pathlib.Path("/proc/cpuinfo")
   if info.is_file():
@@ -225,8 +226,8 @@ def machine() -> dict[str, Any]:
 def run(benchmark: Benchmark) -> str | None:
   """Runs it into its file; the reason where it made none."""
   FOUND.mkdir(parents=True, exist_ok=True)
-  made = FOUND / f"{benchmark.name}.json"
-  made.unlink(missing_ok=True)
+  output = FOUND / f"{benchmark.name}.json"
+  output.unlink(missing_ok=True)
   argv = [sys.executable, str(HERE / benchmark.script), *benchmark.arguments]
   log = FOUND / f"{benchmark.name}.log"
   print(f"== {benchmark.script} {' '.join(benchmark.arguments)}", flush=True)
@@ -237,43 +238,43 @@ def run(benchmark: Benchmark) -> str | None:
   with log.open("w", encoding="utf-8") as out:
     try:
       subprocess.run(
-          [*argv, "--json", str(made)], stdout=out, stderr=out, timeout=LIMIT,
+          [*argv, "--json", str(output)], stdout=out, stderr=out, timeout=LIMIT,
           check=False,  # Some exit with 1 where a target is missed.
       )  # pyformat: disable
     except subprocess.TimeoutExpired:
       return f"took more than {LIMIT:.0f} s"
-  if made.is_file():
-    report = json.loads(made.read_text(encoding="utf-8"))
-    made.write_text(json.dumps({"report": report, "measured": measured}))
+  if output.is_file():
+    report = json.loads(output.read_text(encoding="utf-8"))
+    output.write_text(json.dumps({"report": report, "measured": measured}))
     return None
   last = log.read_text(encoding="utf-8", errors="replace").split("\n")
-  said = [line for line in last if line.strip()] or ["it said nothing"]
-  return f"{said[-1]} ({log})"
+  lines = [line for line in last if line.strip()] or ["it said nothing"]
+  return f"{lines[-1]} ({log})"
 
 
 def figures(benchmark: Benchmark) -> dict[str, float]:
-  """Those of the report that it made; not those that it left out."""
-  kept = json.loads((FOUND / f"{benchmark.name}.json").read_text())
-  report, found = kept["report"], {}
+  """Returns the figures of a benchmark's report; leaves out missing ones."""
+  content = json.loads((FOUND / f"{benchmark.name}.json").read_text())
+  report, values = content["report"], {}
   for figure in benchmark.figures:
     try:
-      found[figure.name] = round(figure.find(report), 4)
+      values[figure.name] = round(figure.find(report), 4)
     except KeyError:
       pass  # A peer that is not installed here.
-  return found
+  return values
 
 
 def measured(names: Iterable[str]) -> str:
   """Days on which these were measured, and the load that they met."""
-  found = [
+  records = [
       json.loads((FOUND / f"{name}.json").read_text())["measured"]
       for name in names
   ]
-  days = sorted({one["on"] for one in found})
+  days = sorted({one["on"] for one in records})
   return (
       " to ".join(dict.fromkeys((days[0], days[-1])))
       + ", load before a benchmark at most"
-      f" {max(one['load_before'] for one in found)}"
+      f" {max(one['load_before'] for one in records)}"
   )
 
 
@@ -282,7 +283,7 @@ def _number(value: float) -> str:
 
 
 def rows(
-    found: dict[str, float], baseline: dict[str, Any] | None
+    values: dict[str, float], baseline: dict[str, Any] | None
 ) -> tuple[list[str], list[str]]:
   """The table's lines, and the names of the figures that are worse."""
   here = machine()
@@ -292,23 +293,23 @@ def rows(
       "|---|---|---|---|---|",
   ]
   worse = []
-  for figure in (f for b in TABLE for f in b.figures if f.name in found):
-    value = found[figure.name]
+  for figure in (f for b in TABLE for f in b.figures if f.name in values):
+    value = values[figure.name]
     before = (baseline or {"figures": {}})["figures"].get(figure.name)
-    held = before is not None and (same or figure.unit == "×")
-    if held and figure.worse(value, before):
+    comparable = before is not None and (same or figure.unit == "×")
+    if comparable and figure.worse(value, before):
       worse.append(figure.name)
     target = ""
     if figure.target is not None:
       sign = "≤" if figure.lower else "≥"
       target = f"{sign} {_number(figure.target)}"
       target += ", reached" if figure.reached(value) else ""
-    beside = "" if before is None or not held else _number(before)
+    before_cell = "" if before is None or not comparable else _number(before)
     if figure.name in worse:
-      beside += f", {WORSE}"
+      before_cell += f", {WORSE}"
     lines.append(
         f"| {figure.name} | {figure.unit} | {_number(value)} | {target} |"
-        f" {beside} |"
+        f" {before_cell} |"
     )
   return lines, worse
 
@@ -317,9 +318,9 @@ def write_into(page: pathlib.Path, lines: Sequence[str], when: str) -> None:
   """Puts the table between the marks of a page.
 
   Args:
-    page: Markdown.
-    lines: of the table.
-    when: see `measured`.
+    page: Markdown file.
+    lines: Lines of the table.
+    when: Days and load; see `measured`.
 
   Raises:
     SystemExit: the page has no marks.
@@ -327,8 +328,8 @@ def write_into(page: pathlib.Path, lines: Sequence[str], when: str) -> None:
   text = page.read_text(encoding="utf-8")
   if text.count(BEGIN) != 1 or text.count(END) != 1:
     raise SystemExit(f"{page} has no lines {BEGIN} and {END}; add them")
-  head, rest = text.split(BEGIN)
-  _, tail = rest.split(END)
+  head, remainder = text.split(BEGIN)
+  _, tail = remainder.split(END)
   here = machine()
   about = (
       f"{here['processor']}, {here['cores']} cores, JAX {here['jax']};"
@@ -341,19 +342,19 @@ def write_into(page: pathlib.Path, lines: Sequence[str], when: str) -> None:
 def _baseline(file: pathlib.Path) -> dict[str, Any] | None:
   if not file.is_file():
     return None
-  found = json.loads(file.read_text(encoding="utf-8"))
-  if not {"machine", "figures"} <= set(found):
+  content = json.loads(file.read_text(encoding="utf-8"))
+  if not {"machine", "figures"} <= set(content):
     raise SystemExit(f"{file} is no baseline; make one with --save {file}")
-  return found
+  return content
 
 
-def save(file: pathlib.Path, found: dict[str, float]) -> None:
-  """Writes a baseline; figures of this machine that are there stay."""
-  here, kept = machine(), _baseline(file)
-  if kept is not None and kept["machine"] == here:
-    found = kept["figures"] | found
+def save(file: pathlib.Path, values: dict[str, float]) -> None:
+  """Writes a baseline; keeps earlier figures of this machine."""
+  here, earlier = machine(), _baseline(file)
+  if earlier is not None and earlier["machine"] == here:
+    values = earlier["figures"] | values
   text = json.dumps(
-      {"machine": here, "figures": found}, indent=2, ensure_ascii=False
+      {"machine": here, "figures": values}, indent=2, ensure_ascii=False
   )
   file.write_text(text + "\n", encoding="utf-8")
 
@@ -378,23 +379,23 @@ def main() -> int:
   if os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1):
     print(f"other work runs here (load {os.getloadavg()[0]:.1f}): only ratios"
           " mean something")  # pyformat: disable
-  found: dict[str, float] = {}
+  values: dict[str, float] = {}
   shown = []
   failed = {}
   for benchmark in (b for b in TABLE if b.name in args.only):
-    kept = args.again and (FOUND / f"{benchmark.name}.json").is_file()
-    reason = None if kept else run(benchmark)
+    reuse = args.again and (FOUND / f"{benchmark.name}.json").is_file()
+    reason = None if reuse else run(benchmark)
     if reason is not None:
       failed[benchmark.name] = reason
       continue
     shown.append(benchmark.name)
-    found |= figures(benchmark)
-  lines, worse = rows(found, baseline)
+    values |= figures(benchmark)
+  lines, worse = rows(values, baseline)
   print("\n" + "\n".join(lines))
   for name, reason in failed.items():
     print(f"{name} failed: {reason}")
   if args.save:
-    save(args.save, found)
+    save(args.save, values)
   if args.into:
     write_into(args.into, lines, measured(shown))
   return 1 if worse or failed else 0

@@ -42,10 +42,10 @@ TIMEOUT_S = 60.0
 
 
 class Computer:
-  """What the agent acts on: screenshots out, text in.
+  """Computer that the agent acts on: screenshots out, text in.
 
   Attributes:
-    reward: of the episode, once it has ended.
+    reward: Reward of the episode, once it has ended.
   """
 
   def __init__(self, gym: str, family: str, index: int, seed: int):
@@ -74,9 +74,9 @@ class Computer:
   async def act(self, text: str) -> dict[str, Any] | None:
     """The next user message; None once the episode has ended."""
     calls = self._parser.parse_result(text).calls
-    observation, reward, done, _ = await self._env.step(list(calls) or text)
+    observation, reward, is_last, _ = await self._env.step(list(calls) or text)
     self.reward += reward
-    return None if done else self._message(observation)
+    return None if is_last else self._message(observation)
 
   async def close(self) -> None:
     await self._env.close()
@@ -110,10 +110,10 @@ async def play(
           model=model, messages=messages, **options
       )
       text = answer.choices[0].message.content or ""
-      seen = await computer.act(text)
-      if seen is None:
+      message = await computer.act(text)
+      if message is None:
         return
-      messages += [{"role": "assistant", "content": text}, seen]
+      messages += [{"role": "assistant", "content": text}, message]
   finally:
     await computer.close()
 
@@ -162,7 +162,7 @@ async def run(args: argparse.Namespace) -> list[float]:
     index, family = divmod(number, len(tasks))
     async with gate:
       computer = Computer(args.gym, tasks[family], index, args.seed)
-      reward, found = await episode(
+      reward, sequences = await episode(
           http,
           model,
           computer,
@@ -171,7 +171,7 @@ async def run(args: argparse.Namespace) -> list[float]:
           seed=args.seed * 1000 + number,
       )
     print(f"episode {number} {tasks[family]}: reward {reward:g}", flush=True)
-    for sequence in found.values():
+    for sequence in sequences.values():
       line = {"episode": number, "task": tasks[family], **sequence}
       lines.append(json.dumps(line))
     return reward

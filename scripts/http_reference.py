@@ -174,12 +174,12 @@ SERVING_ANSWERS = {
 
 def served(asgi: applications.Starlette) -> set[Call]:
   """The routes of an application."""
-  found: set[Call] = set()
+  calls: set[Call] = set()
   for route in asgi.routes:
     path = re.sub(r":\w+}", "}", route.path)  # type: ignore[attr-defined]
     methods = getattr(route, "methods", None) or {"WS"}
-    found |= {(method, path) for method in methods - {"HEAD"}}
-  return found
+    calls |= {(method, path) for method in methods - {"HEAD"}}
+  return calls
 
 
 def agree(name: str, served_here: set[Call], described: Iterable[Call]) -> None:
@@ -194,13 +194,13 @@ def agree(name: str, served_here: set[Call], described: Iterable[Call]) -> None:
 
 def statuses(folder: str, more: Iterable[str] = ()) -> str:
   """Statuses of refusals: of a service's modules and of bodies, and `more`."""
-  found = set(more)
+  codes = set(more)
   for file in (*(PACKAGE / folder).rglob("*.py"), BODIES):
     if file.name == "image_proxy.py":  # A service of its own.
       continue
     text = file.read_text("utf-8")
-    found |= set(re.findall(r"(?:Error|Refused)\(\s*([45]\d\d),", text))
-  return ", ".join(sorted(found))
+    codes |= set(re.findall(r"(?:Error|Refused)\(\s*([45]\d\d),", text))
+  return ", ".join(sorted(codes))
 
 
 # --- schemas as text ----------------------------------------------------------
@@ -260,42 +260,42 @@ def wrapped(text: str, indent: str = "") -> str:
 
 def takes(operation: Mapping[str, Any]) -> str:
   """Parameters and body of an OpenAPI operation."""
-  found = []
+  parts = []
   for one in operation.get("parameters", ()):
     if one["in"] == "query":
-      found.append(f"`?{one['name']}`")
+      parts.append(f"`?{one['name']}`")
     elif one["in"] == "header":
-      found.append(f"header `{one['name']}`")
+      parts.append(f"header `{one['name']}`")
   body = operation.get("requestBody", {}).get("content", {})
   kinds: list[str] = []
   for media, content in body.items():
     if media == "application/json":
       schema = content["schema"]
       fields = ", ".join(f"`{f}`" for f in schema.get("properties", ()))
-      found.append(f"body: {fields or type_of(schema)}")
+      parts.append(f"body: {fields or type_of(schema)}")
     else:
       kinds.append(f"`{media}`")
   if kinds:
-    found.append(f"body: {' or '.join(kinds)}")
-  return ", ".join(found)
+    parts.append(f"body: {' or '.join(kinds)}")
+  return ", ".join(parts)
 
 
 def answers(operation: Mapping[str, Any]) -> str:
   """The 200 of an OpenAPI operation."""
-  found = []
+  parts = []
   for media, content in operation["responses"]["200"]["content"].items():
     schema = content.get("schema", {})
     if media != "application/json":
-      found.append(f"`{media}`")
+      parts.append(f"`{media}`")
     elif schema.get("required") == ["items", "next"]:
-      found.append(f"page of {type_of(schema['properties']['items']['items'])}")
+      parts.append(f"page of {type_of(schema['properties']['items']['items'])}")
     elif schema.get("properties"):
-      found.append(", ".join(f"`{name}`" for name in schema["properties"]))
+      parts.append(", ".join(f"`{name}`" for name in schema["properties"]))
     elif schema:
-      found.append(type_of(schema))
+      parts.append(type_of(schema))
     else:
-      found.append("object")
-  return " or ".join(found)
+      parts.append("object")
+  return " or ".join(parts)
 
 
 def failures(operation: Mapping[str, Any]) -> str:
@@ -546,18 +546,18 @@ following one. `GET /api/v1/openapi.json` is this section for programs."""
 
 def _items(batch: Mapping[str, Any]) -> dict[str, Any]:
   """The kinds of items of a batch, by their key."""
-  found = {}
+  items = {}
   for key, schema in batch["properties"].items():
     item = schema.get("items", schema)
     if item.get("properties") and key != "delivery":
-      found[key] = item
-  return found
+      items[key] = item
+  return items
 
 
 def page() -> str:
   """The page's text."""
-  with tempfile.TemporaryDirectory() as made:
-    folder = pathlib.Path(made)
+  with tempfile.TemporaryDirectory() as directory:
+    folder = pathlib.Path(directory)
     sections = (
         policy_server(), gym_server(), run_service(),
         rollout_buffer(folder / "buffer"), monitor(folder),

@@ -73,13 +73,14 @@ def parse(text: str) -> list[Step]:
     if line.rstrip().endswith("\\"):
       joined += line.rstrip()[:-1] + " "
       continue
-    word, _, rest = (joined + line).strip().partition(" ")
-    word, rest = word.upper(), rest.strip()
+    word, _, arguments = (joined + line).strip().partition(" ")
+    word, arguments = word.upper(), arguments.strip()
     if word not in KNOWN:
       raise Refused(f"line {first}: {word} is none of {', '.join(KNOWN)}")
-    if rest.startswith("--"):
-      raise Refused(f"line {first}: {word} with {rest.split()[0]}: no options")
-    steps.append(Step(word, rest, first))
+    if arguments.startswith("--"):
+      option = arguments.split()[0]
+      raise Refused(f"line {first}: {word} with {option}: no options")
+    steps.append(Step(word, arguments, first))
     joined, first = "", 0
   if joined:
     raise Refused(f"line {first}: the file ends within an instruction")
@@ -102,12 +103,12 @@ def expand(text: str, values: Mapping[str, str]) -> str:
 
 def pairs(text: str) -> dict[str, str]:
   """`a=b c="d e"` of an ENV or ARG."""
-  found = {}
+  values = {}
   for name, quoted, plain in re.findall(
       r'(\w+)=(?:"([^"]*)"|(\S*))', text
   ):
-    found[name] = quoted or plain
-  return found
+    values[name] = quoted or plain
+  return values
 
 
 @dataclasses.dataclass
@@ -115,15 +116,15 @@ class Image:
   """A root file system on its way to be the image.
 
   Attributes:
-    root: of the file system.
-    context: directory that COPY reads.
-    given: build arguments.
-    outside: environment of RUN that is not the image's, e.g. of pip.
+    root: Root directory of the file system.
+    context: Directory that COPY reads.
+    build_arguments: Values for ARG instructions, by name.
+    outside: Environment of RUN that is not the image's, e.g. of pip.
   """
 
   root: pathlib.Path
   context: pathlib.Path
-  given: Mapping[str, str]
+  build_arguments: Mapping[str, str]
   outside: Mapping[str, str]
   environment: dict[str, str] = dataclasses.field(default_factory=dict)
   arguments: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -139,7 +140,9 @@ class Image:
       case "ARG":
         name, _, default = step.text.partition("=")
         value = default.strip('"')
-        self.arguments[name] = self.given.get(name, expand(value, values))
+        self.arguments[name] = self.build_arguments.get(
+            name, expand(value, values)
+        )
       case "ENV":
         self.environment |= {
             name: expand(value, values)
@@ -169,17 +172,17 @@ class Image:
     return self.root / path.lstrip("/")
 
   def copy(self, source: str, target: str, many: bool) -> None:
-    found = self.context / source
+    origin = self.context / source
     place = self.inside(os.path.join(self.directory, target))
-    if found.is_dir():
+    if origin.is_dir():
       shutil.copytree(
-          found, place, dirs_exist_ok=True,
+          origin, place, dirs_exist_ok=True,
           ignore=shutil.ignore_patterns("__pycache__", "*.part"),
       )  # pyformat: disable
     else:
       into = many or target.endswith("/") or place.is_dir()
       (place if into else place.parent).mkdir(parents=True, exist_ok=True)
-      shutil.copy2(found, place / found.name if into else place)
+      shutil.copy2(origin, place / origin.name if into else place)
 
   def call(
       self, command: Sequence[str], more: Mapping[str, str] | None = None
@@ -241,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ])  # pyformat: disable
   named = lambda texts: dict(text.partition("=")[::2] for text in texts)
   image = Image(args.root, ROOT, named(args.build_arg), named(args.env))
-  # Names are found inside as they are here.
+  # Host names resolve inside as they do outside.
   shutil.copy("/etc/resolv.conf", args.root / "etc" / "resolv.conf")
   begun = time.monotonic()
   try:

@@ -52,11 +52,12 @@ def picture(directory: pathlib.Path) -> str:
   ]
   marks = []
   for name, at in (("warm_start", 0), ("final", max(steps, default=0))):
-    found = _evaluations(directory).get(name)
-    if found:
-      low, high = found["interval"]
-      label = f"{name}: {_interval(found)}"
-      marks.append(svg.Interval(at, found["success_rate"], low, high, label))
+    evaluation = _evaluations(directory).get(name)
+    if evaluation:
+      low, high = evaluation["interval"]
+      label = f"{name}: {_interval(evaluation)}"
+      rate = evaluation["success_rate"]
+      marks.append(svg.Interval(at, rate, low, high, label))
   chart = svg.line_chart(
       [svg.Line("success rate", steps, rates, means, 2)],
       y_range=(0.0, 1.0),
@@ -75,9 +76,9 @@ def picture(directory: pathlib.Path) -> str:
 def table_line(directory: pathlib.Path) -> str:
   """Success at the start, after cloning and after GRPO, and the time."""
   summary = _summary(directory)
-  found = _evaluations(directory)
+  evaluations = _evaluations(directory)
   cells = [
-      _interval(found[name]) if name in found else "–"
+      _interval(evaluations[name]) if name in evaluations else "–"
       for name in ("initial", "warm_start", "final")
   ]
   minutes = summary["seconds"] / 60
@@ -93,9 +94,9 @@ def _evaluations(directory: pathlib.Path) -> Mapping[str, Any]:
   return _summary(directory)["eval"]
 
 
-def _interval(found: Mapping[str, Any]) -> str:
-  low, high = found["interval"]
-  return f"{found['success_rate']:.2f} [{low:.2f}, {high:.2f}]"
+def _interval(evaluation: Mapping[str, Any]) -> str:
+  low, high = evaluation["interval"]
+  return f"{evaluation['success_rate']:.2f} [{low:.2f}, {high:.2f}]"
 
 
 @contextlib.contextmanager

@@ -112,7 +112,7 @@ class Trainer:
       frames.append(torch.tensor(patches))
     pixels = torch.cat(frames).float() / 127.5 - 1.0
     pixels = pixels.reshape(len(pixels), 3, 1, -1).expand(-1, -1, 2, -1)
-    seen = self._module.model(
+    hidden = self._module.model(
         input_ids=ids,
         position_ids=torch.tensor(places).long(),
         pixel_values=pixels.reshape(len(pixels), -1),
@@ -123,7 +123,7 @@ class Trainer:
     real = np.asarray(batch.mask)[0]
     at = torch.tensor(np.asarray(batch.index)[0][real]).long()
     targets = torch.tensor(np.asarray(batch.targets)[0][real]).long()
-    logits = self._module.lm_head(seen.reshape(-1, seen.shape[-1])[at])
+    logits = self._module.lm_head(hidden.reshape(-1, hidden.shape[-1])[at])
     banned = [self._module.config.image_token_id]
     banned.append(self._module.config.video_token_id)
     logits = logits.float().index_fill(1, torch.tensor(banned), -1e30)

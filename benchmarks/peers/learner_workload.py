@@ -60,23 +60,23 @@ class Workload:
     return np.asarray(learner._programs.score(params, frozen, batch))  # pylint: disable=protected-access
 
   def batch(self) -> Any:
-    """The one packed batch of an update."""
+    """Returns the single packed batch of an update."""
     sequences = [
         s for g in self.groups for m in g.trajectories for s in m.sequences
     ]
-    found = example_lib.from_sequences(sequences)
-    found = [
+    examples = example_lib.from_sequences(sequences)
+    examples = [
         dataclasses.replace(
             example,
             advantages=np.where(
                 example.sequence.loss_mask, (-1.0) ** (i + 1), 0.0
             ).astype(np.float32),
         )
-        for i, example in enumerate(found)
+        for i, example in enumerate(examples)
     ]
     tokens = sum(s.num_sampled for s in sequences)
     packed = self.learner._minibatches.pack(  # pylint: disable=protected-access
-        found, np.full(len(found), 1 / tokens)
+        examples, np.full(len(examples), 1 / tokens)
     )
     (batch,) = packed.batches
     return batch
@@ -139,9 +139,9 @@ def _groups(args, config, processor, store) -> list[Any]:
 
 def _memory() -> dict[str, float]:
   """MB resident now, and at most so far."""
-  found = pathlib.Path("/proc/self/status").read_text().splitlines()
+  lines = pathlib.Path("/proc/self/status").read_text().splitlines()
   read = lambda key: next(
-      int(line.split()[1]) / 1024 for line in found if line.startswith(key)
+      int(line.split()[1]) / 1024 for line in lines if line.startswith(key)
   )
   return {"rss": read("VmRSS"), "peak": read("VmHWM")}
 

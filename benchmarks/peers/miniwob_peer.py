@@ -2,7 +2,7 @@
 
 Started by bench_miniwob.py, in the virtual environment of the peer; imports
 nothing of this package. Opens its environment and prints "ready"; for each line
-with a number of seconds it plays random clicks for so long and prints what it
+with a number of seconds it plays random clicks for that time and prints what it
 measured, and it ends with its input.
 """
 
@@ -35,9 +35,9 @@ def selenium_environment(family: str):
     action = environment.unwrapped.create_action(
         ActionTypes.CLICK_COORDS, coords=[x, y]
     )
-    observation, _, done, _, _ = environment.step(action)
+    observation, _, terminated, _, _ = environment.step(action)
     assert observation["screenshot"].shape == (210, 160, 3)
-    return done
+    return terminated
 
   return reset, click, environment.close
 
@@ -61,9 +61,10 @@ def browsergym_environment(family: str):
     return observation["goal"]
 
   def click(x, y):
-    observation, _, done, _, _ = environment.step(f"mouse_click({x}, {y})")
+    action = f"mouse_click({x}, {y})"
+    observation, _, terminated, _, _ = environment.step(action)
     assert observation["screenshot"].ndim == 3
-    return done
+    return terminated
 
   return reset, click, environment.close
 
@@ -106,9 +107,9 @@ def main() -> None:
       for _ in range(4):
         x, y = rng.randrange(160), rng.randrange(50, 210)
         at = time.perf_counter()
-        done = click(x, y)
+        terminated = click(x, y)
         steps.append(time.perf_counter() - at)
-        if done:
+        if terminated:
           break
     print(json.dumps({
         "family": family, "steps": steps, "starts": starts,

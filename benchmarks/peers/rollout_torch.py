@@ -155,11 +155,11 @@ class ByHand(Transformers):
     torch = self._torch
     self._tokens = np.concatenate([self._tokens, new], axis=1)
     for _ in range(count):
-      known = self._cache.get_seq_length()
-      ids = torch.tensor(self._tokens[:, known:]).long()
+      cached_tokens = self._cache.get_seq_length()
+      ids = torch.tensor(self._tokens[:, cached_tokens:]).long()
       # Rows are of one shape, hence of the same positions.
       places = self._load.processor.positions(
-          self._tokens[0], self._spans[0], known
+          self._tokens[0], self._spans[0], cached_tokens
       )
       places = torch.tensor(places.T[:, None]).long()
       images = {}

@@ -39,8 +39,8 @@ class Upstream:
 
     self._load, self._args = workload, args
     text = workload.config.text
-    theirs = directory / "text"
-    theirs.mkdir()
+    text_dir = directory / "text"
+    text_dir.mkdir()
     tensors = safetensors_numpy.load_file(directory / "model.safetensors")
     safetensors_numpy.save_file(
         {
@@ -48,7 +48,7 @@ class Upstream:
             for key, value in tensors.items()
             if not key.startswith("model.visual.")
         },
-        theirs / "model.safetensors",
+        text_dir / "model.safetensors",
     )
     config = model_lib.ModelConfig(
         num_layers=text.num_hidden_layers,
@@ -65,7 +65,7 @@ class Upstream:
     devices = np.array(jax.devices()[:1]).reshape(1, 1)
     mesh = jax.sharding.Mesh(devices, ("fsdp", "tp"))
     self._sampler = sampler.Sampler(
-        params.create_model_from_safe_tensors(str(theirs), config, mesh),
+        params.create_model_from_safe_tensors(str(text_dir), config, mesh),
         _Digits(),
         sampler.CacheConfig(
             cache_size=workload.context,

@@ -14,10 +14,10 @@ class Workload:
   Attributes:
     pixels: [episode][turn] uint8[H, W, 3].
     texts: [episode][turn] int32[.], what is shown beside the screenshot.
-    image_tokens: of a screenshot.
-    unique_tokens: of all prompts, without what was sampled; those that a
-      group has in common once.
-    distinct_images: as it says.
+    image_tokens: Tokens of a screenshot.
+    unique_tokens: Tokens of all prompts without sampled ones; tokens that a
+      group has in common count once.
+    distinct_images: Number of different screenshots.
   """
 
   def __init__(self, args, config: qwen_config.QwenVLConfig, processor):

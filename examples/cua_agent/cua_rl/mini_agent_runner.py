@@ -20,9 +20,9 @@ async def run_mini_agent_rollout(
   `task_success` is the service's own claim; the gym server judges.
 
   Args:
-    client: of the service.
-    body: of `POST /runs`.
-    max_task_time_seconds: deadline of all of it.
+    client: Client of the service.
+    body: Body of `POST /runs`.
+    max_task_time_seconds: Deadline of the whole run.
   """
   agent = run_agent.RunAgent()
   errors: list[str] = []
