@@ -14,6 +14,8 @@ from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.agents import presets
 from tunix.rl.multi_turn.agents import registry
 from tunix.rl.multi_turn.agents import settings as agent_settings
+from tunix.rl.multi_turn.config import resolution
+from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments.gyms import desktop
@@ -55,7 +57,7 @@ def play(renderer, config, family="click-button"):
 
 
 def _checkpoint(folder, family, width=2048):
-  folder.mkdir()
+  folder.mkdir(parents=True)
   text = {"hidden_size": width}
   config = {"model_type": family, "text_config": text}
   (folder / "config.json").write_text(json.dumps(config))
@@ -68,6 +70,7 @@ def _checkpoint(folder, family, width=2048):
     ("UI-TARS-1.5-7B", "qwen2_5_vl", "ui_tars_1_5"),
     ("MAI-UI-2B", "qwen3_vl", "mai_ui"),
     ("GLM-4.5V", "glm4v_moe", "glm_4_5v"),
+    ("models--x--UI-TARS-1.5-7B/snapshots/0a1b", "qwen2_5_vl", "ui_tars_1_5"),
 ])  # pyformat: disable
 def test_a_checkpoint_brings_the_agent_of_its_family(
     tmp_path, caplog, name, family, agent
@@ -90,8 +93,16 @@ def test_a_chosen_agent_and_a_toy_keep_theirs(tmp_path):
   assert load(f"policy={real}", "agent=tool").agent.name == "tool"
   parser = load(f"policy={real}", "agent.parser=ui_tars")
   assert (parser.agent.name, parser.agent.parser) == ("tool", "ui_tars")
-  for policy in (toy, other, str(tmp_path / "missing")):
+  saved = _checkpoint(tmp_path / "run" / "policy", "qwen3_vl")
+  (tmp_path / "run" / "policy" / durable.SUMS).write_text("")  # By a run.
+  broken = _checkpoint(tmp_path / "broken", "qwen3_vl", width=float("inf"))
+  missing = str(tmp_path / "missing")
+  for policy in (toy, other, saved, broken, missing, "~nosuchuser/x"):
     assert load(f"policy={policy}").agent.name == "tool"
+  on_phone = {"policy.name": real, "gym.name": "android_world"}
+  assert resolution.checkpoint_agent(on_phone) == "qwen3_vl_mobile_use"
+  short = load(f"policy={real}", "learner.row_length=8192")
+  assert short.engine.context_length == 8192
 
 
 @pytest.mark.parametrize("name", NAMES)

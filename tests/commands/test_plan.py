@@ -353,6 +353,16 @@ def test_a_gpu_machine_is_planned_with_the_rows_of_the_familys_agent(capsys):
   assert "8 rows x 16384 tokens" in shown
 
 
+def test_a_planned_size_keeps_the_agent_of_a_file(tmp_path):
+  file = tmp_path / "run.yaml"
+  file.write_text("agent: {name: ui_tars_1}")
+  config, name, chosen = plan_run.load(
+      [str(file), "policy=Qwen3-VL-2B"], chips.Topology.of("h100:8")
+  )
+  assert name == "Qwen3-VL-2B" and config.agent.name == "ui_tars_1"
+  assert "agent" not in str(chosen)
+
+
 def test_memory_to_spare_is_offered_for_speed(spare):
   _, offers = spare
   offered = {f["settings"][0]: f for f in offers["faster"]}

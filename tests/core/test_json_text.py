@@ -295,5 +295,9 @@ def test_a_message_shows_the_outside_of_any_value():
     deep = [deep]
   assert json_text.short(deep) == "[" * 9 + "..." + "]" * 9
   assert json_text.short([1, "a", {"b": None}]) == "[1, 'a', {'b': None}]"
+  assert json_text.short({"kind": "click", "x": 1, "a": {2}}) == (
+      "{'kind': 'click', 'x': 1, 'a': {2}}"
+  )
+  assert len(json_text.short(dict.fromkeys(range(99)))) == 80
   assert len(json_text.short("x" * 1000)) == 80
   assert json_text.short(10**5000).endswith("4,300 digits")

@@ -217,6 +217,13 @@ def test_half_a_surrogate_pair_is_stored_as_the_replacement_character(server):
       f"/api/v1/trainings/{run}/tags", content=b'{"add": ["\\ud800"]}'
   )
   assert reply.json()["tags"] == ["\ufffd"]
+  for path, body in (
+      ("rollouts/r1/annotations", b'{"label": NaN}'),
+      (f"trainings/{run}/tags", b'{"add": [NaN]}'),
+      (f"trainings/{run}/tags", b"{"),
+  ):
+    reply = server.http.post(f"/api/v1/{path}", content=body)
+    assert reply.status_code in (400, 422), reply.text
 
 
 def test_lists_and_searches_are_filtered_by_a_label(server):

@@ -160,7 +160,9 @@ def test_a_schema_that_is_nested_too_deep_is_refused(running):
   body = body.replace('"X"', "[" * 900 + "]" * 900)
   answer = running.post("/v1/chat/completions", content=body.encode())
   assert answer.status_code == 400
-  assert "nested deeper than 200 levels" in answer.json()["error"]["message"]
+  error = answer.json()["error"]
+  assert "nested deeper than 200 levels" in error["message"]
+  assert error["param"] is None  # The body, before any of its fields.
 
 
 # --- images -------------------------------------------------------------------

@@ -13,6 +13,7 @@ from __future__ import annotations
 import pathlib
 from typing import Any, Mapping
 
+from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import json_text
 
 _CONTEXT = 16384
@@ -142,6 +143,13 @@ FAMILIES: Mapping[str, str] = {
 }
 """`model_type` of a checkpoint -> the agent of its family."""
 
+_ON_PHONES: Mapping[str, str] = {
+    "qwen2_5_vl_computer_use": "qwen2_5_vl_mobile_use",
+    "qwen3_vl_computer_use": "qwen3_vl_mobile_use",
+    "glm_4_5v": "glm_4_5v_mobile",
+    "ui_tars_1_5": "ui_tars_1_5_mobile",
+}
+
 _FINE_TUNES: Mapping[str, str] = {
     "ui-tars-1.5": "ui_tars_1_5",
     "ui-tars-2": "ui_tars_2",
@@ -151,28 +159,38 @@ _FINE_TUNES: Mapping[str, str] = {
     "mai-ui": "mai_ui",
     "opencua": "opencua",
 }
-"""Part of a directory's name -> the agent of that model, which has the
+"""Part of a checkpoint's path -> the agent of that model, which has the
 `model_type` of the model that it was made from."""
 
 _LEAST_WIDTH = 1024
 """Narrower models are toys, whose context holds no published prompt."""
 
 
-def of_checkpoint(directory: str) -> str:
-  """Returns the agent of a checkpoint, by its directory's name and family.
+def of_checkpoint(directory: str, phone: bool = False) -> str:
+  """Returns the agent of a published checkpoint, by its path and family.
 
   Returns "" for a directory without a readable `config.json`, for a family
-  without an agent here, and for a model narrower than `_LEAST_WIDTH`.
+  without an agent here, for a model narrower than `_LEAST_WIDTH`, and for a
+  policy that a run saved, whose agent its run knows.
+
+  Args:
+    directory: The checkpoint.
+    phone: Whether the gym's screens are those of a phone.
   """
-  path = pathlib.Path(directory).expanduser() / "config.json"
   try:
-    config = json_text.read(path, most_bytes=1 << 20)
+    path = pathlib.Path(directory).expanduser()
+    if (path / durable.SUMS).exists():
+      return ""
+    config = json_text.read(path / "config.json", most_bytes=1 << 20)
     text = config.get("text_config") or config
     width = int(text.get("hidden_size", 0))
-  except (OSError, ValueError, AttributeError, TypeError):
+  except (OSError, ValueError, AttributeError, TypeError, RuntimeError,
+          OverflowError):  # pyformat: disable
     return ""  # The policy's loader says what is wrong with it.
-  family = FAMILIES.get(str(config.get("model_type")), "")
-  if not family or width < _LEAST_WIDTH:
+  agent = FAMILIES.get(str(config.get("model_type")), "")
+  if not agent or width < _LEAST_WIDTH:
     return ""
-  name = path.parent.resolve().name.lower().replace("_", "-")
-  return next((a for part, a in _FINE_TUNES.items() if part in name), family)
+  # A hub's cache has the name further up; a link may have one at either end.
+  places = f"{path.absolute()} {path.resolve()}".lower().replace("_", "-")
+  agent = next((a for part, a in _FINE_TUNES.items() if part in places), agent)
+  return _ON_PHONES.get(agent, agent) if phone else agent

@@ -64,7 +64,7 @@ def describe(
   """The report without the forward pass.
 
   Args:
-    found: the policy.
+    policy: The policy.
     screen: (width, height) of screenshots, pixels; None = `usual_screen`.
     images: screenshots of a sequence.
     text_tokens: its other tokens.

@@ -70,15 +70,20 @@ def load(
       name, arguments[i] = published[value.lower()], f"{key}={_STAND_IN}"
   keys = {argument.partition("=")[0] for argument in arguments}
   chosen: list[str] = []
+  written = config_lib.load_config([*arguments, "--dry-run"])
+  plain = config_lib.load_config(["--dry-run"])
   own = ("agent", "environment")
-  if name and not any(key.startswith(own) for key in keys):
+  if name and not any(key.startswith(own) for key in keys) and (
+      # A file may hold them, too.
+      (written.agent.name, written.agent.parser, written.environment.name)
+      == (plain.agent.name, plain.agent.parser, plain.environment.name)
+  ):
     agent = agent_presets.FAMILIES.get(qwen_config.SIZES[name].family)
     chosen += [f"agent.name={agent}"] if agent else []
-  if not any(key.startswith("mesh.") for key in keys):
-    # Of a file, perhaps.
-    config = config_lib.load_config([*arguments, *chosen, "--dry-run"])
-    if config.mesh.devices == 1 < topology.devices:
-      chosen.append(f"mesh.fsdp={topology.devices}")
+  if written.mesh.devices == 1 < topology.devices and not any(
+      key.startswith("mesh.") for key in keys
+  ):
+    chosen.append(f"mesh.fsdp={topology.devices}")
   if f"mesh.fsdp={topology.devices}" in chosen and "learner.rows" not in keys:
     chosen.append(f"learner.rows={topology.devices}")
   config = config_lib.load_config([*arguments, *chosen, "--dry-run"])

@@ -213,9 +213,8 @@ class DataMaker:
         desktop.QUICKSTART_FAMILIES if quick else self._tasks.families()
     )
     family = families[int(rng.integers(len(families)))]
-    return self._tasks.train_task(
-        family, int(rng.integers(2**31)), self._recipe.seed, difficulty
-    )
+    index, seed = int(rng.integers(2**31)), self._recipe.seed
+    return self._tasks.train_task(family, index, seed, difficulty=difficulty)
 
   def _field(self, rng: np.random.Generator, kinds: Sequence[str]):
     """(image, referring expressions) of things of one kind."""

@@ -43,7 +43,7 @@ def run(
   """One forward pass on the default device.
 
   Args:
-    found: the policy.
+    policy: The policy.
     screen: (width, height) of the generated picture.
     image: a picture file instead of that.
     prompt: the user's words.

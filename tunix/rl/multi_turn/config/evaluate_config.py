@@ -135,11 +135,11 @@ hide those."""
 def of_run(
     recorded: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """The layer that a run's settings are below an evaluation's.
+  """Returns a run's settings as the layer below an evaluation's.
 
   Args:
-    recorded: the run's settings by dotted key.
-    given: those of the evaluation, by dotted key.
+    recorded: The run's settings by dotted key.
+    overrides: The evaluation's settings by dotted key.
   """
   hidden = tuple(
       prefix

@@ -156,6 +156,8 @@ def _presets(settings: Mapping[str, Any]) -> dict[str, Any]:
     defaults["agent.name"] = agent
   try:
     defaults |= agents.get(agent or chosen("agent.name")).preset
+    if agent and "learner.row_length" in settings:
+      defaults["engine.context_length"] = settings["learner.row_length"]
   except (ValueError, ImportError):
     pass  # Reported with all other names.
   if name := chosen("algorithm.name"):
@@ -184,7 +186,12 @@ def checkpoint_agent(settings: Mapping[str, Any]) -> str:
   policy = str(loader.unwrap(settings.get("policy.name", "")))
   if environment != "cua" or not policy:
     return ""
-  return agent_presets.of_checkpoint(policy)
+  gym = str(loader.unwrap(settings.get("gym.name", "desktop")))
+  try:
+    phone = gyms.get(gym, "operator").box == "android"
+  except (ValueError, ImportError, TypeError):
+    phone = False  # Reported with all other names.
+  return agent_presets.of_checkpoint(policy, phone)
 
 
 def changed(config: TrainConfig) -> dict[str, Any]:

@@ -10,6 +10,7 @@ Does not check what the value means (`json_models` validates requests).
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
@@ -111,15 +112,26 @@ def short(value: Any, most: int = 80) -> str:
   return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def _brief() -> reprlib.Repr:
-  brief = reprlib.Repr()
-  brief.maxlevel = 8
-  brief.maxstring = brief.maxother = brief.maxlong = 200
-  brief.maxlist = brief.maxtuple = brief.maxdict = 40
-  return brief
+class _Brief(reprlib.Repr):
+  """`repr` of the first 40 items and 8 levels, mappings in their own order."""
+
+  def __init__(self):
+    super().__init__()
+    self.maxlevel = 8
+    self.maxstring = self.maxother = self.maxlong = 200
+    self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = 40
+
+  def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+    if level <= 0 and x:
+      return "{...}"
+    items = [
+        f"{self.repr1(key, level - 1)}: {self.repr1(value, level - 1)}"
+        for key, value in itertools.islice(x.items(), 40)
+    ]
+    return "{" + ", ".join(items + ["..."] * (len(x) > 40)) + "}"
 
 
-_BRIEF = _brief()
+_BRIEF = _Brief()
 _TOO_DEEP = f"it is nested deeper than {MOST_DEEP} levels"
 
 

@@ -136,7 +136,8 @@ class PolicySubject:
     text = (run / "config.yaml").read_text(encoding="utf-8")
     data = config_lib.parse_yaml(text, str(run / "config.yaml"))
     recorded = config_lib.from_dict({
-        name: data[name] for name in ("policy", "warm_start", "run")
+        name: data[name]
+        for name in ("policy", "warm_start", "run", "agent", "environment")
         if name in data
     })  # pyformat: disable
     return models.warm_start_source(recorded)

@@ -94,7 +94,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, Any]:
     raise ConfigError([
         "eval.episodes_per_task=0 is every task of a list, and"
         f" task_source.source={config.task_source.source} makes tasks without"
-        " end; give a number of them, or evaluate nothing with eval.on=false"
+        " end; give a number of them"
     ])
   chosen = config.task_source
   if not chosen.families:

@@ -301,7 +301,7 @@ def _ends_session(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def _listening(heard: Callable[[bytes], None]) -> Iterator[TextIO]:
-  """Returns a file to write to; `heard` gets what is written, on this loop."""
+  """Yields a file to write to; `heard` gets what is written, on this loop."""
   loop = asyncio.get_running_loop()
   reading_end, writing_end = os.pipe()
   os.set_blocking(reading_end, False)

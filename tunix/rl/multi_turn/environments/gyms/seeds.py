@@ -93,19 +93,20 @@ class IndexedTasks:
     return tasks[order[place]]
 
   def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """Returns the held-out tasks in their order, again and again."""
+    """Returns the `index`-th held-out task; the list begins again at its end.
+    """
     del seed  # Every held-out task is played, so there is nothing to choose.
     tasks = self._eval[family]
     return tasks[index % len(tasks)]
 
 
 def train_seed(family: str, index: int, seed: int, bound: int) -> int:
-  """Returns the `index`-th training instance of the run with this `seed`."""
+  """Returns the seed of a run's `index`-th training instance."""
   return _number(f"train/{family}/{index}/{seed}") % bound
 
 
 def eval_seed(family: str, index: int, seed: int, bound: int) -> int:
-  """Returns the `index`-th held-out instance; distinct for index < bound.
+  """Returns the seed of the `index`-th held-out instance; distinct below bound.
 
   Families share no seeds: a generator's first numbers decide what is easy in
   many of them alike, and an evaluation would count as many what is one.

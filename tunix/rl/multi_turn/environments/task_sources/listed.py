@@ -87,7 +87,7 @@ class WholeList:
     return self._families
 
   def eval_task(self, family: str, index: int, seed: int = 0) -> base.Task:
-    """Returns the tasks in their order, again and again."""
+    """Returns the `index`-th task; the list begins again at its end."""
     del seed
     tasks = self._tasks[family]
     return tasks[index % len(tasks)]

@@ -78,7 +78,6 @@ def times(
 
 def last_info(episode: trajectory_lib.Trajectory) -> Mapping[str, Any]:
   """Returns the info of the last turn, which has the gym's verdict."""
-  """The info of the last turn, which has the gym's verdict."""
   return episode.steps[-1].info if episode.steps else {}
 
 

@@ -295,7 +295,7 @@ def pick(
     connection: Connection to the database.
     project: Project that the rollouts belong to.
     training: only its rollouts; None for those of all the project's runs.
-    wanted: filters and order.
+    chosen: Filters and order.
     count: at most.
   """
   if chosen.sort != "errors" or chosen.up:

@@ -100,7 +100,8 @@ class Annotations:
   async def _post(
       self, request: Request, who: access_lib.Principal
   ) -> Response:
-    fields = http_io.parse(await http_io.read_body(request, _MAX_BODY))
+    body = await http_io.read_body(request, _MAX_BODY)
+    fields = http_io.parse_plain(body, '{"turn": 3, "label": "…", "note": "…"}')
     rollout = await self._rollout(request, who)
     await self.add(who.project, rollout, fields)
     return await self._answer(request, who)

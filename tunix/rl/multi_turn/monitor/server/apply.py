@@ -370,10 +370,9 @@ class _Work:
     return id_
 
   def _training_of_name(self, item: Item, id_: int) -> int | None:
-    """Returns the id of the training with this name; None for a new one.
+    """Returns the id of the client's training with this name, or None.
 
-    A client that names its training otherwise means a run of its own; that
-    gets a number behind its name, and nothing of the other is lost.
+    None: the name is another run's, and the item's has got a number behind it.
     """
     self._who.check_numbers("training", [id_])
     if item.client_id is None and ("training", id_) in self._who.mine:

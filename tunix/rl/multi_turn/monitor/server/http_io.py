@@ -98,6 +98,24 @@ def parse(body: bytes) -> Any:
     raise errors.ApiError(400, f"the body: {error}; send it as text") from None
 
 
+def parse_plain(body: bytes, remedy: str) -> Any:
+  """Returns the value of a body of JSON; half a surrogate pair becomes U+FFFD.
+
+  Args:
+    body: Bytes of the request.
+    remedy: What a body should be, for the refusal.
+
+  Raises:
+    ApiError: 400, it is no JSON, or nested too deeply.
+  """
+  try:
+    return _clean(json_text.parse(body))
+  except ValueError:
+    raise errors.ApiError(
+        400, f"the body is not JSON; give {remedy}"
+    ) from None
+
+
 def _clean(value: Any) -> Any:
   if isinstance(value, str):
     return _LONE.sub("\ufffd", value)

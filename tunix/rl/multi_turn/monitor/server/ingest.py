@@ -177,7 +177,7 @@ class Ingest:
     return [sha for sha in old if sha not in refreshed]
 
   def _absent(self, shas: list[str]) -> tuple[list[str], list[str]]:
-    """Returns the hashes without a file, and those stored long ago."""
+    """Returns the hashes without a row or a file, and those stored long ago."""
     stored = self._queries.known_screenshots(shas)
     before = database.now() - _OLD
     absent: list[str] = []

@@ -66,7 +66,7 @@ class References:
 
       sql: Cursor of the open transaction.
       project: Project of the batch.
-      *known: ids found before.
+      *earlier: Ids of earlier transactions.
     """
     self._sql = sql
     self._project = project
@@ -89,7 +89,7 @@ class References:
     """Looks up every name that items have or refer to, in one query.
 
     Args:
-      found: kind -> its items.
+      batch: Kind -> its items.
     """
     names_by_kind: dict[str, set[str]] = collections.defaultdict(set)
     for name, items in batch.items():

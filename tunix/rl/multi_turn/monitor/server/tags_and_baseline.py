@@ -89,7 +89,9 @@ class TagsAndBaseline:
       self, request: Request, who: access_lib.Principal
   ) -> Response:
     body = await http_io.read_body(request, _MAX_BODY)
-    change = _tag_change(http_io.parse(body))
+    change = _tag_change(
+        http_io.parse_plain(body, '{"add": [tags], "remove": [tags]}')
+    )
     tags = await self._change(who.project, http_io.id_of(request), change)
     return http_io.json_answer({"tags": tags})
 

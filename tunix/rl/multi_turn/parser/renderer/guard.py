@@ -77,7 +77,7 @@ class Guard:
     return covered
 
   def cover_all(self, value: Any) -> Any:
-    """Returns the same in every string of a JSON value, keys included."""
+    """Returns a JSON value with each of its strings covered, keys included."""
     if isinstance(value, str):
       return self.cover(value)
     if isinstance(value, Mapping):
