@@ -103,7 +103,7 @@ FILES = {
 OUTSIDE = (
     "gym=genv", "gym=gbox", "gym=openenv", "gym=osworld", "gym=android_world",
     "gym=computer", "gym=gymnasium", "gym=xdesktop", "gym=miniwob",
-    "gym=browser", "/models/policy", "Qwen3-VL-4B", "UI-TARS", "resume=",
+    "gym=browser", "/models/policy", "-Instruct", "UI-TARS", "resume=",
     "recordings=", "tasks=[]", "configs/mcp.yaml", "processes.",
     "environment=verifiers", "rollout.via=hosts", "rollout.via=offline",
     "rollout.via=buffer", "recipes/miniwob", "recipes/office",

@@ -115,6 +115,13 @@ def test_gym_servers(tmp_path, monkeypatch):
   assert names["flat"].observation_space.contains(flat)
 
 
+def test_the_tasks_of_a_buffers_trainer(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  documented_code.run("docs/rollout_buffer_trainer.md")
+  lines = (tmp_path / "tasks.jsonl").read_text().splitlines()
+  assert len(lines) == len(set(lines)) == 240
+
+
 def test_the_rollout_buffer(tmp_path):
   page = "docs/rollout_buffer.md"
   with buffer_services.Running(tmp_path / "buffer") as running:

@@ -1,6 +1,7 @@
 """The loop that feeds a queue from a rollout buffer service, at its ends."""
 
 import asyncio
+import json
 import types
 
 import buffer_services
@@ -39,11 +40,33 @@ def run_rollout(data):
 '''
 
 
+BOUNDED_GENERATOR = '''
+from tunix.rl.multi_turn.trajectory_collector.buffer_service import generating
+
+TASK_TYPE = "bounded"
+READS = ["input_file", "remote_buffer_url"]
+
+
+async def play(job):
+  return {
+      "messages": [{"role": "assistant", "content": "x"}],
+      "reward": float(job.number % 2), "tokens": [1, 2, 3],
+      "loss_mask": [0, 1, 1], "logprobs": [None, -1.0, -2.0],
+      "versions": [None, 0, 0],
+  }
+
+
+def run_rollout(data):
+  generating.run(data, play)
+'''
+
+
 @pytest.fixture(name="running")
 def _running(tmp_path):
   folder = tmp_path / "generators"
   folder.mkdir()
   (folder / "told_generator.py").write_text(GENERATOR)
+  (folder / "bounded_generator.py").write_text(BOUNDED_GENERATOR)
   with buffer_services.Running(
       tmp_path / "buffer", generators=[folder]
   ) as running:
@@ -69,10 +92,11 @@ def loop_of(
     raw=True,
     reports=None,
     rule=None,
+    max_staleness=4,
     **settings,
 ):
   queue = buffer_loop.LeasedQueue(
-      groups_per_step, admission.QueueConfig(max_staleness=4)
+      groups_per_step, admission.QueueConfig(max_staleness=max_staleness)
   )
   settings = data_sections.BufferConfig(
       url=running.url, poll_s=0.02, start=payload is not None, **settings
@@ -117,6 +141,43 @@ def test_what_is_left_when_a_generator_is_over_is_read_and_the_queue_closes(
   with pytest.raises(group_queue.QueueClosed):
     queue.get(timeout=5)
   assert "is finished, and nothing is left to read" in loop.over
+
+
+@pytest.mark.parametrize("members, replaced", [(2, 1), (2, 3), (8, 1)])
+def test_a_step_that_lacks_a_group_gets_it_under_the_bound(
+    tmp_path, running, members, replaced
+):
+  """Replaced groups, and groups larger than the run's, do not stop the loop."""
+  tasks = tmp_path / "buffer" / "tasks.jsonl"
+  tasks.parent.mkdir(exist_ok=True)
+  tasks.write_text("".join(
+      json.dumps({"instance_id": f"t{i}", "prompt": "x"}) + "\n"
+      for i in range(40)
+  ))  # pyformat: disable
+  payload = {
+      "task_type": "bounded", "input_file": str(tasks), "num_process": "4",
+      "num_repeat_per_sample": members,
+  }  # pyformat: disable
+  loop, queue = loop_of(running, payload, groups_per_step=4, max_staleness=0)
+
+  def learn():
+    try:
+      first = queue.get_batch(4, timeout=30)
+      queue.refund(replaced)
+      more = queue.get_batch(replaced, timeout=30)
+      stats = running.stats()
+      return [g.group_id for g in (*first, *more)], stats
+    finally:
+      loop.stop()
+
+  async def both():
+    learning = asyncio.create_task(asyncio.to_thread(learn))
+    await loop.run()
+    return await learning
+
+  names, stats = asyncio.run(asyncio.wait_for(both(), 100))
+  assert len(names) == len(set(names)) == 4 + replaced
+  assert stats["total_written"] <= members * (4 + replaced)
 
 
 def test_items_of_another_sampling_are_masked_and_counted_or_dropped(running):

@@ -105,7 +105,7 @@ class Ledger:
   def restore(
       self, entries: Iterable[QueuedGroup], indices: Iterable[int], lost: int
   ) -> None:
-    """Takes over a store's groups; `known` indices are never given again."""
+    """Takes over a store's groups; none of `indices` is given again."""
     for entry in entries:
       self._ready[entry.index] = entry
     self._next_index = max(indices, default=-1) + 1

@@ -337,7 +337,7 @@ def streams_of(algorithm: parts.Algorithm) -> tuple[str, ...]:
 
 
 def support_of(algorithm: parts.Algorithm) -> int:
-  """Returns the tokens of a sampling mask in its batches; 0 without one."""
+  """Returns the number of tokens in a sampling mask; 0 without one."""
   if not algorithm.config.keep_sampling_mask:
     return 0
   return policy_client.MAX_TOP_LOGPROBS + 1  # One sampled among ties.

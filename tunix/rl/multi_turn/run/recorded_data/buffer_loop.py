@@ -175,8 +175,9 @@ class BufferLoop:
     self._batch_size: int | None = batch_size
     # Where it starts the generator, the service takes it from the start.
     self._group_size = group_size if payload is None else 0
-    self._members = 0 if payload is None else group_size
-    self._taken = 0  # Groups that were read, without repeated ones.
+    self._bounded = payload is not None
+    self._members = group_size
+    self._taken = 0  # Items that were read, without repeated ones.
     self._raw = raw and payload is None
     self._min_valid = min_valid
     self._payload = payload
@@ -261,10 +262,11 @@ class BufferLoop:
     service = self._make_client()
     try:
       if self._payload is not None:
-        body = {
-            "allowed_items": self._allowed_items(),
-            **self._payload(self.skipped()),
-        }
+        body = self._payload(self.skipped())
+        self._members = int(body.get("num_repeat_per_sample", self._members))
+        # Kept items count as written, and this run has not read them.
+        self._bounded = not body.get("keep_items")
+        body = {"allowed_items": self._allowed_items(), **body}
         answer = await self._tried(
             lambda: service.start(body), final=_REFUSED
         )
@@ -353,7 +355,7 @@ class BufferLoop:
     lease = uuid.uuid4().hex  # Of all tries: an answer may be lost.
     batch = await self._tried(
         lambda: service.read(
-            self._batch_size,
+            self._read_size(),
             lease_s=self._settings.lease_s,
             lease=lease,
             allowed_items=self._allowed_items(),
@@ -384,7 +386,7 @@ class BufferLoop:
           open_keys |= before - set(self._finished)
           continue
         self._see(about)
-        self._taken += 1
+        self._taken += len(about.uids)
         if group.problem:
           refused.append((about, group.problem))
         else:
@@ -448,17 +450,31 @@ class BufferLoop:
     self._drops.look(stats)
     return stats
 
+  def _room(self) -> int:
+    """Returns the groups that the queue would admit now."""
+    return 0 if self._held else self._queue.room()
+
+  def _read_size(self) -> int | None:
+    """Returns the items of a read: a step's, or as many as may be written.
+
+    A step that lacks one group, dropped or replaced, must not wait for a batch
+    that the bound keeps the generator from writing.
+    """
+    if self._batch_size is None or not self._bounded:
+      return self._batch_size
+    return min(self._batch_size, self._members * max(1, self._room()))
+
   def _allowed_items(self) -> int | None:
     """Returns the items that the generator may have begun since the start.
 
-    The groups that were read count, and the groups that the queue would admit
+    The items that were read count, and the groups that the queue would admit
     now: the bound on staleness reaches the generator. None where other programs
-    write.
+    write, and where the buffer keeps earlier items.
     """
-    if not self._members:
+    if not self._bounded:
       return None
-    room = 0 if self._held else self._queue.room()
-    return self._members * max(0, self._taken - len(self._waiting) + room)
+    waiting = sum(len(group.about.uids) for group in self._waiting)
+    return max(0, self._taken - waiting + self._members * self._room())
 
   def _see(self, about: _About) -> None:
     for uid in about.uids:

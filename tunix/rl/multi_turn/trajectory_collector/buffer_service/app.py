@@ -368,6 +368,7 @@ class App:
     if data.get("timeout") is not None:
       waits = requests.number(data, "timeout", most=self._limits.max_wait)
     self._lease(data)
+    buffer.allow(requests.allowed_items(data))
     if not data.get("wait", True):
       waits = 0.0
     due = time.monotonic() + waits

@@ -267,9 +267,12 @@ class _Places:
   async def take(self, job: Job) -> None:
     """Waits until the job's group may begin; its later members never wait."""
     while job.number == 0 and self._room <= 0:
+      # Counted before the figures: what ends meanwhile is counted twice, so the
+      # bound is kept.
+      running = self._state.running
       stats = await self._buffer.stats()
       allowed = stats["allowed_items"] + stats["total_dropped"]
-      self._room = allowed - stats["total_written"] - self._state.running
+      self._room = allowed - stats["total_written"] - running
       if self._room <= 0:
         await asyncio.sleep(_LOOK_S)
     self._room -= 1
