@@ -175,12 +175,16 @@ def matmul_peak(dtype: str) -> float:
 
 
 class Side:
-  """A process that makes an update whenever it is asked to."""
+  """A process that makes an update whenever it is asked to.
+
+  JAX would take the GPU's memory from torch, so beside torch it runs on a CPU.
+  """
 
   def __init__(self, name: str):
     self.name = name
     self._process = subprocess.Popen(
         [sys.executable, *sys.argv, "--side", name],
+        env=os.environ | ({"JAX_PLATFORMS": "cpu"} if name == "torch" else {}),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -225,7 +229,9 @@ def beside_torch(args: argparse.Namespace) -> None:
     side.end()
   tokens = args.rows * args.row_length
   for side in sides:
-    about = {k: v for k, v in side.about.items() if k != "scores"}
+    about = dict(side.about)
+    if not args.only:  # Else whoever has the other side's compares them.
+      del about["scores"]
     report[side.name] = about | {
         "wall_s": round(side.median("wall"), 3),
         "cpu_s": round(side.median("cpu"), 3),
@@ -233,6 +239,7 @@ def beside_torch(args: argparse.Namespace) -> None:
         "tokens_per_cpu_s": round(tokens / side.median("cpu")),
         "memory_before_mb": round(side.median("before")),
         "peak_mb": round(max(r["peak"] for r in side.rounds)),
+        "model_gflop": round(side.median("model_gflop"), 1),
         "device_peak_mb": round(max(r["device_peak_mb"] for r in side.rounds)),
     }
     if side.name == "ours":
@@ -255,9 +262,11 @@ def beside_torch(args: argparse.Namespace) -> None:
           ),
           2,
       )
-  print(json.dumps(report, indent=2))
   if args.json:
     args.json.write_text(json.dumps(report, indent=2) + "\n")
+  for side in sides:
+    report[side.name].pop("scores", None)
+  print(json.dumps(report, indent=2))
 
 
 def main() -> None:

@@ -78,7 +78,8 @@ def page(results: dict[str, Any]) -> str:
   else:
     lines.append("No result.")
   lines += ["", "## A run", ""]
-  if run := results["quickstart"]:
+  run = results["quickstart"] or {}
+  if run.get("status") == "completed":
     before, after = run["eval"]["warm_start"], run["eval"]["final"]
     lines.append(
         f"{run['step']} updates of the quickstart: held-out success"
@@ -100,14 +101,18 @@ def page(results: dict[str, Any]) -> str:
         f"| {name} | {row['tokens_per_s']} | {row['wall_s']} | {mfu} |"
         f" {row['device_peak_mb']} |"
     )
+  if all(sides.values()):
+    ours, torch = (sides[name][name]["scores"] for name in ("ours", "torch"))
+    gap = max(abs(a - b) for a, b in zip(ours, torch))
+    lines += ["", f"Largest difference of both sides' log-probs: {gap:.1e}."]
   lines += ["", "## The engine", "",
             "| batch | tokens/s | ms a step | bound, ms | share of it |",
             "|---|---|---|---|---|"]  # pyformat: disable
   for batch, report in results["engine"].items():
-    step, bound = report["engine"]["step_ms"], report["bound"]["bound_ms"]
+    best = max(report["tried"], key=lambda tried: tried["fraction"])
     lines.append(
-        f"| {batch} | {report['engine']['tokens_per_second']:.0f} | {step:.2f}"
-        f" | {bound:.2f} | {bound / step:.0%} |"
+        f"| {batch} | {best['tokens_per_second']:.0f} | {best['step_ms']:.2f}"
+        f" | {report['bound']['bound_ms']:.2f} | {best['fraction']:.0%} |"
     )
   if not results["engine"]:
     lines.append("| no result | | | | |")
@@ -119,11 +124,11 @@ def _success(evaluation: dict[str, Any]) -> str:
 
 
 def _mfu(row: dict[str, Any], device: str) -> str:
-  """Returns the share of the data sheet's FLOP/s, recomputation included."""
+  """Returns the share of the data sheet's FLOP/s, without recomputation."""
   peak = next((p for name, p in PEAKS.items() if name in device), 0)
-  if not peak or "gflop" not in row:
+  if not peak:
     return ""
-  return f"{row['gflop'] * 1e9 / row['wall_s'] / peak:.0%}"
+  return f"{row['model_gflop'] * 1e9 / row['wall_s'] / peak:.0%}"
 
 
 def main() -> int:
@@ -137,9 +142,13 @@ def main() -> int:
   if args.out is None:
     parser.error("name the folder of results, or --device FILE")
   results = gather(args.out)
+  text = page(results)
+  for side in ("ours", "torch"):
+    if report := results[f"learner_{side}"]:
+      report[side].pop("scores", None)
   (args.out / "gpu.json").write_text(json.dumps(results, indent=2))
-  (args.out / "gpu.md").write_text(page(results))
-  print(page(results))
+  (args.out / "gpu.md").write_text(text)
+  print(text)
   return 0
 
 

@@ -47,6 +47,8 @@ class Trainer:
     torch.set_num_threads(os.cpu_count() or 1)
     self._torch, self._vision = torch, vision
     self._device = "cuda" if torch.cuda.is_available() else "cpu"
+    if os.environ.get("TUNIX_BENCH_CPU"):
+      self._device = "cpu"
     self._autocast = lambda: torch.autocast(
         self._device, torch.bfloat16, enabled=dtype == "bfloat16"
     )

@@ -22,6 +22,7 @@ from typing import Any, Callable
 import jax
 import numpy as np
 from peers import policies
+from tunix.rl.multi_turn.commands import plan_run
 from tunix.rl.multi_turn.core import images as image_lib
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import examples as example_lib
@@ -58,6 +59,18 @@ class Workload:
     learner = self.learner
     params, frozen = learner._params, learner._frozen  # pylint: disable=protected-access
     return np.asarray(learner._programs.score(params, frozen, batch))  # pylint: disable=protected-access
+
+  def flops(self, batch: Any) -> float:
+    """Returns the products of an update without recomputation, two a term."""
+    inputs = batch.inputs
+    rows, length = inputs.tokens.shape
+    patches = int((np.asarray(inputs.patch_segments) >= 0).sum())
+    images = sum(len(s.images) for g in self.groups for m in g.trajectories
+                 for s in m.sequences)  # pyformat: disable
+    return 3 * plan_run.forward_flops(
+        self.model, rows * length, length / 2, int(np.sum(batch.mask)),
+        patches, patches // max(1, images),
+    )  # pyformat: disable
 
   def batch(self) -> Any:
     """Returns the single packed batch of an update."""
@@ -189,9 +202,11 @@ def _torch(load: Workload) -> _Side:
 def serve(args: argparse.Namespace) -> None:
   """A side: prints its log-probs, then an update's cost for each line read."""
   load = Workload(args)
+  batch = load.batch()
   run, scores, about, device_peak = {"ours": _ours, "torch": _torch}[args.side](
       load
   )
+  flops = load.flops(batch)
   before = _memory()
   started = time.perf_counter()
   run()
@@ -209,6 +224,7 @@ def serve(args: argparse.Namespace) -> None:
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     cost = {"wall": wall, "cpu": cpu} | _memory() | {"before": before["rss"]}
     cost["device_peak_mb"] = device_peak() / 2**20
+    cost["model_gflop"] = flops / 1e9
     if args.side == "ours":
       cost |= _analysis(load.learner)
     print(json.dumps(cost), flush=True)
@@ -218,6 +234,7 @@ def _analysis(learner: Any) -> dict[str, float]:
   (compiled,) = learner._programs.accumulate.compiled  # pylint: disable=protected-access
   memory = compiled.memory_analysis()
   return {
+      # Of products by libraries a GPU's compiler knows no count.
       "gflop": compiled.cost_analysis()["flops"] / 1e9,
       "temporary_mb": memory.temp_size_in_bytes / 2**20,
   }
