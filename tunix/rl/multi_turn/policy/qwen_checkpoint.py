@@ -27,6 +27,7 @@ from tunix.rl.multi_turn.policy import qwen_vl_inputs
 from tunix.rl.multi_turn.policy import qwen_vl_sizes
 from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy import tensor_files
 from tunix.rl.multi_turn.policy import text_inputs
 
 FAMILIES = qwen_config.FAMILIES
@@ -171,6 +172,7 @@ def load(
   `max_pixels` of the host side, `image_budget` can be given: (pixels, images)
   of a whole trajectory, see `qwen_vl_sizes.pixel_budget`.
   """
+  tensor_files.Reader(directory)  # Missing weights before a missing tokenizer.
   encoder = policy_files.load_tokenizer(directory)
   config, processor = _read(directory, encoder, screen, changes)
   fields = qwen_text_config.run_fields(config)
