@@ -110,7 +110,7 @@ def parse_plain(body: bytes, remedy: str) -> Any:
   """
   try:
     return _clean(json_text.parse(body))
-  except ValueError:
+  except (ValueError, OverflowError):  # A whole number that no float holds.
     raise errors.ApiError(
         400, f"the body is not JSON; give {remedy}"
     ) from None
