@@ -230,7 +230,7 @@ def beside_torch(args: argparse.Namespace) -> None:
   tokens = args.rows * args.row_length
   for side in sides:
     about = dict(side.about)
-    if not args.only:  # Else whoever has the other side's compares them.
+    if not args.only:  # With --only, gpu/page.py compares the two files.
       del about["scores"]
     report[side.name] = about | {
         "wall_s": round(side.median("wall"), 3),

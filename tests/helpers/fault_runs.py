@@ -684,8 +684,8 @@ def main() -> None:
     plan += [("damage", stopped, *one) for one in kinds[: given.damages]]
   found.rng.shuffle(plan)  # So that a part of it is a sample of all.
   one_each = list({step[0]: step for step in plan}.values())
-  others = [step for step in plan if step not in one_each]
-  plan = [*one_each, *others][: given.most]
+  repeated = [step for step in plan if step not in one_each]
+  plan = [*one_each, *repeated][: given.most]
   for what, *how in plan:
     started = time.monotonic()
     entry = {"what": what, "how": [str(h) for h in how]}

@@ -674,7 +674,7 @@ def plain(number: float) -> int | float:
 
 
 def short(value: Any) -> str:
-  """Returns text as it is, other values as their `repr`; 60 characters."""
+  """Returns text, or the `repr` of another value, cut to 60 characters."""
   if not isinstance(value, str):
     return json_text.short(value, 60)
   return value if len(value) <= 60 else value[:57] + "..."
