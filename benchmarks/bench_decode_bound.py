@@ -52,6 +52,10 @@ def parse_args() -> argparse.Namespace:
   parser.add_argument(
       "--brief", action="store_true", help="one setting, without its parts"
   )
+  parser.add_argument(
+      "--profile", type=pathlib.Path, metavar="FOLDER",
+      help="trace one more round; gpu/kernels.py reads it",
+  )  # pyformat: disable
   parser.add_argument("--json", type=pathlib.Path, default=None)
   return parser.parse_args()
 
@@ -144,6 +148,9 @@ def run_engine(args, model, processor, options) -> dict[str, float]:
     engine.warm_up()
     for round_ in range(args.rounds + 1):
       rounds.append(asyncio.run(_round(args, engine, round_)))
+    if args.profile:
+      with jax.profiler.trace(str(args.profile)):
+        asyncio.run(_round(args, engine, args.rounds + 1))
   # The first touches memory for the first time.
   return min(rounds[1:], key=lambda f: f["step_ms"])
 

@@ -16,7 +16,7 @@ of its own, both find the same log-probs before the clock starts.
   python benchmarks/bench_learner.py --beside torch --size small
 
 A GPU holds one side of `--size 2b --dtype bfloat16` at a time: `--only ours`,
-then `--only torch`.
+then `--only torch`, with the same `--handover FOLDER`.
 """
 
 from __future__ import annotations
@@ -69,6 +69,14 @@ def parse_args() -> argparse.Namespace:
   torch_options.add_argument("--remat", default="", help="none, dots or block")
   torch_options.add_argument("--only", choices=SIDES, help="a side by itself")
   torch_options.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+  torch_options.add_argument(
+      "--handover", type=pathlib.Path, metavar="FOLDER",
+      help="--only ours leaves its policy and batch there for --only torch",
+  )
+  torch_options.add_argument(
+      "--profile", type=pathlib.Path, metavar="FOLDER",
+      help="trace one more update of ours; gpu/kernels.py reads it",
+  )
   args = parser.parse_args()
   if args.beside and not args.size:
     parser.error("--beside torch needs --size")
@@ -210,7 +218,7 @@ class Side:
 
   def end(self) -> None:
     self._in.close()
-    self._process.wait(60)
+    self._process.wait(120)
 
 
 def beside_torch(args: argparse.Namespace) -> None:

@@ -31,21 +31,25 @@ LIMITS = {"float32": 1e-3, "bfloat16": 8e-2}
 """Largest difference, beside values and log-probs of the order of 1 to 10."""
 
 
-def attention(images: bool, dtype: str) -> np.ndarray:
+def attention(images: bool, dtype: str, segments: int) -> np.ndarray:
   """Returns output and gradients of attention, float32[4, B, T, N, H]."""
   rng = np.random.default_rng(0)
-  b, t, n, h = 2, 512, 4, 64
+  b, t, n, h = 2, kernels.PACKED_FROM, 4, 64
   q, k, v, pull = (
       jnp.asarray(rng.standard_normal((b, t, n, h)), dtype) for _ in range(4)
   )
-  segments = np.repeat(np.arange(4, dtype=np.int32), t // 4)[None].repeat(b, 0)
+  # Rows of other lengths, the second with fewer segments and padding.
+  ends = np.sort(rng.choice(np.arange(1, t), (b, segments - 1)), axis=1)
+  ids = (np.arange(t)[None, :, None] >= ends[:, None]).sum(-1)
+  ids[1] = np.where(ids[1] > segments // 2, -1, ids[1])
+  ids = ids.astype(np.int32)
 
   @jax.jit
   def run(q, k, v):
     if images:
-      mix = lambda q, k, v: kernels.image_attention(q, k, v, segments, t // 4)
+      mix = lambda q, k, v: kernels.image_attention(q, k, v, ids, t)
     else:
-      mix = lambda q, k, v: kernels.causal_attention(q, k, v, segments)
+      mix = lambda q, k, v: kernels.causal_attention(q, k, v, ids)
     out, back = jax.vjp(mix, q, k, v)
     return out, *back(pull)
 
@@ -74,7 +78,10 @@ def compute() -> dict[str, np.ndarray]:
   for images in (False, True):
     for dtype in LIMITS:
       what = "attention of images" if images else "attention of rows"
-      arrays[f"{what}, {dtype}"] = attention(images, dtype)
+      for segments in (3, 40):  # The kernel's own segments, and a mask's.
+        arrays[f"{what}, {segments} segments, {dtype}"] = attention(
+            images, dtype, segments
+        )
   for name in FAMILIES:
     for part, value in family(name).items():
       arrays[f"{name}, {part}, float32"] = value

@@ -51,12 +51,17 @@ def gather(folder: pathlib.Path) -> dict[str, Any]:
   for name in ("device", "correctness", "quickstart", "learner_ours",
                "learner_torch"):  # pyformat: disable
     file = folder / f"{name}.json"
-    results[name] = json.loads(file.read_text()) if file.exists() else None
+    text = file.read_text() if file.exists() else ""
+    results[name] = json.loads(text) if text else None
   engines = sorted(
       folder.glob("engine_*.json"), key=lambda p: int(p.stem.split("_")[1])
   )
   results["engine"] = {
       p.stem.split("_")[1]: json.loads(p.read_text()) for p in engines
+  }
+  results["kernels"] = {
+      p.stem.partition("_")[2]: json.loads(p.read_text())
+      for p in sorted(folder.glob("kernels_*.json"))
   }
   return results
 
@@ -116,6 +121,16 @@ def page(results: dict[str, Any]) -> str:
     )
   if not results["engine"]:
     lines.append("| no result | | | | |")
+  for name, trace in results["kernels"].items():
+    busy = f"{trace['busy_ms']:.0f} ms busy of {trace['span_ms']:.0f}."
+    lines += ["", f"## Longest kernels: {name.replace('_', ', batch ')}", "",
+              busy, "", "| kernel | ms | calls | share |",
+              "|---|---|---|---|"]  # pyformat: disable
+    lines += [
+        f"| `{k['name'][:60]}` | {k['ms']:.1f} | {k['calls']} |"
+        f" {k['share']:.0%} |"
+        for k in trace["kernels"][:10]
+    ]
   return "\n".join(lines) + "\n"
 
 

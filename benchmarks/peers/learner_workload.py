@@ -17,6 +17,7 @@ import pathlib
 import sys
 import tempfile
 import time
+import types
 from typing import Any, Callable
 
 import jax
@@ -27,6 +28,7 @@ from tunix.rl.multi_turn.core import images as image_lib
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.policy import checkpoint
 
 GROUP = 4
 SAMPLED = 24  # Tokens a turn.
@@ -182,31 +184,71 @@ def _device_peak() -> int:
   return stats.get("peak_bytes_in_use", 0)
 
 
-def _torch(load: Workload) -> _Side:
-  from peers import learner_torch  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn.policy import checkpoint  # pylint: disable=g-import-not-at-top
+_BATCH = ("mask", "advantages", "weights", "index", "targets")
+_INPUTS = ("tokens", "vision_index", "positions", "patch_segments", "patches",
+           "patch_positions")  # pyformat: disable
 
+
+def save(load: Workload, folder: pathlib.Path) -> None:
+  """Writes what the side torch needs: weights, the packed batch, its FLOPs."""
   batch = load.batch()
-  with tempfile.TemporaryDirectory() as directory:
-    saved = checkpoint.save_policy(pathlib.Path(directory) / "p", load.model)
-    del load.learner
-    config = load.model.config
-    trainer = learner_torch.Trainer(
-        saved, config.vision, 1e-5, config.compute_dtype, config.remat
+  checkpoint.save_policy(
+      folder / "policy", load.model, dtype=load.model.config.compute_dtype
+  )
+  np.savez(
+      folder / "batch.npz",
+      flops=load.flops(batch),
+      **{name: np.asarray(getattr(batch, name)) for name in _BATCH},
+      **{name: np.asarray(getattr(batch.inputs, name)) for name in _INPUTS},
+  )
+
+
+def _torch(args: argparse.Namespace, folder: pathlib.Path) -> tuple[Any, ...]:
+  """Returns the side, and an update's FLOPs."""
+  from peers import learner_torch  # pylint: disable=g-import-not-at-top
+
+  with np.load(folder / "batch.npz") as arrays:
+    flops = float(arrays["flops"])
+    batch = types.SimpleNamespace(
+        **{name: arrays[name] for name in _BATCH},
+        inputs=types.SimpleNamespace(
+            **{name: arrays[name] for name in _INPUTS}
+        ),
     )
+  config = policies.config_of(args.size)
+  trainer = learner_torch.Trainer(
+      folder / "policy",
+      config.vision,
+      1e-5,
+      args.dtype,
+      args.remat or config.remat,
+  )
   scores = trainer.logprobs(batch)
   about = {"version": trainer.version}
-  return lambda: trainer.update(batch), scores, about, trainer.device_peak
+  run = lambda: trainer.update(batch)
+  return run, scores, about, trainer.device_peak, flops
+
+
+def _start(args: argparse.Namespace) -> tuple[Any, ...]:
+  """Returns a side, an update's FLOPs, and the learner of ours."""
+  folder = args.handover
+  if args.side == "torch" and folder:
+    return *_torch(args, folder), None
+  load = Workload(args)
+  if args.side == "torch":
+    with tempfile.TemporaryDirectory() as directory:
+      save(load, pathlib.Path(directory))
+      del load
+      return *_torch(args, pathlib.Path(directory)), None
+  if folder:
+    folder.mkdir(parents=True, exist_ok=True)
+    save(load, folder)
+  return *_ours(load), load.flops(load.batch()), load.learner
 
 
 def serve(args: argparse.Namespace) -> None:
   """A side: prints its log-probs, then an update's cost for each line read."""
-  load = Workload(args)
-  batch = load.batch()
-  run, scores, about, device_peak = {"ours": _ours, "torch": _torch}[args.side](
-      load
-  )
-  flops = load.flops(batch)
+  run, scores, about, device_peak, flops, learner = _start(args)
   before = _memory()
   started = time.perf_counter()
   run()
@@ -226,8 +268,11 @@ def serve(args: argparse.Namespace) -> None:
     cost["device_peak_mb"] = device_peak() / 2**20
     cost["model_gflop"] = flops / 1e9
     if args.side == "ours":
-      cost |= _analysis(load.learner)
+      cost |= _analysis(learner)
     print(json.dumps(cost), flush=True)
+  if args.profile and args.side == "ours":
+    with jax.profiler.trace(str(args.profile)):
+      run()
 
 
 def _analysis(learner: Any) -> dict[str, float]:

@@ -336,6 +336,74 @@ def test_cudnn_is_what_a_gpu_program_holds(monkeypatch):
     assert "__cudnn" not in module(jnp.float32, run)
 
 
+def as_documented(q, k, v, *, q_seqlen, q_offsets, scale, mask_type, **_):
+  """cuDNN's attention of sequences in rows, by what `jax` documents of it:
+  offsets begin each one, seqlen is its length, both are -1 for none."""
+  b, t, n, h = q.shape
+  k, v = (jnp.repeat(x, n // x.shape[2], axis=2) for x in (k, v))
+  place = jnp.arange(t)
+  starts, lengths = q_offsets[:, :-1, None], q_seqlen[:, :, None]
+  inside = (starts >= 0) & (place >= starts) & (place < starts + lengths)
+  mask = jnp.einsum("bmt,bmc->btc", inside.astype(int), inside.astype(int)) > 0
+  if "CAUSAL" in mask_type.name:
+    mask &= np.tri(t, dtype=bool)
+  scores = jnp.einsum("btnh,bcnh->bntc", q, k) * scale
+  weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -1e30))
+  return jnp.einsum("bntc,bcnh->btnh", weights, v)
+
+
+@pytest.mark.parametrize("segments", (1, 4, 16, 17, 40))
+@pytest.mark.parametrize("prefix", (False, True))
+def test_hopper_gets_segments_by_their_places(segments, prefix, monkeypatch):
+  """Equal to XLA's values and gradients, with padding, also beyond the bound
+  and with prefixes, where a mask takes over."""
+  from jax._src.cudnn import fused_attention_stablehlo as fused  # pylint: disable=g-import-not-at-top
+
+  calls = []
+
+  def kernel(*args, **options):
+    calls.append(options["q_seqlen"].shape[1])
+    return as_documented(*args, **options)
+
+  monkeypatch.setattr(fused, "check_compute_capability", lambda _: True)
+  monkeypatch.setattr(fused, "dot_product_attention", kernel)
+  monkeypatch.setattr(kernels, "PACKED_FROM", 64)
+  flash = kernels._flash  # pylint: disable=protected-access
+  rng = np.random.default_rng(segments)
+  b, t, n, h = 2, 96, 2, 8
+  q, k, v = (random(rng, b, t, n, h) for _ in "qkv")
+  ends = np.sort(
+      np.stack([rng.permutation(t - 1)[: segments - 1] for _ in range(b)])
+  )
+  ids = (np.arange(t)[None, :, None] > ends[:, None]).sum(-1).astype(np.int32)
+  ids[1] = np.where(ids[1] > segments // 2, -1, ids[1])
+  before = np.full_like(ids, -1)
+  if prefix:
+    before[0] = np.where(ids[0] > 0, 0, -1)
+  images = lambda q, k, v: kernels.image_attention(q, k, v, ids, t)
+  rows = lambda q, k, v: kernels.causal_attention(q, k, v, ids, before)
+  for run, most, masked in (
+      (images, kernels.IMAGE_SEGMENTS, False),
+      (rows, kernels.ROW_SEGMENTS, prefix and segments > 1),
+  ):
+    want = outputs_and_gradients(run, q, k, v)
+    monkeypatch.setattr(kernels, "_cudnn_applies", lambda *_: True)
+    # The branch that is not to be taken would spoil the result.
+    factor = 1 if masked or segments > most else np.nan
+    monkeypatch.setattr(
+        kernels,
+        "_flash",
+        lambda *a, f=factor, **_: f * flash(*a, implementation="xla"),
+    )
+    with compiling.compile_for("gpu"):
+      got = outputs_and_gradients(run, q, k, v)
+    monkeypatch.setattr(kernels, "_cudnn_applies", lambda *_: False)
+    jax.tree.map(
+        lambda a, b_: np.testing.assert_allclose(a, b_, atol=1e-4), got, want
+    )
+  assert calls == [kernels.IMAGE_SEGMENTS, kernels.ROW_SEGMENTS]
+
+
 def test_bfloat16_products_are_summed_in_float32():
   rng = np.random.default_rng(7)
   x = jnp.asarray(random(rng, 3, 5, 512), jnp.bfloat16)

@@ -19,6 +19,14 @@ _UPDATE_OPTIONS = (
     ("xla_cpu_prefer_vector_width", 512),
 )
 
+_WAITING_OPTIONS = {
+    "cpu": (("xla_backend_optimization_level", 1),),
+    "gpu": (
+        ("xla_gpu_autotune_level", 0),
+        ("xla_gpu_enable_triton_gemm", False),
+    ),
+}
+
 _target: contextvars.ContextVar[str | None] = contextvars.ContextVar(
     "target", default=None
 )
@@ -43,11 +51,14 @@ def compiler_options() -> dict[str, Any]:
   """Options for programs that are compiled while a user waits.
 
   On a CPU libraries take most of the time, and LLVM's later optimisations of
-  the rest cost a quarter of the compile time for no measurable gain.
+  the rest cost a quarter of the compile time for no measurable gain. On a GPU
+  the autotuner compiles each product and fusion dozens of times: minutes for
+  programs that cuBLAS runs as fast.
   """
-  if backend() != "cpu" or _chosen("xla_backend_optimization_level"):
+  if jax.config.read("jax_disable_most_optimizations"):
     return {}
-  return {"xla_backend_optimization_level": 1}
+  return {k: v for k, v in _WAITING_OPTIONS.get(backend(), ())
+          if not _chosen(k)}  # pyformat: disable
 
 
 def update_options() -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Computes attention and matrix products by each backend's best kernel.
 
 On TPU attention, of rows and of images, is the splash kernel that ships with
-JAX; on GPU it is cuDNN's flash attention, in chunks of queries whose masks are
-affordable; everywhere else (and where a kernel does not apply) attention is
+JAX; on GPU it is cuDNN's flash attention, which from Hopper on is told where
+sequences of a row begin, and otherwise runs in chunks of queries whose masks
+are affordable; everywhere else (and where a kernel does not apply) attention is
 plain XLA in chunks of queries, whose scores are computed again in the backward
 pass; on CPU block by block (see `blocks`). On CPU, products of bfloat16
 operands are summed into float32 outputs, which is several times faster there
@@ -44,6 +45,15 @@ SPLASH_BLOCK = 128
 
 MAX_MASK = 1 << 27
 """Places of a mask for cuDNN that exist at a time, three bytes each."""
+
+PACKED_FROM = 1024
+"""Places of a row from which cuDNN gets segments instead of a mask."""
+
+ROW_SEGMENTS, IMAGE_SEGMENTS = 16, 4
+"""Segments of a row or block that cuDNN gets; where there are more, a mask.
+
+Each costs empty blocks of the kernel: H200, 36 screenshots of 3,520 patches.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,6 +244,22 @@ def _causal_local(
     return blocks_lib.attend(
         q_BTNH, k_BTKH, v_BTKH, segments_BT, prefix_BT, causal=True
     )
+  masked = lambda q, k, v: _causal_chunks(
+      q, k, v, segments_BT, prefix_BT, flash=flash
+  )
+  if flash and _packed_applies(t):
+    return _packed(
+        q_BTNH, k_BTKH, v_BTKH, segments_BT, ROW_SEGMENTS, masked, True,
+        prefix_BT,
+    )  # pyformat: disable
+  return masked(q_BTNH, k_BTKH, v_BTKH)
+
+
+def _causal_chunks(
+    q_BTNH, k_BTKH, v_BTKH, segments_BT, prefix_BT=None, *, flash=None
+) -> jax.Array:
+  """As `causal_attention`, a chunk of queries at a time under its mask."""
+  b, t = segments_BT.shape
   k, v, axis, chunk, attend_ = _chunks(k_BTKH, v_BTKH, b, flash)
 
   def part(start: int, end: int) -> jax.Array:
@@ -377,6 +403,22 @@ def _image_local(
   fill = blocks * block - p
   if segments_SP.dtype == jnp.bool_ and blocks == 1 and not (cut or flash):
     return _attend_where(q_SPNH, k_SPNH, v_SPNH, segments_SP)
+  near = functools.partial(_neighbourhoods, block=block, cut=cut, flash=flash)
+  if flash and blocks == 1 and not cut and _packed_applies(p):
+    return _packed(
+        q_SPNH, k_SPNH, v_SPNH, segments_SP, IMAGE_SEGMENTS,
+        lambda q, k, v: near(q, k, v, segments_SP), False,
+    )  # pyformat: disable
+  return near(q_SPNH, k_SPNH, v_SPNH, segments_SP)
+
+
+def _neighbourhoods(
+    q_SPNH, k_SPNH, v_SPNH, segments_SP, *, block, cut, flash
+) -> jax.Array:
+  """Attends in blocks of queries to the blocks around them, under masks."""
+  s, p, heads, head_dim = q_SPNH.shape
+  blocks = -(-p // block)
+  fill = blocks * block - p
 
   def pad(x, before, after):
     return jnp.pad(x, [(0, 0), (before, after)] + [(0, 0)] * (x.ndim - 2))
@@ -403,7 +445,7 @@ def _image_local(
   mask = own[:, :, None] == segments[:, None, :]
   if cut:
     distance = np.arange(span)[None, :] - np.arange(block)[:, None]
-    mask &= np.abs(distance - (span - block) // 2) <= reach
+    mask &= np.abs(distance - (span - block) // 2) <= block
   if flash:
     attend_ = functools.partial(_flash, implementation=flash)
     at_once = mask.size <= MAX_MASK
@@ -501,6 +543,62 @@ def _flash(q_BTNH, k_BCKH, v_BCKH, mask_BTC, *, implementation) -> jax.Array:
       mask=mask_BTC[:, None],
       implementation=implementation,
   )
+
+
+def _packed_applies(places: int) -> bool:
+  """Returns whether cuDNN takes segments by their places: Hopper and later."""
+  if compiling.backend() != "gpu" or places < PACKED_FROM:
+    return False
+  from jax._src.cudnn import fused_attention_stablehlo as cudnn  # pylint: disable=g-import-not-at-top
+
+  return cudnn.check_compute_capability("9.0")
+
+
+def _packed(
+    q_BTNH,
+    k_BTKH,
+    v_BTKH,
+    segments_BT,
+    most: int,
+    masked: Callable[..., jax.Array],
+    causal: bool,
+    prefix_BT=None,
+) -> jax.Array:
+  """Attends within each run of equal ids; ids of a row lie in one run each.
+
+  1. A row of at most `most` runs is a batch of sequences for cuDNN, which skips
+     what they do not see and needs no mask. Padding is a run, too: its outputs
+     must be finite.
+  2. If any row has more runs, or a token has a prefix, `masked` computes all
+     rows, and again in the backward pass, so that it saves nothing beside the
+     first branch.
+  """
+  # The public function has no argument for sequences that share a row.
+  from jax._src.cudnn import fused_attention_stablehlo as cudnn  # pylint: disable=g-import-not-at-top
+
+  b, t = segments_BT.shape
+  new_BT = segments_BT[:, 1:] != segments_BT[:, :-1]
+  new_BT = jnp.concatenate([jnp.ones((b, 1), bool), new_BT], axis=1)
+  kind = cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING
+
+  def by_runs(q, k, v):
+    first = lambda new_T: jnp.nonzero(new_T, size=most + 1, fill_value=-1)[0]
+    starts = jax.vmap(first)(new_BT).astype(jnp.int32).at[:, most].set(-1)
+    ends = jnp.roll(starts, -1, axis=1)
+    ends = jnp.where((starts >= 0) & (ends < 0), t, ends)
+    lengths = jnp.where(starts >= 0, ends - starts, -1)[:, :most]
+    return cudnn.dot_product_attention(
+        q, k, v,
+        q_seqlen=lengths, kv_seqlen=lengths,
+        q_offsets=starts, kv_offsets=starts,
+        scale=q.shape[-1] ** -0.5, mask_type=kind,
+    )  # pyformat: disable
+
+  fits = jnp.max(jnp.sum(new_BT, axis=1)) <= most
+  if prefix_BT is not None:
+    fits &= jnp.all(prefix_BT < 0)
+  by_mask = jax.checkpoint(masked)
+  return jax.lax.cond(fits, by_runs, by_mask, q_BTNH, k_BTKH, v_BTKH)
 
 
 # --- splash attention ------------------------------------------------------
