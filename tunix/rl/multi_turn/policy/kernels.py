@@ -1,7 +1,7 @@
 """Computes attention and matrix products by each backend's best kernel.
 
 On TPU attention, of rows and of images, is the splash kernel that ships with
-JAX; on GPU it is cuDNN's flash attention, which from Hopper on is told where
+JAX; on GPU it is cuDNN's flash attention, which from Hopper on knows where
 sequences of a row begin, and otherwise runs in chunks of queries whose masks
 are affordable; everywhere else (and where a kernel does not apply) attention is
 plain XLA in chunks of queries, whose scores are computed again in the backward
