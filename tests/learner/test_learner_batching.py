@@ -119,10 +119,10 @@ def _visible(batch, buffer, at):
   out = []
   for t in range(column + 1):
     if inputs.seen_until is None:
-      seen = inputs.segment_ids[row, t] == own
+      visible = inputs.segment_ids[row, t] == own
     else:
-      seen = column < inputs.seen_until[row, t]
-    if not seen:
+      visible = column < inputs.seen_until[row, t]
+    if not visible:
       continue
     pixels = None
     index = inputs.vision_index[row, t]

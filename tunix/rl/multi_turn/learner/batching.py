@@ -274,7 +274,7 @@ class Packer:
           f"BatchShape.image_patches={shape.image_patches} must be a multiple"
           f" of a vision token's {self._processor.patches_per_token} patches"
       )
-    # 1. Make items: sequences, or trees of those that begin alike.
+    # 1. Make items: sequences, or trees of sequences that begin alike.
     items = packing.make_items(examples, shape.row_length, self._tree)
     # 2. Refuse images that a window cannot hold.
     sizes: dict[str, int] = {}

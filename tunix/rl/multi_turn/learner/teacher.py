@@ -65,8 +65,8 @@ class Teacher:
       )
     if tree and not getattr(model, "supports_tree", False):
       raise ValueError(
-          f"the teacher, a {type(model).__name__}, reads no rows that are trees;"
-          " set learner.tree=false"
+          f"the teacher, a {type(model).__name__}, reads no trees; set"
+          " learner.tree=false"
       )
     module = cast(nnx.Module, model)
     split = update.SplitModel(module)

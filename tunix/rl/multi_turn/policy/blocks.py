@@ -4,11 +4,12 @@ A block of queries goes over the blocks of keys that it sees any of, with the
 running maximum and sum of Milakov and Gimelshein 2018, "Online normalizer
 calculation for softmax"; the backward pass computes scores again (Dao et al.
 2022, "FlashAttention"). Time grows with the pairs of blocks that share a
-segment (in a tree: a token and a descendant), memory with the tokens. Loops, not unrolled: a program is as large for
-a long row as for a short one. For a CPU, where scores that fit a core's cache
-are several times faster than those that go through memory. Blocks are as large
-as a cache allows where all of a row is seen, smaller where a part of it is; and
-large enough for all cores to work on one, as loops run turn by turn.
+segment, in a tree with those of a prefix and its descendants; memory with the
+tokens. Loops, not unrolled: a program is as large for a long row as for a short
+one. For a CPU, where scores that fit a core's cache are several times faster
+than those that go through memory. Blocks are as large as a cache allows where
+all of a row is seen, smaller where a part of it is; and large enough for all
+cores to work on one, as loops run turn by turn.
 
 Promises: the numbers of attention under the explicit mask, up to rounding.
 

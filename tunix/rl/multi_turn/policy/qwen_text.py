@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import cached_attention
-from tunix.rl.multi_turn.policy import compiling
 from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import linear_attention
