@@ -50,7 +50,7 @@ class Case:
     self.programs = {} if programs is None else programs
     self.store = images.ImageStore()
     self.rng = np.random.default_rng(seed)
-    self.pad = self.model.config.image_token_id
+    self.pad = getattr(self.model.config, "image_token_id", 0)
     banned = set(self.model.config.banned_token_ids)
     self.ids = np.array(
         [i for i in range(FIRST_ID, LAST_ID) if i not in banned]
