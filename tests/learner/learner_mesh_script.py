@@ -133,7 +133,7 @@ def main(directory):
       **config,
   )
   pair = [
-      case.learner(tree="false", **per_sequence),
+      case.learner(**per_sequence),
       case.learner(mesh=sharding.make_mesh(**MESHES["mixed"]), **per_sequence),
   ]
   metrics = [[one.update(groups) for groups in data] for one in pair]
@@ -159,7 +159,7 @@ def main(directory):
       **config,
   )
   pair = [
-      case.learner(tree="false", **ppo),
+      case.learner(**ppo),
       case.learner(mesh=sharding.make_mesh(**MESHES["mixed"]), **ppo),
   ]
   metrics = [[one.update(groups) for groups in data] for one in pair]

@@ -42,9 +42,8 @@ def main(directory, address, count, index):
   )
   assert (processes.index, processes.count) == (index, count)
   case = learner_cases.Case()
-  data = [case.groups(6, 4)] + [case.rewritten(6, 4) for _ in range(2)]
-  # One process computes each sequence by itself, several those of trees.
-  single = case.learner(tree="false", **CONFIG)
+  data = [case.groups(6, 4) for _ in range(3)]
+  single = case.learner(**CONFIG)
   want = [single.update(groups) for groups in data[:2]]
   parameters = [
       np.asarray(x) for x in jax.tree.leaves(single.policy_state())
