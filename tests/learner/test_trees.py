@@ -131,8 +131,8 @@ def test_a_sequence_does_not_depend_on_its_neighbours(case):
       e.sequence for e in learner_cases.examples_of(case.rewritten(2, 4))
   ]
   together = learner.sequence_logprobs(sequences)
-  rest = learner.sequence_logprobs(sequences[::2])
-  for a, b in zip(together[::2], rest, strict=True):
+  every_other = learner.sequence_logprobs(sequences[::2])
+  for a, b in zip(together[::2], every_other, strict=True):
     np.testing.assert_allclose(a, b, atol=1e-6)
   for sequence, want in zip(sequences, together):
     (alone,) = learner.sequence_logprobs([sequence])
