@@ -6,7 +6,15 @@ and compares the arithmetic done with this machine's matmul speed. CPU seconds
 are printed beside wall seconds: on a shared machine only they repeat.
 
   python benchmarks/bench_learner.py --groups 16 --members 8 --turns 2
-  python benchmarks/bench_learner.py --row-length 288 --rows 14 --no-share
+  python benchmarks/bench_learner.py --row-length 288 --rows 14 --tree false
+
+With `--history`, a turn's prompt holds the turns before it: `full` is one
+sequence an episode, `turns` one a turn (as servers record agents that keep
+their own history), `window` one for each rewrite of a history that keeps the
+newest `--window` screenshots.
+
+  python benchmarks/bench_learner.py --groups 1 --turns 12 --history turns \
+      --rows 1 --row-length 4096 --tree false
 
 With `--beside torch` it trains a Qwen3-VL of a CPU's size in turns with
 transformers' on torch, eager, on the same packed batch; each side is a process
@@ -42,6 +50,8 @@ from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.policy import checkpoint
 
 SIDES = ("ours", "torch")
+HISTORIES = ("none", "full", "turns", "window")
+NOTE = 6  # Tokens in place of a screenshot that a window left.
 TOLERANCE = 1e-4  # Nats, of log-probs of both sides.
 
 
@@ -58,7 +68,10 @@ def parse_args() -> argparse.Namespace:
   parser.add_argument("--row-length", type=int, default=None)
   parser.add_argument("--dtype", default="float32")
   parser.add_argument("--policy", default="tiny", help="size of TinyVL")
-  parser.add_argument("--no-share", action="store_true")
+  parser.add_argument("--tree", default="auto", help="learner.tree")
+  parser.add_argument("--history", choices=HISTORIES, default="none")
+  parser.add_argument("--window", type=int, default=3, help="screenshots")
+  parser.add_argument("--bridge", type=int, default=12, help="tokens a turn")
   parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
   parser.add_argument("--updates", type=int, default=4)
   torch_options = parser.add_argument_group("--beside torch")
@@ -101,6 +114,7 @@ class Episodes:
     self._ids = np.array(
         [i for i in range(model.config.vocab_size) if i not in banned]
     )
+    self._note = self._text(NOTE)
 
   def _text(self, length):
     return self._rng.choice(self._ids, length)
@@ -111,24 +125,64 @@ class Episodes:
     pixels = small.repeat(8, axis=0).repeat(8, axis=1)
     return self._store.put(pixels[: self._args.height, : self._args.width])
 
-  def _sequence(self, before, image, after, turn, version):
-    count = self._processor.num_image_tokens(image.width, image.height)
-    tokens = np.concatenate([
-        before,
-        np.full(count, self._placeholder),
-        after,
-        self._text(self._args.sampled),
-    ])
-    mask = np.zeros(len(tokens), bool)
-    mask[-self._args.sampled :] = True
+  def _sequence(self, parts, turn, version):
+    """Of tokens, screenshots, and tokens in a tuple, which are sampled."""
+    tokens, mask, spans = [], [], []
+    for part in parts:
+      sampled = isinstance(part, tuple)
+      if isinstance(part, trajectory.ImageRef):
+        count = self._processor.num_image_tokens(part.width, part.height)
+        spans.append(trajectory.ImageSpan(part, len(tokens), count))
+        part = [self._placeholder] * count
+      part = part[0] if sampled else part
+      tokens += list(part)
+      mask += [sampled] * len(part)
+    mask = np.array(mask)
     return trajectory.TokenSequence(
         tokens,
         mask,
         np.where(mask, -7.0, 0),
         np.where(mask, version, -1),
         np.full(len(tokens), turn),
-        (trajectory.ImageSpan(image, len(before), count),),
+        tuple(spans),
     )
+
+  def _member(self, before, after, image, version):
+    """Sequences of an episode; its first screenshot is the group's."""
+    args = self._args
+    action = lambda: self._text(args.sampled)
+    if args.history == "none":
+      prompts = [[before, image, after]] + [
+          [before, self._image(), self._text(len(after))]
+          for _ in range(1, args.turns)
+      ]
+      return [
+          self._sequence([*prompt, (action(),)], turn, version)
+          for turn, prompt in enumerate(prompts)
+      ]
+    turns = [(image, after, action())] + [
+        (self._image(), self._text(args.bridge), action())
+        for _ in range(1, args.turns)
+    ]
+    # 1. Each sequence samples the actions of some turns, and its prompt shows
+    #    the screenshots from a turn on.
+    spans = [(turn, turn + 1, 0) for turn in range(args.turns)]
+    if args.history == "full":
+      spans = [(0, args.turns, 0)]
+    elif args.history == "window":
+      first = min(args.window, args.turns)
+      spans = [(0, first, 0)] + [
+          (turn, turn + 1, turn + 1 - args.window)
+          for turn in range(first, args.turns)
+      ]
+    sequences = []
+    for start, end, shown in spans:
+      parts = [before]
+      for turn, (screen, text, tokens) in enumerate(turns[:end]):
+        parts += [screen if turn >= shown else self._note, text]
+        parts.append((tokens,) if turn >= start else tokens)
+      sequences.append(self._sequence(parts, start, version))
+    return sequences
 
   def groups(self, version):
     out = []
@@ -136,27 +190,15 @@ class Episodes:
     for number in range(self._args.groups):
       before, after = self._text(half), self._text(self._args.text - half)
       image = self._image()
-      members = []
-      for member in range(self._args.members):
-        sequences = [self._sequence(before, image, after, 0, version)]
-        for turn in range(1, self._args.turns):
-          sequences.append(
-              self._sequence(
-                  before,
-                  self._image(),
-                  self._text(self._args.text - half),
-                  turn,
-                  version,
-              )
+      members = [
+          trajectory.Trajectory(
+              steps=[trajectory.Step() for _ in range(self._args.turns)],
+              reward=float(member % 2),
+              status=trajectory.TrajectoryStatus.SUCCEEDED,
+              sequences=self._member(before, after, image, version),
           )
-        members.append(
-            trajectory.Trajectory(
-                steps=[trajectory.Step() for _ in range(self._args.turns)],
-                reward=float(member % 2),
-                status=trajectory.TrajectoryStatus.SUCCEEDED,
-                sequences=sequences,
-            )
-        )
+          for member in range(self._args.members)
+      ]
       out.append(
           trajectory.TrajectoryGroup(f"g{number}", "t", tuple(members))
       )
@@ -296,7 +338,7 @@ def main() -> None:
       learner_lib.LearnerConfig(
           rows=args.rows,
           row_length=args.row_length,
-          share_prompts=not args.no_share,
+          tree=args.tree,
       ),
   )
   episodes = Episodes(args, model, processor, store)
@@ -322,6 +364,14 @@ def main() -> None:
           "episodes": args.groups * args.members,
           "tokens": metrics["tokens"],
           "row_tokens": metrics["tokens"] - metrics["shared_tokens"],
+          "trained_over_computed": round(
+              metrics["tokens"]
+              / (metrics["tokens"] - metrics["shared_tokens"]),
+              2,
+          ),
+          "temporary_mb": round(
+              compiled.memory_analysis().temp_size_in_bytes / 1e6
+          ),
           "micro_batches": metrics["micro_batches"],
           "packing_efficiency": round(metrics["packing_efficiency"], 3),
           "patch_efficiency": round(metrics["patch_efficiency"], 3),

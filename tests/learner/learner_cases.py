@@ -21,7 +21,7 @@ HOST_ONLY = dict(
     rows=1,
     patches=0,
     targets=0,
-    share_prompts=True,
+    tree="auto",
     overlong="error",
     minibatches=1,
     epochs=1,
@@ -50,7 +50,7 @@ class Case:
     self.programs = {} if programs is None else programs
     self.store = images.ImageStore()
     self.rng = np.random.default_rng(seed)
-    self.pad = self.model.config.image_token_id
+    self.pad = getattr(self.model.config, "image_token_id", 0)
     banned = set(self.model.config.banned_token_ids)
     self.ids = np.array(
         [i for i in range(FIRST_ID, LAST_ID) if i not in banned]
@@ -106,6 +106,11 @@ class Case:
     return self.store.put(
         self.rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
     )
+
+  def screenshot(self):
+    """Parts of a sequence: an image, of a policy that reads them."""
+    reads = self.processor.patches_per_token > 0
+    return [("image", self.image())] if reads else []
 
   def text(self, length):
     return self.rng.choice(self.ids, length).astype(np.int32)
@@ -175,6 +180,54 @@ class Case:
     for i in range(count):
       rewards = self.rng.random(size)
       out.append(self.group(rewards, f"g{i}", turns, version))
+    return out
+
+
+  def rewritten(self, count=2, size=3, turns=3):
+    """Groups whose histories are rewritten, so that sequences share prefixes.
+
+    Every episode has one sequence of two turns with all screenshots, and one a
+    turn from then on: of a window, whose earlier screenshots and actions are
+    words. Two members of a group sample the same first action.
+    """
+    out = []
+    for number in range(count):
+      text = self.text(4)
+      prompt = [("text", text), *self.screenshot(), ("text", self.text(3))]
+      same = self.text(3)
+      members = []
+      for member in range(size):
+        first = same if member < 2 else self.text(3)
+        parts = [*prompt, ("sampled", first)]
+        words, sequences = [("text", text), ("text", first)], []
+        earlier = []
+        for turn in range(1, turns):
+          action = self.text(int(self.rng.integers(1, 4)))
+          screen = [
+              ("text", self.text(2)),
+              *self.screenshot(),
+              ("text", self.text(1)),
+          ]
+          if turn > 1:
+            parts = [*words, *earlier]
+          parts = [*parts, *screen, ("sampled", action)]
+          sequences.append(self.sequence(parts, turn=turn))
+          if turn > 1:  # The screenshot before this one leaves the window.
+            words += [("text", self.text(1)), earlier[-1]]
+          earlier = [*screen, ("text", action)]
+        members.append(
+            trajectory.Trajectory(
+                task="t",
+                steps=[trajectory.Step() for _ in range(turns)],
+                reward=float(self.rng.random()),
+                status=trajectory.TrajectoryStatus.SUCCEEDED,
+                sequences=sequences,
+                trajectory_id=f"e{int(self.rng.integers(1 << 60))}",
+            )
+        )
+      out.append(
+          trajectory.TrajectoryGroup(f"r{number}", "task", tuple(members))
+      )
     return out
 
 

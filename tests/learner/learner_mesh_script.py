@@ -53,9 +53,10 @@ def main(directory):
       adam_eps=1e-3,
   )
   case = learner_cases.Case()
-  data = [case.groups(6, 4) for _ in range(2)]
+  data = [case.groups(3, 4) + case.rewritten(3, 4) for _ in range(2)]
   examples = learner_cases.examples_of(data[0])
-  single = case.learner(**config)
+  # One device computes each sequence by itself, a mesh those of trees.
+  single = case.learner(tree="false", **config)
   want_grads, want_sums, _ = learner_cases.gradients(single, examples)
   want_metrics = [single.update(groups) for groups in data]
   scale = max(float(np.abs(g).max()) for g in want_grads.values())
@@ -71,6 +72,7 @@ def main(directory):
     shape = learner.shape
     report[name] = {
         "batches": stats.batches,
+        "shared": stats.sequence_tokens - stats.row_tokens,
         "loss": abs(float(sums.loss) - float(want_sums.loss)),
         "gradient": learner_cases.largest_difference(grads, want_grads)
         / scale,

@@ -78,11 +78,18 @@ _answer = st.tuples(st.just("sampled"), _ids)
 
 @st.composite
 def _examples(draw):
-  """Several sequences; some begin with the same prompt, images recur."""
+  """Several sequences; some begin like another one, images recur."""
   prompts = draw(st.lists(_prompt, min_size=1, max_size=4))
-  out = []
+  out, drawn = [], []
   for tag in range(draw(st.integers(1, 10))):
     blocks = list(draw(st.sampled_from(prompts))) + [draw(_answer)]
+    if drawn and draw(st.booleans()):
+      earlier = draw(st.sampled_from(drawn))
+      earlier = earlier[: draw(st.integers(1, len(earlier)))]
+      if len(_sequence(earlier, 0)) <= 18:  # As long as a prompt.
+        blocks = [*earlier, draw(_answer)]
+    drawn.append(blocks)
+    blocks = list(blocks)
     for _ in range(draw(st.integers(0, 2))):
       blocks += draw(_prompt) + [draw(_answer)]
     if draw(st.booleans()):
@@ -109,12 +116,13 @@ def _visible(batch, buffer, at):
   row += buffer * rows
   own = inputs.segment_ids[row, column]
   assert own > 0, "a target is predicted from padding"
-  prefix = -1
-  if inputs.prefix_ids is not None:
-    prefix = inputs.prefix_ids[row, column]
   out = []
   for t in range(column + 1):
-    if inputs.segment_ids[row, t] not in (own, prefix):
+    if inputs.seen_until is None:
+      visible = inputs.segment_ids[row, t] == own
+    else:
+      visible = column < inputs.seen_until[row, t]
+    if not visible:
       continue
     pixels = None
     index = inputs.vision_index[row, t]
@@ -146,10 +154,10 @@ def _expected_context(example, upto):
 @given(_examples(), st.sampled_from([1, 2]), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_every_sampled_token_is_a_target_once_in_its_own_context(
-    examples, buffers, share
+    examples, buffers, tree
 ):
   shape = _shape(buffers)
-  packer = batching.Packer(PROCESSOR, STORE, share_prompts=share)
+  packer = batching.Packer(PROCESSOR, STORE, tree=tree)
   weights = np.linspace(1, 2, len(examples))
   plan = packer.plan(examples, shape)
   batches = packer.fill(plan, examples, weights)
@@ -205,11 +213,12 @@ def test_a_group_shares_its_prompt_and_first_screenshot():
   ]
   examples = example_lib.from_sequences(sequences)
   shape = batching.BatchShape(1, 64, 1, 8, 32)
-  shared = batching.Packer(PROCESSOR, STORE, share_prompts=True).plan(
+  shared = batching.Packer(PROCESSOR, STORE, tree=True).plan(
       examples, shape
   )
-  # A prompt of 9 tokens once, then 2 of each 3 sampled ones.
-  assert shared.stats.row_tokens == 9 + 8 * 2
+  # A prompt of 9 tokens and the first of 3 sampled ones once, then another of
+  # each; the last predicts nothing.
+  assert shared.stats.row_tokens == 9 + 1 + 8
   assert shared.stats.batches == 1
   assert shared.stats.patches == 4
   alone = batching.Packer(PROCESSOR, STORE).plan(examples, shape)
@@ -304,6 +313,76 @@ def test_a_suggested_buffer_suits_attention_within_images(aligned):
   )
   assert shape.patches == (-(-145 // bound) * bound if aligned else 256)
   assert packer.plan(examples, shape).placed
+
+
+@given(_examples())
+@settings(max_examples=40, deadline=None)
+def test_a_tree_holds_each_prefix_once(examples):
+  prefixes = set()
+  for example in examples:
+    sequence = example.sequence
+    shown = {
+        span.offset + i: span.image.sha256
+        for span in sequence.images
+        for i in range(span.num_tokens)
+    }
+    path = ()
+    for at in range(packing.used_length(sequence)):
+      path = hash((path, int(sequence.tokens[at]), shown.get(at)))
+      prefixes.add(path)
+  items = packing.make_items(examples, 10**6, tree=True)
+  assert sum(item.length for item in items) == len(prefixes)
+  numbers = [piece.example for item in items for piece in item.pieces]
+  assert sorted(numbers) == list(range(len(examples)))
+
+
+@given(_examples(), st.integers(72, 100))
+@settings(max_examples=40, deadline=None)
+def test_a_tree_longer_than_a_row_is_cut(examples, row_length):
+  items = packing.make_items(examples, row_length, tree=True)
+  assert max(item.length for item in items) <= row_length
+  numbers = [piece.example for item in items for piece in item.pieces]
+  assert sorted(numbers) == list(range(len(examples)))
+
+
+def test_a_tree_is_cut_where_its_parts_share_least():
+  """Two episodes of three nested turns; a row holds one of them."""
+  sequences = []
+  for episode in (0, 1):
+    for turn in range(1, 4):
+      blocks = [("text", [1, 2])] + [("sampled", [3 + episode] * 4)] * turn
+      sequences.append(_sequence(blocks + [("sampled", [9])], 0))
+  items = packing.make_items(
+      example_lib.from_sequences(sequences), 16, tree=True
+  )
+  # 2 + 12, of which two shorter sequences are prefixes.
+  assert [item.length for item in items] == [14, 14]
+  assert [sorted(p.example for p in item.pieces) for item in items] == [
+      [0, 1, 2],
+      [3, 4, 5],
+  ]
+
+
+def test_a_token_sampled_in_several_sequences_is_a_target_of_each():
+  twice = [
+      _sequence([("text", [1, 2]), ("sampled", [3, 4, last])], last)
+      for last in (5, 5, 6)
+  ]
+  examples = example_lib.from_sequences(twice)
+  packer = batching.Packer(PROCESSOR, STORE, tree=True)
+  plan = packer.plan(examples, batching.BatchShape(1, 8, 1, 4, 16))
+  (batch,) = packer.fill(plan, examples, np.array([1.0, 2.0, 4.0]))
+  assert plan.stats.row_tokens == 4
+  mask = batch.mask[0]
+  targets = batch.targets[0, mask].reshape(3, 3)
+  weights = batch.weights[0, mask].reshape(3, 3)
+  np.testing.assert_array_equal(
+      sorted(map(tuple, targets)), [(3, 4, 5), (3, 4, 5), (3, 4, 6)]
+  )
+  np.testing.assert_array_equal(sorted(weights[:, 0]), [1, 2, 4])
+  np.testing.assert_array_equal(
+      batch.index[0, mask].reshape(3, 3), [[1, 2, 3]] * 3
+  )
 
 
 def test_first_fit_decreasing_fills_rows():
@@ -488,16 +567,16 @@ def _picture_sequence(ref, sampled):
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_prompts_that_end_in_another_picture_are_not_shared(same):
+def test_sequences_part_where_their_pictures_differ(same):
   sequences = [
       _picture_sequence(REFS[0], [7, 8]),
       _picture_sequence(REFS[0 if same else 1], [9, 8]),
   ]
   items = batching.packing.make_items(
-      example_lib.from_sequences(sequences), 64, share=True
+      example_lib.from_sequences(sequences), 64, tree=True
   )
-  assert len(items) == (1 if same else 2)
-  assert (items[0].trunk is not None) == same
+  assert len(items) == 1  # The word before the picture.
+  assert items[0].length == 3 + 3 - (2 if same else 1)
 
 
 @pytest.mark.parametrize("row_length, count", [(6, 1), (5, 2)])
@@ -505,9 +584,9 @@ def test_a_shared_prompt_and_its_branches_fill_a_row_to_the_last_token(
     row_length, count
 ):
   # A trunk of 2 and branches of 2 tokens that predict another, each.
-  sequences = [_picture_sequence(REFS[0], [7, 8, n]) for n in (1, 2)]
+  sequences = [_picture_sequence(REFS[0], [n, 8, 9]) for n in (1, 2)]
   items = batching.packing.make_items(
-      example_lib.from_sequences(sequences), row_length, share=True
+      example_lib.from_sequences(sequences), row_length, tree=True
   )
   assert len(items) == count
   assert max(item.length for item in items) <= row_length

@@ -147,9 +147,9 @@ def _alone(case, sequence, temperature):
   return out
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_packed_log_probs_equal_each_sequence_alone(case, share):
-  learner = case.learner(share_prompts=share, temperature=0.8)
+@pytest.mark.parametrize("tree", ["false", "true"])
+def test_packed_log_probs_equal_each_sequence_alone(case, tree):
+  learner = case.learner(tree=tree, temperature=0.8)
   sequences = [
       s
       for g in case.groups(count=2, size=3, turns=2)

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.mark.parametrize("mesh", ["data", "fsdp", "mixed"])
 def test_loss_gradient_and_parameters_equal_one_device(report, mesh):
   errors = report[mesh]
+  assert errors["shared"] > 0
   assert errors["loss"] < 1e-5
   assert errors["later_loss"] < 1e-5
   assert errors["gradient"] < 1e-5

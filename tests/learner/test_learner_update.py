@@ -26,9 +26,9 @@ def _close(a, b, tolerance):
 @pytest.mark.slow
 def test_packing_sharing_and_accumulation_do_not_change_the_gradient(case):
   examples = learner_cases.examples_of(case.groups(4, 4))
-  shared = case.learner(share_prompts=True)
+  shared = case.learner(tree="true")
   want, sums, few = gradients(shared, examples)
-  apart = case.learner(share_prompts=False)
+  apart = case.learner(tree="false")
   got, apart_sums, more = gradients(apart, examples)
   assert 1 < few.batches <= more.batches
   assert few.row_tokens < more.row_tokens == few.sequence_tokens
@@ -36,7 +36,7 @@ def test_packing_sharing_and_accumulation_do_not_change_the_gradient(case):
   _close(want, got, 1e-4)
   # A sequence a row and everything in one batch.
   unpacked = case.learner(
-      share_prompts=False, rows=32, row_length=20, patches=128, targets=128
+      tree="false", rows=32, row_length=20, patches=128, targets=128
   )
   got, big_sums, one = gradients(unpacked, examples)
   assert one.batches == 1

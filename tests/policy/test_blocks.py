@@ -1,4 +1,7 @@
-"""Attention block by block against attention under the explicit mask."""
+"""Attention block by block against attention under the explicit mask.
+
+Trees are drawn token by token, each with the tokens before it in its sequence.
+"""
 
 import functools
 
@@ -13,8 +16,52 @@ from tunix.rl.multi_turn.policy import kernels
 B, N, K, H = 2, 4, 2, 8
 
 
-def case(t, kind, prefix, seed=4):
-  """Queries, keys, values, segments and the other segments that are seen."""
+def draw_tree(rng, t, images=None):
+  """A row of sequences that begin alike, depth first, and padding.
+
+  Args:
+    rng: Generator of numbers.
+    t: Tokens of the row.
+    images: int[t], runs of equal numbers > 0 that no branch leaves or enters;
+      None = there are none.
+
+  Returns:
+    bool[t, t], the tokens of its sequence that each token sees; int32[t], the
+    place after the last that sees it; int32[t], its number in its sequence.
+  """
+  images = np.zeros(t, int) if images is None else images
+  sees = np.zeros((t, t), bool)
+  path = []
+  for place in range(t):
+    within = place and images[place] and images[place] == images[place - 1]
+    if place >= t - t // 9:
+      path = []  # Padding sees itself.
+    elif not within and rng.random() < 0.08:
+      cuts = [
+          n
+          for n in range(len(path))
+          if not n
+          or not images[path[n]]
+          or images[path[n]] != images[path[n - 1]]
+      ]
+      path = path[: rng.choice(cuts)] if cuts else []
+    path.append(place)
+    sees[place, path] = True
+  until = np.array([np.flatnonzero(sees[:, k]).max() + 1 for k in range(t)])
+  return sees, until.astype(np.int32), sees.sum(1).astype(np.int32) - 1
+
+
+def draw_trees(rng, t, images=None):
+  """The same of B rows."""
+  rows = [
+      draw_tree(rng, t, None if images is None else images[row])
+      for row in range(B)
+  ]
+  return tuple(np.stack(part) for part in zip(*rows, strict=True))
+
+
+def case(t, kind, seed=4):
+  """Queries, keys, values, segments, where trees end, and the mask."""
   rng = np.random.default_rng(seed)
   qkv = tuple(
       jnp.asarray(rng.normal(size=(B, t, heads, H)), jnp.float32)
@@ -28,16 +75,15 @@ def case(t, kind, prefix, seed=4):
   elif kind == "filled":  # Padding after the last segment.
     segments = np.sort(segments, axis=1) + 1
     segments[:, t - t // 5 :] = -1
-  other = np.where(segments > 2, 1, -1).astype(np.int32) if prefix else None
-  return qkv, segments, other
+  elif kind == "tree":
+    sees, until, _ = draw_trees(rng, t)
+    return qkv, segments, until, sees
+  return qkv, segments, None, segments[:, :, None] == segments[:, None]
 
 
-def masked(q, k, v, segments, other, causal):
-  mask = segments[:, :, None] == segments[:, None]
-  if other is not None:
-    mask |= other[:, :, None] == segments[:, None]
+def masked(q, k, v, mask, causal):
   if causal:
-    mask &= np.tri(segments.shape[1], dtype=bool)
+    mask = mask & np.tri(mask.shape[1], dtype=bool)
   return kernels.attend(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
 
 
@@ -59,21 +105,22 @@ def value_and_slopes(attention, qkv):
 @pytest.mark.parametrize(
     "kind",
     trials.by_default(
-        ["one", "mixed"], ("in turn", "one", "filled", "mixed")
+        ["one", "mixed", "tree"], ("in turn", "one", "filled", "mixed", "tree")
     ),
 )
-@pytest.mark.parametrize("prefix", (False, True))
 @pytest.mark.parametrize("causal", (False, True))
 def test_values_and_gradients_are_those_under_the_mask(
-    t, kind, prefix, causal, monkeypatch
+    t, kind, causal, monkeypatch
 ):
+  if kind == "tree" and not causal:
+    pytest.skip("a tree is seen forwards only")
   monkeypatch.setattr(blocks, "_most", lambda causal: 48)
-  qkv, segments, other = case(t, kind, prefix)
+  qkv, segments, until, mask = case(t, kind)
   got, slopes = value_and_slopes(
-      lambda *qkv: blocks.attend(*qkv, segments, other, causal=causal), qkv
+      lambda *qkv: blocks.attend(*qkv, segments, until, causal=causal), qkv
   )
   want, want_slopes = value_and_slopes(
-      lambda *qkv: masked(*qkv, segments, other, causal), qkv
+      lambda *qkv: masked(*qkv, mask, causal), qkv
   )
   np.testing.assert_allclose(got, want, atol=3e-6)
   for a, b in zip(slopes, want_slopes, strict=True):
@@ -82,11 +129,24 @@ def test_values_and_gradients_are_those_under_the_mask(
 
 def test_scores_of_any_size_are_safe():
   """Large ones neither overflow nor hide the keys that come later."""
-  (q, k, v), segments, _ = case(300, "in turn", False)
+  (q, k, v), segments, _, mask = case(300, "in turn")
   got = blocks.attend(200 * q, k, v, segments, causal=True)
-  want = masked(200 * q, k, v, segments, None, True)
+  want = masked(200 * q, k, v, mask, True)
   # Scores of a thousand carry errors of 1e-4.
   np.testing.assert_allclose(got, want, atol=5e-4)
+
+
+def test_blocks_without_a_descendant_are_not_computed():
+  """A prompt of a block, and branches of a block each."""
+  until = np.arange(1, 9).repeat(128) * 128
+  until[:128] = 1024
+  ids = np.ones((1, 8, 128), np.int32)
+  reachable = blocks._reachable(
+      ids, blocks._Rule(True), until.reshape(1, 8, 128), None, None
+  )
+  want = np.eye(8, dtype=bool)
+  want[:, 0] = True
+  np.testing.assert_array_equal(reachable[0], want)
 
 
 def compiled(t):

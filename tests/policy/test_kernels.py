@@ -9,6 +9,8 @@ import pytest
 from tunix.rl.multi_turn.policy import compiling
 from tunix.rl.multi_turn.policy import kernels
 
+from tests.policy import test_blocks
+
 TOL = 2e-5
 
 
@@ -184,14 +186,11 @@ def test_causal_attention_in_chunks_equals_the_definition():
   q, k, v = random(rng, b, t, n, h), random(rng, b, t, kv, h), random(
       rng, b, t, kv, h
   )
-  segments = packed(rng, b, t)
-  prefix = np.where(segments == 3, 1, -1).astype(np.int32)
-  same = segments[:, :, None] == segments[:, None]
-  mask = (same | (prefix[:, :, None] == segments[:, None])) & np.tri(
-      t, dtype=bool
-  )
+  mask, until, _ = test_blocks.draw_trees(rng, t)
   attention = functools.partial(
-      kernels.causal_attention, segments_BT=segments, prefix_BT=prefix
+      kernels.causal_attention,
+      segments_BT=np.ones((b, t), np.int32),
+      until_BT=until,
   )
   one = lambda q, k, v: kernels.attend(
       q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask
@@ -273,7 +272,7 @@ def test_chunks_for_a_flash_kernel_equal_the_reference(places, monkeypatch):
   images = np.repeat(rng.permuted(np.arange(16)), 32).reshape(b, t)
   causal = kernels._causal_local
   image = functools.partial(kernels._image_local, reach=reach, cut=True)
-  shared = np.where(segments == 2, 1, -1)
+  _, until, _ = test_blocks.draw_trees(rng, t)
 
   def run_with(run, ids, flash, *qkv):
     return outputs_and_gradients(
@@ -282,7 +281,7 @@ def test_chunks_for_a_flash_kernel_equal_the_reference(places, monkeypatch):
 
   for run, keys, ids in (
       (causal, (k, v), (segments,)),
-      (causal, (k, v), (segments, shared)),
+      (causal, (k, v), (segments, until)),
       (image, (q + 1, q - 1), (images,)),
   ):
     got, want = (

@@ -246,15 +246,16 @@ def test_a_prompt_stored_once_is_the_prefix_of_its_completions(reference):
   # Ours: prompt, completion, completion, whose positions both follow on it.
   parts = [(0, 0, cut), (0, cut, ends[0]), (1, cut, ends[1])]
   pick = np.concatenate([np.arange(a, b) for _, a, b in parts])
-  owner = np.repeat([1, 2, 3], [b - a for _, a, b in parts])[None]
+  lengths = [b - a for _, a, b in parts]
+  until = np.repeat([sum(lengths), sum(lengths[:2]), sum(lengths)], lengths)
   tokens = np.concatenate([tokens[row, a:b] for row, a, b in parts])[None]
   packed = dataclasses.replace(
       inputs,
       tokens=tokens,
       positions=inputs.positions[:, pick],
       vision_index=inputs.vision_index[:, pick],
-      segment_ids=owner,
-      prefix_ids=np.where(owner > 1, 1, -1),
+      segment_ids=np.ones_like(tokens),
+      seen_until=until[None],
   )
   score = qwen_reference.scorer(reference("qwen3_vl").policy())
   got = score(qwen_reference.Batch(packed, ())).logits[0]

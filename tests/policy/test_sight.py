@@ -106,6 +106,44 @@ def test_values_and_gradients_are_those_of_the_definition(
     np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
+@pytest.mark.parametrize("t, platform", WAYS)
+@pytest.mark.parametrize("window", trials.by_default([20], WINDOWS))
+def test_in_a_tree_windows_count_along_the_sequence(
+    t, platform, window, monkeypatch
+):
+  monkeypatch.setattr(blocks, "_most", lambda causal: 48)
+  _, images = rows(t)
+  images[:, t - t // 9 :] = 0  # Padding.
+  sees, until, depth = test_blocks.draw_trees(
+      np.random.default_rng(2), t, images
+  )
+  is_image = images > 0
+  same = is_image[:, :, None] & (images[:, :, None] == images[:, None])
+  near = True
+  if window:
+    near = depth[:, :, None] - depth[:, None] < window
+  mask = (sees & near) | same
+  assert (sees & ~near).any() or not window
+  last = gemma3.last_seen(
+      jnp.asarray(is_image), jnp.ones((B, t), jnp.int32), until
+  )
+  interval = kernels.Sight(last, window, IMAGE, jnp.asarray(depth))
+
+  def ours(*qkv):
+    with compiling.compile_for(platform):
+      return kernels.causal_attention(
+          *qkv, np.ones((B, t), np.int32), until, sight=interval
+      )
+
+  got, slopes = test_blocks.value_and_slopes(ours, qkv(t))
+  want, want_slopes = test_blocks.value_and_slopes(
+      lambda *qkv: dense(*qkv, mask), qkv(t)
+  )
+  np.testing.assert_allclose(got, want, atol=3e-6)
+  for a, b in zip(slopes, want_slopes, strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
 @pytest.mark.parametrize("window", [0, 20])
 def test_chunks_for_a_flash_kernel_are_those_of_the_definition(
     window, monkeypatch
@@ -140,14 +178,15 @@ def test_blocks_out_of_sight_are_not_computed():
   segments = np.ones((1, t), np.int32)
   ids = jnp.asarray(segments.reshape(1, -1, 128))
   last = jnp.arange(t, dtype=jnp.int32).reshape(1, -1, 128)
-  reachable = blocks._reachable(ids, ids, blocks._Rule(True, window), last)
+  rule = blocks._Rule(True, window)
+  reachable = blocks._reachable(ids, rule, None, last, last)
   # Its own and the last.
   assert np.asarray(reachable).sum() == 2 * (t // 128) - 1
 
 
-def test_a_prefix_and_a_sight_exclude_each_other():
+def test_a_window_in_a_tree_needs_the_depths():
   segments, images = rows(120)
-  with pytest.raises(ValueError, match="exclude each other"):
+  with pytest.raises(ValueError, match="needs depth_BT"):
     kernels.causal_attention(
         *qkv(120), segments, segments, sight=sight(segments, images, 0)
     )

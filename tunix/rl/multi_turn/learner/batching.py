@@ -2,14 +2,16 @@
 
 Sequences are packed into rows (see `packing`), images into one patch buffer a
 batch shard. Two things are stored once and used many times: an image
-that several sequences of a buffer show, and (for policies that support it) a
-prompt that several sequences begin with, whose completions then branch off
-it. The result depends on the examples and their order only.
+that several sequences of a buffer show, and (for policies that support it) the
+tokens that several sequences begin with: the row is then a tree of prefixes,
+whose tokens are seen by their descendants only. The result depends on the
+examples and their order only.
 
 Targets are flat: `index` points at the position whose hidden state predicts
-the token, so that log-probs are computed for sampled tokens only. Position t
-predicts token t + 1; tokens after a sequence's last sampled one predict nothing
-and are left out.
+the token, so that log-probs are computed for sampled tokens only. A token that
+is sampled in several sequences is a target of each. Position t predicts token
+t + 1; tokens after a sequence's last sampled one predict nothing and are left
+out.
 
 Promises: every sampled token of every packed example is a target exactly
 once; a batch has the given shape, and examples that do not fit go to a further
@@ -89,7 +91,7 @@ class Packer:
       processor: base.Processor,
       store: image_lib.ImageStore,
       *,
-      share_prompts: bool = False,
+      tree: bool = False,
       pad_token_id: int = 0,
       banned_token_ids: Sequence[int] = (),
       cache_bytes: int = PATCH_CACHE_BYTES,
@@ -100,8 +102,8 @@ class Packer:
 
       processor: host side of the policy.
       store: pixels of the images that sequences refer to.
-      share_prompts: store equal prompts once; the policy must read
-        `PolicyInputs.prefix_ids`.
+      tree: whether sequences share the tokens they begin with; the policy
+        must read `PolicyInputs.seen_until`.
       pad_token_id: fills rows.
       banned_token_ids: a target among them is refused: its log-prob is -inf.
       cache_bytes: Most bytes of patched images.
@@ -112,7 +114,7 @@ class Packer:
     """
     self._processor = processor
     self._patches = patch_cache.PatchCache(store, processor, cache_bytes)
-    self._share = share_prompts
+    self._tree = tree
     self._pad = pad_token_id
     self._banned = np.array(sorted(banned_token_ids), np.int32)
     self._streams = tuple(streams)
@@ -221,7 +223,7 @@ class Packer:
     """
     most = 0
     for example in examples:
-      images = packing.make_item([example], [0], 0).images
+      images = packing.make_item([example], [(0, 0)]).images
       sizes = [self._image_size(image) for image in images]
       if sum(sizes) > shape.patches:
         continue  # Refused by `plan`.
@@ -272,8 +274,8 @@ class Packer:
           f"BatchShape.image_patches={shape.image_patches} must be a multiple"
           f" of a vision token's {self._processor.patches_per_token} patches"
       )
-    # 1. Make items: sequences, or a prompt with the completions that share it.
-    items = packing.make_items(examples, shape.row_length, self._share)
+    # 1. Make items: sequences, or trees of sequences that begin alike.
+    items = packing.make_items(examples, shape.row_length, self._tree)
     # 2. Refuse images that a window cannot hold.
     sizes: dict[str, int] = {}
     for item in items:
@@ -357,7 +359,7 @@ class Packer:
       sizes: dict[str, int],
       shape: packing.BatchShape,
   ) -> list[packing.Item]:
-    """Halves an item with several branches until it fits an empty buffer."""
+    """Halves an item with several pieces until it fits an empty buffer."""
     shown = [sizes[image.sha256] for image in item.images]
     patches = sum(shown)
     if (
@@ -366,7 +368,7 @@ class Packer:
         and item.targets <= shape.targets
     ):
       return [item]
-    if len(item.branches) == 1:
+    if len(item.pieces) == 1:
       for kind, need, have, field in (
           ("tokens", item.length, shape.row_length, "row_length"),
           ("patches", patches, shape.patches, "patches"),
@@ -374,22 +376,21 @@ class Packer:
       ):
         if need > have:
           raise ValueError(
-              f"example {item.branches[0].example} has {need} {kind}, a batch"
+              f"example {item.pieces[0].example} has {need} {kind}, a batch"
               f" takes {have}; raise {field}"
           )
       raise ValueError(
-          f"example {item.branches[0].example} has {len(shown)} images of"
+          f"example {item.pieces[0].example} has {len(shown)} images of"
           f" {patches} patches, which do not fit {shape.patches} patches in"
           f" windows of {shape.image_patches}; raise patches"
       )
-    members = [p.example for p in item.branches]
-    first = item.trunk.end if item.trunk else 0
+    members = [(p.example, p.start) for p in item.pieces]
     middle = len(members) // 2
     return [
         part
         for half in (members[:middle], members[middle:])
         for part in self._split(
-            examples, packing.make_item(examples, half, first), sizes, shape
+            examples, packing.make_item(examples, half), sizes, shape
         )
     ]
 
@@ -409,12 +410,16 @@ class Packer:
     rows = _Rows(shape, self._pad, self._streams, self._support)
     for row, item, _ in placed:
       buffer = row // shape.rows_per_buffer
-      # 2. An item's pieces lie one after the other, the prompt first, each a
-      #    segment of its own.
-      trunk = None
-      for piece in ((item.trunk,) if item.trunk else ()) + item.branches:
+      rows.begin(row)
+      # 2. The place of each token of a sequence: up to where a piece starts
+      #    they are those of the sequence before it.
+      path = np.zeros(0, np.int64)
+      for piece in item.pieces:
         sequence = examples[piece.example].sequence
-        here, segment = rows.take(row, piece.end - piece.start)
+        # 3. The tokens behind the branching point have no more descendants.
+        path = rows.close(row, path, piece.start)
+        here = rows.take(row, piece.end - piece.start)
+        path = np.concatenate([path, np.arange(here.start, here.stop)])
         rows.tokens[row, here] = sequence.tokens[piece.start : piece.end]
         rows.positions[row, here] = self._processor.positions(
             sequence.tokens[: piece.end],
@@ -427,21 +432,15 @@ class Packer:
             rows.vision[row, where : where + span.num_tokens] = first_token[
                 buffer, span.image.sha256
             ] + np.arange(span.num_tokens)
-        # 3. A shared prompt has no targets; a branch sees it as its prefix.
-        if piece is item.trunk:
-          trunk = here.stop, segment
-          continue
-        if trunk is not None:
-          rows.prefixes[row, here] = trunk[1]
         rows.add_targets(
             row,
-            piece,
+            piece.example,
             examples[piece.example],
-            here.start,
-            trunk_end=None if trunk is None else trunk[0],
-            weight=weights_N[piece.example],
+            path,
+            weights_N[piece.example],
         )
-    extra = {"prefix_ids": rows.prefixes} if self._share else {}
+      rows.close(row, path, 0)
+    extra = {"seen_until": rows.seen_until} if self._tree else {}
     inputs = base.PolicyInputs(
         tokens=rows.tokens,
         positions=rows.positions,
@@ -484,7 +483,7 @@ class Packer:
       buffer = row // shape.rows_per_buffer
       spans = {
           span.image.sha256: span
-          for piece in item.branches
+          for piece in item.pieces
           for span in examples[piece.example].sequence.images
       }
       starts = windows[buffer].take([self._size(sha, item) for sha in new])
@@ -514,7 +513,8 @@ class _Rows:
     self.tokens = np.full((b, t), pad, np.int32)
     self.positions = np.zeros((b, t, 3), np.int32)
     self.segments = np.zeros((b, t), np.int32)
-    self.prefixes = np.full((b, t), -1, np.int32)
+    # A place that holds no token is seen by itself.
+    self.seen_until = np.tile(np.arange(1, t + 1, dtype=np.int32), (b, 1))
     self.vision = np.full((b, t), -1, np.int32)
     self.ints = {
         name: np.full((s, m), fill, np.int32)
@@ -539,43 +539,43 @@ class _Rows:
     self._segments = np.zeros(b, np.int64)
     self._filled = np.zeros(s, np.int64)
 
-  def take(self, row: int, length: int) -> tuple[slice, int]:
-    """Takes a row's next free tokens as a segment; returns its number too."""
+  def begin(self, row: int) -> None:
+    """Begins a row's next segment."""
+    self._segments[row] += 1
+
+  def take(self, row: int, length: int) -> slice:
+    """Takes a row's next free places for tokens of its last segment."""
     start = int(self._used[row])
     here = slice(start, start + length)
     self._used[row] = here.stop
-    self._segments[row] += 1
-    segment = int(self._segments[row])
-    self.segments[row, here] = segment
-    return here, segment
+    self.segments[row, here] = self._segments[row]
+    return here
+
+  def close(self, row: int, path: np.ndarray, length: int) -> np.ndarray:
+    """Returns a path's first places; no later token sees the other ones."""
+    self.seen_until[row, path[length:]] = self._used[row]
+    return path[:length]
 
   def add_targets(
       self,
       row: int,
-      piece: packing.Piece,
+      number: int,
       example: Example,
-      at: int,
-      *,
-      trunk_end: int | None,
+      path: np.ndarray,
       weight: float,
   ) -> None:
-    """Adds the sampled tokens of a piece that lies at `at` in its row.
+    """Adds the sampled tokens of a sequence.
 
     Args:
       row: number of the row.
-      piece: part of the example's sequence, with all its sampled tokens.
+      number: number of the example.
       example: the example.
-      at: Place in the row at which the piece begins.
-      trunk_end: Place at which its prompt ends, if that is stored apart.
+      path: Places in the row of the sequence's tokens.
       weight: Weight of each token in the loss.
     """
     sequence = example.sequence
     sampled = np.flatnonzero(sequence.loss_mask)
-    # The position before the sampled token, which for the first token of a
-    # branch is the end of the trunk.
-    source = at + sampled - 1 - piece.start
-    if trunk_end is not None:
-      source[sampled == piece.start] = trunk_end - 1
+    source = path[sampled - 1]
     buffer, place = divmod(row, self._shape.rows_per_buffer)
     low = int(self._filled[buffer])
     high = low + len(sampled)
@@ -584,7 +584,7 @@ class _Rows:
     self.ints["index"][out] = place * self._shape.row_length + source
     self.ints["targets"][out] = sequence.tokens[sampled]
     self.ints["versions"][out] = sequence.versions[sampled]
-    self.ints["sequences"][out] = piece.example
+    self.ints["sequences"][out] = number
     self.ints["groups"][out] = example.group
     self.floats["logprobs"][out] = sequence.logprobs[sampled]
     self.floats["advantages"][out] = example.advantages[sampled]

@@ -173,8 +173,7 @@ def programs(
       size,
       processor,
       placement.batch,
-      share=config.share_prompts
-      and bool(getattr(model, "supports_prefix_ids", False)),
+      tree=minibatches.uses_tree(config, model),
       algorithm=operators,
   )
   extra = update.Extra(
@@ -208,7 +207,7 @@ def _batch(
     processor: base.Processor,
     place: jax.sharding.Sharding,
     *,
-    share: bool,
+    tree: bool,
     algorithm: parts.Algorithm,
 ) -> batching.Batch:
   """Returns a `batching.Batch` of shapes."""
@@ -227,7 +226,7 @@ def _batch(
       patches=array(jnp.uint8, s, p, processor.patch_bytes),
       patch_segments=array(i32, s, p),
       patch_positions=array(i32, s, p, processor.position_axes),
-      prefix_ids=array(i32, b, t) if share else None,
+      seen_until=array(i32, b, t) if tree else None,
       image_patches=shape.image_patches,
       aligned_images=shape.aligned and bool(shape.image_patches),
   )

@@ -401,10 +401,12 @@ class LearnerConfig:
       unit="tokens",
       ge=1,
   )
-  share_prompts: bool = settings.setting(
-      default=True,
-      doc="Store a prompt once that several sequences of a row begin with, for"
-      " policies that support it.",
+  tree: Literal["auto", "true", "false"] = settings.setting(
+      default="auto",
+      doc="true: sequences of an update that begin with the same tokens and"
+      " pixels share them in a row, as a tree whose prefixes are computed once;"
+      " with the same loss and gradients. auto: where the policy supports it,"
+      " but not on TPU, whose attention kernel takes no tree.",
   )
   overlong: Literal["error", "drop"] = settings.setting(
       default="error",

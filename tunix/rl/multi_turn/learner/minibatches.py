@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from typing import Any, Callable, Mapping, Sequence, TypeVar
 
 import jax
@@ -35,11 +36,13 @@ from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import aggregation
 from tunix.rl.multi_turn.learner.algorithms import parts
 from tunix.rl.multi_turn.policy import base
+from tunix.rl.multi_turn.policy import compiling
 from tunix.rl.multi_turn.policy import sharding
 
 LearnerConfig = config_lib.LearnerConfig
 Example = example_lib.Example
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -107,8 +110,7 @@ class Minibatches:
     self.packer = batching.Packer(
         processor,
         image_store,
-        share_prompts=config.share_prompts
-        and bool(getattr(model, "supports_prefix_ids", False)),
+        tree=uses_tree(config, model),
         pad_token_id=getattr(about, "pad_token_id", 0),
         banned_token_ids=tuple(about.banned_token_ids),
         streams=streams_of(algorithm),
@@ -329,6 +331,27 @@ class Minibatches:
 def aligns_images(model: base.Policy) -> bool:
   """Returns whether images are packed in windows: `BatchShape.aligned`."""
   return bool(getattr(model, "wants_aligned_images", False))
+
+
+def uses_tree(config: LearnerConfig, model: base.Policy) -> bool:
+  """Returns whether the rows of batches are trees.
+
+  Raises:
+    ValueError: learner.tree asks for what the policy does not support.
+  """
+  if config.tree == "false":
+    return False
+  if getattr(model, "supports_tree", False):
+    return config.tree == "true" or compiling.backend() != "tpu"
+  reason = (
+      f"{type(model).__name__} computes the sequences of an update one by one:"
+      " a layer's state goes on from each token of a row to the next, or the"
+      " class does not declare supports_tree"
+  )
+  if config.tree == "true":
+    raise ValueError(f"learner.tree=true: {reason}; set learner.tree=auto")
+  _log.warning("learner.tree=auto: %s", reason)
+  return False
 
 
 def streams_of(algorithm: parts.Algorithm) -> tuple[str, ...]:

@@ -1,9 +1,11 @@
 """Places sequences: rows first-fit decreasing, images once a buffer.
 
-An item is placed as a whole: a sequence, or a prompt that several sequences
-begin with (the trunk) and the rest of each of them (the branches).
+An item is placed as a whole: a sequence, or a tree of sequences that begin with
+the same tokens and pixels. A tree lies in a row depth first: each sequence from
+where it leaves the one before it. A tree that is longer than a row is cut into
+several items, each of which repeats the prefix of its sequences.
 
-Promises: every example is in exactly one item; nothing is cut; the result
+Promises: every example is in exactly one item; no sequence is cut; the result
 depends on the examples and their order only.
 
 Does not: touch pixels or make arrays (see `batching`).
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Iterable, Sequence
+from typing import Iterable, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import trajectory
@@ -159,7 +161,7 @@ class PackStats:
     sequences: examples packed.
     sequence_tokens: tokens these hold on their own (up to the last sampled
       one).
-    row_tokens: tokens in rows, shared prompts once; of `row_capacity`.
+    row_tokens: tokens in rows, shared prefixes once; of `row_capacity`.
     targets: sampled tokens.
     patches: patches in buffers; of `patch_capacity`.
   """
@@ -219,7 +221,10 @@ def _up_to(number: int, multiple: int) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Piece:
-  """Tokens [start, end) of an example's sequence, a segment of its own."""
+  """Tokens [start, end) of an example's sequence.
+
+  The tokens before `start` are those of the piece before it, or of its prefix.
+  """
 
   example: int
   start: int
@@ -228,10 +233,9 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Item:
-  """A sequence, or a shared prompt (`trunk`) and its branches."""
+  """Sequences that share a row's tokens, depth first: one piece of each."""
 
-  trunk: Piece | None
-  branches: tuple[Piece, ...]
+  pieces: tuple[Piece, ...]
   length: int
   targets: int
   images: tuple[trajectory.ImageRef, ...]
@@ -242,83 +246,123 @@ def used_length(sequence: trajectory.TokenSequence) -> int:
   return example_lib.length_in_row(sequence)
 
 
-def _prompt_key(sequence: trajectory.TokenSequence, length: int) -> Any:
-  """Equal for sequences whose first `length` tokens and pixels are equal."""
-  spans = tuple(
-      (s.offset, s.num_tokens, s.image.sha256)
-      for s in sequence.images
-      if s.offset < length
-  )
-  return sequence.tokens[:length].tobytes(), spans
-
-
-def _images_of(
-    sequence: trajectory.TokenSequence, end: int
-) -> dict[str, trajectory.ImageRef]:
-  return {
-      s.image.sha256: s.image for s in sequence.images if s.offset < end
-  }
-
-
 def make_items(
-    examples: Sequence[Example], row_length: int, share: bool
+    examples: Sequence[Example], row_length: int, tree: bool
 ) -> list[Item]:
   """Makes items of at most `row_length` tokens where sequences allow it.
 
   Args:
     examples: Examples to pack.
     row_length: T.
-    share: make trunks of prompts that are equal in tokens and pixels.
+    tree: whether sequences share the tokens and pixels they begin with.
   """
-  # 1. Examples with the same prompt, tokens and pixels, are one cluster.
-  clusters: dict[Any, list[int]] = {}
-  for i, example in enumerate(examples):
-    sequence = example.sequence
-    # The trunk ends before the first sampled token: its last position
-    # predicts the first token of every branch.
-    first = int(np.argmax(sequence.loss_mask))
-    key = _prompt_key(sequence, first) if share else i
-    clusters.setdefault(key, []).append(i)
+  if not tree:
+    return [make_item(examples, [(i, 0)]) for i in range(len(examples))]
+  # 1. In lexicographic order the sequences are the leaves of the tree, depth
+  #    first, and neighbours share what any two sequences between them share.
+  images: dict[str, int] = {}
+  codes = [_codes(example.sequence, images) for example in examples]
+  order = sorted(
+      range(len(examples)), key=lambda i: codes[i].astype(">i8").tobytes()
+  )
+  shared = [_common(codes[i], codes[j]) for i, j in zip(order, order[1:])]
+  # 2. Walk the branching points, the deepest first. The clusters below one are
+  #    merged as far as a row holds them, with the prefix they share once.
+  opened: list[tuple[int, list[_Cluster]]] = []
+  for rank, (number, behind) in enumerate(zip(order, [*shared, 0])):
+    clusters = [_Cluster([rank], len(codes[number]))]
+    while opened and opened[-1][0] > behind:
+      depth, earlier = opened.pop()
+      clusters = _merged([*earlier, *clusters], depth, row_length)
+    if opened and opened[-1][0] == behind:
+      opened[-1][1].extend(clusters)
+    else:
+      opened.append((behind, clusters))
+  # 3. Sequences that share nothing are apart: rows are filled with items later.
   items = []
-  for members in clusters.values():
-    first = int(np.argmax(examples[members[0]].sequence.loss_mask))
-    if len(members) == 1:
-      first = 0
-    # 2. Fill one item after the other with the prompt and the completions that
-    #    still fit a row, in the order of the examples.
-    pending = list(members)
-    while pending:
-      branches: list[int] = []
-      length = first
-      for i in pending:
-        extra = used_length(examples[i].sequence) - first
-        if branches and length + extra > row_length:
-          continue
-        branches.append(i)
-        length += extra
-      chosen = set(branches)
-      pending = [i for i in pending if i not in chosen]
-      items.append(make_item(examples, branches, first))
-  return items
+  for _, clusters in opened:
+    for cluster in clusters:
+      ranks = sorted(cluster.ranks)
+      starts = [min(shared[a:b]) for a, b in zip(ranks, ranks[1:])]
+      members = [order[rank] for rank in ranks]
+      items.append(make_item(examples, list(zip(members, [0, *starts]))))
+  return sorted(items, key=lambda item: min(p.example for p in item.pieces))
+
+
+@dataclasses.dataclass
+class _Cluster:
+  """Sequences of one item, by their ranks, and at most as many tokens."""
+
+  ranks: list[int]
+  length: int
+
+
+def _merged(
+    clusters: Sequence[_Cluster], depth: int, row_length: int
+) -> list[_Cluster]:
+  """Merges clusters that share `depth` tokens: first-fit decreasing."""
+  merged: list[_Cluster] = []
+  for cluster in sorted(clusters, key=lambda c: -c.length):
+    more = cluster.length - depth
+    roomy = (c for c in merged if c.length + more <= row_length)
+    room = next(roomy, None)
+    if room is None:
+      merged.append(_Cluster([*cluster.ranks], cluster.length))
+    else:
+      room.ranks += cluster.ranks
+      room.length += more
+  return merged
+
+
+def _codes(
+    sequence: trajectory.TokenSequence, images: dict[str, int]
+) -> np.ndarray:
+  """Returns int64[T], equal for equal tokens of equal pixels.
+
+  Args:
+    sequence: A sequence; T tokens of it are in a row.
+    images: SHA-256 -> number of an image; new ones are added.
+  """
+  codes = sequence.tokens[: used_length(sequence)].astype(np.int64)
+  for span in sequence.images:
+    number = images.setdefault(span.image.sha256, len(images) + 1)
+    codes[span.offset : span.end] += number << 32
+  return codes
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+  """Returns the length of the longest common prefix."""
+  length = min(len(a), len(b))
+  differ = a[:length] != b[:length]
+  return int(np.argmax(differ)) if differ.any() else length
 
 
 def make_item(
-    examples: Sequence[Example], members: Sequence[int], first: int
+    examples: Sequence[Example], members: Sequence[tuple[int, int]]
 ) -> Item:
-  """Returns the item of examples that share their first `first` tokens."""
-  if len(members) == 1:
-    first = 0
-  branches = tuple(
-      Piece(i, first, used_length(examples[i].sequence)) for i in members
+  """Returns the item of members, depth first.
+
+  Args:
+    examples: Examples to pack.
+    members: Number of each example, and how many tokens it shares with the
+      member before it; the first one's is not read.
+  """
+  numbers = [number for number, _ in members]
+  starts = [0, *(start for _, start in members[1:])]
+  pieces = tuple(
+      Piece(i, start, used_length(examples[i].sequence))
+      for i, start in zip(numbers, starts)
   )
-  images: dict[str, trajectory.ImageRef] = {}
-  for piece in branches:
-    images |= _images_of(examples[piece.example].sequence, piece.end)
+  images = {
+      span.image.sha256: span.image
+      for piece in pieces
+      for span in examples[piece.example].sequence.images
+      if span.offset < piece.end
+  }
   return Item(
-      trunk=Piece(members[0], 0, first) if first else None,
-      branches=branches,
-      length=first + sum(p.end - p.start for p in branches),
-      targets=sum(examples[i].sequence.num_sampled for i in members),
+      pieces=pieces,
+      length=sum(p.end - p.start for p in pieces),
+      targets=sum(examples[i].sequence.num_sampled for i in numbers),
       images=tuple(images.values()),
   )
 

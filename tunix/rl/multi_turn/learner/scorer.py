@@ -71,7 +71,7 @@ class Scorer:
         rows=placement.shards,
         row_length=row_length,
         groups_per_step=1,
-        share_prompts=False,
+        tree="false",
     )
     self._model = model
     self._minibatches = minibatch_lib.Minibatches(

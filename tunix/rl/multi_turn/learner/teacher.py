@@ -24,6 +24,7 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import logprobs
+from tunix.rl.multi_turn.learner import minibatches
 from tunix.rl.multi_turn.learner import program
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import parts
@@ -42,7 +43,7 @@ class Teacher:
       *,
       temperature: float,
       chunk: int,
-      share_prompts: bool,
+      tree: bool,
   ):
     """Args:
 
@@ -51,7 +52,7 @@ class Teacher:
       mesh: Mesh of the learner.
       temperature: Temperature of the sampler.
       chunk: see `logprobs.token_scores`.
-      share_prompts: whether batches store equal prompts once.
+      tree: whether the rows of batches are trees.
 
     Raises:
       ValueError: it cannot read the student's batches.
@@ -62,9 +63,10 @@ class Teacher:
           f" the policy one of {student.config.vocab_size}; a teacher needs the"
           " policy's tokenizer"
       )
-    if share_prompts and not getattr(model, "supports_prefix_ids", False):
+    if tree and not getattr(model, "supports_tree", False):
       raise ValueError(
-          "the teacher reads no shared prompts; set learner.share_prompts=false"
+          f"the teacher, a {type(model).__name__}, reads no trees; set"
+          " learner.tree=false"
       )
     module = cast(nnx.Module, model)
     split = update.SplitModel(module)
@@ -124,8 +126,7 @@ class Teacher:
         mesh,
         temperature=sampling.temperature,
         chunk=config.logit_chunk,
-        share_prompts=config.share_prompts
-        and bool(getattr(student, "supports_prefix_ids", False)),
+        tree=minibatches.uses_tree(config, student),
     )
 
   def score(self, batch: batching.Batch) -> jax.Array:

@@ -43,10 +43,10 @@ class PolicyInputs:
     patch_positions: int32[S, P, A], (row, column) as the policy's processor
       counts them: patches of the grid, or fractions of the image's sides; and
       further numbers of a patch's place that the policy reads.
-    prefix_ids: int32[B, T] or None, id of one more segment that the token may
-      attend to, -1 for none. A prompt stored once is thereby the prefix of
-      several completions, which are segments of their own after it. Read by
-      policies with `supports_prefix_ids = True`, for others it is None.
+    seen_until: int32[B, T] or None. A segment may hold a tree of sequences that
+      begin alike, depth first: token k of the row is seen by the tokens of
+      places k to seen_until[k] - 1, its own and those of its descendants. Read
+      by policies with `supports_tree = True`, for others it is None.
     image_patches: no image has more patches than this, so that attention
       within an image need not compare those further apart; part of the
       batch's type, hence of a compilation. 0 = a whole buffer may be one
@@ -63,7 +63,7 @@ class PolicyInputs:
   patches: Array
   patch_segments: Array
   patch_positions: Array
-  prefix_ids: Array | None = None
+  seen_until: Array | None = None
   image_patches: int = dataclasses.field(
       default=0, metadata={"static": True}
   )
@@ -135,7 +135,7 @@ class ModelConfig(Protocol):
 class Policy(Protocol):
   """A flax nnx module.
 
-  `supports_prefix_ids` and `reads_image_patches` (False unless given) are
+  `supports_tree` and `reads_image_patches` (False unless given) are
   optional: whether it reads that field of `PolicyInputs`. So are
   `wants_aligned_images`, whether it is quicker on this backend with
   `PolicyInputs.aligned_images`, and `vision_modules`, the names of the

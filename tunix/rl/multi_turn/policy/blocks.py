@@ -4,11 +4,12 @@ A block of queries goes over the blocks of keys that it sees any of, with the
 running maximum and sum of Milakov and Gimelshein 2018, "Online normalizer
 calculation for softmax"; the backward pass computes scores again (Dao et al.
 2022, "FlashAttention"). Time grows with the pairs of blocks that share a
-segment, memory with the tokens. Loops, not unrolled: a program is as large for
-a long row as for a short one. For a CPU, where scores that fit a core's cache
-are several times faster than those that go through memory. Blocks are as large
-as a cache allows where all of a row is seen, smaller where a part of it is; and
-large enough for all cores to work on one, as loops run turn by turn.
+segment, in a tree with those of a prefix and its descendants; memory with the
+tokens. Loops, not unrolled: a program is as large for a long row as for a short
+one. For a CPU, where scores that fit a core's cache are several times faster
+than those that go through memory. Blocks are as large as a cache allows where
+all of a row is seen, smaller where a part of it is; and large enough for all
+cores to work on one, as loops run turn by turn.
 
 Promises: the numbers of attention under the explicit mask, up to rounding.
 
@@ -53,19 +54,23 @@ class _Inputs(NamedTuple):
     k: [I, Q, H].
     v: [I, Q, H].
     ids: int32[I, Q], a token's segment.
-    prefix: int32[I, Q], the other segment that a token sees.
     reachable: bool[I, I], whether a block of queries sees any of a block of
       keys.
+    until: int32[I, Q], the place after the last token that sees a token; None =
+      the end of its segment.
     last: int32[I, Q], the last place that a token sees; None = its own.
+    depth: int32[I, Q], a token's number in its sequence, by which a window
+      counts; None = no window.
   """
 
   q: jax.Array
   k: jax.Array
   v: jax.Array
   ids: jax.Array
-  prefix: jax.Array
   reachable: jax.Array
+  until: jax.Array | None = None
   last: jax.Array | None = None
+  depth: jax.Array | None = None
 
 
 class _Rule(NamedTuple):
@@ -85,17 +90,18 @@ def attend(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     segments_BT: jax.Array,
-    prefix_BT: jax.Array | None = None,
+    until_BT: jax.Array | None = None,
     *,
     causal: bool,
     last_BT: jax.Array | None = None,
     window: int = 0,
+    depth_BT: jax.Array | None = None,
 ) -> jax.Array:
   """Computes attention to the own segment: [B, T, N, H].
 
   1. A row is padded to whole blocks, and its heads are grouped by KV head, so
      that one product scores all query heads of a group.
-  2. `_reachable` marks pairs of blocks that have a segment in common; only
+  2. `_reachable` marks pairs of blocks of which one may see the other; only
      these are computed.
   3. `_forward_one` goes over a query block's keys once, with a running maximum
      and sum: scores of a pair of blocks stay in a core's cache.
@@ -108,20 +114,21 @@ def attend(
     v_BTKH: Values.
     segments_BT: int32, at least -1, which segment of the row a token belongs
       to. Segments whose tokens lie together and whose ids rise are fast.
-    prefix_BT: int32, one more segment that a token may see, -1 = none.
+    until_BT: int32, with `causal` the place after the last token that sees a
+      token, in place of its segment; None = the end of its segment.
     causal: whether a token sees none that come later.
     last_BT: int32, with `causal` the last place that a token sees all the same;
       None = its own.
     window: Places up to its own that a token sees, where `causal` and `last_BT`
       are given; 0 = all.
+    depth_BT: int32, the number of a token in its sequence, by which a window
+      counts; None = its place.
   """
   b, t, n, h = q_BTNH.shape
   kv = k_BTKH.shape[2]
   group = n // kv
   count = -(-t // _most(causal))
   size = -(-t // (8 * count)) * 8
-  if prefix_BT is None:
-    prefix_BT = segments_BT
   fill = count * size - t
 
   def pad(x: jax.Array, value: int = 0) -> jax.Array:
@@ -135,24 +142,31 @@ def attend(
   q = pad((q_BTNH * h**-0.5).astype(q_BTNH.dtype))
   q = q.reshape(b, count, size, kv, group, h).transpose(0, 3, 1, 4, 2, 5)
   # Filled places are a segment of their own, -2: they see themselves.
-  own, other = (
-      pad(x, -2).reshape(b, count, size) for x in (segments_BT, prefix_BT)
-  )
+  own = pad(segments_BT, -2).reshape(b, count, size)
   rule = _Rule(causal, window)
-  last = None
-  if last_BT is not None:
-    # Filled places see up to their own.
-    own_place = np.arange(t, count * size, dtype=np.int32)
-    own_place = np.broadcast_to(own_place, (b, fill))
-    last = jnp.concatenate([last_BT, own_place], axis=1)
-    last = last.reshape(b, count, size)
-  reachable = _reachable(own, other, rule, last)
+  own_place = np.arange(t, count * size, dtype=np.int32)
+
+  def places(x: jax.Array | None, behind: int = 0) -> jax.Array | None:
+    if x is None:
+      return None
+    filled = np.broadcast_to(own_place + behind, (b, fill))
+    return jnp.concatenate([x, filled], axis=1).reshape(b, count, size)
+
+  if window and depth_BT is None:
+    depth_BT = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
+  bounds = (
+      places(until_BT, 1),
+      places(last_BT),
+      places(depth_BT if window else None),
+  )
+  reachable = _reachable(own, rule, *bounds)
+  of_heads = functools.partial(jnp.repeat, repeats=kv, axis=0)
   inputs = _Inputs(
       q.reshape(b * kv, count, group * size, h),
       keys(k_BTKH),
       keys(v_BTKH),
-      *(jnp.repeat(x, kv, axis=0) for x in (own, other, reachable)),
-      None if last is None else jnp.repeat(last, kv, axis=0),
+      *map(of_heads, (own, reachable)),
+      *(None if x is None else of_heads(x) for x in bounds),
   )
   mixed = _attend(rule, inputs.q, inputs.k, inputs.v, inputs[3:])
   mixed = mixed.reshape(b, kv, count, group, size, h)
@@ -170,23 +184,28 @@ def _most(causal: bool) -> int:
 
 def _reachable(
     own_BIQ: jax.Array,
-    other_BIQ: jax.Array,
     rule: _Rule,
+    until_BIQ: jax.Array | None,
     last_BIQ: jax.Array | None,
+    depth_BIQ: jax.Array | None,
 ) -> jax.Array:
-  """Returns bool[B, I, I], the pairs of blocks whose ranges of ids meet."""
-  low, high = own_BIQ.min(-1)[:, None], own_BIQ.max(-1)[:, None]
-  meet = lambda ids: (low <= ids.max(-1)[..., None]) & (
-      ids.min(-1)[..., None] <= high
-  )
-  reachable = meet(own_BIQ) | meet(other_BIQ)
-  if last_BIQ is None:
-    return jnp.tril(reachable) if rule.causal else reachable
+  """Returns bool[B, I, I], the pairs of blocks of which one may see the other:
+  their ranges of segments meet, or a key is seen as far as the queries begin.
+  """
   _, count, size = own_BIQ.shape
   first = np.arange(count) * size
+  low, high = own_BIQ.min(-1), own_BIQ.max(-1)
+  if until_BIQ is None:
+    reachable = low[:, None] <= high[..., None]
+    reachable &= low[..., None] <= high[:, None]
+  else:
+    reachable = until_BIQ.max(-1)[:, None] > first[:, None]
+  if last_BIQ is None:
+    return jnp.tril(reachable) if rule.causal else reachable
   reachable &= first <= last_BIQ.max(-1)[..., None]
-  if rule.window:
-    reachable &= first + size > first[:, None] - rule.window + 1
+  if depth_BIQ is not None:
+    farthest = depth_BIQ.min(-1)[..., None] - rule.window
+    reachable &= depth_BIQ.max(-1)[:, None] > farthest
   return reachable
 
 
@@ -208,16 +227,17 @@ def _hidden(
     inputs: _Inputs, i: jax.Array, j: jax.Array, rule: _Rule
 ) -> jax.Array:
   """Returns bool[Q, Q], queries of block `i` that do not see keys of `j`."""
-  ids = inputs.ids[j]
-  visible = (inputs.ids[i][:, None] == ids) | (inputs.prefix[i][:, None] == ids)
-  q = np.arange(len(ids))
+  place = np.arange(inputs.ids.shape[-1])
+  if inputs.until is None:
+    visible = inputs.ids[i][:, None] == inputs.ids[j]
+  else:
+    visible = inputs.until[j] > (i * len(place) + place)[:, None]
   if inputs.last is not None:
-    key = j * len(ids) + q
-    visible &= key <= inputs.last[i][:, None]
-    if rule.window:
-      visible &= key > (i * len(ids) + q)[:, None] - rule.window
+    visible &= j * len(place) + place <= inputs.last[i][:, None]
+    if inputs.depth is not None:
+      visible &= inputs.depth[j] > inputs.depth[i][:, None] - rule.window
   elif rule.causal:
-    visible &= (j < i) | (q[:, None] >= q)
+    visible &= (j < i) | (place[:, None] >= place)
   return ~visible
 
 

@@ -93,7 +93,10 @@ class Gemma3Text(qwen_text.QwenText):
     return x * jnp.asarray(self.config.text.hidden_size**0.5, x.dtype)
 
   def _last_seen(
-      self, vision_index_BT: base.Array | None, segments_BT: jax.Array
+      self,
+      vision_index_BT: base.Array | None,
+      segments_BT: jax.Array,
+      until_BT: base.Array | None = None,
   ) -> jax.Array | None:
     place = jnp.arange(segments_BT.shape[1], dtype=jnp.int32)
     return jnp.broadcast_to(place, segments_BT.shape)
@@ -107,14 +110,21 @@ class Gemma3(Gemma3Text, qwen_vl.QwenVL):
     return self.config.whole_image_tokens
 
   def _last_seen(
-      self, vision_index_BT: base.Array | None, segments_BT: jax.Array
+      self,
+      vision_index_BT: base.Array | None,
+      segments_BT: jax.Array,
+      until_BT: base.Array | None = None,
   ) -> jax.Array | None:
     if vision_index_BT is None:
       return super()._last_seen(vision_index_BT, segments_BT)
-    return last_seen(jnp.asarray(vision_index_BT) >= 0, segments_BT)
+    return last_seen(jnp.asarray(vision_index_BT) >= 0, segments_BT, until_BT)
 
 
-def last_seen(is_image_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
+def last_seen(
+    is_image_BT: jax.Array,
+    segments_BT: jax.Array,
+    until_BT: base.Array | None = None,
+) -> jax.Array:
   """Returns int32[B, T]: the last place that a token sees.
 
   That of a vision token is the last of the run it stands in, within its
@@ -123,12 +133,15 @@ def last_seen(is_image_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
   Args:
     is_image_BT: bool, vision tokens.
     segments_BT: int32; 0 = padding, which sees nothing later.
+    until_BT: int32, see `PolicyInputs.seen_until`; None = no row is a tree.
   """
   t = segments_BT.shape[1]
   place = jnp.arange(t, dtype=jnp.int32)
   is_image_BT &= segments_BT > 0
   after = lambda x: jnp.pad(x[:, 1:], ((0, 0), (0, 1)))
   goes_on = after(is_image_BT) & (after(segments_BT) == segments_BT)
+  if until_BT is not None:  # A branch that ends here goes on nowhere.
+    goes_on &= jnp.asarray(until_BT) > place + 1
   ends = jnp.where(is_image_BT & ~goes_on, place, t)
   ends = jax.lax.cummin(ends, axis=1, reverse=True)
   return jnp.where(is_image_BT, ends, place)

@@ -71,17 +71,20 @@ class Reach:
 
 @dataclasses.dataclass(frozen=True)
 class Sight:
-  """Interval of a row that each token sees, within its segment.
+  """Interval of its sequence that each token sees.
 
   Attributes:
     last_BT: int32, the place of the last one, its own at least.
     window: tokens up to its own that it sees, itself among them; 0 = all.
     lookahead: Bound of `last_BT`: less than this many places after the token.
+    depth_BT: int32, in a tree the number of a token in its sequence, by which
+      the window counts. None = its place.
   """
 
   last_BT: jax.Array
   window: int = 0
   lookahead: int = 1
+  depth_BT: jax.Array | None = None
 
 
 def windows_help(head_dim: int) -> bool:
@@ -199,7 +202,7 @@ def causal_attention(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     segments_BT: jax.Array,
-    prefix_BT: jax.Array | None = None,
+    until_BT: jax.Array | np.ndarray | None = None,
     mesh: jax.sharding.Mesh | None = None,
     sight: Sight | None = None,
 ) -> jax.Array:
@@ -210,17 +213,21 @@ def causal_attention(
     k_BTKH: keys.
     v_BTKH: values.
     segments_BT: int32, which sequence of the row a token belongs to.
-    prefix_BT: int32, one more segment that a token may see, -1 = none.
+    until_BT: int32, `PolicyInputs.seen_until`: the place after the last token
+      that sees a token; None = the end of its segment.
     mesh: over which rows, tokens and heads are split.
-    sight: Interval that a token sees in place of all earlier ones; excludes
-      `prefix_BT`.
+    sight: Interval that a token sees in place of all earlier ones; in a tree
+      with its depths.
   """
-  ids = (segments_BT,) if prefix_BT is None else (segments_BT, prefix_BT)
+  ids: tuple[jax.Array, ...] = (segments_BT,)
+  if until_BT is not None:
+    ids = segments_BT, jnp.asarray(until_BT)
   run = _causal_local
   if sight is not None:
-    if prefix_BT is not None:
-      raise ValueError("a prefix and a sight exclude each other")
-    ids = segments_BT, sight.last_BT
+    if until_BT is not None and sight.depth_BT is None:
+      raise ValueError("in a tree a Sight needs depth_BT")
+    depth = () if sight.depth_BT is None else (sight.depth_BT,)
+    ids = segments_BT, sight.last_BT, *ids[1:], *depth
     flash = "cudnn" if _cudnn_applies(q_BTNH, q_BTNH.shape[1]) else None
     run = functools.partial(
         _seen_local,
@@ -228,7 +235,7 @@ def causal_attention(
         lookahead=sight.lookahead,
         flash=flash,
     )
-  elif prefix_BT is None and _splash_applies(q_BTNH):
+  elif until_BT is None and _splash_applies(q_BTNH):
     run = _splash_local
   elif _cudnn_applies(q_BTNH, q_BTNH.shape[1]):
     run = functools.partial(_causal_local, flash="cudnn")
@@ -236,13 +243,13 @@ def causal_attention(
 
 
 def _causal_local(
-    q_BTNH, k_BTKH, v_BTKH, segments_BT, prefix_BT=None, *, flash=None
+    q_BTNH, k_BTKH, v_BTKH, segments_BT, until_BT=None, *, flash=None
 ) -> jax.Array:
   """Attends in chunks of queries, by XLA or an implementation of `jax.nn`."""
   b, t = segments_BT.shape
   if not flash and _blocks_apply(t):
     return blocks_lib.attend(
-        q_BTNH, k_BTKH, v_BTKH, segments_BT, prefix_BT, causal=True
+        q_BTNH, k_BTKH, v_BTKH, segments_BT, until_BT, causal=True
     )
   masked = lambda q, k, v: _causal_chunks(
       q, k, v, segments_BT, prefix_BT, flash=flash
@@ -263,9 +270,10 @@ def _causal_chunks(
   k, v, axis, chunk, attend_ = _chunks(k_BTKH, v_BTKH, b, flash)
 
   def part(start: int, end: int) -> jax.Array:
-    mask = segments_BT[:, start:end, None] == segments_BT[:, None, :end]
-    if prefix_BT is not None:
-      mask |= prefix_BT[:, start:end, None] == segments_BT[:, None, :end]
+    if until_BT is None:
+      mask = segments_BT[:, start:end, None] == segments_BT[:, None, :end]
+    else:
+      mask = until_BT[:, None, :end] > np.arange(start, end)[:, None]
     mask &= np.tri(end - start, end, start, dtype=bool)
     # A chunk needs the keys up to its own end only.
     keys_values = (jax.lax.slice_in_dim(x, 0, end, axis=axis) for x in (k, v))
@@ -288,27 +296,45 @@ def _chunks(k_BTKH, v_BTKH, rows: int, flash: str | None):
 
 
 def _seen_local(
-    q_BTNH, k_BTKH, v_BTKH, segments_BT, last_BT, *, window, lookahead, flash
+    q_BTNH,
+    k_BTKH,
+    v_BTKH,
+    segments_BT,
+    last_BT,
+    until_BT=None,
+    depth_BT=None,
+    *,
+    window,
+    lookahead,
+    flash,
 ) -> jax.Array:
   """As `_causal_local`, under a `Sight`."""
   b, t = segments_BT.shape
   if not flash and _blocks_apply(t):
     return blocks_lib.attend(
-        q_BTNH, k_BTKH, v_BTKH, segments_BT, None,
-        causal=True, last_BT=last_BT, window=window,
+        q_BTNH, k_BTKH, v_BTKH, segments_BT, until_BT,
+        causal=True, last_BT=last_BT, window=window, depth_BT=depth_BT,
     )  # pyformat: disable
   k, v, axis, chunk, attend_ = _chunks(k_BTKH, v_BTKH, b, flash)
 
   def part(start: int, end: int) -> jax.Array:
-    # The keys that any query of the chunk may see; even, for cuDNN.
-    low = max(0, start - window + 1) // 128 * 128 if window else 0
+    # The keys that any query of the chunk may see; even, for cuDNN. In a tree
+    # the tokens before it lie anywhere.
+    near = window and until_BT is None
+    low = max(0, start - window + 1) // 128 * 128 if near else 0
     high = min(t, end + lookahead - 1)
     high = min(t, -(-high // 128) * 128)
-    key = np.arange(low, high)
-    mask = segments_BT[:, start:end, None] == segments_BT[:, None, low:high]
-    mask &= key <= last_BT[:, start:end, None]
-    if window:
-      mask &= key > np.arange(start, end)[:, None] - window
+    key, query = np.arange(low, high), np.arange(start, end)[:, None]
+    mask = key <= last_BT[:, start:end, None]
+    if until_BT is None:
+      mask &= segments_BT[:, start:end, None] == segments_BT[:, None, low:high]
+    else:
+      mask &= until_BT[:, None, low:high] > query
+    if window and depth_BT is None:
+      mask &= key > query - window
+    elif window:
+      farthest = depth_BT[:, start:end, None] - window
+      mask &= depth_BT[:, None, low:high] > farthest
     keys_values = (
         jax.lax.slice_in_dim(x, low, high, axis=axis) for x in (k, v)
     )

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import cached_attention
-from tunix.rl.multi_turn.policy import compiling
 from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import linear_attention
@@ -49,13 +48,10 @@ class QwenText(nnx.Module):
   _see_ahead = 1  # `kernels.Sight.lookahead`: a token sees up to its own place.
 
   @property
-  def supports_prefix_ids(self) -> bool:
-    """Whether prompts are shared: not on TPU, whose kernel gains more, nor
-    where a layer's state goes on from one token to the next, or its window
-    counts tokens that lie side by side."""
-    traits = self.config.traits
-    apart = traits.linear or traits.windows
-    return compiling.backend() != "tpu" and not apart
+  def supports_tree(self) -> bool:
+    """Whether a row may be a tree: not where a layer's state goes on from one
+    token to the next."""
+    return not self.config.traits.linear
 
   def __init__(
       self,
@@ -100,13 +96,16 @@ class QwenText(nnx.Module):
       )
     x, early = self._embed(inputs.tokens, inputs.vision_index, vision)
     segments = jnp.asarray(inputs.segment_ids)
-    prefix = inputs.prefix_ids
-    prefix = None if prefix is None else jnp.asarray(prefix)
-    last = self._last_seen(inputs.vision_index, segments)
+    until = inputs.seen_until
+    last = self._last_seen(inputs.vision_index, segments, until)
+    # Where layers have windows, positions count the tokens of a sequence.
+    depth = None
+    if until is not None:
+      depth = jnp.asarray(inputs.positions)[..., 0]
 
     def mix(q, k, v, nothing, layer):
       mixed = kernels.causal_attention(
-          q, k, v, segments, prefix, self.mesh, self._sight(last, layer)
+          q, k, v, segments, until, self.mesh, self._sight(last, layer, depth)
       )
       return mixed, nothing
 
@@ -271,20 +270,26 @@ class QwenText(nnx.Module):
     return self._look_up(tokens_BT), ()
 
   def _last_seen(
-      self, vision_index_BT: base.Array | None, segments_BT: jax.Array
+      self,
+      vision_index_BT: base.Array | None,
+      segments_BT: jax.Array,
+      until_BT: base.Array | None = None,
   ) -> jax.Array | None:
     """Returns the last place of a row that each token sees; None = its own."""
-    del vision_index_BT, segments_BT
+    del vision_index_BT, segments_BT, until_BT
     return None
 
   def _sight(
-      self, last_BT: jax.Array | None, layer: int | jax.Array
+      self,
+      last_BT: jax.Array | None,
+      layer: int | jax.Array,
+      depth_BT: jax.Array | None = None,
   ) -> kernels.Sight | None:
     """Returns what a layer's tokens see; None = all earlier ones."""
     if last_BT is None:
       return None
     return kernels.Sight(
-        last_BT, self.config.text.window(layer), self._see_ahead
+        last_BT, self.config.text.window(layer), self._see_ahead, depth_BT
     )
 
   def _look_up(self, tokens_BT: base.Array) -> jax.Array:

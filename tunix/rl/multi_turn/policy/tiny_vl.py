@@ -274,7 +274,7 @@ class DecoderBlock(nnx.Module):
 class TinyVL(nnx.Module):
   """See the module docstring; implements `base.Policy`."""
 
-  supports_prefix_ids = True
+  supports_tree = True
   vision_modules = ("stem", "vision_blocks", "vision_norm")
 
   def __init__(self, config: TinyVLConfig, rngs: random_keys.Source):
@@ -305,11 +305,9 @@ class TinyVL(nnx.Module):
     )
     x = self._embed(inputs.tokens, inputs.vision_index, vision)
     segments = jnp.asarray(inputs.segment_ids)
-    prefix = inputs.prefix_ids
-    prefix = None if prefix is None else jnp.asarray(prefix)
     for block in self.blocks:
       q, k, v = block.project(x, inputs.positions[..., 0])
-      mixed = kernels.causal_attention(q, k, v, segments, prefix)
+      mixed = kernels.causal_attention(q, k, v, segments, inputs.seen_until)
       x = block.finish(x, mixed)
     return _rms_norm(x, self.norm)
 

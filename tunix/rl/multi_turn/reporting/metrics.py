@@ -422,7 +422,9 @@ METRICS: dict[str, Metric] = {
         "", "Share of the patch buffers that holds pixels."
     ),
     "shared_tokens": Metric(
-        "tokens", "Prompt tokens stored once for several sequences."
+        "tokens",
+        "Tokens that learner.tree did not compute again: of prefixes that"
+        " several sequences share.",
     ),
     "optimizer_steps": Metric("", "Optimizer steps so far."),
     "skipped_steps": Metric(
