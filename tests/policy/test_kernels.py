@@ -352,10 +352,10 @@ def as_documented(q, k, v, *, q_seqlen, q_offsets, scale, mask_type, **_):
 
 
 @pytest.mark.parametrize("segments", (1, 4, 16, 17, 40))
-@pytest.mark.parametrize("prefix", (False, True))
-def test_hopper_gets_segments_by_their_places(segments, prefix, monkeypatch):
+@pytest.mark.parametrize("branches", (False, True))
+def test_hopper_gets_segments_by_their_places(segments, branches, monkeypatch):
   """Equal to XLA's values and gradients, with padding, also beyond the bound
-  and with prefixes, where a mask takes over."""
+  and in a tree, where a mask takes over."""
   from jax._src.cudnn import fused_attention_stablehlo as fused  # pylint: disable=g-import-not-at-top
 
   calls = []
@@ -375,17 +375,22 @@ def test_hopper_gets_segments_by_their_places(segments, prefix, monkeypatch):
       np.stack([rng.permutation(t - 1)[: segments - 1] for _ in range(b)])
   )
   ids = (np.arange(t)[None, :, None] > ends[:, None]).sum(-1).astype(np.int32)
-  ids[1] = np.where(ids[1] > segments // 2, -1, ids[1])
-  before = np.full_like(ids, -1)
-  if prefix:
-    before[0] = np.where(ids[0] > 0, 0, -1)
+  ids[1] = np.where(ids[1] > segments // 2, 0, ids[1] + 1)
+  ids[0] += 1
+  place = np.arange(t, dtype=np.int32)
+  end = np.array([[place[row == i].max() + 1 for i in row] for row in ids])
+  until = np.where(ids == 0, place + 1, end).astype(np.int32)
+  if branches:  # The first sequence goes on in two ways, from its half on.
+    half = end[0, 0] // 2
+    until[0, half // 2 : half] = half
+  real = (ids > 0)[..., None, None]
   images = lambda q, k, v: kernels.image_attention(q, k, v, ids, t)
-  rows = lambda q, k, v: kernels.causal_attention(q, k, v, ids, before)
+  rows = lambda q, k, v: kernels.causal_attention(q, k, v, ids, until)
   for run, most, masked in (
       (images, kernels.IMAGE_SEGMENTS, False),
-      (rows, kernels.ROW_SEGMENTS, prefix and segments > 1),
+      (rows, kernels.ROW_SEGMENTS, branches),
   ):
-    want = outputs_and_gradients(run, q, k, v)
+    want = outputs_and_gradients(run, q, k, v, real)
     monkeypatch.setattr(kernels, "_cudnn_applies", lambda *_: True)
     # The branch that is not to be taken would spoil the result.
     factor = 1 if masked or segments > most else np.nan
@@ -395,7 +400,7 @@ def test_hopper_gets_segments_by_their_places(segments, prefix, monkeypatch):
         lambda *a, f=factor, **_: f * flash(*a, implementation="xla"),
     )
     with compiling.compile_for("gpu"):
-      got = outputs_and_gradients(run, q, k, v)
+      got = outputs_and_gradients(run, q, k, v, real)
     monkeypatch.setattr(kernels, "_cudnn_applies", lambda *_: False)
     jax.tree.map(
         lambda a, b_: np.testing.assert_allclose(a, b_, atol=1e-4), got, want

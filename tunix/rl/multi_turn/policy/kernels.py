@@ -252,18 +252,18 @@ def _causal_local(
         q_BTNH, k_BTKH, v_BTKH, segments_BT, until_BT, causal=True
     )
   masked = lambda q, k, v: _causal_chunks(
-      q, k, v, segments_BT, prefix_BT, flash=flash
+      q, k, v, segments_BT, until_BT, flash=flash
   )
   if flash and _packed_applies(t):
     return _packed(
         q_BTNH, k_BTKH, v_BTKH, segments_BT, ROW_SEGMENTS, masked, True,
-        prefix_BT,
+        until_BT,
     )  # pyformat: disable
   return masked(q_BTNH, k_BTKH, v_BTKH)
 
 
 def _causal_chunks(
-    q_BTNH, k_BTKH, v_BTKH, segments_BT, prefix_BT=None, *, flash=None
+    q_BTNH, k_BTKH, v_BTKH, segments_BT, until_BT=None, *, flash=None
 ) -> jax.Array:
   """As `causal_attention`, a chunk of queries at a time under its mask."""
   b, t = segments_BT.shape
@@ -588,16 +588,16 @@ def _packed(
     most: int,
     masked: Callable[..., jax.Array],
     causal: bool,
-    prefix_BT=None,
+    until_BT=None,
 ) -> jax.Array:
   """Attends within each run of equal ids; ids of a row lie in one run each.
 
   1. A row of at most `most` runs is a batch of sequences for cuDNN, which skips
      what they do not see and needs no mask. Padding is a run, too: its outputs
      must be finite.
-  2. If any row has more runs, or a token has a prefix, `masked` computes all
-     rows, and again in the backward pass, so that it saves nothing beside the
-     first branch.
+  2. If any row has more runs, or holds a tree with branches, `masked` computes
+     all rows, and again in the backward pass, so that it saves nothing beside
+     the first branch.
   """
   # The public function has no argument for sequences that share a row.
   from jax._src.cudnn import fused_attention_stablehlo as cudnn  # pylint: disable=g-import-not-at-top
@@ -621,8 +621,11 @@ def _packed(
     )  # pyformat: disable
 
   fits = jnp.max(jnp.sum(new_BT, axis=1)) <= most
-  if prefix_BT is not None:
-    fits &= jnp.all(prefix_BT < 0)
+  if until_BT is not None:  # Without branches all see to the run's end.
+    begin_BT = jnp.where(new_BT, np.arange(t), t)
+    begin_BT = jnp.pad(begin_BT[:, 1:], ((0, 0), (0, 1)), constant_values=t)
+    end_BT = jax.lax.cummin(begin_BT, axis=1, reverse=True)
+    fits &= jnp.all((until_BT == end_BT) | (segments_BT == 0))
   by_mask = jax.checkpoint(masked)
   return jax.lax.cond(fits, by_runs, by_mask, q_BTNH, k_BTKH, v_BTKH)
 
