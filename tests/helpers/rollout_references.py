@@ -162,8 +162,9 @@ class Recompute:
         inputs.patch_segments[row, at:end] = i + 1
         inputs.patch_positions[row, at:end] = patched.positions
         first = at // self._processor.patches_per_token
-        inputs.vision_index[row, span.offset : span.end] = (
-            first + np.arange(span.num_tokens)
+        numbers = span.numbers(tokens)
+        inputs.vision_index[row, span.offset : span.end] = np.where(
+            numbers >= 0, first + numbers, -1
         )
         at = end
     return inputs

@@ -446,13 +446,17 @@ def to_hf(config: QwenVLConfig) -> dict[str, Any]:
         "decoder_sparse_step": text.decoder_sparse_step,
         "norm_topk_prob": True,
     }
-  tiles = traits.tower == "idefics3"
-  scale = {"scale_factor": config.vision.spatial_merge_size} if tiles else {}
+  tiles = {}
+  if traits.tower == "idefics3":
+    # transformers' own padding is outside of most vocabularies.
+    tiles = {
+        "scale_factor": config.vision.spatial_merge_size, "pad_token_id": None
+    }  # pyformat: disable
   return {
       "architectures": [traits.architecture],
       "model_type": family,
       "tie_word_embeddings": config.tie_word_embeddings,
-      **scale,
+      **tiles,
       **qwen_defaults.image_tokens_to_hf(config),
       "text_config": text_config,
       "vision_config": _vision_to_hf(config),
