@@ -127,7 +127,8 @@ class Recompute:
     """`length` tokens and `images` images are what a sequence has at most."""
     self.model, self._processor, self._store = model, processor, store
     self._length = length
-    self._patches = images * max(PATCHES.values())
+    patches = images * max(PATCHES.values())
+    self._patches = patches - patches % max(processor.patches_per_token, 1)
 
   def logits(self, sequences: Sequence[Sequence_]) -> list[np.ndarray]:
     """float32[T, V] of each sequence."""

@@ -175,12 +175,12 @@ class SmolVLMProcessor(qwen_vl_inputs.QwenVLProcessor):
     """Raises a ValueError unless a span is of its image's runs."""
     image = span.image
     count = self.num_image_tokens(image.width, image.height)
-    row = self.tile_tokens if count > self.tile_tokens else 0
+    row = span.row or span.num_tokens
     shown = 0
     if cursor <= span.offset and span.end <= len(tokens_T):
       numbers = span.numbers(tokens_T)
       shown = int(numbers.max()) + 1
-    if shown != count or span.row != row or (
+    if shown != count or row != self.tile_tokens or (
         self.image_token_id not in (None, tokens_T[span.offset])
     ):
       raise ValueError(
@@ -188,7 +188,7 @@ class SmolVLMProcessor(qwen_vl_inputs.QwenVLProcessor):
           f"{image.height} image {image.sha256[:12]}… must hold {count} tokens"
           f" {self.image_token_id} in runs of {self.tile_tokens} and lie within"
           f" {cursor} and {len(tokens_T)}, and holds {shown} in runs of"
-          f" {span.row or span.num_tokens}; render the prompt with this"
+          f" {row}; render the prompt with this"
           " processor's image_layout"
       )
     return 1, count

@@ -53,22 +53,24 @@ class Frame:
     return text.replace(self.shown, framed)
 
   @property
+  def in_runs(self) -> bool:
+    """Whether an image's placeholders are runs with other tokens between."""
+    return bool(self.between)
+
+  @property
   def tokens(self) -> set[str]:
     """Tokens that a tokenizer must have."""
     return {self.shown, self.placeholder, self.between} - {""}
 
   def runs(self, placeholders: Any) -> Runs:
-    """Returns the runs of an image.
+    """Returns the runs of an image, if it is of several.
 
     Args:
-      placeholders: Result of a policy's `num_image_tokens`: a number, or (rows,
-        placeholders of a row).
+      placeholders: (rows, placeholders of a row).
 
     Raises:
-      ValueError: `placeholders` is a number, and the frame has rows.
+      ValueError: `placeholders` is a number.
     """
-    if not self.between:
-      return Runs([""], placeholders)
     if isinstance(placeholders, int):
       raise ValueError(
           f"the chat template's images are rows of {self.placeholder!r} with"
@@ -83,6 +85,10 @@ class _Tiles(Frame):
   """Idefics3's: tiles row by row, then the whole image."""
 
   _EDGE = "<fake_token_around_image>"
+
+  @property
+  def in_runs(self) -> bool:
+    return True
 
   @property
   def tokens(self) -> set[str]:

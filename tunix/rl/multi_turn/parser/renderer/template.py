@@ -420,7 +420,7 @@ class TemplateRenderer(base.TokenRenderer):
         shown = [piece] * length
         for text in before[1:]:
           shown += [*self._framing(text), *[piece] * length]
-        row = length if len(before) > 1 else 0
+        row = self._size(image)[1]
         spans.append(
             trajectory.ImageSpan(image, len(tokens), len(shown), row)
         )
@@ -431,12 +431,13 @@ class TemplateRenderer(base.TokenRenderer):
     return policy_client.TokenPrompt(np.array(tokens, np.int32), tuple(spans))
 
   def _size(self, image: trajectory.ImageRef) -> tuple[int, int]:
+    if self._frame is None or not self._frame.in_runs:
+      return super()._size(image)
     before, length, _ = self._runs(image)
-    runs = len(before)
-    return runs * length, length if runs > 1 else 0
+    return len(before) * length, length
 
   def _runs(self, image: trajectory.ImageRef) -> frames.Runs:
-    if self._frame is None:
+    if self._frame is None or not self._frame.in_runs:
       return frames.Runs([""], super()._size(image)[0])
     return self._frame.runs(self._num_image_tokens(image.width, image.height))
 
