@@ -433,18 +433,18 @@ def expected(family, messages, tools=None, add_generation_prompt=True):
   return ids, tuple(spans)
 
 
-def _tiled(made, text, images):
+def _tiled(encoder, text, images):
   """As SmolVLM's processor writes images."""
   sizes = [image_tiles(image.width, image.height) for image in images]
-  first, *rest = text.split("<image>")
-  assert len(rest) == len(images)
-  for size, behind in zip(sizes, rest):
+  first, *later = text.split("<image>")
+  assert len(later) == len(images)
+  for size, behind in zip(sizes, later):
     first += processing_smolvlm.get_image_prompt_string(
         *size, "<fake_token_around_image>", "<image>", "<global-img>"
     ) + behind
-  ids = made.encode(first, add_special_tokens=False)
+  ids = encoder.encode(first, add_special_tokens=False)
   at = np.flatnonzero(
-      np.array(ids) == made.convert_tokens_to_ids("<image>")
+      np.array(ids) == encoder.convert_tokens_to_ids("<image>")
   )
   spans = []
   for image, (rows, columns, count) in zip(images, sizes):

@@ -205,7 +205,7 @@ def _grouped() -> qwen_config.QwenVLConfig:
 
 
 def _tiled(family: str, tile: int, merge: int, text, **changes):
-  """Tiles of so many pixels, of which those beyond whole patches are cut."""
+  """Tiles of `tile` pixels a side, cut to whole patches."""
   return qwen_config.QwenVLConfig(
       family=family,
       vision=qwen_config.VisionConfig(
@@ -655,8 +655,8 @@ class Reference:
       if self.config.traits.mutual_images:
         images["token_type_ids"] = (ids == IMAGE).int()
       if case.images and self.config.traits.tower == "idefics3":
-        whole = [t for i in case.images for t in self._tiles(pixels, i)]
-        images["pixel_values"] = torch.stack(whole).to(dtype)[None]
+        tiles = [t for i in case.images for t in self._tiles(pixels, i)]
+        images["pixel_values"] = torch.stack(tiles).to(dtype)[None]
       elif case.images and self.config.traits.mutual_images:
         whole = [self._image(pixels, i) for i in case.images]
         images["pixel_values"] = torch.stack(whole).to(dtype)

@@ -280,12 +280,12 @@ def _siglip_logits(model, config, batch):
   cells = cells.reshape(2, 2, 2, 2, 3, side, side).permute(4, 0, 2, 5, 1, 3, 6)
   pixels = cells.reshape(1, 3, 4 * side, 4 * side) / 127.5 - 1
   tokens = torch.tensor(batch.tokens).long()
-  seen = {"token_type_ids": (tokens == config.image_token_id).int()}
+  extra = {"token_type_ids": (tokens == config.image_token_id).int()}
   if config.traits.tower == "idefics3":
-    seen, pixels = {}, pixels[None]
+    extra, pixels = {}, pixels[None]
   with torch.no_grad():
     return model(
-        input_ids=tokens, pixel_values=pixels, use_cache=False, **seen
+        input_ids=tokens, pixel_values=pixels, use_cache=False, **extra
     ).logits.numpy()
 
 

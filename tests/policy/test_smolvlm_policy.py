@@ -33,7 +33,7 @@ transformers = pytest.importorskip("transformers")
 import chat_families  # noqa: E402
 import qwen_reference  # noqa: E402
 
-TILE, EDGE, PATCH, MERGE = 18, 36, 4, 2  # Two pixels of a tile are not seen.
+TILE, EDGE, PATCH, MERGE = 18, 36, 4, 2  # Two pixels of a tile are not part.
 CONTEXT = 512
 CLASSES = {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}
 families = pytest.mark.parametrize("family", CLASSES)
@@ -76,7 +76,7 @@ def config_of(family, tokenizer):
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
   """Family -> directory of a whole checkpoint, model of transformers."""
-  made = {}
+  by_family = {}
   for family in CLASSES:
     path = tmp_path_factory.mktemp(family)
     tokenizer = words(family)
@@ -89,22 +89,22 @@ def directories(tmp_path_factory):
     raw = json.loads(file.read_text())
     raw["image_processor_type"] = f"{CLASSES[family]}ImageProcessor"
     file.write_text(json.dumps(raw))
-    made[family] = path, reference.module
-  return made
+    by_family[family] = path, reference.module
+  return by_family
 
 
 @pytest.fixture(scope="module")
 def policies(directories):
   """Family -> model, processor, renderer."""
-  made = {}
+  by_family = {}
   for family, (path, _) in directories.items():
     model, processor, tokenizer = checkpoint.load_policy(path)
     template = policy_files.chat_template(path)
     renderer = choice.make_renderer(
         tokenizer, base.layout_of(processor), template
     )
-    made[family] = model, processor, renderer
-  return made
+    by_family[family] = model, processor, renderer
+  return by_family
 
 
 class Talk(chat_families.Talk):
@@ -166,14 +166,14 @@ def asked_of(family, directory, store, messages):
   pixels = None
   if shown:
     inputs = of_images([shown], return_row_col_info=True, return_tensors="np")
-    first, *rest = text.split("<image>")
+    first, *later = text.split("<image>")
     text = first + "".join(
         module.get_image_prompt_string(
             rows, columns, 4, "<fake_token_around_image>", "<image>",
             "<global-img>",
         ) + behind
         for rows, columns, behind in zip(
-            inputs["rows"][0], inputs["cols"][0], rest, strict=True
+            inputs["rows"][0], inputs["cols"][0], later, strict=True
         )
     )  # pyformat: disable
     pixels = inputs["pixel_values"][0]
@@ -431,8 +431,8 @@ def test_the_small_policy_has_smolvlms_tokens(tmp_path):
       *(f"<row_{r}_col_{c}>" for r in range(1, 7) for c in range(1, 7)),
   }  # pyformat: disable
   image = trajectory.ImageRef("0" * 64, 160, 210)
-  seen = {"type": "image", "image": image}
-  prompt = renderer.render([{"role": "user", "content": [seen]}])
+  part = {"type": "image", "image": image}
+  prompt = renderer.render([{"role": "user", "content": [part]}])
   text = tokenizer.decode(prompt.tokens, skip_special_tokens=False)
   assert text.startswith(
       "<|im_start|>User:<fake_token_around_image><row_1_col_1><image><image>"
@@ -532,8 +532,8 @@ def test_the_published_file_is_the_published_size():
 def test_spans_that_are_not_their_images_are_refused(policies):
   model, processor, renderer = policies["smolvlm"]
   image = trajectory.ImageRef("0" * 64, 40, 40)
-  seen = {"type": "image", "image": image}
-  prompt = renderer.render([{"role": "user", "content": [seen]}])
+  part = {"type": "image", "image": image}
+  prompt = renderer.render([{"role": "user", "content": [part]}])
   (span,) = prompt.images
   assert span.row == 4 and len(prompt.tokens) > span.end
   for bad in (

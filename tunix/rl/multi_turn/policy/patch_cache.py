@@ -58,7 +58,7 @@ class PatchCache:
       while self._bytes > self._capacity and len(self._images) > 1:
         _, old = self._images.popitem(last=False)
         self._bytes -= old.patches.nbytes
-    # The tokens of several runs are counted where the prompt is at hand.
+    # Placeholders of several runs are counted by `Processor.positions`.
     if not span.row and patched.num_tokens != span.num_tokens:
       raise ValueError(
           f"image {image.sha256[:12]}… of {image.width}x{image.height} becomes"

@@ -65,8 +65,8 @@ class VisionTower(siglip.VisionTower):
     image = jnp.asarray(segments_SP).astype(jnp.int32)
     # No image has as many tiles.
     tile = jnp.where(image > 0, image * (1 << 12) + place[..., 2], 0)
-    whole = self.config.vision.num_position_embeddings
+    patches = self.config.vision.num_position_embeddings
     # Images that are aligned are so by a multiple of tiles.
-    aligned = reach.aligned and reach.places % whole == 0
-    reach = kernels.Reach(min(whole, patches_SPF.shape[1]), aligned)
+    aligned = reach.aligned and reach.places % patches == 0
+    reach = kernels.Reach(min(patches, patches_SPF.shape[1]), aligned)
     return super().__call__(patches_SPF, tile, place, reach)

@@ -89,14 +89,14 @@ class SmolVLMProcessor(qwen_vl_inputs.QwenVLProcessor):
     first = width, height
     if not self.splits:
       return [first, (tile, tile)]
-    whole = lambda side: math.ceil(side / tile) * tile
+    rounded = lambda side: math.ceil(side / tile) * tile
     ratio = width / height
     if width >= height:
-      width = whole(width)
-      height = whole(int(width / ratio))
+      width = rounded(width)
+      height = rounded(int(width / ratio))
     else:
-      height = whole(height)
-      width = whole(int(height * ratio))
+      height = rounded(height)
+      width = rounded(int(height * ratio))
     return [first, (width, height)]
 
   def image_layout(self, width: int, height: int) -> tuple[int, int, int]:
@@ -162,11 +162,11 @@ class SmolVLMProcessor(qwen_vl_inputs.QwenVLProcessor):
     side = self.tile_size
     if image.size == (side, side):
       return [np.asarray(image)]
-    whole = np.asarray(image)
+    resized = np.asarray(image)
     return [
-        whole[top : top + side, left : left + side]
-        for top in range(0, image.height, side)
-        for left in range(0, image.width, side)
+        resized[y : y + side, x : x + side]
+        for y in range(0, image.height, side)
+        for x in range(0, image.width, side)
     ] + [np.asarray(image.resize((side, side), self.resample))]
 
   def _check_span(
