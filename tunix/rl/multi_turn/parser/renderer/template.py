@@ -417,14 +417,14 @@ class TemplateRenderer(base.TokenRenderer):
         image = images[len(spans)]
         before, length, after = self._runs(image)
         tokens.extend(self._framing(before[0]))
-        shown = [piece] * length
+        placeholders = [piece] * length
         for text in before[1:]:
-          shown += [*self._framing(text), *[piece] * length]
+          placeholders += [*self._framing(text), *[piece] * length]
         row = self._size(image)[1]
         spans.append(
-            trajectory.ImageSpan(image, len(tokens), len(shown), row)
+            trajectory.ImageSpan(image, len(tokens), len(placeholders), row)
         )
-        tokens.extend(shown)
+        tokens.extend(placeholders)
         tokens.extend(self._framing(after))
       else:
         tokens.append(piece)
