@@ -56,6 +56,10 @@ BILLIONS = {
     "GLM-4.1V-9B": 10.29,
     "OpenCUA-7B": 8.29,
     "OpenCUA-32B": 33.5,
+    "SmolVLM2-256M": 0.2565,
+    "SmolVLM2-500M": 0.5075,
+    "SmolVLM2-2.2B": 2.247,
+    "Idefics3-8B": 8.462,
     "Gemma-3-4B": 4.30,
     "Gemma-3-12B": 12.19,
     "Gemma-3-27B": 27.43,
@@ -70,7 +74,7 @@ def test_every_published_size_is_known():
 @pytest.mark.parametrize(
     "name",
     ("Qwen3-VL-2B", "Qwen3-VL-8B", "Qwen3-VL-30B-A3B", "Qwen2.5-VL-7B",
-     "Gemma-3-4B"),
+     "Gemma-3-4B", "SmolVLM2-256M"),
 )  # pyformat: disable
 def test_parameters_of_published_sizes(name):
   parts = policy_facts.parameters_by_part(policy_facts.find(name).model)

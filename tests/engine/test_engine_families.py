@@ -27,8 +27,10 @@ DRAWN = policy_client.SamplingParams(max_new_tokens=6, temperature=1.0, seed=3)
 @pytest.fixture(
     scope="module",
     params=trials.by_default(
-        ["glm4v_moe groups", "gemma3", "llama tied", "gemma3_text wide"],
+        ["glm4v_moe groups", "gemma3", "smolvlm", "llama tied",
+         "gemma3_text wide"],
         ["glm4v_moe groups", "glm4v", "opencua", "gemma3", "gemma3 wide",
+         "smolvlm", "idefics3",
          "llama", "llama tied", "gemma3_text", "gemma3_text wide"],
     ),
 )
@@ -51,13 +53,11 @@ def prompt(parts, rng, images):
   tokens, spans = words(), ()
   for _ in range(images):
     image = store.put(rng.integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8))
-    count = processor.num_image_tokens(SIDE, SIDE)
+    shown, row = qwen_reference.placeholders(processor, SIDE, SIDE)
     start = [*tokens, qwen_reference.IMAGE_START]
-    spans = (*spans, trajectory.ImageSpan(image, len(start), count))
-    tokens = np.array([
-        *start, *[processor.image_token_id] * count, qwen_reference.IMAGE_END,
-        *words(),
-    ])  # pyformat: disable
+    span = trajectory.ImageSpan(image, len(start), len(shown), row)
+    spans = (*spans, span)
+    tokens = np.array([*start, *shown, qwen_reference.IMAGE_END, *words()])
   return tokens.astype(np.int32), spans
 
 
@@ -75,7 +75,7 @@ def test_turns_and_groups_are_what_the_policy_says(parts):
       decode_steps_per_call=3, page_size=PAGE, banned_token_ids=banned,
   )  # pyformat: disable
   recompute = references.Recompute(
-      *parts, length=CONTEXT, images=6 if images else 0
+      *parts, length=CONTEXT, images=8 if images else 0
   )
 
   def check(tokens, spans, completion, sampling):

@@ -12,12 +12,14 @@ import pathlib
 import random
 
 import chat_templates
+import numpy as np
 import tokenizers
 from tokenizers import decoders
 from tokenizers import models
 from tokenizers import pre_tokenizers
 from tokenizers import trainers
 import transformers
+from transformers.models.smolvlm import processing_smolvlm
 from tunix.rl.multi_turn.commands import train_tokenizer
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.renderer import chat_template
@@ -42,6 +44,7 @@ class Family:
     reasons: answers begin with reasoning.
     template: key of `chat_templates.TEMPLATES`, if another one.
     rows: images are rows of placeholders with breaks between.
+    tiles: images are tiles of placeholders; contents must be lists of parts.
   """
 
   name: str
@@ -60,6 +63,7 @@ class Family:
   reasons: bool = False
   template: str = ""
   rows: bool = False
+  tiles: bool = False
 
 
 _LLAMA = (
@@ -79,6 +83,12 @@ _GLM = (
     "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>",
     "<|observation|>", "<|begin_of_image|>", "<|image|>", "<|end_of_image|>",
 )  # pyformat: disable
+_SMOLVLM = (
+    "<fake_token_around_image>", "<image>", "<end_of_utterance>",
+    "<global-img>", "<row_1_col_1>", "<row_1_col_2>", "<row_2_col_1>",
+    "<row_2_col_2>",
+)  # pyformat: disable
+_TILES = {"tools": False, "results": False, "images": True, "tiles": True}
 _BEGIN, _END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 
 FAMILIES = {
@@ -129,6 +139,11 @@ FAMILIES = {
             calls=0, system="first", alternates=True, sentencepiece=True,
             images=True,
         ),
+        Family("smolvlm", _SMOLVLM, calls=0, **_TILES),
+        # Rows and columns of tiles are text to this tokenizer.
+        Family(
+            "idefics3", _SMOLVLM[:3], calls=0, template="smolvlm", **_TILES
+        ),
         Family(
             "glm_v", _GLM, images=True, system="first", reasons=True,
             seen_results=False,
@@ -148,6 +163,12 @@ def source(family):
 
 def image_tokens(width, height):
   return (width + height) % 7 + 1
+
+
+def image_tiles(width, height):
+  """(rows, columns, placeholders of a tile)."""
+  rows = height % 3
+  return rows, rows and width % 3 + 1, 3
 
 
 def image_rows(width, height):
@@ -219,7 +240,8 @@ def tokenizer(family):
 def renderer(family):
   return template.TemplateRenderer(
       tokenizer(family).backend_tokenizer,
-      image_rows if family.rows else image_tokens,
+      image_tiles if family.tiles
+      else image_rows if family.rows else image_tokens,
       chat_template.ChatTemplate(
           source(family), dict(family.roles), dict(family.options)
       ),
@@ -369,6 +391,8 @@ def expected(family, messages, tools=None, add_generation_prompt=True):
           {"type": "image"} if part["type"] == "image" else part
           for part in content
       ]
+    elif family.tiles:
+      content = [{"type": "text", "text": content}]
     plain.append({**message, "content": content})
   made = tokenizer(family)
   text = made.apply_chat_template(
@@ -384,6 +408,8 @@ def expected(family, messages, tools=None, add_generation_prompt=True):
         "<start_of_image>",
         "\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
     )
+  if family.tiles:
+    return _tiled(made, text, images)
   if family.rows:
     text = text.replace("[IMG]", "[IMG][IMG_END]")
     placeholders.append("[IMG]")
@@ -404,4 +430,26 @@ def expected(family, messages, tools=None, add_generation_prompt=True):
     else:
       ids.append(token)
   assert len(spans) == len(images)
+  return ids, tuple(spans)
+
+
+def _tiled(encoder, text, images):
+  """As SmolVLM's processor writes images."""
+  sizes = [image_tiles(image.width, image.height) for image in images]
+  first, *later = text.split("<image>")
+  assert len(later) == len(images)
+  for size, behind in zip(sizes, later):
+    first += processing_smolvlm.get_image_prompt_string(
+        *size, "<fake_token_around_image>", "<image>", "<global-img>"
+    ) + behind
+  ids = encoder.encode(first, add_special_tokens=False)
+  at = np.flatnonzero(
+      np.array(ids) == encoder.convert_tokens_to_ids("<image>")
+  )
+  spans = []
+  for image, (rows, columns, count) in zip(images, sizes):
+    own, at = np.split(at, [(rows * columns + 1) * count])
+    spans.append(trajectory.ImageSpan(
+        image, int(own[0]), int(own[-1] - own[0]) + 1, count
+    ))  # pyformat: disable
   return ids, tuple(spans)

@@ -364,6 +364,18 @@ TEMPLATES = {
 {{- show(m.content) + '<end_of_turn>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}""",
+    "smolvlm": """\
+{{- '<|im_start|>' }}
+{%- for m in messages %}
+{{- m.role | capitalize }}
+{{- ':' if m.content[0].type == 'image' else ': ' }}
+{%- for part in m.content %}
+{%- if part.type == 'text' %}{{- part.text }}
+{%- elif part.type == 'image' %}{{- '<image>' }}{%- endif %}
+{%- endfor %}
+{{- '<end_of_utterance>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- 'Assistant:' }}{%- endif %}""",
     "glm_v": """\
 {{- '[gMASK]<sop>' }}
 {%- macro show(content) %}

@@ -12,6 +12,7 @@ Axis names: see `policy.base`.
 import dataclasses
 import functools
 import itertools
+import math
 import pathlib
 from typing import Any, Callable
 
@@ -32,6 +33,7 @@ from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import qwen_text_config
 from tunix.rl.multi_turn.policy import qwen_vl_inputs
 from tunix.rl.multi_turn.policy import rope_scaling
+from tunix.rl.multi_turn.policy import smolvlm_inputs
 
 torch.set_num_threads(1)
 
@@ -202,7 +204,51 @@ def _grouped() -> qwen_config.QwenVLConfig:
   return dataclasses.replace(config, text=text)
 
 
+def _tiled(family: str, tile: int, merge: int, text, **changes):
+  """Tiles of `tile` pixels a side, cut to whole patches."""
+  return qwen_config.QwenVLConfig(
+      family=family,
+      vision=qwen_config.VisionConfig(
+          depth=3,
+          hidden_size=32,
+          intermediate_size=40,
+          num_heads=2,
+          out_hidden_size=48,
+          patch_size=PATCH,
+          spatial_merge_size=merge,
+          num_position_embeddings=(tile // PATCH) ** 2,
+          tile_size=tile,
+      ),
+      text=qwen_config.TextConfig(**{
+          "vocab_size": VOCABULARY,
+          "hidden_size": 48,
+          "intermediate_size": 72,
+          "num_hidden_layers": 3,
+          "num_attention_heads": 3,
+          "num_key_value_heads": 1,
+          "head_dim": 16,
+          "rope_theta": 1e5,
+          "mrope_section": (8, 0, 0),
+          "rms_norm_eps": 1e-5,
+          **text,
+      }),
+      **dict.fromkeys(_IDS, IMAGE),
+      **changes,
+  )
+
+
 CONFIGS = {
+    "smolvlm": _tiled("smolvlm", 16, 2, {}),
+    # A token a tile; a wider decoder with Llama 3's positions.
+    "idefics3": _tiled(
+        "idefics3", 14, 3,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "rope_scaling": rope_scaling.RopeScaling("llama3", 8.0, 64),
+        },
+        tie_word_embeddings=True,
+    ),
     "qwen3_vl": _config("qwen3_vl"),
     "qwen3_vl tied": _config("qwen3_vl", tie_word_embeddings=True),
     "qwen3_vl_moe": _config("qwen3_vl_moe"),
@@ -284,6 +330,10 @@ def processor_of(
     config: qwen_text_config.AnyConfig,
 ) -> qwen_vl_inputs.QwenVLProcessor:
   """The host side whose positions and sizes a model has."""
+  if tile := config.vision.tile_size:  # Up to two of them a side.
+    settings = smolvlm_inputs.default_settings(config)
+    most = {"max_pixels": (2 * tile) ** 2}
+    return smolvlm_inputs.processor(settings, config, most)
   if config.traits.mutual_images:
     return gemma3_inputs.processor(
         gemma3_inputs.default_settings(config), config, {}
@@ -296,12 +346,16 @@ def processor_of(
 
 @dataclasses.dataclass(frozen=True)
 class Image:
-  """An image of a buffer: `rows` x `columns` patches from `start` on."""
+  """An image of a buffer: `rows` x `columns` patches from `start` on.
+
+  Of an image of tiles the rows are tiles, and the columns a tile's patches.
+  """
 
   buffer: int
   start: int
   rows: int
   columns: int
+  size: tuple[int, int]  # Width and height in pixels.
 
   @property
   def patches(self) -> slice:
@@ -355,7 +409,7 @@ class _Buffer:
       gap = int(self.rng.integers(1, 4))
       self.used += self.processor.patches_per_token * gap
     rows, columns = self.processor.grid(width, height)
-    image = Image(self.number, self.used, rows, columns)
+    image = Image(self.number, self.used, rows, columns, (width, height))
     if image.patches.stop > len(self.segments):
       return None
     # Pixels need not be whole numbers.
@@ -370,7 +424,7 @@ class _Buffer:
 def draw_batch(
     rng: np.random.Generator,
     rows: int = 4,
-    length: int = 128,
+    length: int = 0,
     buffers: int = 2,
     patches: int = 556,
     packed: bool = True,
@@ -385,12 +439,15 @@ def draw_batch(
   Args:
     rng: random numbers.
     rows: B.
-    length: T.
+    length: T; 0 = 128, or twice as many where images are tiles.
     buffers: S, a divisor of B.
-    patches: P; 0 gives sequences of text only, longer than between images.
+    patches: P, twice as many where images are tiles; 0 gives sequences of text
+      only, longer than between images.
     packed: as many sequences a row as fit; else one, from the row's beginning.
     processor: gives positions; see `Reference.processor`.
   """
+  wide = 1 + hasattr(processor, "tile_tokens")
+  length, patches = length or 128 * wide, patches * wide
   patches -= patches % processor.patches_per_token
   stores = [_Buffer(i, rng, patches, processor) for i in range(buffers)]
   tokens = rng.integers(0, WORDS, (rows, length))
@@ -412,9 +469,10 @@ def draw_batch(
       segments[case.place] = segment
       for span, image in zip(spans, images):
         first = at + span.offset
-        vision_index[row, first : first + span.num_tokens] = (
-            image.start // processor.patches_per_token
-            + np.arange(span.num_tokens)
+        numbers = span.numbers(ids)
+        start = image.start // processor.patches_per_token
+        vision_index[row, first : first + span.num_tokens] = np.where(
+            numbers >= 0, start + numbers, -1
         )
       cases.append(case)
       at = case.end
@@ -429,8 +487,10 @@ def draw_batch(
       patches=np.stack([s.patches for s in stores]).astype(np.float32),
       patch_segments=whole([s.segments for s in stores]),
       patch_positions=whole([s.positions for s in stores]),
-      image_patches=MAX_PATCHES,
-  )
+      image_patches=max([
+          MAX_PATCHES, *(i.rows * i.columns for s in stores for i in s.images)
+      ]),
+  )  # pyformat: disable
   return Batch(inputs, tuple(cases))
 
 
@@ -451,16 +511,32 @@ def _draw_sequence(
       image = store.add(*(int(side) for side in sides))
     if image is None:
       return None
-    height, width = image.rows * PATCH, image.columns * PATCH
-    count = store.processor.num_image_tokens(width, height)
-    ref = trajectory.ImageRef(f"{len(images):064x}", width, height)
+    ref = trajectory.ImageRef(f"{len(images):064x}", *image.size)
     ids += [IMAGE_START]
-    spans.append(trajectory.ImageSpan(ref, len(ids), count))
-    ids += [IMAGE] * count + [IMAGE_END] + words(0)
+    shown, row = placeholders(
+        store.processor, *image.size, lambda: [IMAGE_END, *words(0)[:2]]
+    )
+    spans.append(trajectory.ImageSpan(ref, len(ids), len(shown), row))
+    ids += [*shown, IMAGE_END, *words(0)]
     images.append(image)
   if len(ids) > room:
     return None
   return np.array(ids, np.int32), spans, tuple(images)
+
+
+def placeholders(
+    processor: base.Processor,
+    width: int,
+    height: int,
+    between: Callable[[], list[int]] = lambda: [IMAGE_END],
+) -> tuple[list[int], int]:
+  """Tokens of an image, and `row` of its span."""
+  count = processor.num_image_tokens(width, height)
+  run = getattr(processor, "tile_tokens", count)
+  ids = [IMAGE] * run
+  for _ in range(count // run - 1):
+    ids += between() + [IMAGE] * run
+  return ids, run if run < count else 0
 
 
 def targets(inputs: base.PolicyInputs) -> tuple[np.ndarray, np.ndarray]:
@@ -578,7 +654,10 @@ class Reference:
         images["mm_token_type_ids"] = (ids == IMAGE).int()
       if self.config.traits.mutual_images:
         images["token_type_ids"] = (ids == IMAGE).int()
-      if case.images and self.config.traits.mutual_images:
+      if case.images and self.config.traits.tower == "idefics3":
+        tiles = [t for i in case.images for t in self._tiles(pixels, i)]
+        images["pixel_values"] = torch.stack(tiles).to(dtype)[None]
+      elif case.images and self.config.traits.mutual_images:
         whole = [self._image(pixels, i) for i in case.images]
         images["pixel_values"] = torch.stack(whole).to(dtype)
       elif case.images:
@@ -607,6 +686,19 @@ class Reference:
           for name, weight in module.named_parameters()
       }
     return Results(logits, logprobs, gradients, pixels.grad.numpy())
+
+  def _tiles(self, patches: torch.Tensor, image: Image) -> list[torch.Tensor]:
+    side = math.isqrt(image.columns)
+    return [
+        self._image(
+            patches,
+            dataclasses.replace(
+                image, start=image.start + tile * image.columns, rows=side,
+                columns=side,
+            ),
+        )
+        for tile in range(image.rows)
+    ]  # pyformat: disable
 
   def _image(self, patches: torch.Tensor, image: Image) -> torch.Tensor:
     """[3, H, W], normalised, of an image's patches, which lie by tokens."""

@@ -127,7 +127,8 @@ class Recompute:
     """`length` tokens and `images` images are what a sequence has at most."""
     self.model, self._processor, self._store = model, processor, store
     self._length = length
-    self._patches = images * max(PATCHES.values())
+    patches = images * max(PATCHES.values())
+    self._patches = patches - patches % max(processor.patches_per_token, 1)
 
   def logits(self, sequences: Sequence[Sequence_]) -> list[np.ndarray]:
     """float32[T, V] of each sequence."""
@@ -162,8 +163,9 @@ class Recompute:
         inputs.patch_segments[row, at:end] = i + 1
         inputs.patch_positions[row, at:end] = patched.positions
         first = at // self._processor.patches_per_token
-        inputs.vision_index[row, span.offset : span.end] = (
-            first + np.arange(span.num_tokens)
+        numbers = span.numbers(tokens)
+        inputs.vision_index[row, span.offset : span.end] = np.where(
+            numbers >= 0, first + numbers, -1
         )
         at = end
     return inputs

@@ -84,6 +84,7 @@ def raw_of(kind):
       "qwen2_vl": "Qwen2-VL-7B", "qwen3_5": "Qwen3.5-9B",
       "qwen3_5_moe": "Qwen3.5-35B-A3B", "glm4v": "GLM-4.1V-9B",
       "glm4v_moe": "GLM-4.5V", "gemma3": "Gemma-3-4B",
+      "smolvlm": "SmolVLM2-256M", "idefics3": "Idefics3-8B",
   }  # pyformat: disable
   if kind in sizes:
     return qwen_config.to_hf(qwen_config.SIZES[sizes[kind]])

@@ -14,6 +14,7 @@ from safetensors import numpy as safetensors_numpy
 import trials
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import qwen_config
+from tunix.rl.multi_turn.policy import qwen_defaults
 from tunix.rl.multi_turn.policy import qwen_families
 
 FAMILIES = qwen_config.FAMILIES
@@ -67,6 +68,9 @@ def tiny(family, **text_changes):
     text |= dict(local_rope_theta=1e3, query_pre_attn_scalar=8.0)
   tower = {
       "siglip": dict(patch_size=14, num_position_embeddings=16),
+      "idefics3": dict(
+          patch_size=14, num_position_embeddings=16, tile_size=60
+      ),
       "qwen2": dict(patch_size=14, intermediate_size=64),
       "qwen2_5": dict(
           patch_size=14, window_size=56, fullatt_block_indexes=(1,)
@@ -97,6 +101,8 @@ def image_tokens(family):
         image_token_id=90, video_token_id=90, vision_start_token_id=151661,
         vision_end_token_id=151663,
     )  # pyformat: disable
+  if family in ("smolvlm", "idefics3"):  # Nor of anything else.
+    return dict.fromkeys(qwen_defaults.IMAGE_TOKENS, 90)
   if family == "gemma3":  # It has none of videos.
     return dict(
         image_token_id=90, video_token_id=90, vision_start_token_id=92,
@@ -183,6 +189,13 @@ def reference_logits(model):
   generator = torch.Generator().manual_seed(1)
   side = config.vision_config.patch_size
   tokens = torch.randint(0, 80, (1, 12), generator=generator)
+  if config.model_type in ("smolvlm", "idefics3"):
+    tokens[0, 4:8] = config.image_token_id
+    tiles = torch.randn((1, 1, 3, 4 * side, 4 * side), generator=generator)
+    with torch.no_grad():
+      return model(
+          input_ids=tokens, pixel_values=tiles.to(model.dtype), use_cache=False
+      ).logits
   if config.model_type == "gemma3":
     tokens[0, 4:8] = config.image_token_id
     image = torch.randn((1, 3, 4 * side, 4 * side), generator=generator)

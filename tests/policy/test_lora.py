@@ -36,6 +36,10 @@ ADAPTED = {
     "glm4v": {},
     "glm4v_moe": {},
     "gemma3": dict(targets=(*lora.TARGETS, "out_proj", "fc1"), vision=True),
+    "smolvlm": dict(
+        targets=(*lora.TARGETS, "out_proj", "fc1", "proj"), vision=True
+    ),
+    "idefics3": {},
     "qwen2_vl": dict(targets=(*lora.TARGETS, "fc1", "fc2"), vision=True),
 }
 SMALL = 40  # Attention scores of order 1: no softmax that hides a mistake.
@@ -82,7 +86,8 @@ def inputs(config):
       rng.integers(0, 256, (4 * side, 4 * side, 3), dtype=np.uint8)
   )
   tokens = rng.integers(0, 80, (1, 12)).astype(np.int32)
-  tokens[0, 3] = config.vision_start_token_id
+  if config.vision_start_token_id != config.image_token_id:
+    tokens[0, 3] = config.vision_start_token_id
   tokens[0, 4:8] = config.image_token_id
   index = np.full((1, 12), -1, np.int32)
   index[0, 4:8] = range(4)
@@ -243,8 +248,8 @@ def _reference_logits(model, config):
 
   batch = inputs(config)
   side = config.vision.patch_size
-  if config.family == "gemma3":
-    return _gemma_logits(model, config, batch)
+  if config.traits.tower in ("siglip", "idefics3"):
+    return _siglip_logits(model, config, batch)
   tower = model.model.visual
   patches = torch.tensor(batch.patches[0]).float().reshape(16, 3, side, side)
   if config.traits.tower == "qwen3":
@@ -267,19 +272,20 @@ def _reference_logits(model, config):
   return output.logits.numpy()
 
 
-def _gemma_logits(model, config, batch):
+def _siglip_logits(model, config, batch):
   import torch
 
   side = config.vision.patch_size
   cells = torch.tensor(batch.patches[0]).float()
   cells = cells.reshape(2, 2, 2, 2, 3, side, side).permute(4, 0, 2, 5, 1, 3, 6)
+  pixels = cells.reshape(1, 3, 4 * side, 4 * side) / 127.5 - 1
   tokens = torch.tensor(batch.tokens).long()
+  extra = {"token_type_ids": (tokens == config.image_token_id).int()}
+  if config.traits.tower == "idefics3":
+    extra, pixels = {}, pixels[None]
   with torch.no_grad():
     return model(
-        input_ids=tokens,
-        pixel_values=cells.reshape(1, 3, 4 * side, 4 * side) / 127.5 - 1,
-        token_type_ids=(tokens == config.image_token_id).int(),
-        use_cache=False,
+        input_ids=tokens, pixel_values=pixels, use_cache=False, **extra
     ).logits.numpy()
 
 

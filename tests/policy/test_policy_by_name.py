@@ -63,11 +63,12 @@ def test_every_built_in_is_created_by_its_name():
   for name in by_name.BUILT_IN:
     named = by_name.resolve(name)
     assert (named.name, named.tokenizer, named.weights) == (
-        name, "tiny_vl", name,
+        name, name if name == "smolvlm_tiny" else "tiny_vl", name,
     )  # pyformat: disable
     assert not named.brings_weights
     assert named.takes_image_budget == (
-        name in ("qwen3_5_tiny",) or ("qwen" in name and "_vl_" in name)
+        name in ("qwen3_5_tiny", "smolvlm_tiny")
+        or ("qwen" in name and "_vl_" in name)
     )
     model, _, _ = named.create(seed=1)
     assert isinstance(model, kinds.get(name, qwen_text.QwenText))

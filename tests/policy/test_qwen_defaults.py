@@ -18,6 +18,7 @@ pytestmark = pytest.mark.peer("transformers")
 VISION_LANGUAGE = tuple(f for f in qwen_config.FAMILIES if f != "opencua")
 FAMILIES = (*VISION_LANGUAGE, *qwen_text_config.FAMILIES)
 SECTIONS = ("text_config", "vision_config")
+TILED = ("smolvlm", "idefics3")
 
 
 def read(raw):
@@ -39,7 +40,7 @@ def as_transformers_has_it(raw):
 
 def out_width(family):
   """The tower's field that must equal the decoder's width; "" = none."""
-  if family == "gemma3":
+  if family in ("gemma3", "smolvlm", "idefics3"):
     return ""
   return "hidden_size" if family == "qwen2_vl" else "out_hidden_size"
 
@@ -49,6 +50,10 @@ def published(family):
   raw = as_transformers_has_it({"model_type": family})
   if family == "gemma3":  # Of itself it is contradictory.
     raw["mm_tokens_per_image"] = 49
+  elif family in TILED:  # Seven patches of its side are no pairs.
+    raw["scale_factor"] = 7
+    # Its own decoder is not the Llama of a section that lacks these.
+    raw["text_config"] |= {"rms_norm_eps": 1e-6, "pad_token_id": None}
   elif family in qwen_config.FAMILIES:  # So it is.
     raw["vision_config"][out_width(family)] = raw["text_config"]["hidden_size"]
   if family == "glm4v":  # Its rotary axes fill half of a head.
@@ -86,9 +91,10 @@ def test_every_field_may_be_left_out_as_in_transformers(family):
     if (family, field) in (
         ("glm4v", "rope_parameters"), ("glm4v_moe", "head_dim"),
         ("gemma3", "mm_tokens_per_image"),
+        ("smolvlm", "scale_factor"), ("idefics3", "scale_factor"),
     ):  # pyformat: disable
-      # Then its axes do not fill a head, or its tokens an image: transformers
-      # fails, too.
+      # Then its axes do not fill a head, or its tokens an image or a tile:
+      # transformers fails, too.
       continue
     wide = (section, field) == ("vision_config", out_width(family))
     if wide and not family.startswith("glm4v"):
@@ -167,7 +173,12 @@ def test_the_head_is_tied_where_transformers_ties_it(family, top, text):
   }  # pyformat: disable
   if family == "qwen2_vl":
     raw["vision_config"]["embed_dim"] = 32
-  if family == "gemma3":
+  if family in TILED:
+    raw["vision_config"] = {
+        "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }  # pyformat: disable
+  elif family == "gemma3":
     raw["vision_config"] = {
         "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 1,
         "num_attention_heads": 2, "vision_use_head": False,

@@ -76,8 +76,12 @@ def raw_of(family, scaling):
              "qwen2_5_vl": "Qwen2.5-VL-7B", "qwen2_vl": "Qwen2-VL-7B",
              "qwen3_5": "Qwen3.5-9B", "qwen3_5_moe": "Qwen3.5-35B-A3B",
              "glm4v": "GLM-4.1V-9B",
-             "glm4v_moe": "GLM-4.5V", "gemma3": "Gemma-3-4B"}
-    raw = qwen_config.to_hf(qwen_config.SIZES[sizes[family]])
+             "glm4v_moe": "GLM-4.5V", "gemma3": "Gemma-3-4B",
+             "smolvlm": "SmolVLM2-256M", "idefics3": "SmolVLM2-256M"}
+    config = dataclasses.replace(
+        qwen_config.SIZES[sizes[family]], family=family
+    )
+    raw = qwen_config.to_hf(config)
   else:
     raw = qwen_text_config.to_hf(qwen_reference.TEXT_CONFIGS[family])
   part = raw["text_config"] if vl else raw

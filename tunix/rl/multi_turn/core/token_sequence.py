@@ -62,8 +62,8 @@ class ImageSpan:
     image: Reference to the image.
     offset: index of the first placeholder token.
     num_tokens: Number of tokens up to the last placeholder.
-    row: placeholders of a row, where a token between each two rows breaks them
-      (Pixtral); 0: all are one run.
+    row: placeholders of a run, where other tokens stand between the runs
+      (Pixtral's rows, SmolVLM's tiles); 0: all are one run.
   """
 
   image: ImageRef
@@ -72,10 +72,9 @@ class ImageSpan:
   row: int = 0
 
   def __post_init__(self):
-    if self.row and (self.row < 0 or (self.num_tokens + 1) % (self.row + 1)):
+    if not 0 <= self.row <= self.num_tokens:
       raise ValueError(
-          f"ImageSpan of {self.num_tokens} tokens is not made of rows of"
-          f" {self.row} with a break between each two"
+          f"ImageSpan of {self.num_tokens} tokens has no runs of {self.row}"
       )
     if self.offset < 0 or self.num_tokens <= 0:
       raise ValueError(
@@ -87,11 +86,14 @@ class ImageSpan:
   def end(self) -> int:
     return self.offset + self.num_tokens
 
-  @property
-  def num_placeholders(self) -> int:
-    if not self.row:
-      return self.num_tokens
-    return self.row * ((self.num_tokens + 1) // (self.row + 1))
+  def numbers(self, tokens_T: np.ndarray) -> np.ndarray:
+    """Returns int32[num_tokens], each placeholder's number; -1 between runs."""
+    numbers: np.ndarray = np.arange(self.num_tokens, dtype=np.int32)
+    if self.row:
+      run = tokens_T[self.offset : self.end]
+      shown = run == run[0]
+      numbers = np.where(shown, np.cumsum(shown, dtype=np.int32) - 1, -1)
+    return numbers
 
   def shifted(self, by: int) -> ImageSpan:
     return dataclasses.replace(self, offset=self.offset + by)
@@ -134,20 +136,22 @@ def check_spans(tokens_T: np.ndarray, images: Sequence[ImageSpan]) -> None:
     if placeholder is None:
       placeholder = int(run[0])
     if span.row:
-      width = span.row + 1
-      if np.any(run[span.row :: width] == placeholder):
+      shown = run == placeholder
+      edges = np.flatnonzero(np.diff(shown, prepend=False, append=False))
+      lengths = np.diff(edges)[::2]
+      if not (shown[0] and shown[-1]) or np.any(lengths != span.row):
         raise ValueError(
-            f"image span [{span.offset}, {span.end}) has a placeholder where"
-            f" its rows of {span.row} break"
+            f"image span [{span.offset}, {span.end}) is not made of runs of"
+            f" {span.row} placeholders with other tokens between each two"
         )
-      run = np.delete(run, np.s_[span.row :: width])
+      run = run[shown]
     if not np.all(run == placeholder):
       raise ValueError(
           f"image span [{span.offset}, {span.end}) holds tokens other than the"
           f" placeholder id {placeholder}"
       )
     cursor = span.end
-    covered += span.num_placeholders
+    covered += len(run)
   if int(np.sum(tokens_T == placeholder)) != covered:
     raise ValueError(
         f"placeholder id {placeholder} stands outside every image span; a"

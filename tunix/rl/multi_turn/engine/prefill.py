@@ -411,9 +411,11 @@ class Prefill:
       for shard, span in images:
         a, b = max(start, span.offset), min(end, span.end)
         places = self._vision.places(shard, span)
-        vision[r, a - start : b - start] = places[
-            a - span.offset : b - span.offset
-        ]
+        numbers = span.numbers(request.prompt.tokens)
+        numbers = numbers[a - span.offset : b - span.offset]
+        vision[r, a - start : b - start] = np.where(
+            numbers >= 0, places[numbers], -1
+        )
     pages_of_rows = [
         self._slots.sequence(chunk.request).pages for chunk in chunks
     ]

@@ -532,10 +532,11 @@ def check(
   for span in prompt.images:
     image = span.image
     tokens = processor.num_image_tokens(image.width, image.height)
-    if tokens != span.num_tokens:
+    shown = int(span.numbers(prompt.tokens).max(initial=-1)) + 1
+    if tokens != shown:
       raise ValueError(
           f"an image of {image.width}x{image.height} becomes {tokens} tokens;"
-          f" the prompt holds {span.num_tokens} placeholders for it at token"
+          f" the prompt holds {shown} placeholders for it at token"
           f" {span.offset}"
       )
 

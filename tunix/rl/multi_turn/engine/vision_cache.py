@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import collections
 import time
-from typing import Iterable, Sequence
+from typing import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
@@ -59,12 +59,18 @@ class VisionPool:
   Does not touch the device: its caller fills the places.
   """
 
-  def __init__(self, capacity: int):
+  def __init__(
+      self,
+      capacity: int,
+      size_of: Callable[[trajectory.ImageSpan], int] = lambda s: s.num_tokens,
+  ):
     """Args:
 
       capacity: vision tokens that the pool, or a shard of it, holds.
+      size_of: Returns the vision tokens of a span's image.
     """
     self.capacity = capacity
+    self._size_of = size_of
     self._places: collections.OrderedDict[str, np.ndarray] = (
         collections.OrderedDict()
     )
@@ -89,7 +95,7 @@ class VisionPool:
 
   def fits(self, spans: Iterable[trajectory.ImageSpan]) -> bool:
     """Returns whether the pool can hold these images at one time."""
-    sizes = {s.image.sha256: s.num_tokens for s in spans}
+    sizes = {s.image.sha256: self._size_of(s) for s in spans}
     return sum(sizes.values()) <= self.capacity
 
   def reserve(
@@ -109,7 +115,7 @@ class VisionPool:
         self._places.move_to_end(sha)
       else:
         new.append(span)
-    room = sum(s.num_tokens for s in new)
+    room = sum(map(self._size_of, new))
     for sha in list(self._places):
       if self._num_free >= room:
         break
@@ -121,8 +127,8 @@ class VisionPool:
           f" of {self.capacity} can free; raise vision_cache_tokens"
       )
     for span in new:
-      self._num_free -= span.num_tokens
-      end = self._num_free + span.num_tokens
+      end = self._num_free
+      self._num_free -= self._size_of(span)
       self._places[span.image.sha256] = self._free[self._num_free : end].copy()
     return new
 
@@ -159,9 +165,14 @@ class VisionCache:
     self._counters = counters
     self._buckets = buckets
     self._pools = [
-        VisionPool(programs.state.vision_tokens)
+        VisionPool(programs.state.vision_tokens, self._size_of)
         for _ in range(programs.state.shards)
     ]
+
+  def _size_of(self, span: trajectory.ImageSpan) -> int:
+    image = span.image
+    processor = self._programs.state.processor
+    return processor.num_image_tokens(image.width, image.height)
 
   def clear(self) -> None:
     """Forgets every image: the weights changed, or the pool was reset."""

@@ -429,9 +429,11 @@ class Packer:
         for span in sequence.images:
           if piece.start <= span.offset < piece.end:
             where = here.start + span.offset - piece.start
-            rows.vision[row, where : where + span.num_tokens] = first_token[
-                buffer, span.image.sha256
-            ] + np.arange(span.num_tokens)
+            numbers = span.numbers(sequence.tokens)
+            first = first_token[buffer, span.image.sha256]
+            rows.vision[row, where : where + span.num_tokens] = np.where(
+                numbers >= 0, first + numbers, -1
+            )
         rows.add_targets(
             row,
             piece.example,

@@ -15,7 +15,7 @@ heads, H = head width.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol, Sequence
+from typing import Any, Callable, Protocol, Sequence
 
 import jax
 import numpy as np
@@ -98,6 +98,9 @@ class Processor(Protocol):
   `whole_image_tokens` (0 unless given) is the number of an image's tokens where
   they see each other in the decoder: then one call of `extend` has all tokens
   of an image that are not cached yet, and no prompt ends in an image.
+
+  `image_layout` is optional: it takes the place of `num_image_tokens` where a
+  renderer must know more of an image's placeholders than their number.
   """
 
   patch_bytes: int  # F
@@ -120,6 +123,11 @@ class Processor(Protocol):
   ) -> np.ndarray:
     """Returns int32[T, 3], rotary positions of tokens[start:] of a sequence."""
     ...
+
+
+def layout_of(processor: Processor) -> Callable[[int, int], Any]:
+  """Returns what a renderer takes as `num_image_tokens`."""
+  return getattr(processor, "image_layout", processor.num_image_tokens)
 
 
 class ModelConfig(Protocol):

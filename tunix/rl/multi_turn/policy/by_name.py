@@ -26,7 +26,9 @@ BUILT_IN = {
 """policy.name of a policy that needs no directory -> its size."""
 
 SHIPPED = tuple(
-    name for name in BUILT_IN if (policy_files.DATA / name).is_dir()
+    name
+    for name in BUILT_IN
+    if (policy_files.DATA / name / "config.json").is_file()
 )
 """Of these, the ones that come with weights."""
 
@@ -124,7 +126,7 @@ class _BuiltIn(_Files):
 
   def __init__(self, name: str):
     super().__init__(name)
-    self.tokenizer = "tiny_vl"
+    self.tokenizer = checkpoint.tokenizer_of(name)
     self.weights = name
 
   @property

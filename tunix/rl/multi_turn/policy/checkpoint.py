@@ -43,10 +43,15 @@ load_tokenizer = policy_files.load_tokenizer
 named_parameters = policy_files.named_parameters
 
 
+def tokenizer_of(size: str) -> str:
+  """Returns the shipped name of a size's tokenizer."""
+  return size if size in qwen_checkpoint.SMALL_TILED else "tiny_vl"
+
+
 def create_policy(
     size: str = "tiny",
     seed: int = 0,
-    tokenizer: str | pathlib.Path = "tiny_vl",
+    tokenizer: str | pathlib.Path = "",
     mesh: jax.sharding.Mesh | None = None,
     screen: tuple[int, int] | None = None,
     **changes: Any,
@@ -56,7 +61,8 @@ def create_policy(
   Args:
     size: A key of `tiny_vl.SIZES`, or of `SMALL`.
     seed: Seed of the weights.
-    tokenizer: A directory with the tokenizer's files, or a shipped name.
+    tokenizer: A directory with the tokenizer's files, or a shipped name; "" is
+      that of the size.
     mesh: Mesh to put the weights on; None is the default device.
     screen: (width, height) of the largest screenshot, if known: refused where
       it has more patches than max_image_patches.
@@ -70,6 +76,7 @@ def create_policy(
       (qwen_checkpoint, SMALL),
   ):
     if size in sizes:
+      tokenizer = tokenizer or tokenizer_of(size)
       return family.create(size, seed, tokenizer, mesh, screen, **changes)
   raise ValueError(
       f"no policy is called {size!r}; known:"
@@ -117,7 +124,7 @@ def load_policy(
 def save_policy(
     path: str | pathlib.Path,
     model: Any,
-    tokenizer: str | pathlib.Path = "tiny_vl",
+    tokenizer: str | pathlib.Path = "",
     dtype: str = "float32",
     untied: bool = False,
 ) -> pathlib.Path:
@@ -126,7 +133,8 @@ def save_policy(
   Args:
     path: directory, made if absent; its policy files are replaced.
     model: the policy.
-    tokenizer: directory or shipped name whose tokenizer files are copied.
+    tokenizer: directory or shipped name whose tokenizer files are copied; "" is
+      that of the small policies of the family.
     dtype: Type of the stored tensors: "float32", or "float16" (TinyVL), or
       "bfloat16" (Qwen).
     untied: writes a tied embedding twice, for readers that take the output
@@ -137,6 +145,8 @@ def save_policy(
   """
   directory = pathlib.Path(path)
   directory.mkdir(parents=True, exist_ok=True)
+  family = getattr(model.config, "family", "")
+  tokenizer = tokenizer or tokenizer_of(f"{family}_tiny")
   if isinstance(model, qwen_text.QwenText):
     qwen_checkpoint.save(directory, model, tokenizer, dtype, untied)
   else:

@@ -253,7 +253,10 @@ def _with_statistics(
   vision = config.vision
   side = round(vision.num_position_embeddings**0.5) * vision.patch_size
   image_settings.check_model(
-      images, vision.patch_size, vision.spatial_merge_size, side
+      images,
+      vision.patch_size,
+      vision.spatial_merge_size,
+      vision.tile_size or side,
   )
   statistics = {
       name: tuple(float(v) for v in images.values[name])

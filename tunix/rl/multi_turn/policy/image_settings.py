@@ -6,9 +6,10 @@ checkpoints. transformers 5 writes `processor_config.json` alone, whose section
 
 Promises: both files are read; a field that a file lacks has the default of
 transformers' `Qwen2VLImageProcessor`; of `Glm4vImageProcessor`, whose limits of
-an area are of a still taken twice; or of `Gemma3ImageProcessor`, whose images
-have one size. Two values of one field are refused, naming both. The files
-written are read alike by transformers 4 and 5.
+an area are of a still taken twice; of `Gemma3ImageProcessor`, whose images have
+one size; or of `Idefics3ImageProcessor`, whose tiles have. Two values of one
+field are refused, naming both. The files written are read alike by transformers
+4 and 5.
 
 Does not: build a processor (see `qwen_vl_inputs`), import JAX or transformers.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import types
@@ -74,14 +76,34 @@ GEMMA_DEFAULTS: Mapping[str, Any] = types.MappingProxyType({
 })
 """Of transformers' Gemma3ImageProcessor (5.12.1); the size is a side's."""
 
-_GEMMA_STEPS = {
+TILE_PROCESSORS = tuple(
+    f"{family}ImageProcessor{kind}"
+    for family in ("Idefics3", "SmolVLM")
+    for kind in ("", "Fast", "Pil")
+)
+"""Likewise, of SmolVLM and Idefics3, whose images are the same."""
+
+TILE_DEFAULTS: Mapping[str, Any] = types.MappingProxyType({
+    **GEMMA_DEFAULTS,
+    "image_size": 364,
+    "max_pixels": (4 * 364) ** 2,
+    "do_image_splitting": True,
+})
+"""Of transformers' Idefics3ImageProcessor (5.12.1): the sides of a tile and, as
+an area, of `size.longest_edge`."""
+
+_STEPS = {
     "do_resize": (True,),
     "do_rescale": (True,),
     "do_normalize": (True,),
-    "do_pan_and_scan": (False,),
-    "resample": (2,),  # Bilinear.
     "rescale_factor": (1 / 255, 0.00392156862745098),
 }
+_GEMMA_STEPS = {
+    **_STEPS,
+    "do_pan_and_scan": (False,),
+    "resample": (2,),  # Bilinear.
+}
+_TILE_STEPS = {**_STEPS, "resample": (1,)}  # Lanczos'.
 """The steps that are computed, by field: the values it may have."""
 
 _PLAIN = (
@@ -135,7 +157,9 @@ def read(directory: pathlib.Path, family: str) -> ImageSettings | None:
   glm = _is_glm(family)
   read_from = {
       name: (
-          _square(raw, directory / name)
+          _tiles(raw, directory / name)
+          if _is_tiled(family)
+          else _square(raw, directory / name)
           if _is_gemma(family)
           else _canonical(raw, directory / name, 1 + glm)
       )
@@ -150,6 +174,7 @@ def read(directory: pathlib.Path, family: str) -> ImageSettings | None:
     raw |= section
   defaults = GLM_DEFAULTS if glm else DEFAULTS
   defaults = GEMMA_DEFAULTS if _is_gemma(family) else defaults
+  defaults = TILE_DEFAULTS if _is_tiled(family) else defaults
   return ImageSettings(
       {**defaults, **values},
       " and ".join(sections),
@@ -165,12 +190,17 @@ def _is_gemma(family: str) -> bool:
   return family == "gemma3"
 
 
+def _is_tiled(family: str) -> bool:
+  return family in ("smolvlm", "idefics3")
+
+
 def _section(raw: Any, file: pathlib.Path, family: str) -> dict[str, Any]:
   if not isinstance(raw, dict):
     raise ValueError(f"{file}: {SECTION} must be an object, got {raw!r}")
   kind = raw.get("image_processor_type")
   classes = GLM_PROCESSORS if _is_glm(family) else IMAGE_PROCESSORS
   classes = GEMMA_PROCESSORS if _is_gemma(family) else classes
+  classes = TILE_PROCESSORS if _is_tiled(family) else classes
   if kind is not None and kind not in classes:
     raise ValueError(
         f"{file} has image_processor_type={kind!r}, whose images are not"
@@ -226,15 +256,7 @@ def _square(raw: Mapping[str, Any], file: pathlib.Path) -> dict[str, Any]:
   Raises:
     ValueError: a step that is not computed, or a size that is no square.
   """
-  for name, allowed in _GEMMA_STEPS.items():
-    value = raw.get(name)
-    if value is not None and value not in allowed:
-      why = ""
-      if name == "do_pan_and_scan":
-        why = "; crops beside an image are not made here: set it to false"
-      raise ValueError(
-          f"{file} has {name}={value}, only {allowed[0]} is computed here{why}"
-      )
+  _check_steps(raw, file, _GEMMA_STEPS)
   size, side = raw.get("size"), None
   if size is not None:
     size = size if isinstance(size, Mapping) else {"height": size}
@@ -245,6 +267,48 @@ def _square(raw: Mapping[str, Any], file: pathlib.Path) -> dict[str, Any]:
           " height and width, equal"
       )
   return _given({"image_size": side} | _channels(raw))
+
+
+def _tiles(raw: Mapping[str, Any], file: pathlib.Path) -> dict[str, Any]:
+  """Returns the fields that a section of SmolVLM or Idefics3 gives.
+
+  Raises:
+    ValueError: a step that is not computed, or a size without `longest_edge`.
+  """
+  _check_steps(raw, file, _TILE_STEPS)
+  edges = {}
+  for name in ("size", "max_image_size"):
+    size = raw.get(name)
+    edge = size.get("longest_edge") if isinstance(size, Mapping) else None
+    edges[name] = edge
+    if size is not None and not isinstance(edge, int):
+      raise ValueError(
+          f"{file} has {name}={size}, images become tiles by"
+          f" {name}.longest_edge; give that"
+      )
+  edge = edges["size"]
+  return _given({
+      "image_size": edges["max_image_size"],
+      "max_pixels": None if edge is None else edge**2,
+      "do_image_splitting": raw.get("do_image_splitting"),
+      **_channels(raw),
+  })
+
+
+def _check_steps(
+    raw: Mapping[str, Any],
+    file: pathlib.Path,
+    steps: Mapping[str, tuple[Any, ...]],
+) -> None:
+  for name, allowed in steps.items():
+    value = raw.get(name)
+    if value is not None and value not in allowed:
+      why = ""
+      if name == "do_pan_and_scan":
+        why = "; crops beside an image are not made here: set it to false"
+      raise ValueError(
+          f"{file} has {name}={value}, only {allowed[0]} is computed here{why}"
+      )
 
 
 def _agree(
@@ -319,6 +383,10 @@ def write(
     side = raw.pop("image_size")
     raw["size"] = {"height": side, "width": side}
     raw["image_processor_type"] = GEMMA_PROCESSORS[0]
+  elif _is_tiled(family):
+    raw["max_image_size"] = {"longest_edge": raw.pop("image_size")}
+    raw["size"] = {"longest_edge": math.isqrt(raw.pop("max_pixels"))}
+    raw["image_processor_type"] = f"{_TILE_CLASS[family]}ImageProcessor"
   elif _is_glm(family):  # Its class has one spelling of the limits.
     raw["size"] = {edge: 2 * raw.pop(name) for name, edge in _LIMITS}
     raw["image_processor_type"] = GLM_PROCESSORS[0]
@@ -333,6 +401,23 @@ def write(
     _replace(directory / VIDEO, video)
   if nested_raw.pop(SECTION, None) is not None or video is not None:
     _replace(nested, nested_raw)
+
+
+def write_length(directory: pathlib.Path, length: int, family: str) -> None:
+  """Names the processor of SmolVLM or Idefics3 and the tokens of its tiles.
+
+  Args:
+    directory: Directory of a checkpoint.
+    length: Vision tokens of a tile, which transformers takes to be 169.
+    family: `model_type` of the checkpoint.
+  """
+  file = directory / PROCESSOR
+  raw = tensor_files.read_json(file) if file.is_file() else {}
+  named = {"processor_class": f"{_TILE_CLASS[family]}Processor"} | raw
+  _replace(file, named | {"image_seq_len": length})
+
+
+_TILE_CLASS = {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}
 
 
 def _replace(file: pathlib.Path, content: Mapping[str, Any]) -> None:

@@ -57,7 +57,7 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
     return gguf_files.directory_of(directory)
   if (DATA / str(path)).is_dir():
     return DATA / str(path)
-  shipped = sorted(p.name for p in DATA.iterdir() if p.is_dir())
+  shipped = sorted(p.parent.name for p in DATA.glob("*/config.json"))
   near = difflib.get_close_matches(str(path), shipped, n=1)
   raise FileNotFoundError(
       f"{str(path)!r} is neither a policy directory nor one of the shipped"

@@ -27,6 +27,7 @@ from tunix.rl.multi_turn.policy import qwen_vl_inputs
 from tunix.rl.multi_turn.policy import qwen_vl_sizes
 from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import sharding
+from tunix.rl.multi_turn.policy import smolvlm_inputs
 from tunix.rl.multi_turn.policy import tensor_files
 from tunix.rl.multi_turn.policy import text_inputs
 
@@ -42,9 +43,17 @@ _BUDGET = "image_budget"
 
 SMALL = (
     "qwen3_vl_tiny", "qwen3_5_tiny", "qwen2_5_vl_tiny", "qwen2_vl_tiny",
+    "smolvlm_tiny",
 )  # pyformat: disable
+SMALL_TILED = ("smolvlm_tiny",)
+"""Of these, the ones with a tokenizer of their own: images are tiles."""
 SMALL_TEXT = ("qwen3_text_tiny",)
 """Architectures of the published models at sizes that a CPU can train."""
+
+_OWN_IMAGES: dict[str, Any] = {
+    "siglip": gemma3_inputs, "idefics3": smolvlm_inputs,
+}  # pyformat: disable
+"""Tower -> the module of its processor, where that is not Qwen-VL's."""
 
 _PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
 
@@ -83,10 +92,25 @@ def _small_config(name: str, tokenizer: tokenizers.Tokenizer) -> AnyConfig:
       "qwen2": {},
       "qwen2_5": {"window_size": 64, "fullatt_block_indexes": (1, 3)},
       "qwen3": {"num_position_embeddings": 256},
+      # Tiles of 8 x 8 patches and 2 x 2 vision tokens.
+      "idefics3": {
+          "num_position_embeddings": 64,
+          "tile_size": 64,
+          "spatial_merge_size": 4,
+      },
   }[traits.tower]
   if traits.deepstack:
     tower |= {"deepstack_visual_indexes": (1, 2)}
   text: dict[str, Any] = {"head_dim": 40, "mrope_section": (8, 6, 6)}
+  tokens = {
+      "image_token_id": "<|image_pad|>",
+      "video_token_id": "<|video_pad|>",
+      "vision_start_token_id": "<|vision_start|>",
+      "vision_end_token_id": "<|vision_end|>",
+  }
+  if traits.flat_positions:
+    text |= {"mrope_section": qwen_text_config.plain_rotary(40)}
+    tokens = dict.fromkeys(tokens, "<image>")
   if traits.linear:
     text = {
         "head_dim": 48,
@@ -112,10 +136,7 @@ def _small_config(name: str, tokenizer: tokenizers.Tokenizer) -> AnyConfig:
       ),
       text=qwen_config.TextConfig(**sizes, **text),
       tie_word_embeddings=True,
-      image_token_id=find("<|image_pad|>"),
-      video_token_id=find("<|video_pad|>"),
-      vision_start_token_id=find("<|vision_start|>"),
-      vision_end_token_id=find("<|vision_end|>"),
+      **{field: find(token) for field, token in tokens.items()},
       remat="none",
   )
 
@@ -204,6 +225,10 @@ def save(
   limits = {k: getattr(config, k) for k in _PIXELS if k in values}
   values |= {k: limit for k, limit in limits.items() if limit}
   image_settings.write(directory, values, config.family)
+  if config.traits.tower == "idefics3":
+    tile = processor_of(config, directory)
+    assert isinstance(tile, smolvlm_inputs.SmolVLMProcessor)
+    image_settings.write_length(directory, tile.tile_tokens, config.family)
 
 
 def load_config(directory: pathlib.Path, **changes: Any) -> AnyConfig:
@@ -296,8 +321,8 @@ def _default_settings(
     config: qwen_config.QwenVLConfig,
 ) -> image_settings.ImageSettings:
   """Settings in place of missing files: the published checkpoints'."""
-  if config.traits.tower == "siglip":
-    return gemma3_inputs.default_settings(config)
+  if config.traits.tower in _OWN_IMAGES:
+    return _OWN_IMAGES[config.traits.tower].default_settings(config)
   values = dict({
       "qwen3": qwen_vl_inputs.QWEN3_VL,
       "glm4v": qwen_vl_inputs.GLM_4_1V,
@@ -329,8 +354,8 @@ def _processor(
     pixels: dict[str, Any],
 ) -> qwen_vl_inputs.QwenVLProcessor:
   limits = {k: v for k, v in pixels.items() if k != _BUDGET}
-  if config.traits.tower == "siglip":
-    return gemma3_inputs.processor(
+  if config.traits.tower in _OWN_IMAGES:
+    return _OWN_IMAGES[config.traits.tower].processor(
         settings, config, limits, pixels.get(_BUDGET)
     )
   make = functools.partial(

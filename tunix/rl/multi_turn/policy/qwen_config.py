@@ -59,7 +59,12 @@ def from_hf(raw: Mapping[str, Any], **changes: Any) -> QwenVLConfig:
   else:
     _check(family, text, vision)
     sizes = {
-        "vision": _vision(vision, family), "text": _text(text, raw, family)
+        "vision": (
+            _tiles(vision, raw, text["hidden_size"])
+            if qwen_families.VISION_LANGUAGE[family].tower == "idefics3"
+            else _vision(vision, family)
+        ),
+        "text": _text(text, raw, family),
     }
   config = QwenVLConfig(
       family=family,
@@ -84,7 +89,7 @@ def _tied(
   Where a decoder is a class of its own, its own section decides.
   """
   traits = qwen_families.VISION_LANGUAGE[family]
-  section = text if traits.text_type else raw
+  section = text if family == "opencua" else raw
   return section.get("tie_word_embeddings", traits.tied)
 
 
@@ -147,9 +152,16 @@ def _check(
       traits.linear and text.get("attn_output_gate") is False,
       f"attn_output_gate=false, {family} has gates",
   )
+  for name in ("attention_bias", "mlp_bias"):
+    refuse(
+        not traits.qkv_bias and bool(text.get(name)),
+        f"{name}=true, {family} has none",
+    )
+  kind = text.get("model_type", traits.text_type)
   refuse(
-      not traits.qkv_bias and bool(text.get("attention_bias")),
-      f"attention_bias=true, {family} has none",
+      traits.tower == "idefics3" and kind != traits.text_type,
+      f"text_config.model_type={kind!r}, only {traits.text_type} is computed"
+      f" in {family}",
   )
   refuse(
       traits.sigmoid_router and text.get("attention_bias") is False,
@@ -163,7 +175,9 @@ def _check(
       traits.tower == "glm4v" and bool(vision.get("attention_bias")),
       f"vision attention_bias=true, {family} has none",
   )
-  for name, want in (("temporal_patch_size", 2), ("in_channels", 3)):
+  for name, want in (
+      ("temporal_patch_size", 2), ("in_channels", 3), ("num_channels", 3)
+  ):  # pyformat: disable
     got = vision.get(name, vision.get("in_chans", want) if want == 3 else want)
     refuse(got != want, f"vision {name}={got}, only {want} is known")
 
@@ -205,6 +219,33 @@ def _vision(vision: Mapping[str, Any], family: str) -> VisionConfig:
           vision.get("deepstack_visual_indexes") or ()
       ),
       **sizes,
+  )
+
+
+# Of a SigLIP tower: ours -> its section's.
+_SIGLIP = {
+    "depth": "num_hidden_layers", "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size", "num_heads":
+    "num_attention_heads", "patch_size": "patch_size",
+    "rms_norm_eps": "layer_norm_eps", "tile_size": "image_size",
+}  # pyformat: disable
+
+
+def _tiles(
+    vision: Mapping[str, Any], raw: Mapping[str, Any], width: int
+) -> VisionConfig:
+  """Returns the tower of SmolVLM and Idefics3."""
+  image, patch = vision["image_size"], vision["patch_size"]
+  config_checks.refuse(
+      not isinstance(image, int) or not isinstance(patch, int),
+      f"vision image_size={image}, patch_size={patch}, tiles are squares here:"
+      " give one number each",
+  )
+  return VisionConfig(
+      **{own: vision[name] for own, name in _SIGLIP.items()},
+      out_hidden_size=width,
+      spatial_merge_size=raw.get("scale_factor", qwen_defaults.SCALE_FACTOR),
+      num_position_embeddings=(image // patch) ** 2,
   )
 
 
@@ -405,10 +446,17 @@ def to_hf(config: QwenVLConfig) -> dict[str, Any]:
         "decoder_sparse_step": text.decoder_sparse_step,
         "norm_topk_prob": True,
     }
+  tiles = {}
+  if traits.tower == "idefics3":
+    # transformers' own padding is outside of most vocabularies.
+    tiles = {
+        "scale_factor": config.vision.spatial_merge_size, "pad_token_id": None
+    }  # pyformat: disable
   return {
       "architectures": [traits.architecture],
       "model_type": family,
       "tie_word_embeddings": config.tie_word_embeddings,
+      **tiles,
       **qwen_defaults.image_tokens_to_hf(config),
       "text_config": text_config,
       "vision_config": _vision_to_hf(config),
@@ -417,6 +465,13 @@ def to_hf(config: QwenVLConfig) -> dict[str, Any]:
 
 def _vision_to_hf(config: QwenVLConfig) -> dict[str, Any]:
   family, vision, tower = config.family, config.vision, config.traits.tower
+  if tower == "idefics3":
+    return {
+        "model_type": f"{family}_vision",
+        **{name: getattr(vision, own) for own, name in _SIGLIP.items()},
+        "num_channels": 3,
+        "hidden_act": qwen_defaults.VISION[family]["hidden_act"],
+    }
   fields: dict[str, Any] = {
       "model_type": f"{family}_vision",
       **{name: getattr(vision, name) for name in _TOWER},

@@ -29,6 +29,7 @@ IMAGE_STATISTICS = {
     "qwen3": (_HALF, _HALF),
     "glm4v": _CLIP,
     "siglip": (_HALF, _HALF),
+    "idefics3": (_HALF, _HALF),
 }
 """Mean and standard deviation of the published processors, by tower."""
 
@@ -70,6 +71,17 @@ _GLM_TOWER = {
     "hidden_act": "silu",
 }
 
+_IDEFICS3_TOWER = {
+    "hidden_size": 1152,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "image_size": 224,
+    "patch_size": 32,
+    "layer_norm_eps": 1e-6,
+    "hidden_act": "gelu_pytorch_tanh",
+}
+
 VISION: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl": _QWEN3_TOWER,
     "qwen3_vl_moe": _QWEN3_TOWER,
@@ -99,6 +111,8 @@ VISION: Mapping[str, Mapping[str, Any]] = {
         "layer_norm_eps": 1e-6,
         "hidden_act": "gelu_pytorch_tanh",
     },
+    "smolvlm": _IDEFICS3_TOWER,
+    "idefics3": _IDEFICS3_TOWER,
 }
 """Of `vision_config`, by family."""
 
@@ -171,6 +185,14 @@ _GEMMA3_TEXT = {
     "sliding_window": 4096,
 }
 
+_LLAMA = {
+    **_QWEN_TEXT,
+    "vocab_size": 32000,
+    "intermediate_size": 11008,
+    "num_key_value_heads": None,  # As many as heads.
+    "max_position_embeddings": 2048,
+}
+
 TEXT: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl": {
         **_QWEN_TEXT, "head_dim": 128, "max_position_embeddings": 128000
@@ -224,13 +246,9 @@ TEXT: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": _GEMMA3_TEXT,
     "qwen3": {**_QWEN_TEXT, "head_dim": 128},
     "qwen2": _QWEN_TEXT,
-    "llama": {
-        **_QWEN_TEXT,
-        "vocab_size": 32000,
-        "intermediate_size": 11008,
-        "num_key_value_heads": None,  # As many as heads.
-        "max_position_embeddings": 2048,
-    },
+    "llama": _LLAMA,
+    "smolvlm": _LLAMA,
+    "idefics3": _LLAMA,
 }
 """Of `text_config`, or of a text model's config.json, by family."""
 
@@ -268,7 +286,12 @@ IMAGE_TOKEN_IDS = {
     "glm4v": (151343, 151344, 151339, 151340),
     "glm4v_moe": (151363, 151364, 151339, 151340),
     "gemma3": (262144, 262144, 255999, 256000),
+    # Its config.json has the first alone, and nothing reads the others.
+    "smolvlm": (128257, None, None, None),
+    "idefics3": (128257, None, None, None),
 }
+SCALE_FACTOR = 2
+"""Of smolvlm and idefics3: patches of a vision token's side."""
 _GLM_NAMES = ("image_token_id", "video_token_id", "image_start_token_id",
               "image_end_token_id")  # pyformat: disable
 _NAMES: Mapping[str, tuple[str, ...]] = {
@@ -276,6 +299,8 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "glm4v": _GLM_NAMES,
     "glm4v_moe": _GLM_NAMES,
     "gemma3": ("image_token_index", "", "boi_token_index", "eoi_token_index"),
+    "smolvlm": ("image_token_id", "", "", ""),
+    "idefics3": ("image_token_id", "", "", ""),
 }
 """The fields' names in config.json; "" = it has none, and the id is fixed."""
 
@@ -295,7 +320,10 @@ def image_tokens(raw: Mapping[str, Any], family: str) -> dict[str, int]:
   }
   if not names[1]:
     tokens["video_token_id"] = tokens["image_token_id"]
-  return tokens
+  return {
+      field: tokens["image_token_id"] if token is None else token
+      for field, token in tokens.items()
+  }
 
 
 def image_tokens_to_hf(config: Any) -> dict[str, int]:

@@ -21,7 +21,8 @@ class Family:
     tower: kind of vision tower; "" = none. qwen2: layer norms, full attention.
       qwen2_5: RMS norms, windows. qwen3: learned positions. glm4v: learned
       positions, RMS norms, a convolution that merges. siglip: images of one
-      size, learned positions, means of patches.
+      size, learned positions, means of patches. idefics3: the same on tiles,
+      whose squares of patches lie side by side before a matrix.
     deepstack: whether deeper blocks' vision tokens reach the first layers.
     qkv_bias: whether q, k and v have a bias.
     qk_norm: whether q and k have a norm.
@@ -56,7 +57,9 @@ class Family:
   """
 
   architecture: str
-  tower: Literal["", "qwen2", "qwen2_5", "qwen3", "glm4v", "siglip"] = ""
+  tower: Literal[
+      "", "qwen2", "qwen2_5", "qwen3", "glm4v", "siglip", "idefics3"
+  ] = ""
   deepstack: bool = False
   qkv_bias: bool = False
   qk_norm: bool = False
@@ -86,6 +89,17 @@ class Family:
     return self.prefixes if prefixes is None else prefixes
 
 
+_IDEFICS3 = dict(
+    tower="idefics3",
+    own_head_dim=True,
+    flat_positions=True,
+    text_type="llama",
+    prefixes=(
+        ("model.visual.projector.", "model.connector."),
+        ("model.visual.", "model.vision_model."),
+        ("model.language_model.", "model.text_model."),
+    ),
+)
 _QWEN3 = dict(
     tower="qwen3", qk_norm=True, interleaved=True, own_head_dim=True
 )  # pyformat: disable
@@ -173,6 +187,8 @@ VISION_LANGUAGE: Mapping[str, Family] = {
             ("model.visual.", "model.vision_tower."),
         ),
     ),
+    "smolvlm": Family("SmolVLMForConditionalGeneration", **_IDEFICS3),
+    "idefics3": Family("Idefics3ForConditionalGeneration", **_IDEFICS3),
 }
 """`model_type` -> traits, with a vision tower."""
 

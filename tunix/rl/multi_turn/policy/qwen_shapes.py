@@ -37,9 +37,12 @@ class VisionConfig:
     patch_size: pixels of a patch's side.
     spatial_merge_size: patches of a side that become one vision token.
     num_position_embeddings: learned positions, a square (Qwen3-VL, Qwen3.5,
-      GLM-4.1V and Gemma 3, whose images have as many patches); 0 = none.
-    rms_norm_eps: Epsilon of its norms (GLM-4.1V, Gemma 3), 1e-6 in the other
-      families.
+      GLM-4.1V; Gemma 3 and SmolVLM, whose images and tiles have as many
+      patches); 0 = none.
+    tile_size: Pixels of a tile's side, of which those beyond the last whole
+      patch are not seen (SmolVLM); 0 = images are not tiles.
+    rms_norm_eps: Epsilon of its norms (GLM-4.1V, Gemma 3, SmolVLM), 1e-6 in the
+      other families.
     deepstack_visual_indexes: blocks whose output is also merged and added
       after the first decoder layers (Qwen3-VL).
     image_mean: Mean of each channel, a fraction of 255, subtracted from pixels;
@@ -57,6 +60,7 @@ class VisionConfig:
   patch_size: int = 16
   spatial_merge_size: int = 2
   num_position_embeddings: int = 0
+  tile_size: int = 0
   rms_norm_eps: float = 1e-6
   deepstack_visual_indexes: tuple[int, ...] = ()
   image_mean: tuple[float, ...] = ()
@@ -284,6 +288,17 @@ class QwenVLConfig:
       )
     if self.traits.mutual_images:
       self._check_mutual_images()
+    if self.traits.tower == "idefics3" and (
+        not side
+        or side % vision.spatial_merge_size
+        or vision.tile_size // vision.patch_size != side
+    ):
+      raise ValueError(
+          f"vision.tile_size={vision.tile_size} (image_size) in patches of"
+          f" {vision.patch_size} must give a side of {side} patches, and"
+          f" spatial_merge_size={vision.spatial_merge_size} (scale_factor)"
+          " divide it"
+      )
     deepest = (*vision.deepstack_visual_indexes, -1)
     if max(deepest) >= vision.depth or (
         len(vision.deepstack_visual_indexes) > text.num_hidden_layers

@@ -228,7 +228,85 @@ def _gemma3(
   )
 
 
+# --- SmolVLM, Idefics3 --------------------------------------------------------
+
+
+def _smolvlm(
+    decoder: tuple[int, int, int, int, int],
+    rope_theta: float = 1e5,
+    **changes: Any,
+) -> QwenVLConfig:
+  """Returns a size on SigLIP's base tower; `changes` to its configuration."""
+  return dataclasses.replace(
+      QwenVLConfig(
+          family="smolvlm",
+          vision=VisionConfig(
+              depth=12,
+              hidden_size=768,
+              intermediate_size=3072,
+              num_heads=12,
+              out_hidden_size=decoder[0],
+              patch_size=16,
+              spatial_merge_size=4,
+              num_position_embeddings=32**2,
+              tile_size=512,
+          ),
+          text=TextConfig(
+              *(49280, *decoder),
+              head_dim=64,
+              rms_norm_eps=1e-5,
+              rope_theta=rope_theta,
+              mrope_section=(32, 0, 0),
+          ),
+          image_token_id=49190,
+          video_token_id=49190,
+          vision_start_token_id=49190,
+          vision_end_token_id=49190,
+      ),
+      **changes,
+  )
+
+
+def _so400m(width: int, tile: int, merge: int) -> VisionConfig:
+  """Returns SigLIP's larger tower."""
+  return VisionConfig(
+      depth=27,
+      hidden_size=1152,
+      intermediate_size=4304,
+      num_heads=16,
+      out_hidden_size=width,
+      patch_size=14,
+      spatial_merge_size=merge,
+      num_position_embeddings=(tile // 14) ** 2,
+      tile_size=tile,
+  )
+
+
+_LLAMA3 = rope_scaling.RopeScaling("llama3", 8.0, 8192)
+
 SIZES: dict[str, QwenVLConfig] = {
+    "SmolVLM2-256M": _smolvlm((576, 1536, 30, 9, 3)),
+    "SmolVLM2-500M": _smolvlm((960, 2560, 32, 15, 5)),
+    "SmolVLM2-2.2B": _smolvlm(
+        (2048, 8192, 24, 32, 32), 1.3e5, vision=_so400m(2048, 384, 3)
+    ),
+    "Idefics3-8B": _smolvlm(
+        (4096, 14336, 32, 32, 8),
+        family="idefics3",
+        vision=_so400m(4096, 364, 2),
+        text=TextConfig(
+            *(128259, 4096, 14336, 32, 32, 8),
+            head_dim=128,
+            rms_norm_eps=1e-5,
+            rope_theta=5e5,
+            mrope_section=(64, 0, 0),
+            rope_scaling=_LLAMA3,
+        ),
+        image_token_id=128257,
+        video_token_id=128257,
+        vision_start_token_id=128257,
+        vision_end_token_id=128257,
+    ),
     "Qwen3-VL-2B": _size(
         _QWEN3, (2048, 6144, 28, 16, 8), _SMALL_TOWER, tie_word_embeddings=True
     ),

@@ -28,6 +28,7 @@ from tunix.rl.multi_turn.policy import qwen_decoder
 from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy import siglip
+from tunix.rl.multi_turn.policy import smolvlm
 
 _TOWERS = {
     "qwen2": qwen2_vl,
@@ -35,6 +36,7 @@ _TOWERS = {
     "qwen3": qwen3_vl,
     "glm4v": glm4v,
     "siglip": siglip,
+    "idefics3": smolvlm,
 }
 
 

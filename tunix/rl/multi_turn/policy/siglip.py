@@ -11,7 +11,7 @@ the numbers are held in tests. Axis names: see `base`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable
 
 from flax import nnx
 import jax
@@ -166,6 +166,8 @@ class Projector(nnx.Module):
 class VisionTower(nnx.Module):
   """See the module docstring."""
 
+  projector_class: Callable[..., nnx.Module] = Projector
+
   def __init__(
       self,
       config: qwen_shapes.QwenVLConfig,
@@ -182,7 +184,7 @@ class VisionTower(nnx.Module):
     self.post_layernorm = layers.LayerNorm(
         vision.hidden_size, init, vision.rms_norm_eps
     )
-    self.projector = Projector(vision, init)
+    self.projector = self.projector_class(vision, init)
 
   def __call__(
       self,

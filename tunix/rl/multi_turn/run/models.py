@@ -26,6 +26,7 @@ from tunix.rl.multi_turn.learner import config as learner_config
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import choice
+from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import by_name
 from tunix.rl.multi_turn.policy import custom_policy
 from tunix.rl.multi_turn.policy import lora
@@ -146,7 +147,7 @@ def make_renderer(
           processor, policy.template_options
       )
     renderer = choice.make_renderer(
-        tokenizer, processor.num_image_tokens, template, policy.renderer
+        tokenizer, base.layout_of(processor), template, policy.renderer
     )
   except (OSError, ValueError) as error:
     raise ConfigError([

@@ -37,6 +37,7 @@ from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import choice
+from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import compile_cache
 from tunix.rl.multi_turn.policy import host_memory
@@ -95,7 +96,7 @@ def _renderer(
   try:
     renderer = choice.make_renderer(
         policy[2],
-        policy[1].num_image_tokens,
+        base.layout_of(policy[1]),
         policy_files.chat_template(args.policy, options),
         args.renderer,
     )

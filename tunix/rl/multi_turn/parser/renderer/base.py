@@ -107,8 +107,18 @@ class TokenRenderer:
     return policy_client.TokenPrompt(tokens_T, spans)
 
   def _size(self, image: trajectory.ImageRef) -> tuple[int, int]:
-    """Returns (placeholders of an image, those of a row or 0 for one run)."""
-    return self._num_image_tokens(image.width, image.height), 0
+    """Returns (placeholders of an image, those of a row or 0 for one run).
+
+    Raises:
+      ValueError: the policy's images are tiles, which a frame must write.
+    """
+    count = self._num_image_tokens(image.width, image.height)
+    if isinstance(count, tuple):
+      raise ValueError(
+          "this policy's images are tiles with text between them, which only"
+          " its own chat template and tokens write; choose template"
+      )
+    return count, 0
 
   def counting(
       self, num_image_tokens: Callable[[int, int], int]

@@ -2,15 +2,30 @@
 
 Their chat templates show one token for an image, and the processor puts the
 whole of it in that one's place before it tokenises. Sources are transformers'
-processors: Gemma3Processor (`full_image_sequence`) and PixtralProcessor, whose
-placeholders are rows with a token between each two.
+processors: Gemma3Processor (`full_image_sequence`), PixtralProcessor, whose
+placeholders are rows with a token between each two, and Idefics3Processor,
+whose tiles have their row and column written before them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any, Collection
+from typing import Any, Collection, NamedTuple, Sequence
+
+
+class Runs(NamedTuple):
+  """Placeholders of one image.
+
+  Attributes:
+    before: the text before each run of placeholders; "" where a template or a
+      frame has written it already.
+    length: Placeholders of a run.
+    after: the text after the last run.
+  """
+
+  before: Sequence[str]
+  length: int
+  after: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,25 +52,72 @@ class Frame:
     framed = self.before + self.placeholder + self.after
     return text.replace(self.shown, framed)
 
-  def size(self, placeholders: Any) -> tuple[int, int]:
-    """Returns the placeholders of an image, and of a row or 0 for one run.
+  @property
+  def in_runs(self) -> bool:
+    """Whether an image's placeholders are runs with other tokens between."""
+    return bool(self.between)
+
+  @property
+  def tokens(self) -> set[str]:
+    """Tokens that a tokenizer must have."""
+    return {self.shown, self.placeholder, self.between} - {""}
+
+  def runs(self, placeholders: Any) -> Runs:
+    """Returns the runs of an image, if it is of several.
 
     Args:
-      placeholders: Result of a policy's `num_image_tokens`: a number, or (rows,
-        placeholders of a row).
+      placeholders: (rows, placeholders of a row).
 
     Raises:
-      ValueError: `placeholders` is a number, and the frame has rows.
+      ValueError: `placeholders` is a number.
     """
-    if not self.between:
-      return placeholders, 0
     if isinstance(placeholders, int):
       raise ValueError(
           f"the chat template's images are rows of {self.placeholder!r} with"
           f" {self.between!r} between them, and this policy takes one run of"
           " placeholders; send text"
       )
-    return math.prod(placeholders), placeholders[1]
+    rows, row = placeholders
+    return Runs(["", *[self.between] * (rows - 1)], row)
+
+
+class _Tiles(Frame):
+  """Idefics3's: tiles row by row, then the whole image."""
+
+  _EDGE = "<fake_token_around_image>"
+
+  @property
+  def in_runs(self) -> bool:
+    return True
+
+  @property
+  def tokens(self) -> set[str]:
+    return {self.placeholder, self._EDGE}
+
+  def runs(self, placeholders: Any) -> Runs:
+    """Returns the runs of an image.
+
+    Args:
+      placeholders: (rows of tiles, columns of tiles, placeholders of a tile); 0
+        rows where the whole image is the only tile.
+
+    Raises:
+      ValueError: `placeholders` is a number.
+    """
+    if isinstance(placeholders, int):
+      raise ValueError(
+          f"the chat template's images are tiles between {self._EDGE!r}, and"
+          " this policy takes one run of placeholders; send text"
+      )
+    rows, columns, count = placeholders
+    before = [
+        "\n" * (row > 0 and column == 0)
+        + f"{self._EDGE}<row_{row + 1}_col_{column + 1}>"
+        for row in range(rows)
+        for column in range(columns)
+    ]
+    before.append("\n\n" * (rows > 0) + f"{self._EDGE}<global-img>")
+    return Runs(before, count, self._EDGE)
 
 
 FRAMES = (
@@ -66,6 +128,7 @@ FRAMES = (
         "<end_of_image>\n\n",
     ),
     Frame("[IMG]", "[IMG]", "", "[IMG_END]", "[IMG_BREAK]"),
+    _Tiles("<image>", "<image>", "", ""),
 )
 
 
@@ -77,7 +140,6 @@ def find(text: str, tokens: Collection[str]) -> Frame | None:
     tokens: Tokens of the tokenizer that structure a prompt.
   """
   for frame in FRAMES:
-    needed = {frame.shown, frame.placeholder, frame.between} - {""}
-    if text.count(frame.shown) == 1 and needed <= set(tokens):
+    if text.count(frame.shown) == 1 and frame.tokens <= set(tokens):
       return frame
   return None

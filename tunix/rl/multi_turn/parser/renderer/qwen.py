@@ -181,7 +181,7 @@ class QwenRenderer(base.TokenRenderer):
         wrote = wrote or bool(part)
       else:
         out.token(self._vision_start)
-        out.image(part, self._num_image_tokens(part.width, part.height))
+        out.image(part, self._size(part)[0])
         out.token(self._vision_end)
         wrote = True
     return wrote

@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import json_text
@@ -95,8 +95,8 @@ class TemplateRenderer(base.TokenRenderer):
       tokenizer: a `tokenizers.Tokenizer`, or a transformers tokenizer around
         one.
       num_image_tokens: (width, height) in pixels to number of placeholders,
-        the policy's `Processor.num_image_tokens`; where a token stands between
-        rows of them (`frames`), to (rows, placeholders of a row).
+        the policy's `Processor.num_image_tokens`; to what a frame of images
+        takes in its place, see `frames`.
       template: Template of the checkpoint.
       cached_texts: encoded texts kept, least recently used go first.
 
@@ -415,23 +415,39 @@ class TemplateRenderer(base.TokenRenderer):
         tokens.extend(self._encode(piece, inner or number > 0))
       elif piece == self.image_token_id:
         image = images[len(spans)]
-        count, row = self._size(image)
-        shown = [piece] * count
-        if row:
-          assert self._frame is not None
-          line = [piece] * row + [self._ids[self._frame.between]]
-          shown = (line * (count // row))[:-1]
+        before, length, after = self._runs(image)
+        tokens.extend(self._framing(before[0]))
+        placeholders = [piece] * length
+        for text in before[1:]:
+          placeholders += [*self._framing(text), *[piece] * length]
+        row = self._size(image)[1]
         spans.append(
-            trajectory.ImageSpan(image, len(tokens), len(shown), row)
+            trajectory.ImageSpan(image, len(tokens), len(placeholders), row)
         )
-        tokens.extend(shown)
+        tokens.extend(placeholders)
+        tokens.extend(self._framing(after))
       else:
         tokens.append(piece)
     return policy_client.TokenPrompt(np.array(tokens, np.int32), tuple(spans))
 
   def _size(self, image: trajectory.ImageRef) -> tuple[int, int]:
-    count = self._num_image_tokens(image.width, image.height)
-    return self._frame.size(count) if self._frame else (count, 0)
+    if self._frame is None or not self._frame.in_runs:
+      return super()._size(image)
+    before, length, _ = self._runs(image)
+    return len(before) * length, length
+
+  def _runs(self, image: trajectory.ImageRef) -> frames.Runs:
+    if self._frame is None or not self._frame.in_runs:
+      return frames.Runs([""], super()._size(image)[0])
+    return self._frame.runs(self._num_image_tokens(image.width, image.height))
+
+  def _framing(self, text: str) -> Iterator[int]:
+    """Yields the ids of a frame's text, which stands between tokens."""
+    for piece in self._pieces(text):
+      if isinstance(piece, str):
+        yield from self._encode(piece, inner=True)
+      else:
+        yield piece
 
   # --- what the template does ------------------------------------------------
 
