@@ -151,6 +151,8 @@ def _show(written: dict[str, Any]) -> None:
       print("  ".join(
           f"{label}{k} {figures['rate']:.3f}" for k, figures in table.items()
       ))
+  for line in written.get("digest", {}).get("lines", ()):
+    print(line)
   compared = written.get("comparison") or {}
   if "modes" in compared:
     print(f"compared with {compared['with']}:")
