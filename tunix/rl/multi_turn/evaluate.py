@@ -2,8 +2,8 @@
 
     python -m tunix.rl.multi_turn.evaluate runs/<name> attempts=8
 
-The first word is a run, a policy's directory, or an evaluation that is
-continued; settings and a YAML file follow as for `train`. Writes a directory
+The first word is a run, a policy's directory, an evaluation that is continued,
+or `grounding`, which measures where a policy clicks; settings and a YAML file follow as for `train`. Writes a directory
 with evaluation.json, episodes.jsonl, trajectories.jsonl, images/ and
 report.html; see `run.evaluator` and docs/evaluation.md.
 

@@ -29,7 +29,7 @@ import numpy as np
 from tunix.rl.multi_turn.tools import screenshot
 
 PICTURE = "misses.png"
-_SIZES = (0.01, 0.02, 0.04, 0.08)
+_SIZES = (0.01, 0.02, 0.04, 0.08, 0.16)
 """Bounds of the groups of targets by size: the root of the share of the screen.
 """
 _PLACES = ("top", "middle", "bottom"), ("left", "centre", "right")
