@@ -1,6 +1,5 @@
 """One click on a named thing: exact boxes, readings of misses, real layouts."""
 
-import asyncio
 import base64
 import functools
 import io
@@ -212,7 +211,7 @@ def test_a_local_copy_is_read(tmp_path, write, families):
 
 
 def test_wrong_files_are_refused_by_name(tmp_path):
-  with pytest.raises(ValueError, match="give the folder of a copy"):
+  with pytest.raises(ValueError, match="give the directory of a copy"):
     targets.read_files(str(tmp_path))
   _v2(tmp_path)
   (tmp_path / "screenspotv2_image" / "pc_1.png").unlink()

@@ -19,6 +19,7 @@ from typing import Mapping, Sequence
 import numpy as np
 from tunix.rl.multi_turn.core import reward_equality
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.core import turn_groups
 from tunix.rl.multi_turn.learner.algorithms import advantages
 
 
@@ -33,7 +34,8 @@ class Example:
     group: number of its group, unique in a step.
     trajectory_id: Id of its episode; "" for a demonstration.
     truncated: whether a limit ended its episode, see `was_truncated`.
-    streams: name -> float32[T], more numbers of each sampled token.
+    streams: name -> float32[T], more numbers of each sampled token; that of
+      `core.turn_groups` is added.
   """
 
   sequence: trajectory.TokenSequence
@@ -64,6 +66,8 @@ class Example:
           " precedes it to predict it from; begin sequences with a prompt"
       )
     object.__setattr__(self, "advantages", np.where(mask, values, 0))
+    place = {turn_groups.STREAM: turn_groups.stream_T(self.sequence)}
+    object.__setattr__(self, "streams", {**self.streams, **place})
 
   @property
   def has_gradient(self) -> bool:

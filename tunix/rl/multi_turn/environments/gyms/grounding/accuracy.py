@@ -202,8 +202,8 @@ def find_readings(clicks: Clicks) -> list[Reading]:
       accuracy = float(clicks.hits(points).mean())
       reading = Reading(name, text, accuracy, nearer / len(before))
       readings.append((float(np.median(after)), reading))
-  # The fit has the most to choose from, so it is nearest with any noise: a named
-  # mistake that comes close to it says more.
+  # The fit has the most to choose from, so it is nearest with any noise: a
+  # named mistake that comes close to it says more.
   fits = [after for after, reading in readings if reading.name == "fit"]
   named = [
       (after, reading)

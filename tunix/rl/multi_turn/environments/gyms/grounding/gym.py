@@ -8,7 +8,7 @@ the point, the box and the screen, which `accuracy` reads.
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Sequence
 
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import registry

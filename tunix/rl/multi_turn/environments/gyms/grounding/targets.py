@@ -185,8 +185,8 @@ class Row:
     width, height = target.screen
     left, top, right, bottom = self.box
     # Annotations round outwards: a pixel beyond the edge is no error.
-    inside = -1 <= left < right <= width + 1 and -1 <= top < bottom <= height + 1
-    if not inside:
+    across = -1 <= left < right <= width + 1
+    if not (across and -1 <= top < bottom <= height + 1):
       raise ValueError(
           f"{self.name}: bbox {list(self.box)} is not within {self.image.name}"
           f" of {width}x{height}; is it the benchmark's own image?"
@@ -219,7 +219,7 @@ def read_files(path: str) -> tuple[Row, ...]:
   if not pro and not plain:
     raise ValueError(
         f"path={path}: neither {_SCREENSPOT} (ScreenSpot, ScreenSpot-v2) nor"
-        f" {_PRO} (ScreenSpot-Pro) is there; give the folder of a copy"
+        f" {_PRO} (ScreenSpot-Pro) is there; give the directory of a copy"
     )
   images = folder / "images" if pro else _image_folder(folder)
   rows = []
