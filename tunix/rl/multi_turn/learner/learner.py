@@ -36,6 +36,7 @@ from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import ahead
+from tunix.rl.multi_turn.learner import anchors
 from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import critic
@@ -177,6 +178,7 @@ class Learner:
         self.algorithm, teacher, model, mesh, sampling, config
     )
     self._schedule = optimizer.make_schedule(config)
+    self._images = image_store
     self._minibatches = minibatch_lib.Minibatches(
         model,
         processor,
@@ -409,6 +411,8 @@ class Learner:
             self.algorithm.advantage_options(self.gamma),
             extra=prices,
             borrowed=borrowed,
+            look=anchors.look_of(self.algorithm.config, self._images),
+            entropy_share=self.algorithm.config.entropy_share,
         )
     with clock("score"):
       token_advantages, more = critic.of_groups(
@@ -427,6 +431,7 @@ class Learner:
         groups,
         {k: v.turns_K.astype(np.float32) for k, v in token_advantages.items()},
         {k: v.per_sequence for k, v in token_advantages.items()},
+        entropy_share=self.algorithm.config.entropy_share,
     )
 
   def update_on_sequences(

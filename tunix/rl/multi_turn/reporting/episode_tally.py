@@ -17,6 +17,7 @@ import math
 from typing import Iterable, Mapping
 
 from tunix.rl.multi_turn.core import reward_equality
+from tunix.rl.multi_turn.core import reward_parts
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.core import turn_groups
 
@@ -83,8 +84,8 @@ def _add_outcomes(
       tally[f"family/{family}"] += 1
       tally[f"family_solved/{family}"] += solved
     _add_turns(tally, t, solved)
-    for name, value in _reward_parts(t).items():
-      tally[f"part/{name}"] += value
+    for name, part in reward_parts.of_episode(t).items():
+      tally[f"part/{name}"] += part.value
       tally[f"parts/{name}"] += 1
 
 
@@ -118,23 +119,6 @@ def family_of(trajectory: trajectory_lib.Trajectory) -> str:
   if isinstance(task, Mapping):
     return str(task.get("family", ""))
   return str(getattr(task, "family", ""))
-
-
-def _reward_parts(episode: trajectory_lib.Trajectory) -> dict[str, float]:
-  """Values of each part of a weighted reward, by its name."""
-  info = episode.steps[-1].info if episode.steps else {}
-  parts = {}
-  for key in ("reward_metadata", "final_reward"):
-    of_key = info.get(key)
-    if isinstance(of_key, Mapping):
-      of_parts = of_key.get("parts")
-      parts |= of_parts if isinstance(of_parts, Mapping) else of_key
-  return {
-      name: float(part["reward"])
-      for name, part in parts.items()
-      if isinstance(part, Mapping)
-      and isinstance(part.get("reward"), (int, float))
-  }
 
 
 def _each(
