@@ -434,13 +434,13 @@ def test_the_turns_of_highest_entropy_are_trained_on(case, recorded):
       [group], advantages.dr_grpo, advantages.AdvantageOptions(),
       entropy_share=0.7,
   )  # pyformat: disable
-  kept = {
+  trained = {
       (e.trajectory_id, int(turn))
       for e in built
       for turn in e.sequence.turn_ids[e.sequence.loss_mask]
   }
   want = sorted(means, key=lambda key: -means[key])[:9]  # Of 12, rounded up.
-  assert kept == set(want)
+  assert trained == set(want)
   (every,), _ = examples.from_groups(
       [group], advantages.dr_grpo, advantages.AdvantageOptions()
   )

@@ -37,15 +37,15 @@ def test_boxes_are_exact(size, kind):
     again = targets.drawn(width, height, kind, seed)
     assert again.words == target.words and again.box == target.box
     np.testing.assert_array_equal(again.screenshot, target.screenshot)
-    left, top, right, bottom = map(int, target.box)
+    x1, y1, x2, y2 = map(int, target.box)
     scene = _scene_of(target, kind, seed)
     k = scene.k
-    inside = scene.hit((left + right) // 2 // k, (top + bottom) // 2 // k)
+    inside = scene.hit((x1 + x2) // 2 // k, (y1 + y2) // 2 // k)
     assert inside is not None and target.words in inside.phrases()
-    for x, y in ((left, top), (right - 1, bottom - 1)):
+    for x, y in ((x1, y1), (x2 - 1, y2 - 1)):
       assert scene.hit(x // k, y // k) is inside
-    for x, y in ((left - 1, top), (left, top - 1), (right, top),
-                 (left, bottom)):  # pyformat: disable
+    for x, y in ((x1 - 1, y1), (x1, y1 - 1), (x2, y1),
+                 (x1, y2)):  # pyformat: disable
       assert scene.hit(x // k, y // k) is not inside
 
 
@@ -82,8 +82,8 @@ def outcomes_of(mistake, count=40, sizes=("1280x720", "720x1280"), noise=0.0):
   for size in sizes:
     for seed in range(count // len(sizes)):
       target = _drawn(size, seed)
-      left, top, right, bottom = target.box
-      point = np.array([(left + right) / 2, (top + bottom) / 2])
+      x1, y1, x2, y2 = target.box
+      point = np.array([(x1 + x2) / 2, (y1 + y2) / 2])
       point = point + rng.normal(0, noise, 2)
       x, y = mistake(*point, *target.screen)
       outcomes.append({
@@ -97,10 +97,10 @@ def outcomes_of(mistake, count=40, sizes=("1280x720", "720x1280"), noise=0.0):
   return outcomes
 
 
-def _other_factor(model, ours):
+def _other_factor(model, used):
   def spoil(x, y, width, height):
     sizes = [
-        screenshot.fit_size(width, height, factor=f) for f in (model, ours)
+        screenshot.fit_size(width, height, factor=f) for f in (model, used)
     ]
     return x * sizes[0][0] / sizes[1][0], y * sizes[0][1] / sizes[1][1]
 
@@ -199,8 +199,8 @@ def test_a_local_copy_is_read(tmp_path, write, families):
   assert set(tasks) == set(families)
   for family, (task,) in tasks.items():
     gym = grounding.GroundingGym(path=str(tmp_path))
-    seen = gym.start(task)
-    assert ("close the" in seen.instruction) != (write is _pro)
+    observation = gym.start(task)
+    assert ("close the" in observation.instruction) != (write is _pro)
     # [x, y, width, height] in one, corners in the other: the same box here.
     assert gym.target.box == (10, 20, 40, 60)
     gym.act(grounding.oracle_action(gym))

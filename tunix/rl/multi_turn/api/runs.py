@@ -355,7 +355,7 @@ class EvaluationRun(Run):
 
   @property
   def digest(self) -> dict[str, Any]:
-    """What the gym says of the episodes, e.g. where clicks missed; or {}."""
+    """The gym's summary of the episodes; {} for a gym that makes none."""
     return self._content.get("digest") or {}
 
   @property

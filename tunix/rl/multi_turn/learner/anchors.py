@@ -59,10 +59,10 @@ class Looks:
   def _digest(self, pixels: np.ndarray) -> str:
     covered = pixels.copy()
     height, width = covered.shape[:2]
-    for left, top, right, bottom in self._mask:
+    for x1, y1, x2, y2 in self._mask:
       # Outwards: a part's edge pixels may belong to the clock.
-      rows = slice(int(top * height), int(np.ceil(bottom * height)))
-      columns = slice(int(left * width), int(np.ceil(right * width)))
+      rows = slice(int(y1 * height), int(np.ceil(y2 * height)))
+      columns = slice(int(x1 * width), int(np.ceil(x2 * width)))
       covered[rows, columns] = 0
     if self._cells:
       from PIL import Image  # pylint: disable=g-import-not-at-top

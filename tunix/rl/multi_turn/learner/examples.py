@@ -165,8 +165,8 @@ def turn_states(
   states = ["start"]
   for step in episode.steps[: turns - 1]:
     try:
-      seen = trajectory.encode(_looked_at(step.observation, look))
-      text = json.dumps(seen, sort_keys=True)
+      observation = trajectory.encode(_looked_at(step.observation, look))
+      text = json.dumps(observation, sort_keys=True)
     except TypeError as error:
       raise ValueError(f"an observation has no digest: {error}") from error
     states.append(hashlib.sha256(text.encode()).hexdigest())

@@ -47,7 +47,7 @@ def of_step(sums_VBG: np.ndarray, tokens: float) -> Metrics:
 
 def finished(learned: Metrics) -> Metrics:
   """Averaged readings with the means of each group in place of sums."""
-  others = {k: v for k, v in learned.items() if not k.startswith(_PREFIX)}
+  out = {k: v for k, v in learned.items() if not k.startswith(_PREFIX)}
   flat = [
       learned.get(f"{_PREFIX}{i}", 0.0) for i in range(int(np.prod(SHAPE)))
   ]
@@ -59,5 +59,5 @@ def finished(learned: Metrics) -> Metrics:
     for name, of_value in zip(VALUES, values):
       for g in present:
         key = f"{name}_by_{by}/{turn_groups.NAMES[g]}"
-        others[key] = float(of_value[b, g] / counts[b, g])
-  return others
+        out[key] = float(of_value[b, g] / counts[b, g])
+  return out

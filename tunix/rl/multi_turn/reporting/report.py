@@ -394,7 +394,7 @@ def _comparison(run: run_data.RunDirectory) -> str:
 
 
 def _digest(run: run_data.RunDirectory) -> str:
-  """What the gym says of an evaluation's episodes, with its pictures."""
+  """The gym's summary of an evaluation's episodes, with its pictures."""
   digest = run.evaluation.get("digest")
   if not isinstance(digest, dict) or not digest.get("lines"):
     return ""

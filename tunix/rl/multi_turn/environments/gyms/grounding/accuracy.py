@@ -153,9 +153,9 @@ def rates(outcomes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def size_group(details: Mapping[str, Any]) -> str:
   """Group by the root of the target's share of the screen, smallest first."""
-  left, top, right, bottom = details["box"]
+  x1, y1, x2, y2 = details["box"]
   width, height = details["screen"]
-  share = math.sqrt((right - left) * (bottom - top) / (width * height))
+  share = math.sqrt((x2 - x1) * (y2 - y1) / (width * height))
   for place, bound in enumerate(_SIZES):
     if share < bound:
       return f"{place + 1}: under {bound:.0%}"
@@ -164,8 +164,8 @@ def size_group(details: Mapping[str, Any]) -> str:
 
 def place_group(details: Mapping[str, Any]) -> str:
   """One of nine parts of the screen, by the middle of the target."""
-  left, top, right, bottom = details["box"]
-  middle = (top + bottom) / 2, (left + right) / 2
+  x1, y1, x2, y2 = details["box"]
+  middle = (y1 + y2) / 2, (x1 + x2) / 2
   sides = details["screen"][::-1]
   return " ".join(
       names[min(2, max(0, int(3 * at / side)))]
@@ -245,13 +245,13 @@ def _corrections(
       " screen; choose an _absolute grammar in agent.parser",
       shares * 1000,
   )
-  for model, ours in ((28, 32), (32, 28)):
+  for model, used in ((28, 32), (32, 28)):
     yield (
         f"factor_{model}",
         f"the model counts pixels of a screenshot resized to multiples of"
-        f" {model}, and this one was resized to multiples of {ours}; look at"
+        f" {model}, and this one was resized to multiples of {used}; look at"
         " agent.resize and the processor's patch size",
-        points * _sizes(screens, ours) / _sizes(screens, model),
+        points * _sizes(screens, used) / _sizes(screens, model),
     )
   if (fit := _fitted(clicks)) is not None:
     yield "fit", *fit

@@ -199,9 +199,9 @@ class GroundingGym:
 
 def oracle_action(gym: GroundingGym) -> gui_action.GuiAction:
   """A click on the middle of the target."""
-  left, top, right, bottom = gym.target.box
+  x1, y1, x2, y2 = gym.target.box
   return gui_action.GuiAction(
-      _Kind.CLICK, x=(left + right) / 2, y=(top + bottom) / 2
+      _Kind.CLICK, x=(x1 + x2) / 2, y=(y1 + y2) / 2
   )
 
 

@@ -53,10 +53,10 @@ def _draw(sheet: Image.Image, miss: Mapping[str, Any], x: int, y: int) -> None:
         x + min(max(px, 0), width) * scale, y + min(max(py, 0), height) * scale
     )  # pyformat: disable
 
-  left, top, right, bottom = miss["box"]
-  pen.rectangle([at(left, top), at(right, bottom)], outline=_BOX, width=2)
+  x1, y1, x2, y2 = miss["box"]
+  pen.rectangle([at(x1, y1), at(x2, y2)], outline=_BOX, width=2)
   u, v = at(*miss["point"])
-  pen.line([(u, v), at((left + right) / 2, (top + bottom) / 2)], fill=_CLICK)
+  pen.line([(u, v), at((x1 + x2) / 2, (y1 + y2) / 2)], fill=_CLICK)
   pen.ellipse([u - 3, v - 3, u + 3, v + 3], fill=_CLICK)
   pen.text((x, y + _HEIGHT - 6), str(miss["words"])[:48], fill=_INK)
 

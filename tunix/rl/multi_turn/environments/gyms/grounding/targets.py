@@ -76,8 +76,8 @@ class Target:
 
   def holds(self, x: float, y: float) -> bool:
     """Whether a click hits; the edges count."""
-    left, top, right, bottom = self.box
-    return left <= x <= right and top <= y <= bottom
+    x1, y1, x2, y2 = self.box
+    return x1 <= x <= x2 and y1 <= y <= y2
 
 
 # --- drawn --------------------------------------------------------------------
@@ -126,30 +126,30 @@ def _in_sight(scene: scene_lib.Scene) -> Iterator[tuple[str, Any, Box]]:
     widget = scene.hit(x // k, y // k)
     if widget is None or words not in widget.phrases():
       continue  # The title bar of a window.
-    left, top, right, bottom = _extent(scene, widget, x // k, y // k)
-    if right - left != widget.w or bottom - top != widget.h:
+    x1, y1, x2, y2 = _extent(scene, widget, x // k, y // k)
+    if x2 - x1 != widget.w or y2 - y1 != widget.h:
       continue
     corners = [
-        scene.hit(u, v) for u in (left, right - 1) for v in (top, bottom - 1)
+        scene.hit(u, v) for u in (x1, x2 - 1) for v in (y1, y2 - 1)
     ]
     if all(corner is widget for corner in corners):
-      yield words, widget, (left * k, top * k, right * k, bottom * k)
+      yield words, widget, (x1 * k, y1 * k, x2 * k, y2 * k)
 
 
 def _extent(
     scene: scene_lib.Scene, widget: Any, x: int, y: int
 ) -> tuple[int, int, int, int]:
   """The widget's part around a position that shows it, in layout units."""
-  left, right, top, bottom = x, x + 1, y, y + 1
-  while scene.hit(left - 1, y) is widget:
-    left -= 1
-  while scene.hit(right, y) is widget:
-    right += 1
-  while scene.hit(x, top - 1) is widget:
-    top -= 1
-  while scene.hit(x, bottom) is widget:
-    bottom += 1
-  return left, top, right, bottom
+  x1, x2, y1, y2 = x, x + 1, y, y + 1
+  while scene.hit(x1 - 1, y) is widget:
+    x1 -= 1
+  while scene.hit(x2, y) is widget:
+    x2 += 1
+  while scene.hit(x, y1 - 1) is widget:
+    y1 -= 1
+  while scene.hit(x, y2) is widget:
+    y2 += 1
+  return x1, y1, x2, y2
 
 
 # --- files --------------------------------------------------------------------
@@ -183,10 +183,10 @@ class Row:
     pixels = read_image(self.image)
     target = Target(self.words, self.kind, self.box, pixels, str(self.image))
     width, height = target.screen
-    left, top, right, bottom = self.box
+    x1, y1, x2, y2 = self.box
     # Annotations round outwards: a pixel beyond the edge is no error.
-    across = -1 <= left < right <= width + 1
-    if not (across and -1 <= top < bottom <= height + 1):
+    across = -1 <= x1 < x2 <= width + 1
+    if not (across and -1 <= y1 < y2 <= height + 1):
       raise ValueError(
           f"{self.name}: bbox {list(self.box)} is not within {self.image.name}"
           f" of {width}x{height}; is it the benchmark's own image?"
@@ -315,7 +315,7 @@ def _size(image: pathlib.Path) -> tuple[int, int]:
 
 
 def sizes_within(width: int, height: int) -> tuple[str, ...]:
-  """Those of `SIZES` that a screen holds; its own size where none does."""
+  """Returns the `SIZES` within a screen, or the screen's own size alone."""
   fitting = tuple(
       text
       for text in SIZES
