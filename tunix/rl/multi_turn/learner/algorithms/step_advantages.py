@@ -99,7 +99,9 @@ def _gdpo(
       )
     of_group = np.zeros(len(group.total_N))
     for name, values in group.parts.items():
-      if not reward_equality.all_equal(values, np.abs(values)):
+      # A part may be a sum, whose terms are those of the whole reward.
+      magnitudes = np.maximum(np.abs(values), group.magnitudes_N())
+      if not reward_equality.all_equal(values, magnitudes):
         centred = values - values.mean()
         std = float(centred.std(ddof=1)) + options.std_eps
         of_group += group.part_weights[name] * centred / (std or np.inf)
