@@ -110,7 +110,7 @@ def _gdpo(
   if not np.any(flat):
     return [tuple(np.zeros_like(t) for t in group.turns) for group in groups]
   # Each group's sum is centred, and the mean over the update is its rounding.
-  std = float(flat.std(ddof=1)) + options.std_eps
+  std = float(flat.std(ddof=1)) + options.std_eps or np.inf
   return [
       tuple(np.full(len(t), a / std) for t, a in zip(group.turns, of_group))
       for group, of_group in zip(groups, sums)
