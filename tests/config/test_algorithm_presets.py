@@ -18,6 +18,9 @@ PUBLISHED = {
     "gspo": dict(objective="gspo", clip_low=3e-4, clip_high=4e-4),
     # Section 4.1 of DeepSeekMath.
     "grpo": dict(kl_coef=0.04, kl_estimator="k3"),
+    "grpo_constant": dict(advantage="grpo", loss_aggregation="constant"),
+    "gdpo": dict(advantage="gdpo", kl_coef=0.0),
+    "dart": dict(entropy_share=0.8, importance="tis"),
     "dr_grpo": dict(advantage="dr_grpo", loss_aggregation="constant"),
     "rloo": dict(advantage="rloo", kl_in="reward"),
     "sapo": dict(sapo_tau_pos=1.0, sapo_tau_neg=1.05),
@@ -32,7 +35,10 @@ PUBLISHED = {
     "kl_cov": dict(objective="kl_cov", cov_kl_coef=1.0),
     "distill": dict(advantage="none", distill_coef=1.0),
 }
-NEEDED = {"distill": ["algorithm.teacher=tiny_vl"]}
+NEEDED = {
+    "distill": ["algorithm.teacher=tiny_vl"],
+    "gdpo": ["environment.reward={success: 1, format: 0.1}"],
+}
 own_preset = presets.AlgorithmPreset({"algorithm.clip_high": 0.5}, "nowhere")
 
 

@@ -209,6 +209,8 @@ def _values(f: settings_lib.Setting) -> st.SearchStrategy:
     return st.lists(st.text(min_size=1), unique=True).map(tuple)
   if kind == tuple[int, ...]:
     return st.lists(st.integers(1, 4096)).map(tuple)
+  if kind == tuple[float, ...]:
+    return st.lists(st.floats(0, 1), max_size=8).map(tuple)
   if kind == str | dict[str, typing.Any]:
     return st.text(min_size=1, max_size=8) | st.dictionaries(
         st.text(min_size=1, max_size=8), st.floats(-9, 9)
@@ -268,6 +270,9 @@ def test_yaml_round_trip_of_any_value(config):
   assert again == config
 
 
+_NUMBERS = (tuple[int, ...], tuple[float, ...])
+
+
 def _another(f: settings_lib.Setting):
   """A valid value that is not the default."""
   choices = loader.literal_choices(f.type)
@@ -289,7 +294,7 @@ def _another(f: settings_lib.Setting):
   if any(typing.get_origin(k) is dict for k in kinds) and str not in kinds:
     return {"a": 1}
   if any(typing.get_origin(k) is tuple for k in kinds):
-    return [7] if kinds[0] == tuple[int, ...] else ["x"]
+    return [7] if kinds[0] in _NUMBERS else ["x"]
   return "x"
 
 

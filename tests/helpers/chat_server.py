@@ -99,9 +99,9 @@ def _error(message, **more):
 
 
 @contextlib.contextmanager
-def serving(**options):
-  """(address with /v1, ChatServer) of a running server."""
-  server = ChatServer(**options)
+def serving(make=ChatServer, **options):
+  """(address with /v1, server) of a running server, of ChatServer's kind."""
+  server = make(**options)
 
   class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"

@@ -10,6 +10,7 @@ import pytest
 from tunix.rl import algo_core
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.learner import anchors
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import examples
 from tunix.rl.multi_turn.learner import reward_prices
@@ -255,6 +256,195 @@ def test_gigpo_by_the_papers_sums(gamma, weight):
       step = (returns[i, k] - pool.mean()) / (pool.std(ddof=1) + 1e-6)
     episode = (r[i] - r.mean()) / (r.std(ddof=1) + 1e-6)
     assert got[i][k] == pytest.approx(episode + weight * step, rel=1e-9)
+
+
+def _with_parts(rng, members, name):
+  """A group whose rewards are 1 x success + 0.1 x format - 0.5 x length."""
+  weights = {"success": 1.0, "format": 0.1, "length": -0.5}
+  parts = {
+      "success": rng.integers(0, 2, members).astype(float),
+      "format": rng.integers(0, 2, members).astype(float),
+      "length": np.full(members, 3.0),  # Equal in all: teaches nothing.
+  }
+  total = sum(weights[k] * v for k, v in parts.items())
+  return advantages.GroupRewards(
+      total,
+      tuple(np.array([0.0, r]) for r in total),
+      tokens=tuple(np.array([2, 3]) for _ in total),
+      parts=parts,
+      part_weights=weights,
+      group_id=name,
+  )
+
+
+def test_gdpo_by_the_papers_sums():
+  rng = np.random.default_rng(11)
+  groups = [_with_parts(rng, n, f"g{n}") for n in (4, 6, 5)]
+  got = _estimate("gdpo", groups)
+  sums = []
+  for group in groups:
+    of_group = np.zeros(len(group.total_N))
+    for name, values in group.parts.items():
+      if np.ptp(values):
+        scaled = (values - values.mean()) / (values.std(ddof=1) + 1e-6)
+        of_group += group.part_weights[name] * scaled
+    sums.append(of_group)
+  every = np.concatenate(sums)
+  assert every.mean() == pytest.approx(0, abs=1e-12)
+  for of_group, members in zip(sums, got):
+    for want, values in zip(of_group / (every.std(ddof=1) + 1e-6), members):
+      np.testing.assert_allclose(values, [want, want], rtol=1e-9)
+
+
+def test_gdpo_tells_episodes_of_equal_totals_apart():
+  """The case that the paper begins with: grpo of the sum sees no difference."""
+  parts = {"a": np.array([1.0, 0, 0, 0]), "b": np.array([0, 1.0, 1.0, 0])}
+  total = parts["a"] + parts["b"]
+  group = advantages.GroupRewards(
+      total, tuple(np.array([r]) for r in total),
+      parts=parts, part_weights={"a": 1.0, "b": 1.0}, group_id="g",
+  )  # pyformat: disable
+  (one,) = _estimate("grpo", [group])
+  assert one[0] == one[1]
+  (other,) = _estimate("gdpo", [group])
+  assert other[0] > other[1] > other[3] and other[1] == other[2]
+
+
+def test_gdpo_without_parts_names_the_fix_and_equal_parts_have_no_advantage():
+  rng = np.random.default_rng(1)
+  with pytest.raises(ValueError, match="environment.reward as a mapping"):
+    _estimate("gdpo", [_rewards(rng)])
+  group = _with_parts(rng, 3, "g")
+  even = dataclasses.replace(
+      group, parts={k: np.ones(3) for k in group.parts}
+  )
+  (members,) = _estimate("gdpo", [even])
+  assert not np.any(np.concatenate(members))
+  with pytest.raises(ValueError, match="with a weight"):
+    dataclasses.replace(group, part_weights={})
+
+
+def test_a_groups_parts_are_those_of_its_reward(case):
+  """As `environment.reward` writes them; a part that is absent adds nothing."""
+  group = case.group([1.0, 0.1])
+  for member, parts_ in zip(
+      group.trajectories,
+      ({"success": (1.0, 1.0), "format": (0.0, 0.1)}, {"format": (1.0, 0.1)}),
+  ):
+    member.steps[-1].info = {"final_reward": {"parts": {
+        name: {"reward": value, "weight": weight, "why": "…"}
+        for name, (value, weight) in parts_.items()
+    }}}  # pyformat: disable
+  rewards = examples.group_rewards(group)
+  assert {k: v.tolist() for k, v in rewards.parts.items()} == {
+      "success": [1.0, 0.0], "format": [0.0, 1.0]
+  }  # pyformat: disable
+  assert rewards.part_weights == {"success": 1.0, "format": 0.1}
+
+
+# --- states behind a clock ----------------------------------------------------
+
+
+def _screens(store, count=3):
+  """Screenshots that differ in a clock alone, and one that differs in more."""
+  rng = np.random.default_rng(0)
+  pixels = rng.integers(0, 256, (40, 60, 3), dtype=np.uint8)
+  with_clock = []
+  for _ in range(count):
+    shot = pixels.copy()
+    shot[0:4, 50:60] = rng.integers(0, 256, (4, 10, 3))
+    with_clock.append(store.put(shot))
+  other = pixels.copy()
+  other[20:30, 20:30] = 255
+  return with_clock, store.put(other)
+
+
+def test_a_masked_clock_makes_no_new_state():
+  store = images.ImageStore()
+  shots, other = _screens(store)
+  assert len({image.sha256 for image in shots}) == 3
+  clock = (50 / 60, 0.0, 1.0, 0.1)
+  look = anchors.Looks(store, clock)
+  assert len({look(image) for image in shots}) == 1
+  assert look(other) != look(shots[0])
+  # Half of the clock in sight is another state each time.
+  assert len({anchors.Looks(store, (0.9, 0, 1, 0.1))(i) for i in shots}) == 3
+  coarse = anchors.Looks(store, clock, cells=8)
+  assert len({coarse(image) for image in shots}) == 1
+  assert coarse(other) != coarse(shots[0])
+  # A caret of a few pixels changes a cell's brightness by little.
+  pixels = np.full((64, 64, 3), 124, np.uint8)
+  blink = pixels.copy()
+  blink[32:36, 36] = 0
+  pair = [store.put(pixels), store.put(blink)]
+  assert look(pair[0]) != look(pair[1])
+  assert coarse(pair[0]) == coarse(pair[1])
+
+
+def test_gigpo_compares_turns_behind_the_clock(case):
+  shots, _ = _screens(case.store, 2)
+  group = case.group([1.0, 0.0])
+  for member, shot in zip(group.trajectories, shots):
+    member.steps[0].observation = {"screenshot": shot, "text": "go on"}
+  exact = examples.group_rewards(group, with_states=True)
+  assert exact.states[0][1] != exact.states[1][1]
+  config = config_lib.AlgorithmConfig(
+      advantage="gigpo", gigpo_mask=(50 / 60, 0.0, 1.0, 0.1)
+  )
+  look = anchors.look_of(config, case.store)
+  masked = examples.group_rewards(group, with_states=True, look=look)
+  assert masked.states[0][1] == masked.states[1][1]
+  assert anchors.look_of(config_lib.AlgorithmConfig(), case.store) is None
+
+
+@pytest.mark.parametrize("mask", [
+    (0.1, 0.2, 0.3), (0.5, 0.0, 0.5, 1.0), (0.0, 0.0, 1.5, 1.0)
+])  # pyformat: disable
+def test_a_wrong_mask_is_refused(mask):
+  with pytest.raises(ValueError, match="gigpo_mask.*left < right"):
+    config_lib.AlgorithmConfig(advantage="gigpo", gigpo_mask=mask)
+  with pytest.raises(ValueError, match="advantage=grpo does not"):
+    config_lib.AlgorithmConfig(gigpo_cells=8)
+
+
+# --- steps by entropy ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_the_turns_of_highest_entropy_are_trained_on(case, recorded):
+  group = case.group([1.0, 0.0, 0.5], turns=4)
+  means = {}
+  members = []
+  for member in group.trajectories:
+    sequences = []
+    for sequence in member.sequences:
+      mask = sequence.loss_mask
+      entropies = np.where(mask, case.rng.random(len(mask)), 0)
+      if recorded:
+        sequence = dataclasses.replace(
+            sequence, entropies=entropies.astype(np.float32)
+        )
+      sequences.append(sequence)
+      values = sequence.entropies if recorded else -sequence.logprobs
+      key = member.trajectory_id, int(sequence.turn_ids[0])
+      means[key] = float(np.mean(values[mask]))
+    members.append(dataclasses.replace(member, sequences=sequences))
+  group = dataclasses.replace(group, trajectories=tuple(members))
+  (built,), _ = examples.from_groups(
+      [group], advantages.dr_grpo, advantages.AdvantageOptions(),
+      entropy_share=0.7,
+  )  # pyformat: disable
+  trained = {
+      (e.trajectory_id, int(turn))
+      for e in built
+      for turn in e.sequence.turn_ids[e.sequence.loss_mask]
+  }
+  want = sorted(means, key=lambda key: -means[key])[:9]  # Of 12, rounded up.
+  assert trained == set(want)
+  (every,), _ = examples.from_groups(
+      [group], advantages.dr_grpo, advantages.AdvantageOptions()
+  )
+  assert len(every) == 12
 
 
 def test_a_function_of_google_tunix_is_taken_by_its_path():

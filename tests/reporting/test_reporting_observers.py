@@ -1,5 +1,6 @@
 """Promises of the observers about the files they write."""
 
+import dataclasses
 import json
 import threading
 
@@ -490,3 +491,53 @@ def test_a_broken_source_of_extras_costs_only_the_extras(tmp_path):
   data = files.read_json(path)
   assert data["status"] == "completed"
   assert "ZeroDivisionError" in data["extra_error"]
+
+
+def _turns_of(episode, sampled):
+  """One sequence: `sampled[k]` tokens in turn k, an image before each turn."""
+  tokens, mask, turns, spans = [1], [False], [0], []
+  for turn, count in enumerate(sampled):
+    spans.append(
+        trajectory_lib.ImageSpan(
+            trajectory_lib.ImageRef(sha256=f"{turn:064x}", width=8, height=8),
+            len(tokens), 1,
+        )
+    )  # pyformat: disable
+    tokens += [2, *range(3, 3 + count)]
+    mask += [False, *[True] * count]
+    turns += [turn] * (1 + count)
+  mask = np.array(mask)
+  return dataclasses.replace(
+      episode,
+      sequences=[trajectory_lib.TokenSequence(
+          tokens=np.array(tokens), loss_mask=mask,
+          logprobs=np.where(mask, -1.0, 0.0), versions=np.where(mask, 0, -1),
+          turn_ids=np.array(turns), images=tuple(spans),
+      )],
+  )  # pyformat: disable
+
+
+def test_length_and_success_by_turn_and_images():
+  episodes = [
+      _turns_of(trajectory_lib.Trajectory(task="t", status=ended), sampled)
+      for ended, sampled in (
+          (Status.SUCCEEDED, [2, 4]),
+          (Status.FAILED, [4, 6, 8, 10]),
+          (Status.SUCCEEDED, [3]),
+      )
+  ]
+  group = trajectory_lib.TrajectoryGroup("g", "t", tuple(episodes))
+  readings = metrics_lib.group_metrics([group])
+  for by in ("turn", "images"):
+    of = {
+        k.partition("/")[2]: v
+        for k, v in readings.items()
+        if k.startswith(f"success_by_{by}/")
+    }
+    assert of == {"01": 2 / 3, "02": 1 / 2, "03-04": 0.0}
+    assert readings[f"turn_tokens_by_{by}/01"] == 3
+    assert readings[f"turn_tokens_by_{by}/02"] == 5
+    assert readings[f"turn_tokens_by_{by}/03-04"] == 9
+  assert not metrics_lib.undocumented(readings)
+  alone = trajectory_lib.TrajectoryGroup("g", "t", (episodes[2],))
+  assert not [k for k in metrics_lib.group_metrics([alone]) if "_by_" in k]

@@ -341,3 +341,33 @@ def test_a_run_whose_engine_breaks_is_stopped_while_it_waits(tmp_path, capsys):
   errors = capsys.readouterr().err
   assert "error: stopped by the watchdog (environments)" in errors
   assert "model_error" in errors
+
+
+def test_a_gap_of_late_turns_alone_is_seen_and_named():
+  """The mean over all tokens is far below the limit."""
+  name = "sampler_kl_by_turn/17-32"
+  steps = [
+      {**gap(1e-3, n), name: 0.05, "sampler_kl_by_turn/01": 1e-5}
+      for n in range(1, 5)
+  ]
+  assert found(steps) == [(3, "logprob_gap")]
+  rules = watchdog.Rules(settings.WatchdogConfig())
+  (finding,) = [f for step in steps for f in rules.step(step)]
+  assert "turns 17-32" in finding.message and "0.05" in finding.message
+  images = [{**gap(1e-3, n), "sampler_kl_by_images/03-04": 0.05}
+            for n in range(1, 4)]  # pyformat: disable
+  rules = watchdog.Rules(settings.WatchdogConfig())
+  (finding,) = [f for step in images for f in rules.step(step)]
+  assert "contexts with 03-04 images" in finding.message
+  # One update may have a few tokens of very low probability.
+  assert not found([*steps[:2], gap(1e-3, 3), *steps[3:]])
+  assert not found(steps, gap_limit=0.0)
+
+
+def test_a_gap_of_all_tokens_says_where_it_is_worst():
+  steps = [
+      {**gap(0.02, n), "sampler_kl_by_turn/09-16": 0.09} for n in (1, 2, 3)
+  ]
+  rules = watchdog.Rules(settings.WatchdogConfig())
+  (finding,) = [f for step in steps for f in rules.step(step)]
+  assert "0.09 at turns 09-16" in finding.message

@@ -50,7 +50,13 @@ def play(spec, *texts, options=None, **kwargs):
 
 
 def parts_of(episode):
-  return episode.steps[-1].info["final_reward"]["parts"]
+  """The parts by name; each has a weight, too."""
+  parts = episode.steps[-1].info["final_reward"]["parts"]
+  return {
+      name: {key: value for key, value in part.items() if key != "weight"}
+      for name, part in parts.items()
+      if isinstance(part["weight"], float)
+  }
 
 
 def turns_of(episode):
@@ -246,6 +252,8 @@ class TestEpisodes:
       rewards.unregister("credit")
     assert turns_of(episode) == [1.0, 5.0]
     assert parts_of(episode)["credit"] == {"reward": 3.0, "why": "x"}
+    logged = episode.steps[-1].info["final_reward"]["parts"]["credit"]
+    assert logged["weight"] == 2.0
 
   def test_none_is_left_out_and_not_logged(self):
     plan = specs.EpisodeReward(

@@ -28,7 +28,7 @@ VARIED = ((1e-9,), (0.0,), (1e-9,), (0.0,))
 # Turns of equal episodes differ, and these learn from turns.
 OF_EPISODES = (
     "grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "gpg", "remax",
-    "reinforce_pp_baseline",
+    "reinforce_pp_baseline", "gdpo",
 )  # pyformat: disable
 
 
@@ -48,10 +48,12 @@ def collected(*groups):
   )
   asyncio.run(loop.run())
   assert recorder.of(events.Fault) == []
-  return [
-      dataclasses.replace(g, greedy=g.trajectories[0])
-      for g in queue.get_batch(timeout=0)
-  ]
+  groups = queue.get_batch(timeout=0)
+  for episode in (t for group in groups for t in group):
+    # The whole reward as the one part of it, as gdpo needs.
+    part = {"reward": episode.reward, "weight": 1.0}
+    episode.steps[-1].info["reward_metadata"] = {"score": part}
+  return [dataclasses.replace(g, greedy=g.trajectories[0]) for g in groups]
 
 
 def test_rounding_reaches_the_learner():

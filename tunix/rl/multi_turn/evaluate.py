@@ -2,10 +2,11 @@
 
     python -m tunix.rl.multi_turn.evaluate runs/<name> attempts=8
 
-The first word is a run, a policy's directory, or an evaluation that is
-continued; settings and a YAML file follow as for `train`. Writes a directory
-with evaluation.json, episodes.jsonl, trajectories.jsonl, images/ and
-report.html; see `run.evaluator` and docs/evaluation.md.
+The first word is a run, a policy's directory, an evaluation that is continued,
+or `grounding`, which measures where a policy clicks; settings and a YAML file
+follow as for `train`. Writes a directory with evaluation.json, episodes.jsonl,
+trajectories.jsonl, images/ and report.html; see `run.evaluator` and
+docs/evaluation.md.
 
 Promises: an interrupt (Ctrl-C) or a failure keeps the episodes that have ended,
 and prints the command that resumes the evaluation. The exit status is 0 when
@@ -151,6 +152,8 @@ def _show(written: dict[str, Any]) -> None:
       print("  ".join(
           f"{label}{k} {figures['rate']:.3f}" for k, figures in table.items()
       ))
+  for line in written.get("digest", {}).get("lines", ()):
+    print(line)
   compared = written.get("comparison") or {}
   if "modes" in compared:
     print(f"compared with {compared['with']}:")

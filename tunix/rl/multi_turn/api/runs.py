@@ -354,6 +354,11 @@ class EvaluationRun(Run):
     return content.get("error") or compared.get("error")
 
   @property
+  def digest(self) -> dict[str, Any]:
+    """The gym's summary of the episodes; {} for a gym that makes none."""
+    return self._content.get("digest") or {}
+
+  @property
   def comparison(self) -> dict[str, Any] | None:
     """By mode, where it was compared with another (`compare=`)."""
     return (self._content.get("comparison") or {}).get("modes")

@@ -380,6 +380,15 @@ def _algorithm(c: TrainConfig) -> Iterator[str]:
     extra.append(f"algorithm.kl_coef={c.algorithm.kl_coef}")
   if c.algorithm.entropy_coef > 0:
     extra.append(f"algorithm.entropy_coef={c.algorithm.entropy_coef}")
+  if c.algorithm.advantage == "gdpo" and isinstance(
+      c.environment.reward, str
+  ):
+    yield (
+        "algorithm.advantage=gdpo normalises each part of a reward, and"
+        f" environment.reward={c.environment.reward} is of one piece; give a"
+        " mapping of parts to weights, e.g. '{success: 1, format: 0.1}', or set"
+        " algorithm.advantage=grpo"
+    )
   by_pass_k = c.algorithm.advantage == "pass_at_k" and c.learner.steps > 0
   if by_pass_k and c.algorithm.pass_k > c.collect.group_size:
     yield (

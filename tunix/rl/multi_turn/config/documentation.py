@@ -70,7 +70,8 @@ usage: python -m tunix.rl.multi_turn.evaluate [DIR] [file.yaml] [key=value ...]
 
 DIR is a run (as run=DIR), a policy's directory (policy=DIR), an evaluation that
 is continued (resume=DIR), or a server's address (server=URL, with model).
-Without one: policy, or server and model.
+Without one: policy, or server and model. The word grounding (gym=grounding)
+beside it measures where clicks land.
 
   --help             this text; --help all: every key; --help SECTION: one
                      section's keys, e.g. --help evaluate

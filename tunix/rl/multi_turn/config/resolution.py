@@ -454,6 +454,8 @@ class _Reader:
       self._override("evaluate.server", argument)
     elif "=" in argument:
       return False
+    elif argument == "grounding":
+      self._override("gym.name", argument)
     elif key := _directory_key(argument):
       self._override(key, argument)
     elif self.overrides:

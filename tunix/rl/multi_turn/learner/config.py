@@ -45,6 +45,8 @@ class AlgorithmConfig:
       " pass_at_k: gain in the best of k. reinforce_pp: each turn's return,"
       " normalised over the update. reinforce_pp_baseline: r - mean, normalised"
       " over the update. gpg: r - mean, scaled for groups without a gradient."
+      " gdpo: each part of environment.reward as grpo, their weighted sum"
+      " normalised over the update."
       " remax: r - r of a greedy episode of the same task. gae: of a value head"
       " (PPO), see gae_lambda. reward: r as it is, e.g. of a buffer that has"
       " normalised it, or a weight to clone with. filtered: 1 where r >="
@@ -173,6 +175,28 @@ class AlgorithmConfig:
   )
   gigpo_step_weight: float = settings.setting(
       default=1.0, doc="Weight of gigpo's advantages among equal states.", ge=0
+  )
+  gigpo_mask: tuple[float, ...] = settings.setting(
+      default=(),
+      doc="Parts of the screen that gigpo leaves out when it compares states,"
+      " e.g. a clock: left, top, right, bottom as shares of the screen, four"
+      " numbers a part.",
+  )
+  gigpo_cells: int = settings.setting(
+      default=0,
+      doc="gigpo compares screenshots by the brightness of this many cells"
+      " along each side. 0 = by every pixel. Coarse cells take different states"
+      " for one.",
+      ge=0,
+      le=256,
+  )
+  entropy_share: float = settings.setting(
+      default=1.0,
+      doc="Share of a group's turns that is trained on, those of the highest"
+      " mean entropy: of the sampled tokens' distributions with"
+      " engine.entropies, else estimated by their log-probs.",
+      gt=0,
+      le=1,
   )
   pass_k: int = settings.setting(
       default=4, doc="k of advantage=pass_at_k.", unit="episodes", ge=1
@@ -316,6 +340,25 @@ class AlgorithmConfig:
       yield (
           "advantage=none learns from no reward, and distill_coef=0 from no"
           " teacher; set advantage=grpo, or teacher and distill_coef"
+      )
+    mask = self.gigpo_mask
+    parts = [mask[i : i + 4] for i in range(0, len(mask), 4)]
+    if any(
+        len(part) < 4
+        or not 0 <= part[0] < part[2] <= 1
+        or not 0 <= part[1] < part[3] <= 1
+        for part in parts
+    ):
+      yield (
+          f"gigpo_mask={list(mask)} must be left, top, right, bottom of each"
+          " part, shares of the screen with left < right and top < bottom, e.g."
+          " [0.9,0,1,0.05]"
+      )
+    if (mask or self.gigpo_cells) and self.advantage != "gigpo":
+      yield (
+          f"gigpo_mask={list(mask)}, gigpo_cells={self.gigpo_cells} compare"
+          f" states, and advantage={self.advantage} does not; set"
+          " advantage=gigpo, or leave them out"
       )
     if self.overlong_cache > self.overlong_tokens:
       yield (

@@ -14,12 +14,17 @@ import dataclasses
 import hashlib
 import json
 import math
-from typing import Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import reward_equality
+from tunix.rl.multi_turn.core import reward_parts
 from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.core import turn_groups
 from tunix.rl.multi_turn.learner.algorithms import advantages
+
+Look = Callable[[trajectory.ImageRef], str]
+"""Digest of a screenshot, see `anchors`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,7 +38,8 @@ class Example:
     group: number of its group, unique in a step.
     trajectory_id: Id of its episode; "" for a demonstration.
     truncated: whether a limit ended its episode, see `was_truncated`.
-    streams: name -> float32[T], more numbers of each sampled token.
+    streams: name -> float32[T], more numbers of each sampled token; that of
+      `core.turn_groups` is added.
   """
 
   sequence: trajectory.TokenSequence
@@ -64,6 +70,8 @@ class Example:
           " precedes it to predict it from; begin sequences with a prompt"
       )
     object.__setattr__(self, "advantages", np.where(mask, values, 0))
+    place = {turn_groups.STREAM: turn_groups.stream_T(self.sequence)}
+    object.__setattr__(self, "streams", {**self.streams, **place})
 
   @property
   def has_gradient(self) -> bool:
@@ -143,12 +151,13 @@ def turn_tokens(episode: trajectory.Trajectory, turns: int) -> np.ndarray:
 
 
 def turn_states(
-    episode: trajectory.Trajectory, turns: int
+    episode: trajectory.Trajectory, turns: int, look: Look | None = None
 ) -> tuple[str, ...]:
   """Digest of the observation before each of `turns` turns.
 
   Members of a group begin in the state of their task, which is "start" here.
-  A screenshot counts by its SHA-256. "" after a turn without a record.
+  A screenshot counts by its SHA-256, or by `look`. "" after a turn without a
+  record.
 
   Raises:
     ValueError: an observation that cannot be written as JSON.
@@ -156,11 +165,25 @@ def turn_states(
   states = ["start"]
   for step in episode.steps[: turns - 1]:
     try:
-      text = json.dumps(trajectory.encode(step.observation), sort_keys=True)
+      observation = trajectory.encode(_looked_at(step.observation, look))
+      text = json.dumps(observation, sort_keys=True)
     except TypeError as error:
       raise ValueError(f"an observation has no digest: {error}") from error
     states.append(hashlib.sha256(text.encode()).hexdigest())
   return tuple(states) + ("",) * (turns - len(states))
+
+
+def _looked_at(value: Any, look: Look | None) -> Any:
+  """An observation with digests in place of its images."""
+  if look is None:
+    return value
+  if isinstance(value, trajectory.ImageRef):
+    return look(value)
+  if isinstance(value, Mapping):
+    return {key: _looked_at(one, look) for key, one in value.items()}
+  if isinstance(value, (list, tuple)):
+    return [_looked_at(one, look) for one in value]
+  return value
 
 
 _LIMITS = frozenset({
@@ -184,6 +207,7 @@ def group_rewards(
     group: trajectory.TrajectoryGroup,
     *,
     with_states: bool = False,
+    look: Look | None = None,
     extra: Mapping[str, np.ndarray] | None = None,
 ) -> advantages.GroupRewards:
   """Returns a group's rewards: of its valid members, then of their peers.
@@ -193,6 +217,7 @@ def group_rewards(
   Args:
     group: Group of a step.
     with_states: whether to digest observations.
+    look: Digest of a screenshot in them; None for its SHA-256.
     extra: trajectory id -> float64[K] added to the turns' rewards, and their
       sum to the episode's.
 
@@ -221,9 +246,10 @@ def group_rewards(
         tuple(turns),
         tokens=tuple(turn_tokens(m, len(t)) for m, t in zip(members, turns)),
         states=tuple(
-            turn_states(m, len(t)) for m, t in zip(members, turns)
+            turn_states(m, len(t), look) for m, t in zip(members, turns)
         ) if with_states else (),
         episode_ids=tuple(m.trajectory_id for m in members),
+        **_parts_of(members),
         group_id=group.group_id,
         task_id=group.task_id,
         greedy=None if group.greedy is None else float(group.greedy.reward),
@@ -232,12 +258,32 @@ def group_rewards(
     raise ValueError(f"group {group.group_id!r}: {error}") from error
 
 
+def _parts_of(
+    members: Sequence[trajectory.Trajectory],
+) -> dict[str, dict[str, Any]]:
+  """`parts` and `part_weights` of members; a part that a member lacks is 0.
+
+  Such a part added nothing to its reward: the episode ended before it.
+  """
+  parts = [reward_parts.of_episode(member) for member in members]
+  weights = {name: p.weight for of_one in parts for name, p in of_one.items()}
+  nothing = reward_parts.Part(0.0)
+  return {
+      "parts": {
+          name: np.array([of_one.get(name, nothing).value for of_one in parts])
+          for name in weights
+      },
+      "part_weights": weights,
+  }
+
+
 def turn_advantages(
     groups: Sequence[trajectory.TrajectoryGroup],
     estimator: advantages.AnyEstimator,
     options: advantages.AdvantageOptions,
     *,
     extra: Mapping[str, np.ndarray] | None = None,
+    look: Look | None = None,
 ) -> dict[str, np.ndarray]:
   """Trajectory id -> float32[K], of the turns of valid members.
 
@@ -249,7 +295,7 @@ def turn_advantages(
   per_group = advantages.of_step(
       estimator,
       [
-          group_rewards(g, with_states=needs_states, extra=extra)
+          group_rewards(g, with_states=needs_states, look=look, extra=extra)
           for g in counted
       ],
       options,
@@ -277,6 +323,8 @@ def from_groups(
     *,
     extra: Mapping[str, np.ndarray] | None = None,
     borrowed: frozenset[str] = frozenset(),
+    look: Look | None = None,
+    entropy_share: float = 1.0,
 ) -> tuple[list[list[Example]], GroupStats]:
   """Examples of each group, and the groups' statistics.
 
@@ -286,12 +334,18 @@ def from_groups(
     options: Options of the estimator.
     extra: see `group_rewards`; statistics are of the rewards without it.
     borrowed: trajectory ids that statistics leave out.
+    look: see `group_rewards`.
+    entropy_share: see `low_entropy_turns`.
 
   Raises:
     ValueError: a reward or advantage is not finite, naming the group.
   """
-  per_episode = turn_advantages(groups, estimator, options, extra=extra)
-  return from_advantages(groups, per_episode, borrowed=borrowed)
+  per_episode = turn_advantages(
+      groups, estimator, options, extra=extra, look=look
+  )
+  return from_advantages(
+      groups, per_episode, borrowed=borrowed, entropy_share=entropy_share
+  )
 
 
 def from_advantages(
@@ -299,6 +353,7 @@ def from_advantages(
     per_episode: Mapping[str, np.ndarray],
     tokens: Tokens | None = None,
     borrowed: frozenset[str] = frozenset(),
+    entropy_share: float = 1.0,
 ) -> tuple[list[list[Example]], GroupStats]:
   """As `from_groups`, of advantages that are known.
 
@@ -309,6 +364,7 @@ def from_advantages(
       as one without a gradient if all rewards of the step are equal up to
       rounding: a value head's errors alone make no group teach.
     borrowed: trajectory ids that statistics leave out.
+    entropy_share: see `low_entropy_turns`.
 
   Raises:
     ValueError: an advantage is not finite.
@@ -319,6 +375,7 @@ def from_advantages(
   for number, group in enumerate(groups):
     examples: list[Example] = []
     members = group.valid
+    low = low_entropy_turns(members, entropy_share)
     for member in members:
       values = per_episode[member.trajectory_id]
       truncated = was_truncated(member)
@@ -329,9 +386,12 @@ def from_advantages(
             values_T = values[sequence.turn_ids]
           else:
             values_T, streams = tokens[member.trajectory_id][i]
+          chosen = sequence.without_turns(low.get(member.trajectory_id, ()))
+          if not chosen.num_sampled:
+            continue
           examples.append(
               Example(
-                  sequence,
+                  chosen,
                   values_T,
                   episode=episode_number,
                   group=number,
@@ -368,6 +428,39 @@ def from_advantages(
       },
   )
   return out, stats
+
+
+def low_entropy_turns(
+    members: Sequence[trajectory.Trajectory], share: float
+) -> dict[str, tuple[int, ...]]:
+  """Trajectory id -> turns that are not trained on for their low entropy.
+
+  Of all turns of the members, the `share` of the highest mean entropy a token
+  stays (rounded up; the earlier of equal ones): turns in which the policy had
+  no choice teach little. DART trains on the top 80 % of the steps
+  (arXiv:2509.23866); it is ours that they are ranked within a group, and that a
+  token's entropy is estimated by minus its log-prob where the engine recorded
+  none.
+  """
+  if share >= 1:
+    return {}
+  sums: dict[tuple[str, int], float] = {}
+  counts: dict[tuple[str, int], int] = {}
+  for member in members:
+    for sequence in member.sequences:
+      mask = sequence.loss_mask
+      entropies = sequence.entropies
+      if entropies is None:
+        entropies = -sequence.logprobs
+      for turn, entropy in zip(sequence.turn_ids[mask], entropies[mask]):
+        key = member.trajectory_id, int(turn)
+        sums[key] = sums.get(key, 0.0) + float(entropy)
+        counts[key] = counts.get(key, 0) + 1
+  ranked = sorted(sums, key=lambda key: -sums[key] / counts[key])
+  low: dict[str, tuple[int, ...]] = {}
+  for name, turn in ranked[math.ceil(share * len(ranked)) :]:
+    low[name] = (*low.get(name, ()), turn)
+  return low
 
 
 INVALID, ZERO_ADVANTAGE, TOO_LONG = "invalid", "zero_advantage", "too_long"

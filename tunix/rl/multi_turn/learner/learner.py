@@ -36,6 +36,7 @@ from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import ahead
+from tunix.rl.multi_turn.learner import anchors
 from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import critic
@@ -49,6 +50,7 @@ from tunix.rl.multi_turn.learner import readings as readings_lib
 from tunix.rl.multi_turn.learner import reference as reference_lib
 from tunix.rl.multi_turn.learner import reward_prices
 from tunix.rl.multi_turn.learner import teacher as teacher_lib
+from tunix.rl.multi_turn.learner import turn_readings
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.learner.algorithms import gae
@@ -176,6 +178,7 @@ class Learner:
         self.algorithm, teacher, model, mesh, sampling, config
     )
     self._schedule = optimizer.make_schedule(config)
+    self._images = image_store
     self._minibatches = minibatch_lib.Minibatches(
         model,
         processor,
@@ -408,6 +411,8 @@ class Learner:
             self.algorithm.advantage_options(self.gamma),
             extra=prices,
             borrowed=borrowed,
+            look=anchors.look_of(self.algorithm.config, self._images),
+            entropy_share=self.algorithm.config.entropy_share,
         )
     with clock("score"):
       token_advantages, more = critic.of_groups(
@@ -426,6 +431,7 @@ class Learner:
         groups,
         {k: v.turns_K.astype(np.float32) for k, v in token_advantages.items()},
         {k: v.per_sequence for k, v in token_advantages.items()},
+        entropy_share=self.algorithm.config.entropy_share,
     )
 
   def update_on_sequences(
@@ -543,7 +549,7 @@ class Learner:
     counters.empty_updates += not attempted
     stats = batching.PackStats.total(m.stats for m in packed)
     seconds = time.perf_counter() - started + before
-    learned = readings_lib.mean(readings)
+    learned = turn_readings.finished(readings_lib.mean(readings))
     if learned:
       learned["learning_rate"] = float(
           self._schedule(max(counters.optimizer_steps - 1, 0))
@@ -603,6 +609,7 @@ class Learner:
     tokens = max(float(sums.tokens), 1.0)
     readings = {k: float(v) / tokens for k, v in sums.total.items()}
     readings |= {k: float(v) for k, v in sums.most.items()}
+    readings |= turn_readings.of_step(sums.by_turn, tokens)
     return readings | {"loss": float(sums.loss), "grad_norm": float(norm)}
 
   @property

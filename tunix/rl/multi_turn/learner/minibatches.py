@@ -26,6 +26,7 @@ import numpy as np
 from tunix.rl.multi_turn.core import images as image_lib
 from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import turn_groups
 from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import critic
@@ -356,7 +357,10 @@ def uses_tree(config: LearnerConfig, model: base.Policy) -> bool:
 
 def streams_of(algorithm: parts.Algorithm) -> tuple[str, ...]:
   """Names of the streams that its batches hold."""
-  return critic.STREAMS if algorithm.has_critic else ()
+  streams = critic.STREAMS if algorithm.has_critic else ()
+  if algorithm.objective.uses_advantages:
+    streams = (*streams, turn_groups.STREAM)
+  return streams
 
 
 def support_of(algorithm: parts.Algorithm) -> int:

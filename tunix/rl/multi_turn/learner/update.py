@@ -47,12 +47,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 import numpy as np
 import optax
+from tunix.rl.multi_turn.core import turn_groups
 from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import critic
 from tunix.rl.multi_turn.learner import logprobs
 from tunix.rl.multi_turn.learner import optimizer
 from tunix.rl.multi_turn.learner import program
+from tunix.rl.multi_turn.learner import turn_readings
 from tunix.rl.multi_turn.learner.algorithms import importance
 from tunix.rl.multi_turn.learner.algorithms import kl
 from tunix.rl.multi_turn.learner.algorithms import objectives
@@ -226,6 +228,7 @@ class Sums:
     most: name -> maximum over tokens.
     tokens: scalar, number of tokens.
     weighted: scalar, number of tokens with weight; see the module docstring.
+    by_turn: see `turn_readings.sums`; 0 without their stream.
   """
 
   loss: jax.Array
@@ -233,6 +236,7 @@ class Sums:
   most: dict[str, jax.Array]
   tokens: jax.Array
   weighted: jax.Array
+  by_turn: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -467,6 +471,13 @@ class UpdatePrograms:
       readings["value_loss"] = value_loss
       readings["value_clip_fraction"] = clipped
     mask = batch.mask
+    by_turn = jnp.zeros(turn_readings.SHAPE, jnp.float32)
+    if turn_groups.STREAM in batch.streams and "sampler_kl" in readings:
+      by_turn = turn_readings.sums(
+          jnp.asarray(batch.streams[turn_groups.STREAM]),
+          jnp.asarray(mask),
+          tuple(readings[name] for name in turn_readings.VALUES),
+      )
     # Selected before the product: a padding token's loss may be anything.
     loss = jnp.sum(jnp.where(mask, token_loss, 0.0) * batch.weights)
     sums = Sums(
@@ -481,6 +492,7 @@ class UpdatePrograms:
         },
         tokens=jnp.sum(mask.astype(jnp.float32)),
         weighted=jnp.sum((mask & weighted).astype(jnp.float32)),
+        by_turn=by_turn,
     )
     return loss, sums
 
@@ -515,6 +527,7 @@ class UpdatePrograms:
               most={name: zero - jnp.inf for name in sums.most},
               tokens=zero,
               weighted=zero,
+              by_turn=jnp.zeros(turn_readings.SHAPE, jnp.float32),
           )
 
         self._start = (
@@ -559,6 +572,7 @@ class UpdatePrograms:
         most=jax.tree.map(jnp.maximum, sums.most, here.most),
         tokens=sums.tokens + here.tokens,
         weighted=sums.weighted + here.weighted,
+        by_turn=sums.by_turn + here.by_turn,
     )
 
   def _apply(

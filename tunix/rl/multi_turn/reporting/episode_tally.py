@@ -17,7 +17,9 @@ import math
 from typing import Iterable, Mapping
 
 from tunix.rl.multi_turn.core import reward_equality
+from tunix.rl.multi_turn.core import reward_parts
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from tunix.rl.multi_turn.core import turn_groups
 
 Tally = dict[str, float]
 
@@ -81,9 +83,34 @@ def _add_outcomes(
     if family := family_of(t):
       tally[f"family/{family}"] += 1
       tally[f"family_solved/{family}"] += solved
-    for name, value in _reward_parts(t).items():
-      tally[f"part/{name}"] += value
+    _add_turns(tally, t, solved)
+    for name, part in reward_parts.of_episode(t).items():
+      tally[f"part/{name}"] += part.value
       tally[f"parts/{name}"] += 1
+
+
+def _add_turns(
+    tally: Tally, episode: trajectory_lib.Trajectory, solved: bool
+) -> None:
+  """Adds an episode's turns and sampled tokens, by turn and by images.
+
+  An episode counts once in each group that a turn of it belongs to.
+  """
+  for by in turn_groups.BY:
+    turns: set[tuple[int, int]] = set()  # (group, turn)
+    tokens: collections.Counter[int] = collections.Counter()
+    for sequence in episode.sequences:
+      mask = sequence.loss_mask
+      groups = turn_groups.tokens_T(sequence, by)[mask].tolist()
+      tokens.update(groups)
+      turns.update(zip(groups, sequence.turn_ids[mask].tolist()))
+    numbers = collections.Counter(group for group, _ in turns)
+    for group, count in numbers.items():
+      name = f"{by}/{turn_groups.NAMES[group]}"
+      tally[f"turns_by_{name}"] += count
+      tally[f"tokens_by_{name}"] += tokens[group]
+      tally[f"episodes_by_{name}"] += 1
+      tally[f"solved_by_{name}"] += solved
 
 
 def family_of(trajectory: trajectory_lib.Trajectory) -> str:
@@ -92,23 +119,6 @@ def family_of(trajectory: trajectory_lib.Trajectory) -> str:
   if isinstance(task, Mapping):
     return str(task.get("family", ""))
   return str(getattr(task, "family", ""))
-
-
-def _reward_parts(episode: trajectory_lib.Trajectory) -> dict[str, float]:
-  """Values of each part of a weighted reward, by its name."""
-  info = episode.steps[-1].info if episode.steps else {}
-  parts = {}
-  for key in ("reward_metadata", "final_reward"):
-    of_key = info.get(key)
-    if isinstance(of_key, Mapping):
-      of_parts = of_key.get("parts")
-      parts |= of_parts if isinstance(of_parts, Mapping) else of_key
-  return {
-      name: float(part["reward"])
-      for name, part in parts.items()
-      if isinstance(part, Mapping)
-      and isinstance(part.get("reward"), (int, float))
-  }
 
 
 def _each(
@@ -157,6 +167,14 @@ def readings(tally: Mapping[str, float]) -> dict[str, float]:
   out["success_rate"] = tally["solved"] / valid
   for family, count in _under("family", tally):
     out[f"success_rate/{family}"] = tally[f"family_solved/{family}"] / count
+  for by in turn_groups.BY:
+    counts = _under(f"turns_by_{by}", tally)
+    if len(counts) > 1:  # Else the means over all say it.
+      for name, count in counts:
+        place = f"by_{by}/{name}"
+        episodes = tally[f"episodes_{place}"]
+        out[f"success_{place}"] = tally[f"solved_{place}"] / episodes
+        out[f"turn_tokens_{place}"] = tally[f"tokens_{place}"] / count
   out["turns_mean"] = tally["turns"] / valid
   sampled = tally["stale"] + tally["sampled"]
   out["stale_token_share"] = tally["stale"] / max(sampled, 1)

@@ -43,6 +43,7 @@ class Outcome:
     error: text of what broke it, "" for nothing.
     trajectory_id: Id in trajectories.jsonl.
     time: Time of its end, since the epoch.
+    details: What the gym's evaluation says beside the success.
   """
 
   mode: str
@@ -60,6 +61,7 @@ class Outcome:
   error: str
   trajectory_id: str
   time: float
+  details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
   def key(self) -> Key:
@@ -103,6 +105,7 @@ class Outcome:
         error=str(episode.error or "")[:2000],
         trajectory_id=episode.trajectory_id,
         time=time.time(),
+        details=_details(episode),
     )
 
   def result(self) -> success_rates.EpisodeResult:
@@ -119,6 +122,13 @@ class Outcome:
 
 _SECONDS = {"all": "seconds", "model": "seconds_model", "env": "seconds_env"}
 _FIELDS = {field.name for field in dataclasses.fields(Outcome)}
+_REQUIRED = _FIELDS - {"details"}
+
+
+def _details(episode: trajectory_lib.Trajectory) -> Mapping[str, Any]:
+  if not episode.steps:
+    return {}
+  return episode.steps[-1].info.get("evaluation", {}).get("details", {})
 
 
 class Journal:
@@ -135,7 +145,7 @@ class Journal:
     self.outcomes: dict[Key, Outcome] = {}
     if self._path.exists():
       # A line torn by a kill would swallow the next one.
-      files.rewrite_lines(self._path, lambda line: _FIELDS <= set(line))
+      files.rewrite_lines(self._path, lambda line: _REQUIRED <= set(line))
       self.outcomes = load(directory)
     self._file = self._path.open("a", encoding="utf-8")
 
@@ -160,8 +170,9 @@ def load(directory: pathlib.Path) -> dict[Key, Outcome]:
   """The outcomes in a directory, by key; {} without the file."""
   outcomes: dict[Key, Outcome] = {}
   for line in files.read_lines(directory / NAME):
-    if _FIELDS <= set(line):
-      outcome = Outcome(**{name: line[name] for name in _FIELDS})
+    if _REQUIRED <= set(line):
+      own = _FIELDS & set(line)
+      outcome = Outcome(**{name: line[name] for name in own})
       outcomes[outcome.key] = outcome
   return outcomes
 

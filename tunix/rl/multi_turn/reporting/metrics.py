@@ -468,6 +468,26 @@ PATTERNS: dict[str, Metric] = {
     "success_rate/": Metric(
         "", "success_rate of one task family, `success_rate/<family>`."
     ),
+    **{
+        f"{name}_by_{by}/": Metric(unit, f"{meaning} {place}.", advice)
+        for by, place in (
+            ("turn", "of one group of turns, `…/03-04` the third and fourth"),
+            ("images", "with one group of numbers of screenshots before them in"
+             " the context, `…/05-08` five to eight"),
+        )
+        for name, unit, meaning, advice in (
+            ("success", "", "Share of episodes solved among those with turns",
+             "Falls with the turn: long episodes fail; raise the context, or"
+             " turn-level credit (algorithm=gigpo)."),
+            ("turn_tokens", "tokens", "Mean sampled tokens of turns",
+             "Grows with the turn: the policy repeats itself late."),
+            ("sampler_kl", "nats", "sampler_kl of tokens",
+             "Far above the first group's: engine and learner see other"
+             " positions or images late in an episode."),
+            ("entropy", "nats", "entropy of tokens",
+             "Near 0 at late turns alone: those turns no longer explore."),
+        )
+    },
     "reward_part/": Metric(
         "reward",
         "Mean of one part of a weighted environment.reward, before its weight,"
@@ -487,7 +507,7 @@ _SECTIONS = {
     "queue_size": "The queue",
     "loss": "The learner",
     "status/succeeded": "How episodes end",
-    "success_rate/…": "By family and by part",
+    "success_rate/…": "By family, turn, images and part",
 }
 """First reading of a section of the reference -> its heading."""
 _HEAD = ("| name | unit | meaning | action |", "|---|---|---|---|")

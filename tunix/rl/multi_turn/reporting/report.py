@@ -82,6 +82,7 @@ def render(
           evaluations(run),
           _attempts(run),
           _comparison(run),
+          _digest(run),
           _seconds(run),
           _films(run, config),
           readings(run),
@@ -390,6 +391,23 @@ def _comparison(run: run_data.RunDirectory) -> str:
       head = ("family", "changed task", "there", "here")
       parts.append(_table(head, rows))
   return _card(f"Compared with {_esc(compared.get('with'))}", *parts)
+
+
+def _digest(run: run_data.RunDirectory) -> str:
+  """The gym's summary of an evaluation's episodes, with its pictures."""
+  digest = run.evaluation.get("digest")
+  if not isinstance(digest, dict) or not digest.get("lines"):
+    return ""
+  parts = [f"<p>{_esc(line)}</p>" for line in digest["lines"]]
+  for name in digest.get("pictures", ()):
+    file = run.directory / pathlib.Path(str(name)).name
+    if file.is_file():
+      data = base64.b64encode(file.read_bytes()).decode()
+      parts.append(
+          f"<img style='max-width:100%' alt='{_esc(name)}'"
+          f" src='data:image/png;base64,{data}'>"
+      )
+  return _card("Of the gym", *parts)
 
 
 # --- film strips -------------------------------------------------------------

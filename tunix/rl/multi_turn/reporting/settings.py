@@ -221,7 +221,8 @@ class WatchdogConfig:
       default=0.01,
       doc="logprob_gap: the KL of learner and sampler is above this in three"
       " updates in a row, of those with staleness 0, one optimizer step and no"
-      " mixed_kv_tokens. Not watched where the two differ by design: recorded"
+      " mixed_kv_tokens; or that of one group of turns or of numbers of images"
+      " is. Not watched where the two differ by design: recorded"
       " episodes, int8 weights in the engine, weights narrower than float32 in"
       " an external one, truncated sampling without"
       " algorithm.keep_sampling_mask, other sampling that is trained on."

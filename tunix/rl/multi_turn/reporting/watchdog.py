@@ -68,6 +68,8 @@ class Rules:
     self._c = config
     self._unsolved = self._even = self._not_finite = self._failed = 0
     self._apart = 0
+    # Of each group of turns or images: updates in a row with a gap.
+    self._apart_by: collections.Counter[str] = collections.Counter()
     self._skipped: float | None = None
     self._steps: float | None = None
     self._norms: collections.deque[float] = collections.deque(
@@ -280,6 +282,12 @@ class Rules:
     )
     if same and kl is not None and limit:
       self._apart = 0 if kl <= limit else self._apart + 1
+      groups = _gaps_by_group(m)
+      self._apart_by = collections.Counter({
+          name: self._apart_by[name] + 1
+          for name, gap in groups.items()
+          if gap > limit
+      })
       # No part of the usual level that later updates are compared with.
       if 0 < self._apart < _APART:
         return None
@@ -287,10 +295,20 @@ class Rules:
         return "logprob_gap", (
             "engine and learner disagree on equal weights: at staleness 0 and"
             " with one optimizer step the KL of their log-probs was above"
-            f" {limit:g} nats a token in {self._apart} updates, last {kl:.2g};"
-            " check that the engine loads every version and reports log-probs"
-            " of the distribution sampled from (after temperature, top_p, top_k"
-            " and min_p)"
+            f" {limit:g} nats a token in {self._apart} updates, last {kl:.2g}"
+            f"{_worst_group(m)}; check that the engine loads every version and"
+            " reports log-probs of the distribution sampled from (after"
+            " temperature, top_p, top_k and min_p)"
+        )
+      late = [n for n, times in self._apart_by.items() if times >= _APART]
+      if late:
+        worst = max(late, key=lambda name: groups[name])
+        return "logprob_gap", (
+            "engine and learner agree on most tokens and not on those of"
+            f" {_of_group(worst)}: on equal weights the KL of their log-probs"
+            f" there was above {limit:g} nats a token in {_APART} updates, last"
+            f" {groups[worst]:.2g} against {kl:.2g} in all; compare positions,"
+            " the order of images and what the history cut in such contexts"
         )
     means = self._drift("sampler_kl", m)
     if means is None or not self._c.gap_factor:
@@ -300,10 +318,36 @@ class Rules:
       return None
     return "logprob_gap", (
         f"the log-probs of engine and learner drift apart: their KL rose from"
-        f" {first:.2g} to {now:.2g} nats a token; lower queue.max_staleness or"
-        " the optimizer steps of an update, or set algorithm.importance=tis. If"
-        " neither is above 1, check that the engine loads every version"
+        f" {first:.2g} to {now:.2g} nats a token{_worst_group(m)}; lower"
+        " queue.max_staleness or the optimizer steps of an update, or set"
+        " algorithm.importance=tis. If neither is above 1, check that the"
+        " engine loads every version"
     )
+
+
+def _gaps_by_group(m: Metrics) -> dict[str, float]:
+  """KL of the sampler by group, under "turn/03-04" and "images/05-08"."""
+  start = "sampler_kl_by_"
+  return {
+      name.removeprefix(start): value
+      for name, value in m.items()
+      if name.startswith(start) and math.isfinite(value)
+  }
+
+
+def _of_group(name: str) -> str:
+  """Words for a group, such as "turns 03-04"."""
+  by, _, group = name.partition("/")
+  return f"turns {group}" if by == "turn" else f"contexts with {group} images"
+
+
+def _worst_group(m: Metrics) -> str:
+  """Words about the group whose gap is twice that of all; "" for none."""
+  groups = _gaps_by_group(m)
+  worst = max(groups, key=lambda name: groups[name], default="")
+  if not worst or groups[worst] < 2 * m.get("sampler_kl", 0.0):
+    return ""
+  return f", {groups[worst]:.2g} at {_of_group(worst)}"
 
 
 class Watchdog:

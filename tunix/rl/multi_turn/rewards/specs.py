@@ -109,7 +109,8 @@ class EpisodeReward:
     total = 0.0
     parts: dict[str, Any] = {}
     if self._own:
-      parts[self._own] = {"reward": float(trajectory.reward)}
+      own = float(trajectory.reward)
+      parts[self._own] = {"reward": own, "weight": 1.0}
     for part in self._parts:
       if part.kind == "turn":
         out = await _judge_turns(part, task, steps)
@@ -120,7 +121,9 @@ class EpisodeReward:
       total += part.weight * out.reward
       for k, value in enumerate(getattr(out, "turns", ())):
         turns[k] += part.weight * value
-      parts[part.name] = {"reward": out.reward, **out.metadata}
+      parts[part.name] = {
+          "reward": out.reward, "weight": part.weight, **out.metadata
+      }  # pyformat: disable
     return EpisodeOutput(total, {"parts": parts}, tuple(turns))
 
 

@@ -33,6 +33,7 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import success_rates
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
+from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.reporting import evaluation_journal
 from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.run import disk_full
@@ -381,8 +382,23 @@ class Evaluation:
     }
     if outcomes and self.config.evaluate.compare:
       data["comparison"] = self._compared(outcomes)
+    if outcomes and status != "running":
+      data |= self._digest(outcomes)
     files.write_json(self.directory / FILE, data)
     return data
+
+  def _digest(
+      self, outcomes: list[evaluation_journal.Outcome]
+  ) -> dict[str, Any]:
+    """{"digest": what the gym says of the episodes}; {} for most gyms."""
+    if not self.episodes.acts_on_gym:
+      return {}
+    digest = gyms.get(self.config.gym.name, "operator").load_digest()
+    if digest is None:
+      return {}
+    return {"digest": digest(
+        [dataclasses.asdict(one) for one in outcomes], self.directory
+    )}  # pyformat: disable
 
   def _results(
       self, outcomes: list[evaluation_journal.Outcome]

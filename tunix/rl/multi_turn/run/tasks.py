@@ -46,9 +46,13 @@ def make_tasks(config: TrainConfig) -> Any:
       where = "task_source"
       return _listed(config, environment.gym)
     if environment.gym:
-      return gyms.get(config.gym.name, "operator").make_tasks(
-          families, config.gym.options
-      )
+      spec = gyms.get(config.gym.name, "operator")
+      size = {
+          name: getattr(config.gym, fact)
+          for name, fact in spec.set_by_run.items()
+          if fact in ("width", "height")
+      }
+      return spec.make_tasks(families, {**size, **config.gym.options})
     return registry.import_path(environment.tasks)(families)
   except Exception as error:  # pylint: disable=broad-except
     # A user's own gym or environment may raise anything.

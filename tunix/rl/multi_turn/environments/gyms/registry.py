@@ -18,8 +18,8 @@ from tunix.rl.multi_turn.environments.gyms import spec as spec_lib
 GymSpec = spec_lib.GymSpec
 
 BUILT_IN = (
-    "desktop", "miniwob", "browser", "xdesktop", "gymnasium", "genv",
-    "openenv", "osworld", "android_world", "gbox", "computer",
+    "desktop", "grounding", "miniwob", "browser", "xdesktop", "gymnasium",
+    "genv", "openenv", "osworld", "android_world", "gbox", "computer",
 )  # pyformat: disable
 """The gyms of this package, those that need the least first."""
 

@@ -139,6 +139,11 @@ class GymSpec:
       choose, beside `BOUNDS`; a number without bounds is the operator's.
     runs_inline: whether its calls are cheap enough (well under a millisecond)
       for the event loop itself, without a task each.
+    digest: `(outcomes, pictures) -> dict`, what an evaluation's episodes say
+      beside their success, for evaluation.json. `outcomes` are those of
+      episodes.jsonl as dicts, with the `details` of the gym's evaluations;
+      `pictures` the folder that it may write to. Its key `lines` is printed and
+      shown in the report, `pictures` names the files that the report shows.
     operator_options: Options that name code, programs, files, addresses or
       rights of this machine; a server never lets a client choose them.
   """
@@ -169,6 +174,9 @@ class GymSpec:
       default_factory=dict
   )
   runs_inline: bool = False
+  digest: (
+      Callable[[Sequence[Mapping[str, Any]], Any], dict[str, Any]] | str | None
+  ) = None
   operator_options: tuple[str, ...] = ()
   box: Literal["linux", "android"] = "linux"
 
@@ -401,6 +409,12 @@ class GymSpec:
       )
     factory = _loaded(self.task_list)
     return factory(**arguments.takes(factory).of(options))
+
+  def load_digest(
+      self,
+  ) -> Callable[[Sequence[Mapping[str, Any]], Any], dict[str, Any]] | None:
+    """Returns `digest`, imported; None for a gym without."""
+    return None if self.digest is None else _loaded(self.digest)
 
   def load_oracle(self) -> Oracle:
     """Returns the oracle, imported.

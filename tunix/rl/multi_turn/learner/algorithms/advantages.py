@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import peers as peers_lib
@@ -51,6 +51,9 @@ class GroupRewards:
     states: N tuples of K digests of the observation before each turn, ""
       where it is unknown; () unless the estimator `needs_states`.
     episode_ids: N trajectory ids; () if unknown.
+    parts: name of a part of the reward -> float64[N], its value before its
+      weight; {} for a reward of one piece.
+    part_weights: Weights of the parts, by name.
     group_id, task_id: of the group.
     greedy: reward of the greedy episode beside the group; None without one.
   """
@@ -60,6 +63,8 @@ class GroupRewards:
   tokens: tuple[np.ndarray, ...] = ()
   states: tuple[tuple[str, ...], ...] = ()
   episode_ids: tuple[str, ...] = ()
+  parts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  part_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
   group_id: str = ""
   task_id: str = ""
   greedy: float | None = None
@@ -86,6 +91,17 @@ class GroupRewards:
             f"GroupRewards.{name} is of {[len(m) for m in per_member]} turns,"
             f" turns is of {lengths}"
         )
+    parts = {k: np.asarray(v, np.float64) for k, v in self.parts.items()}
+    for name, values in parts.items():
+      weight = self.part_weights.get(name, math.nan)
+      if values.shape != total.shape or not math.isfinite(weight) or not (
+          np.all(np.abs(values) <= _LIMIT)
+      ):
+        raise ValueError(
+            f"GroupRewards.parts[{name!r}] must be {len(total)} finite numbers"
+            f" with a weight, got {values} and {weight}"
+        )
+    object.__setattr__(self, "parts", parts)
     object.__setattr__(self, "total_N", total)
     object.__setattr__(self, "turns", turns)
     object.__setattr__(self, "tokens", tokens)
@@ -240,6 +256,8 @@ def _as_lists(value: Any) -> Any:
     return value.tolist()
   if isinstance(value, tuple):
     return [_as_lists(part) for part in value]
+  if isinstance(value, Mapping):
+    return {name: _as_lists(part) for name, part in value.items()}
   return value
 
 
@@ -552,7 +570,7 @@ std (arXiv:2505.10978)."""
 ESTIMATORS.register("gigpo", gigpo)
 
 _OF_STEPS = "tunix.rl.multi_turn.learner.algorithms.step_advantages"
-for _name in ("reinforce_pp", "reinforce_pp_baseline", "gpg"):
+for _name in ("reinforce_pp", "reinforce_pp_baseline", "gpg", "gdpo"):
   ESTIMATORS.register(_name, f"{_OF_STEPS}:{_name}")
 ESTIMATORS.register(
     "gae", "tunix.rl.multi_turn.learner.algorithms.gae:gae"

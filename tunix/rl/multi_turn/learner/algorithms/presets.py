@@ -102,6 +102,31 @@ _preset(
     " scales the gradient only.",
 )
 _preset(
+    "grpo_constant",
+    "Understanding R1-Zero-Like Training, arXiv:2503.20783",
+    advantage="grpo",
+    aggregation="constant",
+    note="grpo without its 1/|o|: a long failure costs each of its tokens as"
+    " much as a short one. algorithm.loss_length as for dr_grpo, whose"
+    " advantage is not divided by the spread.",
+)
+_preset(
+    "gdpo",
+    "GDPO, arXiv:2601.05242",
+    advantage="gdpo",
+    note="Needs environment.reward as a mapping of parts to weights.",
+)
+_preset(
+    "dart",
+    "DART, arXiv:2509.23866",
+    advantage="grpo",
+    clip=(0.2, 0.28),
+    importance="tis",
+    entropy_share=0.8,
+    note="The choice of steps by entropy and the truncated correction only;"
+    " stored successes are learner.success_replay. Clip range of DAPO.",
+)
+_preset(
     "dapo",
     "DAPO, arXiv:2503.14476",
     advantage="grpo",
@@ -296,7 +321,7 @@ _preset(
 _COLUMNS = {
     "advantage": (
         "advantage", "pass_k", "gae_lambda", "value_clip", "distill_coef",
-        "filter_reward",
+        "filter_reward", "entropy_share",
     ),
     "objective": (
         "objective", "clip_low", "clip_high", "sapo_tau_pos", "sapo_tau_neg",

@@ -86,6 +86,37 @@ def _gpg(groups: Groups, options: advantages.AdvantageOptions) -> PerGroup:
   return [tuple(scale * v for v in group) for group in centred]
 
 
+def _gdpo(
+    groups: Groups, options: advantages.AdvantageOptions
+) -> PerGroup:
+  sums = []
+  for group in groups:
+    if not group.parts:
+      raise ValueError(
+          f"group {group.group_id!r}: advantage=gdpo normalises the parts of a"
+          " reward, and this one has none; give environment.reward as a"
+          " mapping, e.g. '{success: 1, format: 0.1}'"
+      )
+    of_group = np.zeros(len(group.total_N))
+    for name, values in group.parts.items():
+      # A part may be a sum, whose terms are those of the whole reward.
+      magnitudes = np.maximum(np.abs(values), group.magnitudes_N())
+      if not reward_equality.all_equal(values, magnitudes):
+        centred = values - values.mean()
+        std = float(centred.std(ddof=1)) + options.std_eps
+        of_group += group.part_weights[name] * centred / (std or np.inf)
+    sums.append(of_group)
+  flat = np.concatenate(sums or [np.zeros(0)])
+  if not np.any(flat):
+    return [tuple(np.zeros_like(t) for t in group.turns) for group in groups]
+  # Each group's sum is centred, and the mean over the update is its rounding.
+  std = float(flat.std(ddof=1)) + options.std_eps or np.inf
+  return [
+      tuple(np.full(len(t), a / std) for t, a in zip(group.turns, of_group))
+      for group, of_group in zip(groups, sums)
+  ]
+
+
 reinforce_pp = advantages.StepEstimator(_reinforce_pp)
 """Each turn's return, normalised over the tokens of the step.
 
@@ -104,3 +135,12 @@ step, M those of groups without a gradient.
 
 Chu et al. 2025, "GPG: A Simple and Strong Reinforcement Learning Baseline", its
 unbiased gradient with F_norm = 1 (arXiv:2504.02546)."""
+
+gdpo = advantages.StepEstimator(_gdpo)
+"""Each part of the reward normalised in its group, the weighted sum of these
+normalised over the episodes of the step.
+
+"GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward
+RL Optimization", 2026 (arXiv:2601.05242): two episodes of equal total
+whose parts differ keep different advantages, and a part of small spread is not
+drowned by one of large spread."""

@@ -1,0 +1,44 @@
+"""Reads the parts of a weighted reward from an episode's last step.
+
+`environment.reward` may be a mapping of parts to weights; each part's value,
+before its weight, and the weight are kept in the step's info.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Mapping
+
+from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+
+_KEYS = ("reward_metadata", "final_reward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """One part of an episode's reward.
+
+  Attributes:
+    value: Value before the weight.
+    weight: Weight in the sum; 1 where the record has none.
+  """
+
+  value: float
+  weight: float = 1.0
+
+
+def of_episode(episode: trajectory_lib.Trajectory) -> dict[str, Part]:
+  """Returns the parts by name; {} for a reward of one piece."""
+  info = episode.steps[-1].info if episode.steps else {}
+  entries: dict[str, object] = {}
+  for key in _KEYS:
+    of_key = info.get(key)
+    if isinstance(of_key, Mapping):
+      of_parts = of_key.get("parts")
+      entries |= of_parts if isinstance(of_parts, Mapping) else of_key
+  return {
+      name: Part(float(entry["reward"]), float(entry.get("weight", 1.0)))
+      for name, entry in entries.items()
+      if isinstance(entry, Mapping)
+      and isinstance(entry.get("reward"), (int, float))
+  }
