@@ -1,4 +1,4 @@
-"""Plays an episode by tool calls, with or without screenshots.
+"""Plays an episode by tool calls, with screenshots, trees or texts.
 
 `ToolAgent` takes observations that are a str or a dict with any of:
 - `question` or `instruction`: the task, a user message.
@@ -7,6 +7,7 @@
   `tool_images` {call id: ImageRefs} has of that call.
 - `screenshot` ImageRef: a user message of parts, the image first, then the
   texts of the same observation.
+- `axtree`: the page as a tree, after the task and before `text`.
 - `text`: anything else for the policy to read.
 
 Promises: messages are kept in full and never copied; `update_from_model`
@@ -18,7 +19,6 @@ Does not: run tools or judge answers; environments do.
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any, Mapping
 
@@ -40,6 +40,7 @@ _OBSERVATION_KEYS = (
     "instruction",
     "tool_outputs",
     "screenshot",
+    "axtree",
     "text",
 )
 
@@ -67,6 +68,7 @@ class ToolAgent(base_agent.BaseAgent):
       summary: bool = False,
       show_tools: bool = True,
       screen: tuple[int, int] | None = None,
+      observation: str = "screenshot",
       older_scale: float = 1.0,
       image_store: images.ImageStore | None = None,
   ):
@@ -88,6 +90,8 @@ class ToolAgent(base_agent.BaseAgent):
       show_tools: False: `system_prompt` is complete and nothing is added.
       screen: (width, height) of the screenshots, which the prompts of some GUI
         grammars state.
+      observation: "screenshot", "axtree" or "both": what is seen of a gym's
+        screen, which decides the actions of some GUI grammars.
       older_scale: the share of their sides at which screenshots before the
         newest are seen, in (0, 1].
       image_store: Store of the screenshots; `older_scale` needs it.
@@ -105,9 +109,8 @@ class ToolAgent(base_agent.BaseAgent):
     self.system_prompt = system_prompt or ""
     self.tool_manager = manager.ToolManager(tool_map)
     self.tool_parser = tool_parser.make_tool_parser(parser_name, "operator")
-    if screen and isinstance(self.tool_parser, tool_parser.GuiActionParser):
-      self.tool_parser = copy.copy(self.tool_parser)  # It may be shared.
-      self.tool_parser.screen = screen
+    if isinstance(self.tool_parser, tool_parser.GuiActionParser):
+      self.tool_parser = self.tool_parser.seeing(observation, screen)
     if tool_map:
       tools_schema = self.tool_manager.json
     # Schemas declare their arguments' types; a text is only shown.
@@ -274,7 +277,7 @@ def _to_messages(observation: Any, complaint: str) -> list[Message]:
     })  # pyformat: disable
   texts = [
       str(observation[key])
-      for key in ("question", "instruction", "text")
+      for key in ("question", "instruction", "axtree", "text")
       if observation.get(key)
   ]
   if complaint:
