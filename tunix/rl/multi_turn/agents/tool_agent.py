@@ -64,7 +64,7 @@ class ToolAgent(base_agent.BaseAgent):
       on_parse_error: str = "answer",
       max_images: int | None = None,
       image_stride: int = 1,
-      image_note: str = "(an older screenshot)",
+      image_note: str = "",
       summary: bool = False,
       show_tools: bool = True,
       screen: tuple[int, int] | None = None,
@@ -84,9 +84,10 @@ class ToolAgent(base_agent.BaseAgent):
         "answer" and "end": an Action with the text, which ends the episode
         ("end" also records it as a parse error); "retry": an Action without
         calls, and the next user message names the error.
-      max_images: screenshots the policy sees at once; None for all.
-      image_stride, image_note, summary: see `history.MessageHistory`. A turn's
-        line in a summary is the last line of its thought, else its call.
+      max_images: screenshots or trees the policy sees at once; None for all.
+      image_stride, image_note, summary: see `history.MessageHistory`; the note
+        is "(an older screenshot)" or "(an older page)". A turn's line in a
+        summary is the last line of its thought, else its call.
       show_tools: False: `system_prompt` is complete and nothing is added.
       screen: (width, height) of the screenshots, which the prompts of some GUI
         grammars state.
@@ -132,6 +133,9 @@ class ToolAgent(base_agent.BaseAgent):
       shrink = functools.partial(
           screenshot.shrunk, image_store, scale=older_scale
       )
+    if not image_note:
+      kind = "page" if observation == "axtree" else "screenshot"
+      image_note = f"(an older {kind})"
     self._history_args = (
         max_images, image_stride, image_note, summary, shrink
     )  # pyformat: disable
@@ -197,8 +201,12 @@ class ToolAgent(base_agent.BaseAgent):
     if done:  # No model reads it.
       return
     complaint, self._complaint = self._complaint, ""
+    page = ""
+    if isinstance(observation, Mapping):
+      page = str(observation.get("axtree") or "")
     for message in _to_messages(observation, complaint):
-      self._history.append(message)
+      holds = page and "tool_call_id" not in message
+      self._history.append(message, page=page if holds else "")
 
   # --- model ----------------------------------------------------------------
 

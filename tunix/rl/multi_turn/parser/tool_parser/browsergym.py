@@ -27,8 +27,8 @@ GuiAction = gui_action.GuiAction
 Kind = gui_action.GuiActionKind
 
 _ONE_ACTION = "\n\nEach turn, write one action as a Python call:\n"
-_TREE = """ Its accessibility tree has one element a line: [id] role 'name', \
-states; lines that are new or different begin with *."""
+_TREE = """ The page is shown as its accessibility tree, one element a line: \
+[id] role 'name', states. Lines that are new or different begin with *."""
 _ELEMENTS = """click(bid, button='left')
 dblclick(bid)
 hover(bid)

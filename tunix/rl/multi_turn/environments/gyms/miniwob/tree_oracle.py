@@ -283,6 +283,21 @@ _SOLVERS: dict[str, Callable[[Page], _Action]] = {
 }
 
 
+def solve(family: str, goal: str, tree: str) -> _Action:
+  """Returns the next right action on the page that a tree shows.
+
+  Raises:
+    ValueError: the family has no oracle.
+    LookupError: the tree does not show what the goal needs.
+  """
+  if family not in _SOLVERS:
+    raise ValueError(
+        f"there is no oracle by id for {family!r}; known:"
+        f" {', '.join(_SOLVERS)}"
+    )
+  return _SOLVERS[family](Page.of(goal, tree))
+
+
 def oracle_action(gym: gym_lib.MiniWobGym) -> _Action | None:
   """Returns the next right action in the gym's episode; None when it is over.
 
@@ -298,13 +313,7 @@ def oracle_action(gym: gym_lib.MiniWobGym) -> _Action | None:
     )
   if gym.over:
     return None
-  family = gym.task.family
-  if family not in _SOLVERS:
-    raise ValueError(
-        f"there is no oracle by id for {family!r}; known:"
-        f" {', '.join(_SOLVERS)}"
-    )
-  return _SOLVERS[family](Page.of(gym.goal, gym.tree.text))
+  return solve(gym.task.family, gym.goal, gym.tree.text)
 
 
 def _unnamed(gym: gym_lib.MiniWobGym, x: float, y: float) -> None:
