@@ -129,6 +129,11 @@ class TrainConfig:
     return self.eval.on == "true"
 
   @property
+  def evaluated_families(self) -> tuple[str, ...]:
+    """Families that evaluations play."""
+    return self.eval.families or self.task_source.families
+
+  @property
   def sees_screenshots(self) -> bool:
     """Whether the policy's prompts hold the screenshots of a gym."""
     gym = environment_spec.get(self.environment.name).gym
