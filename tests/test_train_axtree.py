@@ -10,9 +10,6 @@ from tunix.rl.multi_turn import train
 pytestmark = [*browsers.needed(), pytest.mark.slow, pytest.mark.timeout(600)]
 TEXT = (
     "policy=qwen3_text_tiny",
-    "policy.config={hidden_size: 32, intermediate_size: 64,"
-    " num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1,"
-    " head_dim: 16}",
     "gym=miniwob",
     "gym.observation=axtree",
     "tasks=[click-button, enter-text]",

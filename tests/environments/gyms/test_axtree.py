@@ -17,7 +17,9 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.environments import cua_env
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import browser
+from tunix.rl.multi_turn.environments.gyms import gym_env
 from tunix.rl.multi_turn.environments.gyms import miniwob
+from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.environments.gyms.miniwob import tree_oracle
 from tunix.rl.multi_turn.tools import screenshot
 
@@ -239,7 +241,7 @@ async def test_only_the_viewport_is_shown_and_a_scroll_shows_the_rest(visit):
   tree = observation.axtree
   assert "more above" in tree and "more below" not in tree
   assert "*[3] button 'bottom'" in tree and "'top'" not in tree
-  assert "[2] button 'fixed'" in tree and "(gone: [1])" in tree
+  assert "[2] button 'fixed'" in tree and "(no longer shown: [1])" in tree
   await gym.act(Action(Kind.SCROLL, x=300, y=300, dy=-5000))
   # By its id it is scrolled to.
   await gym.act(Action(Kind.CLICK, element="3"))
@@ -286,9 +288,9 @@ async def test_a_long_page_is_cut_with_a_count(visit):
   _, observation = await visit("/many", tree_characters=500)
   lines = observation.axtree.split("\n")
   assert len(observation.axtree) < 560
-  left_out = int(re.fullmatch(r"\((\d+) more lines are left out\)", lines[-1])[1])
-  _, whole = await visit("/many", tree_characters=100_000)
-  assert len(lines) - 1 + left_out == len(whole.axtree.split("\n"))
+  (left_out,) = map(int, re.findall(r"(\d+) more lines are left", lines[-1]))
+  _, complete = await visit("/many", tree_characters=100_000)
+  assert len(lines) - 1 + left_out == complete.axtree.count("\n") + 1
 
 
 @pytest.mark.parametrize(
@@ -304,6 +306,15 @@ async def test_wrong_settings_name_the_field(settings, words):
   with pytest.raises(ValueError, match=words):
     browser.WebGym(
         evaluator=lambda *_: True, start_urls=["http://a.test"], **settings
+    )
+
+
+async def test_what_passes_on_screenshots_refuses_trees():
+  spec = gyms.get("miniwob")
+  spec.check_screenshots({"observation": "screenshot"})
+  with pytest.raises(ValueError, match="gym.observation.*leave it out"):
+    gym_env.GymEnv(
+        "miniwob", "click-test", options={"observation": "axtree"}
     )
 
 

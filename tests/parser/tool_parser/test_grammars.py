@@ -281,7 +281,7 @@ BY_ID = [
 
 
 class TestElements:
-  """BrowserGym's actions on elements of a tree; its documentation's examples."""
+  """BrowserGym's actions on elements of a tree, by its own examples."""
 
   @pytest.mark.parametrize("text, actions", BY_ID)
   def test_what_models_write(self, text, actions):
@@ -299,14 +299,11 @@ class TestElements:
       assert text.split("(")[0] in parser.get_tool_prompt()
 
   def test_the_prompt_has_the_actions_of_what_is_seen(self):
-    prompts = {
-        seen: parser_of("browsergym").seeing(seen).get_tool_prompt()
-        for seen in ("screenshot", "axtree", "both")
-    }
-    for seen, prompt in prompts.items():
-      assert ("\nclick(bid" in prompt) == (seen != "screenshot")
-      assert ("mouse_click(x, y" in prompt) == (seen != "axtree")
-      assert ("accessibility tree" in prompt) == (seen != "screenshot")
+    for observation in ("screenshot", "axtree", "both"):
+      prompt = parser_of("browsergym").seeing(observation).get_tool_prompt()
+      assert ("\nclick(bid" in prompt) == (observation != "screenshot")
+      assert ("mouse_click(x, y" in prompt) == (observation != "axtree")
+      assert ("accessibility tree" in prompt) == (observation != "screenshot")
       assert prompt.count("noop(") == 1
 
   @pytest.mark.parametrize(

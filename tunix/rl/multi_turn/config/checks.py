@@ -185,17 +185,17 @@ def _reads_calls(c: TrainConfig) -> bool:
 
 def _observation(c: TrainConfig) -> Iterator[str]:
   """Trees against the gym, the grammar and what else plays the episodes."""
-  seen, gym, environment = c.gym.observation, _gym(c), _environment(c)
-  if seen == "screenshot" or environment is None or not environment.gym:
+  chosen, gym, environment = c.gym.observation, _gym(c), _environment(c)
+  if chosen == "screenshot" or environment is None or not environment.gym:
     return
   if gym is not None and not gym.has_trees:
     yield (
-        f"gym.observation={seen}: gym.name={c.gym.name} shows screenshots only;"
-        " leave it out, or use a gym of web pages (miniwob, browser)"
+        f"gym.observation={chosen}: gym.name={c.gym.name} shows screenshots"
+        " only; leave it out, or use a gym of web pages (miniwob, browser)"
     )
   if c.rollout.agent == "run_service":
     yield (
-        f"gym.observation={seen}: rollout.agent=run_service plays by"
+        f"gym.observation={chosen}: rollout.agent=run_service plays by"
         " screenshots; leave one of them out"
     )
   try:
@@ -203,7 +203,7 @@ def _observation(c: TrainConfig) -> Iterator[str]:
   except (ValueError, ImportError):
     return
   by_element = getattr(parser, "by_element", False)
-  if seen == "axtree" and _reads_calls(c) and not by_element:
+  if chosen == "axtree" and _reads_calls(c) and not by_element:
     yield (
         f"agent.parser={c.agent.parser} acts on pixels, and"
         " gym.observation=axtree shows no screenshot; use browsergym, whose"

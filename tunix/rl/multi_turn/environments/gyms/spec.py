@@ -415,6 +415,19 @@ class GymSpec:
     factory = _loaded(self.task_list)
     return factory(**arguments.takes(factory).of(options))
 
+  def check_screenshots(self, options: Mapping[str, Any]) -> None:
+    """Refuses options with which the gym shows trees.
+
+    Raises:
+      ValueError: for callers that pass on screenshots only.
+    """
+    observation = options.get("observation", "screenshot")
+    if self.has_trees and observation != "screenshot":
+      raise ValueError(
+          f"observation={observation!r}: only runs (gym.observation) read"
+          f" trees; leave it out for gym {self.name!r} here"
+      )
+
   @property
   def has_trees(self) -> bool:
     """Whether it can show accessibility trees."""

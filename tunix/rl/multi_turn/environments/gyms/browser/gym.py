@@ -371,7 +371,7 @@ class WebGym:
   ) -> base.Observation:
     notes = self.page.notes()
     if self.tree is not None:
-      notes = [note for note in (axtree.told(info), *notes) if note]
+      notes = [note for note in (axtree.error_of(info), *notes) if note]
     return base.Observation(
         self._pixels,
         instruction=instruction,

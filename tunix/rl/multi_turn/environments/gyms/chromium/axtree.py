@@ -39,11 +39,10 @@ LIMIT = 8000
 """Characters of a tree's text, unless a gym's settings say otherwise."""
 _NAME = 200
 """Characters of a name or a value that are written."""
-_GONE = 10
-"""Ids of removed elements that are listed."""
+_HIDDEN = 10
+"""Ids of elements that are no longer shown, which are listed."""
 
-# Written by neither BrowserGym: `url` holds addresses of files, the others
-# numbers of nodes.
+# BrowserGym leaves these out, except `url`, the address of a page or a link.
 _UNSHOWN = frozenset({
     "editable", "readonly", "level", "settable", "multiline", "invalid",
     "focusable", "url",
@@ -99,8 +98,8 @@ def check(observation: str, tree_characters: int) -> None:
     )
 
 
-def told(info: Mapping[str, Any]) -> str:
-  """Returns what a policy without a picture has to be told of its action."""
+def error_of(info: Mapping[str, Any]) -> str:
+  """Returns the error of an action, for a policy that sees no picture of it."""
   ignored = info.get("ignored")
   return f"Error: {ignored}" if ignored else ""
 
@@ -163,7 +162,7 @@ class PageTree:
         lines.append(f"({len(shown) - number} more lines are left out)")
         break
       lines.append(text)
-    lines += self._gone(before)
+    lines += self._hidden(before)
     self.text = "\n".join(lines)
     return self.text
 
@@ -175,17 +174,18 @@ class PageTree:
       self._nodes[self._ids[node]] = node
     return f"[{self._ids[node]}] {line}"
 
-  def _gone(self, before: collections.Counter[str] | None) -> list[str]:
+  def _hidden(self, before: collections.Counter[str] | None) -> list[str]:
     """A line of the ids that the text before had and this one lacks."""
 
     def ids(lines: Mapping[str, int]) -> set[str]:
       return {line[1 : line.index("]")] for line in lines if line[0] == "["}
 
-    gone = sorted(ids(before or {}) - ids(self._lines or {}), key=int)
-    if not gone:
+    hidden = sorted(ids(before or {}) - ids(self._lines or {}), key=int)
+    if not hidden:
       return []
-    more = ", …" if len(gone) > _GONE else ""
-    return [f"(gone: {', '.join(f'[{one}]' for one in gone[:_GONE])}{more})"]
+    listed = [f"[{element}]" for element in hidden[:_HIDDEN]]
+    listed += ["…"] * (len(hidden) > _HIDDEN)
+    return [f"(no longer shown: {', '.join(listed)})"]
 
   def _written(
       self, nodes: list[dict[str, Any]], layout: _Layout
@@ -195,7 +195,7 @@ class PageTree:
     # Depth, node, what the line above it says, whether it is in a shown list.
     stack = [(0, nodes[0], "", False)] if nodes else []
     while stack:
-      depth, node, said, listed = stack.pop()
+      depth, node, context, listed = stack.pop()
       role = node.get("role", {}).get("value", "")
       backend = node.get("backendDOMNodeId")
       visible = layout.visible.get(backend) if backend else None
@@ -209,7 +209,7 @@ class PageTree:
         visible, backend = True, None
         states += ["more above"] * layout.above + ["more below"] * layout.below
       elif role == "StaticText":
-        visible = visible and bool(name) and name not in said
+        visible = visible and bool(name) and name not in context
         backend = None
       elif role == "generic" and not states:
         visible = False
@@ -220,14 +220,14 @@ class PageTree:
         if value not in (None, ""):
           line += f" value={_short(value)!r}"
         yield depth, backend, ", ".join([line, *states])
-        said = f"{name} {'' if value is None else value}"
+        context = f"{name} {'' if value is None else value}"
         if role == "RootWebArea":
-          said = ""  # A title is read by nobody.
+          context = ""  # A screenshot does not show the title.
         depth += 1
         listed = listed or role in ("combobox", "listbox")
       for child in reversed(node.get("childIds", ())):
         if child in by_id and child != node["nodeId"]:
-          stack.append((depth, by_id[child], said, listed))
+          stack.append((depth, by_id[child], context, listed))
 
   # --- elements ---------------------------------------------------------------
 
@@ -260,12 +260,12 @@ class PageTree:
       Unreachable: see `locate`; or the element does not take such a value.
       DevToolsError: the browser failed.
     """
-    done = await self._call(element, _FILL, text)
-    if done == "click":
+    step = await self._call(element, _FILL, text)
+    if step == "click":
       await self._tab.click(*await self.locate(element), "left", 1)
-    elif done == "type" and text:
+    elif step == "type" and text:
       await self._tab.type_text(text)
-    elif done == "type":
+    elif step == "type":
       await self._tab.press_keys(("delete",))
 
   async def _call(self, element: str, function: str, *arguments: Any) -> Any:
@@ -346,14 +346,14 @@ def _layout(
       box, styles = placed[index]
       if "fixed" in styles[2:]:
         clip = view
-      seen = _common(box, clip)
+      part = _common(box, clip)
       visible[backend[index]] = (
-          seen[2] - seen[0] >= 1 and seen[3] - seen[1] >= 1
+          part[2] - part[0] >= 1 and part[3] - part[1] >= 1
       )
       # The overflow of html and body is the viewport's.
       name = strings[nodes["nodeName"][index]]
       if name not in ("HTML", "BODY") and set(styles[:2]) - {"visible"}:
-        clip = seen
+        clip = part
     clips[index] = clip
   clickable = nodes.get("isClickable", {}).get("index", ())
   return _Layout(

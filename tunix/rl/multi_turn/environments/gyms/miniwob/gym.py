@@ -325,7 +325,7 @@ class MiniWobGym:
   def _observe(self, info: Mapping[str, Any]) -> base.Observation:
     return base.Observation(
         self._shot.pixels,
-        text=axtree.told(info) if self.tree is not None else "",
+        text=axtree.error_of(info) if self.tree is not None else "",
         done=self.over,
         info={"turn": self._turns, **info},
         axtree=self.tree.text if self.tree is not None else "",

@@ -49,7 +49,8 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-  """What the policy sees of an episode: the goal, and the lines of the tree."""
+  """The goal of an episode and the lines of the tree, as the policy sees them.
+  """
 
   goal: str
   lines: Sequence[Line]
@@ -82,14 +83,14 @@ class Page:
     return match[1].strip()
 
   def all(self, *roles: str, name: str | None = None) -> list[Line]:
-    """The elements of these roles, and of this name."""
+    """Elements with one of the roles; with `name`, only those named so."""
     return [
         line for line in self.lines
         if line.id and line.role in roles and name in (None, line.name)
     ]
 
   def one(self, *roles: str, name: str | None = None, at: int = 0) -> Line:
-    """The element of these roles and this name in that place."""
+    """The element at a place among `all`; LookupError if there is none."""
     lines = self.all(*roles, name=name)
     if at >= len(lines):
       raise LookupError(f"the page shows no {'/'.join(roles)} {name or ''!r}")
@@ -228,12 +229,12 @@ def _time(page: Page) -> _Action:
 
 
 def _table(page: Page) -> _Action:
-  wanted = page.part("value of (.*) into")
+  label = page.part("value of (.*) into")
   cells = page.all("cell")
   names = [cell.name for cell in cells]
-  if wanted not in names:
-    raise LookupError(f"the table shows no {wanted!r}")
-  return _form(page, names[names.index(wanted) + 1], button="Submit")
+  if label not in names:
+    raise LookupError(f"the table shows no {label!r}")
+  return _form(page, names[names.index(label) + 1], button="Submit")
 
 
 def _sum(page: Page) -> _Action:
