@@ -7,7 +7,7 @@ import pytest
 import small_runs
 from tunix.rl.multi_turn import train
 
-pytestmark = [*browsers.needed(), pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [*browsers.needed(), pytest.mark.slow, pytest.mark.timeout(900)]
 TEXT = (
     "policy=qwen3_text_tiny",
     "gym=miniwob",
