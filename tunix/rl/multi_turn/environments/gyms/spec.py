@@ -418,8 +418,10 @@ class GymSpec:
   def check_screenshots(self, options: Mapping[str, Any]) -> None:
     """Refuses options with which the gym shows trees.
 
+    For callers that pass on screenshots only.
+
     Raises:
-      ValueError: for callers that pass on screenshots only.
+      ValueError: The options show a tree.
     """
     observation = options.get("observation", "screenshot")
     if self.has_trees and observation != "screenshot":
