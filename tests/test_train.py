@@ -354,6 +354,35 @@ def test_a_policy_of_the_users_trains_and_is_loaded_by_its_name(tmp_path):
             ["policy=qwen3_text_tiny"],
             ["qwen3_text_tiny reads text only", "vision-language"],
         ),
+        (
+            ["gym.observation=axtree"],
+            ["gym.observation=axtree", "gym.name=desktop", "miniwob, browser"],
+        ),
+        (
+            ["gym=miniwob", "tasks=[click-test]", "gym.observation=tree"],
+            ["gym.observation", "tree", "axtree"],
+        ),
+        (
+            [
+                "gym=miniwob", "tasks=[click-test]", "gym.observation=axtree",
+                "agent.parser=computer_use",
+            ],
+            ["agent.parser=computer_use", "browsergym"],
+        ),
+        (
+            [
+                "gym=miniwob", "tasks=[click-test]",
+                "gym.options.observation=axtree",
+            ],
+            ["gym.options.observation", "set gym.observation instead"],
+        ),
+        (
+            [
+                "gym=miniwob", "tasks=[click-color]", "gym.observation=axtree",
+                "warm_start.steps=1",
+            ],
+            ["task_source.families=['click-color']", "click-button"],
+        ),
         (["policy=no_such:create"], ["policy.name", "no_such:create"]),
         (
             ["policy=their_policy:create", "policy.config.layer=1"],

@@ -115,6 +115,53 @@ class TestSummary:
       make(summary=True)
 
 
+def by_tree(**settings):
+  """An agent that reads three trees; its views turn by turn."""
+  agent = agents.ToolAgent("", "browsergym", observation="axtree", **settings)
+  agent.update_from_env({"instruction": "Sign in.", "axtree": "PAGE 0"})
+  views = []
+  for turn in range(3):
+    views.append(list(agent.chat_completions))
+    agent.update_from_model(f"click('{turn}')")
+    agent.update_from_env({"axtree": f"PAGE {turn + 1}", "text": "Error: no"})
+  return views
+
+
+class TestTrees:
+  def test_a_tree_stands_between_the_task_and_the_errors(self):
+    views = by_tree()
+    assert views[0][-1]["content"] == "Sign in.\nPAGE 0"
+    assert views[1][-1]["content"] == "PAGE 1\nError: no"
+    assert [m["content"] for m in views[2] if "PAGE" in m["content"]] == [
+        "Sign in.\nPAGE 0", "PAGE 1\nError: no", "PAGE 2\nError: no",
+    ]  # pyformat: disable
+
+  def test_only_the_newest_trees_stay(self):
+    last = by_tree(max_images=1)[2]
+    assert [m["content"] for m in last if m["role"] == "user"] == [
+        "Sign in.\n(an older page)",
+        "(an older page)\nError: no",
+        "PAGE 2\nError: no",
+    ]
+
+  def test_a_summary_keeps_the_task_and_the_steps(self):
+    last = by_tree(max_images=1, summary=True)[2]
+    assert [m["role"] for m in last] == ["system", "user"]
+    assert last[1]["content"] == (
+        "PAGE 2\nError: no\n\nSign in.\n\nPrevious actions:\n"
+        "Step 1: click('0')\nStep 2: click('1')"
+    )
+
+  def test_a_screenshot_s_tree_goes_with_it(self):
+    agent = agents.ToolAgent("", "browsergym", observation="both", max_images=1)
+    for n in range(2):
+      agent.update_from_env({"screenshot": image(n), "axtree": f"PAGE {n}"})
+      agent.update_from_model("click('1')")
+    texts = [text_of(m) for m in agent.chat_completions if m["role"] == "user"]
+    assert [t.strip() for t in texts] == ["(an older screenshot)", "PAGE 1"]
+    assert images_of(agent.chat_completions) == [image(1)]
+
+
 MESSAGES = st.lists(
     st.tuples(st.sampled_from(["user", "assistant"]), st.integers(0, 3)),
     max_size=30,

@@ -556,6 +556,7 @@ def test_the_examples_in_the_help_are_accepted():
   with_its_needs = {
       "policy.config.layers=6": ["warm_start.source=none"],
       "gym.options.seconds_per_action=0.2": ["gym=miniwob"],
+      "gym.observation=axtree": ["gym=miniwob"],
   }
   collected = set()
   for field in loader.leaves(TrainConfig).values():

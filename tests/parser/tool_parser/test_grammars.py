@@ -255,6 +255,78 @@ def test_what_models_write(name, text, actions):
   assert all(map(near, result, actions)), result
 
 
+BY_ID = [
+    ("click('a51')", [Action(Kind.CLICK, element="a51")]),
+    ("click(12, button='right')",
+     [Action(Kind.CLICK, element="12", button="right")]),
+    ("click('12', 'left', ['Shift'])",
+     [Action(Kind.CLICK, element="12", keys=("shift",))]),
+    ("dblclick('12')", [Action(Kind.CLICK, element="12", count=2)]),
+    ("hover('b8')", [Action(Kind.MOVE, element="b8")]),
+    ("fill('237', 'example value')",
+     [Action(Kind.FILL, element="237", text="example value")]),
+    ("clear('996')", [Action(Kind.FILL, element="996", text="")]),
+    ("press('88', 'Control+a')",
+     [Action(Kind.FOCUS, element="88"), Action(Kind.KEY, keys=("ctrl", "a"))]),
+    ("focus('b455')", [Action(Kind.FOCUS, element="b455")]),
+    ("check('55')", [Action(Kind.FILL, element="55", text="true")]),
+    ("uncheck('55')", [Action(Kind.FILL, element="55", text="false")]),
+    ("select_option('c48', ['red', 'green'])",
+     [Action(Kind.FILL, element="c48", text="red\ngreen")]),
+    ("select_option('48', 'blue')",
+     [Action(Kind.FILL, element="48", text="blue")]),
+    ("drag_and_drop('56', '498')",
+     [Action(Kind.DRAG, element="56", element2="498")]),
+]  # pyformat: disable
+
+
+class TestElements:
+  """BrowserGym's actions on elements of a tree, by its own examples."""
+
+  @pytest.mark.parametrize("text, actions", BY_ID)
+  def test_what_models_write(self, text, actions):
+    parser = parser_of("browsergym").seeing("axtree")
+    assert parser.parse_gui_actions(text, 10, 10) == actions
+
+  @pytest.mark.parametrize("text, actions", BY_ID)
+  def test_what_is_written_is_read_back(self, text, actions):
+    parser = parser_of("browsergym").seeing("axtree")
+    for action in actions:
+      if action.kind is Kind.CLICK and action.keys:
+        continue  # Written by none: no oracle holds a key.
+      text = parser.format_gui_action(action, 10, 10)
+      assert parser.parse_gui_actions(text, 10, 10) == [action]
+      assert text.split("(")[0] in parser.get_tool_prompt()
+
+  def test_the_prompt_has_the_actions_of_what_is_seen(self):
+    for observation in ("screenshot", "axtree", "both"):
+      prompt = parser_of("browsergym").seeing(observation).get_tool_prompt()
+      assert ("\nclick(bid" in prompt) == (observation != "screenshot")
+      assert ("mouse_click(x, y" in prompt) == (observation != "axtree")
+      assert ("accessibility tree" in prompt) == (observation != "screenshot")
+      assert prompt.count("noop(") == 1
+
+  @pytest.mark.parametrize(
+      "text, words",
+      [
+          ("click()", "needs 'bid'"), ("click('')", "needs 'bid'"),
+          ("fill('3')", "needs 'value'"), ("select_option('3')", "'options'"),
+          ("click('3', button='top')", "button"),
+          ("press('3', 'Kontrol')", "Kontrol"),
+      ],
+  )  # pyformat: disable
+  def test_wrong_arguments_are_told_to_the_policy(self, text, words):
+    parser = parser_of("browsergym").seeing("axtree")
+    with pytest.raises(tool_parser.ToolParseError, match=words):
+      parser.parse_gui_actions(text, 10, 10)
+
+  def test_a_shared_parser_is_not_changed(self):
+    parser = parser_of("browsergym")
+    assert parser.seeing("axtree") is not parser
+    assert parser.seeing("screenshot") is parser
+    assert parser.observation == "screenshot"
+
+
 @pytest.mark.parametrize("name", GUI)
 def test_every_grammar_has_an_example_or_a_test_of_its_own(name):
   shown = {example[0] for example in EXAMPLES}

@@ -66,7 +66,8 @@ class MessageView(collections.abc.Sequence):
 class MessageHistory:
   """Messages of an episode, in full and as the policy sees them.
 
-  With `max_images`, the policy sees the newest screenshots only: when there
+  A screen is a screenshot, a page's tree, or both in one message. With
+  `max_images`, the policy sees the newest screens only: when there
   are more, at least the oldest `image_stride` are dropped, and the seen history
   is a new list. The turns that they belong to
   - keep their texts, and `image_note` stands where a screenshot was; or
@@ -103,7 +104,8 @@ class MessageHistory:
     self._shrink = shrink
     self._full: list[Message] = []
     self._seen = self._full
-    self._with_images: list[int] = []  # Indices, once for each image.
+    # (index, text of its page or "") of messages, once for each screen.
+    self._with_images: list[tuple[int, str]] = []
     self._summary = summary
     self._task = ""  # Text of the first user message.
     self._lines: list[str] = []  # Of turns that are gone.
@@ -127,31 +129,33 @@ class MessageHistory:
     """Returns a snapshot of `seen` that later turns do not change."""
     return MessageView(self._seen)
 
-  def append(self, message: Message, line: str = "") -> None:
+  def append(
+      self, message: Message, line: str = "", page: str = ""
+  ) -> None:
     """Adds a message.
 
     Args:
       message: shared, never copied; treat it as frozen.
       line: The turn of an assistant's message in one line, for a summary.
+      page: Part of a user message's text that shows a page, "" for none.
     """
     self._full.append(message)
     if self._summary:
       if message.get("role") == "assistant":
         self._line_of[id(message)] = line  # `full` keeps the message alive.
       elif message.get("role") == "user" and not self._task:
-        self._task = _text_of(message)
+        self._task = _without(_text_of(message), page, "").strip()
     if self._seen is not self._full:
       self._seen.append(message)
-    if not _has_image(message):
+    images = sum(map(_is_image, _parts(message)))
+    if not images and not page:
       return
     before = self._seen
     if self._shrink is not None:
       self._shrink_older()
     if self._max_images is not None:
       index = len(self._seen) - 1
-      self._with_images.extend(
-          index for part in message["content"] if _is_image(part)
-      )
+      self._with_images += [(index, page)] * max(images, 1)
       excess = len(self._with_images) - self._max_images
       if excess > 0:
         self._drop_images(max(excess, self._stride))
@@ -180,15 +184,15 @@ class MessageHistory:
     dropped = self._with_images[:count]
     del self._with_images[:count]
     messages = list(self._seen)
-    for index in dropped:
-      messages[index] = _without_first_image(messages[index], self._note)
+    for index, page in dropped:
+      messages[index] = _without_screen(messages[index], page, self._note)
     if self._summary:
       messages = self._summarized(messages)
     self._seen = messages
 
   def _summarized(self, messages: list[Message]) -> list[Message]:
     """The history from the oldest image that is left, with the summary."""
-    first = self._with_images[0]
+    first = self._with_images[0][0]
     head = next(
         (i for i, m in enumerate(messages) if m.get("role") != "system"), 0
     )
@@ -204,10 +208,14 @@ class MessageHistory:
         for part in (self._task, steps and f"Previous actions:\n{steps}")
         if part
     )
-    parts = [*messages[first]["content"], {"type": "text", "text": about}]
+    content = messages[first]["content"]
+    if about and isinstance(content, str):
+      content = f"{content}\n\n{about}"
+    elif about:
+      content = [*content, {"type": "text", "text": about}]
     shift = first - head
-    self._with_images = [index - shift for index in self._with_images]
-    message = {**messages[first], "content": parts if about else parts[:-1]}
+    self._with_images = [(i - shift, page) for i, page in self._with_images]
+    message = {**messages[first], "content": content}
     return [*messages[:head], message, *messages[first + 1 :]]
 
 
@@ -224,14 +232,30 @@ def _is_image(part: Any) -> bool:
   return isinstance(part, dict) and part.get("type") == "image"
 
 
-def _has_image(message: Message) -> bool:
+def _parts(message: Message) -> list[Any]:
   content = message.get("content")
-  return isinstance(content, list) and any(map(_is_image, content))
+  return content if isinstance(content, list) else []
 
 
-def _without_first_image(message: Message, note: str) -> Message:
-  """Returns a copy of the message with its first image replaced by the note."""
-  parts = list(message["content"])
+def _has_image(message: Message) -> bool:
+  return any(map(_is_image, _parts(message)))
+
+
+def _without(text: str, page: str, note: str) -> str:
+  return text.replace(page, note, 1) if page else text
+
+
+def _without_screen(message: Message, page: str, note: str) -> Message:
+  """Returns a copy of the message with its first screen replaced by the note.
+  """
+  if isinstance(message["content"], str):
+    return {**message, "content": _without(message["content"], page, note)}
+  parts = [
+      {**part, "text": _without(part["text"], page, "").strip()}
+      if part.get("type") == "text"
+      else part
+      for part in message["content"]
+  ]
   for i, part in enumerate(parts):
     if _is_image(part):
       parts[i] = {"type": "text", "text": note}

@@ -92,6 +92,7 @@ class Builder:
       system_prompt: str,
       tools: Mapping[str, Any] | None = None,
       screen: tuple[int, int] | None = None,
+      observation: str = "screenshot",
       image_store: Any = None,
   ):
     """Args:
@@ -100,6 +101,7 @@ class Builder:
       system_prompt: the text that `config.system_prompt` names.
       tools: name -> tool, shown to the policy; None for the parser's own.
       screen: (width, height) of the screenshots; None without any.
+      observation: What the policy sees of a gym's screen.
       image_store: Store that holds the screenshots.
 
     Raises:
@@ -137,6 +139,8 @@ class Builder:
       self._values["tool_map"] = tools
     if screen is not None and "screen" in takes.options:
       self._values["screen"] = screen
+    if "observation" in takes.options:
+      self._values["observation"] = observation
     if image_store is not None and "image_store" in takes.options:
       self._values["image_store"] = image_store
     if problems:

@@ -70,8 +70,9 @@ class AgentConfig:
   )
   max_images: int = setting(
       default=0,
-      doc="Newest screenshots kept in the prompt. When an older one is"
-      " dropped a new training sequence begins. 0 = keep all.",
+      doc="Newest screenshots, or trees of pages (gym.observation=axtree), kept"
+      " in the prompt. When an older one is dropped a new training sequence"
+      " begins. 0 = keep all.",
       ge=0,
   )
   image_stride: int = setting(

@@ -1,4 +1,4 @@
-"""Plays an episode by tool calls, with or without screenshots.
+"""Plays an episode by tool calls, with screenshots, trees or texts.
 
 `ToolAgent` takes observations that are a str or a dict with any of:
 - `question` or `instruction`: the task, a user message.
@@ -7,6 +7,7 @@
   `tool_images` {call id: ImageRefs} has of that call.
 - `screenshot` ImageRef: a user message of parts, the image first, then the
   texts of the same observation.
+- `axtree`: the page as a tree, after the task and before `text`.
 - `text`: anything else for the policy to read.
 
 Promises: messages are kept in full and never copied; `update_from_model`
@@ -18,7 +19,6 @@ Does not: run tools or judge answers; environments do.
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any, Mapping
 
@@ -40,6 +40,7 @@ _OBSERVATION_KEYS = (
     "instruction",
     "tool_outputs",
     "screenshot",
+    "axtree",
     "text",
 )
 
@@ -63,10 +64,11 @@ class ToolAgent(base_agent.BaseAgent):
       on_parse_error: str = "answer",
       max_images: int | None = None,
       image_stride: int = 1,
-      image_note: str = "(an older screenshot)",
+      image_note: str = "",
       summary: bool = False,
       show_tools: bool = True,
       screen: tuple[int, int] | None = None,
+      observation: str = "screenshot",
       older_scale: float = 1.0,
       image_store: images.ImageStore | None = None,
   ):
@@ -82,12 +84,15 @@ class ToolAgent(base_agent.BaseAgent):
         "answer" and "end": an Action with the text, which ends the episode
         ("end" also records it as a parse error); "retry": an Action without
         calls, and the next user message names the error.
-      max_images: screenshots the policy sees at once; None for all.
-      image_stride, image_note, summary: see `history.MessageHistory`. A turn's
-        line in a summary is the last line of its thought, else its call.
+      max_images: screenshots or trees the policy sees at once; None for all.
+      image_stride, image_note, summary: see `history.MessageHistory`; the note
+        is "(an older screenshot)" or "(an older page)". A turn's line in a
+        summary is the last line of its thought, else its call.
       show_tools: False: `system_prompt` is complete and nothing is added.
       screen: (width, height) of the screenshots, which the prompts of some GUI
         grammars state.
+      observation: "screenshot", "axtree" or "both": what is seen of a gym's
+        screen, which decides the actions of some GUI grammars.
       older_scale: the share of their sides at which screenshots before the
         newest are seen, in (0, 1].
       image_store: Store of the screenshots; `older_scale` needs it.
@@ -105,9 +110,8 @@ class ToolAgent(base_agent.BaseAgent):
     self.system_prompt = system_prompt or ""
     self.tool_manager = manager.ToolManager(tool_map)
     self.tool_parser = tool_parser.make_tool_parser(parser_name, "operator")
-    if screen and isinstance(self.tool_parser, tool_parser.GuiActionParser):
-      self.tool_parser = copy.copy(self.tool_parser)  # It may be shared.
-      self.tool_parser.screen = screen
+    if isinstance(self.tool_parser, tool_parser.GuiActionParser):
+      self.tool_parser = self.tool_parser.seeing(observation, screen)
     if tool_map:
       tools_schema = self.tool_manager.json
     # Schemas declare their arguments' types; a text is only shown.
@@ -129,6 +133,9 @@ class ToolAgent(base_agent.BaseAgent):
       shrink = functools.partial(
           screenshot.shrunk, image_store, scale=older_scale
       )
+    if not image_note:
+      kind = "page" if observation == "axtree" else "screenshot"
+      image_note = f"(an older {kind})"
     self._history_args = (
         max_images, image_stride, image_note, summary, shrink
     )  # pyformat: disable
@@ -194,8 +201,12 @@ class ToolAgent(base_agent.BaseAgent):
     if done:  # No model reads it.
       return
     complaint, self._complaint = self._complaint, ""
+    page = ""
+    if isinstance(observation, Mapping):
+      page = str(observation.get("axtree") or "")
     for message in _to_messages(observation, complaint):
-      self._history.append(message)
+      holds = page and "tool_call_id" not in message
+      self._history.append(message, page=page if holds else "")
 
   # --- model ----------------------------------------------------------------
 
@@ -274,7 +285,7 @@ def _to_messages(observation: Any, complaint: str) -> list[Message]:
     })  # pyformat: disable
   texts = [
       str(observation[key])
-      for key in ("question", "instruction", "text")
+      for key in ("question", "instruction", "axtree", "text")
       if observation.get(key)
   ]
   if complaint:

@@ -164,6 +164,11 @@ def _by_session(
         f"environment.name={c.environment.name} acts on no gym; oracles and"
         " scripts play environment=cua"
     ])
+  if c.gym.observation != "screenshot":
+    raise config_lib.ConfigError([
+        f"gym.observation={c.gym.observation}: oracles and scripts are recorded"
+        " by screenshots; leave it out"
+    ])
   spec = gyms.get(c.gym.name, "operator")
   if script is None and spec.oracle is None:
     raise config_lib.ConfigError([

@@ -27,7 +27,6 @@ from tunix.rl.multi_turn.engine import cache_memory
 from tunix.rl.multi_turn.engine import config as engine_config_lib
 from tunix.rl.multi_turn.engine import device_state
 from tunix.rl.multi_turn.engine import state_pages
-from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.learner import compiled_memory
 from tunix.rl.multi_turn.learner import frozen
 from tunix.rl.multi_turn.learner import memory_plan
@@ -191,7 +190,7 @@ class PlannedRun:
   @property
   def screens(self) -> tuple[tuple[int, int], ...]:
     """Size of the gym's screenshots; () without any."""
-    if not environment_spec.get(self.config.environment.name).gym:
+    if not self.config.sees_screenshots:
       return ()
     gym = self.config.gym
     return (

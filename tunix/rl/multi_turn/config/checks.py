@@ -36,6 +36,7 @@ def contradictions(config: TrainConfig) -> list[str]:
   return [
       *_episode(config),
       *_screenshots(config),
+      *_observation(config),
       *_reward(config),
       *_tasks(config),
       *_engine(config),
@@ -180,6 +181,34 @@ def _reads_calls(c: TrainConfig) -> bool:
     return agents.get(c.agent.name).reads_calls
   except (ValueError, ImportError):
     return False  # Its name is a problem of its own.
+
+
+def _observation(c: TrainConfig) -> Iterator[str]:
+  """Trees against the gym, the grammar and what else plays the episodes."""
+  chosen, gym, environment = c.gym.observation, _gym(c), _environment(c)
+  if chosen == "screenshot" or environment is None or not environment.gym:
+    return
+  if gym is not None and not gym.has_trees:
+    yield (
+        f"gym.observation={chosen}: gym.name={c.gym.name} shows screenshots"
+        " only; leave it out, or use a gym of web pages (miniwob, browser)"
+    )
+  if c.rollout.agent == "run_service":
+    yield (
+        f"gym.observation={chosen}: rollout.agent=run_service plays by"
+        " screenshots; leave one of them out"
+    )
+  try:
+    parser = tool_parser.get_tool_parser(c.agent.parser, "operator")
+  except (ValueError, ImportError):
+    return
+  by_element = getattr(parser, "by_element", False)
+  if chosen == "axtree" and _reads_calls(c) and not by_element:
+    yield (
+        f"agent.parser={c.agent.parser} acts on pixels, and"
+        " gym.observation=axtree shows no screenshot; use browsergym, whose"
+        " actions name elements by id, or gym.observation=both"
+    )
 
 
 def _screenshots(c: TrainConfig) -> Iterator[str]:

@@ -35,6 +35,7 @@ from tunix.rl.multi_turn.core import credentials
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.core import yaml_text
+from tunix.rl.multi_turn.environments import settings as environment_settings
 from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.learner.algorithms import presets
@@ -148,6 +149,8 @@ def _presets(settings: Mapping[str, Any]) -> dict[str, Any]:
       defaults |= gym.preset
       if not any(path.startswith(_SHAPES_ROWS) for path in settings):
         defaults |= gym.batch_preset
+      if chosen("gym.observation") != "screenshot":
+        defaults |= environment_settings.TREE_PRESET
     defaults |= environment.preset
   except (ValueError, ImportError, TypeError):
     pass  # Reported with all other names.

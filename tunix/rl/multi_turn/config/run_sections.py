@@ -401,6 +401,11 @@ class EvalConfig:
       ge=0,
       le=100_000,
   )
+  families: tuple[str, ...] = setting(
+      default=(),
+      doc="Families that evaluations play, e.g. some that are never trained on."
+      " [] = task_source.families.",
+  )
   attempts: int = setting(
       default=1,
       doc="Attempts at each task in mode sampled, of which pass@k and pass^k"

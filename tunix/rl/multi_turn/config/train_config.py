@@ -23,6 +23,7 @@ from tunix.rl.multi_turn.config import run_sections
 from tunix.rl.multi_turn.core import settings
 from tunix.rl.multi_turn.core.policy_client import SamplingConfig
 from tunix.rl.multi_turn.engine.config import EngineConfig
+from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.settings import EnvironmentConfig
 from tunix.rl.multi_turn.environments.settings import GymConfig
 from tunix.rl.multi_turn.environments.task_sources.source import (
@@ -126,6 +127,17 @@ class TrainConfig:
     if self.eval.on == "auto":
       return self.collects or self.eval.every > 0
     return self.eval.on == "true"
+
+  @property
+  def evaluated_families(self) -> tuple[str, ...]:
+    """Families that evaluations play."""
+    return self.eval.families or self.task_source.families
+
+  @property
+  def sees_screenshots(self) -> bool:
+    """Whether the policy's prompts hold the screenshots of a gym."""
+    gym = environment_spec.get(self.environment.name).gym
+    return gym and self.gym.observation != "axtree"
 
   @property
   def plays(self) -> bool:

@@ -13,9 +13,9 @@ from typing import Any
 
 
 class GuiActionKind(str, enum.Enum):
-  CLICK = "click"  # x, y, button, count
-  MOVE = "move"  # x, y
-  DRAG = "drag"  # x, y -> x2, y2; x, y None = from the pointer
+  CLICK = "click"  # x, y or element, button, count
+  MOVE = "move"  # x, y or element
+  DRAG = "drag"  # x, y -> x2, y2; x, y None = from the pointer; or elements
   SCROLL = "scroll"  # x, y, dx, dy in pixels; dy > 0 shows what is below
   TYPE = "type"  # text
   KEY = "key"  # keys pressed together, e.g. ("ctrl", "c")
@@ -27,13 +27,17 @@ class GuiActionKind(str, enum.Enum):
   ANSWER = "answer"  # text
   TERMINATE = "terminate"  # success
   SCREENSHOT = "screenshot"
+  FILL = "fill"  # element, text: text of a field, option of a list, state
+  FOCUS = "focus"  # element
 
 
 # kind -> (required fields, optional fields)
 _FIELDS: dict[GuiActionKind, tuple[set[str], set[str]]] = {
-    GuiActionKind.CLICK: ({"x", "y"}, {"button", "count", "keys"}),
-    GuiActionKind.MOVE: ({"x", "y"}, set()),
-    GuiActionKind.DRAG: ({"x2", "y2"}, {"x", "y", "button"}),
+    GuiActionKind.CLICK: ({"x", "y"}, {"element", "button", "count", "keys"}),
+    GuiActionKind.MOVE: ({"x", "y"}, {"element"}),
+    GuiActionKind.DRAG: (
+        {"x2", "y2"}, {"x", "y", "element", "element2", "button"}
+    ),
     GuiActionKind.SCROLL: (set(), {"x", "y", "dx", "dy"}),
     GuiActionKind.TYPE: ({"text"}, set()),
     GuiActionKind.KEY: ({"keys"}, {"duration"}),
@@ -45,7 +49,11 @@ _FIELDS: dict[GuiActionKind, tuple[set[str], set[str]]] = {
     GuiActionKind.ANSWER: ({"text"}, set()),
     GuiActionKind.TERMINATE: (set(), {"success"}),
     GuiActionKind.SCREENSHOT: (set(), set()),
+    GuiActionKind.FILL: ({"element", "text"}, set()),
+    GuiActionKind.FOCUS: ({"element"}, set()),
 }
+_PLACES = {"element": {"x", "y"}, "element2": {"x2", "y2"}}
+"""An element's id stands in place of these."""
 _BUTTONS = ("left", "right", "middle", "back", "forward")
 
 
@@ -74,6 +82,8 @@ class GuiAction:
   Attributes:
     kind: Kind of action; decides which of the other fields are allowed.
     x, y, x2, y2: pixels of the screenshot the policy saw, origin top left.
+    element, element2: Ids of elements in the tree that the policy saw, in place
+      of (x, y) and (x2, y2).
     button: mouse button.
     count: number of clicks.
     dx, dy: scroll distance in pixels.
@@ -96,11 +106,17 @@ class GuiAction:
   keys: tuple[str, ...] = ()
   duration: float | None = None
   success: bool | None = None
+  element: str | None = None
+  element2: str | None = None
 
   def __post_init__(self):
     object.__setattr__(self, "kind", _kind(self.kind))
     object.__setattr__(self, "keys", tuple(self.keys))
-    required, optional = _FIELDS[self.kind]
+    required, optional = fields_of(self.kind)
+    for name, places in _PLACES.items():
+      if getattr(self, name) is not None and name in required | optional:
+        required -= places
+        optional -= places
     defaults = {f.name: f.default for f in dataclasses.fields(self)}
     for name, default in defaults.items():
       if name == "kind":

@@ -1,8 +1,9 @@
 """Makes a gym an environment: screenshots out, GUI actions in.
 
-The policy sees the screenshot at the screenshot tool's size and acts in tool
-calls; the environment turns them into `GuiAction`s in the gym's pixels. The
-episode ends when the policy answers or terminates, when the gym reports it
+The policy sees the screenshot at the screenshot tool's size, the accessibility
+tree of a gym that shows one (`axtree` of the observation), or both, and acts in
+tool calls; the environment turns them into `GuiAction`s in the gym's pixels.
+The episode ends when the policy answers or terminates, when the gym reports it
 over, when the policy gives plain text (see `on_text`), or after its last step;
 then the gym evaluates the state it is in.
 
@@ -52,7 +53,8 @@ class CUAEnv(base_env.BaseEnv):
     action_parser: the grammar.
     max_steps: turns an episode may take.
     step_count: turns taken.
-    image: the newest screenshot.
+    image: the newest screenshot; None where the gym shows trees only.
+    size: (width, height) of what actions count pixels of.
     evaluation_seconds: Duration of the gym's verdict, None before it.
   """
 
@@ -118,10 +120,14 @@ class CUAEnv(base_env.BaseEnv):
     self.gym = gym
     self.screenshot_tool = screenshot_tool
     self.task = task
-    self.action_parser = parser
+    self.action_parser = parser.seeing(
+        getattr(gym, "observation", parser.observation)
+    )
     self.max_steps = max_steps
     self.step_count = 0
     self.image: trajectory.ImageRef | None = None
+    self.size = (0, 0)
+    self._latest: dict[str, Any] = {}
     self.evaluation_seconds: float | None = None
     self._reward = reward
     self._on_text = on_text
@@ -145,7 +151,8 @@ class CUAEnv(base_env.BaseEnv):
     self.evaluation_seconds = None
     self._answer = ""
     first = await self._calls.call("start", self.task)
-    observation: dict[str, Any] = {"screenshot": await self._capture(first)}
+    self._latest = await self._shown(first)
+    observation = dict(self._latest)
     instruction = self.task.instruction or first.instruction
     if instruction:
       observation["instruction"] = instruction
@@ -166,12 +173,12 @@ class CUAEnv(base_env.BaseEnv):
       RuntimeError: no episode is running.
       ValueError: no such action.
     """
-    if not self._running or self.image is None:
+    if not self._running:
       raise RuntimeError("no episode is running; call reset first")
     if not isinstance(action, str) and hasattr(action, "action"):
       action = action.action
     self.step_count += 1
-    actions, errors, kinds, status = self._read(action, self.image)
+    actions, errors, kinds, status = self._read(action)
     carried_out: list[dict[str, Any]] = []
     latest = None
     ended = status is not None
@@ -190,10 +197,9 @@ class CUAEnv(base_env.BaseEnv):
       if ended or gui.kind in (Kind.ANSWER, Kind.TERMINATE):
         ended = True
         break
-    observation: dict[str, Any] = {}
     if latest is not None:
-      await self._capture(latest)
-    observation["screenshot"] = self.image
+      self._latest = await self._shown(latest)
+    observation = dict(self._latest)
     texts = [latest.text] if latest is not None and latest.text else []
     texts.extend(f"Error: {error}" for error in errors)
     if texts:
@@ -282,7 +288,7 @@ class CUAEnv(base_env.BaseEnv):
     return cls(gym, tool, args.pop("task"), **args)
 
   def _read(
-      self, action: Any, image: trajectory.ImageRef
+      self, action: Any
   ) -> tuple[list[gui_action.GuiAction], list[str], list[str], Status | None]:
     """(actions, errors, their kinds, status when the episode must end)."""
     if isinstance(action, gui_action.GuiAction):
@@ -309,9 +315,7 @@ class CUAEnv(base_env.BaseEnv):
         break
       try:
         actions.extend(
-            self.action_parser.to_gui_actions(
-                call, image.width, image.height
-            )
+            self.action_parser.to_gui_actions(call, *self.size)
         )
       except tool_parser.ToolParseError as error:
         # Later calls may depend on it, so they are not carried out.
@@ -327,22 +331,27 @@ class CUAEnv(base_env.BaseEnv):
       actions, status = [], Status.PARSE_ERROR
     return actions, errors, kinds, status
 
-  async def _capture(
+  async def _shown(
       self, gym_observation: gym_base.Observation
-  ) -> trajectory.ImageRef:
+  ) -> dict[str, Any]:
+    """Stores the screenshot; returns what the policy sees of the screen."""
     if not isinstance(gym_observation, gym_base.Observation):
       raise TypeError(
           f"{type(self.gym).__name__} must return an Observation, got"
           f" {type(gym_observation).__name__}"
       )
-    pixels = gym_observation.screenshot
+    pixels, tree = gym_observation.screenshot, gym_observation.axtree
+    if pixels is None:
+      self.size = self.gym.width, self.gym.height
+      return {"axtree": tree}
     if getattr(pixels, "nbytes", 0) > _INLINE_BYTES:
       shot = await concurrency.acall(self.screenshot_tool.capture, pixels)
     else:
       shot = self.screenshot_tool.capture(pixels)
     self.image = shot.image
+    self.size = shot.image.width, shot.image.height
     self._scale = shot.scale
-    return shot.image
+    return {"screenshot": shot.image, **({"axtree": tree} if tree else {})}
 
   async def _evaluate(self, info: dict[str, Any]) -> float:
     """Evaluates the gym's state, fills `info`, returns the reward."""

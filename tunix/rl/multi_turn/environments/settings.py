@@ -5,7 +5,7 @@ Does not load anything; imports no gym and no JAX.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, Mapping
 
 from tunix.rl.multi_turn.core import settings
 
@@ -46,6 +46,13 @@ class EnvironmentConfig:
   )
 
 
+TREE_PRESET: Mapping[str, Any] = {
+    "agent.parser": "browsergym",
+    "agent.system_prompt": "",
+}
+"""Defaults where gym.observation is axtree or both."""
+
+
 @settings.settings
 class GymConfig:
   """The gym that environment=cua acts on, and the screen that it shows."""
@@ -63,6 +70,13 @@ class GymConfig:
       ge=16,
   )
   height: int = setting(default=96, doc="Screenshot height.", unit="px", ge=16)
+  observation: Literal["screenshot", "axtree", "both"] = setting(
+      default="screenshot",
+      doc="What the policy sees of the screen. axtree: the accessibility tree"
+      " of a web page (miniwob, browser), as text, for policies without images;"
+      " actions name its elements by id (agent.parser=browsergym, the default"
+      " then). both: the screenshot and the tree. See docs/web.md.",
+  )
   options: dict[str, Any] = setting(
       default={},
       doc="The gym's own settings, e.g. gym.options.difficulty=1 (desktop) or"

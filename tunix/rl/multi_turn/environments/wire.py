@@ -387,6 +387,8 @@ def kind_schemas(extra: Mapping[str, Any] | None = None) -> list[Any]:
   variants = []
   for kind in Kind:
     required, optional = gui_action.fields_of(kind)
+    if "element" in required:
+      continue  # Messages hold no ids: no gym server shows a tree.
     fields = {
         n: s for n, s in field_schemas.items() if n in required or n in optional
     }

@@ -58,5 +58,6 @@ class TextProcessor:
     raise ValueError(
         f"{self.policy} reads text only, and an image of {width}x{height} was"
         " given; use a vision-language policy (policy=qwen3_vl_tiny, tiny_vl,"
-        " or a Qwen-VL checkpoint), or an environment without screenshots"
+        " or a Qwen-VL checkpoint), a gym of web pages with"
+        " gym.observation=axtree, or an environment without screenshots"
     )

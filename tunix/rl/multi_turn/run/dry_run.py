@@ -52,7 +52,9 @@ def describe(
         f" {memory_lib.human(engine.cache_bytes)}"
     )
   screen = "none"
-  if episodes.acts_on_gym:
+  if episodes.acts_on_gym and config.gym.observation == "axtree":
+    screen = "none, the page's accessibility tree"
+  elif episodes.acts_on_gym:
     width, height = episodes_lib.screen_size(config)
     tokens = policy.processor.num_image_tokens(width, height)
     screen = f"{width}x{height}, {tokens} tokens"

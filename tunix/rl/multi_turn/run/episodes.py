@@ -67,6 +67,7 @@ def make_gym(config: TrainConfig, family: str) -> gym_base.Gym:
       family,
       size=(config.gym.width, config.gym.height),
       concurrency=config.collect.concurrency + evaluated_beside(config),
+      observation=config.gym.observation,
   )
   try:
     return spec.make_gym({**facts, **config.gym.options})
@@ -140,6 +141,7 @@ class EpisodeFactory:
           system_prompt=system_prompt(config.agent.system_prompt),
           tools=tools.for_task({}) if tools is not None else None,
           screen=screen_size(config) if self.acts_on_gym else None,
+          observation=config.gym.observation,
           image_store=image_store,
       )
     except (ValueError, ImportError) as error:

@@ -17,7 +17,6 @@ from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.clients import vllm
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
-from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.learner import scorer
 
 ADAPTER = "-adapter"
@@ -192,7 +191,7 @@ def first_prompts(
     parts.append({"type": "text", "text": "What comes next?"})
     return policy.renderer.render([{"role": "user", "content": parts}])
 
-  sees = environment_spec.get(config.environment.name).gym
+  sees = config.sees_screenshots
   if not sees or not policy.processor.patches_per_token:
     return [prompt(0)]
   width, height = agent_registry.screenshot_size(

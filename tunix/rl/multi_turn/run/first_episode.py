@@ -106,7 +106,10 @@ def _task_of(config: TrainConfig, source: Any, method: str, seed: int) -> Any:
   Raises:
     ConfigError: There is none, or it is no Task.
   """
-  family = config.task_source.families[0]
+  families = config.task_source.families
+  if method == "eval_task":
+    families = config.evaluated_families
+  family = families[0]
   call = f"{type(source).__name__}.{method}({family!r}, 0, {seed})"
   try:
     task = getattr(source, method)(family, 0, seed)

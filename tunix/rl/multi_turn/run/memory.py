@@ -27,7 +27,6 @@ from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.engine import cache_memory
 from tunix.rl.multi_turn.engine import device_state
-from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.learner import batching
 from tunix.rl.multi_turn.learner import compiled_memory
 from tunix.rl.multi_turn.learner import frozen
@@ -334,7 +333,7 @@ def _engine(
 ) -> list[Part]:
   if not config.samples or config.rollout.via in ("external", "hosts"):
     return []
-  has_screen = environment_spec.get(config.environment.name).gym
+  has_screen = config.sees_screenshots
 
   def caches_of(slots: int) -> cache_memory.CacheBytes:
     return cache_memory.of_engine(
@@ -441,8 +440,8 @@ def _activations(
 def _screenshot_patches(
     config: config_lib.TrainConfig, processor: Any
 ) -> int:
-  """Patches of a screenshot; 0 for a text policy."""
-  if not processor.patches_per_token:
+  """Patches of a screenshot; 0 where the policy sees none."""
+  if not processor.patches_per_token or not config.sees_screenshots:
     return 0
   screen = agent_registry.screenshot_size(
       config.agent, config.gym.width, config.gym.height

@@ -21,7 +21,6 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.engine import device_state
 from tunix.rl.multi_turn.engine import engine as engine_lib
-from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.learner import config as learner_config
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.parser import tool_parser
@@ -414,7 +413,7 @@ def make_engine(
   if config.agent.older_scale < 1:
     older = screenshot.shrunk_size(*screens[0], config.agent.older_scale)
     screens = (*screens, older)
-  sees_gym = environment_spec.get(config.environment.name).gym
+  sees_gym = config.sees_screenshots
   try:
     return engine_lib.RolloutEngine(
         model,

@@ -130,9 +130,12 @@ class Episodes:
   def task(self, split: str, index: int) -> Any:
     """The families by turns, each with its own tasks in order."""
     config = self._config
-    families = config.task_source.families
+    training = split == "train"
+    families = (
+        config.task_source.families if training else config.evaluated_families
+    )
     place, family = divmod(index, len(families))
-    if split == "train":
+    if training:
       return self._source.train_task(families[family], place, config.run.seed)
     return self._source.eval_task(families[family], place, config.eval.seed)
 

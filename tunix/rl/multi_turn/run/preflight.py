@@ -25,7 +25,6 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.clients import agent_session
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.core import json_text
-from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.learner.algorithms import parts
 from tunix.rl.multi_turn.policy import by_name
 from tunix.rl.multi_turn.policy import checkpoint
@@ -259,7 +258,7 @@ def _context(
   messages = getattr(agent, "chat_completions", None) or []
   prompt = len(policy.renderer.render(messages))
   screen = 0
-  if environment_spec.get(config.environment.name).gym:
+  if config.sees_screenshots:
     width, height = episodes.screen_size(config)
     try:
       screen = policy.processor.num_image_tokens(width, height)

@@ -19,7 +19,6 @@ from flax import nnx
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.clients import chat_model
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.run import best_checkpoint
@@ -237,7 +236,7 @@ class ServerSubject:
       ConfigError: the server cannot be evaluated.
     """
     config = self._config
-    sees = environment_spec.get(config.environment.name).gym
+    sees = config.sees_screenshots
     try:
       return await self.connection.check(
           episodes.sampling_of(config, config.eval.modes[0]),

@@ -36,6 +36,10 @@ def make_tasks(config: TrainConfig) -> Any:
   where = "task_source.families"
   environment = environment_spec.get(config.environment.name)
   families = config.task_source.families
+  if families:  # Else all.
+    families = tuple(dict.fromkeys((*families, *config.eval.families)))
+    if config.eval.families:
+      where += " or eval.families"
   if config.task_source.levels and not environment.gym:
     raise ConfigError([
         f"task_source.levels={list(config.task_source.levels)} are a gym's, and"
@@ -44,7 +48,7 @@ def make_tasks(config: TrainConfig) -> Any:
   try:
     if config.task_source.source != "generated":
       where = "task_source"
-      return _listed(config, environment.gym)
+      return _listed(config, environment.gym, families)
     if environment.gym:
       spec = gyms.get(config.gym.name, "operator")
       size = {
@@ -64,7 +68,9 @@ def make_tasks(config: TrainConfig) -> Any:
     raise ConfigError([f"{where}: {error}"]) from error
 
 
-def _listed(config: TrainConfig, of_gym: bool) -> listed.ListedTasks:
+def _listed(
+    config: TrainConfig, of_gym: bool, families: Sequence[str]
+) -> listed.ListedTasks:
   chosen = config.task_source
   if of_gym:
     tasks = source_lib.read(chosen, config.gym.name, config.gym.options)
@@ -75,9 +81,9 @@ def _listed(config: TrainConfig, of_gym: bool) -> listed.ListedTasks:
   lists = [source_lib.select(tasks, chosen, s) for s in source_lib.SPLITS]
   if config.eval.split == "all":
     return listed.WholeList(
-        [task for of_split in lists for task in of_split], chosen.families
+        [task for of_split in lists for task in of_split], families
     )
-  return listed.ListedTasks(*lists, families=chosen.families)
+  return listed.ListedTasks(*lists, families=families)
 
 
 def resolve(config: TrainConfig) -> tuple[TrainConfig, Any]:
@@ -212,13 +218,13 @@ def make_sampler(config: TrainConfig, source: Any) -> Any:
 
 def eval_tasks(config: TrainConfig, source: Any) -> list[gym_base.Task]:
   """Held-out tasks: the same for every evaluation of a run."""
-  families = config.task_source.families
+  families = config.evaluated_families
   if not config.eval.episodes_per_task:
     of_family = source.eval_tasks()
     return [task for family in families for task in of_family[family]]
   return [
       source.eval_task(family, index, config.eval.seed)
       for index, family in itertools.product(
-          range(config.eval.episodes_per_task), config.task_source.families
+          range(config.eval.episodes_per_task), families
       )
   ]

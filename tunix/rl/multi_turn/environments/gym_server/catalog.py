@@ -206,6 +206,9 @@ class Catalog:
           f" known: {', '.join(options)}"
       )
     gym_spec.check_client_settings(spec.client_settings, "client_settings")
+    gym_spec.check_screenshots(
+        {**dict.fromkeys(spec.client_settings), **spec.settings}
+    )
     for name in spec.client_settings:
       if gym_spec.unbounded(name):
         raise ValueError(

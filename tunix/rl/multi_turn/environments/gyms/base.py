@@ -68,25 +68,28 @@ class Observation:
   """The gym's answer to `start` or `act`.
 
   Attributes:
-    screenshot: uint8[H, W, 3].
+    screenshot: uint8[H, W, 3]; None where the gym shows a tree instead.
     instruction: set by `start` when the task's own is empty.
     text: anything the policy should read beside the picture ("" for none).
     done: the gym has ended the episode; `evaluate` is meaningful now.
     info: Further facts, for logs.
+    axtree: Accessibility tree of the page ("" where the gym shows none).
   """
 
-  screenshot: np.ndarray
+  screenshot: np.ndarray | None
   instruction: str = ""
   text: str = ""
   done: bool = False
   info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  axtree: str = ""
 
   def __repr__(self) -> str:
-    height, width = np.shape(self.screenshot)[:2]
+    size = "no screenshot"
+    if self.screenshot is not None:
+      height, width = np.shape(self.screenshot)[:2]
+      size = f"{width}x{height}"
     text = f", {_cut(self.text)!r}" if self.text else ""
-    return (
-        f"Observation({width}x{height}{text}{', done' if self.done else ''})"
-    )
+    return f"Observation({size}{text}{', done' if self.done else ''})"
 
 
 @dataclasses.dataclass(frozen=True)

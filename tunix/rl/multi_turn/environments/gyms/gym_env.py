@@ -109,6 +109,7 @@ class GymEnv(desktop_env.TaskEnv):
           f"gym {gym!r} has no size of its own: give width and height"
       )
     own = dict(options or {})
+    spec.check_screenshots(own)
     if not family:
       preset = spec.preset.get("task_source.families")
       family = (preset or spec.make_tasks(None, own).families())[0]

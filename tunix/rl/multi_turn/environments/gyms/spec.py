@@ -39,9 +39,12 @@ from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
 
-RunFact = Literal["family", "width", "height", "size", "concurrency"]
+RunFact = Literal[
+    "family", "width", "height", "size", "concurrency", "observation"
+]
 """A value that belongs to the whole run, not to the gym alone. `size` is
-(width, height), `concurrency` the number of episodes that run at a time."""
+(width, height), `concurrency` the number of episodes that run at a time,
+`observation` what the policy sees of the screen."""
 
 RUN_KEYS: Mapping[RunFact, str] = types.MappingProxyType({
     "family": "task_source.families",
@@ -49,6 +52,7 @@ RUN_KEYS: Mapping[RunFact, str] = types.MappingProxyType({
     "height": "gym.height",
     "size": "gym.width and gym.height",
     "concurrency": "collect.concurrency",
+    "observation": "gym.observation",
 })
 """Keys of a run's configuration that set these."""
 
@@ -66,6 +70,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = types.MappingProxyType({
     "scale": (0.1, 4),
     "max_pages": (1, 256),
     "timeouts": (0, 3600),
+    "tree_characters": (200, 1_000_000),
 })
 """Bounds of the numbers that a client of a service may choose, by the option's
 name; those whose name ends in `_s`, seconds, have (0, 3600). `GymSpec.bounds`
@@ -116,6 +121,8 @@ class GymSpec:
       given that rows or patches follow from.
     oracle, describe: see `Oracle.act` and `Oracle.describe`; None: no oracle.
     oracle_families: see `Oracle.families`.
+    tree_oracle: an `Oracle` whose actions name elements of the tree by id;
+      None: there is none.
     set_by_run: options that a run sets itself, with the fact they are set to;
       `gym.options` must not contain them.
     family_options: `family -> options`, defaults for a family's episodes.
@@ -159,6 +166,7 @@ class GymSpec:
   oracle: Callable[[Any], Any] | str | None = None
   describe: Callable[[Any, float, float], Any] | str | None = None
   oracle_families: tuple[str, ...] | str | None = None
+  tree_oracle: Oracle | str | None = None
   set_by_run: Mapping[str, RunFact] = dataclasses.field(default_factory=dict)
   family_options: Callable[[str], Mapping[str, Any]] | str | None = None
   check: (
@@ -332,6 +340,7 @@ class GymSpec:
       *,
       size: tuple[int, int] | None = None,
       concurrency: int | None = None,
+      observation: str | None = None,
   ) -> dict[str, Any]:
     """Options for episodes of a family: its defaults, and the run's facts.
 
@@ -339,12 +348,16 @@ class GymSpec:
       family: Family of the tasks.
       size: (width, height) of the screenshots; None leaves it to the gym.
       concurrency: episodes that run at a time; None leaves it to the gym.
+      observation: Parts of the screen that the policy sees; None leaves it to
+        the gym.
     """
     facts: dict[str, Any] = {"family": family}
     if size is not None:
       facts |= {"width": size[0], "height": size[1], "size": size}
     if concurrency is not None:
       facts["concurrency"] = concurrency
+    if observation is not None:
+      facts["observation"] = observation
     defaults = self.family_options and _loaded(self.family_options)(family)
     of_run = {
         option: facts[fact]
@@ -416,12 +429,42 @@ class GymSpec:
     """Returns `digest`, imported; None for a gym without."""
     return None if self.digest is None else _loaded(self.digest)
 
-  def load_oracle(self) -> Oracle:
+  def check_screenshots(self, options: Mapping[str, Any]) -> None:
+    """Refuses options with which the gym shows trees.
+
+    For callers that pass on screenshots only.
+
+    Raises:
+      ValueError: The options show a tree.
+    """
+    observation = options.get("observation", "screenshot")
+    if self.has_trees and observation != "screenshot":
+      raise ValueError(
+          f"observation={observation!r}: only runs (gym.observation) read"
+          f" trees; leave it out for gym {self.name!r} here"
+      )
+
+  @property
+  def has_trees(self) -> bool:
+    """Whether it can show accessibility trees."""
+    return "observation" in self.set_by_run.values()
+
+  def load_oracle(self, observation: str = "screenshot") -> Oracle:
     """Returns the oracle, imported.
+
+    Args:
+      observation: gym.observation; an oracle of trees names elements by id.
 
     Raises:
       ValueError: the gym has none.
     """
+    if observation != "screenshot" and self.tree_oracle is not None:
+      return _loaded(self.tree_oracle)
+    if observation != "screenshot":
+      raise ValueError(
+          f"gym {self.name!r} has no oracle that names elements by id; play it"
+          " with gym.observation=screenshot, or give its GymSpec `tree_oracle`"
+      )
     if self.oracle is None or self.describe is None:
       raise ValueError(
           f"gym {self.name!r} has no oracle to demonstrate it; play it"

@@ -116,6 +116,7 @@ async def _play(args: argparse.Namespace) -> int:
     except OSError as error:
       raise ValueError(f"--script={args.script}: {error.strerror}") from None
   spec = gyms.get(args.gym, "operator")
+  spec.check_screenshots(settings)
   if args.by == "oracle":
     spec.load_oracle()  # Refuses a gym that has none.
   task = session_lib.find_tasks(

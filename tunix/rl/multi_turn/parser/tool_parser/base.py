@@ -15,6 +15,7 @@ Does not: look at tools, run anything, or touch the prompt it made.
 from __future__ import annotations
 
 import abc
+import copy
 import dataclasses
 import itertools
 import json
@@ -222,11 +223,26 @@ class GuiActionParser(ToolParser):
       not published.
     screen: (width, height) of the screenshots, for the prompt of a grammar
       that states it; None while it is unknown.
+    observation: "screenshot", "axtree" or "both": what the policy sees.
+    by_element: Whether the grammar can name the elements of a tree by id.
   """
 
   coordinates: str
   resizing: Resizing | None = None
   screen: tuple[int, int] | None = None
+  observation: str = "screenshot"
+  by_element = False
+
+  def seeing(
+      self, observation: str, screen: tuple[int, int] | None = None
+  ) -> GuiActionParser:
+    """Returns a copy for a policy that sees such a screen; itself if equal."""
+    screen = screen or self.screen
+    if (observation, screen) == (self.observation, self.screen):
+      return self
+    parser = copy.copy(self)
+    parser.observation, parser.screen = observation, screen
+    return parser
 
   @abc.abstractmethod
   def to_gui_action(

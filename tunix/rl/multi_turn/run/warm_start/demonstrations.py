@@ -191,13 +191,12 @@ class Demonstrator:
       if habit_fn is not None:
         action = habit_fn(gym, action, rng)
       target = None
-      if action.kind in _POINTING:
+      if action.kind in _POINTING and action.x is not None:
         target = await _value(self.oracle.describe(gym, action.x, action.y))
       sx, sy = env.scale  # The oracle counts the gym's pixels.
       text = parser.format_gui_action(
           action.scaled(1 / sx, 1 / sy),
-          env.image.width,
-          env.image.height,
+          *env.size,
           target,
           grid=self.grid,
       )

@@ -82,7 +82,9 @@ def for_run(
 def _oracle(config: config_lib.TrainConfig, task_source: Any) -> Source:
   steps = config.warm_start.steps
   try:
-    oracle = gyms.get(config.gym.name, "operator").load_oracle()
+    oracle = gyms.get(config.gym.name, "operator").load_oracle(
+        config.gym.observation
+    )
   except ValueError as error:
     raise ConfigError([
         f"warm_start.steps={steps}: {error}; set warm_start.steps=0, or"

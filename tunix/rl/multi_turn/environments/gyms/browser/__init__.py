@@ -12,7 +12,9 @@ GYM = spec.GymSpec(
     lists_tasks=True,
     needs="tunix.rl.multi_turn.environments.gyms.chromium:needs",
     # Each episode holds a tab of the browser.
-    set_by_run={**spec.SIZE, "max_pages": "concurrency"},
+    set_by_run={
+        **spec.SIZE, "max_pages": "concurrency", "observation": "observation"
+    },
     close_shared=f"{__name__}.gym:shared_browser.close",
 )
 

@@ -36,6 +36,7 @@ from tunix.rl.multi_turn.environments.gyms.browser import page as page_lib
 from tunix.rl.multi_turn.environments.gyms.browser import socks
 from tunix.rl.multi_turn.environments.gyms.browser import tasks as tasks_lib
 from tunix.rl.multi_turn.environments.gyms.chromium import actions
+from tunix.rl.multi_turn.environments.gyms.chromium import axtree
 from tunix.rl.multi_turn.environments.gyms.chromium import devtools
 from tunix.rl.multi_turn.environments.gyms.chromium import pool
 
@@ -100,6 +101,8 @@ class WebGym:
 
   Attributes:
     width, height: Size of the screenshots in pixels.
+    observation: Parts of the page that observations show.
+    tree: the page as a tree, None where observations show none.
     task: Task of the episode, None before the first.
     page: its tab, None where there is none.
     answer: the policy's answer, "" for none.
@@ -121,6 +124,8 @@ class WebGym:
       end_on_success: bool = False,
       timeout_s: float = 30.0,
       page_deadline_s: float = 120.0,
+      observation: str = "screenshot",
+      tree_characters: int = axtree.LIMIT,
       max_pages: int | None = None,
       browser: Browser | None = None,
   ):
@@ -143,6 +148,9 @@ class WebGym:
         when the task is solved.
       timeout_s: deadline of the evaluator, and of commands to the browser.
       page_deadline_s: Seconds to wait for a free tab.
+      observation: "screenshot", "axtree", the accessibility tree without a
+        picture, or "both".
+      tree_characters: Most characters of a tree; what is beyond is left out.
       max_pages: Number of gyms used at once, each of which holds a tab for an
         episode; the shared browser allows that number of tabs. None: 32.
       browser: Browser to use instead of the event loop's shared one.
@@ -151,6 +159,10 @@ class WebGym:
       ValueError: names the setting, its value and the values allowed.
     """
     self._judges = _judges(evaluator)
+    axtree.check(observation, tree_characters)
+    self.observation = observation
+    self.tree: axtree.PageTree | None = None
+    self._tree_characters = tree_characters
     if isinstance(start_urls, str) or isinstance(hosts, str):
       raise ValueError(
           f"start_urls={start_urls!r} and hosts={hosts!r} must be lists"
@@ -233,7 +245,12 @@ class WebGym:
       await self._open(url)
     try:
       instruction = "" if task.instruction else await self.page.evaluate(_META)
-      self._pixels = await self.page.screenshot()
+      self.tree = None
+      if self.observation != "screenshot":
+        self.tree = axtree.PageTree(
+            self.page, *self._view, self._tree_characters
+        )
+      await self._look()
     except BaseException:
       self._discard()
       raise
@@ -283,14 +300,14 @@ class WebGym:
         raise page.dead
       self._turns += 1
       outcome = await actions.perform(
-          page, action, self.width, self.height, self.scale
+          page, action, self.width, self.height, self.scale, self.tree
       )
       info: dict[str, Any] = outcome.info()
       if action.kind in actions.ENDS and not outcome.ignored:
         self._over, self.answer = True, action.text or ""
       elif not await page.settle(self._settle_s):
         info["busy"] = True
-      self._pixels = await page.screenshot()
+      await self._look()
       if self._end_on_success and not self._over:
         self._over = (await self._verdict()).success
     except BaseException:
@@ -300,6 +317,13 @@ class WebGym:
     if self._proxy.blocked:
       info["blocked"] = dict(self._proxy.blocked)
     return self._observe(info)
+
+  async def _look(self) -> None:
+    """Takes what observations show of the page."""
+    if self.observation != "axtree":
+      self._pixels = await self.page.screenshot()
+    if self.tree is not None:
+      await self.tree.look()
 
   async def evaluate(self) -> base.Evaluation:
     """Returns the evaluator's verdict on the current page.
@@ -345,12 +369,16 @@ class WebGym:
   def _observe(
       self, info: Mapping[str, Any], instruction: str = ""
   ) -> base.Observation:
+    notes = self.page.notes()
+    if self.tree is not None:
+      notes = [note for note in (axtree.error_of(info), *notes) if note]
     return base.Observation(
         self._pixels,
         instruction=instruction,
-        text="\n".join(self.page.notes()),
+        text="\n".join(notes),
         done=self._over,
         info={"turn": self._turns, "url": self.page.url, **info},
+        axtree=self.tree.text if self.tree is not None else "",
     )
 
 

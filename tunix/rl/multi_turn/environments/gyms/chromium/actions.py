@@ -10,11 +10,13 @@ import dataclasses
 import math
 
 from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.environments.gyms.chromium import axtree
 from tunix.rl.multi_turn.environments.gyms.chromium import keys as keys_lib
 from tunix.rl.multi_turn.environments.gyms.chromium import tab as tab_lib
 
 _Kind = gui_action.GuiActionKind
 ENDS = frozenset({_Kind.ANSWER, _Kind.TERMINATE})
+_ON_ELEMENT = frozenset({_Kind.FILL, _Kind.FOCUS})
 MAX_WAIT_S = 60.0
 MAX_TEXT = 20_000
 """Characters of one action; what types more does nothing."""
@@ -46,6 +48,7 @@ async def perform(
     width: int,
     height: int,
     scale: float = 1.0,
+    tree: axtree.PageTree | None = None,
 ) -> Outcome:
   """Carries out an action; those of `ENDS` and a screenshot do nothing.
 
@@ -54,10 +57,14 @@ async def perform(
     action: GUI action in pixels of the screenshot.
     width, height: Size of the screenshot.
     scale: Pixels of the screenshot for each CSS pixel of the page.
+    tree: Tree whose ids the action may name; None where the page is shown as a
+      screenshot only.
 
   Raises:
     DevToolsError: the browser failed.
   """
+  if action.element is not None and tree is None:
+    return Outcome("elements have no ids here: the page is a screenshot")
   for name in _NUMBERS:
     number = getattr(action, name)
     if number is not None and not math.isfinite(number):
@@ -78,11 +85,25 @@ async def perform(
         min(max(y, 0.0), height - 1.0) / scale,
     )
 
-  x, y = place(action.x, action.y)
-  x2, y2 = place(action.x2, action.y2)
+  async def where(
+      element: str | None, x: float | None, y: float | None
+  ) -> tuple[float, float]:
+    if element is None or tree is None or action.kind in _ON_ELEMENT:
+      return place(x, y)
+    return await tree.locate(element)
+
   try:
-    ignored = await _do(tab, action, (x, y), (x2, y2), scale)
-  except keys_lib.UnknownKey as error:
+    end = await where(action.element2, action.x2, action.y2)
+    start = await where(action.element, action.x, action.y)
+    if tree is not None and action.kind is _Kind.FILL:
+      await tree.fill(action.element, action.text)
+      ignored = ""
+    elif tree is not None and action.kind is _Kind.FOCUS:
+      await tree.focus(action.element)
+      ignored = ""
+    else:
+      ignored = await _do(tab, action, start, end, scale)
+  except (keys_lib.UnknownKey, axtree.Unreachable) as error:
     ignored = str(error)
   return Outcome(ignored, not inside)
 

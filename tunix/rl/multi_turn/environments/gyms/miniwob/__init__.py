@@ -52,8 +52,11 @@ GYM = spec.GymSpec(
     oracle=f"{__name__}.oracle:oracle_action",
     describe=f"{__name__}.oracle:describe",
     oracle_families=f"{__name__}.oracle:ORACLE_FAMILIES",
+    tree_oracle=f"{__name__}.tree_oracle:ORACLE",
     # Each episode holds a tab of the browser.
-    set_by_run={**spec.SIZE, "max_pages": "concurrency"},
+    set_by_run={
+        **spec.SIZE, "max_pages": "concurrency", "observation": "observation"
+    },
     check=_check,
     bounds={"seconds_per_action": (0, 60)},
     needs=f"{__name__}.tasks:needs",

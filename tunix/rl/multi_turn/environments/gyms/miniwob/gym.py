@@ -23,6 +23,7 @@ from typing import Any, Mapping
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms.chromium import actions
+from tunix.rl.multi_turn.environments.gyms.chromium import axtree
 from tunix.rl.multi_turn.environments.gyms.chromium import devtools
 from tunix.rl.multi_turn.environments.gyms.chromium import pool
 from tunix.rl.multi_turn.environments.gyms.miniwob import catalogue
@@ -59,6 +60,9 @@ class MiniWobGym:
   Attributes:
     width, height: Size of the screenshots in pixels.
     scale: Their pixels for each CSS pixel of the page.
+    observation: Parts of the page that observations show.
+    goal: Instruction of the episode, "" before the first.
+    tree: the page as a tree, None where observations show none.
     task: Task of the episode, None before the first.
     page: its tab, None before the first episode and after an error. What
       reads it (oracles, tests) must not act on it.
@@ -75,6 +79,8 @@ class MiniWobGym:
       seconds_per_action: float = 0.5,
       quick_restart: bool = True,
       final_screenshot: bool = True,
+      observation: str = "screenshot",
+      tree_characters: int = axtree.LIMIT,
       page_deadline_s: float = 120.0,
       max_pages: int | None = None,
       browser: Browser | None = None,
@@ -97,6 +103,9 @@ class MiniWobGym:
       final_screenshot: Whether the observation that ends an episode shows the
         final page; without, it repeats the last screenshot, which saves a
         frame.
+      observation: "screenshot", "axtree", the accessibility tree without a
+        picture, or "both".
+      tree_characters: Most characters of a tree; what is beyond is left out.
       page_deadline_s: Seconds to wait for a free tab.
       max_pages: Number of gyms used at once, each of which holds a tab for an
         episode; the shared browser allows that number of tabs. None: 32.
@@ -118,6 +127,11 @@ class MiniWobGym:
           f"seconds_per_action must be in [0, {actions.MAX_WAIT_S:g}], got"
           f" {seconds_per_action}"
       )
+    axtree.check(observation, tree_characters)
+    self.observation = observation
+    self.goal = ""
+    self.tree: axtree.PageTree | None = None
+    self._tree_characters = tree_characters
     self.task: base.Task | None = None
     self.page: page_lib.WobPage | None = None
     self._reward = reward
@@ -171,8 +185,13 @@ class MiniWobGym:
     self._shot = shot
     self._ended_by = self._answer = None
     self._turns = 0
+    self.goal = goal
     return base.Observation(
-        shot.pixels, goal, done=shot.done, info={"turn": 0}
+        shot.pixels,
+        goal,
+        done=shot.done,
+        info={"turn": 0},
+        axtree=self.tree.text if self.tree is not None else "",
     )
 
   async def _begin(self, url: str, task: base.Task):
@@ -188,14 +207,22 @@ class MiniWobGym:
     try:
       if (page.width, page.height, page.scale) != view:
         await page.show(*view)
-      return await page.start(
+      begun = await page.start(
           url,
           task.seed,
           data_mode=task.params.get("data_mode", "default"),
           time_limit=self._time_limit,
           images=tasks_lib.images(task.family),
           reload=not (self._quick and task.family in catalogue.QUICK_FAMILIES),
+          pixels=self._sees_pixels,
       )
+      self.tree = None
+      if self.observation != "screenshot":
+        self.tree = axtree.PageTree(
+            page, page.width, page.height, self._tree_characters
+        )
+        await self.tree.look()
+      return begun
     except BaseException:
       self._discard()
       raise
@@ -219,13 +246,18 @@ class MiniWobGym:
     try:
       self._turns += 1
       outcome = await actions.perform(
-          page, action, self.width, self.height, self.scale
+          page, action, self.width, self.height, self.scale, self.tree
       )
       info = outcome.info()
       if action.kind in actions.ENDS and not outcome.ignored:
         self._ended_by, self._answer = action.kind.value, action.text
       else:
-        self._shot = await self._look(page, action.kind in _SCROLLING)
+        settle = action.kind in _SCROLLING or (
+            self.tree is not None and self.tree.scrolled
+        )
+        self._shot = await self._look(page, settle)
+        if self.tree is not None and not self._shot.done:
+          await self.tree.look()
     except BaseException:
       # Cancelled or failed half-way: the state of the page is unknown.
       self._discard()
@@ -234,6 +266,8 @@ class MiniWobGym:
 
   async def _look(self, page: page_lib.WobPage, settle: bool) -> page_lib.Shot:
     """Returns the page after the time of one action."""
+    if not self._sees_pixels:
+      return await page.advance(self._step_ms, settle)
     if self._final:
       return await page.shot(self._step_ms, settle)
     state = await page.advance(self._step_ms, settle)
@@ -279,6 +313,10 @@ class MiniWobGym:
       self._browser.release(page, reuse=False)
 
   @property
+  def _sees_pixels(self) -> bool:
+    return self.observation != "axtree"
+
+  @property
   def over(self) -> bool:
     """Whether the episode has ended, or there is none."""
     ended = self._shot is None or self._shot.done
@@ -287,6 +325,8 @@ class MiniWobGym:
   def _observe(self, info: Mapping[str, Any]) -> base.Observation:
     return base.Observation(
         self._shot.pixels,
+        text=axtree.error_of(info) if self.tree is not None else "",
         done=self.over,
         info={"turn": self._turns, **info},
+        axtree=self.tree.text if self.tree is not None else "",
     )

@@ -139,6 +139,7 @@ class WobPage(tab_lib.Tab):
       time_limit: bool = False,
       images: tuple[str, ...] = (),
       reload: bool = True,
+      pixels: bool = True,
   ) -> tuple[Shot, str]:
     """Starts an instance; returns its first screenshot and its goal.
 
@@ -151,6 +152,7 @@ class WobPage(tab_lib.Tab):
         before it starts.
       reload: load the page anew even when it is shown already. Without this,
         traces of the last episode may remain.
+      pixels: Whether a screenshot is taken.
     """
     self._starts += 1
     self._all_starts += 1
@@ -163,7 +165,7 @@ class WobPage(tab_lib.Tab):
         int(seed), data_mode, 0 if time_limit else _NO_LIMIT_MS, list(images)
     )
     goal = await self.evaluate(f"__tunix.start(...{json.dumps(arguments)})")
-    return await self.shot(), goal
+    return await (self.shot() if pixels else self.advance(0)), goal
 
   async def _load(self, url: str) -> None:
     self.url = ""
