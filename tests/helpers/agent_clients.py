@@ -532,11 +532,9 @@ def play_browser_use(url, key):
   browser = shutil.which("chromium-headless-shell") or shutil.which("chromium")
 
   async def play(**options):
-    # Penalties are refused, and a temperature would not be the session's.
     llm = browser_use.ChatOpenAI(
-        model=MODEL, base_url=url, api_key=key, temperature=None,
-        frequency_penalty=None, max_completion_tokens=999, max_retries=0,
-        **options,
+        model=MODEL, base_url=url, api_key=key, max_completion_tokens=999,
+        max_retries=0, **options,
     )  # pyformat: disable
     profile = browser_use.BrowserProfile(
         executable_path=browser, headless=True, chromium_sandbox=False,

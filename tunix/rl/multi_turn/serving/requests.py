@@ -390,8 +390,8 @@ class SamplingBody(bodies.Body):
   chat_template_kwargs: TemplateOptions | None = None
   continue_final_message: Annotated[Any, bodies.Neutral(False)] = False
   add_generation_prompt: Annotated[Any, bodies.Neutral(True)] = True
-  presence_penalty: Annotated[Any, bodies.Neutral(0)] = None
-  frequency_penalty: Annotated[Any, bodies.Neutral(0)] = None
+  presence_penalty: Annotated[float, bodies.Range(-2.0, 2.0)] = 0.0
+  frequency_penalty: Annotated[float, bodies.Range(-2.0, 2.0)] = 0.0
   repetition_penalty: Annotated[Any, bodies.Neutral(1)] = None
   logit_bias: Annotated[Any, bodies.Neutral({})] = None
   min_tokens: Annotated[int, bodies.Range(0, 2**31 - 1)] = 0
@@ -410,6 +410,8 @@ class SamplingBody(bodies.Body):
         seed=self.seed,
         stop_token_ids=self.stop_token_ids,
         min_p=self.min_p,
+        frequency_penalty=self.frequency_penalty,
+        presence_penalty=self.presence_penalty,
         top_logprobs=alternatives,
         raw_logprobs=self.return_raw_logprobs,
     )
