@@ -102,7 +102,7 @@ class SamplingParams(SamplingConfig):
   )
   frequency_penalty: float = settings.setting(
       default=0.0,
-      doc="Taken from a token's logit for each time that the completion has it.",
+      doc="Taken from a token's logit for each time the completion has it.",
       ge=-2,
       le=2,
   )

@@ -182,8 +182,9 @@ class EngineConfig:
       default=(),
       doc="Programs that warm-up compiles beside the usual ones. details:"
       " top_logprobs and raw log-probs. grammar: completions held to a"
-      " grammar. penalties: frequency and presence penalties. The engine compiles others when a request first needs them,"
-      " while all requests wait.",
+      " grammar. penalties: frequency and presence penalties. The engine"
+      " compiles others when a request first needs them, while all requests"
+      " wait.",
   )
   entropies: bool = _opt(
       default=False,

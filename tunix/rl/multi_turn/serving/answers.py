@@ -240,12 +240,14 @@ class TokenDecoder:
 
 
 def logprobs(
-    completion: policy_client.Completion, decoder: TokenDecoder
+    completion: policy_client.Completion,
+    decoder: TokenDecoder,
+    as_ids: bool = False,
 ) -> list[dict[str, Any]]:
   """Returns a completion's tokens in the shape of chat completions'
-  `logprobs`."""
+  `logprobs`; `as_ids` names each "token_id:17" in place of its text."""
   of = lambda token, logprob: {
-      "token": decoder.token(token),
+      "token": f"token_id:{token}" if as_ids else decoder.token(token),
       "logprob": logprob,
       "bytes": list(decoder.bytes(token)),
   }

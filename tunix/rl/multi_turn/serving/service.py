@@ -130,6 +130,24 @@ class Service:
       )
     return await cache.wait_for(task, key)
 
+  async def render(
+      self,
+      request: requests.SamplingRequest,
+      session: session_store.ServedSession | None = None,
+  ) -> policy_client.TokenPrompt:
+    """Returns the prompt that the request would be sampled from.
+
+    Raises:
+      ApiError: the client's error.
+    """
+    self.check_model(request.model)
+    messages = await self._messages(request, session)
+    with api_errors():
+      rendered = prompts.render(request, messages, session, self.policy)
+    if isinstance(rendered, interactions.PendingPrompt):
+      return rendered.prompt
+    return rendered
+
   def check_room(self, session: session_store.ServedSession | None) -> None:
     """Refuses a request that would find no room, before its body is read.
 
