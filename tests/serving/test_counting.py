@@ -1,4 +1,4 @@
-"""Endpoints that render a prompt, compared with the completions they are for."""
+"""Endpoints that render a prompt, compared with that prompt's completions."""
 
 import pytest
 from rollout_server import ask

@@ -85,6 +85,11 @@ class Guide:
   free: bool = False
   otherwise: Guide | None = None
 
+  @property
+  def only_calls(self) -> bool:
+    """Whether a completion that is read for calls holds nothing else."""
+    return self.kind == "calls" and not self.free
+
   def reads_calls(self, text: str) -> bool:
     """Whether a completion of this grammar is read for calls."""
     return self.otherwise is None or text.startswith("<")

@@ -387,7 +387,8 @@ class Service:
       parser = part.parser
       if request.guide is not None and not request.guide.reads_calls(text):
         parser = None
-      choice = answers.make_choice(completion, text, parser, stop)
+      only_calls = request.guide is not None and request.guide.only_calls
+      choice = answers.make_choice(completion, text, parser, stop, only_calls)
       choices.append(dataclasses.replace(choice, echoed=echoed))
     return choices
 
@@ -403,7 +404,10 @@ class Service:
     if request.guide is not None:
       grammars = await asyncio.to_thread(
           lambda: [
-              prompts.start_grammar(request.guide, self.policy) for _ in names
+              prompts.start_grammar(
+                  request.guide, self.policy, part.sampling.max_new_tokens
+              )
+              for _ in names
           ]
       )
     elif request.min_tokens:
