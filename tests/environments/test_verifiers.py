@@ -286,9 +286,14 @@ def test_a_later_version_is_refused_by_name(tmp_path, monkeypatch, version):
   (info / "METADATA").write_text(f"Name: verifiers\nVersion: {version}\n")
   (tmp_path / "verifiers.py").write_text("import datasets_of_theirs\n")
   monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{_ROOT}")
+  python = tmp_path / "python"  # A worker inherits no PYTHONPATH.
+  python.write_text(
+      f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n'
+  )
+  python.chmod(0o755)
   environment_ = environment.VerifiersEnvironment(
       {"split": "train", "index": 0, "seed": 0},
-      module="counting-tools", python=sys.executable,
+      module="counting-tools", python=str(python),
   )  # pyformat: disable
   words = rf"verifiers {version} is not supported.*install 'verifiers<0\.2'"
   with pytest.raises(environment.VerifiersError, match=words):
