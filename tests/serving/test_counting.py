@@ -80,8 +80,8 @@ def test_anthropics_count_is_the_usage_of_the_message(running):
       }],
   }  # pyformat: disable
   count = running.post("/v1/messages/count_tokens", body).json()
-  whole = running.post("/v1/messages", body | {"max_tokens": 1}).json()
-  usage = whole["usage"]
+  answer = running.post("/v1/messages", body | {"max_tokens": 1}).json()
+  usage = answer["usage"]
   assert count == {
       "input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]
   }

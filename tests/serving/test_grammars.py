@@ -258,7 +258,7 @@ def test_a_call_is_closed_before_the_length_is_over(policy, free):
     assert token in policy.may(grammar)
     grammar.advance(token)
   (letter,) = policy.renderer.encode("a")
-  while len(tokens) < 60:  # Letters, as long as they are allowed.
+  while len(tokens) < 60:  # Letters, while the grammar allows them.
     may = policy.may(grammar)
     token = letter if letter in may else int(may[0])
     tokens.append(token)

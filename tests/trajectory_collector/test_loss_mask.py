@@ -225,7 +225,7 @@ def test_distill_qwen_equals_the_template_and_its_mask(kinds, messages):
 @pytest.mark.parametrize("checkpoint", [CHECKPOINT, "tiny_vl"])
 @pytest.mark.parametrize("tools", [None, TOOLS])
 def test_a_shipped_checkpoints_own_template(checkpoint, tools):
-  """Which has no system message of its own."""
+  """That template has no default system message."""
   own = transformers.AutoTokenizer.from_pretrained(
       str(policy_files.resolve(checkpoint))
   )
@@ -238,12 +238,12 @@ def test_a_shipped_checkpoints_own_template(checkpoint, tools):
   }  # pyformat: disable
   calling = lambda text, *calls: {**reply, "content": text, "tool_calls": calls}
   systems = [[], *([{"role": "system", "content": t}] for t in ("", "Brief."))]
-  for system, rest in itertools.product(systems, [
+  for system, turns in itertools.product(systems, [
       [user, reply], [user, reply, user, reply],
       [user, calling("I call.", call), result, reply],
       [user, calling("", call, call), result, result, reply],
   ]):  # pyformat: disable
-    messages = system + rest
+    messages = system + turns
     shown = own.apply_chat_template(messages, tools=tools, return_dict=True)
     got = generator.get_loss_mask(messages, tools)
     assert got[0] == shown["input_ids"], own.decode(got[0])

@@ -215,14 +215,14 @@ class _End:
   """The end of a completion of bounded length.
 
   Attributes:
-    left: Tokens that may still be sampled, the stop token among them.
+    remaining: Tokens that may still be sampled, the stop token among them.
     ids: Ids of the texts that end JSON.
     stops: Ids that end the completion.
     forced: Tokens that end the text; None as long as the policy chooses.
     look: The end is looked for once no more tokens than this are left.
   """
 
-  left: int
+  remaining: int
   ids: Mapping[str, int]
   stops: Sequence[int]
   forced: list[int] | None = None
@@ -263,7 +263,7 @@ class Matcher:
   def advance(self, token: int) -> None:
     self._matcher.consume_token(token)
     if self._end is not None:
-      self._end.left -= 1
+      self._end.remaining -= 1
       if self._end.forced:
         del self._end.forced[0]
     self._check()
@@ -275,17 +275,17 @@ class Matcher:
 
   def _look(self, end: _End) -> None:
     """Forces the end of the text once no token is to spare."""
-    if end.forced is not None or end.left > end.look or self.may_end:
+    if end.forced is not None or end.remaining > end.look or self.may_end:
       return
     tokens = self._shortest(end)
     if tokens is None:
-      end.look = end.left // 2
+      end.look = end.remaining // 2
       return
-    spare = end.left - len(tokens) - 1 - _SPARE
+    spare = end.remaining - len(tokens) - 1 - _SPARE
     if spare <= 0:
       end.forced = tokens
     else:  # A few tokens do not lengthen the end by more than are to spare.
-      end.look = end.left - 1 - spare // 4
+      end.look = end.remaining - 1 - spare // 4
 
   def _shortest(self, end: _End) -> list[int] | None:
     """Returns tokens after which the text may end, fewer than are left.
@@ -296,7 +296,7 @@ class Matcher:
     fits = lambda text: (token := end.ids.get(text)) is not None and (
         matcher.validate_tokens([token]) == 1
     )
-    while len(tokens) < end.left and not matcher.is_error():
+    while len(tokens) < end.remaining and not matcher.is_error():
       if matcher.is_accepting():
         return tokens
       new = matcher.compute_ff_tokens()
