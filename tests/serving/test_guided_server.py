@@ -364,7 +364,7 @@ def test_text_before_a_call_that_is_cut_off_is_content():
 
 
 def test_an_open_schema_is_answered_with_whole_json(running):
-  """The length would cut most of these answers."""
+  """Without its end forced, most would be cut."""
   for seed in range(4):
     answer = ask(
         running.client(), USER, max_tokens=48, seed=seed,

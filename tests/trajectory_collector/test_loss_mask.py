@@ -225,7 +225,7 @@ def test_distill_qwen_equals_the_template_and_its_mask(kinds, messages):
 @pytest.mark.parametrize("checkpoint", [CHECKPOINT, "tiny_vl"])
 @pytest.mark.parametrize("tools", [None, TOOLS])
 def test_a_shipped_checkpoints_own_template(checkpoint, tools):
-  """That template has no default system message."""
+  """The template without a default system message."""
   own = transformers.AutoTokenizer.from_pretrained(
       str(policy_files.resolve(checkpoint))
   )
