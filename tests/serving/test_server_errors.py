@@ -174,7 +174,7 @@ def test_a_schema_that_is_nested_too_deep_is_refused(running):
 
 def test_an_image_that_is_too_large_names_the_servers_option(running):
   out = io.BytesIO()
-  Image.new("RGB", (640, 480)).save(out, "PNG")
+  Image.new("RGB", (96, 64)).save(out, "PNG")
   url = "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
   message = screenshot(1)
   message["content"][1]["image_url"]["url"] = url
@@ -184,7 +184,7 @@ def test_an_image_that_is_too_large_names_the_servers_option(running):
   )
   assert answer.status_code == 400
   error = answer.json()["error"]
-  assert re.search(r"640x480 .*--screen 640x480", error["message"]), error
+  assert re.search(r"96x64 .*--screen 96x64", error["message"]), error
 
 
 def test_an_image_that_the_server_lost_is_its_own_fault(running, monkeypatch):
