@@ -3,9 +3,12 @@
 The run of examples/configs/mcp.yaml starts it and trains a policy to call it.
 """
 
-from mcp.server import fastmcp
+try:
+  from mcp.server import MCPServer
+except ImportError:  # Version 1 of the package.
+  from mcp.server.fastmcp import FastMCP as MCPServer
 
-app = fastmcp.FastMCP("arithmetic", log_level="ERROR")
+app = MCPServer("arithmetic", log_level="ERROR")
 
 
 @app.tool()

@@ -34,6 +34,7 @@ from tunix.rl.multi_turn.monitor.schema import database
 from tunix.rl.multi_turn.monitor.server import access
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.serving import app as serving_app
+from tunix.rl.multi_turn.serving import counting as serving_counting
 from tunix.rl.multi_turn.serving import openapi as serving_openapi
 from tunix.rl.multi_turn.serving import server as serving_server
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
@@ -347,7 +348,8 @@ def policy_server() -> Section:
   engine.close()
   document = serving_openapi.document(serving_app.ENDPOINTS)
   described = dict(of_document(document))
-  names = "|".join(api.path for api in serving_app.ENDPOINTS)
+  endpoints = (*serving_app.ENDPOINTS, *serving_counting.ENDPOINTS)
+  names = "|".join(api.path for api in endpoints)
 
   def canonical(path: str) -> str:
     """The address of which this one is another form."""

@@ -19,6 +19,7 @@ Does not sample, or train.
 from __future__ import annotations
 
 import asyncio
+from importlib import metadata
 import json
 import os
 import pathlib
@@ -26,6 +27,11 @@ import sys
 import threading
 from typing import Any, Mapping, Sequence
 
+if not metadata.version("verifiers").startswith("0.1."):
+  raise ImportError(
+      f"verifiers {metadata.version('verifiers')} is not supported: from 0.2"
+      " on, environments are tasksets and harnesses; install 'verifiers<0.2'"
+  )
 import datasets
 import verifiers as vf
 

@@ -43,7 +43,10 @@ def test_every_setting_has_its_meaning_and_numbers_their_range():
             "cache_tokens=63 is below context_length=64",
         ),
         ({"lockstep": True}, "lockstep\n.*'auto', 'true' or 'false'"),
-        ({"features": ("telepathy",)}, "features.*\n.*'details' or 'grammar'"),
+        (
+            {"features": ("telepathy",)},
+            "features.*\n.*'grammar' or 'penalties'",
+        ),
         ({"slot": 3}, "slot\n.*[Uu]nexpected"),
     ),
 )

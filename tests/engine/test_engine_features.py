@@ -28,7 +28,7 @@ def _engine(model):
       micro.new_store(),
       decode_rows=(4,),
       window_buckets=(micro.CONTEXT,),
-      features=("details", "grammar"),
+      features=("details", "grammar", "penalties"),
   ) as engine:
     engine.warm_up()
     yield engine
@@ -88,6 +88,90 @@ def test_min_p_leaves_what_is_likely_enough(engine, model):
       engine, (PROMPT, Sampling(seed=1, max_new_tokens=40, temperature=1.3), {})
   )
   assert other.tokens.tolist() != completion.tokens.tolist()
+
+
+# --- penalties --------------------------------------------------------------
+
+
+def penalties_of(tokens, frequency, presence):
+  """float64[S, V] that each draw's logits lose, by the tokens before it."""
+  times = np.zeros((len(tokens), micro.VOCAB))
+  for i, token in enumerate(tokens[:-1]):
+    times[i + 1 :, token] += 1
+  return frequency * times + presence * (times > 0)
+
+
+@pytest.mark.parametrize(
+    "frequency,presence,temperature",
+    [(0.3, 0.0, 1.0), (0.0, 1.5, 0.7), (-2.0, 0.5, 1.0), (2.0, 2.0, 0.0)],
+)
+def test_penalties_are_of_the_completion_and_log_probs_know_them(
+    engine, model, frequency, presence, temperature
+):
+  options = dict(max_new_tokens=30, temperature=temperature, seed=4)
+  penalized = Sampling(
+      frequency_penalty=frequency, presence_penalty=presence, **options
+  )
+  one, plain = generate(
+      engine, (PROMPT, penalized, {}), (PROMPT, Sampling(**options), {})
+  )
+  rows = rows_of(model, PROMPT, one.tokens)
+  rows -= penalties_of(one.tokens, frequency, presence)
+  want = renormalised(rows, temperature or 1.0, np.isfinite(rows))
+  np.testing.assert_allclose(one.logprobs, at(want, one.tokens), atol=1e-4)
+  if not temperature:
+    np.testing.assert_array_equal(one.tokens, want.argmax(-1))
+  assert one.tokens.tolist() != plain.tokens.tolist()
+  # Beside it, a request without penalties is untouched.
+  (alone,) = generate(engine, (PROMPT, Sampling(**options), {}))
+  np.testing.assert_array_equal(plain.tokens, alone.tokens)
+
+
+def test_penalties_go_with_a_grammar_and_raw_log_probs_do_not_know_them(
+    engine, model
+):
+  sampling = Sampling(
+      max_new_tokens=8, seed=5, presence_penalty=2.0, top_logprobs=20,
+      raw_logprobs=True,
+  )  # pyformat: disable
+  (completion,) = generate(
+      engine, (PROMPT, sampling, {"grammar": EvenOdd(20)})
+  )
+  tokens = completion.tokens
+  assert [t % 2 for t in tokens] == [0, 1] * 4
+  raw = rows_of(model, PROMPT, tokens, banned=())
+  np.testing.assert_allclose(
+      completion.raw_logprobs, at(raw, tokens), atol=1e-4
+  )
+  rows = rows_of(model, PROMPT, tokens) - penalties_of(tokens, 0.0, 2.0)
+  keep = np.isfinite(rows)
+  for i in range(8):
+    keep[i, 1 - i % 2 :: 2] = False
+  keep[:, micro.STOP] = False
+  want = renormalised(rows, 1.0, keep)
+  np.testing.assert_allclose(
+      completion.logprobs, at(want, tokens), atol=1e-4
+  )
+
+
+def test_a_preempted_completion_keeps_its_penalties(model):
+  sampling = Sampling(max_new_tokens=40, seed=2, frequency_penalty=1.0)
+  requests = [([3, 4, i], sampling, {}) for i in (5, 6, 7)]
+  with micro.make_engine(
+      model,
+      micro.new_store(),
+      decode_rows=(4,),
+      window_buckets=(micro.CONTEXT,),
+      cache_tokens=micro.CONTEXT + 24,
+  ) as small:
+    completions = generate(small, *requests)
+    assert small.stats()["preemptions"]
+    for completion, request in zip(completions, requests):
+      (alone,) = generate(small, request)
+      np.testing.assert_array_equal(completion.tokens, alone.tokens)
+      np.testing.assert_allclose(
+          completion.logprobs, alone.logprobs, atol=1e-4
+      )
 
 
 # --- alternatives and raw log-probs -----------------------------------------

@@ -8,7 +8,9 @@ import asyncio
 import json
 import os
 import pathlib
+import re
 import signal
+import subprocess
 import sys
 import time
 
@@ -274,6 +276,34 @@ def test_an_interpreter_without_the_package_is_reported():
   missing = "No module named 'verif"
   with pytest.raises(environment.VerifiersError, match=missing):
     asyncio.run(env.reset())
+
+
+@pytest.mark.parametrize("version", ["0.2.0", "0.4.0"])
+def test_a_later_version_is_refused_by_name(tmp_path, monkeypatch, version):
+  """Before it is imported: 0.2 and 0.3 then fail for a package of theirs."""
+  info = tmp_path / f"verifiers-{version}.dist-info"
+  info.mkdir()
+  (info / "METADATA").write_text(f"Name: verifiers\nVersion: {version}\n")
+  (tmp_path / "verifiers.py").write_text("import datasets_of_theirs\n")
+  monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{_ROOT}")
+  python = tmp_path / "python"  # A worker inherits no PYTHONPATH.
+  python.write_text(
+      f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n'
+  )
+  python.chmod(0o755)
+  environment_ = environment.VerifiersEnvironment(
+      {"split": "train", "index": 0, "seed": 0},
+      module="counting-tools", python=str(python),
+  )  # pyformat: disable
+  words = rf"verifiers {version} is not supported.*install 'verifiers<0\.2'"
+  with pytest.raises(environment.VerifiersError, match=words):
+    asyncio.run(environment_.reset())
+  ran = subprocess.run(
+      [sys.executable, "-c",
+       "import tunix_multi_turn; tunix_multi_turn.load_environment()"],
+      capture_output=True, text=True, timeout=60,
+  )  # pyformat: disable
+  assert re.search(words, ran.stderr), ran.stderr
 
 
 def test_a_start_that_failed_is_not_tried_at_each_episode(monkeypatch):

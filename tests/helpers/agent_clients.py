@@ -138,6 +138,7 @@ def play_openai(url, key):
 
 def play_anthropic(url, key):
   import anthropic
+  import pydantic
 
   client = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key=key)
   tool = {"name": "click", "description": "Clicks.", "input_schema": SCHEMA}
@@ -183,7 +184,44 @@ def play_anthropic(url, key):
     assert last.usage.output_tokens and last.id.startswith("msg_")
     return call.input, last.content[0].text
 
-  return {"whole": lambda: play(False), "streamed": lambda: play(True)}
+  class Answer(pydantic.BaseModel):
+    text: str
+
+  def run(value, **options):
+    inputs = []
+
+    @anthropic.beta_tool
+    def click(x: int) -> str:
+      """Clicks.
+
+      Args:
+        x: Column.
+      """
+      inputs.append({"x": x})
+      return "clicked"
+
+    content = [{"type": "text", "text": "look"}, image(value)]
+    request = {
+        "model": MODEL, "tools": [click],
+        "messages": [{"role": "user", "content": content}],
+    }  # pyformat: disable
+    runner = client.beta.messages.tool_runner(
+        max_tokens=99, **request, **options
+    )
+    last = runner.until_done()
+    count = client.messages.count_tokens(
+        model=MODEL, messages=request["messages"]
+    )
+    assert count.input_tokens
+    parsed = last.parsed_output
+    return inputs[0], parsed.text if parsed else last.content[0].text
+
+  return {
+      "whole": lambda: play(False),
+      "streamed": lambda: play(True),
+      "tool runner": lambda: run(21),
+      "tool runner, parsed": lambda: run(22, output_format=Answer),
+  }
 
 
 def play_litellm(url, key):
@@ -532,11 +570,9 @@ def play_browser_use(url, key):
   browser = shutil.which("chromium-headless-shell") or shutil.which("chromium")
 
   async def play(**options):
-    # Penalties are refused, and a temperature would not be the session's.
     llm = browser_use.ChatOpenAI(
-        model=MODEL, base_url=url, api_key=key, temperature=None,
-        frequency_penalty=None, max_completion_tokens=999, max_retries=0,
-        **options,
+        model=MODEL, base_url=url, api_key=key, max_completion_tokens=999,
+        max_retries=0, **options,
     )  # pyformat: disable
     profile = browser_use.BrowserProfile(
         executable_path=browser, headless=True, chromium_sandbox=False,

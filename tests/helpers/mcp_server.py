@@ -6,12 +6,20 @@ import os
 import sys
 import time
 
-from mcp.server import fastmcp
+import mcp.server
 from mcp.types import ImageContent
 from mcp.types import TextContent
 from PIL import Image
 
-app = fastmcp.FastMCP("tests", log_level="ERROR")
+if hasattr(mcp, "MCPError"):  # Version 2.
+  from mcp.server.mcpserver import exceptions
+
+  app = mcp.server.MCPServer("tests", log_level="ERROR")
+else:
+  from mcp.server import fastmcp
+  from mcp.server.fastmcp import exceptions
+
+  app = fastmcp.FastMCP("tests", log_level="ERROR")
 state = {"count": 0}
 
 
@@ -31,7 +39,7 @@ def count() -> str:
 @app.tool()
 def fail(why: str) -> str:
   """Fails."""
-  raise ValueError(why)
+  raise exceptions.ToolError(why)
 
 
 @app.tool()
@@ -55,13 +63,18 @@ def picture(good: bool = True) -> list[TextContent | ImageContent]:
   data = base64.b64encode(file.getvalue() if good else b"none").decode()
   return [
       TextContent(type="text", text="a square"),
-      ImageContent(type="image", data=data, mimeType="image/png"),
+      ImageContent.model_validate(
+          {"type": "image", "data": data, "mimeType": "image/png"}
+      ),
   ]
 
 
 if __name__ == "__main__":
   if sys.argv[1:2] == ["http"]:
-    app.settings.port = int(sys.argv[2])
-    app.run("streamable-http")
+    if hasattr(mcp, "MCPError"):
+      app.run("streamable-http", port=int(sys.argv[2]))
+    else:
+      app.settings.port = int(sys.argv[2])
+      app.run("streamable-http")
   else:
     app.run()

@@ -7,8 +7,9 @@ import pytest
 def _running():
   """A server; only what can be undone may be done to it."""
   import rollout_server  # Not before a test asks for it: it is slow to import.
+  from tunix.rl.multi_turn.engine import config
 
-  with rollout_server.Running(features=("details", "grammar")) as running:
+  with rollout_server.Running(features=config.FEATURES) as running:
     yield running
     stats = running.engine.stats()
     assert stats["compiles_after_warm_up"] == stats["compiles_on_demand"] == 0

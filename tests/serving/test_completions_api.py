@@ -200,7 +200,7 @@ def test_tokens_go_on_with_a_chat_and_the_end_of_a_turn_is_no_text(running):
         ({"best_of": 3}, "best_of", "not supported"),
         ({"logprobs": 21}, "logprobs", "[0, 20]"),
         ({"logprobs": True}, "logprobs", "an integer"),
-        ({"frequency_penalty": 1}, "frequency_penalty", "not supported"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty", "[-2.0, 2.0]"),
         ({"extra_body": {"prompt_embeds": "x"}}, "prompt_embeds",
          "not supported"),
         ({"extra_body": {"messages": []}}, "messages", "not supported"),

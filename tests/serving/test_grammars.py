@@ -50,10 +50,10 @@ class Policy:
     bits = np.unpackbits(grammar.allowed().view(np.uint8), bitorder="little")
     return np.flatnonzero(bits)
 
-  def babble(self, source, seed, most=200):
+  def babble(self, source, seed, most=200, length=None):
     """(text, whether it came to its end)"""
     rng = np.random.default_rng(seed)
-    grammar, tokens = self.grammars.start(source), []
+    grammar, tokens = self.grammars.start(source, length), []
     for _ in range(most):
       may = self.may(grammar)
       assert len(may) and may.max() < VOCABULARY - 10
@@ -206,6 +206,75 @@ def test_an_answer_is_calls_or_json(policy, seed):
   assert text.startswith(("<tool_call>", "{")) and (
       not ended or PARSER.parse_result(text).calls or json.loads(text)
   )
+
+
+NESTED = {
+    "type": "object",
+    "properties": {
+        "note": {"type": "string"},
+        "path": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"to": {"enum": ["left", "right"]}},
+                "required": ["to"],
+            },
+            "minItems": 2,
+        },
+    },
+    "required": ["note", "path"],
+}
+
+
+@pytest.mark.parametrize("length", (60, 90))
+@pytest.mark.parametrize("schema", ({"type": "object"}, NESTED))
+def test_an_open_object_is_closed_before_the_length_is_over(
+    policy, schema, length
+):
+  """One who says anything would nest and write for ever."""
+  source, lengths = policy.grammars.json(schema), set()
+  for seed in range(15):
+    text, ended = policy.babble(source, seed, length, length)
+    value = json.loads(text)
+    assert ended and isinstance(value, dict)
+    assert set(value) >= set(schema.get("required", ()))
+    lengths.add(len(text))
+  assert len(lengths) > 3  # It says what it likes up to there.
+  assert not any(
+      policy.babble(source, seed, length)[1] for seed in range(3)
+  )
+
+
+@pytest.mark.parametrize("free", (True, False))
+def test_a_call_is_closed_before_the_length_is_over(policy, free):
+  shape = {"properties": {"text": {"type": "string"}}, "required": ["text"]}
+  tools = [tool("type", shape, strict=True), tool("wait")]
+  source = policy.grammars.calls(PARSER, tools, free=free)
+  grammar = policy.grammars.start(source, 60)
+  begun = '<tool_call>\n{"name": "type", "arguments": {"text": "a'
+  tokens = [int(t) for t in policy.renderer.encode(begun)]
+  assert len(tokens) < 40
+  for token in tokens:
+    assert token in policy.may(grammar)
+    grammar.advance(token)
+  (letter,) = policy.renderer.encode("a")
+  while len(tokens) < 60:  # Letters, while the grammar allows them.
+    may = policy.may(grammar)
+    token = letter if letter in may else int(may[0])
+    tokens.append(token)
+    if token == policy.end:
+      break
+    grammar.advance(token)
+  result = PARSER.parse_result(policy.renderer.decode(tokens))
+  (call,) = result.calls
+  assert set(call.arguments["text"]) == {"a"} and not result.failures
+  assert len(call.arguments["text"]) > 3 and 50 < len(tokens) <= 60
+
+
+def test_a_length_without_room_for_the_end_cuts_the_text(policy):
+  source = policy.grammars.json(NESTED)
+  text, ended = policy.babble(source, 0, 9, 9)
+  assert not ended and text.startswith('{"note":')
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from rollout_server import export
 from rollout_server import MODEL
 from rollout_server import screenshot
 from rollout_server import start
+from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.tool_parser import qwen
 from tunix.rl.multi_turn.serving import answers
@@ -307,6 +308,73 @@ def test_a_tool_must_be_called_where_it_is_said_so(running, monkeypatch):
   assert set(json.loads(call.arguments)) == {"x", "button"}
 
 
+@pytest.mark.parametrize("stream", (False, True))
+def test_a_call_that_its_length_cuts_off_is_no_content(
+    running, monkeypatch, stream
+):
+  policy = running.app._service.policy
+  monkeypatch.setattr(policy, "parser", qwen.QwenToolParser(compact=True))
+  options = {
+      "tools": TOOLS, "tool_choice": "required", "max_tokens": 4,
+      "stream": stream,
+  }  # pyformat: disable
+  session = start(running)
+  client = running.client(f"/sessions/{session['session_id']}")
+  answer = ask(client, USER, **options)
+  if stream:
+    choices = [e.choices[0] for e in answer if e.choices]
+    content = "".join(c.delta.content or "" for c in choices)
+    calls = [c for choice in choices for c in choice.delta.tool_calls or ()]
+    reason = choices[-1].finish_reason
+  else:
+    (choice,) = answer.choices
+    content, calls = choice.message.content, choice.message.tool_calls
+    reason = choice.finish_reason
+  assert (reason, content, calls or []) == ("length", "", [])
+  # What was sampled stays so in the session.
+  history = [*USER, {"role": "assistant", "content": ""}, *USER]
+  answer = ask(client, history, tools=TOOLS)
+  first, _ = export(running, session).values()
+  sampled = first["tensor_dict"]["input_ids"][0][-4:]
+  assert running.renderer.decode(sampled).startswith("<tool")
+  prompt = answer.prompt_token_ids
+  assert any(prompt[i : i + 4] == sampled for i in range(len(prompt)))
+
+
+def test_text_before_a_call_that_is_cut_off_is_content():
+  parser = tool_parser.make_tool_parser("qwen")
+  completion = lambda reason: policy_client.Completion(
+      np.arange(3), np.zeros(3), np.zeros(3), reason
+  )
+  text = 'I go.\n<tool_call>\n{"name": "cli'
+  cut = answers.make_choice(completion("length"), text, parser)
+  assert cut.message == {"role": "assistant", "content": "I go."}
+  assert cut.finish_reason == "length"
+  # One that the policy ended itself is malformed, and shown.
+  ended = answers.make_choice(completion("stop"), text, parser)
+  assert ended.message["content"] == text
+  # Of two calls the first is whole.
+  call = '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>'
+  two = answers.make_choice(completion("length"), call + text, parser)
+  assert len(two.message["tool_calls"]) == 1
+  assert two.finish_reason == "length" and not two.message["content"]
+  thinking = "<think>I see <b"
+  cut = answers.make_choice(completion("length"), thinking, parser)
+  assert cut.message["content"] == thinking
+
+
+def test_an_open_schema_is_answered_with_whole_json(running):
+  """Without its end forced, most would be cut."""
+  for seed in range(4):
+    answer = ask(
+        running.client(), USER, max_tokens=48, seed=seed,
+        response_format={"type": "json_object"},
+    )  # pyformat: disable
+    (choice,) = answer.choices
+    assert choice.finish_reason == "stop" and len(choice.token_ids) <= 48
+    assert isinstance(json.loads(choice.message.content), dict)
+
+
 def test_a_strict_tool_need_not_be_called(running, monkeypatch):
   policy = running.app._service.policy
   monkeypatch.setattr(policy, "parser", qwen.QwenToolParser(compact=True))
@@ -314,8 +382,8 @@ def test_a_strict_tool_need_not_be_called(running, monkeypatch):
   tool_lists = []
   monkeypatch.setattr(
       policy.grammars, "start",
-      lambda source, start=policy.grammars.start: (
-          tool_lists.append(source) or start(source)
+      lambda source, length, start=policy.grammars.start: (
+          tool_lists.append(source) or start(source, length)
       ),
   )  # pyformat: disable
   answer = ask(running.client(), USER, tools=strict)

@@ -85,7 +85,9 @@ def test_a_stream_adds_up_to_the_whole_answer(running):
 @pytest.mark.parametrize(
     "change, param, words",
     [
-        ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
+        ({"presence_penalty": "x"}, "presence_penalty", "[-2.0, 2.0]"),
+        ({"extra_body": {"repetition_penalty": 1.1}}, "repetition_penalty",
+         "not supported"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         ({"stop": ["x"] * 17}, "stop", "up to 16"),
         ({"stop": ["x", ""]}, "stop", "none empty"),

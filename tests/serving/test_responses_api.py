@@ -279,7 +279,7 @@ def test_a_stream_that_fails_says_so(running, monkeypatch):
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]},
          "input[0].arguments", "JSON text"),
         ({"background": True}, "background", "not supported"),
-        ({"truncation": "auto"}, "truncation", "not supported"),
+        ({"truncation": "middle"}, "truncation", "auto or disabled"),
         ({"include": ["file_search_call.results"]}, "include",
          "message.output_text.logprobs"),
         ({"max_output_tokens": 100}, "max_output_tokens", "[1, 96]"),

@@ -1,7 +1,10 @@
 """Failures around a request, and the errors that its client gets."""
 
 import asyncio
+import base64
+import io
 import json
+import re
 import socket
 import threading
 import time
@@ -9,6 +12,7 @@ import time
 import httpx
 import numpy as np
 import openai
+from PIL import Image
 import pytest
 from rollout_server import ask
 from rollout_server import export
@@ -166,6 +170,21 @@ def test_a_schema_that_is_nested_too_deep_is_refused(running):
 
 
 # --- images -------------------------------------------------------------------
+
+
+def test_an_image_that_is_too_large_names_the_servers_option(running):
+  out = io.BytesIO()
+  Image.new("RGB", (96, 64)).save(out, "PNG")
+  url = "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+  message = screenshot(1)
+  message["content"][1]["image_url"]["url"] = url
+  answer = running.post(
+      "/v1/chat/completions",
+      {"model": MODEL, "messages": [message], "max_tokens": 1},
+  )
+  assert answer.status_code == 400
+  error = answer.json()["error"]
+  assert re.search(r"96x64 .*--screen 96x64", error["message"]), error
 
 
 def test_an_image_that_the_server_lost_is_its_own_fault(running, monkeypatch):

@@ -38,6 +38,8 @@ OTHERS = {
     "top_k": {"extra_body": {"top_k": 3}},
     "min_p": {"extra_body": {"min_p": 0.2}},
     "min_tokens": {"extra_body": {"min_tokens": 3}},
+    "frequency_penalty": {"frequency_penalty": 0.3},
+    "presence_penalty": {"presence_penalty": -1},
     "response_format": {"response_format": SCHEMA, "max_tokens": 60},
 }
 

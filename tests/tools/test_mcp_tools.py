@@ -1,6 +1,7 @@
 """Tools of a real MCP server, by pipes and by HTTP, and what goes wrong."""
 
 import asyncio
+import functools
 import gc
 import os
 import pathlib
@@ -48,6 +49,31 @@ def call(name, **arguments):
 async def outputs(env, *calls):
   observation, _, _, info = await env.step(list(calls))
   return list(observation["tool_outputs"].values()), info
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_second_version_of_the_package(tmp_path):
+  """All of this file, with that version as client and server."""
+  root = pathlib.Path(__file__).parents[2]
+  sites = [*root.glob(".venv-agent-clients/lib/python3*/site-packages")]
+  if not sites:
+    pytest.skip("no second version of mcp: make agent-clients")
+  for pattern in ("mcp", "mcp_types", "mcp-2*.dist-info"):
+    (path,) = sites[0].glob(pattern)
+    (tmp_path / path.name).symlink_to(path)
+  environ = os.environ | {"PYTHONPATH": str(tmp_path)}
+  version = "from importlib import metadata; print(metadata.version('mcp'))"
+  run = functools.partial(
+      subprocess.run, cwd=root, env=environ, capture_output=True, text=True,
+      timeout=380,
+  )  # pyformat: disable
+  assert run([sys.executable, "-c", version]).stdout.startswith("2.")
+  ran = run([
+      sys.executable, "-m", "pytest", "-q", "-n", "0", __file__,
+      "-m", "slow or not slow", "-k", "not second_version",
+  ])  # pyformat: disable
+  assert ran.returncode == 0, ran.stdout[-3000:]
 
 
 def test_schemas_reach_the_prompt(of_run):

@@ -4,6 +4,7 @@ The reference renders with Jinja templates that mark what the assistant wrote,
 `{% generation %}`: here as the families' published templates write it.
 """
 
+import itertools
 import json
 
 import hypothesis
@@ -221,14 +222,31 @@ def test_distill_qwen_equals_the_template_and_its_mask(kinds, messages):
   same_as_the_template(kinds, "distill_qwen", messages, None)
 
 
-@pytest.mark.slow
-@hypothesis.given(conversations(PLAIN_TURN, TOOL_TURN))
-@EXAMPLES
-def test_a_shipped_checkpoints_own_template(messages):
-  found = tokenizer()
-  got = loss_mask.make("qwen", found).get_loss_mask(messages)
-  ids = found.apply_chat_template(messages, return_dict=True)["input_ids"]
-  assert got[0] == ids
+@pytest.mark.parametrize("checkpoint", [CHECKPOINT, "tiny_vl"])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_a_shipped_checkpoints_own_template(checkpoint, tools):
+  """The template without a default system message."""
+  own = transformers.AutoTokenizer.from_pretrained(
+      str(policy_files.resolve(checkpoint))
+  )
+  generator = loss_mask.make("qwen", own)
+  user = {"role": "user", "content": "1 + 1 ="}
+  reply = {"role": "assistant", "content": "2"}
+  result = {"role": "tool", "content": "3"}
+  call = {
+      "type": "function", "function": {"name": "add", "arguments": {"a": 1}},
+  }  # pyformat: disable
+  calling = lambda text, *calls: {**reply, "content": text, "tool_calls": calls}
+  systems = [[], *([{"role": "system", "content": t}] for t in ("", "Brief."))]
+  for system, turns in itertools.product(systems, [
+      [user, reply], [user, reply, user, reply],
+      [user, calling("I call.", call), result, reply],
+      [user, calling("", call, call), result, result, reply],
+  ]):  # pyformat: disable
+    messages = system + turns
+    shown = own.apply_chat_template(messages, tools=tools, return_dict=True)
+    got = generator.get_loss_mask(messages, tools)
+    assert got[0] == shown["input_ids"], own.decode(got[0])
 
 
 @pytest.mark.parametrize("kind, end", [

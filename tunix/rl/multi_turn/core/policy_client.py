@@ -100,6 +100,18 @@ class SamplingParams(SamplingConfig):
   stop_token_ids: tuple[int, ...] = settings.setting(
       default=(), doc="Sampling ends with the first of these, which is kept."
   )
+  frequency_penalty: float = settings.setting(
+      default=0.0,
+      doc="Taken from a token's logit for each time the completion has it.",
+      ge=-2,
+      le=2,
+  )
+  presence_penalty: float = settings.setting(
+      default=0.0,
+      doc="Taken from a token's logit once the completion has it.",
+      ge=-2,
+      le=2,
+  )
   top_logprobs: int = settings.setting(
       default=0,
       doc="Record so many likeliest tokens beside each sampled one.",

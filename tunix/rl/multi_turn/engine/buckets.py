@@ -7,6 +7,7 @@ once for each; a window is a whole number of pages.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Collection, Iterator, NamedTuple, Sequence
 
 import jax
@@ -71,9 +72,8 @@ def deal(
 
 def announced(variant: programs.Variant, features: Collection[str]) -> bool:
   """Returns whether an engine with these features can need the variant."""
-  return (not variant.details or "details" in features) and (
-      not variant.masked or "grammar" in features
-  )
+  needs = zip(config_lib.FEATURES, variant.features)
+  return all(name in features for name, needed in needs if needed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,19 +124,14 @@ class Buckets:
       features: Names from `config.FEATURES`.
     """
     shapes = []
-    decodes = [(self.steps, False, False)]
-    if "details" in features:
-      decodes.append((self.steps, True, False))
-    if "grammar" in features:
-      decodes.append((1, False, True))
-    if set(config_lib.FEATURES) <= set(features):
-      decodes.append((1, True, True))
+    kinds = [range(1 + (name in features)) for name in config_lib.FEATURES]
+    decodes = [tuple(map(bool, kind)) for kind in itertools.product(*kinds)]
     for window in reversed(self.windows):
       for rows in reversed(self.decode_rows):
-        for steps, *features_of_call in decodes:
-          shapes.append(
-              programs.Variant("decode", rows, steps, window, *features_of_call)
-          )
+        for kind in decodes:
+          masked = kind[config_lib.FEATURES.index("grammar")]
+          steps = 1 if masked else self.steps
+          shapes.append(programs.Variant("decode", rows, steps, window, *kind))
       for rows in reversed(self.prefill_rows):
         for tokens in reversed(self.tokens):
           if tokens <= window:

@@ -15,7 +15,7 @@ from typing import Iterator, Literal
 
 from tunix.rl.multi_turn.core import settings
 
-FEATURES = ("details", "grammar")
+FEATURES = ("details", "grammar", "penalties")
 """Requests that need programs of their own: log-probs of more than the sampled
 tokens, and grammars."""
 
@@ -178,12 +178,13 @@ class EngineConfig:
       " matrices rounded to a byte a number, half of bfloat16; correct for the"
       " difference with algorithm.importance=tis. Qwen-VL only.",
   )
-  features: tuple[Literal["details", "grammar"], ...] = _opt(
+  features: tuple[Literal["details", "grammar", "penalties"], ...] = _opt(
       default=(),
       doc="Programs that warm-up compiles beside the usual ones. details:"
       " top_logprobs and raw log-probs. grammar: completions held to a"
-      " grammar. The engine compiles others when a request first needs them,"
-      " while all requests wait.",
+      " grammar. penalties: frequency and presence penalties. The engine"
+      " compiles others when a request first needs them, while all requests"
+      " wait.",
   )
   entropies: bool = _opt(
       default=False,

@@ -329,7 +329,8 @@ class RolloutEngine:
         if progress is not None:
           v = futures[future]
           what = f"{v.kind} {v.rows}x{v.tokens}"
-          what += " details" * v.details + " grammar" * v.masked
+          for feature, on in zip(config_lib.FEATURES, v.features):
+            what += f" {feature}" * on
           if v.window:
             what += f" window {v.window}"
           progress(count, len(variants), what)

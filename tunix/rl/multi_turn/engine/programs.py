@@ -54,6 +54,8 @@ DECODE_ROW = np.dtype([
     ("temperature", np.float32),
     ("top_p", np.float32),
     ("min_p", np.float32),
+    ("frequency_penalty", np.float32),
+    ("presence_penalty", np.float32),
     ("top_k", np.int32),
     ("stops", np.int32, (MAX_STOP_TOKENS,)),  # End the row; -1: none.
 ])
@@ -119,6 +121,7 @@ class Variant:
     window: positions of a row's cache that are read; 0 for encode and copy.
     details: a decode call that returns `sampler.Details`.
     masked: a decode call whose rows have masks of tokens.
+    penalized: a decode call that lowers the logits of sampled tokens.
   """
 
   kind: str
@@ -127,6 +130,12 @@ class Variant:
   window: int = 0
   details: bool = False
   masked: bool = False
+  penalized: bool = False
+
+  @property
+  def features(self) -> tuple[bool, ...]:
+    """Whether the call needs each of `config.FEATURES`."""
+    return self.details, self.masked, self.penalized
 
 
 class Decoded(NamedTuple):
@@ -255,6 +264,7 @@ class Programs:
       *,
       details: bool = False,
       allowed: np.ndarray | None = None,
+      sampled: np.ndarray | None = None,
   ) -> Decoded:
     """Samples up to `steps` tokens a row.
 
@@ -265,11 +275,14 @@ class Programs:
       details: return `Decoded.details`.
       allowed: uint32[R, `mask_words`], a bit for each token that may be
         sampled; None allows every token that is not banned.
+      sampled: int32[R, window], the tokens that each row has sampled in
+        earlier calls, then -1; None where no row has a penalty.
     """
     state = self.state
     window = pages_RN.shape[1] * state.page_size
-    masked = allowed is not None
-    variant = Variant("decode", len(rows_R), steps, window, details, masked)
+    features = details, allowed is not None, sampled is not None
+    variant = Variant("decode", len(rows_R), steps, window, *features)
+    optional = {"allowed": allowed, "sampled": sampled}
     state.cache, *out = self._program(variant)(
         state.params,
         state.cache,
@@ -277,7 +290,7 @@ class Programs:
         self.banned,
         pages_RN,
         words(rows_R),
-        *((allowed,) if masked else ()),
+        {k: array for k, array in optional.items() if array is not None},
     )
     tokens, logprobs, counts, ran, entropies, more = jax.device_get(out)
     return Decoded(tokens, logprobs, counts, int(ran), entropies, more)
@@ -400,16 +413,16 @@ class Programs:
   def _build_decode(self, variant: Variant) -> jax.stages.Lowered:
     state, steps = self.state, variant.tokens
 
-    def decode(params, cache, pool, banned, pages, words_RW, allowed=None):
+    def decode(params, cache, pool, banned, pages, words_RW, optional):
       model = state.merge(params)
       rows = _fields(words_RW, DECODE_ROW)
-      if allowed is not None:
-        banned = banned | self._masked(allowed)
+      if variant.masked:
+        banned = banned | self._masked(optional["allowed"])
       extend, part = self._extend(model, cache, pages, rows["start"])
       draw = self._sampler(rows, banned, variant.details)
 
       def body(carry):
-        step, part, token, vision, position, count, live, out = carry
+        step, part, token, vision, position, count, live, out, times = carry
         hidden, part = extend(
             token[:, None],
             position[:, None],
@@ -419,7 +432,8 @@ class Programs:
             vision[:, None],
             pool,
         )
-        drawn, logprob, *more = draw(model.logits(hidden[:, 0]), count)
+        drawn, logprob, *more = draw(model.logits(hidden[:, 0]), count, times)
+        times = self._counted(times, drawn[:, None], live[:, None])
         # Beyond a resting row's count, nothing is read.
         new = jnp.where(live, drawn, 0), jnp.where(live, logprob, 0.0), *more
         out = jax.tree.map(
@@ -434,7 +448,7 @@ class Programs:
         live &= (count < rows["remaining"]) & ~jnp.any(
             rows["stops"] == drawn[:, None], axis=-1
         )
-        return step + 1, part, token, vision, position, count, live, out
+        return step + 1, part, token, vision, position, count, live, out, times
 
       carry = (
           jnp.int32(0),
@@ -445,17 +459,24 @@ class Programs:
           jnp.zeros(variant.rows, jnp.int32),
           rows["remaining"] > 0,
           self._outputs(variant),
+          self._times(variant, optional),
       )
-      step, part, _, _, _, count, _, out = lax.while_loop(
+      step, part, _, _, _, count, _, out, _ = lax.while_loop(
           lambda c: (c[0] < steps) & jnp.any(c[6]), body, carry
       )
       cache = self._put(cache, part, pages, rows["start"], count, steps)
       tokens, logprobs, entropies, details = out
       return cache, tokens, logprobs, count, step, entropies, details
 
-    masks: tuple[jax.ShapeDtypeStruct, ...] = ()
+    optional = {}
     if variant.masked:
-      masks = (state.rows_shape(jnp.uint32, variant.rows, self.mask_words),)
+      optional["allowed"] = state.rows_shape(
+          jnp.uint32, variant.rows, self.mask_words
+      )
+    if variant.penalized:
+      optional["sampled"] = state.rows_shape(
+          jnp.int32, variant.rows, variant.window
+      )
     places = (state.cache_place, *(state.place,) * 6)
     return state.jit(decode, places, donate_argnums=1).lower(
         state.params,
@@ -466,7 +487,7 @@ class Programs:
         state.rows_shape(
             jnp.int32, variant.rows, DECODE_ROW.itemsize // 4
         ),
-        *masks,
+        optional,
     )
 
   # --- parts of the programs -------------------------------------------------
@@ -482,14 +503,33 @@ class Programs:
     bits = allowed[:, token // 32] >> (token % 32).astype(jnp.uint32)
     return bits & 1 == 0
 
+  def _times(self, variant: Variant, optional: dict[str, jax.Array]):
+    """Returns float32[R, vocabulary], how often each row has sampled each
+    token; None where no row has a penalty."""
+    if not variant.penalized:
+      return None
+    sampled_RT = optional["sampled"]
+    zeros = jnp.zeros((variant.rows, self.state.vocabulary), jnp.float32)
+    return self._counted(zeros, sampled_RT, sampled_RT >= 0)
+
+  def _counted(self, times_RV, tokens_RT: jax.Array, real_RT: jax.Array):
+    """Adds each row's real tokens to its counts, which may be None."""
+    if times_RV is None:
+      return None
+    row_R1 = jnp.arange(len(times_RV))[:, None]
+    return times_RV.at[row_R1, jnp.maximum(tokens_RT, 0)].add(
+        real_RT.astype(jnp.float32)
+    )
+
   def _sampler(self, rows: dict[str, jax.Array], banned, details: bool):
-    """(logits, draws of this call so far) -> the next draw of each row."""
+    """(logits, draws of this call so far, `_times`) -> each row's next draw."""
     truncated = jnp.any(
         (rows["remaining"] > 0)
         & (rows["temperature"] > 0)
         & ((rows["top_k"] > 0) | (rows["top_p"] < 1.0) | (rows["min_p"] > 0.0))
     )
-    return lambda logits, count: sampler.sample(
+    penalties = rows["frequency_penalty"], rows["presence_penalty"]
+    return lambda logits, count, times: sampler.sample(
         logits,
         banned,
         rows["key"],
@@ -499,6 +539,7 @@ class Programs:
         rows["top_p"],
         rows["min_p"],
         truncated,
+        None if times is None else sampler.penalty(times, *penalties),
         details=details,
         entropies=self.entropies,
     )

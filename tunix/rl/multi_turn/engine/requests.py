@@ -122,6 +122,12 @@ class Request:
     return bool(self.sampling.top_logprobs or self.sampling.raw_logprobs)
 
   @property
+  def penalized(self) -> bool:
+    """Whether its sampled tokens lower their own logits."""
+    sampling = self.sampling
+    return bool(sampling.frequency_penalty or sampling.presence_penalty)
+
+  @property
   def is_constrained(self) -> bool:
     """Whether a grammar or a stop condition reads its tokens."""
     return self.grammar is not None or self.stop_when is not None

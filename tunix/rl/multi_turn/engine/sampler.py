@@ -1,7 +1,8 @@
 """Samples one token a row, with its log-prob.
 
 Promises: the log-prob is that of the distribution that `sample` drew the token
-from (after ban, temperature, min-p, top-k and top-p, renormalised); a token of
+from (after penalties, ban, temperature, min-p, top-k and top-p, renormalised);
+a token of
 probability zero is never drawn; a row's draw depends only on its own logits,
 key and index, never on the rest of the batch. Randomness is counter-based:
 row r's draw number i uses the bits of `fold_in(key_r, i)`.
@@ -137,6 +138,20 @@ def uniforms(keys_R2: jax.Array, index_R: jax.Array) -> jax.Array:
   return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 
+def penalty(
+    times_RV: jax.Array, frequency_R: jax.Array, presence_R: jax.Array
+) -> jax.Array:
+  """Returns float32[R, V] that OpenAI's penalties take from the logits.
+
+  Args:
+    times_RV: float32, how often a completion has each token so far.
+    frequency_R: float32, taken for each time.
+    presence_R: float32, taken once.
+  """
+  present_RV = (times_RV > 0).astype(jnp.float32)
+  return frequency_R[:, None] * times_RV + presence_R[:, None] * present_RV
+
+
 def entropy(logits_RV: jax.Array, banned_V: jax.Array) -> jax.Array:
   """Returns float32[R] nats, the entropy of the policy before a draw.
 
@@ -178,6 +193,7 @@ def sample(
     top_p_R: jax.Array,
     min_p_R: jax.Array,
     any_truncated: jax.Array,
+    penalty_RV: jax.Array | None = None,
     details: bool = False,
     entropies: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, Details | None]:
@@ -195,6 +211,8 @@ def sample(
     min_p_R: float32, 0 keeps all.
     any_truncated: bool scalar; False skips min-p, top-k and top-p for all
       rows.
+    penalty_RV: float32 that is taken from the logits, as of `penalty`; None:
+      nothing is.
     details: return `Details`; static.
     entropies: return `entropy`; static.
 
@@ -205,7 +223,9 @@ def sample(
   greedy_R = temperature_R <= 0
   # The peak goes first: a tiny temperature then underflows to the best token
   # instead of overflowing.
-  peaked_RV = _peaked(logits_RV, banned_V)
+  peaked_RV = own_RV = _peaked(logits_RV, banned_V)
+  if penalty_RV is not None:
+    peaked_RV = _peaked(logits_RV - penalty_RV, banned_V)
   scaled_RV = peaked_RV / jnp.where(greedy_R, 1.0, temperature_R)[:, None]
   scaled_RV = lax.cond(
       any_truncated,
@@ -232,13 +252,13 @@ def sample(
   logprob_R = jnp.minimum(chosen_R - log_sum_R, 0.0)
   entropy_R = None
   if entropies:
-    # Without temperature and truncation the draw's weights are those of the
-    # distribution itself, which saves exp of a whole vocabulary.
+    # Without penalties, temperature and truncation the draw's weights are those
+    # of the distribution itself, which saves exp of a whole vocabulary.
     own = ~any_truncated & jnp.all(greedy_R | (temperature_R == 1.0))
     entropy_R = lax.cond(
-        own,
-        lambda: _entropy(peaked_RV, weights_RV),
-        lambda: _entropy(peaked_RV, jnp.exp(peaked_RV)),
+        own if penalty_RV is None else False,
+        lambda: _entropy(own_RV, weights_RV),
+        lambda: _entropy(own_RV, jnp.exp(own_RV)),
     )
   if not details:
     return token_R, logprob_R, entropy_R, None

@@ -321,6 +321,8 @@ class Scheduler:
     row["temperature"] = sampling.temperature
     row["top_p"] = sampling.top_p
     row["min_p"] = sampling.min_p
+    row["frequency_penalty"] = sampling.frequency_penalty
+    row["presence_penalty"] = sampling.presence_penalty
     row["top_k"] = min(sampling.top_k, self._programs.state.vocabulary)
     row["stops"] = -1
     stops = sampling.stop_token_ids
@@ -373,7 +375,7 @@ class Scheduler:
   def _decode(self) -> None:
     # 1. Make room for each request's next tokens, in order of service: a later
     #    one may lose its pages to an earlier one.
-    groups: dict[tuple[int, bool, bool], list[requests_lib.Request]] = {}
+    groups: dict[tuple[int, bool, bool, bool], list[requests_lib.Request]] = {}
     ready = self._with_pending_images()
     for request in sorted(ready, key=lambda r: r.turn):
       if request.slot is None:
@@ -384,10 +386,11 @@ class Scheduler:
       if request.slot is not None:
         end = self._decode_end(request)
         window = buckets_lib.smallest(self._buckets.windows, end)
-        kind = window, request.detailed, request.grammar is not None
+        masked = request.grammar is not None
+        kind = window, request.detailed, masked, request.penalized
         groups.setdefault(kind, []).append(request)
     # 3. One call for as many rows as the largest bucket holds.
-    for (window, details, masked), group in groups.items():
+    for (window, details, masked, penalized), group in groups.items():
       masks: dict[requests_lib.Request, np.ndarray] | None = None
       if masked:
         masks, failed = constrained_decoding.masks(group, self._unbanned)
@@ -398,7 +401,7 @@ class Scheduler:
       sizes = self._buckets.decode_rows
       for call in buckets_lib.deal(shards, sizes, self._shards):
         active = [group[item] for item in call.items]
-        self._decode_call(active, call, window, details, masks)
+        self._decode_call(active, call, window, details, masks, penalized)
 
   def _decode_end(self, request: requests_lib.Request) -> int:
     """Returns the tokens that the request's cache has after the next call."""
@@ -414,10 +417,11 @@ class Scheduler:
       window: int,
       details: bool,
       masks: dict[requests_lib.Request, np.ndarray] | None,
+      penalized: bool,
   ) -> None:
     """Samples up to K tokens for each of the requests in `active`."""
     started = time.perf_counter()
-    steps, allowed = self._buckets.steps, None
+    steps, allowed, sampled = self._buckets.steps, None, None
     slots_A = np.array([r.slot for r in active], np.int32)
     pages_of_rows = [self.slots.sequence(request).pages for request in active]
     if masks is not None:
@@ -425,6 +429,12 @@ class Scheduler:
       words = self._programs.mask_words
       allowed = np.full((call.size, words), 0xFFFFFFFF, np.uint32)
       allowed[call.rows] = [masks[request] for request in active]
+    if penalized:
+      sampled = np.full((call.size, window), -1, np.int32)
+      for place, request in zip(call.rows, active, strict=True):
+        span = slice(len(request.prompt), request.length)
+        tokens = self.slots.tokens[request.slot, span]
+        sampled[place, : len(tokens)] = tokens
     rows = programs_lib.pick(self.slots.rows, slots_A, call.rows, call.size)
     if self.pools[0].keeps_state:
       for place in call.rows:
@@ -436,6 +446,7 @@ class Scheduler:
         steps,
         details=details,
         allowed=allowed,
+        sampled=sampled,
     )
     self.counters.seconds_decode += time.perf_counter() - started
     self.counters.decode_calls += 1
@@ -450,7 +461,7 @@ class Scheduler:
             )
         )
     program = page_pool.program_name(
-        "decode", steps, window, details, masks is not None
+        "decode", steps, window, details, masks is not None, penalized
     )
     self._harvest(active, slots_A, call.rows, decoded, program)
 

@@ -202,10 +202,11 @@ class VisionCache:
         continue
       patched = self._patches.get(span)
       if len(patched.patches) > largest:
+        size = f"{span.image.width}x{span.image.height}"
         raise ValueError(
-            f"an image of {span.image.width}x{span.image.height} has"
-            f" {len(patched.patches)} patches, more than the engine's largest"
-            f" patch bucket, {largest}; raise patch_buckets"
+            f"an image of {size} has {len(patched.patches)} patches, the engine"
+            f" takes up to {largest}: send a smaller one, serve with --screen"
+            f" {size}, or raise engine.patch_buckets"
         )
     if not self.fits(spans):
       shards = len(self._pools)

@@ -96,14 +96,18 @@ def make_choice(
     text: str,
     parser: parser_base.ToolParser | None,
     stop: str | None = None,
+    only_calls: bool = False,
 ) -> Choice:
   """Cuts the text into content and tool calls.
+
+  A call that the completion's length cuts off is no content.
 
   Args:
     completion: Sampled completion.
     text: Text of the completion, without the end of the turn.
     parser: Reads tool calls; None leaves all text as content.
     stop: Stop string that ended it, if one did.
+    only_calls: Whether text that the parser reads is nothing but calls.
   """
   message: dict[str, Any] = {"role": "assistant", "content": text}
   reason = _REASONS[completion.finish_reason]
@@ -123,6 +127,10 @@ def make_choice(
           for call in result.calls
       ]
       reason = "tool_calls" if reason == "stop" else reason
+    elif reason == "length" and only_calls:
+      message["content"] = ""
+    elif reason == "length" and result.first_call is not None:
+      message["content"] = text[: result.first_call].rstrip()
   return Choice(completion, message, reason, stop)
 
 
@@ -240,12 +248,14 @@ class TokenDecoder:
 
 
 def logprobs(
-    completion: policy_client.Completion, decoder: TokenDecoder
+    completion: policy_client.Completion,
+    decoder: TokenDecoder,
+    as_ids: bool = False,
 ) -> list[dict[str, Any]]:
   """Returns a completion's tokens in the shape of chat completions'
-  `logprobs`."""
+  `logprobs`; `as_ids` names each "token_id:17" in place of its text."""
   of = lambda token, logprob: {
-      "token": decoder.token(token),
+      "token": f"token_id:{token}" if as_ids else decoder.token(token),
       "logprob": logprob,
       "bytes": list(decoder.bytes(token)),
   }

@@ -44,6 +44,7 @@ from tunix.rl.multi_turn.core import request_bodies
 from tunix.rl.multi_turn.serving import bodies
 from tunix.rl.multi_turn.serving import chat
 from tunix.rl.multi_turn.serving import completions
+from tunix.rl.multi_turn.serving import counting
 from tunix.rl.multi_turn.serving import errors
 from tunix.rl.multi_turn.serving import messages
 from tunix.rl.multi_turn.serving import openapi
@@ -113,6 +114,7 @@ class OpenAIApp:
     post, get = ["POST"], ["GET"]
     endpoints = [
         *((api.path, self._answering(api), post) for api in ENDPOINTS),
+        *((c.path, self._counting(c), post) for c in counting.ENDPOINTS),
         ("models", self._models, get),
         ("models/{model:path}", self._one_model, get),
         ("responses/{response}", self._kept_response, get),
@@ -128,7 +130,7 @@ class OpenAIApp:
         # AReaL's clients name a session by its key alone, and no version.
         ("/rl/set_reward", self._sessions.set_reward, post),
         ("/rl/end_session", self._sessions.end, post),
-        *((f"/{path}", *route) for path, *route in endpoints[: len(ENDPOINTS)]),
+        *((f"/{path}", *to) for path, *to in endpoints if to[1] is post),
     ]
     for prefix in ("/sessions/{session}", "/{session}"):
       for path, *route in endpoints:
@@ -287,6 +289,19 @@ class OpenAIApp:
           api.to_json(sampling_request, answer, self._service.policy.decoder),
           headers=self._ignored(sampling_request),
       )
+
+    return run
+
+  def _counting(self, api: counting.Endpoint) -> Handler:
+    """Returns the handler of an endpoint that renders and samples nothing."""
+
+    async def run(request: Request) -> Response:
+      session = request.state.session
+      self._service.check_room(session)
+      fields = api.read(await self._object(request), self._limits)
+      prompt = await self._service.render(fields, session)
+      context = self._service.policy.context_length
+      return _json(api.to_json(prompt, context), headers=self._ignored(fields))
 
     return run
 

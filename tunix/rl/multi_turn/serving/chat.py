@@ -129,6 +129,10 @@ class AssistantMessage(_Message):
   reasoning: Annotated[Any, bodies.Ignored("")] = None
   reasoning_content: Annotated[Any, bodies.Ignored("")] = None
   thinking_blocks: Annotated[Any, bodies.Ignored([])] = None
+  # Of NeMo Gym; a session holds the tokens of its own answers.
+  prompt_token_ids: Annotated[Any, bodies.Ignored()] = None
+  generation_token_ids: Annotated[Any, bodies.Ignored()] = None
+  generation_log_probs: Annotated[Any, bodies.Ignored()] = None
   content: Texts | None = None
   tool_calls: Annotated[
       list[ToolCall], bodies.Items("must be a list of calls")
@@ -171,26 +175,31 @@ class Tool(bodies.Body):
   function: requests.Function
 
 
-_ChatMessage = Annotated[
-    SystemMessage | UserMessage | AssistantMessage | ToolMessage,
-    bodies.ByField("role"),
+Messages = Annotated[
+    list[
+        Annotated[
+            SystemMessage | UserMessage | AssistantMessage | ToolMessage,
+            bodies.ByField("role"),
+        ]
+    ],
+    bodies.Items("must be a list with an entry", 1),
+]
+Tools = Annotated[
+    list[Annotated[Tool, bodies.ByField("type")]],
+    bodies.Items("must be a list of tools"),
 ]
 
 
 class ChatBody(requests.ChoicesBody, requests.ToolsBody):
   """A body of `/v1/chat/completions`."""
 
-  messages: Annotated[
-      list[_ChatMessage], bodies.Items("must be a list with an entry", 1)
-  ]
+  messages: Messages
   max_completion_tokens: (
       Annotated[int, bodies.UpTo("max_new_tokens")] | None
   ) = None
   logprobs: bodies.Flag = False
-  tools: Annotated[
-      list[Annotated[Tool, bodies.ByField("type")]],
-      bodies.Items("must be a list of tools"),
-  ] = []
+  return_tokens_as_token_ids: bodies.Flag = False
+  tools: Tools = []
   prompt_token_ids: Annotated[tuple[int, ...], bodies.TokenIds()] | None = None
   # The last message is the beginning of the answer.
   continue_final_message: bodies.Flag = False
@@ -220,7 +229,9 @@ def read(
   length = lengths.pop() if lengths else None
   # As sent: the policy reads the tools' fields in the client's order.
   tools = tuple(body.get("tools") or ())
-  parse_tools, guide = fields.guide_with_calls(tools, fields.format_guide)
+  parse_tools, guide = fields.guide_with_calls(
+      tools, fields.called, fields.parallel_tool_calls, fields.format_guide
+  )
   messages = tuple(one.message() for one in fields.messages)
   limits.check_images(requests.count_images(messages), "messages")
   fields.check_n()
@@ -246,13 +257,16 @@ def read(
       kept_by_client=fields.prompt_token_ids is not None,
       n=fields.n,
       logprobs=fields.logprobs,
+      tokens_as_ids=fields.return_tokens_as_token_ids,
       stop=fields.stops,
       guide=guide,
       # Shown also where none may be called: hidden, they would break the
       # session's sequence.
       tools=requests.shown_tools(tools),
       parse_tools=parse_tools,
-      one_call=fields.one_call(parse_tools, guide),
+      one_call=requests.ends_after_call(
+          parse_tools, fields.parallel_tool_calls, guide
+      ),
       continues=fields.continue_final_message,
       thinking=requests.Thinking.by_effort(
           "reasoning_effort", fields.reasoning_effort
@@ -367,7 +381,9 @@ def whole(
         "finish_reason": choice.finish_reason,
         "logprobs": (
             {
-                "content": answers.logprobs(choice.completion, decoder),
+                "content": answers.logprobs(
+                    choice.completion, decoder, request.tokens_as_ids
+                ),
                 "refusal": None,
             }
             if request.logprobs
@@ -408,7 +424,9 @@ class ChatStream(streams.ChoiceStream):
       yield self._chunk(index, self._delta(delta))
     extra = answers.extras(request, answer, index)
     if request.logprobs:
-      content = answers.logprobs(choice.completion, self._decoder)
+      content = answers.logprobs(
+          choice.completion, self._decoder, request.tokens_as_ids
+      )
       extra["logprobs"] = {"content": content, "refusal": None}
     event = self._chunk(
         index, self._delta({}), finish_reason=choice.finish_reason, **extra

@@ -12,6 +12,7 @@ class ApiError(Exception):
     status: HTTP status.
     code: Short, stable code for programs.
     param: Path of the wrong field, if a field is wrong.
+    details: Fields that only some clients look for; None: no such object.
     retry_after_s: Seconds after which the same request may succeed; None: the
       answer asks clients not to repeat it.
   """
@@ -23,6 +24,7 @@ class ApiError(Exception):
       *,
       code: str | None = None,
       param: str | None = None,
+      details: dict[str, Any] | None = None,
       retry_after_s: float | None = None,
   ):
     super().__init__(message)
@@ -30,6 +32,7 @@ class ApiError(Exception):
     self.message = message
     self.code = code
     self.param = param
+    self.details = details
     self.retry_after_s = retry_after_s
 
   @property
@@ -41,15 +44,15 @@ class ApiError(Exception):
     return "server_error" if self.status >= 500 else "invalid_request_error"
 
   def body(self) -> dict[str, Any]:
-    return {
-        "type": "error",  # Where Anthropic's clients look.
-        "error": {
-            "message": _whole(self.message),
-            "type": self.type,
-            "param": None if self.param is None else _whole(self.param),
-            "code": self.code,
-        }
+    error = {
+        "message": _whole(self.message),
+        "type": self.type,
+        "param": None if self.param is None else _whole(self.param),
+        "code": self.code,
     }
+    if self.details is not None:
+      error["details"] = self.details
+    return {"type": "error", "error": error}  # Where Anthropic's clients look.
 
   def headers(self) -> dict[str, str]:
     if self.retry_after_s is None:

@@ -5,7 +5,9 @@ holds completions to the result.
 
 Promises: a completion held to a grammar is a text of it, unless sampling ends
 before; the policy may sample a stop token only where the text may end, and must
-where nothing can follow. An impossible grammar is refused when it is made.
+where nothing can follow. Where the completion has a length, the last tokens of
+it are the shortest end of the text that `Matcher` finds. An impossible grammar
+is refused when it is made.
 
 Does not accept a schema's keywords that llguidance does not enforce; it refuses
 them by name.
@@ -14,6 +16,7 @@ them by name.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import re
@@ -25,6 +28,12 @@ from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
 from tunix.rl.multi_turn.parser.tool_parser import qwen
 
 _KEPT = 64  # Grammars, compiled.
+_END = 64  # Tokens within which a text is brought to its end.
+_SPARE = 6  # That the next token may lengthen the end by.
+# Texts that end JSON soonest, by preference: outside of a string, and in one.
+_OUTSIDE = ("}", "]", ":", ",", "0", '"', "n", "[", "{")
+_INSIDE = ('"', "n", "0")
+_TEXT = "~"  # Is written in strings only.
 # JSON as `json.dumps` writes it, or without blanks: a policy that may write
 # blanks at will may never end.
 _JSON = {
@@ -71,6 +80,9 @@ class Grammars:
     self._fill = llguidance.numpy.fill_next_token_bitmask
     self._words = -(-vocabulary // 32)
     names = [token_bytes(i) for i in range(vocabulary)]
+    texts = {text.encode(): text for text in (*_OUTSIDE, *_INSIDE, _TEXT)}
+    self._ids = {texts[n]: i for i, n in enumerate(names) if n in texts}
+    self._stops = tuple(stop_token_ids)
     # A token without text could be sampled for ever.
     empty = {i for i, name in enumerate(names) if not name}
     names = _Tokens(
@@ -170,18 +182,23 @@ class Grammars:
           ])
       )
 
-  def start(self, source: str) -> Matcher:
+  def start(self, source: str, length: int | None = None) -> Matcher:
     """Returns a grammar's state for one completion.
 
     Compiles a source on its first use, which takes up to a second for a large
     schema.
+
+    Args:
+      source: Grammar, of one of the methods above.
+      length: Tokens of the completion, at most; None: any number.
 
     Raises:
       GrammarError: the grammar is impossible.
     """
     with self._lock, _refusing():
       matcher = self._compiled(source).deep_copy()
-    return Matcher(matcher, self._fill, self._words)
+    end = None if length is None else _End(length, self._ids, self._stops)
+    return Matcher(matcher, self._fill, self._words, end)
 
   def _compile(self, source: str) -> Any:
     wrong = self._lib.LLMatcher.validate_grammar(source, self._tokens)
@@ -193,23 +210,108 @@ class Grammars:
     return matcher
 
 
-class Matcher:
-  """A `constrained_decoding.Grammar`."""
+@dataclasses.dataclass
+class _End:
+  """The end of a completion of bounded length.
 
-  def __init__(self, matcher: Any, fill: Callable[..., None], words: int):
+  Attributes:
+    remaining: Tokens that may still be sampled, the stop token among them.
+    ids: Ids of the texts that end JSON.
+    stops: Ids that end the completion.
+    forced: Tokens that end the text; None as long as the policy chooses.
+    look: The end is looked for once no more tokens than this are left.
+  """
+
+  remaining: int
+  ids: Mapping[str, int]
+  stops: Sequence[int]
+  forced: list[int] | None = None
+  look: int = _END
+
+
+class Matcher:
+  """A `constrained_decoding.Grammar`.
+
+  With an `_End`, the policy chooses tokens until the ones that are left only
+  just suffice to end the text; these are then the only ones allowed. A text
+  whose end is not found, or longer than `_END`, is cut.
+  """
+
+  def __init__(
+      self,
+      matcher: Any,
+      fill: Callable[..., None],
+      words: int,
+      end: _End | None = None,
+  ):
     self._matcher = matcher
     self._fill = fill
     self._mask = np.zeros((1, words), np.int32)
+    self._end = end
 
   def allowed(self) -> np.ndarray:
     """uint32[ceil(V / 32)]."""
-    self._fill(self._matcher, self._mask, 0)
-    self._check()
-    return self._mask[0].view(np.uint32).copy()
+    if self._end is not None:
+      self._look(self._end)
+      if self._end.forced is not None:
+        mask = np.zeros(self._mask.shape[1], np.uint32)
+        for token in self._end.forced[:1] or self._end.stops:
+          mask[token // 32] |= np.uint32(1 << token % 32)
+        return mask
+    return self._allowed(self._matcher)
 
   def advance(self, token: int) -> None:
     self._matcher.consume_token(token)
+    if self._end is not None:
+      self._end.remaining -= 1
+      if self._end.forced:
+        del self._end.forced[0]
     self._check()
+
+  def _allowed(self, matcher: Any) -> np.ndarray:
+    self._fill(matcher, self._mask, 0)
+    self._check()
+    return self._mask[0].view(np.uint32).copy()
+
+  def _look(self, end: _End) -> None:
+    """Forces the end of the text once no token is to spare."""
+    if end.forced is not None or end.remaining > end.look or self.may_end:
+      return
+    tokens = self._shortest(end)
+    if tokens is None:
+      end.look = end.remaining // 2
+      return
+    spare = end.remaining - len(tokens) - 1 - _SPARE
+    if spare <= 0:
+      end.forced = tokens
+    else:  # A few tokens do not lengthen the end by more than are to spare.
+      end.look = end.remaining - 1 - spare // 4
+
+  def _shortest(self, end: _End) -> list[int] | None:
+    """Returns tokens after which the text may end, fewer than are left.
+
+    They are the first found by preference, not always the fewest.
+    """
+    matcher, tokens = self._matcher.deep_copy(), []
+    fits = lambda text: (token := end.ids.get(text)) is not None and (
+        matcher.validate_tokens([token]) == 1
+    )
+    while len(tokens) < end.remaining and not matcher.is_error():
+      if matcher.is_accepting():
+        return tokens
+      new = matcher.compute_ff_tokens()
+      if not new:
+        texts = _INSIDE if fits(_TEXT) else _OUTSIDE
+        text = next(filter(fits, texts), None)
+        if text is not None:
+          new = [end.ids[text]]
+        else:  # Within a word of a few, whatever begins it.
+          words = self._allowed(matcher)
+          bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+          new = [int(bits.argmax())]
+      matcher.consume_tokens(new)
+      tokens += new
+    return None
 
   @property
   def may_end(self) -> bool:

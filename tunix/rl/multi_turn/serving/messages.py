@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Iterator, Literal, Mapping
 
+import pydantic
 from tunix.rl.multi_turn.serving import answers
 from tunix.rl.multi_turn.serving import bodies
 from tunix.rl.multi_turn.serving import chat
@@ -246,6 +247,20 @@ class Thinking(bodies.Body):
   display: Annotated[Any, bodies.Ignored()] = None
 
 
+class OutputFormat(bodies.Body):
+  """The JSON schema of the answer."""
+
+  type: Literal["json_schema"]
+  schema_: bodies.Object = pydantic.Field(alias="schema")
+
+
+class OutputConfig(bodies.Body):
+  """The form of the answer."""
+
+  effort: Annotated[Any, bodies.Ignored()] = None
+  format: Annotated[OutputFormat, bodies.ByField("type")] | None = None
+
+
 class MessagesBody(requests.SamplingBody):
   """A body of `/v1/messages`."""
 
@@ -270,29 +285,39 @@ class MessagesBody(requests.SamplingBody):
   thinking: Thinking | None = None
   cache_control: Annotated[Any, bodies.Ignored()] = None
   inference_geo: Annotated[Any, bodies.Ignored()] = None
-  output_config: Annotated[Any, bodies.Neutral({})] = None
+  output_config: OutputConfig = OutputConfig()
+  thread: bodies.Unread = None
   container: Annotated[Any, bodies.Neutral()] = None
   mcp_servers: Annotated[Any, bodies.Neutral([])] = None
   context_management: Annotated[Any, bodies.Neutral({})] = None
 
 
 def read(
-    body: Mapping[str, Any], limits: requests.RequestLimits
+    body: Mapping[str, Any],
+    limits: requests.RequestLimits,
+    kind: type[MessagesBody] = MessagesBody,
 ) -> requests.SamplingRequest:
-  """Checks a body.
+  """Checks a body of one kind.
 
   Raises:
     ApiError: naming the field.
   """
-  fields = bodies.parse(MessagesBody, body, limits)
+  fields = bodies.parse(kind, body, limits)
+  if fields.thread is not None:
+    raise _no_threads()
   if fields.stream_options is not None:
     raise bodies.unsupported("stream_options", body["stream_options"])
   tools = tuple(map(_chat_tool, body.get("tools") or ()))
   choice = fields.tool_choice
-  one_call = choice.disable_parallel_tool_use
-  parse_tools, calls = requests.call_rules(choice.called, not one_call, tools)
+  many = not choice.disable_parallel_tool_use
+  output, shape = fields.output_config, None
+  if output.format is not None:
+    schema = output.format.schema_
+    shape = requests.Guide("json", schema, "output_config.format.schema")
+  parse_tools, guide = fields.guide_with_calls(
+      tools, choice.called, many, shape
+  )
   messages = [m for one in fields.messages for m in one.messages()]
-  guide = fields.guide(calls)
   continues = isinstance(fields.messages[-1], AssistantMessage)
   if continues:
     messages[-1] = _beginning(fields, messages[-1], parse_tools, guide)
@@ -309,13 +334,27 @@ def read(
       guide=guide,
       tools=requests.shown_tools(tools),
       parse_tools=parse_tools,
-      one_call=parse_tools and one_call,
+      one_call=requests.ends_after_call(parse_tools, many, guide),
       continues=continues,
-      thinking=_thinking(fields.thinking),
+      thinking=_thinking(fields.thinking)
+      or requests.Thinking.by_effort("output_config.effort", output.effort),
       ignored=(
           *bodies.ignored(fields),
           *(["thinking"] if fields.thinking is not None else ()),
       ),
+  )
+
+
+def _no_threads() -> errors.ApiError:
+  """Returns the error at which a client sends its whole history instead."""
+  code = "thread_unsupported_request"
+  return errors.ApiError(
+      400,
+      "thread: the server holds no threads; send all messages without thread,"
+      " a session continues its own answers",
+      code=code,
+      param="thread",
+      details={"error_code": code, "unsupported": ["thread"]},
   )
 
 
@@ -341,7 +380,7 @@ def _beginning(
   elif last.get("tool_calls"):
     wrong = "holds a call; send its result, an answer continues text only"
   elif parse_tools or guide is not None:
-    other = "tools" if parse_tools else "guided_regex"
+    other = "tools" if parse_tools or guide is None else guide.field
     wrong = (
         f"begins the answer, and {other} are about whole answers; set"
         " tool_choice to none, or end with the user's message"

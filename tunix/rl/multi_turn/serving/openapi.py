@@ -12,6 +12,7 @@ from typing import Any, Iterable
 from pydantic import json_schema
 from tunix.rl.multi_turn.core import bounds
 from tunix.rl.multi_turn.serving import bodies
+from tunix.rl.multi_turn.serving import counting
 from tunix.rl.multi_turn.serving import requests
 from tunix.rl.multi_turn.serving import session_routes
 from tunix.rl.multi_turn.serving import streams
@@ -52,6 +53,10 @@ def document(
         api.body,
         "Samples the next turn of a session.",
     )
+  for count in counting.ENDPOINTS:
+    for root in ("/v1", "/sessions/{session}/v1"):
+      summary = "Renders a prompt, and samples nothing."
+      posts[f"{root}/{count.path}"] = count.body, summary
   rewards = "/sessions/{session}/rl/set_reward"
   posts |= {
       "/rl/start_session": (session_routes.StartBody, "Starts a session."),

@@ -318,9 +318,11 @@ def stop_strings(
 
 
 def start_grammar(
-    guide: requests.Guide, policy: ServedPolicy
+    guide: requests.Guide, policy: ServedPolicy, length: int
 ) -> grammars_lib.Matcher:
-  """Compiles a grammar for one completion. Slow: not for an event loop.
+  """Compiles a grammar for one completion of up to `length` tokens.
+
+  Slow: not for an event loop.
 
   Raises:
     ApiError: naming the field that asks for it.
@@ -349,7 +351,7 @@ def start_grammar(
           free=guide.free,
           otherwise=shape,
       )
-    return grammars.start(source)
+    return grammars.start(source, length)
   except grammars_lib.GrammarError as error:
     raise refused_grammar(guide, error) from None
 

@@ -85,6 +85,11 @@ class Guide:
   free: bool = False
   otherwise: Guide | None = None
 
+  @property
+  def only_calls(self) -> bool:
+    """Whether a completion that is read for calls holds nothing else."""
+    return self.kind == "calls" and not self.free
+
   def reads_calls(self, text: str) -> bool:
     """Whether a completion of this grammar is read for calls."""
     return self.otherwise is None or text.startswith("<")
@@ -133,6 +138,7 @@ class SamplingRequest:
     stream: Whether the answer is a stream of server-sent events.
     include_usage: Whether the stream ends with an event of the usage.
     logprobs: Whether to return the sampled tokens' log-probs.
+    tokens_as_ids: Whether log-probs name tokens by their ids.
     stop: Strings that end a completion; its text ends before them.
     one_call: Whether the first tool call ends the completion.
     guide: Grammar that the completion must follow.
@@ -169,6 +175,7 @@ class SamplingRequest:
   stream: bool = False
   include_usage: bool = False
   logprobs: bool = False
+  tokens_as_ids: bool = False
   stop: tuple[str, ...] = ()
   one_call: bool = False
   guide: Guide | None = None
@@ -390,8 +397,8 @@ class SamplingBody(bodies.Body):
   chat_template_kwargs: TemplateOptions | None = None
   continue_final_message: Annotated[Any, bodies.Neutral(False)] = False
   add_generation_prompt: Annotated[Any, bodies.Neutral(True)] = True
-  presence_penalty: Annotated[Any, bodies.Neutral(0)] = None
-  frequency_penalty: Annotated[Any, bodies.Neutral(0)] = None
+  presence_penalty: Annotated[float, bodies.Range(-2.0, 2.0)] = 0.0
+  frequency_penalty: Annotated[float, bodies.Range(-2.0, 2.0)] = 0.0
   repetition_penalty: Annotated[Any, bodies.Neutral(1)] = None
   logit_bias: Annotated[Any, bodies.Neutral({})] = None
   min_tokens: Annotated[int, bodies.Range(0, 2**31 - 1)] = 0
@@ -410,6 +417,8 @@ class SamplingBody(bodies.Body):
         seed=self.seed,
         stop_token_ids=self.stop_token_ids,
         min_p=self.min_p,
+        frequency_penalty=self.frequency_penalty,
+        presence_penalty=self.presence_penalty,
         top_logprobs=alternatives,
         raw_logprobs=self.return_raw_logprobs,
     )
@@ -458,6 +467,35 @@ class SamplingBody(bodies.Body):
     if not self.stream:
       raise errors.invalid("stream_options", "stream_options needs stream=true")
     return self.stream_options.include_usage
+
+  def guide_with_calls(
+      self,
+      tools: Sequence[Mapping[str, Any]],
+      called: str,
+      many: bool,
+      shape: Guide | None,
+  ) -> tuple[bool, Guide | None]:
+    """Whether calls are read, and the one grammar of the completion.
+
+    Args:
+      tools: OpenAI schemas of the tools.
+      called: As `choice` of `call_rules`.
+      many: Whether a completion may hold more calls than one.
+      shape: JSON that the answer has, if it is no call.
+    """
+    parse_tools, calls = call_rules(called, many, tools)
+    if parse_tools and shape is not None:
+      if called == "auto":  # Either calls, or JSON.
+        calls = Guide("calls", tools, shape.field, many, otherwise=shape)
+      shape = None
+    guide = self.guide(calls, shape)
+    if parse_tools and guide is not None and guide is not calls:
+      raise errors.invalid(
+          guide.field,
+          f"{guide.field} leaves no room for tool calls; leave tools out, or"
+          " set tool_choice to none",
+      )
+    return parse_tools, guide
 
   def guide(self, *guides: Guide | None) -> Guide | None:
     """Returns the grammar of `guided_regex` or of `guides`; None for none."""
@@ -530,32 +568,14 @@ class ToolsBody(SamplingBody):
       return choice
     return choice.name if choice.function is None else choice.function.name
 
-  def one_call(self, parse_tools: bool, guide: Guide | None) -> bool:
-    """Whether the end of its first call ends the completion."""
-    if guide is not None and guide.otherwise is not None:
-      return False  # The grammar does, and JSON may spell a call's end.
-    return parse_tools and not self.parallel_tool_calls
 
-  def guide_with_calls(
-      self, tools: Sequence[Mapping[str, Any]], shape: Guide | None
-  ) -> tuple[bool, Guide | None]:
-    """Whether calls are read, and the one grammar of the completion."""
-    parse_tools, calls = call_rules(
-        self.called, self.parallel_tool_calls, tools
-    )
-    if parse_tools and shape is not None:
-      if self.called == "auto":  # Either calls, or JSON.
-        many = self.parallel_tool_calls
-        calls = Guide("calls", tools, shape.field, many, otherwise=shape)
-      shape = None
-    guide = self.guide(calls, shape)
-    if parse_tools and guide is not None and guide is not calls:
-      raise errors.invalid(
-          guide.field,
-          f"{guide.field} leaves no room for tool calls; leave tools out, or"
-          " set tool_choice to none",
-      )
-    return parse_tools, guide
+def ends_after_call(
+    parse_tools: bool, many: bool, guide: Guide | None
+) -> bool:
+  """Whether the end of its first call ends a completion."""
+  if guide is not None and guide.otherwise is not None:
+    return False  # The grammar does, and JSON may spell a call's end.
+  return parse_tools and not many
 
 
 def call_rules(

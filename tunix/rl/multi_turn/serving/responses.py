@@ -89,6 +89,10 @@ class _Item(bodies.Body):
 
   id: bodies.Unread = None
   status: bodies.Unread = None
+  # Of NeMo Gym; a session holds the tokens of its own answers.
+  prompt_token_ids: Annotated[Any, bodies.Ignored()] = None
+  generation_token_ids: Annotated[Any, bodies.Ignored()] = None
+  generation_log_probs: Annotated[Any, bodies.Ignored()] = None
 
 
 class _MessageItem(_Item):
@@ -222,7 +226,10 @@ class ResponseBody(requests.ToolsBody):
   reasoning: Annotated[
       Any, bodies.Ignored({}, {"effort": None}, {"effort": "none"})
   ] = None
-  truncation: Annotated[Any, bodies.Neutral("disabled")] = None
+  # "auto" would drop items of a prompt that does not fit: that is refused.
+  truncation: Annotated[
+      Literal["auto", "disabled"], bodies.Must("must be auto or disabled")
+  ] = "disabled"
 
 
 def read(
@@ -242,7 +249,10 @@ def read(
   tools = tuple(map(_chat_tool, body.get("tools") or ()))
   shape = fields.text.format
   parse_tools, guide = fields.guide_with_calls(
-      tools, None if shape is None else shape.guide("text.format")
+      tools,
+      fields.called,
+      fields.parallel_tool_calls,
+      None if shape is None else shape.guide("text.format"),
   )
   effort = fields.reasoning
   if isinstance(effort, dict):
@@ -256,7 +266,9 @@ def read(
       guide=guide,
       tools=requests.shown_tools(tools),
       parse_tools=parse_tools,
-      one_call=fields.one_call(parse_tools, guide),
+      one_call=requests.ends_after_call(
+          parse_tools, fields.parallel_tool_calls, guide
+      ),
       instructions=fields.instructions,
       previous=fields.previous_response_id,
       remember=fields.store,
@@ -273,6 +285,7 @@ def read(
           "top_logprobs": alternatives,
           "tools": body.get("tools") or [],
           "top_p": fields.top_p,
+          "truncation": fields.truncation,
           "user": fields.user,
       },
       thinking=requests.Thinking.by_effort("reasoning", effort),
@@ -312,7 +325,6 @@ def _response(
       "incomplete_details": None,
       "output": [],
       "reasoning": {"effort": None, "summary": None},
-      "truncation": "disabled",
       "usage": None,
       **request.echo,
   }

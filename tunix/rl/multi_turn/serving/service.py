@@ -130,6 +130,24 @@ class Service:
       )
     return await cache.wait_for(task, key)
 
+  async def render(
+      self,
+      request: requests.SamplingRequest,
+      session: session_store.ServedSession | None = None,
+  ) -> policy_client.TokenPrompt:
+    """Returns the prompt that the request would be sampled from.
+
+    Raises:
+      ApiError: the client's error.
+    """
+    self.check_model(request.model)
+    messages = await self._messages(request, session)
+    with api_errors():
+      rendered = prompts.render(request, messages, session, self.policy)
+    if isinstance(rendered, interactions.PendingPrompt):
+      return rendered.prompt
+    return rendered
+
   def check_room(self, session: session_store.ServedSession | None) -> None:
     """Refuses a request that would find no room, before its body is read.
 
@@ -369,7 +387,8 @@ class Service:
       parser = part.parser
       if request.guide is not None and not request.guide.reads_calls(text):
         parser = None
-      choice = answers.make_choice(completion, text, parser, stop)
+      only_calls = request.guide is not None and request.guide.only_calls
+      choice = answers.make_choice(completion, text, parser, stop, only_calls)
       choices.append(dataclasses.replace(choice, echoed=echoed))
     return choices
 
@@ -385,7 +404,10 @@ class Service:
     if request.guide is not None:
       grammars = await asyncio.to_thread(
           lambda: [
-              prompts.start_grammar(request.guide, self.policy) for _ in names
+              prompts.start_grammar(
+                  request.guide, self.policy, part.sampling.max_new_tokens
+              )
+              for _ in names
           ]
       )
     elif request.min_tokens:

@@ -54,6 +54,10 @@ class SessionSampling(sampling_rule.SamplingRule):
       return self._refused(reason.partition("=")[0], reason)
     if self.other == "train":
       return ""
+    for field in ("frequency_penalty", "presence_penalty"):
+      if value := getattr(sampling, field):
+        reason = f"{field}={value:g} lowers the odds of sampled tokens"
+        return self._refused(field, reason)
     if request.min_tokens:
       reason = f"min_tokens={request.min_tokens} holds back the turn's end"
       return self._refused("min_tokens", reason)

@@ -1,7 +1,8 @@
-"""Sessions with MCP servers, for `mcp_tools`; of the package `mcp`.
+"""Sessions with MCP servers, for `mcp_tools`; of the package `mcp`, 1 or 2.
 
 Promises: see `mcp_tools`. Nothing of the package is imported before the first
-session.
+session. What servers answer is returned as the JSON of the protocol, which both
+versions of the package name alike.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import atexit
 import contextlib
 import dataclasses
+import importlib
 import logging
 import os
 import threading
@@ -72,34 +74,39 @@ class Session:
     self._link: _Link | None = None
     _SESSIONS.add(self)
 
-  def list_tools(self) -> list[Any]:
-    """Returns the server's tools.
+  def list_tools(self) -> list[dict[str, Any]]:
+    """Returns the server's tools, in JSON.
 
     Raises:
       SessionError: no list within `start_s`.
     """
 
-    async def ask(link: _Link) -> list[Any]:
+    async def ask(link: _Link) -> list[dict[str, Any]]:
+      from mcp import types  # pylint: disable=g-import-not-at-top
+
       tools, cursor = [], None
       while True:
-        page = await link.session.list_tools(cursor)
-        tools += page.tools
-        cursor = page.nextCursor
+        params = types.PaginatedRequestParams(cursor=cursor)
+        page = _json(await link.session.list_tools(params=params))
+        tools += page["tools"]
+        cursor = page.get("nextCursor")
         if not cursor or len(tools) > _MAX_TOOLS:
           return tools[:_MAX_TOOLS]
 
     seconds = self._server.start_s
     return _on_loop(self._with_link(ask, seconds, "list of tools")).result()
 
-  async def call(self, tool: str, arguments: Mapping[str, Any]) -> Any:
-    """Returns the `CallToolResult` of a call.
+  async def call(
+      self, tool: str, arguments: Mapping[str, Any]
+  ) -> dict[str, Any]:
+    """Returns the `CallToolResult` of a call, in JSON.
 
     Raises:
       SessionError: none within `call_s`, or the session broke.
     """
 
     async def ask(link: _Link) -> Any:
-      return await link.session.call_tool(tool, dict(arguments))
+      return _json(await link.session.call_tool(tool, dict(arguments)))
 
     seconds = self._server.call_s
     return await asyncio.wrap_future(
@@ -276,26 +283,34 @@ async def _streams(
       async with stdio.stdio_client(parameters, errors) as streams:
         yield streams
     return
-  import httpx  # pylint: disable=g-import-not-at-top
+  import mcp  # pylint: disable=g-import-not-at-top
   from mcp.client import streamable_http  # pylint: disable=g-import-not-at-top
 
+  is_second = hasattr(mcp, "MCPError")
+  httpx = importlib.import_module("httpx2" if is_second else "httpx")
   timeout = httpx.Timeout(server.start_s, read=server.call_s + server.start_s)
   async with httpx.AsyncClient(
       headers=dict(server.headers), timeout=timeout, trust_env=False
   ) as client:
     async with streamable_http.streamable_http_client(
         server.url, http_client=client
-    ) as (read, write, _):
-      yield read, write
+    ) as streams:
+      yield streams[0], streams[1]  # Of three in version 1.
+
+
+def _json(answer: Any) -> dict[str, Any]:
+  """Returns an answer as it came; attributes differ between versions."""
+  return answer.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def _ends_session(error: BaseException) -> bool:
   """Whether no further call can succeed: all but a refusal of this one."""
   import mcp  # pylint: disable=g-import-not-at-top
 
-  # Closed (-32000), or unknown to the server (32600, as the package has it).
-  return not isinstance(error, mcp.McpError) or error.error.code in (
-      -32000, 32600
+  refusal = getattr(mcp, "MCPError", None) or mcp.McpError
+  # Closed (-32000), or a session that is unknown to the server.
+  return not isinstance(error, refusal) or error.error.code in (
+      -32000, 32600, -32600
   )  # pyformat: disable
 
 

@@ -23,7 +23,7 @@ import importlib.util
 import io
 import os
 import sys
-from typing import Any, Literal, Sequence
+from typing import Any, Literal, Mapping, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import concurrency
@@ -134,7 +134,7 @@ class McpTools:
     except mcp_sessions.SessionError as error:
       first.close()
       raise ValueError(str(error)) from None
-    names = [tool.name for tool in listed]
+    names = [tool["name"] for tool in listed]
     missing = [name for name in only or () if name not in names]
     if missing or not names:
       first.close()
@@ -146,11 +146,11 @@ class McpTools:
     if shared is None:
       first.close()
     self.tools: dict[str, McpTool] = {
-        prefix + tool.name: McpTool(
-            self.server, tool, prefix + tool.name, shared, max_chars
+        prefix + tool["name"]: McpTool(
+            self.server, tool, prefix + tool["name"], shared, max_chars
         )
         for tool in listed
-        if only is None or tool.name in only
+        if only is None or tool["name"] in only
     }
 
   def close(self) -> None:
@@ -170,15 +170,16 @@ class McpTool(stateful.EpisodeTool):
   def __init__(
       self,
       server: mcp_sessions.Server,
-      listed: Any,
+      listed: Mapping[str, Any],
       name: str,
       session: mcp_sessions.Session | None,
       max_chars: int,
   ):
-    super().__init__(name, listed.description or listed.title or "")
+    text = listed.get("description") or listed.get("title") or ""
+    super().__init__(name, text)
     self._server = server
-    self._tool = listed.name
-    self._schema = dict(listed.inputSchema or {})
+    self._tool = listed["name"]
+    self._schema = dict(listed.get("inputSchema") or {})
     self._max_chars = max_chars
     self._of_run = session is not None
     self.session = session
@@ -217,28 +218,30 @@ class McpTool(stateful.EpisodeTool):
     except mcp_sessions.SessionError as error:
       return base.ToolOutput(self.name, error=str(error))
     text, images = await concurrency.acall(_read, result, self._max_chars)
-    if result.isError:
+    if result.get("isError"):
       return base.ToolOutput(self.name, error=text or "the tool failed")
     return base.ToolOutput(
         self.name, text, metadata={"images": images} if images else {}
     )
 
 
-def _read(result: Any, max_chars: int) -> tuple[str, list[np.ndarray]]:
+def _read(
+    result: Mapping[str, Any], max_chars: int
+) -> tuple[str, list[np.ndarray]]:
   """Returns (text, images as uint8[H, W, 3]) of a call's result."""
   texts, images = [], []
-  for part in result.content:
-    if part.type == "text":
-      texts.append(part.text)
-    elif part.type == "image":
+  for part in result["content"]:
+    if part["type"] == "text":
+      texts.append(part["text"])
+    elif part["type"] == "image":
       try:
-        images.append(_pixels(part.data))
+        images.append(_pixels(part["data"]))
       except ValueError as error:
         texts.append(f"(an image that cannot be read: {error})")
-    elif part.type == "resource" and getattr(part.resource, "text", None):
-      texts.append(part.resource.text)
+    elif part["type"] == "resource" and part["resource"].get("text"):
+      texts.append(part["resource"]["text"])
     else:
-      texts.append(f"({part.type}, which is not shown here)")
+      texts.append(f"({part['type']}, which is not shown here)")
   text = "\n".join(texts)
   if len(text) > max_chars:
     text = f"{text[:max_chars]}\n(cut off: {len(text)} characters)"

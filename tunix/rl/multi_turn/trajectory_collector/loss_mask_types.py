@@ -47,6 +47,7 @@ class QwenLossMask(loss_mask.MultiTurnLossMaskGenerator):
   def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen"):
     super().__init__(tokenizer, tokenizer_type)
     self.default_system = _default_system(tokenizer, self.untemplated_system)
+    self._parts_tools = _parts_tools(tokenizer)
 
   def pieces(
       self,
@@ -58,7 +59,8 @@ class QwenLossMask(loss_mask.MultiTurnLossMaskGenerator):
     system = loss_mask.text_of(first, 0) if has_system else self.default_system
     if tools:
       shown = qwen_parser.QwenToolParser().get_tool_prompt(tools)
-      system = f"{system}\n\n{shown}" if system or has_system else shown
+      parted = system or (has_system and self._parts_tools)
+      system = f"{system}\n\n{shown}" if parted else shown
     if messages and (system or has_system):
       yield from _turn("system", system)
     for index in range(int(has_system), len(messages)):
@@ -245,6 +247,20 @@ def _with_calls(text: str, message: loss_mask.Message, index: int) -> str:
         + "</tool_call>"
     )
   return text
+
+
+def _parts_tools(tokenizer: Any) -> bool:
+  """Whether the tokenizer's template parts tools from an empty system message
+  by an empty line: Qwen's do, those of this package's policies do not."""
+  if getattr(tokenizer, "chat_template", None) is None:
+    return True
+  tool = {"name": "a", "description": "", "parameters": {}}
+  shown = tokenizer.apply_chat_template(
+      [{"role": "system", "content": ""}, {"role": "user", "content": "-"}],
+      tools=[{"type": "function", "function": tool}],
+      tokenize=False,
+  )
+  return not shown.startswith("<|im_start|>system\n#")
 
 
 def _default_system(tokenizer: Any, untemplated: str) -> str:

@@ -19,8 +19,10 @@ environment prints goes to stderr. Ends when its stdin does.
 """
 
 import asyncio
+import contextlib
 import contextvars
 import functools
+from importlib import metadata
 import json
 import logging
 import math
@@ -205,13 +207,16 @@ def serve(prepare):
 
 
 def prepare(request):
+  version = "0.1."  # Of a source tree; or it is missing, and import says so.
+  with contextlib.suppress(metadata.PackageNotFoundError):
+    version = metadata.version("verifiers")
+  if not version.startswith("0.1."):  # Some of them fail when imported.
+    raise ImportError(
+        f"verifiers {version} is not supported: from 0.2 on, environments are"
+        " tasksets and harnesses; install 'verifiers<0.2' (make verifiers)"
+    )
   import verifiers as vf
 
-  if not hasattr(vf, "load_environment"):
-    raise ImportError(
-        f"verifiers {vf.__version__} has no load_environment; install"
-        " 'verifiers<0.2'"
-    )
   env, rows = load(vf, request)
   facts = {"version": vf.__version__, **rows.sizes}
   return facts, functools.partial(play, vf, env, rows)

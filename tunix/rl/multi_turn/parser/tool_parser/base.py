@@ -82,6 +82,8 @@ class ParseResult:
       failures, one is given and the other derived.
     positions: offset in the text at which each of `calls` begins; () where the
       parser does not tell.
+    first_call: Offset of the first call, well-formed or not; None where there
+      is none, or the parser does not tell.
   """
 
   calls: tuple[trajectory.ToolCall, ...] = ()
@@ -90,6 +92,7 @@ class ParseResult:
   errors: tuple[str, ...] = ()
   failures: tuple[ToolParseError, ...] = ()
   positions: tuple[int, ...] = ()
+  first_call: int | None = None
 
   def __post_init__(self):
     if self.failures:

@@ -143,6 +143,7 @@ class ScanningParser(base.ToolParser):
         answer,
         failures=tuple(failures),
         positions=tuple(positions),
+        first_call=first_call if first_call >= 0 else None,
     )
 
   def _resume(self, text: str, position: int) -> int:
