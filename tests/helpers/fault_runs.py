@@ -385,6 +385,19 @@ class Scenarios:
     self.count += 1
     return folder
 
+  def logs(self, folder: pathlib.Path | None = None) -> dict[str, str]:
+    """The ends of what a scenario's processes wrote; by default the last's."""
+    folder = folder or self.folder / f"{self.count - 1:04d}"
+    files = [
+        p for of in (folder, folder / "logs") for p in sorted(of.glob("*.*"))
+        if p.suffix in (".out", ".err", ".jsonl")
+    ]  # pyformat: disable
+    files += [folder / "r" / "summary.json", folder / "r" / "traceback.txt"]
+    return {
+        str(p.relative_to(folder)): p.read_text(errors="replace")[-4000:]
+        for p in files if p.exists()
+    }  # pyformat: disable
+
   def _measure(self, entries) -> None:
     for stage in STAGES:
       times = [
@@ -692,7 +705,8 @@ def main() -> None:
     try:
       entry |= getattr(found, what)(*how)
     except Exception as error:  # pylint: disable=broad-except
-      entry["failed"] = f"{type(error).__name__}: {error}"[:3000]
+      entry["failed"] = f"{type(error).__name__}: {error}"
+      entry["logs"] = found.logs(how[0] if what == "damage" else None)
     entry["seconds"] = round(time.monotonic() - started, 2)
     print(json.dumps(entry), flush=True)
 
