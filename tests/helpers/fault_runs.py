@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import gc
 import hashlib
 import json
@@ -169,9 +170,11 @@ class Process:
     deadline = time.monotonic() + seconds
     while not self.poll():
       if time.monotonic() > deadline:
+        os.kill(self.pid, signal.SIGUSR1)  # Each thread writes where it is.
+        time.sleep(1.0)
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
-        raise AssertionError(f"hangs: {self.said()[-2000:]}")
+        raise AssertionError(f"hangs: {self.said()[-20_000:]}")
       time.sleep(0.01)
     return self.status
 
@@ -209,6 +212,7 @@ def _train(argv, ledger: pathlib.Path, before) -> int:
 
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.default_int_handler)
+  faulthandler.register(signal.SIGUSR1, all_threads=True)
   if before is not None:
     before()
   _attach(Ledger(ledger))
