@@ -700,9 +700,9 @@ def main() -> None:
     found.rng.shuffle(kinds)
     plan += [("damage", stopped, *one) for one in kinds[: given.damages]]
   found.rng.shuffle(plan)  # So that a part of it is a sample of all.
-  one_each = list({step[0]: step for step in plan}.values())
-  repeated = [step for step in plan if step not in one_each]
-  plan = [*one_each, *repeated][: given.most]
+  one_each = {step[0]: place for place, step in enumerate(plan)}.values()
+  repeated = [place for place in range(len(plan)) if place not in one_each]
+  plan = [plan[place] for place in (*one_each, *repeated)][: given.most]
   for what, *how in plan:
     started = time.monotonic()
     entry = {"what": what, "how": [str(h) for h in how]}

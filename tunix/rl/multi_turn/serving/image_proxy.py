@@ -250,11 +250,11 @@ class ImageProxy:
     try:
       answer = await http_server.unless_gone(
           request,
-          self._client.send(
+          http_lib.send(
+              self._client,
               self._client.build_request(
                   request.method, url, headers=headers, content=body
               ),
-              stream=True,
           ),
       )
     except httpx.LocalProtocolError as error:
