@@ -22,7 +22,7 @@ import shlex
 import shutil
 import sys
 import traceback
-from typing import Any, Sequence
+from typing import Sequence
 
 from tunix.rl.multi_turn import config as config_lib
 

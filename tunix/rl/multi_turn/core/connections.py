@@ -236,8 +236,8 @@ _LATE = _raw(
 )
 _NO_SOCKET = _raw(
     b"400 Bad Request",
-    "a request for a WebSocket has no body, at most 128 headers, and lines of at"
-    " most 8 KiB",
+    "a request for a WebSocket has no body, at most 128 headers, and lines of"
+    " at most 8 KiB",
     "invalid_head",
 )
 
