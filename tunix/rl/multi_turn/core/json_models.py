@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from typing import Annotated, Any, Mapping, TypeVar
+from typing import Annotated, Any, Iterable, Mapping, TypeVar
 
 import pydantic
 import pydantic_core
@@ -75,6 +75,7 @@ def infinite(value: Any) -> str:
   pending: list[tuple[Any, Any]] = [(None, [value])]
   while pending:
     path, holder = pending.pop()
+    parts: Iterable[tuple[Any, Any]]
     if isinstance(holder, dict):
       parts = holder.items()
     elif _INEXACT.isdisjoint(map(type, holder)):

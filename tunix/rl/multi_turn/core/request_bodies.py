@@ -9,8 +9,9 @@ never for a request that it refuses by its headers; the bodies of all running
 requests together, and what they `hold` besides, take no more memory than the
 limit, and one that does not fit waits for its turn; a body that is late is
 refused with 408, one that is too large with 413 before it is read; a sender
-that is slow gives way when others wait. One large body a turn of the event loop is handed out, so that parsing
-many of them does not stop the server from answering in between.
+that is slow gives way when others wait. One large body a turn of the event loop
+is handed out, so that parsing many of them does not stop the server from
+answering in between.
 
 Does not import a serving package.
 """
