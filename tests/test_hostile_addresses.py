@@ -5,6 +5,7 @@ that is none, or is too large, in each place of its path and query.
 """
 
 import re
+import socket
 from urllib import parse
 
 import httpx
@@ -165,3 +166,38 @@ NOT_SERVED = {
     ("monitor", "/nowhere"): "/api/v1/openapi.json",
 }  # pyformat: disable
 """Served paths instead of those that a service does not have."""
+
+
+SOCKET = (
+    "Host: localhost", "Upgrade: websocket", "Connection: Upgrade",
+    "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==", "Sec-WebSocket-Version: 13",
+)  # pyformat: disable
+
+
+@pytest.mark.parametrize("name", six_services.NAMES)
+@pytest.mark.parametrize(
+    "query, lines, body, statuses",
+    [
+        ("", [], b"", ("101", "401", "403")),
+        ("?a=" + "a" * 9000, [], b"", ("400",)),
+        ("", ["X: " + "a" * 9000], b"", ("400",)),
+        ("", [f"X{n}: a" for n in range(200)], b"", ("400",)),
+        ("", ["Sec-WebSocket-Protocol: \x01"], b"", ("400",)),
+        ("", ["Content-Length: 5"], b"abcde", ("400",)),
+        ("", ["Transfer-Encoding: chunked"], b"1\r\na\r\n0\r\n\r\n", ("400",)),
+    ],
+    ids=["plain", "line", "header", "headers", "bytes", "body", "chunks"],
+)
+def test_a_request_for_a_web_socket_is_always_answered(
+    services, name, query, lines, body, statuses
+):
+  path = "/openenv/desktop/ws" if name == "gym" else "/health"
+  head = "\r\n".join([f"GET {path}{query} HTTP/1.1", *SOCKET, *lines, "", ""])
+  url = parse.urlsplit(services[0][name][0])
+  with socket.create_connection((url.hostname, url.port), 10) as line:
+    line.sendall(head.encode() + body)
+    answer = line.recv(4096).decode()
+    assert answer.split()[1] in statuses, answer
+    if answer.split()[1] != "101":  # And nothing is kept of it.
+      while line.recv(4096):
+        pass

@@ -422,6 +422,30 @@ def test_a_start_is_refused_what_the_operator_did_not_list(
     assert running.stats()["generator"] is None
 
 
+def test_the_host_header_of_a_start_lists_no_host(tmp_path):
+  with buffer_services.Running(tmp_path / "b", token="t") as running:
+    running.service.url = ""  # As in a program that names no address.
+    body = {"task_type": "desktop", "num_repeat_per_sample": 1,
+            "remote_buffer_url": "http://a.example"}  # pyformat: disable
+    headers = {"authorization": "Bearer t", "host": "a.example"}
+    answer = running.post("/start_rollout", body, headers=headers)
+    assert answer.status_code == 422, answer.text
+    assert "--allow-hosts to list it" in answer.json()["detail"]
+    assert running.service.url == running.url
+
+
+def test_the_host_header_of_a_run_decides_no_address():
+  with run_services.serving(token="t", client_settings=("difficulty",)) as (
+      url, app,
+  ):  # pyformat: disable
+    headers = {"authorization": "Bearer t", "host": "a.example"}
+    answer = httpx.post(
+        f"{url}/runs", json=run_body("http://127.0.0.1:9"), headers=headers
+    )
+    assert answer.status_code == 200, answer.text
+    assert app.urls.base_url == url
+
+
 def test_a_link_out_of_a_listed_folder_is_refused(tmp_path):
   inside, outside = tmp_path / "in", tmp_path / "out"
   inside.mkdir()

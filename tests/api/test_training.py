@@ -198,6 +198,36 @@ def test_reading_a_run_imports_no_jax(run):
   assert process.stdout.strip() == "False", process.stderr
 
 
+def test_a_wrong_name_is_refused_without_jax():
+  program = """
+    import sys
+    import tunix_multi_turn
+    tunix_multi_turn.light()
+    import tunix.rl.multi_turn as mt
+    for call in (mt.train, mt.evaluate):
+      try:
+        call(gym="desktpo")
+      except mt.ConfigError as error:
+        assert "did you mean 'desktop'?" in str(error)
+      else:
+        raise AssertionError("not refused")
+    assert "Trains a" in mt.train.__doc__ and not hasattr(mt.train, "__path__")
+    print("jax" in sys.modules)
+    from tunix.rl.multi_turn import train
+    import tunix.rl.multi_turn.evaluate
+    assert train is mt.train is sys.modules[train.__name__]
+    assert not hasattr(train, "x") and callable(train.main)
+    assert callable(mt.evaluate) and callable(mt.evaluate.main)
+    print("jax" in sys.modules, mt.train.Run.__module__)
+  """
+  process = subprocess.run(
+      [sys.executable, "-c", textwrap.dedent(program)],
+      capture_output=True, text=True, timeout=120, check=False,
+  )  # pyformat: disable
+  room = "tunix.rl.multi_turn.run.run"
+  assert process.stdout.split() == ["False", "True", room], process.stderr
+
+
 CELLS = [
     """
     import pathlib, sys

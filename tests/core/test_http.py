@@ -1,7 +1,10 @@
 """Failed calls are repeated, or not, by their kind."""
 
 import asyncio
+import contextlib
+import random
 
+import httpx
 import pytest
 import run_services
 import tenacity
@@ -103,3 +106,47 @@ async def test_a_server_that_echoes_a_credential_puts_it_into_no_error(status):
   assert secret not in str(caught.value) and "***" in str(caught.value)
   assert str(status) in caught.value.summary
   assert "html" not in caught.value.summary
+
+
+async def test_calls_that_are_cancelled_leave_no_connection_open():
+  rng, sent = random.Random(0), {}
+
+  async def serve(reader, writer):
+    sent[writer] = 0
+    with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+      while True:
+        await reader.readuntil(b"\r\n\r\n")
+        sent[writer] += 1
+        await asyncio.sleep(rng.random() * 0.004)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+    del sent[writer]
+    writer.close()
+
+  server = await asyncio.start_server(serve, "127.0.0.1", 0)
+  port = server.sockets[0].getsockname()[1]
+  client = httpx.AsyncClient(timeout=30, trust_env=False)
+  cut = 0
+
+  async def calls():
+    nonlocal cut
+    for _ in range(200):
+      request = client.build_request("GET", f"http://127.0.0.1:{port}/")
+      call = asyncio.create_task(http.send(client, request))
+      await asyncio.wait({call}, timeout=rng.random() / 100)
+      if call.done():
+        await call.result().aclose()
+        continue
+      cut += 1
+      call.cancel()
+      await asyncio.wait({call})
+
+  await asyncio.gather(*(calls() for _ in range(8)))
+  assert cut > 100
+  for _ in range(200):
+    unused = [writer for writer, count in sent.items() if not count]
+    if not unused:
+      break
+    await asyncio.sleep(0.05)
+  assert not unused, f"{len(unused)} connections after {cut} calls"
+  await client.aclose()
+  server.close()

@@ -1,6 +1,7 @@
 """JSON becomes models; errors name field, value and fix."""
 
 import json
+import tracemalloc
 from typing import Annotated, Literal
 
 import hypothesis
@@ -110,3 +111,23 @@ def test_levels_of_a_value():
   for levels, value in ((0, 7), (1, [1, "a"]), (2, {"a": []}), (3, [[{}], 1])):
     assert not json_text.deeper(value, levels)
     assert levels == 0 or json_text.deeper(value, levels - 1)
+
+
+@pytest.mark.parametrize("text, place", [
+    ("1e999", "the number"), ('{"a": [1, {"b": 1e999}]}', "a.1.b"),
+    ("[1.5, -1e999]", "1"), ("[" * 150 + "1e999" + "]" * 150, "0.0.0"),
+])  # pyformat: disable
+def test_a_number_that_no_float_holds_is_named(text, place):
+  with pytest.raises(ValueError, match=f"{place}.* is larger than any float"):
+    json_models.parse(text)
+  assert json_models.infinite(json.loads(text)).startswith(place)
+
+
+def test_a_deep_list_of_many_numbers_takes_no_memory_for_its_places():
+  text = "[" * 190 + "1.5," * 100_000 + "1" + "]" * 190
+  value = json.loads(text)
+  tracemalloc.start()
+  assert not json_models.infinite(value)
+  _, peak = tracemalloc.get_traced_memory()
+  tracemalloc.stop()
+  assert peak < 1 << 20

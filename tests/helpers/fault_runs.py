@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import gc
 import hashlib
 import json
@@ -169,9 +170,11 @@ class Process:
     deadline = time.monotonic() + seconds
     while not self.poll():
       if time.monotonic() > deadline:
+        os.kill(self.pid, signal.SIGUSR1)  # Each thread writes where it is.
+        time.sleep(1.0)
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
-        raise AssertionError(f"hangs: {self.said()[-2000:]}")
+        raise AssertionError(f"hangs: {self.said()[-20_000:]}")
       time.sleep(0.01)
     return self.status
 
@@ -209,6 +212,7 @@ def _train(argv, ledger: pathlib.Path, before) -> int:
 
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.default_int_handler)
+  faulthandler.register(signal.SIGUSR1, all_threads=True)
   if before is not None:
     before()
   _attach(Ledger(ledger))
@@ -384,6 +388,19 @@ class Scenarios:
     folder = self.folder / f"{self.count:04d}"
     self.count += 1
     return folder
+
+  def logs(self, folder: pathlib.Path | None = None) -> dict[str, str]:
+    """The ends of what a scenario's processes wrote; by default the last's."""
+    folder = folder or self.folder / f"{self.count - 1:04d}"
+    files = [
+        p for of in (folder, folder / "logs") for p in sorted(of.glob("*.*"))
+        if p.suffix in (".out", ".err", ".jsonl")
+    ]  # pyformat: disable
+    files += [folder / "r" / "summary.json", folder / "r" / "traceback.txt"]
+    return {
+        str(p.relative_to(folder)): p.read_text(errors="replace")[-4000:]
+        for p in files if p.exists()
+    }  # pyformat: disable
 
   def _measure(self, entries) -> None:
     for stage in STAGES:
@@ -683,16 +700,17 @@ def main() -> None:
     found.rng.shuffle(kinds)
     plan += [("damage", stopped, *one) for one in kinds[: given.damages]]
   found.rng.shuffle(plan)  # So that a part of it is a sample of all.
-  one_each = list({step[0]: step for step in plan}.values())
-  repeated = [step for step in plan if step not in one_each]
-  plan = [*one_each, *repeated][: given.most]
+  one_each = {step[0]: place for place, step in enumerate(plan)}.values()
+  repeated = [place for place in range(len(plan)) if place not in one_each]
+  plan = [plan[place] for place in (*one_each, *repeated)][: given.most]
   for what, *how in plan:
     started = time.monotonic()
     entry = {"what": what, "how": [str(h) for h in how]}
     try:
       entry |= getattr(found, what)(*how)
     except Exception as error:  # pylint: disable=broad-except
-      entry["failed"] = f"{type(error).__name__}: {error}"[:3000]
+      entry["failed"] = f"{type(error).__name__}: {error}"
+      entry["logs"] = found.logs(how[0] if what == "damage" else None)
     entry["seconds"] = round(time.monotonic() - started, 2)
     print(json.dumps(entry), flush=True)
 

@@ -36,6 +36,6 @@ def test_no_fault_loses_work(tmp_path):
   assert process.returncode == 0, process.stderr[-3000:]
   data = [json.loads(line) for line in process.stdout.splitlines()]
   failed = [entry for entry in data if "failed" in entry]
-  assert not failed, "\n".join(map(json.dumps, failed))
+  assert not failed, "\n".join(json.dumps(e, indent=1) for e in failed)
   kinds = {entry["what"] for entry in data}
   assert {"kill", "interrupt", "twice", "damage"} <= kinds

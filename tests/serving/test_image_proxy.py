@@ -18,6 +18,7 @@ import small_server
 from tunix.rl.multi_turn.agents.runs import conversion
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import request_bodies
 from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.serving import image_addresses
 from tunix.rl.multi_turn.serving import image_proxy
@@ -611,6 +612,46 @@ async def test_a_client_that_vanishes_ends_the_upstream_s_work(make):
             break
           await asyncio.sleep(0.01)
         assert path in endings
+
+
+@pytest.fixture(name="large")
+def _large(site):
+  site.answer("/large.png", media_sites.PNG + bytes(600 << 10))
+  return f"{site.url}/large.png"
+
+
+async def test_one_image_many_times_is_no_body_without_bounds(
+    make, site, large, monkeypatch
+):
+  monkeypatch.setattr(image_proxy, "_MAX_BODY", 3 << 20)
+  with echo() as (upstream, log):
+    front = Front(upstream, make, site.name)
+    path = "/v1/chat/completions"
+    answer = await front.client.post(path, json=chat(*[large] * 3))
+    assert answer.status_code == 200
+    assert 2 << 20 < len(log.requests.pop()[4]) < 3 << 20
+    answer = await front.client.post(path, json=chat(*[large] * 4))
+    assert answer.status_code == 413, answer.text
+    assert "more than 3 MiB; send fewer" in answer.text
+    assert not log.requests
+
+
+async def test_images_of_all_requests_count_as_their_bodies_do(
+    make, site, large
+):
+  limits = request_bodies.ConnectionLimits(body_memory=2, body_timeout=0.5)
+  with echo() as (upstream, log):
+    proxy = Front(upstream, make, site.name).proxy
+    guard = request_bodies.BodyGuard(proxy.asgi, limits)
+    client = httpx.AsyncClient(
+        transport=httpx.ASGITransport(guard), base_url="http://127.0.0.1:1"
+    )
+    path = "/v1/chat/completions"
+    for count, status in ((2, 200), (3, 429), (2, 200)):
+      answer = await client.post(path, json=chat(*[large] * count))
+      assert answer.status_code == status, answer.text
+      assert guard.held == 0
+    assert len(log.requests) == 2
 
 
 async def test_strangers_are_refused_and_the_upstream_has_its_own_token(make):

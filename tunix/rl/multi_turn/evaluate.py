@@ -16,9 +16,7 @@ every episode was played and one of them at least was valid, 1 after a failure,
 
 from __future__ import annotations
 
-import importlib
 import sys
-import types
 from typing import Any, Iterator, Sequence
 
 from tunix.rl.multi_turn import config as config_lib
@@ -27,6 +25,7 @@ if __name__ == "__main__":  # Before the seconds that JAX takes.
   _CONFIG = config_lib.load_first(sys.argv[1:], config_lib.load_evaluation)
 
 import jax
+from tunix.rl.multi_turn.core import command_module
 from tunix.rl.multi_turn.core import comparison
 from tunix.rl.multi_turn.core import credentials
 from tunix.rl.multi_turn.core import shell_hints
@@ -177,15 +176,6 @@ def _how_to_resume(evaluation: Evaluation) -> str:
   return f"resume with: {command}"
 
 
-class _CallableModule(types.ModuleType):
-  """Importing a submodule binds its name in the package: `mt.evaluate` is this
-  module, and `mt.evaluate(…)` the call of the Python API."""
-
-  def __call__(self, *args: Any, **settings: Any) -> Any:
-    api = importlib.import_module("tunix.rl.multi_turn.api.evaluating")
-    return api.evaluate(*args, **settings)
-
-
 if __name__ == "__main__":
   sys.exit(main(config=_CONFIG))
-sys.modules[__name__].__class__ = _CallableModule
+sys.modules[__name__].__class__ = command_module.CommandModule

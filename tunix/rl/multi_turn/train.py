@@ -18,13 +18,11 @@ prints the command that resumes the run.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import shlex
 import shutil
 import sys
 import traceback
-import types
-from typing import Any, Sequence
+from typing import Sequence
 
 from tunix.rl.multi_turn import config as config_lib
 
@@ -32,6 +30,7 @@ if __name__ == "__main__":  # Before the seconds that JAX takes.
   _CONFIG = config_lib.load_first(sys.argv[1:], config_lib.load_config)
 
 import jax
+from tunix.rl.multi_turn.core import command_module
 from tunix.rl.multi_turn.core import credentials
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import events
@@ -255,15 +254,6 @@ def _how_to_resume(run: Run) -> str:
   return f"resume with: {command}"
 
 
-class _CallableModule(types.ModuleType):
-  """Importing a submodule binds its name in the package: `mt.train` is this
-  module, and `mt.train(…)` the call of the Python API."""
-
-  def __call__(self, *args: Any, **settings: Any) -> Any:
-    api = importlib.import_module("tunix.rl.multi_turn.api.training")
-    return api.train(*args, **settings)
-
-
 if __name__ == "__main__":
   sys.exit(main(config=_CONFIG))
-sys.modules[__name__].__class__ = _CallableModule
+sys.modules[__name__].__class__ = command_module.CommandModule

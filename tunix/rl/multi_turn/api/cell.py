@@ -12,13 +12,15 @@ import collections
 import html
 import sys
 import time
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 from tunix.rl.multi_turn import train as train_lib
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.reporting import progress
 from tunix.rl.multi_turn.reporting import settings as settings_lib
-from tunix.rl.multi_turn.run import evaluator
+
+if TYPE_CHECKING:  # It needs JAX.
+  from tunix.rl.multi_turn.run import evaluator
 
 _INTERVAL_S = 0.5
 _LINES = 8  # Evaluations and the like above the present line.

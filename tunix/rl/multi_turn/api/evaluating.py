@@ -13,7 +13,7 @@ with the episodes that it has.
 from __future__ import annotations
 
 import pathlib
-from typing import Any, Mapping, Sequence
+from typing import Any, Mapping, Sequence, TYPE_CHECKING
 
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import evaluate as evaluate_lib
@@ -21,7 +21,9 @@ from tunix.rl.multi_turn.api import cell as cell_lib
 from tunix.rl.multi_turn.api import exclusive
 from tunix.rl.multi_turn.api import runs
 from tunix.rl.multi_turn.api import training
-from tunix.rl.multi_turn.run import evaluator
+
+if TYPE_CHECKING:  # It needs JAX.
+  from tunix.rl.multi_turn.run import evaluator
 
 
 def evaluate(

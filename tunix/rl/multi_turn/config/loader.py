@@ -499,7 +499,8 @@ def literal_choices(kind: Any) -> tuple[str, ...]:
 def name_problems(config: Any) -> list[str]:
   """Names that no registry knows: field, value, and the nearest known one.
 
-  Imports the registries, so call it after the user's modules are imported.
+  Imports the registries, so call it after the user's modules are imported. A
+  default is registered; those of algorithms would import JAX.
   """
   problems = []
   kind: Any = type(config)
@@ -507,6 +508,8 @@ def name_problems(config: Any) -> list[str]:
     if not field.registry:
       continue
     value = functools.reduce(getattr, path.split("."), config)
+    if value == field.default:
+      continue
     names = (
         tuple(value) if isinstance(value, (tuple, dict)) else (value,)
     )

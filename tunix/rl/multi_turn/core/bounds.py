@@ -67,15 +67,15 @@ Json = Annotated[
 
 def json_problem(value: Any) -> str:
   """Names the bound that a value without a schema exceeds; "" for none."""
-  pending, count = [(value, 1)], 0
+  pending, count = [(value, 1)], 1
   while pending:
     one, depth = pending.pop()
-    count += 1
-    if count > MAX_VALUES:
-      return f"must hold at most {MAX_VALUES} values"
     if isinstance(one, (Mapping, list)):
       if depth > _DEPTH:
         return f"must nest at most {_DEPTH} deep"
+      count += len(one)
+      if count > MAX_VALUES:  # Before any of them is looked at.
+        return f"must hold at most {MAX_VALUES} values"
       inner = one.values() if isinstance(one, Mapping) else one
       pending.extend((item, depth + 1) for item in inner)
     elif type(one) is int and not _LEAST <= one <= LARGEST:

@@ -217,10 +217,11 @@ _FULL = request_bodies.refusal(
 
 def _raw(status: bytes, text: str, code: str) -> bytes:
   body = request_bodies.refusal(int(status[:3]), text, code)
+  retry = b"" if status.startswith(b"400") else b"retry-after: 1\r\n"
   return (
       b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-      b"retry-after: 1\r\nconnection: close\r\n\r\n%s"
-  ) % (status, len(body), body)
+      b"%sconnection: close\r\n\r\n%s"
+  ) % (status, len(body), retry, body)
 
 
 _NO_ROOM = _raw(
@@ -232,6 +233,12 @@ _LATE = _raw(
     b"408 Request Timeout",
     "the head of the request came too slowly; send it again",
     "too_slow",
+)
+_NO_SOCKET = _raw(
+    b"400 Bad Request",
+    "a request for a WebSocket has no body, at most 128 headers, and lines of"
+    " at most 8 KiB",
+    "invalid_head",
 )
 
 
@@ -371,6 +378,10 @@ def protocol(
         lost(exc)
 
       successor.connection_lost = connection_lost
+      if not getattr(successor, "handshake_initiated", True):
+        # Its parser wants more or has given up, and says neither.
+        self.transport.write(_NO_SOCKET)
+        self.transport.close()
 
     def _answering(self) -> bool:
       return self.cycle is not None and not self.cycle.response_complete

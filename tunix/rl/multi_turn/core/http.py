@@ -39,6 +39,10 @@ _MAX_FAILURE = 64 << 10  # Of an answer that is only to be quoted.
 # Above these many bytes an answer is read in a thread.
 _INLINE_BYTES = 1 << 15
 _INLINE_JSON_BYTES = 1 << 18
+_CONNECT_S = 10.0
+"""Seconds that a cancelled call may still take to connect."""
+_cancelled: set[asyncio.Task[Any]] = set()
+"""Calls that end in the background; the event loop holds no task."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,6 +249,49 @@ async def read(
   return await concurrency.acall(fn, seconds=seconds, what=f"reading {what}")
 
 
+async def send(
+    client: httpx.AsyncClient, request: httpx.Request
+) -> httpx.Response:
+  """Sends a request; returns the answer before its body is read.
+
+  httpcore never closes a connection whose request is cancelled when it is
+  connected and not used yet. A call that is cancelled before that ends in the
+  background, without sending anything.
+  """
+  begun = cancelled = False
+
+  async def trace(event: str, info: Any) -> None:
+    nonlocal begun
+    del info
+    if event.endswith(".send_request_headers.started"):
+      begun = True
+      if cancelled:
+        raise asyncio.CancelledError
+
+  request.extensions = {**request.extensions, "trace": trace}
+  task = asyncio.ensure_future(client.send(request, stream=True))
+  try:
+    return await asyncio.shield(task)
+  except asyncio.CancelledError:
+    cancelled = True
+    _cancelled.add(task)
+    task.add_done_callback(_end)
+    if begun:
+      task.cancel()
+    else:
+      asyncio.get_running_loop().call_later(_CONNECT_S, task.cancel)
+    raise
+
+
+def _end(task: asyncio.Task[httpx.Response]) -> None:
+  """Closes what a cancelled call has opened."""
+  _cancelled.discard(task)
+  if not task.cancelled() and task.exception() is None:
+    closing = asyncio.ensure_future(task.result().aclose())
+    _cancelled.add(closing)
+    closing.add_done_callback(_cancelled.discard)
+
+
 class Http:
   """Keeps its connections between calls; belongs to one event loop."""
 
@@ -387,11 +434,14 @@ class Http:
     if self._client is None:
       self._client = self._open(url)
     try:
-      async with self._client.stream(
+      reply = await send(self._client, self._client.build_request(
           method, url, params=params, content=content, data=data,
           files=files, headers=sent,
-      ) as reply:  # pyformat: disable
+      ))  # pyformat: disable
+      try:
         answer = await _received(reply, what, limit, _secrets(sent))
+      finally:
+        await reply.aclose()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
       raise CallError(
           f"{what} failed: {type(error).__name__}: {error}"

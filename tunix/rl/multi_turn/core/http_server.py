@@ -107,6 +107,19 @@ def url_of(host: str, listening: socket.socket) -> str:
   return f"http://{name}:{listening.getsockname()[1]}"
 
 
+def reached_at(scope: Mapping[str, Any]) -> str:
+  """Returns the URL at which a request reached this server.
+
+  The connection's, as the Host header is whatever the client writes.
+
+  Args:
+    scope: ASGI scope of the request.
+  """
+  host, port = scope["server"]
+  name = f"[{host}]" if ":" in host else host
+  return f"{scope['scheme']}://{name}" + (f":{port}" if port else "")
+
+
 def is_loopback(host: str) -> bool:
   """Whether a name or address is this machine's loopback interface."""
   try:

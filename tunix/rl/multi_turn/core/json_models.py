@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from typing import Annotated, Any, Mapping, TypeVar
+from typing import Annotated, Any, Iterable, Mapping, TypeVar
 
 import pydantic
 import pydantic_core
@@ -68,17 +68,35 @@ def parse(text: str | bytes) -> Any:
 
 
 def infinite(value: Any) -> str:
-  """The place of a float in JSON values that is not finite; "" for none."""
-  pending: list[tuple[tuple[Any, ...], Any]] = [((), value)]
+  """The place of a float in JSON values that is not finite; "" for none.
+
+  Takes memory for lists and objects only, whatever their depth.
+  """
+  pending: list[tuple[Any, Any]] = [(None, [value])]
   while pending:
-    path, one = pending.pop()
-    if isinstance(one, float) and not math.isfinite(one):
-      return ".".join(map(str, path))[:200] or "the number"
-    if isinstance(one, dict):
-      pending += [((*path, key), part) for key, part in one.items()]
-    elif isinstance(one, list) and not _INEXACT.isdisjoint(map(type, one)):
-      pending += [((*path, place), part) for place, part in enumerate(one)]
+    path, holder = pending.pop()
+    parts: Iterable[tuple[Any, Any]]
+    if isinstance(holder, dict):
+      parts = holder.items()
+    elif _INEXACT.isdisjoint(map(type, holder)):
+      continue
+    else:
+      parts = enumerate(holder)
+    for key, one in parts:
+      if isinstance(one, float) and not math.isfinite(one):
+        return _place((path, key))
+      if isinstance(one, (dict, list)):
+        pending.append(((path, key), one))
   return ""
+
+
+def _place(path: Any) -> str:
+  """Returns the dotted path of ((((None, 0), key), key), ...) below the 0."""
+  keys = []
+  while path is not None:
+    path, key = path
+    keys.append(str(key))
+  return ".".join(keys[-2::-1])[:200] or "the number"
 
 
 _INEXACT = {float, list, dict}

@@ -6,11 +6,12 @@ application. An application reads a body with `read`.
 
 Promises: no byte of a body is asked for before the application wants it, so
 never for a request that it refuses by its headers; the bodies of all running
-requests together take no more memory than the limit, and one that does not fit
-waits for its turn; a body that is late is refused with 408, one that is too
-large with 413 before it is read; a sender that is slow gives way when others
-wait. One large body a turn of the event loop is handed out, so that parsing
-many of them does not stop the server from answering in between.
+requests together, and what they `hold` besides, take no more memory than the
+limit, and one that does not fit waits for its turn; a body that is late is
+refused with 408, one that is too large with 413 before it is read; a sender
+that is slow gives way when others wait. One large body a turn of the event loop
+is handed out, so that parsing many of them does not stop the server from
+answering in between.
 
 Does not import a serving package.
 """
@@ -43,6 +44,8 @@ _LEAST_RATE = 64 << 10
 at fewer bytes a second."""
 _LOOK_S = 0.5
 _REFUSED_S = 1.0  # Pause that a refused client is asked for.
+_HOLD = "tunix.hold"
+"""Key of a scope's function that counts more memory for the request."""
 
 
 @settings_lib.settings
@@ -147,6 +150,18 @@ async def read(request: Any, most: int, what: str = "the body") -> bytes:
   return b"".join(parts)
 
 
+async def hold(request: Any, size: int) -> None:
+  """Counts `size` more bytes with the request's body, until it is answered.
+
+  Waits until they are free. Counts nothing without a `BodyGuard`.
+
+  Raises:
+    BodyRefused: They are not free in time, or more than there are for all.
+  """
+  if _HOLD in request.scope:
+    await request.scope[_HOLD](size)
+
+
 def _declared(scope: Scope) -> int | None:
   """Bytes of a request's body by its head; None: chunked."""
   size = 0
@@ -234,8 +249,16 @@ class BodyGuard:
         message = {**message, "headers": [*message.get("headers", ()), more]}
       await send(message)
 
+    async def hold_more(size: int) -> None:
+      assert body is not None, "more than a body that was never read"
+      try:
+        async with asyncio.timeout(self._limits.body_timeout):
+          await self._reserve(body, size)
+      except TimeoutError:
+        raise self._no_memory() from None
+
     try:
-      await self._app(scope, bounded, closing)
+      await self._app({**scope, _HOLD: hold_more}, bounded, closing)
     finally:
       if body is not None:
         self._receiving.discard(body)
@@ -294,8 +317,8 @@ class BodyGuard:
     if size > self._total:
       raise BodyRefused(
           413,
-          f"the body has {size:,} bytes, more than the {self._total:,} for all"
-          " requests; send fewer",
+          f"the request takes {size:,} bytes, more than the {self._total:,} for"
+          " all requests; send fewer",
           "too_large",
       )
     if self._waiting or size > self._free:
@@ -308,13 +331,13 @@ class BodyGuard:
           await asyncio.wait([granted], timeout=_LOOK_S)
       finally:
         if granted.done():
-          body.held = size
+          body.held += size
         else:
           self._waiting.remove(entry)
           self._grant()
     else:
       self._free -= size
-      body.held = size
+      body.held += size
 
   def _grow(self, body: _Body) -> None:
     """Counts a body of unknown length as it comes."""

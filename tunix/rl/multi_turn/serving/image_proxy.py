@@ -64,7 +64,9 @@ _LOG = logging.getLogger(__name__)
 TOKEN_VARIABLE = "TUNIX_IMAGE_PROXY_TOKEN"
 UPSTREAM_VARIABLE = "TUNIX_IMAGE_PROXY_UPSTREAM_TOKEN"
 _MAX_BODY = 256 << 20
+"""Bytes of a body, and of what is passed on in its place."""
 _AT_ONCE = 8  # Fetches of one request.
+_ALL_AT_ONCE = 64  # Of all requests.
 _KINDS = (
     (b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"),
     (b"GIF8", "gif"),
@@ -144,6 +146,7 @@ class ImageProxy:
     self._kept: collections.OrderedDict[str, str] = collections.OrderedDict()
     self._size = 0
     self._fetching: dict[str, asyncio.Task[str]] = {}
+    self._gate = asyncio.Semaphore(_ALL_AT_ONCE)
     self._client = httpx.AsyncClient(
         timeout=httpx.Timeout(timeout_s, connect=30.0),
         limits=httpx.Limits(max_connections=None),
@@ -173,7 +176,7 @@ class ImageProxy:
       body = await request_bodies.read(request, _MAX_BODY)
       untrained = ""
       if body:
-        body, untrained = await self._rewritten(body, request.scope["path"])
+        body, untrained = await self._rewritten(request, body)
       return await self._passed_on(request, url, body, untrained)
     except request_bodies.BodyRefused as refused:
       error = errors.ApiError(
@@ -247,11 +250,11 @@ class ImageProxy:
     try:
       answer = await http_server.unless_gone(
           request,
-          self._client.send(
+          http_lib.send(
+              self._client,
               self._client.build_request(
                   request.method, url, headers=headers, content=body
               ),
-              stream=True,
           ),
       )
     except httpx.LocalProtocolError as error:
@@ -291,7 +294,9 @@ class ImageProxy:
 
   # --- requests ---------------------------------------------------------------
 
-  async def _rewritten(self, body: bytes, path: str) -> tuple[bytes, str]:
+  async def _rewritten(
+      self, request: Request, body: bytes
+  ) -> tuple[bytes, str]:
     """Returns (the body of data URLs and the run's sampling, reason against
     it).
 
@@ -299,7 +304,9 @@ class ImageProxy:
 
     Raises:
       ApiError: naming the image's place, or the field of another distribution.
+      BodyRefused: its images find no memory.
     """
+    path, size = request.scope["path"], len(body)
     value, places = await http_lib.read(
         lambda: image_addresses.examine(body, path),
         len(body), 30.0, "a request",
@@ -327,10 +334,10 @@ class ImageProxy:
     gate = asyncio.Semaphore(_AT_ONCE)
 
     async def fill(place: image_addresses.Place) -> None:
+      nonlocal size
       async with gate:
         try:
-          url = place.holder[place.key]
-          place.holder[place.key] = await self._data_url(url)
+          data_url = await self._data_url(place.holder[place.key])
         except media.MediaError as error:
           raise errors.ApiError(
               502 if error.retryable else 400,
@@ -339,15 +346,26 @@ class ImageProxy:
               param=place.where,
               retry_after_s=1.0 if error.retryable else None,
           ) from None
+      size += len(data_url)
+      if size > _MAX_BODY:
+        raise errors.ApiError(
+            413,
+            f"{place.where}: with this image the request takes more than"
+            f" {_MAX_BODY >> 20} MiB; send fewer or smaller images",
+            code="request_too_large",
+            param=place.where,
+        )
+      await request_bodies.hold(request, len(data_url))
+      place.holder[place.key] = data_url
 
     try:
       async with asyncio.TaskGroup() as group:
         for place in places:
           group.create_task(fill(place))
-    except* errors.ApiError as failed:
+    except* (errors.ApiError, request_bodies.BodyRefused) as failed:
       raise failed.exceptions[0] from None
     written = await http_lib.read(
-        lambda: _written(value), len(body), 30.0, "a request"
+        lambda: _written(value), size, 30.0, "a request"
     )
     return written, untrained
 
@@ -412,7 +430,8 @@ class ImageProxy:
       task.exception()  # Retrieved, though all who waited may have left.
 
   async def _fetch(self, url: str) -> str:
-    content = await self._loader.fetch(url)
+    async with self._gate:
+      content = await self._loader.fetch(url)
     kind = next((k for head, k in _KINDS if content.startswith(head)), "")
     if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
       kind = "webp"

@@ -313,7 +313,7 @@ class App:
     except (ValueError, ImportError) as error:
       raise ServiceError(422, str(error), "invalid_request") from None
     if not self.urls.base_url:
-      self.urls.base_url = str(request.base_url).rstrip("/")
+      self.urls.base_url = http_server.reached_at(request.scope)
     self.runs[run.id] = run
     task = asyncio.create_task(run.play())
     self._tasks[run.id] = task

@@ -245,7 +245,7 @@ class App:
     payload = await self._object(request)
     name = self._name(request, payload)
     if not self._service.url:
-      self._service.url = str(request.base_url).rstrip("/")
+      self._service.url = http_server.reached_at(request.scope)
     await asyncio.to_thread(self._service.start, name, payload)
     return _json({"message": "Rollout started"})
 
