@@ -442,9 +442,19 @@ class FakeSglang(FakeEngine):
   async def generate(self, request, body):
     del request
     self.bodies.append(dict(body))
-    known = {"input_ids", "image_data", "sampling_params", "return_logprob"}
+    known = {
+        "input_ids", "image_data", "sampling_params", "return_logprob",
+        "return_sampling_mask",
+    }  # pyformat: disable
     assert set(body) <= known and body["return_logprob"]
     params = body["sampling_params"]
+    masked = body.get("return_sampling_mask", False)
+    if masked and not 0 < params["top_k"] <= 4096:
+      raise Refused(
+          400,
+          "return_sampling_mask requires top_k=1 for greedy sampling or finite"
+          f" 1 < top_k <= 4096; got top_k={params['top_k']}.",
+      )
     prompt = await self.expanded(body["input_ids"], body.get("image_data", []))
     if len(prompt) >= self.context:
       raise Refused(
@@ -465,15 +475,19 @@ class FakeSglang(FakeEngine):
             stop_token_ids=tuple(params["stop_token_ids"]),
         ),
     )
+    sampled = {"output_token_sampling_logprobs": logprobs} if masked else {}
     return responses.JSONResponse({
         "text": self.renderer.decode(tokens),
         "meta_info": {
             "finish_reason": {"type": reason},
             "prompt_tokens": len(prompt),
             "weight_version": version,
+            # The real one's are of the whole vocabulary then.
             "output_token_logprobs": [
-                [lp, t, None] for t, lp in zip(tokens, logprobs)
+                [None if masked else lp, t, None]
+                for t, lp in zip(tokens, logprobs)
             ],
+            **sampled,
         },
     })
 

@@ -77,10 +77,12 @@ class Engine(Protocol):
   Attributes:
     url: Its address.
     transfer: The way that weights take into it.
+    advice: What to look at where it samples with other weights.
   """
 
   url: str
   transfer: str
+  advice: str
 
   def load(self, path: str, version: int) -> None:
     """Returns once the engine samples with the checkpoint at `path`.
@@ -346,9 +348,8 @@ class DiskWeights:
         raise HandOverError(
             f"{about} does not sample with the weights that it was given, also"
             f" after a second hand-over: {error}. Check that no other run gives"
-            " it weights, that the server's --dtype and external.dtype are the"
-            " same type and its log-probs are processed_logprobs; or use"
-            " another external.transfer"
+            " it weights, and that the server's --dtype and external.dtype are"
+            f" the same type; {engine.advice}"
         ) from error
       except HandOverError:
         raise
@@ -402,6 +403,11 @@ class VllmEngine:
   (`OpenAIClient`). Frozen in place, those with images would have lost their
   features. Caches computed with the old weights are dropped.
   """
+
+  advice = (
+      "start it with --logprobs-mode processed_logprobs, or use another"
+      " external.transfer"
+  )
 
   def __init__(
       self,
@@ -523,6 +529,10 @@ class SglangEngine:
   """An SGLang server (also sglang-jax, where it has this endpoint)."""
 
   transfer = "update_weights_from_disk"
+  advice = (
+      "start it with SGLANG_VLM_CACHE_SIZE_MB=0, or it keeps what an older"
+      " vision tower computed of an image"
+  )
 
   def __init__(self, url: str, *, api_key: str = "", timeout_s: float = 600.0):
     self.url = _root(url)

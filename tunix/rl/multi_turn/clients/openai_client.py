@@ -196,7 +196,9 @@ class OpenAIClient:
           f" max_images={self._max_images} are taken; drop older screenshots"
       )
     for name in ("top_logprobs", "raw_logprobs"):
-      if getattr(sampling, name):
+      # The others return a sampling mask in the place of alternatives.
+      is_mask = name == "top_logprobs" and self.protocol != "tunix"
+      if getattr(sampling, name) and not is_mask:
         raise ValueError(
             f"{name}={getattr(sampling, name)} is returned by the engine in"
             " this process only; leave it out"
@@ -303,6 +305,8 @@ class OpenAIClient:
       version = self.version
       own_sampling = _rest(sampling, sampled, len(parts))
       answer = await self._ask(at, own_sampling, session)
+      if not sampling.top_logprobs:
+        answer.support = None
       part = await self._completion(at, answer, version)
       parts.append(part)
       remaining = sampling.max_new_tokens - len(sampled) - len(part.tokens)
