@@ -151,13 +151,27 @@ def test_a_server_without_log_probs_is_refused(small):
       engine_of(small, server.url).warm_up()
 
 
+def test_heads_that_a_cpu_has_no_kernel_for_end_it_before_a_request(
+    small, saved
+):
+  """Such a request would end the server."""
+  problem = vllm.head_problem({"text_config": {"head_dim": 40}})
+  with served(saved) as fake:
+    engine_of(small, fake.url, 1, cpu_problem=problem).warm_up()
+    fake.build += "+cpu"
+    fake.bodies.clear()
+    with pytest.raises(ValueError, match="heads 40 wide.*in_process"):
+      engine_of(small, fake.url, 1, cpu_problem=problem).warm_up()
+    assert not fake.bodies
+    served_widths = vllm.head_problem({"head_dim": 64})
+    engine_of(small, fake.url, 1, cpu_problem=served_widths).warm_up()
+
+
 def test_sglang_is_asked_too(small, saved):
   with fake_engines.FakeSglang(saved) as fake:
     options = {"protocol": "sglang", "top_k": 50}
     engine = engine_of(small, fake.url, 1, **options)
-    with pytest.raises(ValueError, match="'cua' is not served"):
-      engine.warm_up()
-    fake.model_path = "cua"
+    assert fake.model_path != "cua"  # It has one model, of any name.
     with pytest.raises(ValueError, match="set sampling.top_k"):
       engine_of(small, fake.url, 1, protocol="sglang").warm_up()
     engine.warm_up()

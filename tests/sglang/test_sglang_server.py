@@ -113,11 +113,11 @@ async def test_a_sampling_mask_is_kept_where_it_is_asked_for(
         completion.tokens, completion.logprobs, completion.support,
         logits[len(prompt) - 1 :],
     ):  # pyformat: disable
-      kept = row[row >= 0]
-      assert token in kept
-      sizes.add(len(kept))
+      mask = row[row >= 0]
+      assert token in mask
+      sizes.add(len(mask))
       x = x.astype(np.float64) / 0.7
-      expected = x[token] - np.logaddexp.reduce(x[kept])
+      expected = x[token] - np.logaddexp.reduce(x[mask])
       assert abs(expected - logprob) < GAP
   assert min(sizes) < max(sizes) <= 20
 
@@ -303,9 +303,10 @@ class Waiting(disk_weights.DiskWeights):
     return path
 
 
-def test_requests_in_flight_end_with_the_weights_they_began_with(
+def test_requests_in_flight_are_cut_and_continued(
     policy, server, score, weights_in
 ):
+  """Text and images; each token has the version of its weights."""
   weights = weights_in(kind=Waiting)
   models = {0: policy.model, 1: vllm_server.other(policy, 1)}
   prompts = [policy.prompt(), policy.prompt(1), policy.prompt(2, 3)]
@@ -343,7 +344,7 @@ def test_requests_in_flight_end_with_the_weights_they_began_with(
           < GAP
       )
   assert set(later.versions.tolist()) == {1}
-  assert 0 in completions[0].versions
+  assert any(len(set(c.versions.tolist())) == 2 for c in completions)
 
 
 @pytest.mark.usefixtures("weights_in")

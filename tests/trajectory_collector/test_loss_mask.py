@@ -450,19 +450,19 @@ GENERATORS = [
 
 @functools.cache
 def both_generators(path, kind):
-  """That of a file of slime's, and ours, for a tokenizer of one family."""
+  """The generator in one of slime's files and this package's of its type."""
   template = {
       "qwen": chatml(QWEN_SYSTEM), "qwen3": chatml("", THINK),
   }[kind]  # pyformat: disable
-  made = tokenizer(
+  words = tokenizer(
       template + "{%- if add_generation_prompt -%}"
       "{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
   )
   spec = importlib.util.spec_from_file_location("mask_utils", path)
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
-  theirs = module.MultiTurnLossMaskGenerator(made, kind)
-  return theirs, loss_mask.make(f"{kind}_newline", made)
+  peer = module.MultiTurnLossMaskGenerator(words, kind)
+  return peer, loss_mask.make(f"{kind}_newline", words)
 
 
 @pytest.mark.slow
@@ -472,9 +472,9 @@ def both_generators(path, kind):
 @EXAMPLES
 def test_masks_are_those_of_slimes_own_generator(path, kind, messages):
   """Also as its fork miles has it, which is on the package index."""
-  theirs, ours = both_generators(path, kind)
-  ids, mask = theirs.get_loss_mask(messages)
-  assert tuple(ours.get_loss_mask(messages)) == (ids, mask)
+  peer, generator = both_generators(path, kind)
+  ids, mask = peer.get_loss_mask(messages)
+  assert tuple(generator.get_loss_mask(messages)) == (ids, mask)
 
 
 def test_an_unknown_type_is_refused_with_the_known_ones(kinds):

@@ -244,6 +244,9 @@ class OpenAIClient:
         for entry in (answer or {}).get("data", ())
         if isinstance(entry, Mapping)
     }
+    if self.protocol == "sglang" and len(served) == 1:
+      # It calls its one model by the path of the weights that it loaded last.
+      served[self.model] = next(iter(served.values()))
     if self.model not in served:
       raise ValueError(
           f"model={self.model!r} is not served by {self._root}; it serves"
@@ -255,6 +258,19 @@ class OpenAIClient:
     if self.context_length is None:
       self.context_length = length
     return length
+
+  async def server_version(self) -> str:
+    """Returns vLLM's own version, such as "0.32.0+cpu"; "" without one.
+
+    Raises:
+      RemoteError, TimeoutError: The server cannot be reached.
+    """
+    async with asyncio.timeout(min(self._timeout_s, 30.0)):
+      try:
+        answer = await self._http.request("get", "/version", None)
+      except ValueError:  # It has no such path.
+        return ""
+    return str(answer.get("version", "")) if isinstance(answer, dict) else ""
 
   async def aclose(self) -> None:
     """Ends sessions and connections. Idempotent."""

@@ -71,6 +71,7 @@ class RemoteEngine:
       prompts: Callable[[], Sequence[policy_client.TokenPrompt]],
       sampling: policy_client.SamplingParams,
       adapter: str = "",
+      cpu_problem: str = "",
   ):
     """Args:
 
@@ -81,6 +82,8 @@ class RemoteEngine:
       sampling: Parameters of the run's requests.
       adapter: The server's name of the adapter that `weights` hands over and
         requests ask for; "" where whole weights are handed over.
+      cpu_problem: Why vLLM's CPU build cannot serve the policy
+        (`vllm.head_problem`); "" where it can.
     """
     self._make_client = make_client
     self._client = make_client()
@@ -95,6 +98,7 @@ class RemoteEngine:
     self._counts: collections.Counter[str] = collections.Counter()
     self._closed = False
     self._prompts, self._sampling = prompts, sampling
+    self._cpu_problem = cpu_problem
     self.context_length = context_length
 
   # --- PolicyClient ----------------------------------------------------------
@@ -210,6 +214,8 @@ class RemoteEngine:
       client = self._make_client()  # Connections belong to a loop.
       try:
         self._check_context(await client.check())
+        if self._cpu_problem and "+cpu" in await client.server_version():
+          raise ValueError(f"the policy {self._cpu_problem}")
         try:
           await asyncio.to_thread(self._weights.wake)
         except disk_weights.HandOverError as error:
