@@ -289,6 +289,12 @@ def test_an_engine_that_loads_nothing_is_found_out(policy, server, weights_in):
     weights.publish(1, vllm_server.other(policy, 1)).result(300)
 
 
+def running(server) -> int:
+  """Requests that the server is sampling."""
+  answer = httpx.get(f"{server.url}/v1/loads", timeout=60).json()
+  return sum(load["num_running_reqs"] for load in answer["loads"])
+
+
 class Waiting(disk_weights.DiskWeights):
   """Loads once the requests of a test are in flight."""
 
@@ -310,7 +316,7 @@ def test_requests_in_flight_are_cut_and_continued(
   weights = weights_in(kind=Waiting)
   models = {0: policy.model, 1: vllm_server.other(policy, 1)}
   prompts = [policy.prompt(), policy.prompt(1), policy.prompt(2, 3)]
-  sampling = policy.sampling(max_new_tokens=200, stop_token_ids=())
+  sampling = policy.sampling(max_new_tokens=100, stop_token_ids=())
 
   async def run():
     weights.version = 0
@@ -322,7 +328,8 @@ def test_requests_in_flight_are_cut_and_continued(
           asyncio.ensure_future(engine.generate(p, sampling, session=str(i)))
           for i, p in enumerate(prompts)
       ]
-      await asyncio.sleep(1)
+      while await asyncio.to_thread(running, server) < len(prompts):
+        await asyncio.sleep(0.2)
       weights.in_flight.set()
       assert await asyncio.wrap_future(publication) == 1
       later = await engine.generate(prompts[1], sampling, session="later")
@@ -334,7 +341,7 @@ def test_requests_in_flight_are_cut_and_continued(
   for prompt, completion in zip(
       [*prompts, prompts[1]], [*completions, later]
   ):
-    assert len(completion.tokens) == 200
+    assert len(completion.tokens) == 100
     versions = set(completion.versions.tolist())
     assert versions <= {0, 1}
     for version in versions:
