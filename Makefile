@@ -33,7 +33,7 @@ MONITOR := $(if $(findstring monitor.embedded=false,$(ARGS)),,$(STAMP)-monitor)
 XDESKTOP := $(if $(findstring xdesktop,$(ARGS)),$(STAMP)-xdesktop)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint bench docs docs-site docs-test browser weights desktop openenv agent-clients browser-use verifiers areal vllm tpu-plan install install-dev clean
+.PHONY: help train test test-all lint bench docs docs-site docs-test browser weights desktop openenv agent-clients browser-use verifiers areal vllm sglang miles tpu-plan install install-dev clean
 
 help: ## this text
 	@echo "usage: make TARGET [ARGS='key=value ...']"
@@ -199,6 +199,31 @@ $(VLLM): constraints-vllm.txt scripts/vllm_cpu.py
 	  -r constraints-vllm.txt
 	@$@.part/bin/python scripts/vllm_cpu.py
 	@sed -i '1s|.*|#!$(CURDIR)/$@/bin/python|' $@.part/bin/vllm
+	@mv $@.part $@
+
+# SGLang's requirements are CUDA's. What it imports on a CPU are packages that
+# vLLM's environment has, and the few in the file: it sees that environment.
+SGLANG := .venv-sglang
+sglang: $(SGLANG) ## install SGLang beside vLLM, which tests sample with
+
+$(SGLANG): constraints-sglang.txt $(VLLM)
+	@rm -rf $@ && scripts/venv.sh "$(CURDIR)/$@.part"
+	@echo "installing SGLang into $@ (takes a minute)"
+	@$@.part/bin/python -m pip install $(PIP_FLAGS) --no-deps \
+	  -r constraints-sglang.txt
+	@printf '%s\nimport vllm_cpu_repairs\n' \
+	  "$(CURDIR)"/$(VLLM)/lib/python3*/site-packages \
+	  > "$$(echo $@.part/lib/python3*/site-packages)/vllm.pth"
+	@mv $@.part $@
+
+# A fork of slime, which is on no index. Its loss masks need none of the packages
+# that it asks for.
+MILES := .venv-miles
+miles: $(MILES) ## install the package miles-rl, slime's fork, whose loss masks tests compare
+
+$(MILES):
+	@scripts/venv.sh "$(CURDIR)/$@.part"
+	@$@.part/bin/python -m pip install $(PIP_FLAGS) --no-deps miles-rl==0.0.2
 	@mv $@.part $@
 
 # The TPU compiler lies in a directory of its own: no environment imports it.

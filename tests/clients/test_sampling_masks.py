@@ -74,15 +74,22 @@ def test_parts_of_a_completion_are_joined_and_one_without_a_mask_is_none():
   assert join([a, None]) is None and join([]) is None
 
 
-def test_sglang_is_asked_for_a_mask_when_one_is_kept():
-  prompt = policy_client.TokenPrompt([1, 2])
-  plain = policy_client.SamplingParams(top_k=8)
-  with_mask = policy_client.SamplingParams(top_k=8, top_logprobs=20)
-  body = lambda sampling: remote_protocols.sglang_body(
-      prompt, sampling, [], ()
+@pytest.mark.parametrize("options, masked", [
+    ({}, False), ({"temperature": 0.5}, False),
+    ({"top_k": 8, "temperature": 0.0}, False), ({"top_k": 8}, True),
+    ({"top_p": 0.9}, True), ({"min_p": 0.1}, True),
+])  # pyformat: disable
+def test_sglang_is_asked_for_a_mask_when_it_samples_from_a_part(
+    options, masked
+):
+  """Its other log-probs are of the whole vocabulary."""
+  body = remote_protocols.sglang_body(
+      policy_client.TokenPrompt([1, 2]),
+      policy_client.SamplingParams(**options),
+      [],
+      (),
   )
-  assert "return_sampling_mask" not in body(plain)
-  assert body(with_mask)["return_sampling_mask"] is True
+  assert body.get("return_sampling_mask", False) is masked
 
 
 # --- the types ----------------------------------------------------------------

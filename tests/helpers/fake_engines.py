@@ -185,6 +185,7 @@ class FakeVllm(FakeEngine):
         environment.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"
     )
     self.weight_version = "default"
+    self.build = "0.32.0"
     self.adapters = {}
     self.args = parser.parse_args(list(argv[2:]))
     self.dev = environment.get("VLLM_SERVER_DEV_MODE") == "1"
@@ -202,6 +203,7 @@ class FakeVllm(FakeEngine):
   def routes(self):
     found = [
         ("/v1/models", self.models, "GET"),
+        ("/version", self.version, "GET"),
         ("/v1/completions", self.completions, "POST"),
         ("/inference/v1/generate", self.generate, "POST"),
     ]
@@ -237,6 +239,10 @@ class FakeVllm(FakeEngine):
             "max_model_len": self.context,
         }],
     })
+
+  async def version(self, request, body):
+    del request, body
+    return responses.JSONResponse({"version": self.build})
 
   _SAMPLING = {
       "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed",
@@ -429,6 +435,9 @@ class FakeSglang(FakeEngine):
         ("/v1/models", self.models, "GET"),
         ("/generate", self.generate, "POST"),
         ("/update_weights_from_disk", self.update, "POST"),
+        ("/pause_generation", self.pause, "POST"),
+        ("/continue_generation", self.resume, "POST"),
+        ("/flush_cache", self.flush_cache, "POST"),
     ]
 
   def error(self, refused):
@@ -442,9 +451,19 @@ class FakeSglang(FakeEngine):
   async def generate(self, request, body):
     del request
     self.bodies.append(dict(body))
-    known = {"input_ids", "image_data", "sampling_params", "return_logprob"}
-    assert set(body) <= known and body["return_logprob"]
+    fields = {
+        "input_ids", "image_data", "sampling_params", "return_logprob",
+        "return_sampling_mask",
+    }  # pyformat: disable
+    assert set(body) <= fields and body["return_logprob"]
     params = body["sampling_params"]
+    masked = body.get("return_sampling_mask", False)
+    if masked and not 0 < params["top_k"] <= 4096:
+      raise Refused(
+          400,
+          "return_sampling_mask requires top_k=1 for greedy sampling or finite"
+          f" 1 < top_k <= 4096; got top_k={params['top_k']}.",
+      )
     prompt = await self.expanded(body["input_ids"], body.get("image_data", []))
     if len(prompt) >= self.context:
       raise Refused(
@@ -465,24 +484,49 @@ class FakeSglang(FakeEngine):
             stop_token_ids=tuple(params["stop_token_ids"]),
         ),
     )
+    sampled = {"output_token_sampling_logprobs": logprobs} if masked else {}
     return responses.JSONResponse({
         "text": self.renderer.decode(tokens),
         "meta_info": {
             "finish_reason": {"type": reason},
             "prompt_tokens": len(prompt),
             "weight_version": version,
+            # The real one's are of the whole vocabulary then.
             "output_token_logprobs": [
-                [lp, t, None] for t, lp in zip(tokens, logprobs)
+                [None if masked else lp, t, None]
+                for t, lp in zip(tokens, logprobs)
             ],
+            **sampled,
         },
     })
 
+  async def pause(self, request, body):
+    del request
+    assert body == {"mode": "abort"}
+    self.calls.append("pause_generation")
+    self.gate.clear()
+    if self.running:
+      await asyncio.wait(self.running)
+    return responses.JSONResponse({"status": "ok"})
+
+  async def resume(self, request, body):
+    del request, body
+    self.calls.append("continue_generation")
+    self.gate.set()
+    return responses.JSONResponse({"status": "ok"})
+
+  async def flush_cache(self, request, body):
+    del body
+    assert float(request.query_params["timeout"]) > 0
+    self.calls.append("flush_cache")
+    return responses.PlainTextResponse("Cache flushed.")
+
   async def update(self, request, body):
     del request
-    known = {
+    fields = {
         "model_path", "weight_version", "abort_all_requests", "flush_cache",
     }  # pyformat: disable
-    assert set(body) <= known, body
+    assert set(body) <= fields, body
     self.calls.append("update_weights_from_disk")
     try:
       await self.load(body["model_path"])

@@ -5,6 +5,7 @@ skipped. Around it a policy of the published architecture with random weights
 and heads 64 wide, as our exporter writes it.
 """
 
+import asyncio
 import ctypes
 import dataclasses
 import os
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import time
 
+from flax import nnx
 import httpx
 import numpy as np
 import rollout_references
@@ -22,6 +24,8 @@ from tunix.rl.multi_turn.clients import openai_client
 from tunix.rl.multi_turn.clients import vllm
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import trajectory
+from tunix.rl.multi_turn.learner import scorer
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import qwen_checkpoint
@@ -31,6 +35,8 @@ START_S = 480
 """Of a start on a busy machine whose Python has compiled nothing yet."""
 NAME = "cua"
 CONTEXT = 2048
+GAP = 2e-5
+"""Of log-probs in float32, of two implementations in another order."""
 SIZE = (64, 48)
 """Of screenshots: 12 tokens each."""
 
@@ -134,15 +140,18 @@ def _end_with_parent():
   ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG.
 
 
-class VllmServer:
-  """Runs the printed command in a shell until the context ends.
+class Server:
+  """Runs a launch's command in a shell until the context ends.
 
   Attributes:
     url: Its address.
     log: File of its output.
   """
 
-  def __init__(self, launch: vllm.VllmLaunch, log: pathlib.Path):
+  name = ""
+  bin = pathlib.Path()
+
+  def __init__(self, launch, log: pathlib.Path):
     launch.check_model()
     self.launch, self.log = launch, log
     self.url = f"http://127.0.0.1:{launch.port}"
@@ -151,7 +160,7 @@ class VllmServer:
     environment = {
         k: v for k, v in os.environ.items() if k != "PYTHONPATH"
     } | {
-        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "PATH": f"{self.bin}:{os.environ['PATH']}",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }  # pyformat: disable
@@ -176,14 +185,16 @@ class VllmServer:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
       if self._process.poll() is not None:
-        raise RuntimeError(f"vLLM ended at its start: {self.tail()}")
+        raise RuntimeError(f"{self.name} ended at its start: {self.tail()}")
       try:
         if httpx.get(f"{self.url}/health", timeout=5).is_success:
           return
       except httpx.HTTPError:
         pass
       time.sleep(0.5)
-    raise TimeoutError(f"vLLM did not start in {START_S} s: {self.tail()}")
+    raise TimeoutError(
+        f"{self.name} did not start in {START_S} s: {self.tail()}"
+    )
 
   def tail(self) -> str:
     return self.log.read_text(errors="replace")[-3000:]
@@ -197,9 +208,103 @@ class VllmServer:
         pass
 
 
+class VllmServer(Server):
+  """Runs the command that the launcher prints."""
+
+  name = "vLLM"
+  bin = BIN
+
+
 def metric(server, name) -> float:
   """Sum of a metric of the server over its labels."""
   text = httpx.get(f"{server.url}/metrics", timeout=30).text
   values = re.findall(rf"^{name}{{.*}} (\S+)$", text, re.M)
   assert values, name
   return sum(map(float, values))
+
+
+def other(policy, seed):
+  """Weights that have nothing in common with the server's."""
+  model = nnx.clone(policy.model)
+  rollout_references.randomise(model, seed)
+  table = model.language_model.embed_tokens.weight
+  table[...] = table[...] * 0.4
+  return model
+
+
+def scorer_of(policy, model, temperature):
+  return scorer.Scorer(
+      model,
+      policy.processor,
+      policy.images,
+      row_length=512,
+      temperature=temperature,
+  )
+
+
+def gap(score, model, prompt, completion, tokens=slice(None)):
+  """Largest difference of the completion's log-probs to a model's."""
+  return float(np.abs(gaps(score, model, prompt, completion))[tokens].max())
+
+
+def gaps(score, model, prompt, completion):
+  """float[S] difference of each token's log-prob to a model's."""
+  sampled = len(completion.tokens)
+  mask = np.arange(len(prompt) + sampled) >= len(prompt)
+  sequence = trajectory.TokenSequence(
+      np.concatenate([prompt.tokens, completion.tokens]),
+      mask,
+      np.concatenate([np.zeros(len(prompt)), completion.logprobs]),
+      np.where(mask, 0, -1),
+      np.zeros(len(mask)),
+      prompt.images,
+  )
+  (scores,) = score(model, [sequence])
+  return scores - completion.logprobs
+
+
+class Scores:
+  """Log-probs that our policy gives a completion, by one whole pass."""
+
+  def __init__(self, policy):
+    self.policy = policy
+    self._recompute = rollout_references.Recompute(
+        policy.model, policy.processor, policy.images, length=128, images=12
+    )
+
+  def logits(self, answers):
+    """float32[T, V] of each [(prompt, sampling, completion)]."""
+    return self._recompute.logits([
+        (np.concatenate([prompt.tokens, completion.tokens]), prompt.images)
+        for prompt, _, completion in answers
+    ])
+
+  def check(self, answers) -> float:
+    """Largest gap of [(prompt, sampling, completion)]; few tokens are ties."""
+    gaps, undecided, total = [], 0, 0
+    for (prompt, sampling, completion), rows in zip(
+        answers, self.logits(answers)
+    ):
+      tokens = completion.tokens
+      before = rows[len(prompt) - 1 : len(prompt) - 1 + len(tokens)]
+      want = rollout_references.distribution(
+          before, sampling, self.policy.banned
+      )
+      logprobs = want.logprobs[np.arange(len(tokens)), tokens]
+      if sampling.temperature == 0:
+        np.testing.assert_array_equal(tokens, want.logprobs.argmax(-1))
+      undecided += int((~want.clear).sum())
+      total += len(tokens)
+      assert not completion.fallback and completion.logprobs.dtype == np.float32
+      gaps += list(np.abs(logprobs - completion.logprobs)[want.clear])
+    assert undecided < total / 5
+    return max(gaps)
+
+
+async def answers_of(client, prompts, sampling):
+  """[(prompt, sampling, completion)], all at a time."""
+  completion = await asyncio.gather(*(
+      client.generate(prompt, sampling, session=str(i))
+      for i, prompt in enumerate(prompts)
+  ))
+  return [(p, sampling, d) for p, d in zip(prompts, completion)]

@@ -4,8 +4,12 @@ The reference renders with Jinja templates that mark what the assistant wrote,
 `{% generation %}`: here as the families' published templates write it.
 """
 
+import functools
+import importlib.util
 import itertools
 import json
+import os
+import pathlib
 
 import hypothesis
 from hypothesis import strategies as st
@@ -439,6 +443,56 @@ def test_the_newline_after_the_end_is_trained_where_it_is_chosen(kinds, kind):
   more = [i for i, (a, b) in enumerate(zip(mask, newline_mask)) if a != b]
   assert [tokenizer.decode([ids[i]]) for i in more] == ["\n", "\n"]
   assert [tokenizer.decode([ids[i - 1]]) for i in more] == [END, END]
+
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SLIME = os.environ.get("TUNIX_SLIME", "")
+GENERATORS = [
+    pytest.param(
+        path,
+        marks=[
+            pytest.mark.peer(name),
+            pytest.mark.skipif(not path.is_file(), reason=reason),
+        ],
+        id=name,
+    )
+    for name, path, reason in (
+        ("miles", next(ROOT.glob(
+            ".venv-miles/lib/*/site-packages/miles/utils/mask_utils.py"
+        ), ROOT / "none"), "needs the package miles-rl: make miles"),
+        ("slime", pathlib.Path(SLIME, "slime/utils/mask_utils.py"),
+         "set TUNIX_SLIME to a checkout of slime"),
+    )
+]  # pyformat: disable
+
+
+@functools.cache
+def both_generators(path, kind):
+  """The generator in one of slime's files and this package's of its type."""
+  template = {
+      "qwen": chatml(QWEN_SYSTEM), "qwen3": chatml("", THINK),
+  }[kind]  # pyformat: disable
+  words = tokenizer(
+      template + "{%- if add_generation_prompt -%}"
+      "{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+  )
+  spec = importlib.util.spec_from_file_location("mask_utils", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  peer = module.MultiTurnLossMaskGenerator(words, kind)
+  return peer, loss_mask.make(f"{kind}_newline", words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", GENERATORS)
+@pytest.mark.parametrize("kind", ["qwen", "qwen3"])
+@hypothesis.given(messages=conversations(PLAIN_TURN))
+@EXAMPLES
+def test_masks_are_those_of_slimes_own_generator(path, kind, messages):
+  """Also as its fork miles has it, which is on the package index."""
+  peer, generator = both_generators(path, kind)
+  ids, mask = peer.get_loss_mask(messages)
+  assert tuple(generator.get_loss_mask(messages)) == (ids, mask)
 
 
 def test_an_unknown_type_is_refused_with_the_known_ones(kinds):

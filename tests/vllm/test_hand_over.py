@@ -9,66 +9,27 @@ from flax import nnx
 import httpx
 import numpy as np
 import pytest
-import rollout_references
 from tunix.rl.multi_turn.clients import disk_weights
 from tunix.rl.multi_turn.clients import hand_over_probe
 from tunix.rl.multi_turn.clients import openai_client
 from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.core import policy_client
-from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.learner import scorer
 from tunix.rl.multi_turn.policy import lora
 import vllm_server
 
-GAP = 2e-5
-"""Of log-probs in float32, of two implementations in another order."""
+GAP = vllm_server.GAP
 ADAPTER = f"{vllm_server.NAME}-adapter"
 RANK = 4
 
 
-def other(policy, seed):
-  """Weights that have nothing in common with the server's."""
-  model = nnx.clone(policy.model)
-  rollout_references.randomise(model, seed)
-  table = model.language_model.embed_tokens.weight
-  table[...] = table[...] * 0.4
-  return model
-
-
-def scorer_of(policy, model, temperature):
-  return scorer.Scorer(
-      model,
-      policy.processor,
-      policy.images,
-      row_length=512,
-      temperature=temperature,
-  )
-
-
 @pytest.fixture(scope="module", name="score")
 def _score(policy):
-  return scorer_of(policy, policy.model, 1.0)
-
-
-def gap(score, model, prompt, completion, tokens=slice(None)):
-  """Largest difference of the completion's log-probs to a model's."""
-  sampled = len(completion.tokens)
-  mask = np.arange(len(prompt) + sampled) >= len(prompt)
-  sequence = trajectory.TokenSequence(
-      np.concatenate([prompt.tokens, completion.tokens]),
-      mask,
-      np.concatenate([np.zeros(len(prompt)), completion.logprobs]),
-      np.where(mask, 0, -1),
-      np.zeros(len(mask)),
-      prompt.images,
-  )
-  (scores,) = score(model, [sequence])
-  return float(np.abs(scores - completion.logprobs)[tokens].max())
+  return vllm_server.scorer_of(policy, policy.model, 1.0)
 
 
 @pytest.fixture(scope="module", name="probe_score")
 def _probe_score(policy):
-  return scorer_of(
+  return vllm_server.scorer_of(
       policy, policy.model, hand_over_probe.SAMPLING.temperature
   )
 
@@ -140,14 +101,14 @@ def test_a_tied_policy_is_followed_over_three_versions(
       tmp_path, whole(policy), disk_weights.VllmEngine(server.url), probe
   ) as weights:
     for version in (1, 2, 3):
-      model = other(policy, version)
+      model = vllm_server.other(policy, version)
       weights.publish(version, model).result(300)
       assert probe.check(model) < GAP
       engine = engine_of(policy, server, weights)
       answers = asyncio.run(asked(engine, prompts, policy.sampling()))
       for prompt, completion in zip(prompts, answers):
         assert set(completion.versions.tolist()) == {version}
-        gaps.append(gap(score, model, prompt, completion))
+        gaps.append(vllm_server.gap(score, model, prompt, completion))
   print(f"largest gap over three versions: {max(gaps):.2e}")
   assert max(gaps) < GAP
 
@@ -160,7 +121,7 @@ def test_an_output_head_that_is_left_behind_is_found_out(
   engine = disk_weights.VllmEngine(server.url)
   with weights_for(tmp_path, whole(policy, False), engine, probe) as weights:
     with pytest.raises(disk_weights.HandOverError) as error:
-      weights.publish(1, other(policy, 1)).result(300)
+      weights.publish(1, vllm_server.other(policy, 1)).result(300)
   for words in (
       f"{server.url} (transfer=reload, version 1)", "second hand-over",
       "in the engine and", "with the learner's weights",
@@ -173,11 +134,13 @@ def test_an_adapter_is_followed_over_three_versions(
 ):
   model = nnx.clone(policy.model)
   lora.add(model, rank=RANK, alpha=8.0, seed=0)
-  score_adapted = scorer_of(policy, model, 1.0)
+  score_adapted = vllm_server.scorer_of(policy, model, 1.0)
   probe = probe_of(
       policy,
       server,
-      scorer_of(policy, model, hand_over_probe.SAMPLING.temperature),
+      vllm_server.scorer_of(
+          policy, model, hand_over_probe.SAMPLING.temperature
+      ),
       ADAPTER,
   )
   engine = disk_weights.VllmEngine(
@@ -207,8 +170,9 @@ def test_an_adapter_is_followed_over_three_versions(
       )
       for prompt, completion in zip(prompts, answers):
         assert set(completion.versions.tolist()) == {version}
-        gaps.append(gap(score_adapted, model, prompt, completion))
-      assert gap(score, policy.model, prompts[0], answers[0]) > 10 * GAP
+        gaps.append(vllm_server.gap(score_adapted, model, prompt, completion))
+      base = vllm_server.gap(score, policy.model, prompts[0], answers[0])
+      assert base > 10 * GAP
   print(f"largest gap over three adapters: {max(gaps):.2e}")
   assert max(gaps) < GAP
 
@@ -237,7 +201,7 @@ def test_requests_in_flight_are_cut_and_continued(
     policy, server, score, tmp_path
 ):
   """Text and images; each token has the version of its weights."""
-  models = {0: policy.model, 1: other(policy, 1)}
+  models = {0: policy.model, 1: vllm_server.other(policy, 1)}
   prompts = [
       policy.prompt(), policy.prompt(1), policy.prompt(2, 3),
       policy.prompt(4, text="and this"),
@@ -267,7 +231,10 @@ def test_requests_in_flight_are_cut_and_continued(
     assert (np.diff(versions) >= 0).all()
     for version in set(versions.tolist()):
       tokens = versions == version
-      assert gap(score, models[version], prompt, completion, tokens) < GAP
+      assert (
+          vllm_server.gap(score, models[version], prompt, completion, tokens)
+          < GAP
+      )
     cut += len(set(versions.tolist())) == 2
   assert cut >= 2
 
@@ -296,7 +263,7 @@ def test_an_engine_that_loads_nothing_is_found_out_at_once(
       weights.publish(1, small).result(300)
     assert engine.loads == 2 and weights.version == -1
     with pytest.raises(disk_weights.HandOverError, match="they differ by"):
-      weights.publish(2, other(policy, 2)).result(300)
+      weights.publish(2, vllm_server.other(policy, 2)).result(300)
 
 
 def test_a_server_that_cannot_load_is_resumed_and_named(

@@ -10,7 +10,6 @@ import httpx
 import numpy as np
 import openai
 import pytest
-import rollout_references
 from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.clients import vllm
 from tunix.rl.multi_turn.core import data_urls
@@ -20,46 +19,12 @@ from tunix.rl.multi_turn.engine import engine as engine_lib
 import vllm_server
 from vllm_server import metric
 
-GAP = 2e-5
-"""Of log-probs in float32, of two implementations in another order."""
-
-
-class Scores:
-  """Log-probs that our policy gives a completion, by one whole pass."""
-
-  def __init__(self, policy):
-    self.policy = policy
-    self._recompute = rollout_references.Recompute(
-        policy.model, policy.processor, policy.images, length=128, images=12
-    )
-
-  def check(self, answers) -> float:
-    """Largest gap of [(prompt, sampling, completion)]; few tokens are ties."""
-    logits = self._recompute.logits([
-        (np.concatenate([prompt.tokens, completion.tokens]), prompt.images)
-        for prompt, _, completion in answers
-    ])
-    gaps, undecided, total = [], 0, 0
-    for (prompt, sampling, completion), rows in zip(answers, logits):
-      tokens = completion.tokens
-      before = rows[len(prompt) - 1 : len(prompt) - 1 + len(tokens)]
-      want = rollout_references.distribution(
-          before, sampling, self.policy.banned
-      )
-      logprobs = want.logprobs[np.arange(len(tokens)), tokens]
-      if sampling.temperature == 0:
-        np.testing.assert_array_equal(tokens, want.logprobs.argmax(-1))
-      undecided += int((~want.clear).sum())
-      total += len(tokens)
-      assert not completion.fallback and completion.logprobs.dtype == np.float32
-      gaps += list(np.abs(logprobs - completion.logprobs)[want.clear])
-    assert undecided < total / 5
-    return max(gaps)
+GAP = vllm_server.GAP
 
 
 @pytest.fixture(scope="module", name="scores")
 def _scores(policy):
-  return Scores(policy)
+  return vllm_server.Scores(policy)
 
 
 @contextlib.asynccontextmanager
@@ -69,15 +34,6 @@ async def client_of(policy, server, **options):
     yield client
   finally:
     await client.aclose()
-
-
-async def answers_of(client, prompts, sampling):
-  """[(prompt, sampling, completion)], all at a time."""
-  completion = await asyncio.gather(*(
-      client.generate(prompt, sampling, session=str(i))
-      for i, prompt in enumerate(prompts)
-  ))
-  return [(p, sampling, d) for p, d in zip(prompts, completion)]
 
 
 async def test_text_and_images_agree_with_our_engine(policy, server, scores):
@@ -91,7 +47,7 @@ async def test_text_and_images_agree_with_our_engine(policy, server, scores):
   ]  # pyformat: disable
   sampling = policy.sampling(temperature=0.0)
   async with client_of(policy, server) as client:
-    answers = await answers_of(client, prompts, sampling)
+    answers = await vllm_server.answers_of(client, prompts, sampling)
     assert not client.counts["prompt_mismatch"]
   gap = scores.check(answers)
   assert gap < GAP, gap
@@ -133,7 +89,7 @@ async def test_log_probs_are_of_the_distribution_sampled_from(
   ]
   sampling = policy.sampling(**options)
   async with client_of(policy, server) as client:
-    answers = await answers_of(client, prompts, sampling)
+    answers = await vllm_server.answers_of(client, prompts, sampling)
     again = await client.generate(prompts[-1], sampling, session="s")
   gap = scores.check(answers)
   assert gap < GAP, gap
@@ -205,7 +161,9 @@ async def test_an_aborted_completion_continues(policy, server, scores):
   prompts = [policy.prompt(1), policy.prompt(), policy.prompt(2, 3)]
   sampling = policy.sampling(max_new_tokens=64, stop_token_ids=())
   async with client_of(policy, server) as client:
-    tasks = asyncio.ensure_future(answers_of(client, prompts, sampling))
+    tasks = asyncio.ensure_future(
+        vllm_server.answers_of(client, prompts, sampling)
+    )
     await wait_for(lambda: metric(server, "vllm:num_requests_running") == 3)
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
       (await http.post("/pause?mode=abort")).raise_for_status()
@@ -232,7 +190,9 @@ async def test_images_of_odd_sizes_are_sent_as_the_policy_sees_them(
   gaps = []
   for options in ({}, {"resize": None}):
     async with client_of(policy, server, **options) as client:
-      answers = await answers_of(client, [prompt], policy.sampling())
+      answers = await vllm_server.answers_of(
+          client, [prompt], policy.sampling()
+      )
     gaps.append(scores.check(answers))
   assert gaps[0] < GAP < gaps[1] < 0.02, gaps
 
@@ -311,6 +271,20 @@ def test_a_run_asks_before_it_begins(policy, server, images, context, words):
   else:
     with pytest.raises(ValueError, match=words):
       engine.warm_up()
+
+
+def test_a_policy_of_other_heads_is_refused_before_a_request(policy, server):
+  engine = remote_engine.RemoteEngine(
+      lambda: policy.client(server),
+      NoWeights(),
+      context_length=512,
+      prompts=lambda: [policy.prompt()],
+      sampling=policy.sampling(),
+      cpu_problem=vllm.head_problem({"head_dim": 40}),
+  )
+  with pytest.raises(ValueError, match="heads 40 wide"):
+    engine.warm_up()
+  assert httpx.get(f"{server.url}/health", timeout=10).is_success
 
 
 _KERNELS = """

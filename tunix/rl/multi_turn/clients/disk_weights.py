@@ -33,6 +33,7 @@ Does not start engines. Needs httpx.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import concurrent.futures
 import contextlib
@@ -77,10 +78,12 @@ class Engine(Protocol):
   Attributes:
     url: Its address.
     transfer: The way that weights take into it.
+    advice: What to look at where it samples with other weights.
   """
 
   url: str
   transfer: str
+  advice: str
 
   def load(self, path: str, version: int) -> None:
     """Returns once the engine samples with the checkpoint at `path`.
@@ -346,9 +349,8 @@ class DiskWeights:
         raise HandOverError(
             f"{about} does not sample with the weights that it was given, also"
             f" after a second hand-over: {error}. Check that no other run gives"
-            " it weights, that the server's --dtype and external.dtype are the"
-            " same type and its log-probs are processed_logprobs; or use"
-            " another external.transfer"
+            " it weights, and that the server's --dtype and external.dtype are"
+            f" the same type; {engine.advice}"
         ) from error
       except HandOverError:
         raise
@@ -394,14 +396,80 @@ class DiskWeights:
       self._folder.delete_ended()
 
 
-class VllmEngine:
-  """A vLLM server with its development endpoints open (`VllmLaunch`).
+class _PausedEngine(abc.ABC):
+  """An engine that is paused while it takes weights, and resumed in any case.
 
   Requests in flight are cut off and answered with their tokens so far, of the
   old weights; who asked continues from there with the new ones
-  (`OpenAIClient`). Frozen in place, those with images would have lost their
-  features. Caches computed with the old weights are dropped.
+  (`OpenAIClient`).
   """
+
+  _resume_path = ""
+
+  def __init__(self, url: str, api_key: str, timeout_s: float):
+    self.url = _root(url)
+    self._http = _Http(self.url, api_key, timeout_s)
+
+  @abc.abstractmethod
+  def _pause(self) -> None:
+    """Ends the requests in flight; further ones wait."""
+
+  @abc.abstractmethod
+  def _take(self, path: str, version: int) -> None:
+    """Loads the weights and drops what was computed with older ones."""
+
+  def load(self, path: str, version: int) -> None:
+    """See `Engine.load`."""
+    about = "It has the weights of before"
+    end = ""
+    try:
+      # Answered or not: it may have paused all the same.
+      self._pause()
+      about = f"{self.url} may hold half of these weights"
+      end = "; restart it before it serves others"
+      self._take(path, version)
+    except BaseException as error:
+      outcome = self._resumed()
+      if not isinstance(error, Exception):
+        raise
+      raise HandOverError(f"{error}. {about} and {outcome}{end}") from error
+    if (outcome := self._resumed()) != _RESUMED:
+      raise HandOverError(f"{self.url} has the new weights and {outcome}")
+
+  def interrupt(self) -> None:
+    self._http.interrupt()
+
+  def _resumed(self) -> str:
+    """Resumes the server; says whether it could."""
+    for pause_s in _RESUME_AFTER_S:
+      ending = self._http.interrupted
+      if ending and pause_s:
+        break
+      time.sleep(pause_s)
+      try:
+        self._http.post(
+            self._resume_path,
+            {},
+            timeout_s=_END_S if ending else _RESUME_S,
+            at_the_end=True,
+        )
+        return _RESUMED
+      except HandOverError as error:
+        _LOG.warning("%s", error)
+    return f"could not be resumed (POST {self.url}{self._resume_path})"
+
+
+class VllmEngine(_PausedEngine):
+  """A vLLM server with its development endpoints open (`VllmLaunch`).
+
+  Frozen in place, requests with images would have lost their features.
+  """
+
+  _resume_path = "/resume"
+  advice = (
+      "start it with --logprobs-mode processed_logprobs, or use another"
+      " external.transfer"
+  )
 
   def __init__(
       self,
@@ -433,8 +501,7 @@ class VllmEngine:
           f"transfer={transfer} and adapter={adapter!r}: an adapter is given a"
           " name, and nothing else is"
       )
-    self.url = _root(url)
-    self._http = _Http(self.url, api_key, timeout_s)
+    super().__init__(url, api_key, timeout_s)
     self.transfer = transfer
     self._adapter = adapter
 
@@ -450,33 +517,20 @@ class VllmEngine:
     if outcome != _RESUMED:
       raise HandOverError(f"{self.url} is paused and {outcome}; restart it")
 
-  def load(self, path: str, version: int) -> None:
-    about = "It has the weights of before"
-    end = ""
-    try:
-      # Answered or not: it may have paused all the same.
-      self._http.post("/pause?mode=abort&clear_cache=true")
-      about = f"{self.url} may hold half of these weights"
-      end = "; restart it before it serves others"
-      self._transfer_weights(path)
-      # Its answers name it from here on; servers before 0.32 cannot.
-      self._http.post(
-          "/update_weight_version",
-          {"new_version": str(version)},
-          optional=True,
-      )
-      answer = self._http.post("/reset_prefix_cache")
-      if isinstance(answer, dict) and answer.get("success") is False:
-        raise HandOverError(
-            f"{self.url} kept caches computed with older weights"
-        )
-    except BaseException as error:
-      outcome = self._resumed()
-      if not isinstance(error, Exception):
-        raise
-      raise HandOverError(f"{error}. {about} and {outcome}{end}") from error
-    if (outcome := self._resumed()) != _RESUMED:
-      raise HandOverError(f"{self.url} has the new weights and {outcome}")
+  def _pause(self) -> None:
+    self._http.post("/pause?mode=abort&clear_cache=true")
+
+  def _take(self, path: str, version: int) -> None:
+    self._transfer_weights(path)
+    # Its answers name it from here on; servers before 0.32 cannot.
+    self._http.post(
+        "/update_weight_version",
+        {"new_version": str(version)},
+        optional=True,
+    )
+    answer = self._http.post("/reset_prefix_cache")
+    if isinstance(answer, dict) and answer.get("success") is False:
+      raise HandOverError(f"{self.url} kept caches computed with older weights")
 
   def _transfer_weights(self, path: str) -> None:
     if self.transfer == "adapter":
@@ -497,58 +551,47 @@ class VllmEngine:
           },
       )
 
-  def interrupt(self) -> None:
-    self._http.interrupt()
 
-  def _resumed(self) -> str:
-    """Resumes the server; says whether it could."""
-    for pause_s in _RESUME_AFTER_S:
-      ending = self._http.interrupted
-      if ending and pause_s:
-        break
-      time.sleep(pause_s)
-      try:
-        self._http.post(
-            "/resume",
-            timeout_s=_END_S if ending else _RESUME_S,
-            at_the_end=True,
-        )
-        return _RESUMED
-      except HandOverError as error:
-        _LOG.warning("%s", error)
-    return f"could not be resumed (POST {self.url}/resume)"
+class SglangEngine(_PausedEngine):
+  """An SGLang server."""
 
-
-class SglangEngine:
-  """An SGLang server (also sglang-jax, where it has this endpoint)."""
-
+  _resume_path = "/continue_generation"
   transfer = "update_weights_from_disk"
+  advice = (
+      "start it with SGLANG_VLM_CACHE_SIZE_MB=0, or it keeps what an older"
+      " vision tower computed of an image"
+  )
 
   def __init__(self, url: str, *, api_key: str = "", timeout_s: float = 600.0):
-    self.url = _root(url)
-    self._http = _Http(self.url, api_key, timeout_s)
+    super().__init__(url, api_key, timeout_s)
 
   def wake(self) -> None:
-    """Does nothing: it is never paused."""
+    """Resumes it: it does not say whether it is paused."""
+    self._http.post(self._resume_path, {}, optional=True)
 
-  def interrupt(self) -> None:
-    self._http.interrupt()
+  def _pause(self) -> None:
+    self._http.post("/pause_generation", {"mode": "abort"})
 
-  def load(self, path: str, version: int) -> None:
+  def _take(self, path: str, version: int) -> None:
     answer = self._http.post(
         "/update_weights_from_disk",
         {
             "model_path": path,
             "weight_version": str(version),
             "abort_all_requests": False,
-            "flush_cache": True,
+            "flush_cache": False,
         },
     )
     if not isinstance(answer, dict) or answer.get("success") is not True:
       reason = answer.get("message") if isinstance(answer, dict) else answer
       raise HandOverError(f"{self.url} did not load {path}: {reason}")
+    # Not with the call above: a request that has been answered may not have
+    # been put away yet, and then it refuses without waiting.
+    self._http.post(f"/flush_cache?timeout={_FLUSH_S}")
 
 
+_FLUSH_S = 30
+"""Seconds that SGLang may take to put cut requests away."""
 _RESUMED = "was resumed"
 _RESUME_AFTER_S = (0.0, 1.0, 5.0)
 _RESUME_S = 30.0

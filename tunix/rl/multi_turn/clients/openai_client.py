@@ -196,7 +196,9 @@ class OpenAIClient:
           f" max_images={self._max_images} are taken; drop older screenshots"
       )
     for name in ("top_logprobs", "raw_logprobs"):
-      if getattr(sampling, name):
+      # The others return a sampling mask in the place of alternatives.
+      is_mask = name == "top_logprobs" and self.protocol != "tunix"
+      if getattr(sampling, name) and not is_mask:
         raise ValueError(
             f"{name}={getattr(sampling, name)} is returned by the engine in"
             " this process only; leave it out"
@@ -242,6 +244,9 @@ class OpenAIClient:
         for entry in (answer or {}).get("data", ())
         if isinstance(entry, Mapping)
     }
+    if self.protocol == "sglang" and len(served) == 1:
+      # It calls its one model by the path of the weights that it loaded last.
+      served[self.model] = next(iter(served.values()))
     if self.model not in served:
       raise ValueError(
           f"model={self.model!r} is not served by {self._root}; it serves"
@@ -253,6 +258,19 @@ class OpenAIClient:
     if self.context_length is None:
       self.context_length = length
     return length
+
+  async def server_version(self) -> str:
+    """Returns vLLM's own version, such as "0.32.0+cpu"; "" without one.
+
+    Raises:
+      RemoteError, TimeoutError: The server cannot be reached.
+    """
+    async with asyncio.timeout(min(self._timeout_s, 30.0)):
+      try:
+        answer = await self._http.request("get", "/version", None)
+      except ValueError:  # It has no such path.
+        return ""
+    return str(answer.get("version", "")) if isinstance(answer, dict) else ""
 
   async def aclose(self) -> None:
     """Ends sessions and connections. Idempotent."""
@@ -303,6 +321,8 @@ class OpenAIClient:
       version = self.version
       own_sampling = _rest(sampling, sampled, len(parts))
       answer = await self._ask(at, own_sampling, session)
+      if not sampling.top_logprobs:
+        answer.support = None
       part = await self._completion(at, answer, version)
       parts.append(part)
       remaining = sampling.max_new_tokens - len(sampled) - len(part.tokens)

@@ -43,6 +43,16 @@ _FLAGS = (
     ),
     ("maximum context length", "start vLLM with a longer --max-model-len"),
     ("room in the context", "start vLLM with a longer --max-model-len"),
+    (
+        "image count",
+        "start SGLang with --limit-mm-data-per-request"
+        " '{{\"image\":{images}}}'",
+    ),
+    (
+        "return_sampling_mask requires",
+        "SGLang's log-probs are those of a truncated distribution with a top_k"
+        " only; set sampling.top_k, or sampling.top_p=1 and sampling.min_p=0",
+    ),
 )
 """(part of a refusal, what to do about it)."""
 
@@ -61,6 +71,7 @@ class RemoteEngine:
       prompts: Callable[[], Sequence[policy_client.TokenPrompt]],
       sampling: policy_client.SamplingParams,
       adapter: str = "",
+      cpu_problem: str = "",
   ):
     """Args:
 
@@ -71,6 +82,8 @@ class RemoteEngine:
       sampling: Parameters of the run's requests.
       adapter: The server's name of the adapter that `weights` hands over and
         requests ask for; "" where whole weights are handed over.
+      cpu_problem: Why vLLM's CPU build cannot serve the policy
+        (`vllm.head_problem`); "" where it can.
     """
     self._make_client = make_client
     self._client = make_client()
@@ -85,6 +98,7 @@ class RemoteEngine:
     self._counts: collections.Counter[str] = collections.Counter()
     self._closed = False
     self._prompts, self._sampling = prompts, sampling
+    self._cpu_problem = cpu_problem
     self.context_length = context_length
 
   # --- PolicyClient ----------------------------------------------------------
@@ -200,6 +214,8 @@ class RemoteEngine:
       client = self._make_client()  # Connections belong to a loop.
       try:
         self._check_context(await client.check())
+        if self._cpu_problem and "+cpu" in await client.server_version():
+          raise ValueError(f"the policy {self._cpu_problem}")
         try:
           await asyncio.to_thread(self._weights.wake)
         except disk_weights.HandOverError as error:
@@ -218,8 +234,9 @@ class RemoteEngine:
     if length is not None and length < self.context_length:
       raise ValueError(
           f"the server's context has {length} tokens, the run's"
-          f" engine.context_length={self.context_length}; start it with"
-          f" --max-model-len {self.context_length}, or lower the run's"
+          f" engine.context_length={self.context_length}; start vLLM with"
+          f" --max-model-len {self.context_length}, SGLang with"
+          f" --context-length {self.context_length}, or lower the run's"
       )
 
   async def _ask(
@@ -239,8 +256,9 @@ class RemoteEngine:
     except (policy_client.ContextLimitError, ValueError) as error:
       fixes = [fix for sign, fix in _FLAGS if sign in str(error).lower()]
       fix = fixes[0].format(images=images) if fixes else (
-          "start the server by the command that `python -m"
-          " tunix.rl.multi_turn.clients.vllm` prints"
+          "start vLLM by the command that `python -m"
+          " tunix.rl.multi_turn.clients.vllm` prints, SGLang by that of"
+          " docs/serving.md"
       )
       raise ValueError(f"{first}: {error}; {fix}") from error
     for answer in answers:
@@ -256,12 +274,12 @@ class RemoteEngine:
         any(abs(value + math.log(k)) <= _CERTAIN for k in range(1, _TIES + 1))
         for value in answers[1].logprobs.tolist()
     )
-    if client.protocol == "vllm" and not certain:
+    if client.protocol != "tunix" and not certain:
       raise ValueError(
           f"{first}: with top_k=1 the one token that can be sampled has the"
           f" log-prob {least:.3g}, not 0: log-probs are not those of the"
           " distribution sampled from; start vLLM with --logprobs-mode"
-          " processed_logprobs"
+          " processed_logprobs, or use SGLang 0.5.23"
       )
 
   def stats(self) -> dict[str, float]:

@@ -125,7 +125,10 @@ def sglang_body(
       "sampling_params": params,
       "return_logprob": True,
   }
-  if sampling.top_logprobs:
+  if sampling.temperature and (
+      sampling.top_k or sampling.top_p < 1 or sampling.min_p
+  ):
+    # Without it log-probs are of the whole vocabulary. It needs a top_k.
     body["return_sampling_mask"] = True
   if pictures:
     body["image_data"] = pictures
@@ -188,10 +191,10 @@ def of_sglang(answer: Any) -> Answer:
   reason = about.get("finish_reason") or {}
   sampled = about.get("output_token_logprobs")  # [[log-prob, id, text], …]
   support = _support(about.get("output_token_sampling_mask"))
-  logprobs = sampled and [float(entry[0]) for entry in sampled]
-  if support is not None:
-    # The others are of the whole vocabulary.
-    logprobs = about.get("output_token_sampling_logprobs") or logprobs
+  # With a mask they are of what was sampled from, else of the whole vocabulary.
+  logprobs = about.get("output_token_sampling_logprobs")
+  if logprobs is None and sampled is not None:
+    logprobs = [float(entry[0]) for entry in sampled]
   versions = _spans(about.get("weight_versions"))
   if not versions:
     versions = _spans([{"start": 0, "version": about.get("weight_version")}])

@@ -11,6 +11,10 @@ from tunix.rl.multi_turn.core import settings
 
 setting = settings.setting
 
+SGLANG_TOP_K = 4096
+"""Largest top_k at which SGLang returns log-probs of what it samples from,
+unless it is started with another --sampling-mask-max-tokens."""
+
 
 @settings.settings
 class ExternalConfig:

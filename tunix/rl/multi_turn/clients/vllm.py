@@ -68,6 +68,23 @@ def stored_dtype(config: Mapping[str, Any]) -> str:
   return ""
 
 
+def head_problem(config: Mapping[str, Any]) -> str:
+  """Why vLLM's CPU build cannot serve a policy, by its config.json; "" where
+  it can."""
+  text = config.get("text_config") or config
+  width = text.get("head_dim") or (
+      text.get("hidden_size", 0) // (text.get("num_attention_heads") or 1)
+  )
+  if not width or width in CPU_HEAD_WIDTHS:
+    return ""
+  return (
+      f"has heads {width} wide, and vLLM's CPU build would die of its first"
+      f" request: it serves widths {', '.join(map(str, CPU_HEAD_WIDTHS))};"
+      " serve a policy of those, or sample in this process"
+      " (rollout.via=in_process)"
+  )
+
+
 @dataclasses.dataclass(frozen=True)
 class VllmLaunch:
   """A vLLM server for computer use.
@@ -317,16 +334,9 @@ class VllmLaunch:
             f"dtype={self.dtype} rounds the {stored} weights of {self.model};"
             f" set dtype={stored} or float32, or save them in {self.dtype}"
         )
-    width = text.get("head_dim") or (
-        text.get("hidden_size", 0) // (text.get("num_attention_heads") or 1)
-    )
-    if self.cpu_cache_gib and width and width not in CPU_HEAD_WIDTHS:
-      raise ValueError(
-          f"{self.model} has heads {width} wide, and vLLM's CPU build would die"
-          " of its first request: it serves widths"
-          f" {', '.join(map(str, CPU_HEAD_WIDTHS))}; serve a policy of those,"
-          " or sample in this process (rollout.via=in_process)"
-      )
+    problem = head_problem(config)
+    if self.cpu_cache_gib and problem:
+      raise ValueError(f"{self.model} {problem}")
 
   def _config(self) -> dict[str, Any] | None:
     return config_of(self.model)

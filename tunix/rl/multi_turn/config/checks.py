@@ -10,6 +10,7 @@ from typing import Iterator, Sequence
 
 from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.agents import registry as agents
+from tunix.rl.multi_turn.clients import settings as clients_settings
 from tunix.rl.multi_turn.config import data_sections
 from tunix.rl.multi_turn.config import fleet_checks
 from tunix.rl.multi_turn.config import train_config
@@ -348,6 +349,15 @@ def _external(c: TrainConfig) -> Iterator[str]:
         f"external.transfer={transfer} is vLLM's, and"
         f" external.protocol={c.external.protocol}; leave it at reload"
     )
+  s, most = c.sampling, clients_settings.SGLANG_TOP_K
+  if c.external.protocol == "sglang" and (s.top_p < 1 or s.min_p):
+    if not 0 < s.top_k <= most:
+      yield (
+          f"external.protocol=sglang with sampling.top_p={s.top_p},"
+          f" sampling.min_p={s.min_p} and sampling.top_k={s.top_k}: its"
+          " log-probs are those of a truncated distribution with a top_k only;"
+          f" set sampling.top_k to 1 to {most}, or top_p=1 and min_p=0"
+      )
   if transfer == "adapter" and not c.policy.lora_rank:
     yield (
         "external.transfer=adapter with policy.lora_rank=0: no adapter is"

@@ -126,6 +126,11 @@ def make_engine(
             stop_token_ids=tuple(map(int, renderer.stop_token_ids)),
         ),
         adapter=adapter,
+        cpu_problem=(
+            vllm.head_problem(vllm.config_of(config.policy.name) or {})
+            if external.protocol == "vllm"
+            else ""
+        ),
     )
   except (ImportError, OSError, ValueError) as error:
     raise config_lib.ConfigError([f"rollout.via=external: {error}"]) from None
