@@ -235,7 +235,7 @@ def _accepted(module, words, capsys, dry=False):
   elif module in ("commands.pretrain", "commands.train_tokenizer"):
     program.parser().parse_args(words)
   elif module == "monitor":
-    from tunix.rl.multi_turn.monitor import serve
+    from training_monitor import serve
 
     if not words:  # Its name alone, in a text.
       return

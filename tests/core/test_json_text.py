@@ -10,6 +10,8 @@ import sys
 import zipfile
 
 import pytest
+from training_monitor.client import spool
+from training_monitor.maintenance import archive
 from tunix.rl.multi_turn.clients import record_replay
 from tunix.rl.multi_turn.clients import vllm
 from tunix.rl.multi_turn.commands import loss_mask
@@ -21,8 +23,6 @@ from tunix.rl.multi_turn.environments import workers
 from tunix.rl.multi_turn.environments.gyms.osworld import tasks as osworld
 from tunix.rl.multi_turn.environments.play import __main__ as play
 from tunix.rl.multi_turn.environments.task_sources import source
-from tunix.rl.multi_turn.monitor.client import spool
-from tunix.rl.multi_turn.monitor.maintenance import archive
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.tool_parser import scanning
 from tunix.rl.multi_turn.policy import policy_files
@@ -35,7 +35,7 @@ from tunix.rl.multi_turn.run.recorded_data import files as recorded
 from tunix.rl.multi_turn.run.rollout_hosts import player
 from tunix.rl.multi_turn.tools import base as tools_base
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import (
-    assign_instance_id,
+  assign_instance_id,
 )
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import generating
 
