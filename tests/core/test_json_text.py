@@ -275,17 +275,19 @@ OWN = {
     "trajectory_collector/loss_mask.py", "serving/messages.py",
     "reporting/publishing/episode_tables.py",  # A text for people to copy.
     # With `check_depth` beside it.
-    "serving/bodies.py", "monitor/server/http_io.py",
-    "monitor/dashboard/configuration_page.py",
+    "serving/bodies.py", "training_monitor/server/http_io.py",
+    "training_monitor/dashboard/configuration_page.py",
 }  # pyformat: disable
 
 
 def test_json_is_parsed_by_the_one_reader():
   room = pathlib.Path(json_text.__file__).parents[1]
+  package = pathlib.Path(archive.__file__).parents[1]
   parsers = set()
-  for file in room.rglob("*.py"):
-    if re.search(r"(?<![a-z_])json\.loads\(", file.read_text()):
-      parsers.add(str(file.relative_to(room)))
+  for folder, top in ((room, room), (package, package.parent)):
+    for file in folder.rglob("*.py"):
+      if re.search(r"(?<![a-z_])json\.loads\(", file.read_text()):
+        parsers.add(str(file.relative_to(top)))
   assert parsers == OWN
 
 

@@ -10,12 +10,12 @@ Does not: judge a run by one step, or change anything.
 
 from __future__ import annotations
 
-import json
 import pathlib
 from typing import Any, Callable, Sequence
 
 import numpy as np
 
+from training_monitor.core import json_text
 from training_monitor.core import success_rates
 from training_monitor.dashboard import curves as curves_lib
 from training_monitor.dashboard import text as text_lib
@@ -33,8 +33,8 @@ BOUND = 0.5
 """Share of a step from which one thing bounds it."""
 
 Row = dict[str, Any]
-_METRICS: dict[str, dict[str, str]] = json.loads(
-    pathlib.Path(__file__).with_name("metrics.json").read_text("utf-8")
+_METRICS: dict[str, dict[str, str]] = json_text.read(
+    pathlib.Path(__file__).with_name("metrics.json")
 )
 """Readings that the framework documents; `make docs` writes the file."""
 
