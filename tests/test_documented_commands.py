@@ -426,6 +426,12 @@ def _tpu_notebook(words):
 
 
 def _pip(words):
+  if words[-1].startswith("./packages/"):
+    folder, _, extra = words[-1].removesuffix("]").partition("[")
+    package = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())
+    extras = package["project"]["optional-dependencies"]
+    assert not extra or extra in extras, extra
+    return
   assert (ROOT / words[words.index("-c") + 1]).is_file()
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   for extra in re.findall(r"[a-z]+", re.search(r"\[(.*)\]", words[-1])[1]):
