@@ -1,8 +1,8 @@
 """The package `training_monitor` by the names of its former room.
 
-`tunix.rl.multi_turn.monitor.client.ingest_client` is the module
-`training_monitor.client.ingest_client`, the same object, imported when asked
-for; likewise every other module. Without the package these imports raise
+`tunix.rl.multi_turn.monitor.client.ingest_client` is the same object as the
+module `training_monitor.client.ingest_client`, and so is every other module.
+Nothing is imported in advance; without the package the imports raise
 ImportError.
 """
 
