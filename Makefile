@@ -23,7 +23,7 @@ PIP_FLAGS := $(if $(filter 1,$(V)),,-qq) --disable-pip-version-check --no-compil
 # is newer than the files that decide what is installed.
 CLONE := $(shell printf %s "$(CURDIR)" | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.tunix-multi-turn-$(CLONE)
-SOURCES := pyproject.toml constraints.txt
+SOURCES := pyproject.toml setup.py constraints.txt packages/training_monitor/pyproject.toml
 BROWSER := $(if $(findstring miniwob,$(ARGS)),-browser)
 # A new run has a Training Monitor of its own, unless ARGS say something of it.
 OWN_MONITOR := $(if $(findstring monitor.,$(ARGS))$(findstring resume,$(ARGS)),,monitor.embedded=true)
@@ -70,6 +70,8 @@ bench: $(STAMP)-dev ## measure what counts beside its peers, as one table
 docs: $(STAMP)-dev ## write the pages that are made from the code
 	@$(PY) -m tunix.rl.multi_turn.config > docs/configuration.md
 	@$(PY) -m tunix.rl.multi_turn.reporting.metrics > docs/metrics.md
+	@$(PY) -m tunix.rl.multi_turn.reporting.metrics --json \
+	  > packages/training_monitor/training_monitor/dashboard/metrics.json
 	@JAX_PLATFORMS=cpu $(PY) scripts/http_reference.py > docs/http_api.md.part
 	@mv docs/http_api.md.part docs/http_api.md
 
@@ -247,15 +249,18 @@ install: $(STAMP) ## install the package only
 install-dev: $(STAMP)-dev ## install the package and the test tools
 
 clean: ## remove what building and testing left; keeps .venv and runs
-	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis \
+	  packages/*/build packages/*/*.egg-info
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-# $(1) extras in brackets, $(2) stamps that this installation satisfies.
+# $(1) extras in brackets, $(2) stamps that this installation satisfies, $(3)
+# packages of this clone, editable instead of copied.
 define pip_install
 	@scripts/venv.sh "$(VENV)"
 	@echo "installing into $(VENV) (the first time takes a few minutes)"
 	@rm -f $(VENV)/.tunix-multi-turn-*
-	@$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.$(1)' || { \
+	@$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.$(1)' \
+	  $(if $(3),&& $(PY) -m pip install $(PIP_FLAGS) --no-deps -e $(3)) || { \
 	  echo "error: pip failed; see above, or V=1 for all of it" >&2; exit 1; }
 	@PYTHONDONTWRITEBYTECODE= $(PY) -c 'import tunix.rl.multi_turn.run.training' \
 	  || { echo "error: the packages cannot be imported; see above, repair or" \
@@ -263,10 +268,10 @@ define pip_install
 	@touch $(2)
 endef
 
-# The same beside what is installed already.
+# $(1) a path with extras, beside what is installed already.
 define pip_extra
 	@echo "installing $(1) into $(VENV)"
-	@$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.$(1)' || { \
+	@$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '$(1)' || { \
 	  echo "error: pip failed; see above, or V=1 for all of it" >&2; exit 1; }
 	@touch $(2)
 endef
@@ -278,14 +283,14 @@ $(STAMP)-browser: $(SOURCES)
 	$(call pip_install,[browser],$@ $(STAMP))
 
 $(STAMP)-monitor: $(SOURCES) | $(STAMP)$(BROWSER)
-	$(call pip_extra,[monitor],$@)
+	$(call pip_extra,packages/training_monitor,$@)
 
 $(STAMP)-docs: $(SOURCES) | $(STAMP)
-	$(call pip_extra,[docs],$@)
+	$(call pip_extra,.[docs],$@)
 
 $(STAMP)-xdesktop: $(SOURCES) | $(STAMP)$(BROWSER) $(MONITOR)
-	$(call pip_extra,[xdesktop],$@)
+	$(call pip_extra,.[xdesktop],$@)
 
 $(STAMP)-dev: $(SOURCES)
 	$(call pip_install,[dev],$@ $(STAMP)-browser $(STAMP)-docs \
-	  $(STAMP)-monitor $(STAMP)-xdesktop $(STAMP))
+	  $(STAMP)-monitor $(STAMP)-xdesktop $(STAMP),packages/training_monitor)

@@ -11,6 +11,7 @@ that has one of these flags no more ends with an error that names it.
 
 import os
 import pathlib
+import sys
 
 import hypothesis
 import pytest
@@ -43,12 +44,13 @@ SLOW_S = 600
 
 
 def _extend_tunix() -> None:
-  """Makes `tunix.rl.multi_turn` of this clone importable uninstalled."""
+  """Makes this clone and its packages importable uninstalled."""
   import tunix.rl  # pylint: disable=g-import-not-at-top
 
   ours = str(_HERE / "tunix" / "rl")
   if ours not in tunix.rl.__path__:
     tunix.rl.__path__.append(ours)
+  sys.path += [str(p.parent) for p in _HERE.glob("packages/*/pyproject.toml")]
 
 
 _extend_tunix()

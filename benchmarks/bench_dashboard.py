@@ -30,15 +30,15 @@ import numpy as np
 from PIL import Image
 from starlette import datastructures
 from starlette import routing
-from tunix.rl.multi_turn.core import http_server
+from training_monitor import app as app_lib
+from training_monitor.core import http_server
+from training_monitor.dashboard import charts as charts_lib
+from training_monitor.dashboard import pages as pages_lib
+from training_monitor.schema import database
+from training_monitor.schema import triggers
+from training_monitor.server import access
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.environments.gyms.chromium import devtools
-from tunix.rl.multi_turn.monitor import app as app_lib
-from tunix.rl.multi_turn.monitor.dashboard import charts as charts_lib
-from tunix.rl.multi_turn.monitor.dashboard import pages as pages_lib
-from tunix.rl.multi_turn.monitor.schema import database
-from tunix.rl.multi_turn.monitor.schema import triggers
-from tunix.rl.multi_turn.monitor.server import access
 
 RUNS, GROUPS, SIZE, TURNS, TASKS, SCREENS = 4, 8, 8, 10, 500, 64
 EVALS, EVAL_ROLLOUTS = 12, 500

@@ -35,18 +35,18 @@ import time
 
 import numpy as np
 import orjson
+from training_monitor.client import event_log
+from training_monitor.schema import database as database_lib
+from training_monitor.server import access
+from training_monitor.server import apply
+from training_monitor.server import items
+from training_monitor.server import references
+from training_monitor.server import sql as sql_lib
+from training_monitor.server import writer
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
+from tunix.rl.multi_turn.core import monitor_settings as settings_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
-from tunix.rl.multi_turn.monitor import settings as settings_lib
-from tunix.rl.multi_turn.monitor.client import event_log
-from tunix.rl.multi_turn.monitor.schema import database as database_lib
-from tunix.rl.multi_turn.monitor.server import access
-from tunix.rl.multi_turn.monitor.server import apply
-from tunix.rl.multi_turn.monitor.server import items
-from tunix.rl.multi_turn.monitor.server import references
-from tunix.rl.multi_turn.monitor.server import sql as sql_lib
-from tunix.rl.multi_turn.monitor.server import writer
 
 sys.path.insert(
     0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "helpers")

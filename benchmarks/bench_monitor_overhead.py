@@ -107,8 +107,8 @@ SIZES = {
 SERVER = """
 import logging, os
 logging.disable()  # It is all trouble, and meant.
-from tunix.rl.multi_turn.monitor import serve
-from tunix.rl.multi_turn.monitor import settings
+from training_monitor import serve
+from tunix.rl.multi_turn.core import monitor_settings as settings
 def run(given):
   os.nice(settings.MonitorConfig().server_niceness)
   if given[3] == "True":
@@ -118,7 +118,7 @@ def run(given):
 """
 COUNTER = """
 import os, sys, time
-from tunix.rl.multi_turn.monitor import settings
+from tunix.rl.multi_turn.core import monitor_settings as settings
 os.nice(settings.MonitorConfig().server_niceness)
 while True:
   end = time.thread_time() + 0.01

@@ -115,8 +115,8 @@ def _item() -> Target:
 
 
 def _batch() -> Target:
-  from tunix.rl.multi_turn.monitor.server import errors  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn.monitor.server import items  # pylint: disable=g-import-not-at-top
+  from training_monitor.server import errors  # pylint: disable=g-import-not-at-top
+  from training_monitor.server import items  # pylint: disable=g-import-not-at-top
 
   return Target(items.read, (errors.ApiError,), _requests())
 

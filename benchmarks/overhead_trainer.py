@@ -17,10 +17,10 @@ import time
 from typing import Any, Sequence
 
 import numpy as np
+from training_monitor.client import ingest_client
+from training_monitor.schema import database as database_lib
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.monitor.client import ingest_client
-from tunix.rl.multi_turn.monitor.schema import database as database_lib
 
 sys.path.insert(
     0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "helpers")

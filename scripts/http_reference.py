@@ -21,6 +21,9 @@ import textwrap
 from typing import Any, Iterable, Iterator, Mapping, Sequence
 
 from starlette import applications
+from training_monitor import app as monitor_app
+from training_monitor.schema import database
+from training_monitor.server import access
 from tunix.rl.multi_turn.agents.run_service import app as run_app
 from tunix.rl.multi_turn.agents.run_service import schemas as run_schemas
 from tunix.rl.multi_turn.core import images
@@ -29,22 +32,19 @@ from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.environments.gym_server import app as gym_app
 from tunix.rl.multi_turn.environments.gym_server import catalog
 from tunix.rl.multi_turn.environments.gym_server import openapi as gym_openapi
-from tunix.rl.multi_turn.monitor import app as monitor_app
-from tunix.rl.multi_turn.monitor.schema import database
-from tunix.rl.multi_turn.monitor.server import access
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.serving import app as serving_app
 from tunix.rl.multi_turn.serving import counting as serving_counting
 from tunix.rl.multi_turn.serving import openapi as serving_openapi
 from tunix.rl.multi_turn.serving import server as serving_server
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
-    app as buffer_app,
+  app as buffer_app,
 )
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
-    requests as buffer_requests,
+  requests as buffer_requests,
 )
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
-    service as buffer_service,
+  service as buffer_service,
 )
 
 PACKAGE = pathlib.Path(run_app.__file__).resolve().parents[2]

@@ -14,7 +14,10 @@ from tunix.rl.multi_turn.run import episodes as episodes_lib
 from tunix.rl.multi_turn.run import tasks as run_tasks
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted([
+    *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"),
+    *ROOT.glob("packages/*/*.md"),
+])  # pyformat: disable
 
 
 def test_the_code_in_extending_runs_from_top_to_bottom(capsys):

@@ -235,7 +235,7 @@ def _accepted(module, words, capsys, dry=False):
   elif module in ("commands.pretrain", "commands.train_tokenizer"):
     program.parser().parse_args(words)
   elif module == "monitor":
-    from tunix.rl.multi_turn.monitor import serve
+    from training_monitor import serve
 
     if not words:  # Its name alone, in a text.
       return
@@ -426,6 +426,12 @@ def _tpu_notebook(words):
 
 
 def _pip(words):
+  if words[-1].startswith("./packages/"):
+    folder, _, extra = words[-1].removesuffix("]").partition("[")
+    package = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())
+    extras = package["project"]["optional-dependencies"]
+    assert not extra or extra in extras, extra
+    return
   assert (ROOT / words[words.index("-c") + 1]).is_file()
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   for extra in re.findall(r"[a-z]+", re.search(r"\[(.*)\]", words[-1])[1]):

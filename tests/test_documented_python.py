@@ -28,6 +28,7 @@ from tunix.rl.multi_turn.trajectory_collector.buffer_service import plugins
 import yaml
 
 TESTS = pathlib.Path(__file__).resolve().parent
+PACKAGES = TESTS.parent / "packages"
 SMALL_RUN = """
 policy: {config: {width: 32, layers: 2, heads: 2, kv_heads: 1, head_dim: 16,
   vision_heads: 2, mlp: 64, vision_mlp: 64, stem: [8, 8, 16]}}
@@ -43,7 +44,8 @@ report: {progress: none}
 
 def test_every_block_is_run_or_marked():
   """`documented_code.run` runs all of a page: a test names each one."""
-  tested = "\n".join(p.read_text("utf-8") for p in TESTS.rglob("test_*.py"))
+  files = [*TESTS.rglob("test_*.py"), *PACKAGES.glob("*/tests/test_*.py")]
+  tested = "\n".join(p.read_text("utf-8") for p in files)
   ran = set(re.findall(r'documented_code\.run\(\s*"([^"]+)"', tested))
   result = {p: documented_code.blocks(p) for p in documented_code.pages()}
   for page, blocks in result.items():

@@ -47,11 +47,11 @@ def sources():
 
 FILES = (
     "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "CONTRIBUTING.md",
-    "Makefile", "conftest.py", "constraints.txt",
+    "Makefile", "conftest.py", "constraints.txt", "setup.py",
 )  # pyformat: disable
 FOLDERS = (
     ".ci", ".devcontainer", ".vscode", "benchmarks", "docker", "docs",
-    "examples", "scripts", "tests", "tunix", "tunix_multi_turn",
+    "examples", "packages", "scripts", "tests", "tunix", "tunix_multi_turn",
 )  # pyformat: disable
 
 
@@ -65,7 +65,7 @@ def built(tmp_path_factory):
     shutil.copytree(
         ROOT / name,
         tree / name,
-        ignore=shutil.ignore_patterns("*.part"),
+        ignore=shutil.ignore_patterns("*.part", "*.egg-info", "build"),
     )
   process = run(
       sys.executable,
@@ -94,11 +94,11 @@ def test_the_source_distribution_is_the_repository(built):
         for member in archive.getmembers()
         if member.isfile()
     }
-  expected = {*FILES}
+  expected, tree = {*FILES}, built.parent
   for folder in FOLDERS:
     expected |= {
-        p.relative_to(ROOT).as_posix()
-        for p in (ROOT / folder).rglob("*")
+        p.relative_to(tree).as_posix()
+        for p in (tree / folder).rglob("*")
         if p.is_file() and "__pycache__" not in p.parts and p.suffix != ".part"
     }
   assert not expected - names, f"not in it: {sorted(expected - names)}"
@@ -121,7 +121,6 @@ def test_the_wheel_installs_commands_that_start_without_google_tunix(wheel):
     (points,) = (n for n in file.namelist() if n.endswith("entry_points.txt"))
     text = file.read(points).decode()
   for name in ("gym-server = tunix_multi_turn:gym_server",
-               "monitor = tunix_multi_turn:monitor",
                "play = tunix_multi_turn:play",
                "run-service = tunix_multi_turn:run_service",
                ):  # pyformat: disable
@@ -259,6 +258,7 @@ def test_a_clone_that_is_not_installed_is_importable_through_conftest(
       f"runpy.run_path({str(ROOT / 'conftest.py')!r})\n"
       "import tunix.rl.multi_turn.config, tunix.rl.queue.group_queue\n"
       "import tunix.rl.queue.data_queue\n"
+      "import training_monitor.client\n"
       "print(tunix.rl.multi_turn.config.__file__)\n"
   )
   process = run(sys.executable, "-c", program, cwd=tmp_path)
@@ -309,6 +309,83 @@ def test_extras_and_the_pins_that_protect_google_tunix():
   assert not any(r.startswith(("torch", "pytest")) for r in base)
 
 
+# --- packages -----------------------------------------------------------------
+
+MONITOR = "packages/training_monitor"
+
+
+@pytest.fixture(scope="module")
+def monitor_wheel(built):
+  """The wheel of the Training Monitor, from the copy of the repository."""
+  tree = built.parent / MONITOR
+  process = run(
+      sys.executable, "-c",
+      "import setuptools.build_meta as b; b.build_wheel('out')", cwd=tree,
+  )  # pyformat: disable
+  assert process.returncode == 0, process.stderr[-2000:]
+  (path,) = (tree / "out").glob("*.whl")
+  return path
+
+
+def test_the_monitors_wheel_is_complete_without_the_framework(monitor_wheel):
+  with zipfile.ZipFile(monitor_wheel) as archive:
+    names = set(archive.namelist())
+    (metadata,) = (n for n in names if n.endswith("/METADATA"))
+    needs = archive.read(metadata).decode()
+  sources = ROOT / MONITOR / "training_monitor"
+  expected = {
+      p.relative_to(sources.parent).as_posix()
+      for top in (sources, sources / "core")
+      for p in top.rglob("*")
+      if p.is_file() and "__pycache__" not in p.parts
+  }
+  assert "training_monitor/core/http_server.py" in expected
+  assert not expected - names, f"not in it: {sorted(expected - names)}"
+  assert all(n.startswith(("training_monitor/", "tunix_training_monitor-"))
+             for n in names)  # pyformat: disable
+  assert "Requires-Dist: jax" not in needs and "multi-turn @" not in needs
+
+
+def test_a_clones_extras_name_its_packages_and_a_release_the_index(
+    built, wheel, tmp_path
+):
+  """`pip install -e '.[monitor]'` needs no index that has the package."""
+  with zipfile.ZipFile(wheel) as archive:
+    (name,) = (n for n in archive.namelist() if n.endswith("/METADATA"))
+    text = archive.read(name).decode()
+  place = (built.parent / MONITOR).as_uri()
+  line = f'Requires-Dist: tunix-training-monitor @ {place}; extra == "monitor"'
+  assert line in text.replace(" ;", ";")
+  (path,) = built.glob("*.tar.gz")
+  with tarfile.open(path) as archive:
+    archive.extractall(tmp_path, filter="data")
+  (tree,) = tmp_path.iterdir()
+  process = run(
+      sys.executable, "-c",
+      "import setuptools.build_meta as b;"
+      " print(b.prepare_metadata_for_build_wheel('.'))", cwd=tree,
+  )  # pyformat: disable
+  assert process.returncode == 0, process.stderr[-2000:]
+  (released,) = tree.glob("*.dist-info/METADATA")
+  assert "Requires-Dist: tunix-training-monitor; extra" in (
+      released.read_text().replace(" ;", ";")
+  )
+
+
+def test_modules_of_core_import_one_another_relatively():
+  """Packages carry the folder by another name."""
+  for path in (ROOT / "tunix/rl/multi_turn/core").glob("*.py"):
+    assert not re.search(r"^\s*(import|from) tunix\b", path.read_text(), re.M)
+
+
+def test_the_framework_imports_no_package_of_its_own_accord():
+  """They are found by entry points; `monitor` is an alias."""
+  pattern = re.compile(r"^\s*(import|from) training_monitor\b", re.M)
+  for path in (ROOT / "tunix").rglob("*.py"):
+    if "monitor" not in path.relative_to(ROOT).parts:
+      assert not pattern.search(path.read_text()), path
+
+
 # --- commands -----------------------------------------------------------------
 
 
@@ -330,13 +407,13 @@ def test_make_help_names_the_two_commands():
 @pytest.mark.parametrize(
     "args, extras, own",
     [
-        ("", ("", "[monitor]"), True),
-        ("steps=3", ("", "[monitor]"), True),
-        ("gym=miniwob", ("[browser]", "[monitor]"), True),
-        ("gym=xdesktop", ("", "[monitor]", "[xdesktop]"), True),
-        ("monitor.url=http://x", ("", "[monitor]"), False),
-        ("resume=runs/a", ("", "[monitor]"), False),
-        ("monitor.embedded=false", ("",), False),
+        ("", (".", MONITOR), True),
+        ("steps=3", (".", MONITOR), True),
+        ("gym=miniwob", (".[browser]", MONITOR), True),
+        ("gym=xdesktop", (".", MONITOR, ".[xdesktop]"), True),
+        ("monitor.url=http://x", (".", MONITOR), False),
+        ("resume=runs/a", (".", MONITOR), False),
+        ("monitor.embedded=false", (".",), False),
     ],
 )
 def test_make_train_installs_with_constraints_then_trains(
@@ -349,7 +426,7 @@ def test_make_train_installs_with_constraints_then_trains(
   installs = [x for x in process.stdout.splitlines() if "pip install" in x]
   for install, extra in zip(installs, extras, strict=True):
     assert f"{venv}/bin/python -m pip install -qq" in install
-    assert f"-c constraints.txt -e '.{extra}'" in install
+    assert f"-c constraints.txt -e '{extra}'" in install
   last = process.stdout.splitlines()[-1].split()
   assert last[1:] == [
       f"{venv}/bin/python", "-m", "tunix.rl.multi_turn.train",
@@ -369,7 +446,7 @@ def test_a_second_make_installs_nothing_and_the_tests_satisfy_training(
     process = run("make", target, VIRTUAL_ENV=str(venv))
     assert process.returncode == 0, process.stderr
   calls = log.read_text().splitlines()
-  assert sum("pip install" in c for c in calls) == 1
+  assert sum("pip install" in c for c in calls) == 2  # A package, editable.
   assert sum("-m pytest" in c for c in calls) == 2
   assert sum("multi_turn.train" in c for c in calls) == 1
 

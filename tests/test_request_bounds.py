@@ -11,26 +11,26 @@ from typing import Annotated, Any, Iterator, Mapping
 
 import pydantic
 import pytest
+from training_monitor import app as monitor_app
+from training_monitor.schema import database
+from training_monitor.server import access
 from tunix.rl.multi_turn.agents.run_service import schemas as run_schemas
 from tunix.rl.multi_turn.environments.gym_server import openapi as gym_openapi
 from tunix.rl.multi_turn.environments.gym_server import schemas as gym_schemas
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
-from tunix.rl.multi_turn.monitor import app as monitor_app
-from tunix.rl.multi_turn.monitor.schema import database
-from tunix.rl.multi_turn.monitor.server import access
 from tunix.rl.multi_turn.serving import app as serving_app
 from tunix.rl.multi_turn.serving import image_proxy
 from tunix.rl.multi_turn.serving import media
 from tunix.rl.multi_turn.serving import openapi as serving_openapi
 from tunix.rl.multi_turn.serving import requests as serving_requests
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
-    app as buffer_app,
+  app as buffer_app,
 )
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
-    requests as buffer_requests,
+  requests as buffer_requests,
 )
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
-    service as buffer_service,
+  service as buffer_service,
 )
 
 

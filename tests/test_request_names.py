@@ -518,7 +518,7 @@ def test_a_list_of_the_operators_that_cannot_be_ends_the_command(
 # --- the kind -----------------------------------------------------------------
 
 DOORS = (
-    "agents/run_service", "environments/gym_server", "serving", "monitor",
+    "agents/run_service", "environments/gym_server", "serving",
     "trajectory_collector/buffer_service", "environments/run_environments.py",
     "reporting", "api/runs.py", "api/episodes.py",
 )  # pyformat: disable

@@ -3,7 +3,7 @@
     tunix-mt train steps=40
     tunix-mt gym desktop --port 5010
     tunix-gym-server desktop --port 5010
-    tunix-monitor serve
+    tunix-mt monitor serve
     tunix-play desktop
     tunix-rollout-buffer
     tunix-run-service --gyms desktop
@@ -157,10 +157,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def gym_server() -> None:
   run("environments.gym_server")
-
-
-def monitor() -> None:
-  run("monitor")
 
 
 def run_service() -> None:

@@ -12,11 +12,11 @@ import monitor_server
 import numpy as np
 import pytest
 import run_services
+from training_monitor.client import http_rollout_recorder
+from training_monitor.client import ingest_client
 from tunix.rl.multi_turn.clients import cua_workflow
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import tensor_rows
-from tunix.rl.multi_turn.monitor.client import http_rollout_recorder
-from tunix.rl.multi_turn.monitor.client import ingest_client
 from tunix.rl.multi_turn.policy import checkpoint
 
 torch = pytest.importorskip("torch")
@@ -629,8 +629,8 @@ async def test_the_record_is_named_by_arguments_or_by_the_process(
 ):
   """The example's class, in one process and as in AReaL's rollout workers."""
   monkeypatch.syspath_prepend(documented_code.ROOT)
-  from tunix.rl.multi_turn.monitor.client import monitor_context
-  from tunix.rl.multi_turn.monitor.client import monitor_training_hooks
+  from training_monitor.client import monitor_context
+  from training_monitor.client import monitor_training_hooks
 
   from examples.cua_agent import cua_workflow as example
 

@@ -10,6 +10,8 @@ import sys
 import zipfile
 
 import pytest
+from training_monitor.client import spool
+from training_monitor.maintenance import archive
 from tunix.rl.multi_turn.clients import record_replay
 from tunix.rl.multi_turn.clients import vllm
 from tunix.rl.multi_turn.commands import loss_mask
@@ -21,8 +23,6 @@ from tunix.rl.multi_turn.environments import workers
 from tunix.rl.multi_turn.environments.gyms.osworld import tasks as osworld
 from tunix.rl.multi_turn.environments.play import __main__ as play
 from tunix.rl.multi_turn.environments.task_sources import source
-from tunix.rl.multi_turn.monitor.client import spool
-from tunix.rl.multi_turn.monitor.maintenance import archive
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.tool_parser import scanning
 from tunix.rl.multi_turn.policy import policy_files
@@ -35,7 +35,7 @@ from tunix.rl.multi_turn.run.recorded_data import files as recorded
 from tunix.rl.multi_turn.run.rollout_hosts import player
 from tunix.rl.multi_turn.tools import base as tools_base
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import (
-    assign_instance_id,
+  assign_instance_id,
 )
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import generating
 
@@ -275,17 +275,19 @@ OWN = {
     "trajectory_collector/loss_mask.py", "serving/messages.py",
     "reporting/publishing/episode_tables.py",  # A text for people to copy.
     # With `check_depth` beside it.
-    "serving/bodies.py", "monitor/server/http_io.py",
-    "monitor/dashboard/configuration_page.py",
+    "serving/bodies.py", "training_monitor/server/http_io.py",
+    "training_monitor/dashboard/configuration_page.py",
 }  # pyformat: disable
 
 
 def test_json_is_parsed_by_the_one_reader():
   room = pathlib.Path(json_text.__file__).parents[1]
+  package = pathlib.Path(archive.__file__).parents[1]
   parsers = set()
-  for file in room.rglob("*.py"):
-    if re.search(r"(?<![a-z_])json\.loads\(", file.read_text()):
-      parsers.add(str(file.relative_to(room)))
+  for folder, top in ((room, room), (package, package.parent)):
+    for file in folder.rglob("*.py"):
+      if re.search(r"(?<![a-z_])json\.loads\(", file.read_text()):
+        parsers.add(str(file.relative_to(top)))
   assert parsers == OWN
 
 

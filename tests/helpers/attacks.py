@@ -5,7 +5,10 @@ import json
 import socket
 import time
 
-from tunix.rl.multi_turn.core import request_bodies
+try:
+  from tunix.rl.multi_turn.core import request_bodies
+except ImportError:  # The package training_monitor is tested alone.
+  from training_monitor.core import request_bodies
 
 MOST = 24
 LIMITS = request_bodies.ConnectionLimits(

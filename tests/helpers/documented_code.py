@@ -43,7 +43,8 @@ class Block:
 
 def pages() -> list[str]:
   found = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"),
-           *ROOT.glob("examples/*.md")]  # pyformat: disable
+           *ROOT.glob("examples/*.md"),
+           *ROOT.glob("packages/*/*.md")]  # pyformat: disable
   return sorted(str(p.relative_to(ROOT)) for p in found)
 
 

@@ -84,7 +84,8 @@ def everywhere() -> list[Command]:
   """Every documented command, each once."""
   found = []
   pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"),
-           *ROOT.glob("examples/*.md")]  # pyformat: disable
+           *ROOT.glob("examples/*.md"),
+           *ROOT.glob("packages/*/*.md")]  # pyformat: disable
   for page in sorted(pages):
     found += of_text(page.read_text("utf-8"), str(page.relative_to(ROOT)))
   for folder in ("tunix", "examples", "benchmarks"):

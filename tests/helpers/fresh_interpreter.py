@@ -16,7 +16,10 @@ import tempfile
 
 _MOTHER = """
 import gc, json, os, signal, sys, traceback
-import tunix.rl
+try:
+  import tunix.rl
+except ImportError:  # A package is tested alone.
+  pass
 gc.freeze()
 def run(asked):
   for number, name in enumerate(("in", "out", "err")):

@@ -12,10 +12,10 @@ import tempfile
 import time
 
 import sqlalchemy as sa
-from tunix.rl.multi_turn.monitor.schema import database
-from tunix.rl.multi_turn.monitor.schema import later_views
-from tunix.rl.multi_turn.monitor.schema import tables
-from tunix.rl.multi_turn.monitor.schema import triggers
+from training_monitor.schema import database
+from training_monitor.schema import later_views
+from training_monitor.schema import tables
+from training_monitor.schema import triggers
 
 _COUNT = itertools.count()
 

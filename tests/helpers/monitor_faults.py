@@ -128,11 +128,11 @@ class _Server:
   """The part of a server that writes, on a copy of an empty database."""
 
   def __init__(self, path):
-    from tunix.rl.multi_turn.monitor.schema import database  # pylint: disable=g-import-not-at-top
-    from tunix.rl.multi_turn.monitor.server import access  # pylint: disable=g-import-not-at-top
-    from tunix.rl.multi_turn.monitor.server import errors  # pylint: disable=g-import-not-at-top
-    from tunix.rl.multi_turn.monitor.server import items  # pylint: disable=g-import-not-at-top
-    from tunix.rl.multi_turn.monitor.server import writer  # pylint: disable=g-import-not-at-top
+    from training_monitor.schema import database  # pylint: disable=g-import-not-at-top
+    from training_monitor.server import access  # pylint: disable=g-import-not-at-top
+    from training_monitor.server import errors  # pylint: disable=g-import-not-at-top
+    from training_monitor.server import items  # pylint: disable=g-import-not-at-top
+    from training_monitor.server import writer  # pylint: disable=g-import-not-at-top
 
     self._read, self._error = items.read, errors.ApiError
     self.engine = database.connect(path)
@@ -222,8 +222,8 @@ def sync_server(folder, times=1) -> dict:
 def sync_spool(folder, times=1) -> dict:
   """Every sync of a spool fails, each in its turn."""
   import msgpack  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn.monitor.client import spool as spool_lib  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn.monitor.client import spool_reader  # pylint: disable=g-import-not-at-top
+  from training_monitor.client import spool as spool_lib  # pylint: disable=g-import-not-at-top
+  from training_monitor.client import spool_reader  # pylint: disable=g-import-not-at-top
 
   faults = _faults()
   bodies = [b"%d" % n * 100 for n in range(6)]
@@ -305,7 +305,7 @@ def sync_spool(folder, times=1) -> dict:
 def full(folder, rounds=2) -> dict:
   """A disk that is full for a while, under server and client."""
   import monitor_server  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn.monitor.client import ingest_client  # pylint: disable=g-import-not-at-top
+  from training_monitor.client import ingest_client  # pylint: disable=g-import-not-at-top
 
   signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
   unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -352,7 +352,7 @@ def full(folder, rounds=2) -> dict:
 def full_for_real(folder, rounds=2) -> dict:
   """`folder` is a file system of its own, and another program fills it."""
   import monitor_server  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn.monitor.client import ingest_client  # pylint: disable=g-import-not-at-top
+  from training_monitor.client import ingest_client  # pylint: disable=g-import-not-at-top
 
   names, stuck = [], 0
   with monitor_server.sqlite_server(folder / "server") as server:
@@ -394,8 +394,8 @@ def clock(folder, episodes=12, seed=0) -> dict:
   import monitor_server  # pylint: disable=g-import-not-at-top
   import observed_run  # pylint: disable=g-import-not-at-top
   import synthetic_run  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn.core import events  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn.core import images as images_lib  # pylint: disable=g-import-not-at-top
+  from training_monitor.core import events  # pylint: disable=g-import-not-at-top
+  from training_monitor.core import images as images_lib  # pylint: disable=g-import-not-at-top
 
   faults, chance = _faults(), random.Random(seed)
   store, wrong, logged = images_lib.ImageStore(), [], []

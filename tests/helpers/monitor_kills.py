@@ -17,11 +17,11 @@ import monitor_databases
 import monitor_server
 import nursery
 import observed_run
+from training_monitor.client import event_log
+from training_monitor.client import ingest_client
+from training_monitor.client import spool as spool_lib
+from training_monitor.schema import database as database_lib
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.monitor.client import event_log
-from tunix.rl.multi_turn.monitor.client import ingest_client
-from tunix.rl.multi_turn.monitor.client import spool as spool_lib
-from tunix.rl.multi_turn.monitor.schema import database as database_lib
 
 TURNS = 3
 SEGMENT = 20_000
@@ -103,7 +103,7 @@ def _inspect(db, acknowledged, kills, observations) -> Outcome:
 SERVER = """
 import logging
 logging.disable()  # It is all trouble, and meant.
-from tunix.rl.multi_turn.monitor import serve
+from training_monitor import serve
 def run(given):
   serve.main(["serve", "--database", given[0], "--files", given[1], "--port",
               given[2]])
@@ -245,7 +245,7 @@ def _load(folder, port):
 
 _TRAINER = f"""
 import monitor_server
-from tunix.rl.multi_turn.monitor.client import ingest_client
+from training_monitor.client import ingest_client
 def run(given):
   url, folder, name = given
   client = ingest_client.IngestClient(
@@ -303,9 +303,9 @@ import pathlib, time
 import observed_run, synthetic_run
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images
-from tunix.rl.multi_turn.monitor import settings
-from tunix.rl.multi_turn.monitor.client import event_log
-from tunix.rl.multi_turn.monitor.client import spool
+from tunix.rl.multi_turn.core import monitor_settings as settings
+from training_monitor.client import event_log
+from training_monitor.client import spool
 def run(given):
   spool._MOST_SEGMENT = {SEGMENT}
   url, folder, session = given[0], given[1], int(given[2])

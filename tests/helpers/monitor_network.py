@@ -11,8 +11,8 @@ import time
 
 import monitor_faults
 import monitor_server
-from tunix.rl.multi_turn.core import http_server
-from tunix.rl.multi_turn.monitor.client import ingest_client
+from training_monitor.client import ingest_client
+from training_monitor.core import http_server
 
 
 class Troubled:

@@ -8,12 +8,12 @@ import httpx
 import monitor_databases
 import numpy as np
 from PIL import Image
-from tunix.rl.multi_turn.core import http_server
-from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.core import request_bodies
-from tunix.rl.multi_turn.monitor import app as app_lib
-from tunix.rl.multi_turn.monitor.schema import database
-from tunix.rl.multi_turn.monitor.server import access
+from training_monitor import app as app_lib
+from training_monitor.core import http_server
+from training_monitor.core import images as images_lib
+from training_monitor.core import request_bodies
+from training_monitor.schema import database
+from training_monitor.server import access
 
 
 class Stored:

@@ -1,11 +1,11 @@
 """Episodes of every kind, told to a monitor by its event log."""
 
 import synthetic_run
+from training_monitor.client import event_log
 from tunix.rl.multi_turn.core import events
+from tunix.rl.multi_turn.core import monitor_settings as settings_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.learner import examples as example_lib
-from tunix.rl.multi_turn.monitor import settings as settings_lib
-from tunix.rl.multi_turn.monitor.client import event_log
 
 Status = trajectory_lib.TrajectoryStatus
 

@@ -3,6 +3,10 @@ that ask the same of each."""
 
 import contextlib
 
+from training_monitor import app as monitor_app
+from training_monitor.core import http_server as monitor_http
+from training_monitor.schema import database
+from training_monitor.server import access
 from tunix.rl.multi_turn.agents.run_service import app as run_app
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images
@@ -10,18 +14,15 @@ from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.environments.gym_server import app as gym_app
 from tunix.rl.multi_turn.environments.gym_server import catalog
-from tunix.rl.multi_turn.monitor import app as monitor_app
-from tunix.rl.multi_turn.monitor.schema import database
-from tunix.rl.multi_turn.monitor.server import access
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.serving import image_proxy
 from tunix.rl.multi_turn.serving import media
 from tunix.rl.multi_turn.serving import server as serving_server
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
-    app as buffer_app,
+  app as buffer_app,
 )
 from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
-    service as buffer_service,
+  service as buffer_service,
 )
 
 NAMES = ("run", "gym", "buffer", "policy", "proxy", "monitor")
@@ -49,7 +50,8 @@ def serving(folder, token):
     }
     running = {}
     for name, app in apps.items():
-      server = stack.enter_context(http_server.LoopbackServer(app.asgi))
+      lib = monitor_http if name == "monitor" else http_server
+      server = stack.enter_context(lib.LoopbackServer(app.asgi))
       running[name] = server.url, app
     stack.callback(apps["monitor"].stop_streams)
     proxy = image_proxy.ImageProxy(

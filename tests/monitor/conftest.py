@@ -1,92 +1,17 @@
-"""Both databases, servers on them, and a browser, for tests that ask."""
+"""Tests of the Training Monitor with the framework: a run's events, its server.
+
+Tests of the package alone are in packages/training_monitor/tests.
+"""
 
 import pathlib
-import types
 
-import chromium
-import monitor_databases
+import monitor_fixtures
+from monitor_fixtures import *  # noqa: F403
 import pytest
 
-pytest.importorskip("sqlalchemy", reason="needs the extra `monitor`")
-import monitor_server  # noqa: E402
-from tunix.rl.multi_turn.monitor.schema import database  # noqa: E402
-
 HERE = pathlib.Path(__file__).parent
-OF_BOTH = (
-    "test_monitor_ingest.py", "test_monitor_later_schema.py",
-    "test_monitor_reading.py", "test_text_index.py",
-)  # pyformat: disable
-_NONE = types.SimpleNamespace(id="")
-
-
-@pytest.fixture(scope="session")
-def postgres():
-  """name -> URL on a server of the session's own."""
-  try:
-    with monitor_databases.postgres_server() as url:
-      monitor_databases.prepare_template(url)
-      yield url
-  except monitor_databases.NoPostgres as reason:
-    pytest.skip(f"no PostgreSQL: {reason}")
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def target(request, tmp_path):
-  """Path or URL of a fresh database with the schema in it."""
-  return _fresh(request, tmp_path)
-
-
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def shared_target(request, tmp_path_factory):
-  """As `target`, one for a module: its tests undo what they do."""
-  return _fresh(request, tmp_path_factory.mktemp("shared"))
-
-
-def _fresh(request, folder):
-  if request.param == "sqlite":
-    path = str(folder / "monitor.db")
-    monitor_databases.new_sqlite(path)
-    return path
-  return monitor_databases.new_database(request.getfixturevalue("postgres"))
-
-
-@pytest.fixture
-def engine(target):
-  opened = database.connect(target)
-  yield opened
-  opened.dispose()
-
-
-@pytest.fixture
-def server(target, tmp_path):
-  with monitor_server.MonitorServer(target, tmp_path / "files") as running:
-    yield running
-
-
-@pytest.fixture
-def lite(tmp_path):
-  with monitor_server.sqlite_server(tmp_path) as running:
-    yield running
-
-
-@pytest.fixture(scope="module")
-def context():
-  with chromium.browser() as browser:
-    opened = browser.new_context(viewport={"width": 1400, "height": 900})
-    yield opened
-    opened.close()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-  """Marks the PostgreSQL half of tests on both databases as slow.
-
-  Not in the modules whose statements differ between the two.
-  """
-  for item in items:
-    if (
-        item.path.parent == HERE
-        and item.path.name not in OF_BOTH
-        and "postgresql" in getattr(item, "callspec", _NONE).id.split("-")
-    ):
-      item.add_marker(pytest.mark.slow)
+  monitor_fixtures.mark_slow(items, HERE)

@@ -4,9 +4,9 @@ import json
 import shlex
 
 import pytest
+from training_monitor.dashboard import configuration_page
+from training_monitor.dashboard import text as text_lib
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.monitor.dashboard import configuration_page
-from tunix.rl.multi_turn.monitor.dashboard import text as text_lib
 
 
 def again(config):

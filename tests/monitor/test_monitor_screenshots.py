@@ -14,17 +14,17 @@ import numpy as np
 from PIL import Image
 import pytest
 import synthetic_run
+from training_monitor import app as app_lib
+from training_monitor.client import event_log
+from training_monitor.client import ingest_client
+from training_monitor.client import sender as sender_lib
+from training_monitor.client import spool as spool_lib
+from training_monitor.client import spool_reader
+from training_monitor.maintenance import pruning
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.monitor import app as app_lib
-from tunix.rl.multi_turn.monitor import settings as settings_lib
-from tunix.rl.multi_turn.monitor.client import event_log
-from tunix.rl.multi_turn.monitor.client import ingest_client
-from tunix.rl.multi_turn.monitor.client import sender as sender_lib
-from tunix.rl.multi_turn.monitor.client import spool as spool_lib
-from tunix.rl.multi_turn.monitor.client import spool_reader
-from tunix.rl.multi_turn.monitor.maintenance import pruning
+from tunix.rl.multi_turn.core import monitor_settings as settings_lib
 
 DEAD = "http://127.0.0.1:9"  # No server listens there.
 BATCH, IMAGES = "/api/ingest/batch", "/api/v1/screenshots"

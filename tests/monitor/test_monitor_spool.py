@@ -12,14 +12,14 @@ import msgpack
 import numpy as np
 import observed_run
 import pytest
+from training_monitor.client import event_codec
+from training_monitor.client import frames as frames_lib
+from training_monitor.client import plain_json
+from training_monitor.client import run_rows
+from training_monitor.client import spool as spool_lib
+from training_monitor.client import spool_reader
 from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.monitor.client import event_codec
-from tunix.rl.multi_turn.monitor.client import frames as frames_lib
-from tunix.rl.multi_turn.monitor.client import plain_json
-from tunix.rl.multi_turn.monitor.client import run_rows
-from tunix.rl.multi_turn.monitor.client import spool as spool_lib
-from tunix.rl.multi_turn.monitor.client import spool_reader
 
 
 @pytest.fixture(autouse=True)
@@ -364,6 +364,7 @@ def test_an_evaluation_under_another_name_joins_the_row_of_its_step():
       events.EvalFinished("step_4", {"success_rate": 0.5}),
       events.EvalFinished("final", {"success_rate": 0.5}, step=4),
   ):
+    event = event_codec.load(event_codec.dump(event))
     evals.append(rows.rows(event).part["evals"][0])
   assert len({row["client_id"] for row in evals}) == 1
   assert set(evals[-1]["metrics_json"]) == {"step_4", "final"}

@@ -83,6 +83,12 @@ def test_the_reference_of_metrics_in_docs_is_up_to_date(pytestconfig):
   )
 
 
+def test_what_the_dashboard_explains_of_metrics_is_up_to_date(pytestconfig):
+  path = "packages/training_monitor/training_monitor/dashboard/metrics.json"
+  written = (pytestconfig.rootpath / path).read_text()
+  assert written == metrics_lib.explanations() + "\n", "run: make docs"
+
+
 # --- readings -----------------------------------------------------------------
 
 

@@ -1,8 +1,6 @@
 """Records a rollout at the Training Monitor."""
 
-from tunix.rl.multi_turn.monitor.client.http_rollout_recorder import (
-    HttpRolloutRecorder,
-)
+from training_monitor.client.http_rollout_recorder import HttpRolloutRecorder
 
 __all__ = [
     "HttpRolloutRecorder",

@@ -1,6 +1,6 @@
 """The client of the Training Monitor."""
 
-from tunix.rl.multi_turn.monitor.client.ingest_client import IngestClient
+from training_monitor.client.ingest_client import IngestClient
 
 __all__ = [
     "IngestClient",

@@ -1,24 +1,24 @@
 """Records steps, baselines and evaluations."""
 
-from tunix.rl.multi_turn.monitor.client.monitor_training_hooks import (
+from training_monitor.client.monitor_training_hooks import (
     create_baseline_via_monitor,
 )
-from tunix.rl.multi_turn.monitor.client.monitor_training_hooks import (
+from training_monitor.client.monitor_training_hooks import (
     create_eval_via_monitor,
 )
-from tunix.rl.multi_turn.monitor.client.monitor_training_hooks import (
+from training_monitor.client.monitor_training_hooks import (
     record_step_after_rollout,
 )
-from tunix.rl.multi_turn.monitor.client.monitor_training_hooks import (
+from training_monitor.client.monitor_training_hooks import (
     record_step_after_training,
 )
-from tunix.rl.multi_turn.monitor.client.monitor_training_hooks import (
+from training_monitor.client.monitor_training_hooks import (
     record_step_before_rollout,
 )
-from tunix.rl.multi_turn.monitor.client.monitor_training_hooks import (
+from training_monitor.client.monitor_training_hooks import (
     record_step_before_training,
 )
-from tunix.rl.multi_turn.monitor.client.monitor_training_hooks import step_name
+from training_monitor.client.monitor_training_hooks import step_name
 
 __all__ = [
     "create_baseline_via_monitor",

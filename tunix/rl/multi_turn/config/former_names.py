@@ -14,7 +14,7 @@ import os
 from typing import Any, Iterator, Mapping, Sequence
 
 from tunix.rl.multi_turn.config import loader
-from tunix.rl.multi_turn.monitor import settings as monitor_settings
+from tunix.rl.multi_turn.core import monitor_settings as monitor_settings
 
 _LOG = logging.getLogger(__name__)
 SETTINGS: dict[str, str] = {

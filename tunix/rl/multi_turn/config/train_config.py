@@ -21,6 +21,7 @@ from tunix.rl.multi_turn.config import former_names
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.config import run_sections
 from tunix.rl.multi_turn.core import settings
+from tunix.rl.multi_turn.core.monitor_settings import MonitorConfig
 from tunix.rl.multi_turn.core.policy_client import SamplingConfig
 from tunix.rl.multi_turn.engine.config import EngineConfig
 from tunix.rl.multi_turn.environments import spec as environment_spec
@@ -32,7 +33,6 @@ from tunix.rl.multi_turn.environments.task_sources.source import (
 from tunix.rl.multi_turn.learner.config import AlgorithmConfig
 from tunix.rl.multi_turn.learner.config import CheckpointConfig
 from tunix.rl.multi_turn.learner.config import LearnerConfig
-from tunix.rl.multi_turn.monitor.settings import MonitorConfig
 from tunix.rl.multi_turn.policy.settings import MeshConfig
 from tunix.rl.multi_turn.policy.settings import PolicyConfig
 from tunix.rl.multi_turn.reporting.settings import ReportConfig

@@ -14,7 +14,8 @@ import typing
 from typing import Any, Callable, Iterator, Mapping
 
 import pydantic
-from tunix.rl.multi_turn.core import registry
+
+from . import registry
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Mapping
 
 import pydantic
-from tunix.rl.multi_turn.core import json_models
-from tunix.rl.multi_turn.core import settings
+
+from . import json_models
+from . import settings
 
 MAX_PIXELS = 32_000_000
 """Pixels of the largest screen: 96 MB as uint8[H, W, 3]."""

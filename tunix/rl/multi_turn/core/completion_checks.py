@@ -12,8 +12,9 @@ import dataclasses
 from typing import Any, Collection, Protocol
 
 import numpy as np
-from tunix.rl.multi_turn.core import policy_client
-from tunix.rl.multi_turn.core import token_sequence
+
+from . import policy_client
+from . import token_sequence
 
 LEAST_LOGPROB = -50.0
 """Log-prob of a sampled token, in nats, below which it was not sampled: of

@@ -30,8 +30,8 @@ import threading
 import time
 from typing import Any, Awaitable, Callable, Iterator, TypeVar
 
-from tunix.rl.multi_turn.core import containment
-from tunix.rl.multi_turn.core import worker_pool
+from . import containment
+from . import worker_pool
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -28,8 +28,9 @@ import resource
 from typing import Any, Callable
 
 import h11
-from tunix.rl.multi_turn.core import request_bodies
 from uvicorn.protocols.http import h11_impl
+
+from . import request_bodies
 
 ConnectionLimits = request_bodies.ConnectionLimits
 

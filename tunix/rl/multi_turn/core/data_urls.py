@@ -16,8 +16,9 @@ import threading
 from typing import Callable
 
 import numpy as np
-from tunix.rl.multi_turn.core import images
-from tunix.rl.multi_turn.core import trajectory
+
+from . import images
+from . import trajectory
 
 _KEPT = 1024  # Images; a screenshot's URL has some 10 to 500 KB.
 

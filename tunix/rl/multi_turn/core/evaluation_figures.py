@@ -10,7 +10,7 @@ import math
 import re
 from typing import Any, Mapping
 
-from tunix.rl.multi_turn.core import pass_at_k
+from . import pass_at_k
 
 _METRIC = re.compile(
     r"(?:(?P<mode>greedy|sampled)\.)?"

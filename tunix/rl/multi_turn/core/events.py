@@ -14,8 +14,8 @@ import logging
 import time
 from typing import Any, Mapping, Protocol, Sequence
 
-from tunix.rl.multi_turn.core import containment
-from tunix.rl.multi_turn.core import trajectory
+from . import containment
+from . import trajectory
 
 _LOG = logging.getLogger(__name__)
 

@@ -27,8 +27,9 @@ import urllib.parse
 
 import httpx
 import tenacity
-from tunix.rl.multi_turn.core import concurrency
-from tunix.rl.multi_turn.core import json_text
+
+from . import concurrency
+from . import json_text
 
 T = TypeVar("T")
 MAX_BODY = 256 << 20

@@ -28,9 +28,10 @@ from typing import Any, Awaitable, Callable, Mapping
 from urllib import parse
 
 import pydantic
-from tunix.rl.multi_turn.core import json_models
-from tunix.rl.multi_turn.core import request_bodies
-from tunix.rl.multi_turn.core import settings as settings_lib
+
+from . import json_models
+from . import request_bodies
+from . import settings as settings_lib
 
 _START_S = 30.0
 _ACCEPTED = 16
@@ -303,7 +304,7 @@ def config(
     raise ImportError(
         "serving needs uvicorn; pip install 'tunix-multi-turn[serve]'"
     ) from error
-  from tunix.rl.multi_turn.core import connections  # pylint: disable=g-import-not-at-top
+  from . import connections  # pylint: disable=g-import-not-at-top
 
   guard = request_bodies.BodyGuard(asgi, limits)
   chosen: dict[str, Any] = dict(

@@ -29,8 +29,9 @@ from typing import Any
 import weakref
 
 import numpy as np
-from tunix.rl.multi_turn.core import durable
-from tunix.rl.multi_turn.core import trajectory
+
+from . import durable
+from . import trajectory
 
 _LOG = logging.getLogger(__name__)
 

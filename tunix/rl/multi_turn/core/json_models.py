@@ -21,7 +21,8 @@ from typing import Annotated, Any, Iterable, Mapping, TypeVar
 
 import pydantic
 import pydantic_core
-from tunix.rl.multi_turn.core import json_text
+
+from . import json_text
 
 short = json_text.short
 T = TypeVar("T")

@@ -25,7 +25,7 @@ import subprocess
 import threading
 from typing import Any, Mapping, Sequence
 
-from tunix.rl.multi_turn.core import json_text
+from . import json_text
 
 CANCEL_S = 5.0  # For the event loop of a worker to answer.
 _END_S = 5.0

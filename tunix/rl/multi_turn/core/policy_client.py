@@ -15,8 +15,9 @@ import enum
 from typing import Protocol
 
 import numpy as np
-from tunix.rl.multi_turn.core import settings
-from tunix.rl.multi_turn.core import trajectory
+
+from . import settings
+from . import trajectory
 
 MAX_TOP_LOGPROBS = 20
 

@@ -25,7 +25,7 @@ import json
 import time
 from typing import Any, AsyncIterator, Awaitable, Callable, MutableMapping
 
-from tunix.rl.multi_turn.core import settings as settings_lib
+from . import settings as settings_lib
 
 _setting = settings_lib.setting
 Scope = MutableMapping[str, Any]

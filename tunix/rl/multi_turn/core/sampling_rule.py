@@ -15,8 +15,9 @@ import math
 from typing import Any, Iterator, Mapping
 
 import pydantic
-from tunix.rl.multi_turn.core import json_text
-from tunix.rl.multi_turn.core import policy_client
+
+from . import json_text
+from . import policy_client
 
 FIELDS = ("temperature", "top_p", "top_k", "min_p")
 ACTIONS = ("mask", "refuse", "train")

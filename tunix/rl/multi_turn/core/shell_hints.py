@@ -57,7 +57,12 @@ def command(module: str, *arguments: str) -> str:
     # Make expands $ before the shell of the recipe splits the words.
     words = _words(arguments).replace("$", "$$")
     return f"make {target} ARGS={shlex.quote(words)}"
-  line = f"{python()} -m {PACKAGE}.{module}"
+  return program(f"{PACKAGE}.{module}", *arguments)
+
+
+def program(module: str, *arguments: str) -> str:
+  """The line that runs a module by its whole name."""
+  line = f"{python()} -m {module}"
   return " ".join([line, *([_words(arguments)] if arguments else [])])
 
 

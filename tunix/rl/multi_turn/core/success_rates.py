@@ -19,8 +19,8 @@ import dataclasses
 import math
 from typing import Any, Iterable, Mapping, Sequence
 
-from tunix.rl.multi_turn.core import pass_at_k
-from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from . import pass_at_k
+from . import trajectory as trajectory_lib
 
 MODES = ("greedy", "sampled")
 RECENT_STEPS = 10

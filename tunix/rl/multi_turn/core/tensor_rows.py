@@ -15,7 +15,8 @@ import importlib.util
 from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
-from tunix.rl.multi_turn.core import token_sequence
+
+from . import token_sequence
 
 MultiModal = Callable[[Sequence[token_sequence.ImageSpan]], Any]
 IMAGES = "multi_modal_input"

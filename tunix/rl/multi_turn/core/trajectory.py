@@ -17,9 +17,10 @@ from typing import Any
 import uuid
 
 import numpy as np
-from tunix.rl.multi_turn.core import reward_equality
-from tunix.rl.multi_turn.core import reward_range
-from tunix.rl.multi_turn.core import token_sequence
+
+from . import reward_equality
+from . import reward_range
+from . import token_sequence
 
 ImageRef = token_sequence.ImageRef
 ImageSpan = token_sequence.ImageSpan

@@ -21,7 +21,7 @@ import time
 from typing import Any, Callable, TypeVar
 import weakref
 
-from tunix.rl.multi_turn.core import containment
+from . import containment
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -13,10 +13,10 @@ from typing import Any, Iterator, Mapping
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.agents.runs import settings as run_service
 from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.core import monitor_settings as monitor_settings
 from tunix.rl.multi_turn.doctor import finding
 from tunix.rl.multi_turn.environments import spec as environment_spec
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
-from tunix.rl.multi_turn.monitor import settings as monitor_settings
 from tunix.rl.multi_turn.reporting import trackers
 from tunix.rl.multi_turn.run import addresses
 

@@ -13,6 +13,8 @@ Does not read the clock or write files.
 from __future__ import annotations
 
 import dataclasses
+import json
+import sys
 from typing import Any, Iterable, Literal, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import shell_hints
@@ -623,10 +625,26 @@ def reference() -> str:
   return "\n".join(lines) + "\n"
 
 
+def explanations() -> str:
+  """The dashboard's metrics.json: what it shows of each reading."""
+  return json.dumps(
+      {
+          name: {"unit": m.unit, "meaning": m.meaning, "advice": m.advice}
+          for name, m in METRICS.items()
+      },
+      ensure_ascii=False,
+      indent=1,
+  )
+
+
 def undocumented(metrics: Mapping[str, Any]) -> list[str]:
   """Names in `metrics` that the reference does not explain."""
   return sorted(name for name in metrics if not is_documented(name))
 
 
 if __name__ == "__main__":
-  shell_hints.show(reference().removesuffix("\n"))
+  shell_hints.show(
+      explanations()
+      if sys.argv[1:] == ["--json"]
+      else reference().removesuffix("\n")
+  )

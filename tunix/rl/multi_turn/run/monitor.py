@@ -1,5 +1,9 @@
 """Attaches the Training Monitor to a run, and starts its embedded server.
 
+The monitor is the package `training_monitor`, found by the entry points
+`tunix.rl.multi_turn.monitor`: `event_log`, a module with `EventLog` and
+`RunSpec`, and `program`, whose module runs as `python -m`.
+
 Promises: without `monitor.url` or `monitor.embedded` nothing of the monitor is
 imported. The embedded server ends with the run, however that ends: it reads the
 end of a pipe that only the run holds. Its database stays; undelivered events
@@ -8,6 +12,7 @@ wait in the runs' folder for the next run.
 
 from __future__ import annotations
 
+from importlib import metadata
 import json
 import logging
 import os
@@ -23,18 +28,15 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import json_text
+from tunix.rl.multi_turn.core import monitor_settings as settings_lib
 from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import spec as environment_spec
-from tunix.rl.multi_turn.monitor import settings as settings_lib
 
 _LOG = logging.getLogger(__name__)
 _STOP_S = 15.0
 _IDENTITY = "monitor.json"
-_PROGRAM = str(
-    pathlib.Path(__file__).parents[1] / "monitor" / "__main__.py"
-)
-"""As a file it starts in a second: see its docstring."""
+_ENTRY_POINTS = "tunix.rl.multi_turn.monitor"
 TOKEN_VARIABLE = settings_lib.TOKEN_VARIABLE
 
 
@@ -63,7 +65,7 @@ class RunMonitor:
         does not start.
     """
     try:
-      from tunix.rl.multi_turn.monitor.client import event_log  # pylint: disable=g-import-not-at-top
+      event_log = _entry_point("event_log").load()
     except ImportError as error:
       raise config_lib.ConfigError([_missing(error)]) from None
     monitor = config.monitor
@@ -150,8 +152,12 @@ class EmbeddedServer:
       start_s: deadline of its start.
 
     Raises:
-      ConfigError: it does not start.
+      ConfigError: The package is missing, or the server does not start.
     """
+    try:
+      program = _entry_point("program").module
+    except ImportError as error:
+      raise config_lib.ConfigError([_missing(error)]) from None
     database.parent.mkdir(parents=True, exist_ok=True)
     self.database = database
     options = [
@@ -162,7 +168,7 @@ class EmbeddedServer:
     with open(self._log, "ab") as log:
       self._process = subprocess.Popen(
           [
-              sys.executable, "-P", _PROGRAM, "serve", "--database",
+              sys.executable, "-P", "-m", program, "serve", "--database",
               str(database), "--port", "0", "--until-eof", *options,
           ],
           stdin=subprocess.PIPE,
@@ -240,6 +246,14 @@ def _box(config: config_lib.TrainConfig) -> str:
       mobile = config.run_service.action_space == "mobile"
       return "android" if mobile else "linux"
   return gyms.get(name, "operator").box
+
+
+def _entry_point(name: str) -> metadata.EntryPoint:
+  """Raises ImportError without the package that offers it."""
+  points = metadata.entry_points(group=_ENTRY_POINTS, name=name)
+  if not points:
+    raise ImportError("the package training_monitor is not installed")
+  return next(iter(points))
 
 
 def _missing(error: ImportError) -> str:

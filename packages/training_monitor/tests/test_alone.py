@@ -1,0 +1,68 @@
+"""The package needs nothing of the framework, and its former names are it."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+_ALL = """
+import importlib, pkgutil, sys
+sys.modules["tunix"] = None  # An import of it fails.
+import training_monitor
+names = [
+    m.name
+    for m in pkgutil.walk_packages(
+        training_monitor.__path__, "training_monitor."
+    )
+    if not m.name.startswith("training_monitor.core.")
+    and not m.name.endswith("__main__")
+]
+for name in names:
+  importlib.import_module(name)
+bad = {"jax", "jaxlib", "flax", "torch", "transformers"} & set(sys.modules)
+assert len(names) > 80 and not bad, (len(names), bad)
+"""
+
+
+def test_every_module_is_imported_without_the_framework_and_jax():
+  process = subprocess.run(
+      [sys.executable, "-c", _ALL], capture_output=True, text=True, timeout=100,
+      check=False,
+  )  # pyformat: disable
+  assert process.returncode == 0, process.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    "name", ["app", "client.ingest_client", "client.http_rollout_recorder",
+             "client.monitor_context", "client.monitor_training_hooks",
+             "schema.tables", "server.ingest"],
+)
+def test_a_module_by_its_former_name_is_the_same_module(name):
+  pytest.importorskip("tunix.rl.multi_turn", reason="needs the framework")
+  module = importlib.import_module(f"training_monitor.{name}")
+  former = importlib.import_module(f"tunix.rl.multi_turn.monitor.{name}")
+  assert former is module
+  assert module.__spec__.name == f"training_monitor.{name}"
+  with pytest.raises(ImportError):
+    importlib.import_module(f"tunix.rl.multi_turn.monitor.{name}_not")
+
+
+def test_events_of_the_framework_are_recognized_by_their_place_and_name():
+  """A trainer's classes are other copies of the modules that are carried."""
+  framework = pytest.importorskip("tunix.rl.multi_turn.core.events")
+  from training_monitor.client import event_codec
+  from training_monitor.client import event_types
+  from training_monitor.core import events
+
+  assert framework.RunStarted is not events.RunStarted
+  event = framework.RunStarted("r", {"a": 1})
+  assert event_types.is_a(event, events.RunStarted)
+  assert event_codec.load(event_codec.dump(event)) == events.RunStarted(
+      "r", {"a": 1}, time=event.time
+  )
+
+  class RunStarted:  # Of this test's module.
+    pass
+
+  assert event_types.carried(RunStarted) is RunStarted

@@ -1,0 +1,207 @@
+"""Tags of runs and the pinned baseline: through ingest, the API and forms."""
+
+import monitor_server
+import pytest
+from training_monitor.server import access
+
+base = monitor_server.base
+
+
+@pytest.fixture
+def server(target, tmp_path):
+  with monitor_server.MonitorServer(target, tmp_path / "files") as running:
+    yield running
+
+
+def run(server, name, **training):
+  """The id of a run."""
+  return server.post({
+      "training": {"client_id": name, "run_name": name, **training}
+  })["training_id"]  # pyformat: disable
+
+
+def tags(server, id_, status=200, **body):
+  reply = server.http.post(f"/api/v1/trainings/{id_}/tags", json=body)
+  assert reply.status_code == status, reply.text
+  return reply.json() if status != 200 else reply.json()["tags"]
+
+
+def listed(server, path="/api/v1/trainings", **params):
+  return [t["run_name"] for t in server.get(path, **params)["items"]]
+
+
+def test_what_a_client_tags_a_run_with_is_there_once(server):
+  id_ = run(server, "r", tags=["lr sweep", " baseline ", "u\u0308"])
+  training = server.get(f"/api/v1/trainings/{id_}")
+  assert training["tags"] == ["baseline", "lr sweep", "\u00fc"]
+  assert training["pinned"] is False
+  run(server, "r", tags=["lr sweep", "later"])  # A start again.
+  run(server, "r")  # One that says nothing of them.
+  assert server.get(f"/api/v1/trainings/{id_}")["tags"] == [
+      "baseline", "later", "lr sweep", "\u00fc",
+  ]  # pyformat: disable
+  for wrong, says in (
+      (["x" * 51], "50 characters"), ("x", "list"), ([1], "text"),
+      (["a\u202eb"], "not seen"), ([""], "1 to 50"), (["t"] * 51, "most 50"),
+  ):  # pyformat: disable
+    reply = server.post(
+        {"training": {"client_id": "w", "run_name": "w", "tags": wrong}}, 400
+    )
+    assert reply["errors"][0]["field"] == "training.tags"
+    assert says in reply["detail"]
+  assert listed(server) == ["r"]
+
+
+def test_tags_are_changed_and_filter_through_the_api(server):
+  first, second = run(server, "a", tags=["x"]), run(server, "b")
+  assert tags(server, second, add=["x", "y"]) == ["x", "y"]
+  before = server.get(f"/api/v1/trainings/{second}")["updated_at"]
+  assert tags(server, second, add=["x"], remove=["z"]) == ["x", "y"]
+  assert server.get(f"/api/v1/trainings/{second}")["updated_at"] == before
+  assert listed(server, tag="x") == ["b", "a"]
+  assert listed(server, tag=["x", "y"]) == ["b"]
+  assert listed(server, tag="nobody's") == []
+  assert server.get("/api/v1/tags")["items"] == [
+      {"tag": "x", "runs": 2}, {"tag": "y", "runs": 1},
+  ]  # pyformat: disable
+  assert tags(server, second, remove=["x"]) == ["y"]
+  many = [f"t{n}" for n in range(50)]
+  assert "take some away" in tags(server, second, 400, add=many)["detail"]
+  assert tags(server, second, add=many, remove=["y"]) == sorted(many)
+  tags(server, 99, 404, add=["x"])
+  for body in ([], {"append": []}, {"add": "x"}, {"add": [None]}):
+    reply = server.http.post(f"/api/v1/trainings/{first}/tags", json=body)
+    assert reply.status_code == 400 and reply.json()["detail"]
+
+
+def test_one_run_of_a_project_is_its_baseline(server):
+  first, second = run(server, "a"), run(server, "b")
+  pin = lambda id_, method="PUT": server.http.request(
+      method, f"/api/v1/trainings/{id_}/pin"
+  ).status_code
+  pinned = lambda: [
+      t["run_name"] for t in server.get("/api/v1/trainings")["items"]
+      if t["pinned"]
+  ]
+  assert (pin(first), pin(first), pinned()) == (200, 200, ["a"])
+  page = server.http.get("/").text
+  assert page.index(f'href="/runs/{first}"') < page.index(
+      f'href="/runs/{second}"'
+  )
+  assert pin(second) == 200 and pinned() == ["b"]
+  assert pin(first, "DELETE") == 200 and pinned() == ["b"]  # It was none.
+  assert pin(second, "DELETE") == 200 and pinned() == []
+  assert pin(99) == 404
+
+
+def test_another_project_has_its_own(tmp_path):
+  with monitor_server.sqlite_server(tmp_path, token="tm_secret") as server:
+    id_ = run(server, "a", tags=["x"])
+    server.http.put(f"/api/v1/trainings/{id_}/pin")
+    other = access.make_token(server.engine, "other", ("ingest", "read"))
+    server.http.headers["authorization"] = f"Bearer {other}"
+    assert server.get("/api/v1/tags")["items"] == []
+    tags(server, id_, 404, add=["y"])
+    assert server.http.put(
+        f"/api/v1/trainings/{id_}/pin"
+    ).status_code == 404  # pyformat: disable
+    own_run = run(server, "mine")
+    assert server.http.put(
+        f"/api/v1/trainings/{own_run}/pin"
+    ).status_code == 200  # pyformat: disable
+    curves = f"/api/v1/trainings/{own_run}/curves?names=loss"
+    assert server.http.get(curves).status_code == 200
+    assert server.http.get(f"{curves}&minus={id_}").status_code == 404
+    assert server.http.get(f"/runs/{own_run}?against={id_}").status_code == 404
+
+
+def test_forms_need_this_servers_page_and_a_token_that_may_send(tmp_path):
+  with monitor_server.sqlite_server(tmp_path, token="tm_secret") as server:
+    id_ = run(server, "a", tags=["x"])
+    reading = access.make_token(server.engine, "default", ("read",))
+    own = {"origin": server.url}
+
+    def form(path, data, token="tm_secret", **headers):
+      return server.http.post(
+          f"/runs/{id_}/{path}", data=data, follow_redirects=False,
+          headers={"authorization": "",
+                   "cookie": f"{access.COOKIE}={token}", **headers},
+      )  # pyformat: disable
+
+    answer = form("tags", {"add": "y, z", "next": "/runs/1?smooth=1"}, **own)
+    assert answer.status_code == 303
+    assert answer.headers["location"] == "/runs/1?smooth=1"
+    training = lambda: server.get(f"/api/v1/trainings/{id_}")
+    assert training()["tags"] == ["x", "y", "z"]
+    for headers in (
+        {}, {"origin": "http://evil.example"}, {"origin": "null"},
+        {"origin": server.url.replace("127.0.0.1", "localhost")},
+        {**own, "sec-fetch-site": "same-site"},
+        {**own, "sec-fetch-site": "cross-site"},
+    ):  # pyformat: disable
+      for path, data in (("tags", {"add": "w"}), ("pin", {"pinned": "1"})):
+        assert form(path, data, **headers).status_code == 403, headers
+    refused = form("tags", {"add": "w"}, reading, **own)
+    assert refused.status_code == 403 and "scope ingest" in refused.text
+    nobody = form("pin", {"pinned": "1"}, "tm_wrong", **own)
+    assert nobody.headers["location"] == "/login"
+    assert form("tags", {"add": "x" * 51}, **own).status_code == 400
+    assert form("pin", {"pinned": "2"}, **own).status_code == 400
+    assert training()["tags"] == ["x", "y", "z"] and not training()["pinned"]
+    away = form("pin", {"pinned": "1", "next": "//evil.example/"}, **own)
+    assert away.headers["location"] == "/" and training()["pinned"]
+    assert form("tags", {"remove": "y"}, **own).status_code == 303
+    assert training()["tags"] == ["x", "z"]
+    # Who may only look sees them, and no form.
+    page = lambda token: server.http.get(
+        f"/runs/{id_}",
+        headers={"authorization": "", "cookie": f"{access.COOKIE}={token}"},
+    ).text
+    assert "/tags\"" in page("tm_secret")
+    assert "/tags\"" not in page(reading) and "x</a>" in page(reading)
+    for token in (reading, ""):  # The API asks for a header.
+      reply = server.http.post(
+          f"/api/v1/trainings/{id_}/tags", json={"add": ["w"]},
+          headers={"authorization": f"Bearer {token}" if token else "",
+                   "cookie": f"{access.COOKIE}=tm_secret"},
+      )  # pyformat: disable
+      assert reply.status_code == (403 if token else 401)
+
+
+def test_curves_less_those_of_another_run(server):
+  ids = []
+  for name, steps, offset in (("a", 6, 1.0), ("b", 4, 0.25)):
+    body = base(client_id=name, run_name=name)
+    body["steps"] = [
+        {"client_id": f"{name}{n}", "step": n,
+         "metrics_json": {"kl": n + offset, "engine_busy": offset / 2,
+                          "time": 100.0 * n, **({"own": 1.0} if name == "a"
+                                                else {})}}
+        for n in range(1, steps + 1) if (name, n) != ("b", 2)
+    ]  # pyformat: disable
+    body["evals"] = [
+        {"client_id": f"{name}-e", "step": 4, "total_tasks": 2}
+    ]
+    parts = [
+        monitor_server.episode(
+            f"{name}-{n}", turns=1, eval_id=f"{name}-e", status="completed",
+            task_success=n < (2 if name == "a" else 1), temperature=1.0,
+        )
+        for n in range(2)
+    ]  # pyformat: disable
+    del body["baselines"]
+    ids.append(server.post(monitor_server.joined(body, *parts))["training_id"])
+  first, second = ids
+  curves = server.get(
+      f"/api/v1/trainings/{first}/curves", minus=second,
+      names="kl,own,time,engine_idle",
+  )  # pyformat: disable
+  assert curves["step"] == [1, 2, 3, 4, 5, 6]
+  assert curves["series"]["kl"] == [0.75, None, 0.75, 0.75, None, None]
+  assert curves["series"]["engine_idle"][0] == pytest.approx(-0.375)
+  assert curves["series"]["time"] == [100.0 * n for n in range(1, 7)]
+  assert "own" not in curves["series"]
+  assert [(e["step"], e["rate"]) for e in curves["evals"]] == [(4, 0.5)]
+  page = server.http.get(f"/runs/{first}?against={second}").text
+  assert '"baseline": true' in page.replace("&#34;", '"')
+  assert server.http.get(f"/runs/{first}?against={first}").status_code == 400

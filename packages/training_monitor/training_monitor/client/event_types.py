@@ -1,0 +1,39 @@
+"""Recognizes the framework's event types by their place and name.
+
+A trainer's events are made of the framework's classes, while this package reads
+with the copy of the same modules that it carries (`training_monitor.core`), so
+that it imports nothing of the framework. The two have the same names and
+fields.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from training_monitor.core import events
+from training_monitor.core import token_sequence
+from training_monitor.core import trajectory
+
+
+def _place(kind: type[Any]) -> tuple[str, ...]:
+  return *kind.__module__.split(".")[-2:], kind.__qualname__
+
+
+_CARRIED = {
+    _place(kind): kind
+    for module in (events, token_sequence, trajectory)
+    for kind in vars(module).values()
+    if isinstance(kind, type) and kind.__module__ == module.__name__
+}
+
+
+@functools.lru_cache(maxsize=1024)
+def carried(kind: type[Any]) -> type[Any]:
+  """Returns the carried class that `kind` is another copy of, else `kind`."""
+  return _CARRIED.get(_place(kind), kind)
+
+
+def is_a(value: Any, kind: type[Any]) -> bool:
+  """Returns whether a value is of a carried class, or of another copy of it."""
+  return carried(type(value)) is kind

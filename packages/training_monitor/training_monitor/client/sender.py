@@ -1,0 +1,182 @@
+"""Sends a program's items, parts of batches, by a spool of its own.
+
+    put ─► bounded memory ─► spool (a thread) ─► server (another thread)
+
+Promises: those of `spool_writer` and `shipper`; an item that the spool has
+taken (`flush`) survives the process, and the next program with a spool in that
+folder, for that server, sends it.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import pathlib
+import time
+from typing import Any, Callable, Mapping
+
+import msgpack
+
+from training_monitor.client import complaints as complaints_lib
+from training_monitor.client import plain_json
+from training_monitor.client import run_rows
+from training_monitor.client import shipper as shipper_lib
+from training_monitor.client import spool as spool_lib
+from training_monitor.client import spool_writer
+from training_monitor.client import transport as transport_lib
+from training_monitor.core import monitor_settings as settings_lib
+
+_LOG = logging.getLogger(__name__)
+
+
+class Illustrated:
+  """A part of a batch with the files of its screenshots, by hash."""
+
+  __slots__ = ("part", "images")
+
+  def __init__(self, part: run_rows.Part, images: Mapping[str, bytes]):
+    self.part = part
+    self.images = images
+
+
+class Sender:
+  """See the module docstring. Close it."""
+
+  def __init__(
+      self,
+      base_url: str,
+      token: str,
+      folder: str | pathlib.Path,
+      config: settings_lib.MonitorConfig,
+      *,
+      name: str,
+      target: str = "",
+      on_reply: Callable[[Mapping[str, Any]], None] = lambda reply: None,
+  ):
+    """Args:
+
+      base_url: Address of the server.
+      token: Token of the project.
+      folder: Folder of spools; spools that ended processes left there are
+        delivered, too.
+      config: `timeout_s`, `max_pending`, `heartbeat_s`, and `spool_mb`, of
+        which screenshots fill three quarters.
+      name: Name of this process's spool, unique in the folder.
+      target: identifies the server in its spools; "" takes the URL.
+      on_reply: receives the reply to each batch, on the sending thread.
+
+    Raises:
+      ValueError: `base_url` is not a URL.
+      OSError: the spool cannot be opened.
+    """
+    transport = transport_lib.Transport(base_url, token, config.timeout_s)
+    self.counters: collections.Counter[str] = collections.Counter()
+    """dropped_memory, dropped_disk, dropped_images, dead_letters, failed,
+    damaged, images_missing, spool_failures, sent, retries."""
+    self._complaints = complaints_lib.Complaints()
+    self.spool = spool_lib.Spool(
+        pathlib.Path(folder) / f"{name}{spool_lib.SUFFIX}",
+        target or base_url.rstrip("/"),
+        max_bytes=config.spool_bytes,
+    )
+    self._ended = False
+    self._undelivered = 0
+    self._shipper: shipper_lib.Shipper | None = None
+    self._writer = spool_writer.SpoolWriter(
+        self.spool, self._record, max_pending=config.max_pending,
+        counters=self.counters, complaints=self._complaints,
+        on_tick=self._wake,
+    )  # pyformat: disable
+    self._shipper = shipper_lib.Shipper(
+        transport, self.spool.path, self.spool.header, config,
+        ended=lambda: self._ended, counters=self.counters,
+        complaints=self._complaints, health=self.health, on_reply=on_reply,
+        on_freed=self.spool.free,
+    )  # pyformat: disable
+
+  def _wake(self, pending: int) -> None:
+    del pending
+    if self._shipper is not None:
+      self._shipper.wake()
+
+  @property
+  def training(self) -> str | int | None:
+    """Training that heartbeats are sent for."""
+    return self._shipper.training
+
+  @training.setter
+  def training(self, value: str | int | None) -> None:
+    self._shipper.training = value
+
+  def put(self, item: run_rows.Part | Illustrated) -> bool:
+    """Takes a part of a batch, which must not change; False: it is dropped."""
+    return self._writer.put(item)
+
+  def _record(self, item: run_rows.Part | Illustrated) -> tuple[int, bytes]:
+    images = item.images if isinstance(item, Illustrated) else {}
+    part = item.part if isinstance(item, Illustrated) else item
+    body = plain_json.dumps(part)
+    for sha, file in images.items():
+      try:
+        self.spool.keep_image(sha, file)
+      except spool_lib.SpoolFull as error:
+        self.counters["dropped_images"] += 1
+        self._complaints.complain("image", f"a screenshot is lost: {error}")
+    return spool_lib.PART, msgpack.packb([list(images), body])
+
+  def flush(self, timeout_s: float = 10.0) -> bool:
+    """Waits until all items are on the disk; False on timeout."""
+    return self._writer.flush(timeout_s)
+
+  def drain(self, timeout_s: float = 10.0) -> bool:
+    """Waits until everything is delivered; False when time ran out."""
+    deadline = time.monotonic() + timeout_s
+    return self.flush(timeout_s) and self._shipper.drain(
+        self.spool.seq, deadline - time.monotonic()
+    )
+
+  def close(self, timeout_s: float = 10.0) -> bool:
+    """Delivers as much as the time allows, and ends. Idempotent.
+
+    Returns:
+      Whether everything was delivered; else it waits for the next start.
+    """
+    if self._ended:
+      return not self._undelivered
+    deadline = time.monotonic() + timeout_s
+    delivered = self._writer.close(timeout_s)
+    self._ended = True
+    delivered &= self._shipper.drain(
+        self.spool.seq, max(0.0, deadline - time.monotonic())
+    )
+    waits = self.counts()
+    waiting = max(1, waits["entry"] + waits["image"])
+    self._undelivered = 0 if delivered else waiting
+    self.counters["undelivered"] = self._undelivered
+    self._shipper.close()
+    self.spool.close()
+    self._complaints.report_losses(self.counters)
+    if not delivered:
+      _LOG.warning(
+          "%d parts wait in the spool %s for the monitor; the next run from"
+          " there delivers them",
+          self._undelivered,
+          self.spool.path,
+      )
+    return delivered
+
+  def counts(self) -> dict[str, int]:
+    """Records and screenshots that wait, and records that were refused."""
+    return {
+        "entry": self.spool.seq - self._shipper.acked,
+        "image": len(spool_lib.images(self.spool.path)),
+        "dead": len(spool_lib.dead(self.spool.path)),
+    }
+
+  def health(self) -> dict[str, int]:
+    """Counters and fill of memory and spool, sent with each batch."""
+    return {
+        **self.counters,
+        "pending": self._writer.pending,
+        "spool_bytes": int(self.spool.bytes),
+    }

@@ -1,0 +1,430 @@
+"""Reads a spool: makes its records entries of batches, and forgets those sent.
+
+An entry has the number of the record that it was made from. So an entry that
+is made again, after the reader was killed, has the number that it had, and the
+server applies it once.
+
+The rows of an event depend on the events before it. A reader that starts again
+makes the rows of the oldest segment anew, from the state of the row maker
+before that segment, and skips those that the server has.
+
+Promises: a record stays until the server has it. An entry that the server
+refuses, or a record that no rows can be made of, is put aside or counted, and
+delays nothing. Damaged frames are counted and skipped. A screenshot stays until
+an entry that shows it is at the server. Holds about one batch in memory.
+For one thread.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import os
+import pathlib
+import struct
+import time
+from typing import Callable, Collection, NamedTuple, Sequence
+import zlib
+
+import msgpack
+import numpy as np
+import orjson
+
+from training_monitor.client import event_codec
+from training_monitor.client import frames as frames_lib
+from training_monitor.client import plain_json
+from training_monitor.client import run_rows
+from training_monitor.client import spool as spool_lib
+from training_monitor.core import durable
+from training_monitor.core import images as images_lib
+
+_MOST_KNOWN = 100_000
+_MOST_ENTRIES = 500
+
+
+class Entry(NamedTuple):
+  """A part of a batch, as JSON, and the hashes of the screenshots it shows."""
+
+  seq: int
+  body: bytes
+  images: Sequence[str] = ()
+
+
+class SpoolReader:
+  """See the module docstring. Close it."""
+
+  def __init__(
+      self,
+      path: pathlib.Path,
+      header: spool_lib.Header,
+      *,
+      ended: Callable[[], bool],
+      counters: collections.Counter[str],
+      complain: Callable[[str, str], None],
+      on_images_lost: Callable[[list[str]], None] = lambda shas: None,
+  ):
+    """Args:
+
+      path: Folder of the spool; the caller has its lock.
+      header: Header of the spool.
+      ended: whether nothing more is appended.
+      counters: failed, damaged, images_missing and spool_failures are counted
+        there.
+      complain: logs a problem, once for each key.
+      on_images_lost: receives hashes of screenshots that are not there.
+
+    Raises:
+      OSError: the disk's.
+      ValueError: the header is of no run.
+    """
+    self.path = path
+    self.header = header
+    self._ended = ended
+    self._counters = counters
+    self._complain = complain
+    self._freed = 0
+    self._on_images_lost = on_images_lost
+    self._rows: run_rows.RunRows | None = None
+    if header.run is not None:
+      self._rows = run_rows.RunRows(run_rows.RunFacts(**header.run))
+    self._frames = frames_lib.FrameReader(
+        path, header.mark, ended=ended, on_segment=self._keep_state
+    )
+    self._damaged = 0
+    self._synced = 0
+    self.acked = spool_lib.read_ack(path)
+    """Number of the last record that the server has."""
+    self._ack_file = os.open(
+        path / spool_lib.ACK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600
+    )
+    self._pending: collections.deque[Entry] = collections.deque()
+    self._pending_bytes = 0
+    self._delivered: set[str] = set()
+    """Screenshots that the server has."""
+    self._absent: set[str] = set()
+    """Screenshots that neither the server nor the spool has."""
+    self._found = spool_lib.images(path)
+    """Screenshots from before, of which no entry was read yet."""
+    self._left: dict[str, None] = {}
+    """Screenshots whose entries went without them."""
+    self._restore()
+
+  @property
+  def training(self) -> str | None:
+    """Client id of the training whose events these are."""
+    return None if self._rows is None else self._rows.training
+
+  # --- entries ----------------------------------------------------------------
+
+  def entries(self, max_bytes: int) -> list[Entry]:
+    """Returns the oldest undelivered entries, at least one if any waits.
+
+    Raises:
+      OSError: the disk's.
+    """
+    while (
+        self._pending_bytes < max_bytes and len(self._pending) < _MOST_ENTRIES
+    ):
+      frame = self._frames.next()
+      if self._frames.damaged > self._damaged:
+        self._report_damage()
+      if frame is None:
+        self._caught_up()
+        break
+      self._take(frame)
+    if self._frames.seq > self._synced:
+      self._frames.sync()
+      self._synced = self._frames.seq
+    sizes = itertools.accumulate(len(entry.body) for entry in self._pending)
+    return [
+        entry for n, (entry, size) in enumerate(zip(self._pending, sizes))
+        if not n or size <= max_bytes
+    ]  # pyformat: disable
+
+  def _take(self, frame: frames_lib.Frame) -> None:
+    sent = frame.seq <= self.acked
+    try:
+      entry = self._entry(frame, sent)
+    except Exception as error:  # pylint: disable=broad-except
+      # It would fail again, and may have changed the row maker's state.
+      if not sent:
+        self._counters["failed"] += 1
+        self._complain("make", f"a record cannot be sent: {error!r}")
+      return
+    if entry is None:
+      return
+    if not sent:
+      self._found.difference_update(entry.images)
+      self._pending.append(entry)
+      self._pending_bytes += len(entry.body)
+
+  def _entry(self, frame: frames_lib.Frame, sent: bool) -> Entry | None:
+    if frame.kind == spool_lib.PART:
+      shas, body = msgpack.unpackb(frame.body)
+      return Entry(frame.seq, body, shas if self.header.images else [])
+    if frame.kind != spool_lib.EVENT or self._rows is None:
+      raise ValueError(f"frame kind {frame.kind} is none of this spool's")
+    rows = self._rows.rows(event_codec.load(frame.body))
+    if rows is None:
+      return None
+    body = b"" if sent else plain_json.dumps(rows.part)
+    return Entry(frame.seq, body, [*rows.images] if self.header.images else [])
+
+  def _caught_up(self) -> None:
+    """Settles screenshots and records without entries at the log's end."""
+    if self._found:
+      self._left.update(dict.fromkeys(sorted(self._found)))
+      self._found.clear()
+    if not self._pending and self._frames.seq > self.acked:
+      self._acknowledge(self._frames.seq)  # Records without rows.
+
+  def _report_damage(self) -> None:
+    lost = self._frames.damaged - self._damaged
+    self._damaged = self._frames.damaged
+    self._counters["damaged"] += lost
+    self._complain(
+        "damaged", f"{lost} records of {self.path} are damaged and left out"
+    )
+
+  def remove_through(self, seq: int) -> None:
+    """Forgets the entries up to `seq`, which the server has."""
+    while self._pending and self._pending[0].seq <= seq:
+      self._pending_bytes -= len(self._pending.popleft().body)
+    # Records without rows before the next entry are done with, too.
+    if self._pending:
+      seq = max(seq, self._pending[0].seq - 1)
+    else:
+      seq = max(seq, self._frames.seq)
+    self._acknowledge(seq)
+
+  def _acknowledge(self, seq: int) -> None:
+    if seq <= self.acked:
+      return
+    self.acked = seq
+    try:
+      os.pwrite(self._ack_file, spool_lib.packed_ack(seq), 0)
+      os.fdatasync(self._ack_file)
+    except OSError as error:
+      # The server knows it, too.
+      self._trouble(error)
+    self._delete_segments()
+
+  def _delete_segments(self) -> None:
+    """Deletes segments before the oldest one that a reader has to begin at."""
+    if self._oldest == self._frames.segment:
+      return
+    segments = frames_lib.segments(self.path)
+    self._oldest = max(
+        first for first, _ in segments
+        if first == segments[0][0] or first <= self._frames.segment
+        and first - 1 <= self.acked and self._has_state(first)
+    )  # pyformat: disable
+    for first, path in segments:
+      if first < self._oldest:
+        self._freed += path.stat().st_size
+        path.unlink()
+        spool_lib.state_path(self.path, first).unlink(missing_ok=True)
+
+  def _has_state(self, first: int) -> bool:
+    return (
+        self._rows is None or spool_lib.state_path(self.path, first).exists()
+    )
+
+  def bury(self, entry: Entry, reason: str) -> None:
+    """Takes an entry that the server will never accept out of the way."""
+    line = orjson.dumps({
+        "seq": entry.seq, "time": time.time(), "reason": reason,
+        "body": entry.body.decode("utf-8", "replace"),
+    }) + b"\n"  # pyformat: disable
+    try:
+      with open(self.path / spool_lib.DEAD, "ab") as file:
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+      self._freed -= len(line)
+    except OSError as error:
+      self._trouble(error)
+    self.remove_through(entry.seq)
+
+  # --- the row maker's state --------------------------------------------------
+
+  def _keep_state(self, first: int) -> None:
+    """Keeps the state before a segment, which begins now."""
+    if self._rows is None:
+      return
+    try:
+      durable.write_bytes(
+          spool_lib.state_path(self.path, first),
+          event_codec.pack(self._rows.state()),
+      )
+    except OSError as error:
+      self._trouble(error)  # The segments before it stay.
+
+  def _restore(self) -> None:
+    segments = frames_lib.segments(self.path)
+    self._oldest = segments[0][0] if segments else 0
+    if self._rows is None or self._oldest <= 1:
+      return
+    try:
+      data = spool_lib.state_path(self.path, self._oldest).read_bytes()
+      self._rows.restore(event_codec.unpack(data))
+    except Exception as error:  # pylint: disable=broad-except
+      self._counters["damaged"] += 1
+      self._complain(
+          "state",
+          f"the state before {self._oldest} of {self.path} is damaged"
+          f" ({error!r}): episodes that had begun get rows of their ends only",
+      )
+
+  # --- screenshots ------------------------------------------------------------
+
+  def wanted(self, shas: Collection[str]) -> list[str]:
+    """Returns the hashes that the server may lack, each once."""
+    return [s for s in dict.fromkeys(shas) if s not in self._delivered]
+
+  def left(self, most: int) -> list[str]:
+    """Returns screenshots whose entries went without them."""
+    return list(itertools.islice(self._left, most))
+
+  def leave(self, shas: Collection[str]) -> None:
+    """Remembers screenshots whose entries go without them."""
+    self._left.update(dict.fromkeys(shas))
+
+  def image(self, sha: str) -> bytes | None:
+    """Returns a screenshot's file; counts a missing one and returns None.
+
+    Raises:
+      OSError: the disk's.
+    """
+    file = self._encoded(sha)
+    if file is None:
+      self._absent.add(sha)
+      self._counters["images_missing"] += 1
+      self._on_images_lost([sha])
+    return file
+
+  def _encoded(self, sha: str) -> bytes | None:
+    try:
+      return spool_lib.image_path(
+          self.path, sha, spool_lib.PNG
+      ).read_bytes()
+    except FileNotFoundError:
+      pass
+    try:
+      raw = spool_lib.image_path(self.path, sha, spool_lib.RGB).read_bytes()
+    except FileNotFoundError:
+      return None
+    try:
+      shape = spool_lib.RGB_HEAD.unpack_from(raw)
+      pixels = np.frombuffer(
+          raw, np.uint8, offset=spool_lib.RGB_HEAD.size
+      ).reshape(*shape, 3)
+      if images_lib.hash_pixels(pixels) != sha:
+        raise ValueError("other pixels")
+    except Exception as error:  # pylint: disable=broad-except
+      # A power loss: the disk has its name, and not its pixels.
+      self._complain("image", f"a screenshot is damaged: {error!r}")
+      self._delete_image(sha)
+      return None
+    return encode_png(pixels)
+
+  def forget_images(self, shas: Collection[str]) -> None:
+    """Deletes screenshots that the server has or refuses."""
+    for sha in shas:
+      self._left.pop(sha, None)
+      if sha not in self._absent:
+        self._delete_image(sha)
+    if len(self._delivered) > _MOST_KNOWN:
+      self._delivered.clear()  # The server knows which it has.
+    self._delivered |= set(shas) - self._absent
+    self._absent.clear()
+
+  def _delete_image(self, sha: str) -> None:
+    for suffix in (spool_lib.RGB, spool_lib.PNG):
+      path = spool_lib.image_path(self.path, sha, suffix)
+      try:
+        size = path.stat().st_size
+        path.unlink()
+      except FileNotFoundError:
+        continue
+      self._freed += size
+
+  def shrink(self, until: Callable[[], bool]) -> None:
+    """Encodes screenshots that wait, which makes them smaller."""
+    folder = self.path / spool_lib.IMAGES
+    for path in folder.glob(f"*{spool_lib.RGB}"):
+      if until():
+        return
+      try:
+        size = path.stat().st_size
+        file = self._encoded(path.stem)
+        if file is None:
+          self._on_images_lost([path.stem])
+          continue
+        durable.write_bytes(
+            path.with_suffix(spool_lib.PNG), file, durably=False
+        )
+        path.unlink()
+        self._freed += size - len(file)
+      except OSError as error:
+        self._trouble(error)
+        return
+
+  def take_freed(self) -> int:
+    """Returns the bytes freed since the last call."""
+    freed, self._freed = self._freed, 0
+    return freed
+
+  # --- the end ----------------------------------------------------------------
+
+  def _trouble(self, error: OSError) -> None:
+    self._counters["spool_failures"] += 1
+    self._complain("disk", f"{self.path} cannot be written: {error}")
+
+  @property
+  def empty(self) -> bool:
+    """Whether the server has every record read so far, with screenshots."""
+    return not (self._pending or self._left or self._found)
+
+  def close(self) -> None:
+    """Closes the files. Deletes the spool if nothing waits in it."""
+    delivered = self._ended() and self.empty and self._frames.next() is None
+    self._frames.close()
+    if self._ack_file >= 0:
+      os.close(self._ack_file)
+      self._ack_file = -1
+      if delivered:
+        spool_lib.remove(self.path)
+
+
+def encode_png(pixels: np.ndarray) -> bytes:
+  """Returns the PNG of uint8[H, W, 3] pixels.
+
+  Lossless, so the hash of the pixels holds. zlib lets other threads run while
+  it works; filtering is numpy's.
+
+  Raises:
+    ValueError: they are of another shape or type.
+  """
+  if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8:
+    raise ValueError(
+        f"need uint8[H, W, 3], got {pixels.dtype}{list(pixels.shape)}"
+    )
+  height, width, _ = pixels.shape
+  rows = np.empty((height, 1 + 3 * width), np.uint8)
+  rows[:, 0] = 2  # Filter "up": each row as its difference to the one above.
+  flat = pixels.reshape(height, 3 * width)
+  rows[:1, 1:] = flat[:1]
+  np.subtract(flat[1:], flat[:-1], out=rows[1:, 1:])
+  header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+  return b"".join((
+      b"\x89PNG\r\n\x1a\n",
+      _chunk(b"IHDR", header),
+      _chunk(b"IDAT", zlib.compress(rows, 3)),
+      _chunk(b"IEND", b""),
+  ))
+
+
+def _chunk(name: bytes, data: bytes) -> bytes:
+  check = zlib.crc32(data, zlib.crc32(name))
+  return struct.pack(">I", len(data)) + name + data + struct.pack(">I", check)

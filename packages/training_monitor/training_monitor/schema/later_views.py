@@ -1,0 +1,199 @@
+"""Views with the columns of the later schema of other monitors.
+
+`monitor_later_<table>` has every column of the table and, behind them, those
+that the later schema added: sent ones from `monitor_raw_value`, absent ones
+derived where the tables have what they need. They hold no data, so `database`
+replaces all of them whenever they differ from those that are installed.
+
+`monitor_later_group` has the groups that clients sent, with figures of their
+rollouts.
+"""
+
+from __future__ import annotations
+
+from typing import Mapping
+
+import sqlalchemy as sa
+
+from training_monitor.schema import tables
+from training_monitor.schema import vocabulary
+
+PREFIX = "monitor_later_"
+_TIMING = ("avg_turn_time", "estimated_total_time", "estimated_remaining_time")
+ADDED: Mapping[str, tuple[str, ...]] = {
+    **{kind: _TIMING for kind in ("step", "eval", "baseline", "training")},
+    "task": ("instruction",),
+    "rollout": (
+        "group_id", "env_id", "group_num", "trajectory_data_json",
+        "avg_turn_time",
+    ),
+    "turn": (
+        "model_response", "thinking", "text", "screen_before", "screen_after",
+        "action_json", "model_specific_input_json", "avg_turn_time",
+    ),
+    "action": ("action_name", "args", "call_id", "json"),
+    "validation": ("screenshot_uri",),
+}  # pyformat: disable
+"""Table -> columns that the later schema added, in an order in which a view's
+parts come first."""
+
+
+def statements(dialect: str) -> list[str]:
+  """Returns DDL that makes all views.
+
+  Args:
+    dialect: "sqlite" or "postgresql".
+  """
+  of = _Expressions(dialect == "sqlite")
+  views = [] if of.sqlite else [JSON_TEXT]
+  for kind, names in ADDED.items():
+    added = ", ".join(f"{of.column(kind, n)} AS {n}" for n in names)
+    views.append(
+        f'CREATE VIEW {PREFIX}{kind} AS SELECT t.*, {added} FROM "{kind}" t'
+    )
+  own = " OR ".join(
+      f"(r.source_type = '{s}' AND r.{s}_id = t.{s}_id)"
+      for s in vocabulary.SOURCE_TYPES
+  )
+  of_group = f'FROM rollout r WHERE ({own}) AND r."group" = t.group_num'
+  views.append(
+      f"CREATE VIEW {PREFIX}group AS SELECT t.*, CASE WHEN t.step_id IS NOT"
+      " NULL THEN 'step' WHEN t.eval_id IS NOT NULL THEN 'eval' ELSE"
+      f" 'baseline' END AS source_type, (SELECT count(*) {of_group}) AS"
+      f" num_rollouts, (SELECT avg(r.reward) {of_group}) AS reward_mean FROM"
+      " monitor_group t"
+  )
+  return views
+
+
+def drop(connection: sa.Connection) -> None:
+  """Takes away every view of the monitor."""
+  for kind in ("group", *reversed(ADDED)):
+    connection.exec_driver_sql(f"DROP VIEW IF EXISTS {PREFIX}{kind}")
+
+
+# PostgreSQL 15 has no other way to read what may be no JSON.
+JSON_TEXT = (
+    "CREATE OR REPLACE FUNCTION monitor_fn_json_text(given text, name text)"
+    " RETURNS text AS $$ BEGIN RETURN given::json ->> name; EXCEPTION WHEN"
+    " others THEN RETURN NULL; END $$ LANGUAGE plpgsql IMMUTABLE"
+)
+
+
+class _Expressions:
+  """SQL of the added columns of a row `t`."""
+
+  def __init__(self, sqlite: bool):
+    self.sqlite = sqlite
+
+  def column(self, kind: str, name: str) -> str:
+    if name == "avg_turn_time":
+      return f"COALESCE({self._number(kind, name)}, {self._turn_time(kind)})"
+    if name.startswith("estimated_"):
+      return f"COALESCE({self._number(kind, name)}, {self._time(kind, name)})"
+    sent = self._raw(kind, name)
+    derived = self._derived(kind, name)
+    return f"COALESCE({sent}, {derived})" if derived else sent
+
+  def _derived(self, kind: str, name: str) -> str:
+    return {
+        ("task", "instruction"): "t.description",
+        ("rollout", "group_num"): 't."group"',
+        ("rollout", "env_id"): (
+            "(SELECT e.id FROM environment e WHERE e.rollout_id = t.id)"
+        ),
+        ("rollout", "group_id"): self._group(),
+        ("turn", "model_response"): self._metric("model_response"),
+        ("turn", "thinking"): self._metric("thought"),
+        ("turn", "screen_before"): self._screen("ASC"),
+        ("turn", "screen_after"): self._screen("DESC"),
+        ("action", "action_name"): "t.tool_name",
+        ("action", "args"): "t.tool_args",
+        ("action", "call_id"): self._raw("action", "action_call_id"),
+        ("action", "json"): self._raw("action", "action_json"),
+    }.get((kind, name), "")  # pyformat: disable
+
+  def _raw(self, kind: str, name: str, value: str = "v.value") -> str:
+    if (kind, name) in (
+        ("rollout", "group_id"), ("rollout", "env_id"),
+        ("rollout", "group_num"),
+    ):
+      return "NULL"  # Ids of a client are no ids of this database.
+    return (
+        f"(SELECT {value} FROM monitor_raw_value v WHERE v.kind = '{kind}' AND"
+        f" v.entity_id = t.id AND v.field = '{name}')"
+    )
+
+  def _number(self, kind: str, name: str) -> str:
+    """Returns SQL of a raw value as a number; NULL where it is none."""
+    value = (
+        "CASE WHEN json_valid(v.value) THEN CASE WHEN json_type(v.value) IN"
+        " ('integer', 'real') THEN CAST(v.value AS REAL) END END"
+        if self.sqlite
+        else (
+            "CASE WHEN v.value ~"
+            " '^-?[0-9]{1,15}([.][0-9]{1,30})?([eE][-+]?[0-9]{1,2})?$' THEN"
+            " v.value::double precision END"
+        )
+    )
+    return self._raw(kind, name, value)
+
+  def _turn_time(self, kind: str) -> str:
+    if kind == "turn":
+      return "t.turn_time"
+    if kind == "rollout":
+      return (
+          "(SELECT avg(x.turn_time) FROM turn x WHERE x.rollout_id = t.id)"
+      )
+    if kind == "training":  # Of all its turns it would take seconds.
+      return (
+          f"(SELECT s.avg_turn_time FROM {PREFIX}step s WHERE s.training_id ="
+          " t.id ORDER BY s.step DESC LIMIT 1)"
+      )
+    return (
+        "(SELECT avg(x.turn_time) FROM rollout r JOIN turn x ON x.rollout_id ="
+        f" r.id WHERE r.source_type = '{kind}' AND r.{kind}_id = t.id)"
+    )
+
+  def _time(self, kind: str, name: str) -> str:
+    """Returns SQL of seconds estimated from the progress."""
+    end = "COALESCE(t.end_time, t.updated_at)"
+    spent = (
+        f"((julianday({end}) - julianday(t.start_time)) * 86400.0)"
+        if self.sqlite
+        else f"CAST(EXTRACT(EPOCH FROM {end} - t.start_time) AS double"
+        " precision)"
+    )
+    ended = ", ".join(f"'{w}'" for w in sorted(vocabulary.FINISHED[kind]))
+    total = name == "estimated_total_time"
+    share = "100.0" if total else "(100.0 - t.progress_percent)"
+    return (
+        f"CASE WHEN t.status IN ({ended}) THEN {spent if total else '0.0'}"
+        f" WHEN t.progress_percent > 0 THEN {spent} * {share} /"
+        " t.progress_percent END"
+    )
+
+  def _group(self) -> str:
+    parts = [
+        f"WHEN t.source_type = '{s}' THEN (SELECT g.id FROM monitor_group g"
+        f' WHERE g.{s}_id = t.{s}_id AND g.group_num = t."group")'
+        for s in vocabulary.SOURCE_TYPES
+    ]
+    return f"CASE {' '.join(parts)} END"
+
+  def _metric(self, name: str) -> str:
+    if self.sqlite:
+      return (
+          "CASE WHEN json_valid(t.metrics_json) THEN"
+          f" json_extract(t.metrics_json, '$.{name}') END"
+      )
+    return f"monitor_fn_json_text(t.metrics_json, '{name}')"
+
+  def _screen(self, order: str) -> str:
+    return (
+        "(SELECT o.screenshot_uri FROM obs o WHERE o.turn_id = t.id AND"
+        f" o.screenshot_uri IS NOT NULL ORDER BY o.id {order} LIMIT 1)"
+    )
+
+
+assert set(ADDED) <= {t.name for t in tables.TABLES}

@@ -1,0 +1,587 @@
+"""Reads a batch of the ingest protocol, checked and in the database's words.
+
+The body is `training` (an object) and arrays `tasks, validators, baselines,
+evals, steps, groups, rollouts, environments, turns, actions, observations,
+validations`; or `parts`, an array of such bodies, which is one body with all
+that they have. An item names itself by `client_id` and its parents by
+`<parent>_id`: a number is the server's id, text is a client id (or a rollout's
+or task's own name). Fields that other recorders use are mapped; those that the
+database has no column for are kept as raw values, as are those of no known
+name, which the answer names. An array of no known name is refused.
+
+Promises: reads a body without the database, and either raises with every fault
+or returns all of it. The JSON of Python's own writer is read, too: NaN and
+infinities are "unknown", half a surrogate pair is U+FFFD.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+from typing import Any, Callable, Mapping
+
+import orjson
+
+from training_monitor.core import run_tags as tags_lib
+from training_monitor.schema import progress
+from training_monitor.schema import tables
+from training_monitor.server import errors
+from training_monitor.server import fields
+from training_monitor.server import http_io
+
+MAX_ITEMS = 20_000
+_MAX_FAULTS = 20
+MAX_ID = 500
+_MAX_NAME = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class ItemKind:
+  """A kind of item, one array of the body.
+
+  Attributes:
+    name: Name of the kind and its table, "obs" for observations.
+    plural: Name of the array; "training" for the one object.
+    parents: column -> kind that it refers to.
+    required: columns that a new entity needs and nothing can stand in for.
+    raw_fields: Names of fields whose values are stored as raw values.
+    readers: field -> (column, its reader), by the column's other names too.
+  """
+
+  name: str
+  plural: str
+  parents: Mapping[str, str]
+  required: tuple[str, ...]
+  raw_fields: frozenset[str]
+  readers: Mapping[str, tuple[str, Callable[[Any], Any]]]
+
+
+_TIMING = (
+    "avg_turn_time", "estimated_total_time", "estimated_remaining_time",
+)  # pyformat: disable
+
+
+def _kind(
+    name: str,
+    plural: str,
+    parents: Mapping[str, str] | None = None,
+    required: tuple[str, ...] = (),
+    aliases: Mapping[str, str] | None = None,
+    raw_fields: tuple[str, ...] = (),
+) -> ItemKind:
+  parents = parents or {}
+  table = tables.metadata.tables[name]
+  readers = {
+      str(c.name): (str(c.name), fields.reader(name, c))
+      for c in table.c
+      if c.name != "id" and c.name not in parents
+  }
+  readers |= {alias: readers[c] for alias, c in (aliases or {}).items()}
+  return ItemKind(
+      name, plural, parents, required, frozenset(raw_fields), readers
+  )
+
+
+KINDS: tuple[ItemKind, ...] = (
+    _kind("training", "training", raw_fields=(
+        *_TIMING, "project_id", "traceback", "changed_settings",
+    )),  # pyformat: disable
+    _kind(
+        "task", "tasks", required=("task_id",),
+        raw_fields=("instruction", "env_config", "evaluation", "seed_id"),
+    ),
+    _kind(
+        "validator", "validators", {"task_id": "task"}, ("validator_type",)
+    ),
+    _kind(
+        "baseline", "baselines", {"training_id": "training"},
+        raw_fields=_TIMING,
+    ),
+    _kind(
+        "eval", "evals", {"training_id": "training"}, ("step",),
+        raw_fields=_TIMING,
+    ),
+    _kind(
+        "step", "steps", {"training_id": "training"}, ("step",),
+        raw_fields=_TIMING,
+    ),
+    _kind(
+        "monitor_group", "groups",
+        {
+            "step_id": "step", "eval_id": "eval", "baseline_id": "baseline",
+            "task_id": "task",
+        },
+        ("group_num",), {"group": "group_num"},
+        (*_TIMING, "source_type", "status", "progress_percent", "batch",
+         "num_rollouts", "reward_mean"),
+    ),
+    _kind(
+        "rollout", "rollouts",
+        {
+            "step_id": "step", "eval_id": "eval", "baseline_id": "baseline",
+            "task_id": "task",
+        },
+        ("rollout_id",),
+        {"group_num": "group"},
+        ("group_id", "trajectory_data_json", *_TIMING),
+    ),
+    _kind(
+        "environment", "environments", {"rollout_id": "rollout"},
+        ("env_type",), raw_fields=("name",),
+    ),
+    _kind(
+        "turn", "turns", {"rollout_id": "rollout"}, ("turn",),
+        raw_fields=(
+            "model_response", "screen_before", "screen_after", "thinking",
+            "text", "action_json", "model_specific_input_json", *_TIMING,
+        ),
+    ),
+    _kind(
+        "action", "actions", {"turn_id": "turn"}, (),
+        {
+            "action_name": "tool_name", "name": "tool_name",
+            "action_args": "tool_args", "args": "tool_args",
+        },
+        ("action_call_id", "call_id", "action_json", "json"),
+    ),
+    _kind(
+        "obs", "observations", {"turn_id": "turn"}, (),
+        {"model_input": "model_input_json"}, ("name",),
+    ),
+    _kind(
+        "validation", "validations",
+        {"rollout_id": "rollout", "validator_id": "validator"},
+        ("success",), raw_fields=("screenshot_uri",),
+    ),
+)  # pyformat: disable
+"""In an order in which parents come first."""
+
+BY_NAME = {kind.name: kind for kind in KINDS}
+_PART = frozenset({k.plural for k in KINDS} | {"training_id", "project_id"})
+_BODY = _PART | {"delivery", "parts"}
+_ONCE = ("client_id", "id", "training_id", "status")
+"""Fields of a training that a body has at most once."""
+
+
+class Item:
+  """One entity, or a change of it.
+
+  Attributes:
+    client_id: the client's own id.
+    values: column -> value, in the database's form; parents not among them.
+    parents: column -> server id (int) or client id (str).
+    raw: field -> the original value, where it differs.
+    id: the server's id, where the client gave it.
+    environment: Environment of a rollout, sent before the rollout.
+    tags: Tags to add to a training.
+    path: Place of the item in the body, for errors.
+  """
+
+  __slots__ = (
+      "client_id", "values", "parents", "raw", "id", "environment", "tags",
+      "path",
+  )  # pyformat: disable
+
+  def __init__(self, path: str):
+    self.path = path
+    self.client_id: str | None = None
+    self.values: dict[str, Any] = {}
+    self.parents: dict[str, int | str] = {}
+    self.raw: dict[str, str] = {}
+    self.id: int | None = None
+    self.environment: int | str | None = None
+    self.tags: tuple[str, ...] = ()
+
+  def copy(self) -> Item:
+    """Returns a copy whose values and raw values can be changed."""
+    other = Item(self.path)
+    other.client_id = self.client_id
+    other.values = self.values.copy()
+    other.parents = self.parents
+    other.raw = self.raw.copy()
+    other.id = self.id
+    other.environment = self.environment
+    other.tags = self.tags
+    return other
+
+
+@dataclasses.dataclass(frozen=True)
+class SpoolRange:
+  """The entries of a client's spool that a batch has.
+
+  Attributes:
+    spool: the spool's own name.
+    first, last: its entries, both included.
+    health: counters of the client, JSON text.
+  """
+
+  spool: str
+  first: int
+  last: int
+  health: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class IngestBatch:
+  """The items of a request body.
+
+  Attributes:
+    items: kind -> its items, in the body's order.
+    training: Training of items that name none: an id; "" for the batch's own.
+    delivery: Range of a spool, or None.
+    size: bytes of the body.
+    ignored: fields of no known name, each once a kind of item, as faults.
+  """
+
+  items: Mapping[str, list[Item]]
+  training: int | str | None
+  delivery: SpoolRange | None
+  size: int
+  ignored: tuple[Mapping[str, Any], ...] = ()
+
+
+class _Faults:
+  """Faults of a body, so far."""
+
+  def __init__(self):
+    self.found: list[dict[str, Any]] = []
+    self.ignored: dict[tuple[str, str], dict[str, Any]] = {}
+
+  def add(self, field: str, value: Any, message: str) -> None:
+    self.found.append(errors.fault(field, value, message))
+    if len(self.found) >= _MAX_FAULTS:
+      raise errors.invalid(self.found)
+
+
+def read(body: bytes) -> IngestBatch:
+  """Returns the batch of a request's body.
+
+  Raises:
+    ApiError: 400, naming every wrong field.
+  """
+  data = http_io.parse(body)
+  if not isinstance(data, dict):
+    raise errors.ApiError(
+        400, "the body must be an object with training, tasks, rollouts, …"
+    )
+  faults = _Faults()
+  for key in data:
+    if key not in _BODY:
+      faults.add(key, "…", _unknown(key, _BODY))
+  if data.get("parts") is not None:
+    data = _joined(data, faults)
+  return _batch(data, faults, len(body))
+
+
+def _joined(data: dict[str, Any], faults: _Faults) -> dict[str, Any]:
+  """Joins the parts of a body into one body without parts."""
+  parts = data["parts"]
+  for key in data.keys() & _PART:
+    faults.add(key, "…", "stands beside parts; make it one of them")
+  if not isinstance(parts, list):
+    faults.add("parts", parts, "give an array of objects")
+    parts = []
+  joined: dict[str, Any] = {"delivery": data.get("delivery")}
+  for index, part in enumerate(parts):
+    if not isinstance(part, dict):
+      faults.add(f"parts[{index}]", part, "give an object")
+      continue
+    for key, value in part.items():
+      _join(joined, key, value, f"parts[{index}].{key}", faults)
+  return joined
+
+
+def _join(
+    joined: dict[str, Any], key: str, value: Any, path: str, faults: _Faults
+) -> None:
+  before = joined.get(key)
+  if key not in _PART:
+    faults.add(path, "…", _unknown(key, _PART))
+  elif value is None:
+    pass
+  elif before is None:
+    # Not the part's own: more may come into it.
+    joined[key] = value.copy() if isinstance(value, (dict, list)) else value
+  elif isinstance(value, list) and isinstance(before, list):
+    before.extend(value)
+  elif isinstance(value, dict) and isinstance(before, dict):
+    for name in _ONCE:
+      if name in before and name in value and before[name] != value[name]:
+        faults.add(
+            f"{path}.{name}", value[name],
+            f"a part before it has {before[name]!r}; send it in a batch of"
+            " its own",
+        )  # pyformat: disable
+    before.update(value)
+  elif before != value:
+    faults.add(
+        path, value, "is not that of a part before it; send it in a batch of"
+        " its own",
+    )  # pyformat: disable
+
+
+def _batch(data: dict[str, Any], faults: _Faults, size: int) -> IngestBatch:
+  items: dict[str, list[Item]] = {}
+  count = 0
+  for kind in KINDS:
+    entries = data.get(kind.plural)
+    if entries is None:
+      continue
+    if kind.name == "training":
+      entries = [entries]
+    if not isinstance(entries, list):
+      faults.add(kind.plural, entries, "give an array of objects")
+      continue
+    count += len(entries)
+    if count > MAX_ITEMS:
+      raise errors.ApiError(
+          413, f"the batch has more than {MAX_ITEMS} items; send smaller ones"
+      )
+    items[kind.name] = _read_all(kind, entries, faults)
+  training: int | str | None = "" if "training" in items else None
+  if data.get("training_id") is not None:
+    training = _reference("training_id", data["training_id"], faults)
+  delivery = _delivery(data.get("delivery"), faults)
+  if faults.found:
+    raise errors.invalid(faults.found)
+  return IngestBatch(
+      items, training, delivery, size, tuple(faults.ignored.values())
+  )
+
+
+def _read_all(
+    kind: ItemKind, entries: list[Any], faults: _Faults
+) -> list[Item]:
+  result = []
+  single = kind.name == "training"
+  for index, data in enumerate(entries):
+    path = kind.plural if single else f"{kind.plural}[{index}]"
+    if not isinstance(data, dict):
+      faults.add(path, data, "give an object")
+      continue
+    item = _read(kind, data, path, faults)
+    if item is not None:
+      result.append(item)
+  if kind.name in ("action", "obs", "validation"):
+    _name_the_nameless(entries, result)
+  return result
+
+
+def _read(
+    kind: ItemKind, data: Mapping[str, Any], path: str, faults: _Faults
+) -> Item | None:
+  item = Item(path)
+  readers, values = kind.readers, item.values
+  for field, value in data.items():
+    if value is None:
+      continue
+    entry = readers.get(field)
+    if entry is not None:
+      name, reader = entry
+      try:
+        value = reader(value)
+      except fields.WrongValue as error:
+        faults.add(f"{path}.{field}", value, str(error))
+        continue
+      if value.__class__ is fields.Normalised:
+        item.raw[name] = value.raw
+        value = value.value
+        if value is None:
+          continue
+      values[name] = value
+    elif field == "client_id":
+      if not _is_name(value):
+        faults.add(
+            f"{path}.{field}", value, f"give text of 1 to {MAX_ID} characters"
+        )
+      else:
+        item.client_id = value
+    elif field in kind.parents:
+      if not _is_name(value):
+        value = _reference(f"{path}.{field}", value, faults)
+      item.parents[field] = value
+    elif (kind.name, field) == ("training", "training_id"):
+      own = _reference(f"{path}.{field}", value, faults)
+      if isinstance(own, str):
+        item.client_id = own
+      else:
+        item.id = own
+    elif (kind.name, field) == ("training", "tags"):
+      try:
+        item.tags = tags_lib.clean_all(value)
+      except ValueError as error:
+        faults.add(f"{path}.{field}", value, str(error))
+    elif field == "id":
+      item.id = _own_id(f"{path}.{field}", value, faults)
+    elif (kind.name, field) == ("rollout", "env_id"):
+      item.environment = _reference(f"{path}.{field}", value, faults)
+    elif field in kind.raw_fields:
+      try:
+        item.raw[field] = fields.raw_text(value)
+      except fields.WrongValue as error:
+        faults.add(f"{path}.{field}", value, str(error))
+    else:
+      names = [*readers, *kind.parents, *kind.raw_fields, "client_id"]
+      names += ["tags"] if kind.name == "training" else []
+      _keep_unknown(kind, item, field, value, names, faults)
+  if kind.name in _CHECKED:
+    _check(kind, item, data, faults)
+  return item
+
+
+def _keep_unknown(
+    kind: ItemKind, item: Item, field: str, value: Any, names: list[str],
+    faults: _Faults,
+) -> None:  # pyformat: disable
+  """Keeps a field of no known name as a raw value, for the answer to name."""
+  path = f"{item.path}.{field}"
+  if not 0 < len(field) <= _MAX_NAME or "\0" in field:
+    faults.add(path, "…", f"give a name of 1 to {_MAX_NAME} characters")
+    return
+  try:
+    item.raw[field] = fields.raw_text(value)
+  except fields.WrongValue as error:
+    faults.add(path, "…", str(error))
+    return
+  if len(faults.ignored) < _MAX_FAULTS:
+    faults.ignored.setdefault((kind.name, field), {
+        "kind": kind.name,
+        **errors.fault(
+            path, value, f"{_unknown(field, names)}; kept as a raw value"
+        ),
+    })  # pyformat: disable
+
+
+_CHECKED = frozenset({"rollout", "task", "action", "step"})
+
+
+def _check(
+    kind: ItemKind, item: Item, data: Mapping[str, Any], faults: _Faults
+) -> None:
+  """Checks across the fields of an item."""
+  values, name = item.values, kind.name
+  if name == "rollout":
+    item.client_id = item.client_id or values.get("rollout_id")
+    if item.client_id:
+      values.setdefault("rollout_id", item.client_id)
+    values.pop("is_eval", None)  # Derived.
+  elif name == "task":
+    item.client_id = item.client_id or values.get("task_id")
+    if item.client_id:
+      values.setdefault("task_id", item.client_id)
+  elif name == "action":
+    _check_tokens(item, data, faults)
+  elif name == "step":
+    for field, keys in (
+        ("rollout_progress", progress.ROLLOUT_PROGRESS_KEYS),
+        ("training_progress", progress.TRAINING_PROGRESS_KEYS),
+    ):
+      if field in values:
+        _check_progress(f"{item.path}.{field}", values[field], keys, faults)
+
+
+def _check_tokens(
+    item: Item, data: Mapping[str, Any], faults: _Faults
+) -> None:
+  if "tokens" not in item.values and "logprobs" not in item.values:
+    return
+  sizes = {}
+  for field in ("tokens", "logprobs"):
+    value = data.get(field)
+    if isinstance(value, str) and field in item.values:
+      value = orjson.loads(value)
+    if isinstance(value, list):
+      sizes[field] = len(value)
+  count = item.values.setdefault("num_tokens", max(sizes.values(), default=0))
+  for field, size in sizes.items():
+    if size != count:
+      faults.add(
+          f"{item.path}.{field}", f"{size} entries",
+          f"must have as many entries as num_tokens, {count}",
+      )  # pyformat: disable
+
+
+def _check_progress(
+    path: str, value: str, keys: tuple[str, ...], faults: _Faults
+) -> None:
+  counts = orjson.loads(value)
+  good = isinstance(counts, dict) and all(
+      k in keys and (v is None or (type(v) is int and v >= 0))
+      for k, v in counts.items()
+  )
+  if not good:
+    faults.add(path, value, f"give counts: {{{', '.join(keys)}}}")
+
+
+def _name_the_nameless(entries: list[Any], items: list[Item]) -> None:
+  """Names items by their content, so that a repeated batch counts once.
+
+  Two equal ones of a batch are two.
+  """
+  copies: dict[str, int] = {}
+  for data, item in zip(entries, items):
+    if item.client_id is not None:
+      continue
+    digest = hashlib.sha256(
+        orjson.dumps(data, option=orjson.OPT_SORT_KEYS)
+    ).hexdigest()
+    copies[digest] = number = copies.get(digest, -1) + 1
+    item.client_id = f"content:{digest}:{number}"
+
+
+def _is_name(value: Any) -> bool:
+  """Returns whether a value can be a client id."""
+  return (
+      isinstance(value, str) and 0 < len(value) <= MAX_ID and "\0" not in value
+  )
+
+
+def _reference(path: str, value: Any, faults: _Faults) -> int | str:
+  if type(value) is int and 0 < value < 1 << 63:
+    return value
+  if _is_name(value):
+    return value
+  faults.add(
+      path, value, "give the server's id (a number) or a client id (text)"
+  )
+  return 0
+
+
+def _own_id(path: str, value: Any, faults: _Faults) -> int:
+  if type(value) is int and 0 < value < 1 << 63:
+    return value
+  faults.add(path, value, "give the server's id (a number), or use client_id")
+  return 0
+
+
+def _delivery(value: Any, faults: _Faults) -> SpoolRange | None:
+  if value is None:
+    return None
+  if isinstance(value, dict):
+    spool, first, last = (value.get(k) for k in ("spool", "first", "last"))
+    if (
+        isinstance(spool, str)
+        and 0 < len(spool) <= 100
+        and "\0" not in spool
+        and type(first) is int
+        and type(last) is int
+        and 0 < first <= last < 1 << 63
+    ):
+      health = value.get("health")
+      try:
+        text = None if health is None else fields.json_text(health)
+      except fields.WrongValue as error:
+        faults.add("delivery.health", health, str(error))
+        return None
+      return SpoolRange(spool, first, last, text)
+  faults.add(
+      "delivery", value, "give {spool: text, first: number, last: number}"
+  )
+  return None
+
+
+def _unknown(field: str, names: Any) -> str:
+  near = difflib.get_close_matches(field, list(names), 1)
+  hint = f"; do you mean {near[0]}?" if near else ""
+  return f"there is no such field{hint}"

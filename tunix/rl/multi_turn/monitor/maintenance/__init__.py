@@ -1,5 +1,0 @@
-"""Maintains a monitor's database: export, import, prune, doctor.
-
-Each is a module here and a command of `python -m tunix.rl.multi_turn.monitor`;
-they work on the database itself, beside a server that may be running.
-"""
