@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Mapping
 
-from tunix.rl.multi_turn.core import trajectory as trajectory_lib
+from . import trajectory as trajectory_lib
 
 _KEYS = ("reward_metadata", "final_reward")
 

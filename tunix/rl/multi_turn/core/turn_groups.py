@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-from tunix.rl.multi_turn.core import trajectory
+from . import trajectory
 
 NAMES = ("00", "01", "02", "03-04", "05-08", "09-16", "17-32", "33+")
 """Groups of numbers from 0."""
