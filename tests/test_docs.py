@@ -105,6 +105,7 @@ RENDERERS = {
     "Qwen3.5": "qwen3_5", "Qwen3-Coder": "qwen3_coder", "Llama 3": "llama3",
     "Mistral": "mistral", "Pixtral": "pixtral", "DeepSeek V3.1": "deepseek",
     "Gemma 3": "gemma_vl", "Gemma 3, text only": "gemma", "GLM-4.5V": "glm_v",
+    "SmolVLM": "smolvlm", "Idefics3": "idefics3",
 }  # pyformat: disable
 
 

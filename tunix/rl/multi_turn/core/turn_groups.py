@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
+
 from . import trajectory
 
 NAMES = ("00", "01", "02", "03-04", "05-08", "09-16", "17-32", "33+")

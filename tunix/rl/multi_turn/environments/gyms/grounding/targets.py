@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import pathlib
 import random
 from typing import Any, Iterator, Mapping, Sequence
 
 import numpy as np
+from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.environments.gyms.desktop import scene as scene_lib
 from tunix.rl.multi_turn.environments.gyms.desktop import scenes
 
@@ -255,7 +255,7 @@ def _image_folder(folder: pathlib.Path) -> pathlib.Path:
 
 def _entries(file: pathlib.Path) -> Sequence[Mapping[str, Any]]:
   try:
-    entries = json.loads(file.read_text(encoding="utf-8"))
+    entries = json_text.read(file)
   except (OSError, ValueError) as error:
     raise ValueError(f"path: {file} cannot be read: {error}") from None
   if not isinstance(entries, list):
