@@ -132,3 +132,18 @@ def test_the_monitor_may_come_from_the_environment_alone(monkeypatch):
   assert config.monitor.url == "http://m:3"
   assert not config_lib.load_config(["monitor.embedded=true"]).monitor.url
   assert not config_lib.load_config(["monitor.url="]).monitor.url
+
+
+@pytest.mark.parametrize(
+    "written, tree",
+    [("true", "auto"), ("false", "false"), ("True", "auto"), ("0", "false")],
+)
+def test_shared_prompts_of_an_earlier_run_are_trees(
+    written, tree, tmp_path, caplog
+):
+  file = tmp_path / "config.yaml"
+  file.write_text(f"learner:\n  share_prompts: {written}\n  rows: 4\n")
+  with caplog.at_level(logging.WARNING):
+    for argv in ([str(file)], [f"learner.share_prompts={written}"]):
+      assert config_lib.load_config(argv).learner.tree == tree
+  assert "learner.share_prompts is a former name of learner.tree" in caplog.text

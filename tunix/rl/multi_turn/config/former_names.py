@@ -38,6 +38,8 @@ SETTINGS: dict[str, str] = {
     "monitor_base_url": "monitor.url",
 }
 """Former name -> the setting that it means."""
+_SHARED = ("learner", "share_prompts")
+"""learner.share_prompts, before trees of prompts: in files of earlier runs."""
 TOKEN = loader.TOKEN
 SPLIT = "split_type"
 URL_VARIABLE = "TUNIX_MONITOR_URL"
@@ -56,7 +58,7 @@ def take(
     problems: Receives the reasons of a refused value.
     former: Receives the former names that the layer has.
   """
-  layer = dict(data)
+  layer = _without_share_prompts(data, former)
   former |= set(layer) & {*SETTINGS, TOKEN, SPLIT}
   if SPLIT in layer:
     split = loader.unwrap(layer.pop(SPLIT))
@@ -82,6 +84,26 @@ def take(
       )
     elif token:
       os.environ[_TOKEN_VARIABLE] = token
+  return layer
+
+
+def _without_share_prompts(
+    data: Mapping[str, Any], former: set[str]
+) -> dict[str, Any]:
+  """Returns a layer with learner.tree in the place of its former name."""
+  layer = dict(data)
+  section, name = _SHARED
+  if isinstance(layer.get(section), Mapping) and name in layer[section]:
+    layer[section] = dict(layer[section])
+    holder, prefix = layer[section], ""
+  elif ".".join(_SHARED) in layer:
+    holder, prefix = layer, section + "."
+  else:
+    return layer
+  value = loader.unwrap(holder.pop(prefix + name))
+  former.add(".".join(_SHARED))
+  shares = str(value).lower() in ("true", "1", "yes", "on")
+  holder.setdefault(prefix + "tree", "auto" if shares else "false")
   return layer
 
 
@@ -111,7 +133,9 @@ def announce(former: set[str]) -> None:
     if name == SPLIT:
       _LOG.warning("%s is a former name; a run needs none", name)
       continue
-    present = SETTINGS.get(name, f"${_TOKEN_VARIABLE}")
+    present = (SETTINGS | {".".join(_SHARED): "learner.tree"}).get(
+        name, f"${_TOKEN_VARIABLE}"
+    )
     _LOG.warning("%s is a former name of %s", name, present)
 
 
