@@ -23,7 +23,7 @@ PIP_FLAGS := $(if $(filter 1,$(V)),,-qq) --disable-pip-version-check --no-compil
 # is newer than the files that decide what is installed.
 CLONE := $(shell printf %s "$(CURDIR)" | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.tunix-multi-turn-$(CLONE)
-SOURCES := pyproject.toml setup.py constraints.txt packages/training_monitor/pyproject.toml
+SOURCES := pyproject.toml constraints.txt packages/training_monitor/pyproject.toml
 BROWSER := $(if $(findstring miniwob,$(ARGS)),-browser)
 # A new run has a Training Monitor of its own, unless ARGS say something of it.
 OWN_MONITOR := $(if $(findstring monitor.,$(ARGS))$(findstring resume,$(ARGS)),,monitor.embedded=true)
@@ -254,13 +254,13 @@ clean: ## remove what building and testing left; keeps .venv and runs
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 # $(1) extras in brackets, $(2) stamps that this installation satisfies, $(3)
-# packages of this clone, editable instead of copied.
+# packages of this clone, which pip must be given beside extras that name them.
 define pip_install
 	@scripts/venv.sh "$(VENV)"
 	@echo "installing into $(VENV) (the first time takes a few minutes)"
 	@rm -f $(VENV)/.tunix-multi-turn-*
 	@$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.$(1)' \
-	  $(if $(3),&& $(PY) -m pip install $(PIP_FLAGS) --no-deps -e $(3)) || { \
+	  $(addprefix -e ,$(3)) || { \
 	  echo "error: pip failed; see above, or V=1 for all of it" >&2; exit 1; }
 	@PYTHONDONTWRITEBYTECODE= $(PY) -c 'import tunix.rl.multi_turn.run.training' \
 	  || { echo "error: the packages cannot be imported; see above, repair or" \

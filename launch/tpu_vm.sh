@@ -63,7 +63,7 @@ on_all() {
 checkout=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 archive=${TMPDIR:-/tmp}/tunix-multi-turn-$name.tar.gz
 run tar -czf "$archive" --exclude=__pycache__ -C "$checkout" pyproject.toml \
-  constraints.txt LICENSE MANIFEST.in README.md scripts/venv.sh tunix \
+  constraints.txt LICENSE MANIFEST.in README.md scripts/venv.sh packages tunix \
   tunix_multi_turn
 delete=(gcloud compute tpus tpu-vm delete "$name" --zone "$zone" --quiet)
 end() {
@@ -91,7 +91,7 @@ sudo apt-get -qq -o DPkg::Lock::Timeout=600 update; \
 sudo env DEBIAN_FRONTEND=noninteractive apt-get -qq -y \
 -o DPkg::Lock::Timeout=600 install \$packages; \
 sh scripts/venv.sh .venv; }; \
-.venv/bin/python -m pip install -q -c constraints.txt '.[tpu,client,serve]'"
+.venv/bin/python -m pip install -q -c constraints.txt '.[tpu,client,serve]' ./packages/training_monitor"
 on_all "tunix-multi-turn/.venv/bin/python -m tunix.rl.multi_turn.train processes.coordinator=auto$(printf ' %q' "$@")"
 if ! $keep && $dry; then
   run "${delete[@]}"

@@ -7,7 +7,7 @@ if __name__ == "__main__":
     from training_monitor import __main__ as program
   except ImportError as error:
     print(
-        f"error: {error}; pip install 'tunix-multi-turn[monitor]'",
+        f"error: {error}; pip install -e packages/training_monitor",
         file=sys.stderr,
     )
     sys.exit(2)

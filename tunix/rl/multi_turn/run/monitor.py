@@ -258,7 +258,7 @@ def _entry_point(name: str) -> metadata.EntryPoint:
 
 def _missing(error: ImportError) -> str:
   return (
-      f"monitor: {error}; pip install 'tunix-multi-turn[monitor]', or leave"
+      f"monitor: {error}; pip install -e packages/training_monitor, or leave"
       " monitor.url and monitor.embedded as they are"
   )
 
