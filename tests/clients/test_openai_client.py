@@ -140,10 +140,11 @@ async def test_what_cannot_be_is_told_as_the_seam_tells_it(served):
       await client.generate(
           served.prompt(1, 2, 3), served.sampling(), session="c"
       )
-    with pytest.raises(ValueError, match="top_logprobs=2"):
-      await client.generate(
-          served.prompt(), served.sampling(top_logprobs=2), session="c"
-      )
+    for name in ("top_logprobs", "frequency_penalty", "presence_penalty"):
+      with pytest.raises(ValueError, match=f"{name}=2"):
+        await client.generate(
+            served.prompt(), served.sampling(**{name: 2}), session="c"
+        )
     missing_image = trajectory.ImageRef("0" * 64, *small_server.SIZE)
     span = served.prompt(1).images[0]
     lost = policy_client.TokenPrompt(

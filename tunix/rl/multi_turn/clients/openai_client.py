@@ -203,6 +203,12 @@ class OpenAIClient:
             f"{name}={getattr(sampling, name)} is returned by the engine in"
             " this process only; leave it out"
         )
+    for name in ("frequency_penalty", "presence_penalty"):
+      if getattr(sampling, name):
+        raise ValueError(
+            f"{name}={getattr(sampling, name)} is applied by the engine in this"
+            " process only; leave it out"
+        )
     if sampling.seed is None:
       # A repeated request must be the same, another call another one.
       sampling = dataclasses.replace(sampling, seed=secrets.randbelow(1 << 31))

@@ -349,6 +349,8 @@ def uses_tree(config: LearnerConfig, model: base.Policy) -> bool:
       " a layer's state goes on from each token of a row to the next, or the"
       " class does not declare supports_tree"
   )
+  if hasattr(model, "supports_prefix_ids"):
+    reason += " (supports_prefix_ids and prefix_ids were its former names)"
   if config.tree == "true":
     raise ValueError(f"learner.tree=true: {reason}; set learner.tree=auto")
   _log.warning("learner.tree=auto: %s", reason)

@@ -620,6 +620,8 @@ def _packed(
         scale=q.shape[-1] ** -0.5, mask_type=kind,
     )  # pyformat: disable
 
+  if q_BTNH.size >= 2**31:  # The kernel's places are int32.
+    return masked(q_BTNH, k_BTKH, v_BTKH)
   fits = jnp.max(jnp.sum(new_BT, axis=1)) <= most
   if until_BT is not None:  # Without branches all see to the run's end.
     begin_BT = jnp.where(new_BT, np.arange(t), t)
