@@ -60,7 +60,9 @@ def test_a_slice_is_made_used_and_deleted():
   ]  # pyformat: disable
   assert pack[0] == "tar" and copy[4:6] == ["scp", pack[2]]
   assert copy[6].startswith("first:") and "all" in copy
-  assert remote(install)[-1] == ".[tpu,client,serve]"
+  assert remote(install)[-2:] == [
+      ".[tpu,client,serve]", "./packages/training_monitor"
+  ]  # pyformat: disable
   assert remote(train) == [
       VM_PYTHON, *TRAIN, "processes.coordinator=auto", "config.yaml",
       "mesh.fsdp=16",

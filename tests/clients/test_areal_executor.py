@@ -56,7 +56,8 @@ def play(*command, seconds=300, **variables):
       capture_output=True, text=True, timeout=seconds, cwd=ROOT,
       # Nothing is installed there beside AReaL, and its many modules are
       # compiled once.
-      env={**os.environ, "PYTHONPATH": str(ROOT),
+      env={**os.environ,
+           "PYTHONPATH": f"{ROOT}:{ROOT}/packages/training_monitor",
            "PYTHONDONTWRITEBYTECODE": "", **variables},
   )  # pyformat: disable
   assert ran.returncode == 0, ran.stderr[-6000:]

@@ -134,7 +134,10 @@ def test_the_command_prints_tables(capsys):
 
 @pytest.mark.parametrize(
     "name",
-    trials.by_default(["tiny_vl", "qwen3_5_tiny"], policy_facts.BUILT_IN),
+    trials.by_default(
+        ["tiny_vl", "qwen3_5_tiny"],
+        [name for name in policy_facts.BUILT_IN if name != "smolvlm_tiny"],
+    ),
 )
 def test_a_built_in_runs_on_a_generated_picture(name, capsys):
   figures = report(capsys, name, "--screen", "96x64", "--forward")["forward"]
@@ -146,6 +149,11 @@ def test_a_built_in_runs_on_a_generated_picture(name, capsys):
   assert bool(figures["image_tokens"]) == ("_text_" not in name)
   assert inspect_policy.main([name, "--screen", "96x64"]) == 0
   assert "forward" not in capsys.readouterr().out
+
+
+def test_pictures_in_tiles_are_refused(capsys):
+  assert inspect_policy.main(["smolvlm_tiny", "--forward"]) == 2
+  assert "tiles with text between" in capsys.readouterr().err
 
 
 @pytest.mark.slow

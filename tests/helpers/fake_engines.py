@@ -185,7 +185,7 @@ class FakeVllm(FakeEngine):
         environment.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"
     )
     self.weight_version = "default"
-    self.build = "0.32.0"
+    self.dies = False
     self.adapters = {}
     self.args = parser.parse_args(list(argv[2:]))
     self.dev = environment.get("VLLM_SERVER_DEV_MODE") == "1"
@@ -203,7 +203,6 @@ class FakeVllm(FakeEngine):
   def routes(self):
     found = [
         ("/v1/models", self.models, "GET"),
-        ("/version", self.version, "GET"),
         ("/v1/completions", self.completions, "POST"),
         ("/inference/v1/generate", self.generate, "POST"),
     ]
@@ -239,10 +238,6 @@ class FakeVllm(FakeEngine):
             "max_model_len": self.context,
         }],
     })
-
-  async def version(self, request, body):
-    del request, body
-    return responses.JSONResponse({"version": self.build})
 
   _SAMPLING = {
       "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed",
@@ -292,6 +287,8 @@ class FakeVllm(FakeEngine):
   async def completions(self, request, body):
     del request
     self.bodies.append(dict(body))
+    if self.dies:
+      raise Refused(500, "EngineCore encountered an issue.")
     assert body.pop("return_token_ids") is True
     assert body.pop("model") == self.args.served_model_name
     ids = body.pop("prompt")
@@ -319,6 +316,8 @@ class FakeVllm(FakeEngine):
           " --enable-scale-out to enable them.",
       )
     self.bodies.append(dict(body))
+    if self.dies:
+      raise Refused(500, "EngineCore encountered an issue.")
     assert body.pop("model") == self.args.served_model_name
     assert set(body) == {
         "token_ids", "content_parts", "sampling_params", "return_token_ids",

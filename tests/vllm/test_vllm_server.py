@@ -273,20 +273,6 @@ def test_a_run_asks_before_it_begins(policy, server, images, context, words):
       engine.warm_up()
 
 
-def test_a_policy_of_other_heads_is_refused_before_a_request(policy, server):
-  engine = remote_engine.RemoteEngine(
-      lambda: policy.client(server),
-      NoWeights(),
-      context_length=512,
-      prompts=lambda: [policy.prompt()],
-      sampling=policy.sampling(),
-      cpu_problem=vllm.head_problem({"head_dim": 40}),
-  )
-  with pytest.raises(ValueError, match="heads 40 wide"):
-    engine.warm_up()
-  assert httpx.get(f"{server.url}/health", timeout=10).is_success
-
-
 _KERNELS = """
 import json, torch
 from vllm import _custom_ops as ops

@@ -12,10 +12,7 @@ import threading
 from typing import Mapping, Sequence
 
 _LOG = logging.getLogger(__name__)
-_BUILT_IN = (
-    pathlib.Path(__file__).parents[2] / "policy" / "data" / "tiny_vl"
-    / "tokenizer.json"
-)  # pyformat: disable
+_BUILT_IN = pathlib.Path(__file__).with_name("tiny_vl_tokenizer.json")
 _BUILT_IN_NAMES = (
     "", "tiny", "tiny_vl", "qwen3_vl_tiny", "qwen3_5_tiny",
     "qwen2_5_vl_tiny", "qwen2_vl_tiny", "qwen3_text_tiny",

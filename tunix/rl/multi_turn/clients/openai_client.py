@@ -265,19 +265,6 @@ class OpenAIClient:
       self.context_length = length
     return length
 
-  async def server_version(self) -> str:
-    """Returns vLLM's own version, such as "0.32.0+cpu"; "" without one.
-
-    Raises:
-      RemoteError, TimeoutError: The server cannot be reached.
-    """
-    async with asyncio.timeout(min(self._timeout_s, 30.0)):
-      try:
-        answer = await self._http.request("get", "/version", None)
-      except ValueError:  # It has no such path.
-        return ""
-    return str(answer.get("version", "")) if isinstance(answer, dict) else ""
-
   async def aclose(self) -> None:
     """Ends sessions and connections. Idempotent."""
 

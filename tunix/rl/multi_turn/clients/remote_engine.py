@@ -214,14 +214,18 @@ class RemoteEngine:
       client = self._make_client()  # Connections belong to a loop.
       try:
         self._check_context(await client.check())
-        if self._cpu_problem and "+cpu" in await client.server_version():
-          raise ValueError(f"the policy {self._cpu_problem}")
         try:
           await asyncio.to_thread(self._weights.wake)
         except disk_weights.HandOverError as error:
           raise openai_client.RemoteError(str(error)) from error
         for prompt in self._prompts():
-          await self._ask(client, prompt)
+          try:
+            await self._ask(client, prompt)
+          except openai_client.RemoteError as error:
+            if self._cpu_problem:
+              message = f"the policy {self._cpu_problem} ({error})"
+              raise ValueError(message) from error
+            raise
       finally:
         await client.aclose()
 

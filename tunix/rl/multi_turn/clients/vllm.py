@@ -78,7 +78,7 @@ def head_problem(config: Mapping[str, Any]) -> str:
   if not width or width in CPU_HEAD_WIDTHS:
     return ""
   return (
-      f"has heads {width} wide, and vLLM's CPU build would die of its first"
+      f"has heads {width} wide, of which vLLM's CPU build dies at the first"
       f" request: it serves widths {', '.join(map(str, CPU_HEAD_WIDTHS))};"
       " serve a policy of those, or sample in this process"
       " (rollout.via=in_process)"

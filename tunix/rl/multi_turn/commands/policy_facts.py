@@ -71,8 +71,12 @@ def find(
     # Stacked layers are made in a fraction of the time.
     change = {"compute_dtype": "bfloat16", "scan_layers": True} | change
     config = dataclasses.replace(qwen_config.SIZES[key], **change)
-  elif name in checkpoint.SMALL and not (policy_files.DATA / name).is_dir():
-    config = qwen_checkpoint.small_config(name, **change)
+  elif name in checkpoint.SMALL and not (
+      policy_files.DATA / name / "config.json"
+  ).is_file():
+    config = qwen_checkpoint.small_config(
+        name, checkpoint.tokenizer_of(name), **change
+    )
   else:
     directory = _directory(name)
     config = checkpoint.load_config(directory, **change)

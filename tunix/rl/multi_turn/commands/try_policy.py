@@ -24,6 +24,7 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import memory_plan
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import checkpoint
+from tunix.rl.multi_turn.policy import smolvlm_inputs
 
 PROMPT = "What is on the screen?"
 _IMAGE = "<|image_pad|>"
@@ -67,6 +68,12 @@ def run(
         f"{policy.name} is a size: its weights and tokenizer are not here. Give"
         f" the directory of a checkpoint, or one of"
         f" {', '.join(policy_facts.BUILT_IN)}"
+    )
+  if isinstance(policy.processor, smolvlm_inputs.SmolVLMProcessor):
+    raise ValueError(
+        f"--forward of {policy.name}: its pictures are tiles with text between"
+        " them, which this prompt has not; evaluate it instead (tunix-mt"
+        " evaluate)"
     )
   need = needed_bytes(policy, count)
   have = free_bytes()
