@@ -67,6 +67,12 @@ class ActsWithNothing(Gym):
 class ShowsTrees(Gym):
   width, height = 128, 96
 
+  async def start(self, task):
+    return self._show()
+
+  async def close(self):
+    pass
+
   def _show(self):
     return base.Observation(None, axtree="[1] button 'OK'")
 
