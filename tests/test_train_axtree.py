@@ -49,9 +49,11 @@ def test_a_text_policy_learns_from_pages_by_their_trees(tmp_path):
 
 def test_the_tree_and_the_screenshot_together(tmp_path):
   own = ("policy", "gym.obs", "engine.context", "learner.row_")
-  settings = [s for s in TEXT if not s.startswith(own)]
+  settings = [
+      s for s in (*small_runs.SMALL, *TEXT) if not s.startswith(own)
+  ]
   assert train.main([
-      f"run.dir={tmp_path}", "name=b", *small_runs.SMALL, *settings,
+      f"run.dir={tmp_path}", "name=b", *settings,
       small_runs.ONE_LAYER, "gym.observation=both", "warm_start.source=none",
       "eval.on=false", "environment.max_turns=2",
   ]) == 0  # pyformat: disable
