@@ -48,12 +48,14 @@ def test_a_text_policy_learns_from_pages_by_their_trees(tmp_path):
 
 
 def test_the_tree_and_the_screenshot_together(tmp_path):
-  settings = [s for s in TEXT if not s.startswith(("policy", "gym.obs"))]
+  own = ("policy", "gym.obs", "engine.context", "learner.row_")
+  settings = [
+      s for s in (*small_runs.SMALL, *TEXT) if not s.startswith(own)
+  ]
   assert train.main([
-      f"run.dir={tmp_path}", "name=b", *small_runs.SMALL, *settings,
+      f"run.dir={tmp_path}", "name=b", *settings,
       small_runs.ONE_LAYER, "gym.observation=both", "warm_start.source=none",
-      "engine.context_length=1400", "learner.row_length=1400", "eval.on=false",
-      "environment.max_turns=2",
+      "eval.on=false", "environment.max_turns=2",
   ]) == 0  # pyformat: disable
   (metrics,) = small_runs.metrics_of(tmp_path / "b")
   assert metrics["logprob_gap_max"] < 1e-3

@@ -97,6 +97,15 @@ def test_an_observation_is_its_screen(shown):
   assert drawn["text/plain"] == "Observation(8x6, '<b>Hi</b>')"
 
 
+def test_an_observation_without_a_screen_is_its_tree(shown):
+  drawn = shown(base.Observation(None, axtree="[1] button '<OK>'"))
+  assert "image/png" not in drawn and "<img" not in drawn["text/html"]
+  assert "[1] button &#x27;&lt;OK&gt;&#x27;" in drawn["text/html"]
+  both = base.Observation(np.zeros((6, 8, 3), np.uint8), axtree="[1] link")
+  html = shown(both)["text/html"]
+  assert "<img" in html and "[1] link" in html
+
+
 def test_a_task_and_a_verdict_are_tables(shown):
   task = base.Task("a/1", "a", "Press <OK>", params={"url": "x" * 5000})
   html = shown(task)["text/html"]

@@ -567,6 +567,16 @@ def test_the_examples_in_the_help_are_accepted():
     load(example, *with_its_needs.get(example, ()))
 
 
+def test_trees_bring_a_longer_context_and_refuse_recordings():
+  for observation in ("axtree", "both"):
+    trees = ("gym=miniwob", f"gym.observation={observation}")
+    config = load(*trees)
+    assert config.engine.context_length == config.learner.row_length == 2048
+    problem = refusal(*trees, "warm_start.recordings=d.jsonl")
+    assert "warm_start.recordings=d.jsonl" in problem
+    assert f"gym.observation={observation}" in problem
+
+
 def test_a_directory_is_a_policy():
   config = load("policy=./checkpoints/q")
   assert config.policy.name == "./checkpoints/q"

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from starlette import requests as starlette_requests
 from tunix.rl.multi_turn.core import request_bodies
 
 MIB = 1 << 20
@@ -80,6 +81,26 @@ async def test_a_body_that_finds_no_memory_in_time_is_asked_to_come_again():
   client.release.set()
   await first
   assert client.guard.held == 0
+
+
+async def test_requests_that_hold_memory_do_not_wait_for_more():
+  async def app(scope_, receive, send):
+    del send
+    await receive()
+    request = starlette_requests.Request(scope_)
+    await request_bodies.hold(request, MIB)
+    await asyncio.sleep(0.01)  # Until the other has its first, too.
+    await request_bodies.hold(request, MIB)
+
+  client = Client(limits(body_memory=2), app)
+  answers = await asyncio.wait_for(
+      asyncio.gather(
+          client.sends(9000), client.sends(9000), return_exceptions=True
+      ),
+      5.0,
+  )
+  (refused,) = [a for a in answers if a is not None]
+  assert refused.status == 429 and client.guard.held == 0
 
 
 async def test_slow_bodies_give_way_only_to_others(monkeypatch):

@@ -449,6 +449,7 @@ def serving_naughty(lease):
   families = (
       "ok", "fail-start", "hang-start", "slow-start", "fail-step",
       "hang-step", "garbage-step", "stubborn-step", "nan-score", "fail-close",
+      "tree-step",
   )  # pyformat: disable
   Naughty.open_now = Naughty.closed = Naughty.starts = 0
   Naughty.closed_while_busy = 0
@@ -473,6 +474,7 @@ def _naughty():
         ("fail-step", "step", 502, "gym_error"),
         ("hang-step", "step", 504, "deadline"),
         ("garbage-step", "step", 502, "gym_error"),
+        ("tree-step", "step", 502, "gym_error"),
         ("stubborn-step", "step", 504, "deadline"),
         ("nan-score", "evaluate", 502, "gym_error"),
     ],

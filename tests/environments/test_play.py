@@ -17,6 +17,7 @@ import pytest
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.environments import recordings
+from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.play import __main__ as command
 from tunix.rl.multi_turn.environments.play import page as page_lib
@@ -118,6 +119,15 @@ def test_a_line_that_is_no_recording_is_refused(tmp_path, line, words):
 
 
 # --- scripts ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pixels", [None, np.zeros((2, 2, 3), np.uint8)])
+def test_trees_are_not_recorded(pixels):
+  tree = base.Observation(pixels, axtree="RootWebArea")
+  with pytest.raises(ValueError, match="record mine with observation=screen"):
+    recordings.Recording(
+        "mine", task(), (tree,), (), (), base.Evaluation(0.0, False)
+    )
 
 
 def test_a_script_plays_a_task(tmp_path, capsys):

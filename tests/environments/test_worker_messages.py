@@ -56,6 +56,13 @@ def test_a_screenshot_arrives_as_it_is(size, text, ended, info):
   assert got.info == info
 
 
+@pytest.mark.parametrize("pixels", [None, np.ones((2, 3, 3), np.uint8)])
+def test_a_tree_arrives_with_and_without_a_screenshot(pixels):
+  got = told(base.Observation(pixels, "Go.", axtree="RootWebArea 'é'"))
+  np.testing.assert_array_equal(got.screenshot, pixels)
+  assert (got.instruction, got.axtree) == ("Go.", "RootWebArea 'é'")
+
+
 def test_numbers_of_numpy_are_numbers():
   info = {"a": np.float32(0.5), "b": np.arange(3), "c": np.bool_(True)}
   got = told(base.Observation(np.zeros((1, 1, 3), np.uint8), info=info))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 import time
 
@@ -51,6 +52,8 @@ class NaughtyGym:
       time.sleep(4.0)
     if self._family == "garbage-step":
       return "garbage"
+    if self._family == "tree-step":
+      return dataclasses.replace(self._show(), axtree="[1] button")
     if self._family == "stubborn-step":
       return self._will_not_be_cancelled()
     return self._show()

@@ -74,15 +74,18 @@ def test_the_template_shows_the_transcript_and_reads_nothing_of_it(tmp_path):
               model_response="I call {question}",
               observation={"tool_outputs": {"c": "sunny"}},
           ),
-          trajectory.Step(model_response="It is sunny."),
+          trajectory.Step(
+              model_response="It is sunny.",
+              observation={"axtree": "[1] button", "text": "Over."},
+          ),
       ]
   )
   with judged_by("Score: 5", template=str(file)) as (judge, server):
     asyncio.run(judge(TASK, "{ground_truth}", episode))
     prompt = server.requests[0][2]["messages"][0]["content"]
   assert prompt == (
-      "[turn 1] I call {question}\n[tool] sunny\n[turn 2] It is sunny. //"
-      " {ground_truth}"
+      "[turn 1] I call {question}\n[tool] sunny\n[turn 2] It is sunny.\n"
+      "[environment] [1] button\n[environment] Over. // {ground_truth}"
   )
 
 

@@ -64,6 +64,19 @@ class ActsWithNothing(Gym):
     return None
 
 
+class ShowsTrees(Gym):
+  width, height = 128, 96
+
+  async def start(self, task):
+    return self._show()
+
+  async def close(self):
+    pass
+
+  def _show(self):
+    return base.Observation(None, axtree="[1] button 'OK'")
+
+
 class EvaluatesToNumber(Gym):
 
   def evaluate(self):
@@ -152,6 +165,10 @@ SPECS = {
     part.__name__: spec(tasks=part)
     for part in (
         TakesNoSeed, ReturnsMapping, TaskWithData, NoHeldOutTask, CannotBeMade,
+    )
+} | {
+    "ShowsTrees": environments.gyms.GymSpec(
+        make=ShowsTrees, tasks=Tasks, size_known_after_start=True
     )
 }  # pyformat: disable
 globals().update({f"SPEC_{name}": one for name, one in SPECS.items()})
@@ -285,6 +302,7 @@ def test_an_environment(tmp_path, monkeypatch, name, words):
     (["gym=SPEC_FindsNothing"], "nothing is in the middle"),
     (["gym=SPEC_EvaluatesTheAnswer"], "KeyError: 'answer'"),
     (["gym=SPEC_StartsLate"], "503 from the pool"),
+    (["gym=SPEC_ShowsTrees"], ""),
     (["gym=GOOD", "reward=needs_two_turns"], "list index out of range"),
 ])  # pyformat: disable
 def test_what_may_pass_or_is_due_to_the_trial_is_a_warning(

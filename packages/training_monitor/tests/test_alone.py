@@ -1,6 +1,7 @@
 """The package needs nothing of the framework, and its former names are it."""
 
 import importlib
+import importlib.util
 import subprocess
 import sys
 
@@ -46,6 +47,25 @@ def test_a_module_by_its_former_name_is_the_same_module(name):
   assert module.__spec__.name == f"training_monitor.{name}"
   with pytest.raises(ImportError):
     importlib.import_module(f"tunix.rl.multi_turn.monitor.{name}_not")
+
+
+def test_the_former_room_has_its_settings_commands_and_nothing_else():
+  room = pytest.importorskip(
+      "tunix.rl.multi_turn.monitor", reason="needs the framework"
+  )
+  from training_monitor.core import monitor_settings
+  from tunix.rl.multi_turn.monitor import settings
+
+  assert settings is monitor_settings
+  assert importlib.util.find_spec(f"{room.__name__}.missing") is None
+  finders = list(sys.meta_path)
+  importlib.reload(room)
+  assert sys.meta_path == finders
+  process = subprocess.run(
+      [sys.executable, "-m", f"{room.__name__}.serve"], capture_output=True,
+      text=True, timeout=100, check=False,
+  )  # pyformat: disable
+  assert process.returncode == 0, process.stderr[-3000:]
 
 
 def test_events_of_the_framework_are_recognized_by_their_place_and_name():

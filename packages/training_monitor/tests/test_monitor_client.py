@@ -24,8 +24,11 @@ from training_monitor.client import plain_json
 from training_monitor.client import sender as sender_lib
 from training_monitor.client import spool as spool_lib
 from training_monitor.client import transport
+from training_monitor.client import turn_rows
+from training_monitor.client import turn_tokens
 from training_monitor.core import http_server
 from training_monitor.core import monitor_settings as settings_lib
+from training_monitor.core import trajectory
 
 Config = settings_lib.MonitorConfig
 SMALL = Config(spool_mb=20_000 / (1 << 20))
@@ -85,6 +88,17 @@ def test_what_is_posted_arrives_and_ids_serve_before_it_has(server, tmp_path):
     assert client.remote_id("rollout", "nobody") is None
   check(server)
   assert list((tmp_path / "spool").iterdir()) == []  # Nothing waits.
+
+
+def test_an_observation_s_tree_is_in_its_row():
+  step = trajectory.Step(
+      observation={"axtree": "[1] button 'OK'", "text": "It is gone."}
+  )
+  rows = turn_rows.of_turn(
+      "r", 0, step, (0.0, 1.0, {}), None, turn_tokens.NONE, None
+  )
+  after = rows["observations"][-1]
+  assert after["text_content"] == "[1] button 'OK'\nIt is gone."
 
 
 def test_statuses_that_follow_each_other_closely_are_all_seen(

@@ -156,7 +156,7 @@ def _text(observation: Any) -> str | None:
     return None
   texts = [
       str(observation[k])
-      for k in ("question", "instruction", "text")
+      for k in ("question", "instruction", "axtree", "text")
       if observation.get(k)
   ]
   outputs = observation.get("tool_outputs") or {}

@@ -120,14 +120,19 @@ def step(value: trajectory_lib.Step) -> str:
 
 
 def observation(value: Any) -> str:
-  """Its screenshot, and the text beside it."""
+  """Its screenshot, and the texts beside it."""
   texts = [t for t in (value.instruction, value.text) if t]
   if value.done:
     texts.append("The gym has ended the episode.")
   paragraphs = "".join(f"<p>{html.escape(text)}</p>" for text in texts)
+  if value.axtree:
+    paragraphs += f"<pre>{html.escape(value.axtree)}</pre>"
+  if value.screenshot is None:
+    return paragraphs
   height, width = value.screenshot.shape[:2]
+  png = observation_png(value) or b""
   return (
-      f'<img src="{_uri(observation_png(value))}" alt="{width}x{height}"'
+      f'<img src="{_uri(png)}" alt="{width}x{height}"'
       f' style="max-width:100%;min-width:{min(320, 2 * width)}px">{paragraphs}'
   )
 
@@ -167,9 +172,11 @@ def image_png(value: trajectory_lib.ImageRef) -> bytes | None:
   return None if picture is None else _png(picture)
 
 
-def observation_png(value: Any) -> bytes:
+def observation_png(value: Any) -> bytes | None:
   from PIL import Image  # pylint: disable=g-import-not-at-top
 
+  if value.screenshot is None:
+    return None
   return _png(Image.fromarray(np.asarray(value.screenshot)))
 
 

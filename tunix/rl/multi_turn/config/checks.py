@@ -199,6 +199,12 @@ def _observation(c: TrainConfig) -> Iterator[str]:
         f"gym.observation={chosen}: rollout.agent=run_service plays by"
         " screenshots; leave one of them out"
     )
+  if c.warm_start.recordings:
+    yield (
+        f"warm_start.recordings={c.warm_start.recordings} has screenshots and"
+        f" no trees, and gym.observation={chosen} shows trees; leave one of"
+        " them out"
+    )
   try:
     parser = tool_parser.get_tool_parser(c.agent.parser, "operator")
   except (ValueError, ImportError):

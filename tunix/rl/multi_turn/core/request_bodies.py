@@ -7,7 +7,8 @@ application. An application reads a body with `read`.
 Promises: no byte of a body is asked for before the application wants it, so
 never for a request that it refuses by its headers; the bodies of all running
 requests together, and what they `hold` besides, take no more memory than the
-limit, and one that does not fit waits for its turn; a body that is late is
+limit, and one that does not fit waits for its turn, or is refused with 429
+where its request holds memory already; a body that is late is
 refused with 408, one that is too large with 413 before it is read; a sender
 that is slow gives way when others wait. One large body a turn of the event loop
 is handed out, so that parsing many of them does not stop the server from
@@ -153,10 +154,12 @@ async def read(request: Any, most: int, what: str = "the body") -> bytes:
 async def hold(request: Any, size: int) -> None:
   """Counts `size` more bytes with the request's body, until it is answered.
 
-  Waits until they are free. Counts nothing without a `BodyGuard`.
+  Waits until they are free, where the request holds nothing yet. Requests that
+  kept memory while they waited for more would wait on one another. Counts
+  nothing without a `BodyGuard`.
 
   Raises:
-    BodyRefused: They are not free in time, or more than there are for all.
+    BodyRefused: They are not free, or more than there are for all.
   """
   if _HOLD in request.scope:
     await request.scope[_HOLD](size)
@@ -181,6 +184,7 @@ class _Body:
     self.began = time.monotonic()
     self.due = asyncio.get_running_loop().time() + timeout_s
     self.held = 0
+    self.waits = False  # For its first memory beside the body.
     self.received = 0
     self.done = False
     self.gives_way = False
@@ -251,11 +255,17 @@ class BodyGuard:
 
     async def hold_more(size: int) -> None:
       assert body is not None, "more than a body that was never read"
+      if (body.held or body.waits) and self._full(size):
+        self.relieve()
+        raise self._no_memory()
+      body.waits = True
       try:
         async with asyncio.timeout(self._limits.body_timeout):
           await self._reserve(body, size)
       except TimeoutError:
         raise self._no_memory() from None
+      finally:
+        body.waits = False
 
     try:
       await self._app({**scope, _HOLD: hold_more}, bounded, closing)
@@ -312,6 +322,10 @@ class BodyGuard:
         _REFUSED_S,
     )
 
+  def _full(self, size: int) -> bool:
+    """Whether `size` bytes must wait; not where they exceed the total."""
+    return size <= self._total and bool(self._waiting or size > self._free)
+
   async def _reserve(self, body: _Body, size: int) -> None:
     """Waits until `size` bytes are free; first come, first served."""
     if size > self._total:
@@ -321,7 +335,7 @@ class BodyGuard:
           " all requests; send fewer",
           "too_large",
       )
-    if self._waiting or size > self._free:
+    if self._full(size):
       granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
       entry = (size, granted)
       self._waiting.append(entry)

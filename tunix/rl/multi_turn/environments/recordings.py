@@ -54,6 +54,11 @@ class Recording:
           "a recording needs one observation more than actions, got"
           f" {len(self.observations)} and {len(self.actions)}"
       )
+    if any(o.screenshot is None or o.axtree for o in self.observations):
+      raise ValueError(
+          "a recording holds screenshots and no accessibility trees; record"
+          f" {self.gym} with observation=screenshot"
+      )
     if len(self.targets) != len(self.actions):
       raise ValueError(
           f"a recording needs one target an action, got {len(self.targets)}"

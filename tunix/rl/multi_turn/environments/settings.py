@@ -49,6 +49,8 @@ class EnvironmentConfig:
 TREE_PRESET: Mapping[str, Any] = {
     "agent.parser": "browsergym",
     "agent.system_prompt": "",
+    "engine.context_length": 2048,
+    "learner.row_length": 2048,
 }
 """Defaults where gym.observation is axtree or both."""
 
@@ -75,7 +77,8 @@ class GymConfig:
       doc="What the policy sees of the screen. axtree: the accessibility tree"
       " of a web page (miniwob, browser), as text, for policies without images;"
       " actions name its elements by id (agent.parser=browsergym, the default"
-      " then). both: the screenshot and the tree. See docs/web.md.",
+      " then, with 2048 tokens of context). both: the screenshot and the tree."
+      " See docs/web.md.",
   )
   options: dict[str, Any] = setting(
       default={},

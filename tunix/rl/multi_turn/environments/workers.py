@@ -284,14 +284,17 @@ def encode_message(message: dict[str, Any], value: Any = None) -> bytes:
     kind, value = "evaluation", dataclasses.asdict(value)
   elif isinstance(value, base.Observation):
     kind = "observation"
-    screenshot = np.ascontiguousarray(value.screenshot, np.uint8)
-    pixels = screenshot.tobytes()
+    shape = None
+    if value.screenshot is not None:
+      screenshot = np.ascontiguousarray(value.screenshot, np.uint8)
+      shape, pixels = screenshot.shape, screenshot.tobytes()
     value = {
-        "shape": screenshot.shape,
+        "shape": shape,
         "instruction": value.instruction,
         "text": value.text,
         "done": value.done,
         "info": dict(value.info),
+        "axtree": value.axtree,
     }
   header = json.dumps(
       {**message, "kind": kind, "value": value}, default=_plain
@@ -311,8 +314,9 @@ def decode_message(data: bytes) -> tuple[dict[str, Any], Any]:
     message = json_text.parse(data[_LENGTH.size : start])
     kind, value = message.pop("kind"), message.pop("value")
     if kind == "observation":
-      shape = value.pop("shape")
-      screenshot = np.frombuffer(data, np.uint8, offset=start).reshape(shape)
+      screenshot = None
+      if (shape := value.pop("shape")) is not None:
+        screenshot = np.frombuffer(data, np.uint8, offset=start).reshape(shape)
       return message, base.Observation(screenshot, **value)
     return message, value if kind == "json" else _DECODERS[kind](value)
   except (KeyError, TypeError, AttributeError, struct.error) as error:

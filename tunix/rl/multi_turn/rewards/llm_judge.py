@@ -351,8 +351,11 @@ def transcript(trajectory: trajectory_lib.Trajectory | None) -> str:
     outputs = observation.get("tool_outputs")
     if isinstance(outputs, Mapping):
       lines += [f"[tool] {text}" for text in outputs.values()]
-    if isinstance(observation.get("text"), str):
-      lines.append(f"[environment] {observation['text']}")
+    lines += [
+        f"[environment] {observation[k]}"
+        for k in ("axtree", "text")
+        if isinstance(observation.get(k), str)
+    ]
   return "\n".join(lines)
 
 

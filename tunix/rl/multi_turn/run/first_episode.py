@@ -310,6 +310,8 @@ def _check_screen(config: TrainConfig, task: gym_base.Task) -> None:
         f"gym.name={config.gym.name} does not start task {task.task_id}:"
         f" {type(error).__name__}: {error}"
     ]) from error
+  if first.screenshot is None:
+    return
   height, width = first.screenshot.shape[:2]
   if (width, height) != (config.gym.width, config.gym.height):
     raise ConfigError([

@@ -463,4 +463,9 @@ def _observation(value: Any, what: str) -> base.Observation:
         f"the gym's {what} must show uint8[H, W, 3], got"
         f" {getattr(pixels, 'dtype', '?')}{getattr(pixels, 'shape', '')}"
     )
+  if value.axtree:
+    raise TypeError(
+        f"the gym's {what} shows an accessibility tree, which a server does"
+        " not pass on; serve it with observation=screenshot"
+    )
   return value

@@ -86,9 +86,10 @@ def _oracle(config: config_lib.TrainConfig, task_source: Any) -> Source:
         config.gym.observation
     )
   except ValueError as error:
+    screenshots = config.gym.observation == "screenshot"
     raise ConfigError([
-        f"warm_start.steps={steps}: {error}; set warm_start.steps=0, or"
-        " warm_start.recordings"
+        f"warm_start.steps={steps}: {error}; set warm_start.steps=0"
+        + (", or warm_start.recordings" if screenshots else "")
     ]) from None
   solved = oracle.families
   families = config.task_source.families
