@@ -7,7 +7,8 @@ before its weight, and the weight are kept in the step's info.
 from __future__ import annotations
 
 import dataclasses
-from typing import Mapping
+import sys
+from typing import Any, Mapping
 
 from . import trajectory as trajectory_lib
 
@@ -28,7 +29,11 @@ class Part:
 
 
 def of_episode(episode: trajectory_lib.Trajectory) -> dict[str, Part]:
-  """Returns the parts by name; {} for a reward of one piece."""
+  """Returns the parts by name; {} for a reward of one piece.
+
+  Of the metadata, only an entry whose reward and weight are finite numbers is a
+  part.
+  """
   info = episode.steps[-1].info if episode.steps else {}
   entries: dict[str, object] = {}
   for key in _KEYS:
@@ -36,9 +41,18 @@ def of_episode(episode: trajectory_lib.Trajectory) -> dict[str, Part]:
     if isinstance(of_key, Mapping):
       of_parts = of_key.get("parts")
       entries |= of_parts if isinstance(of_parts, Mapping) else of_key
-  return {
-      name: Part(float(entry["reward"]), float(entry.get("weight", 1.0)))
-      for name, entry in entries.items()
-      if isinstance(entry, Mapping)
-      and isinstance(entry.get("reward"), (int, float))
-  }
+  parts = {}
+  for name, entry in entries.items():
+    if isinstance(entry, Mapping):
+      value, weight = entry.get("reward"), entry.get("weight", 1.0)
+      if _is_finite(value) and _is_finite(weight):
+        parts[name] = Part(float(value), float(weight))
+  return parts
+
+
+def _is_finite(value: Any) -> bool:
+  return (
+      isinstance(value, (int, float))
+      and not isinstance(value, bool)
+      and abs(value) <= sys.float_info.max
+  )

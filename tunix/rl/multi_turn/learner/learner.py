@@ -381,7 +381,9 @@ class Learner:
     learned, skipped = self._learn(minibatches, clock)
     self.left_out = {
         name: reasons
-        for name, reasons in example_lib.left_out(groups, skipped).items()
+        for name, reasons in example_lib.left_out(
+            groups, skipped, stats.low_entropy
+        ).items()
         if name not in borrowed
     }
     metrics = readings_lib.of_all(
