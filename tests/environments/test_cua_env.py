@@ -390,7 +390,7 @@ class TestEnd:
 
   @pytest.mark.parametrize("limit", [2, 1], ids=["environment", "engine"])
   def test_an_episode_keeps_its_rewards_parts(self, limit):
-    """Whoever ends it, and when rewards of the whole episode follow."""
+    """The engine may end it, and rewards of the whole episode may follow."""
     plan = rewards.plan({"success": 1, "zero": 0.5, "format": 0.25})
     env = make(reward=plan.environment, max_steps=2)
     model = iter([

@@ -7,8 +7,7 @@ before its weight, and the weight are kept in the step's info.
 from __future__ import annotations
 
 import dataclasses
-import sys
-from typing import Any, Mapping
+from typing import Mapping
 
 from . import trajectory as trajectory_lib
 
@@ -41,18 +40,10 @@ def of_episode(episode: trajectory_lib.Trajectory) -> dict[str, Part]:
     if isinstance(of_key, Mapping):
       of_parts = of_key.get("parts")
       entries |= of_parts if isinstance(of_parts, Mapping) else of_key
-  parts = {}
-  for name, entry in entries.items():
-    if isinstance(entry, Mapping):
-      value, weight = entry.get("reward"), entry.get("weight", 1.0)
-      if _is_finite(value) and _is_finite(weight):
-        parts[name] = Part(float(value), float(weight))
-  return parts
-
-
-def _is_finite(value: Any) -> bool:
-  return (
-      isinstance(value, (int, float))
-      and not isinstance(value, bool)
-      and abs(value) <= sys.float_info.max
-  )
+  return {
+      name: Part(*map(float, pair))
+      for name, entry in entries.items()
+      if isinstance(entry, Mapping)
+      for pair in [(entry.get("reward"), entry.get("weight", 1.0))]
+      if all(type(v) in (int, float) and -1e308 <= v <= 1e308 for v in pair)
+  }

@@ -89,7 +89,7 @@ class GroupStats:
     success: share of valid members that succeeded.
     turns: mean turns of valid members.
     advantages: trajectory id -> float32[K], of the turns of valid members.
-    low_entropy: Turns left out for their entropy, see `low_entropy_turns`.
+    low_entropy: see `low_entropy_turns`.
   """
 
   groups: int
@@ -103,9 +103,7 @@ class GroupStats:
   advantages: Mapping[str, np.ndarray] = dataclasses.field(
       default_factory=dict, compare=False
   )
-  low_entropy: Mapping[str, tuple[int, ...]] = dataclasses.field(
-      default_factory=dict, compare=False
-  )
+  low_entropy: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def metrics(self) -> dict[str, float]:
     return {
@@ -380,13 +378,12 @@ def from_advantages(
   """
   out: list[list[Example]] = []
   rewards, magnitudes, successes, turns = [], [], [], []
-  low_entropy: dict[str, tuple[int, ...]] = {}
+  low: dict[str, tuple[int, ...]] = {}
   episode_number = zero = 0
   for number, group in enumerate(groups):
     examples: list[Example] = []
     members = group.valid
-    low = low_entropy_turns(members, entropy_share)
-    low_entropy |= low
+    low |= low_entropy_turns(members, entropy_share)
     for member in members:
       values = per_episode[member.trajectory_id]
       truncated = was_truncated(member)
@@ -437,7 +434,7 @@ def from_advantages(
       advantages={
           k: v for k, v in per_episode.items() if k not in borrowed
       },
-      low_entropy=low_entropy,
+      low_entropy=low,
   )
   return out, stats
 

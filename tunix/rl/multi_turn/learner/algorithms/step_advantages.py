@@ -86,49 +86,31 @@ def _gpg(groups: Groups, options: advantages.AdvantageOptions) -> PerGroup:
   return [tuple(scale * v for v in group) for group in centred]
 
 
-def _sum_of_parts(
-    group: advantages.GroupRewards, std_eps: float
-) -> np.ndarray:
+def _sum_of_parts(group: advantages.GroupRewards, eps: float) -> np.ndarray:
   """float64[N]: weighted sum of a group's normalised parts.
 
-  The rest of the total, e.g. a KL price, is one more part of weight 1. It is
-  divided by the total's deviation where that is larger, so that a small price
-  stays small. A group without parts gets 0.
+  What no part accounts for, e.g. a KL price, is one more part of weight 1. It
+  is divided by the total's deviation where that is larger, so that a small
+  price stays small. A group without parts gets 0.
   """
   of_group = np.zeros(len(group.total_N))
-  if not group.parts:
-    return of_group
-  rest = group.total_N.copy()
-  # A part may be a sum, whose terms are those of the whole reward.
-  magnitudes = group.magnitudes_N()
-  for name, values in group.parts.items():
-    weight = group.part_weights[name]
-    of_group += weight * _scaled(values, magnitudes, std_eps)
-    rest -= weight * values
-    magnitudes = np.maximum(magnitudes, np.abs(weight * values))
-  least = float(group.total_N.std(ddof=1)) if len(rest) > 1 else 0.0
-  return of_group + _scaled(rest, magnitudes, std_eps, least)
+  parts = [(group.part_weights[k], v) for k, v in group.parts.items()]
+  remainder = group.total_N - sum(w * v for w, v in parts)
+  sizes = group.magnitudes_N()
+  terms = sizes + sum(np.abs(w * v) for w, v in parts)
+  for weight, values in (*parts, (1.0, remainder)) if parts else ():
+    # A part may be a sum, whose terms are those of the whole reward.
+    summed = terms if values is remainder else np.maximum(np.abs(values), sizes)
+    if not reward_equality.all_equal(values, summed):
+      centred = values - values.mean()
+      std = float(centred.std(ddof=1))
+      if values is remainder:
+        std = max(std, float(group.total_N.std(ddof=1)))
+      of_group += weight * centred / (std + eps or np.inf)
+  return of_group
 
 
-def _scaled(
-    values: np.ndarray,
-    magnitudes: np.ndarray,
-    std_eps: float,
-    least: float = 0.0,
-) -> np.ndarray:
-  """(values - mean) / (std + eps), std at least `least`; 0 if all are equal."""
-  if reward_equality.all_equal(
-      values, np.maximum(np.abs(values), magnitudes)
-  ):
-    return np.zeros_like(values)
-  centred = values - values.mean()
-  std = max(float(centred.std(ddof=1)), least) + std_eps
-  return centred / (std or np.inf)
-
-
-def _gdpo(
-    groups: Groups, options: advantages.AdvantageOptions
-) -> PerGroup:
+def _gdpo(groups: Groups, options: advantages.AdvantageOptions) -> PerGroup:
   without = [g.group_id for g in groups if not g.parts and g.differ()]
   if without and not any(group.parts for group in groups):
     raise ValueError(
