@@ -7,11 +7,10 @@ before its weight, and the weight are kept in the step's info.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Mapping
 
 from . import trajectory as trajectory_lib
-
-_KEYS = ("reward_metadata", "final_reward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +34,7 @@ def of_episode(episode: trajectory_lib.Trajectory) -> dict[str, Part]:
   """
   info = episode.steps[-1].info if episode.steps else {}
   entries: dict[str, object] = {}
-  for key in _KEYS:
-    of_key = info.get(key)
+  for of_key in map(info.get, ("reward_metadata", "final_reward")):
     if isinstance(of_key, Mapping):
       of_parts = of_key.get("parts")
       entries |= of_parts if isinstance(of_parts, Mapping) else of_key
@@ -44,6 +42,7 @@ def of_episode(episode: trajectory_lib.Trajectory) -> dict[str, Part]:
       name: Part(*map(float, pair))
       for name, entry in entries.items()
       if isinstance(entry, Mapping)
-      for pair in [(entry.get("reward"), entry.get("weight", 1.0))]
-      if all(type(v) in (int, float) and -1e308 <= v <= 1e308 for v in pair)
+      for pair in [(entry.get("reward", math.nan), entry.get("weight", 1.0))]
+      if all(isinstance(v, float) or type(v) is int for v in pair)
+      if all(abs(v) <= 1e308 for v in pair)
   }
