@@ -111,6 +111,13 @@ def test_a_preset_of_ones_own_is_named_by_its_path():
             ["algorithm=reinforce_pp", "learner.dynamic_sampling=1"],
             "dynamic_sampling=1",
         ),
+        (
+            [
+                "algorithm=gdpo", "learner.dynamic_sampling=1",
+                "environment.reward={success: 1, exact_match: 0.1}",
+            ],
+            "algorithm.advantage=gdpo learns",
+        ),
         (["watchdog.stop=[unsloved]"], "did you mean 'unsolved'"),
         (
             [

@@ -13,6 +13,7 @@ from tunix.rl.multi_turn import tools
 from tunix.rl.multi_turn import trajectory_collector as tc
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import images
+from tunix.rl.multi_turn.core import reward_parts
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
@@ -386,6 +387,30 @@ class TestEnd:
   def test_reward_modes(self, reward, expected):
     _, (_, result) = run(make(reward=reward), [HIT], [DONE])
     assert result[1] == expected
+
+  @pytest.mark.parametrize("limit", [2, 1], ids=["environment", "engine"])
+  def test_an_episode_keeps_its_rewards_parts(self, limit):
+    """The engine may end it, and rewards of the whole episode may follow."""
+    plan = rewards.plan({"success": 1, "zero": 0.5, "format": 0.25})
+    env = make(reward=plan.environment, max_steps=2)
+    model = iter([
+      PARSER.format_gui_action(Action(Kind.CLICK, x=70, y=20), 100, 50),
+      PARSER.format_gui_action(Action(Kind.TERMINATE, success=True), 100, 50),
+    ])
+    engine = tc.TrajectoryCollectEngine(
+      agents.ToolAgent("", "computer_use"), env,
+      lambda messages: next(model), plan.episode, max_steps=limit,
+    )
+    result = asyncio.run(engine.collect())
+    parts = reward_parts.of_episode(result)
+    assert {name: part.weight for name, part in parts.items()} == {
+      "success": 1.0, "zero": 0.5, "format": 0.25
+    }
+    assert parts["success"].value == 1.0
+    assert result.reward == pytest.approx(
+      sum(part.weight * part.value for part in parts.values())
+    )
+    assert result.status.value == "succeeded"
 
   def test_a_reward_function_has_the_callers_deadline_only(self, monkeypatch):
     deadlines = []

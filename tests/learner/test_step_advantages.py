@@ -316,12 +316,89 @@ def test_gdpo_without_parts_names_the_fix_and_equal_parts_have_no_advantage():
     _estimate("gdpo", [_rewards(rng)])
   group = _with_parts(rng, 3, "g")
   even = dataclasses.replace(
-      group, parts={k: np.ones(3) for k in group.parts}
+      group, total_N=np.zeros(3), parts={k: np.ones(3) for k in group.parts}
   )
   (members,) = _estimate("gdpo", [even])
   assert not np.any(np.concatenate(members))
   with pytest.raises(ValueError, match="with a weight"):
     dataclasses.replace(group, part_weights={})
+
+
+def test_gdpo_learns_from_a_step_in_which_a_group_has_no_parts():
+  """A limit of turns or context ended all its members, unjudged."""
+  rng = np.random.default_rng(2)
+  group = _with_parts(rng, 4, "g")
+  ended = advantages.GroupRewards(
+      np.zeros(2), tuple(np.zeros(2) for _ in range(2)), group_id="ended"
+  )
+  (alone,) = _estimate("gdpo", [group])
+  one, none = _estimate("gdpo", [group, ended])
+  assert np.any(np.concatenate(one)) and not np.any(np.concatenate(none))
+  np.testing.assert_array_equal(
+      np.sign(np.concatenate(one)), np.sign(np.concatenate(alone))
+  )
+  (none,) = _estimate("gdpo", [ended])  # Nothing differs in the whole step.
+  assert not np.any(np.concatenate(none))
+
+
+def test_gdpo_counts_what_no_part_accounts_for():
+  """As a KL price: it tells equal parts apart, and a small one stays small."""
+  part = {"success": np.array([1.0, 1.0, 0.0, 0.0])}
+  price = np.array([0.0, -0.1, 0.0, -0.1])
+
+  def first_turns(success):
+    total = success + price
+    group = advantages.GroupRewards(
+        total, tuple(np.array([r]) for r in total),
+        parts={"success": success}, part_weights={"success": 1.0},
+    )  # pyformat: disable
+    (members,) = _estimate("gdpo", [group], std_eps=0.0)
+    return np.concatenate(members)
+
+  got = first_turns(part["success"])
+  assert got[0] > got[1] > got[2] > got[3]
+  std = np.std(part["success"], ddof=1), np.std(
+      part["success"] + price, ddof=1
+  )
+  want = (part["success"] - 0.5) / std[0] + (price + 0.05) / std[1]
+  np.testing.assert_allclose(got, want / want.std(ddof=1), rtol=1e-9)
+  got = first_turns(np.ones(4))
+  np.testing.assert_allclose(got, (price + 0.05) / price.std(ddof=1))
+
+
+def test_gdpo_learns_the_price_of_length(case):
+  group = case.group([1.0, 1.0])
+  for member in group.trajectories:
+    member.steps[-1].info = {
+        "reward_metadata": {"success": {"reward": 1.0, "weight": 1.0}}
+    }
+  longer = group.trajectories[0].trajectory_id
+  turns = len(examples.turn_rewards(group.trajectories[0]))
+  got = examples.turn_advantages(
+      [group],
+      advantages.ESTIMATORS.get("gdpo"),
+      advantages.AdvantageOptions(),
+      extra={longer: np.full(turns, -0.1)},
+  )
+  shorter = got[group.trajectories[1].trajectory_id]
+  assert np.all(got[longer] < 0) and np.all(shorter > 0)
+
+
+@pytest.mark.parametrize("metadata", [
+    {"judge": {"reward": float("nan")}},
+    {"judge": {"reward": 10**400}},
+    {"judge": {"reward": True}},
+    {"judge": {"reward": 1.0, "weight": None}},
+    {"judge": {"reward": 1.0, "weight": "high"}},
+    {"judge": {"reward": 1.0, "weight": float("inf")}},
+])  # pyformat: disable
+def test_metadata_that_only_looks_like_parts_is_left_alone(case, metadata):
+  group = case.group([1.0, 0.0])
+  real = {"success": {"reward": 1.0, "weight": 2.0}}
+  group.trajectories[0].steps[-1].info = {"reward_metadata": metadata | real}
+  got = examples.group_rewards(group, with_parts=True)
+  assert set(got.parts) == {"success"} and got.part_weights == {"success": 2.0}
+  assert examples.group_rewards(group).parts == {}
 
 
 def test_a_groups_parts_are_those_of_its_reward(case):
@@ -335,7 +412,7 @@ def test_a_groups_parts_are_those_of_its_reward(case):
         name: {"reward": value, "weight": weight, "why": "…"}
         for name, (value, weight) in parts_.items()
     }}}  # pyformat: disable
-  rewards = examples.group_rewards(group)
+  rewards = examples.group_rewards(group, with_parts=True)
   assert {k: v.tolist() for k, v in rewards.parts.items()} == {
       "success": [1.0, 0.0], "format": [0.0, 1.0]
   }  # pyformat: disable
@@ -430,7 +507,7 @@ def test_the_turns_of_highest_entropy_are_trained_on(case, recorded):
       means[key] = float(np.mean(values[mask]))
     members.append(dataclasses.replace(member, sequences=sequences))
   group = dataclasses.replace(group, trajectories=tuple(members))
-  (built,), _ = examples.from_groups(
+  (built,), stats = examples.from_groups(
       [group], advantages.dr_grpo, advantages.AdvantageOptions(),
       entropy_share=0.7,
   )  # pyformat: disable
@@ -441,10 +518,25 @@ def test_the_turns_of_highest_entropy_are_trained_on(case, recorded):
   }
   want = sorted(means, key=lambda key: -means[key])[:9]  # Of 12, rounded up.
   assert trained == set(want)
+  reasons = examples.left_out([group], [], stats.low_entropy)
+  assert {
+      (name, turn): reason
+      for name, of_turns in reasons.items()
+      for turn, reason in enumerate(of_turns[:4])
+  } == {key: "" if key in trained else "low_entropy" for key in means}
   (every,), _ = examples.from_groups(
       [group], advantages.dr_grpo, advantages.AdvantageOptions()
   )
   assert len(every) == 12
+
+
+def test_the_learner_tells_which_turns_have_too_little_entropy(case):
+  group = case.group([1.0, 0.0], turns=2)
+  learner = case.learner(entropy_share=0.5, advantage="dr_grpo")
+  learner.update([group])
+  reasons = [r for of_one in learner.left_out.values() for r in of_one]
+  assert reasons.count("low_entropy") == 2
+  assert set(reasons) == {"", "low_entropy"}
 
 
 def test_a_function_of_google_tunix_is_taken_by_its_path():
@@ -686,6 +778,10 @@ def test_each_preset_updates_the_policy_and_compiles_once(case, name):
     if name == "remax":
       greedy = case.episode([("text", case.text(3))], 0.5)
       groups = [dataclasses.replace(g, greedy=greedy) for g in groups]
+    if name == "gdpo":
+      for member in (m for group in groups for m in group):
+        part = {"reward": member.reward, "weight": 1.0}
+        member.steps[-1].info["reward_metadata"] = {"whole": part}
     metrics = learner.update(groups)
     compiles = compiles or learner.compiles
     assert np.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0

@@ -244,7 +244,8 @@ class TestEpisodes:
     async def credit(task, action, trajectory, *, first: float = 1.0):
       assert task["ground_truth"] == "27" and action == "27"
       assert len(trajectory.steps) == 2
-      return rewards.EpisodeOutput(3.0, {"why": "x"}, (first,))
+      metadata = {"why": "x", "reward": "no", "weight": None}
+      return rewards.EpisodeOutput(3.0, metadata, (first,))
 
     try:
       episode = play({"credit": {"weight": 2, "first": 0.5}}, RIGHT, "27")

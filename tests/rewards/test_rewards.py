@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.core import concurrency
+from tunix.rl.multi_turn.rewards import registry
 
 TASK = {"question": "What is 3 * (4 + 5)?", "ground_truth": "27"}
 
@@ -137,5 +138,13 @@ class TestFunctions:
     fn = rewards.combine_rewards({"exact_match": 0.5, "numeric_match": 2.0})
     assert both(fn, action="27.0").reward == 2.0
     assert both(fn, action="27").reward == 2.5
+
+    def boasts(task, action):
+      return rewards.RewardOutput(1.0, {"reward": 9.0, "weight": None, "a": 1})
+
+    fn = registry.combine_parts({"boasts": (boasts, 0.5)})
+    assert both(fn).metadata == {
+        "boasts": {"reward": 1.0, "weight": 0.5, "a": 1}
+    }
     with pytest.raises(ValueError, match="unknown reward"):
       rewards.combine_rewards({"nope": 1.0})

@@ -67,6 +67,7 @@ def test_each_turn_has_its_own_advantage(view):
     "left_out, marks, words",
     [
         (["", "too_long"], ("in", "out"), "learner.row_length"),
+        (["low_entropy", ""], ("out", "in"), "algorithm.entropy_share"),
         (["invalid", "invalid"], ("out", "out"), "infrastructure"),
         ("group_dropped", ("out", "out"), "group was dropped"),
         (["", "<b>"], ("in", "out"), "<b>"),  # The template escapes it.

@@ -27,6 +27,7 @@ REASONS = {
     "stale": "its weights were older than queue.max_staleness",
     "untrained": "it was sampled from another distribution than the run's",
     "truncated": "a limit ended the episode, and algorithm.filter_truncated",
+    "low_entropy": "its turn's entropy is below algorithm.entropy_share's",
     "group_dropped": "its group was dropped",
     "group_requeued": "its group was dropped and its task tried anew",
     "measurement": "a measurement: no update learns from it",

@@ -443,7 +443,7 @@ def _algorithm(c: TrainConfig) -> Iterator[str]:
     )
   name = c.algorithm.advantage
   alone = name in learner_config.COMPARED_WITH_NOTHING
-  if alone and c.learner.dynamic_sampling:
+  if (alone or name == "gdpo") and c.learner.dynamic_sampling:
     yield (
         f"learner.dynamic_sampling={c.learner.dynamic_sampling} replaces groups"
         f" of equal rewards, from which algorithm.advantage={name} learns;"

@@ -7,11 +7,10 @@ before its weight, and the weight are kept in the step's info.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Mapping
 
 from . import trajectory as trajectory_lib
-
-_KEYS = ("reward_metadata", "final_reward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,17 +27,22 @@ class Part:
 
 
 def of_episode(episode: trajectory_lib.Trajectory) -> dict[str, Part]:
-  """Returns the parts by name; {} for a reward of one piece."""
+  """Returns the parts by name; {} for a reward of one piece.
+
+  Of the metadata, only an entry whose reward and weight are finite numbers is a
+  part.
+  """
   info = episode.steps[-1].info if episode.steps else {}
   entries: dict[str, object] = {}
-  for key in _KEYS:
-    of_key = info.get(key)
+  for of_key in map(info.get, ("reward_metadata", "final_reward")):
     if isinstance(of_key, Mapping):
       of_parts = of_key.get("parts")
       entries |= of_parts if isinstance(of_parts, Mapping) else of_key
   return {
-      name: Part(float(entry["reward"]), float(entry.get("weight", 1.0)))
+      name: Part(*map(float, pair))
       for name, entry in entries.items()
       if isinstance(entry, Mapping)
-      and isinstance(entry.get("reward"), (int, float))
+      for pair in [(entry.get("reward", math.nan), entry.get("weight", 1.0))]
+      if all(isinstance(v, float) or type(v) is int for v in pair)
+      if all(abs(v) <= 1e308 for v in pair)
   }

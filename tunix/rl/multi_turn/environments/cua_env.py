@@ -229,7 +229,10 @@ class CUAEnv(base_env.BaseEnv):
     self._running = False
     info: dict[str, Any] = {}
     reward = await self._evaluate(info)
-    return rewards.RewardOutput(reward, {"success": info["success"]})
+    metadata = {"success": info["success"]}
+    if "reward_metadata" in info:
+      metadata["parts"] = info["reward_metadata"]
+    return rewards.RewardOutput(reward, metadata)
 
   async def close(self) -> None:
     """Closes the gym.

@@ -89,6 +89,7 @@ class GroupStats:
     success: share of valid members that succeeded.
     turns: mean turns of valid members.
     advantages: trajectory id -> float32[K], of the turns of valid members.
+    low_entropy: see `low_entropy_turns`.
   """
 
   groups: int
@@ -102,6 +103,7 @@ class GroupStats:
   advantages: Mapping[str, np.ndarray] = dataclasses.field(
       default_factory=dict, compare=False
   )
+  low_entropy: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def metrics(self) -> dict[str, float]:
     return {
@@ -207,6 +209,7 @@ def group_rewards(
     group: trajectory.TrajectoryGroup,
     *,
     with_states: bool = False,
+    with_parts: bool = False,
     look: Look | None = None,
     extra: Mapping[str, np.ndarray] | None = None,
 ) -> advantages.GroupRewards:
@@ -217,6 +220,7 @@ def group_rewards(
   Args:
     group: Group of a step.
     with_states: whether to digest observations.
+    with_parts: whether to read the rewards' parts.
     look: Digest of a screenshot in them; None for its SHA-256.
     extra: trajectory id -> float64[K] added to the turns' rewards, and their
       sum to the episode's.
@@ -249,7 +253,7 @@ def group_rewards(
             turn_states(m, len(t), look) for m, t in zip(members, turns)
         ) if with_states else (),
         episode_ids=tuple(m.trajectory_id for m in members),
-        **_parts_of(members),
+        **(_parts_of(members) if with_parts else {}),
         group_id=group.group_id,
         task_id=group.task_id,
         greedy=None if group.greedy is None else float(group.greedy.reward),
@@ -290,12 +294,15 @@ def turn_advantages(
   Raises:
     ValueError: The cases of `from_groups`.
   """
-  needs_states = getattr(estimator, "needs_states", False)
+  reads = {
+      "with_states": getattr(estimator, "needs_states", False),
+      "with_parts": getattr(estimator, "needs_parts", False),
+  }
   counted = [g for g in groups if g.valid]
   per_group = advantages.of_step(
       estimator,
       [
-          group_rewards(g, with_states=needs_states, look=look, extra=extra)
+          group_rewards(g, look=look, extra=extra, **reads)
           for g in counted
       ],
       options,
@@ -371,11 +378,12 @@ def from_advantages(
   """
   out: list[list[Example]] = []
   rewards, magnitudes, successes, turns = [], [], [], []
+  low: dict[str, tuple[int, ...]] = {}
   episode_number = zero = 0
   for number, group in enumerate(groups):
     examples: list[Example] = []
     members = group.valid
-    low = low_entropy_turns(members, entropy_share)
+    low |= low_entropy_turns(members, entropy_share)
     for member in members:
       values = per_episode[member.trajectory_id]
       truncated = was_truncated(member)
@@ -426,6 +434,7 @@ def from_advantages(
       advantages={
           k: v for k, v in per_episode.items() if k not in borrowed
       },
+      low_entropy=low,
   )
   return out, stats
 
@@ -465,16 +474,19 @@ def low_entropy_turns(
 
 INVALID, ZERO_ADVANTAGE, TOO_LONG = "invalid", "zero_advantage", "too_long"
 TRUNCATED, STALE, UNTRAINED = "truncated", "stale", "untrained"
+LOW_ENTROPY = "low_entropy"
 """Reasons to leave sampled tokens out of an update: infrastructure ended their
 episode; no token of their sequence has an advantage; their sequence is longer
 than a row of the batch; a limit ended their episode, and the algorithm filters
 such episodes; the queue took all tokens of the turn out for their age; the turn
-was sampled from another distribution than the run's."""
+was sampled from another distribution than the run's; the turn's entropy is
+below that of the `algorithm.entropy_share` trained on."""
 
 
 def left_out(
     groups: Sequence[trajectory.TrajectoryGroup],
     skipped: Sequence[tuple[Example, str]],
+    low_entropy: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, tuple[str, ...]]:
   """Trajectory id -> of each turn, the reason to leave it out; "" if trained.
 
@@ -483,6 +495,7 @@ def left_out(
   Args:
     groups: Groups of an update.
     skipped: Examples that the update left out, and the reasons.
+    low_entropy: see `GroupStats.low_entropy`.
   """
   reasons_of: dict[str, list[str]] = {}
   for group in groups:
@@ -497,6 +510,9 @@ def left_out(
         reasons_of[member.trajectory_id] = [
             "" if tokens else why for tokens in turn_tokens(member, turns)
         ]
+  for name, low_turns in (low_entropy or {}).items():
+    for turn in low_turns:
+      reasons_of[name][turn] = LOW_ENTROPY
   for example, reason in skipped:
     sequence = example.sequence
     for turn in np.unique(sequence.turn_ids[sequence.loss_mask]):

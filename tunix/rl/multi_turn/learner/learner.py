@@ -379,11 +379,8 @@ class Learner:
         for part in np.array_split(order, config.minibatches)
     ]
     learned, skipped = self._learn(minibatches, clock)
-    self.left_out = {
-        name: reasons
-        for name, reasons in example_lib.left_out(groups, skipped).items()
-        if name not in borrowed
-    }
+    reasons = example_lib.left_out(groups, skipped, stats.low_entropy)
+    self.left_out = {k: v for k, v in reasons.items() if k not in borrowed}
     metrics = readings_lib.of_all(
         self._processes.gather("metrics", metrics | learned)
     )

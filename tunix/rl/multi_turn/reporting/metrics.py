@@ -98,8 +98,8 @@ METRICS: dict[str, Metric] = {
     ),
     "informative_groups": Metric(
         "",
-        "Share of groups with a gradient: their members got different"
-        " rewards.",
+        "Share of groups whose members got different rewards: those with a"
+        " gradient, unless algorithm.advantage=gdpo finds one in the parts.",
         "Near 0 with low reward: tasks too hard, warm-start longer. Near 0"
         " with high reward: solved, raise gym.options.difficulty.",
     ),

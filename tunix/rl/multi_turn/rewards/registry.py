@@ -214,7 +214,7 @@ def combine_parts(
 
   def total(outputs: Mapping[str, RewardOutput]) -> RewardOutput:
     metadata: dict[str, Any] = {
-        name: {"reward": out.reward, "weight": parts[name][1], **out.metadata}
+        name: {**out.metadata, "reward": out.reward, "weight": parts[name][1]}
         for name, out in outputs.items()
     }
     value = sum(parts[name][1] * out.reward for name, out in outputs.items())

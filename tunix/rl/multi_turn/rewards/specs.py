@@ -122,7 +122,7 @@ class EpisodeReward:
       for k, value in enumerate(getattr(out, "turns", ())):
         turns[k] += part.weight * value
       parts[part.name] = {
-          "reward": out.reward, "weight": part.weight, **out.metadata
+          **out.metadata, "reward": out.reward, "weight": part.weight
       }  # pyformat: disable
     return EpisodeOutput(total, {"parts": parts}, tuple(turns))
 

@@ -255,7 +255,8 @@ def credit(
 ) -> dict[str, Any]:
   """Adds a final reward to an episode's steps; returns its details.
 
-  The last step gets it, apart from what `value.turns` gives to each step.
+  The last step gets it, apart from what `value.turns` gives to each step. Its
+  details join those of an earlier final reward, and so do their `parts`.
 
   Raises:
     NoRewardError, RewardRangeError: as `reward_value`, of the whole, of a turn
@@ -274,8 +275,23 @@ def credit(
   last = steps[-1]
   last.reward = float(last.reward) + reward - math.fsum(turns)
   if details:
-    last.info = {**(last.info or {}), "final_reward": details}
+    info = last.info or {}
+    earlier = info.get("final_reward")
+    joined = _joined(earlier, details)
+    if "parts" in details:
+      joined["parts"] = _joined(_parts(earlier), details["parts"])
+    last.info = {**info, "final_reward": joined}
   return details
+
+
+def _joined(earlier: Any, later: Any) -> Any:
+  if isinstance(earlier, Mapping) and isinstance(later, Mapping):
+    return {**earlier, **later}
+  return later
+
+
+def _parts(details: Any) -> Any:
+  return details.get("parts") if isinstance(details, Mapping) else None
 
 
 _PLAIN = (str, float, int, bool, type(None))

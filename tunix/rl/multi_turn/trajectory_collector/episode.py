@@ -417,7 +417,7 @@ class TrajectoryCollectEngine:
       raise _Stop(
           Status.ENV_ERROR, "reward", "RewardError", describe(e)
       ) from e
-    if details and "parts" not in details:  # A sum's parts are for logs.
+    if details.keys() - {"parts"}:  # A sum's parts are for logs.
       self._hint["final_reward"] = True
       self._hint.update(
           {k: details[k] for k in ("success", "parse_error") if k in details}

@@ -52,7 +52,8 @@ class GroupRewards:
       where it is unknown; () unless the estimator `needs_states`.
     episode_ids: N trajectory ids; () if unknown.
     parts: name of a part of the reward -> float64[N], its value before its
-      weight; {} for a reward of one piece.
+      weight; {} for a reward of one piece, and unless the estimator
+      `needs_parts`.
     part_weights: Weights of the parts, by name.
     group_id, task_id: of the group.
     greedy: reward of the greedy episode beside the group; None without one.
@@ -95,7 +96,7 @@ class GroupRewards:
     for name, values in parts.items():
       weight = self.part_weights.get(name, math.nan)
       if values.shape != total.shape or not math.isfinite(weight) or not (
-          np.all(np.abs(values) <= _LIMIT)
+          np.all(np.abs(values) <= _LIMIT / max(1.0, abs(weight)))
       ):
         raise ValueError(
             f"GroupRewards.parts[{name!r}] must be {len(total)} finite numbers"
@@ -157,6 +158,7 @@ class StepEstimator:
   Attributes:
     apply: (groups, options) -> of each group what an `Estimator` returns.
     needs_states: whether `GroupRewards.states` is read.
+    needs_parts: whether `GroupRewards.parts` is read.
   """
 
   apply: Callable[
@@ -164,6 +166,7 @@ class StepEstimator:
       "Sequence[tuple[np.ndarray, ...]]",
   ]
   needs_states: bool = False
+  needs_parts: bool = False
 
 
 ESTIMATORS: registry.Registry[Any] = registry.Registry("advantage estimator")

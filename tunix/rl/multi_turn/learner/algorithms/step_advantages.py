@@ -86,26 +86,39 @@ def _gpg(groups: Groups, options: advantages.AdvantageOptions) -> PerGroup:
   return [tuple(scale * v for v in group) for group in centred]
 
 
-def _gdpo(
-    groups: Groups, options: advantages.AdvantageOptions
-) -> PerGroup:
-  sums = []
-  for group in groups:
-    if not group.parts:
-      raise ValueError(
-          f"group {group.group_id!r}: advantage=gdpo normalises the parts of a"
-          " reward, and this one has none; give environment.reward as a"
-          " mapping, e.g. '{success: 1, format: 0.1}'"
-      )
-    of_group = np.zeros(len(group.total_N))
-    for name, values in group.parts.items():
-      # A part may be a sum, whose terms are those of the whole reward.
-      magnitudes = np.maximum(np.abs(values), group.magnitudes_N())
-      if not reward_equality.all_equal(values, magnitudes):
-        centred = values - values.mean()
-        std = float(centred.std(ddof=1)) + options.std_eps
-        of_group += group.part_weights[name] * centred / (std or np.inf)
-    sums.append(of_group)
+def _sum_of_parts(group: advantages.GroupRewards, eps: float) -> np.ndarray:
+  """float64[N]: weighted sum of a group's normalised parts.
+
+  What no part accounts for, e.g. a KL price, is one more part of weight 1. It
+  is divided by the total's deviation where that is larger, so that a small
+  price stays small. A group without parts gets 0.
+  """
+  of_group = np.zeros(len(group.total_N))
+  parts = [(group.part_weights[k], v) for k, v in group.parts.items()]
+  remainder = group.total_N - sum(w * v for w, v in parts)
+  sizes = group.magnitudes_N()
+  terms = sizes + sum(np.abs(w * v) for w, v in parts)
+  for weight, values in (*parts, (1.0, remainder)) if parts else ():
+    # A part may be a sum, whose terms are those of the whole reward.
+    summed = terms if values is remainder else np.maximum(np.abs(values), sizes)
+    if not reward_equality.all_equal(values, summed):
+      centred = values - values.mean()
+      std = float(centred.std(ddof=1))
+      if values is remainder:
+        std = max(std, float(group.total_N.std(ddof=1)))
+      of_group += weight * centred / (std + eps or np.inf)
+  return of_group
+
+
+def _gdpo(groups: Groups, options: advantages.AdvantageOptions) -> PerGroup:
+  without = [g.group_id for g in groups if not g.parts and g.differ()]
+  if without and not any(group.parts for group in groups):
+    raise ValueError(
+        f"group {without[0]!r}: advantage=gdpo normalises the parts of a"
+        " reward, and this one has none; give environment.reward as a"
+        " mapping, e.g. '{success: 1, format: 0.1}'"
+    )
+  sums = [_sum_of_parts(group, options.std_eps) for group in groups]
   flat = np.concatenate(sums or [np.zeros(0)])
   if not np.any(flat):
     return [tuple(np.zeros_like(t) for t in group.turns) for group in groups]
@@ -136,11 +149,12 @@ step, M those of groups without a gradient.
 Chu et al. 2025, "GPG: A Simple and Strong Reinforcement Learning Baseline", its
 unbiased gradient with F_norm = 1 (arXiv:2504.02546)."""
 
-gdpo = advantages.StepEstimator(_gdpo)
+gdpo = advantages.StepEstimator(_gdpo, needs_parts=True)
 """Each part of the reward normalised in its group, the weighted sum of these
 normalised over the episodes of the step.
 
 "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward
 RL Optimization", 2026 (arXiv:2601.05242): two episodes of equal total
 whose parts differ keep different advantages, and a part of small spread is not
-drowned by one of large spread."""
+drowned by one of large spread. What no part accounts for, e.g. a KL price, is
+ours: see `_sum_of_parts`."""
