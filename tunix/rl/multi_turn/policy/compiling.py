@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 import functools
 import os
-from typing import Any, Iterator
+from typing import Any, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -52,13 +52,10 @@ def compiler_options() -> dict[str, Any]:
 
   On a CPU libraries take most of the time, and LLVM's later optimisations of
   the rest cost a quarter of the compile time for no measurable gain. On a GPU
-  the autotuner compiles each product and fusion dozens of times: minutes for
-  programs that cuBLAS runs as fast.
+  the autotuner compiles each product and fusion dozens of times, which takes
+  minutes before the first turn.
   """
-  if jax.config.read("jax_disable_most_optimizations"):
-    return {}
-  return {k: v for k, v in _WAITING_OPTIONS.get(backend(), ())
-          if not _chosen(k)}  # pyformat: disable
+  return _taken(_WAITING_OPTIONS.get(backend(), ()))
 
 
 def update_options() -> dict[str, Any]:
@@ -69,11 +66,14 @@ def update_options() -> dict[str, Any]:
   and memory on Eigen's, and a twentieth less with vectors of 512 bits where a
   processor has them (`benchmarks/bench_learner.py --beside torch`).
   """
-  if backend() != "cpu":
-    return {}
+  return _taken(_UPDATE_OPTIONS if backend() == "cpu" else ())
+
+
+def _taken(options: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+  """Returns the options that this XLA has and nobody decided on."""
   return {
       option: value
-      for option, value in _UPDATE_OPTIONS
+      for option, value in options
       if not _chosen(option) and _takes(option, value)
   }
 
