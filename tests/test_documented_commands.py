@@ -426,7 +426,7 @@ def _tpu_notebook(words):
 
 
 def _pip(words):
-  if words[-1].startswith("./packages/"):
+  if words[-1].startswith(("./packages/", "packages/")):
     folder, _, extra = words[-1].removesuffix("]").partition("[")
     package = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())
     extras = package["project"]["optional-dependencies"]
