@@ -70,7 +70,7 @@ def update_options() -> dict[str, Any]:
 
 
 def _taken(options: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-  """Returns the options that this XLA has and nobody decided on."""
+  """Returns the options that this XLA has and the user did not set."""
   return {
       option: value
       for option, value in options
