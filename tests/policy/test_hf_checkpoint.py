@@ -396,7 +396,7 @@ def test_stacked_layers_load_and_save_the_same_files(family, tmp_path):
   mixed = traits.linear or traits.sigmoid_router or traits.windows
   assert stacked.language_model.stacked != mixed  # Of two kinds: a list.
   for name, value in parameters(stacked).items():
-    if ".layers." in name and not mixed:
+    if name.startswith("language_model.layers.") and not mixed:
       lists = [
           parameters(model)[name.replace("layers.", f"layers.{i}.")]
           for i in range(3)

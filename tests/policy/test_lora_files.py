@@ -32,7 +32,7 @@ def test_saved_and_loaded_is_equal_to_the_bit(family, tmp_path):
   (key,) = (
       name.replace(".lora_A.", ".lora_{}.") for name in tensors
       if name.endswith("layers.1.self_attn.q_proj.lora_A.weight")
-      and "language_model" in name
+      and ("language_model" in name or "text_model" in name)
   )  # pyformat: disable
   assert tensors[key.format("A")].shape == (cases.RANK, 32)
   # Queries of two heads, with gates where there is linear attention.

@@ -123,7 +123,7 @@ def test_in_a_tree_windows_count_along_the_sequence(
   if window:
     near = depth[:, :, None] - depth[:, None] < window
   mask = (sees & near) | same
-  assert (sees & ~near).any() or not window
+  assert (sees & ~near).any() or window in (0, 150)  # Longer than they are.
   last = gemma3.last_seen(
       jnp.asarray(is_image), jnp.ones((B, t), jnp.int32), until
   )
