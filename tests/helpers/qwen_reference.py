@@ -238,17 +238,6 @@ def _tiled(family: str, tile: int, merge: int, text, **changes):
 
 
 CONFIGS = {
-    "smolvlm": _tiled("smolvlm", 16, 2, {}),
-    # A token a tile; a wider decoder with Llama 3's positions.
-    "idefics3": _tiled(
-        "idefics3", 14, 3,
-        {
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "rope_scaling": rope_scaling.RopeScaling("llama3", 8.0, 64),
-        },
-        tie_word_embeddings=True,
-    ),
     "qwen3_vl": _config("qwen3_vl"),
     "qwen3_vl tied": _config("qwen3_vl", tie_word_embeddings=True),
     "qwen3_vl_moe": _config("qwen3_vl_moe"),
@@ -263,6 +252,17 @@ CONFIGS = {
     "gemma3": _gemma(),
     "gemma3 wide": _gemma(
         merge=3, text=_GEMMA_WIDE_TEXT, tie_word_embeddings=False
+    ),
+    "smolvlm": _tiled("smolvlm", 16, 2, {}),
+    # A token a tile; a wider decoder with Llama 3's positions.
+    "idefics3": _tiled(
+        "idefics3", 14, 3,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "rope_scaling": rope_scaling.RopeScaling("llama3", 8.0, 64),
+        },
+        tie_word_embeddings=True,
     ),
 }
 
