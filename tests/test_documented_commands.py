@@ -431,6 +431,8 @@ def _pip(words):
     package = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())
     extras = package["project"]["optional-dependencies"]
     assert not extra or extra in extras, extra
+    if "-c" in words:
+      assert (ROOT / words[words.index("-c") + 1]).is_file()
     return
   assert (ROOT / words[words.index("-c") + 1]).is_file()
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

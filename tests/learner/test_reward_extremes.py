@@ -32,9 +32,9 @@ def member(name, rewards):
       versions=np.where(mask, 0, -1),
       turn_ids=[0, *range(n)],
   )
-  whole = {"reward": sum(rewards), "weight": 1.0}  # Its one part, for gdpo.
+  total = {"reward": sum(rewards), "weight": 1.0}  # Its one part, for gdpo.
   steps = [trajectory.Step(reward=r) for r in rewards]
-  steps[-1].info["reward_metadata"] = {"whole": whole}
+  steps[-1].info["reward_metadata"] = {"whole": total}
   return trajectory.Trajectory(
       steps=steps,
       reward=sum(rewards),

@@ -107,7 +107,9 @@ def test_values_and_gradients_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize("t, platform", WAYS)
-@pytest.mark.parametrize("window", trials.by_default([20], WINDOWS))
+@pytest.mark.parametrize(
+    "window", trials.by_default([20], [0, IMAGE, 20, 40])  # Trees are shallow.
+)
 def test_in_a_tree_windows_count_along_the_sequence(
     t, platform, window, monkeypatch
 ):
@@ -123,7 +125,7 @@ def test_in_a_tree_windows_count_along_the_sequence(
   if window:
     near = depth[:, :, None] - depth[:, None] < window
   mask = (sees & near) | same
-  assert (sees & ~near).any() or window in (0, 150)  # Longer than they are.
+  assert (sees & ~near).any() or not window
   last = gemma3.last_seen(
       jnp.asarray(is_image), jnp.ones((B, t), jnp.int32), until
   )
