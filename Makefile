@@ -23,13 +23,13 @@ PIP_FLAGS := $(if $(filter 1,$(V)),,-qq) --disable-pip-version-check --no-compil
 # is newer than the files that decide what is installed.
 CLONE := $(shell printf %s "$(CURDIR)" | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.tunix-multi-turn-$(CLONE)
-SOURCES := pyproject.toml constraints.txt packages/training_monitor/pyproject.toml
+PACKAGES := $(sort $(patsubst %/pyproject.toml,%,$(wildcard packages/*/pyproject.toml)))
+SOURCES := pyproject.toml constraints.txt $(PACKAGES:%=%/pyproject.toml)
 BROWSER := $(if $(findstring miniwob,$(ARGS)),-browser)
 # A new run has a Training Monitor of its own, unless ARGS say something of it.
 OWN_MONITOR := $(if $(findstring monitor.,$(ARGS))$(findstring resume,$(ARGS)),,monitor.embedded=true)
-MONITOR := $(if $(findstring monitor.embedded=false,$(ARGS)),,$(STAMP)-monitor)
 
-# So do those that drive real desktops.
+# Runs that drive real desktops need more.
 XDESKTOP := $(if $(findstring xdesktop,$(ARGS)),$(STAMP)-xdesktop)
 
 .DEFAULT_GOAL := help
@@ -43,7 +43,7 @@ help: ## this text
 # Hints that the command prints are then `make train ARGS='…'`.
 train: export TUNIX_MAKE_TARGET = train
 train: export PYTHONDONTWRITEBYTECODE =
-train: $(STAMP)$(BROWSER) $(MONITOR) $(XDESKTOP) ## train on the built-in desktop; ARGS are overrides
+train: $(STAMP)$(BROWSER) $(XDESKTOP) ## train on the built-in desktop; ARGS are overrides
 	@exec $(PY) -m tunix.rl.multi_turn.train $(OWN_MONITOR) $(ARGS)
 
 # Workers and the many processes that tests start read each other's bytecode.
@@ -253,14 +253,14 @@ clean: ## remove what building and testing left; keeps .venv and runs
 	  packages/*/build packages/*/*.egg-info
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-# $(1) extras in brackets, $(2) stamps that this installation satisfies, $(3)
-# packages of this clone, which pip must be given beside extras that name them.
+# $(1) extras in brackets, $(2) stamps that this installation satisfies. Extras
+# name packages of this clone, so pip must be given those too.
 define pip_install
 	@scripts/venv.sh "$(VENV)"
 	@echo "installing into $(VENV) (the first time takes a few minutes)"
 	@rm -f $(VENV)/.tunix-multi-turn-*
 	@$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.$(1)' \
-	  $(addprefix -e ,$(3)) || { \
+	  $(addprefix -e ,$(PACKAGES)) || { \
 	  echo "error: pip failed; see above, or V=1 for all of it" >&2; exit 1; }
 	@PYTHONDONTWRITEBYTECODE= $(PY) -c 'import tunix.rl.multi_turn.run.training' \
 	  || { echo "error: the packages cannot be imported; see above, repair or" \
@@ -282,15 +282,12 @@ $(STAMP): $(SOURCES)
 $(STAMP)-browser: $(SOURCES)
 	$(call pip_install,[browser],$@ $(STAMP))
 
-$(STAMP)-monitor: $(SOURCES) | $(STAMP)$(BROWSER)
-	$(call pip_extra,packages/training_monitor,$@)
-
 $(STAMP)-docs: $(SOURCES) | $(STAMP)
 	$(call pip_extra,.[docs],$@)
 
-$(STAMP)-xdesktop: $(SOURCES) | $(STAMP)$(BROWSER) $(MONITOR)
+$(STAMP)-xdesktop: $(SOURCES) | $(STAMP)$(BROWSER)
 	$(call pip_extra,.[xdesktop],$@)
 
 $(STAMP)-dev: $(SOURCES)
 	$(call pip_install,[dev],$@ $(STAMP)-browser $(STAMP)-docs \
-	  $(STAMP)-monitor $(STAMP)-xdesktop $(STAMP),packages/training_monitor)
+	  $(STAMP)-xdesktop $(STAMP))

@@ -91,7 +91,7 @@ sudo apt-get -qq -o DPkg::Lock::Timeout=600 update; \
 sudo env DEBIAN_FRONTEND=noninteractive apt-get -qq -y \
 -o DPkg::Lock::Timeout=600 install \$packages; \
 sh scripts/venv.sh .venv; }; \
-.venv/bin/python -m pip install -q -c constraints.txt '.[tpu,client,serve]' ./packages/training_monitor"
+.venv/bin/python -m pip install -q -c constraints.txt '.[tpu,client,serve]' ./packages/*"
 on_all "tunix-multi-turn/.venv/bin/python -m tunix.rl.multi_turn.train processes.coordinator=auto$(printf ' %q' "$@")"
 if ! $keep && $dry; then
   run "${delete[@]}"

@@ -321,7 +321,7 @@ def test_the_device_chooses_the_extra(tmp_path, device, extras, installs):
   calls = (tmp_path / "calls").read_text().splitlines()
   assert calls == [
       "python3 -m venv /opt/venv",
-      f"pip install -q -c constraints.txt {installs}",
+      f"pip install -q -c constraints.txt {installs} ./packages/*",
   ]
 
 

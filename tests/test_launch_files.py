@@ -61,7 +61,7 @@ def test_a_slice_is_made_used_and_deleted():
   assert pack[0] == "tar" and copy[4:6] == ["scp", pack[2]]
   assert copy[6].startswith("first:") and "all" in copy
   assert remote(install)[-2:] == [
-      ".[tpu,client,serve]", "./packages/training_monitor"
+      ".[tpu,client,serve]", "./packages/*"
   ]  # pyformat: disable
   assert remote(train) == [
       VM_PYTHON, *TRAIN, "processes.coordinator=auto", "config.yaml",

@@ -311,6 +311,10 @@ def test_extras_and_the_pins_that_protect_google_tunix():
 
 # --- packages -----------------------------------------------------------------
 
+PACKAGES = sorted(
+    path.parent.relative_to(ROOT).as_posix()
+    for path in ROOT.glob("packages/*/pyproject.toml")
+)
 MONITOR = "packages/training_monitor"
 
 
@@ -365,11 +369,10 @@ def test_modules_of_core_import_one_another_relatively():
 
 
 def test_the_framework_imports_no_package_of_its_own_accord():
-  """They are found by entry points; `monitor` is an alias."""
+  """They are found by entry points, and by former names."""
   pattern = re.compile(r"^\s*(import|from) training_monitor\b", re.M)
   for path in (ROOT / "tunix").rglob("*.py"):
-    if "monitor" not in path.relative_to(ROOT).parts:
-      assert not pattern.search(path.read_text()), path
+    assert not pattern.search(path.read_text()), path
 
 
 # --- commands -----------------------------------------------------------------
@@ -393,12 +396,12 @@ def test_make_help_names_the_two_commands():
 @pytest.mark.parametrize(
     "args, extras, own",
     [
-        ("", (".", MONITOR), True),
-        ("steps=3", (".", MONITOR), True),
-        ("gym=miniwob", (".[browser]", MONITOR), True),
-        ("gym=xdesktop", (".", MONITOR, ".[xdesktop]"), True),
-        ("monitor.url=http://x", (".", MONITOR), False),
-        ("resume=runs/a", (".", MONITOR), False),
+        ("", (".",), True),
+        ("steps=3", (".",), True),
+        ("gym=miniwob", (".[browser]",), True),
+        ("gym=xdesktop", (".", ".[xdesktop]"), True),
+        ("monitor.url=http://x", (".",), False),
+        ("resume=runs/a", (".",), False),
         ("monitor.embedded=false", (".",), False),
     ],
 )
@@ -413,6 +416,7 @@ def test_make_train_installs_with_constraints_then_trains(
   for install, extra in zip(installs, extras, strict=True):
     assert f"{venv}/bin/python -m pip install -qq" in install
     assert f"-c constraints.txt -e '{extra}'" in install
+  assert all(f"-e {package}" in process.stdout for package in PACKAGES)
   last = process.stdout.splitlines()[-1].split()
   assert last[1:] == [
       f"{venv}/bin/python", "-m", "tunix.rl.multi_turn.train",

@@ -49,23 +49,36 @@ def test_a_module_by_its_former_name_is_the_same_module(name):
     importlib.import_module(f"tunix.rl.multi_turn.monitor.{name}_not")
 
 
-def test_the_former_room_has_its_settings_commands_and_nothing_else():
-  room = pytest.importorskip(
-      "tunix.rl.multi_turn.monitor", reason="needs the framework"
+def test_the_former_room_runs_as_a_program_and_survives_a_reload():
+  moved = pytest.importorskip(
+      "tunix.rl.multi_turn.moved_rooms", reason="needs the framework"
   )
-  from training_monitor.core import monitor_settings
-  from tunix.rl.multi_turn.monitor import settings
-
-  assert settings is monitor_settings
-  assert importlib.util.find_spec(f"{room.__name__}.missing") is None
+  room = "tunix.rl.multi_turn.monitor"
+  assert importlib.util.find_spec(f"{room}.missing") is None
   finders = list(sys.meta_path)
-  importlib.reload(room)
+  importlib.reload(moved).install()
   assert sys.meta_path == finders
   process = subprocess.run(
-      [sys.executable, "-m", f"{room.__name__}.serve"], capture_output=True,
+      [sys.executable, "-m", f"{room}.serve"], capture_output=True,
       text=True, timeout=100, check=False,
   )  # pyformat: disable
   assert process.returncode == 0, process.stderr[-3000:]
+
+
+_ABSENT = """
+import sys
+sys.modules["training_monitor"] = None
+import tunix.rl.multi_turn.monitor
+"""
+
+
+def test_a_former_name_without_its_package_says_what_to_install():
+  pytest.importorskip("tunix.rl.multi_turn", reason="needs the framework")
+  process = subprocess.run(
+      [sys.executable, "-c", _ABSENT], capture_output=True, text=True,
+      timeout=100, check=False,
+  )  # pyformat: disable
+  assert "pip install -e packages/training_monitor" in process.stderr
 
 
 def test_events_of_the_framework_are_recognized_by_their_place_and_name():

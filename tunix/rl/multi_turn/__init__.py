@@ -8,8 +8,8 @@
     mt.evaluate(run, attempts=4)              # as the command `evaluate`
     mt.play(run, "enter-text")                # one episode, to be looked at
 
-Importing this imports nothing else: these names are imported on first use, and
-the rooms are subpackages.
+Importing this imports next to nothing: these names are imported on first use,
+and the rooms are subpackages.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ import functools
 import importlib
 import sys
 from typing import Any, Mapping
+
+from tunix.rl.multi_turn import moved_rooms
+
+moved_rooms.install()
 
 _API = {
     "BusyError": "api.exclusive",

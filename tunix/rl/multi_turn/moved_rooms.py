@@ -1,0 +1,80 @@
+"""Rooms that are packages of their own now, by their former names.
+
+`tunix.rl.multi_turn.monitor.client.ingest_client` is the same object as the
+module `training_monitor.client.ingest_client`, and so is every other module of
+a room in `ROOMS`; `python -m` takes either name.
+
+Promises: nothing is imported in advance. Without the package the import of a
+former name raises ModuleNotFoundError, which says how to install the package.
+"""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from typing import Any
+
+_HERE = __name__.rpartition(".")[0]
+
+ROOMS = {"monitor": "training_monitor"}
+"""Former names below `tunix.rl.multi_turn`, and what they are now."""
+
+
+class _SameModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+  """Imports a module of a former room from its package."""
+
+  def __init__(self) -> None:
+    self._specs: dict[str, Any] = {}
+    """Specs that the modules have by their own names."""
+
+  def find_spec(self, fullname, path=None, target=None):
+    del path, target
+    own = own_name(fullname)
+    if own is None:
+      return None
+    package = own.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+      raise ModuleNotFoundError(
+          f"{fullname} is in the package {package}; "
+          f"pip install -e packages/{package}",
+          name=package,
+      )
+    spec = importlib.util.find_spec(own)
+    if spec is None:
+      return None
+    return importlib.machinery.ModuleSpec(
+        fullname, self, is_package=spec.submodule_search_locations is not None
+    )
+
+  def get_code(self, fullname):
+    """Returns the module's code, for `python -m`."""
+    name = own_name(fullname)
+    return importlib.util.find_spec(name).loader.get_code(name)
+
+  def create_module(self, spec):
+    module = importlib.import_module(own_name(spec.name))
+    self._specs[spec.name] = module.__spec__
+    return module
+
+  def exec_module(self, module):
+    # The import system has set the other name's.
+    module.__spec__ = self._specs.pop(module.__spec__.name)
+
+
+def own_name(fullname: str) -> str | None:
+  """Returns the name that a module has in its package; None for others."""
+  below = fullname.removeprefix(f"{_HERE}.")
+  if below == fullname:
+    return None
+  room = below
+  while room and room not in ROOMS:
+    room = room.rpartition(".")[0]
+  return ROOMS[room] + below.removeprefix(room) if room else None
+
+
+def install() -> None:
+  """Makes former names importable; a second call changes nothing."""
+  # By name, because `%autoreload` makes the class anew.
+  if not any(type(f).__module__ == __name__ for f in sys.meta_path):
+    sys.meta_path.insert(0, _SameModules())
