@@ -26,6 +26,7 @@ import tempfile
 import time
 from urllib import parse
 
+from cua_gyms.chromium import devtools
 import numpy as np
 from PIL import Image
 from starlette import datastructures
@@ -38,7 +39,6 @@ from training_monitor.schema import database
 from training_monitor.schema import triggers
 from training_monitor.server import access
 from tunix.rl.multi_turn.core import images as images_lib
-from tunix.rl.multi_turn.environments.gyms.chromium import devtools
 
 RUNS, GROUPS, SIZE, TURNS, TASKS, SCREENS = 4, 8, 8, 10, 500, 64
 EVALS, EVAL_ROLLOUTS = 12, 500

@@ -23,13 +23,13 @@ import sys
 import time
 from typing import Any
 
+from cua_gyms import genv
 import httpx
 import numpy as np
 import psutil
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
-from tunix.rl.multi_turn.environments.gyms import genv
 
 FAMILY = "enter-text"
 MOVE = [gui_action.GuiAction("move", x=5 + i, y=9) for i in range(64)]

@@ -55,9 +55,9 @@ import threading
 import time
 from typing import Any
 
+from cua_gyms import miniwob
+from cua_gyms.miniwob import tasks as tasks_lib
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.environments.gyms import miniwob
-from tunix.rl.multi_turn.environments.gyms.miniwob import tasks as tasks_lib
 
 FAMILIES = (
     "click-test-2", "click-button", "click-dialog", "enter-text",

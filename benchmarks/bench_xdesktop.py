@@ -33,11 +33,12 @@ import tempfile
 import time
 from typing import Any, Callable
 
+from cua_gyms import xdesktop
+from cua_gyms.xdesktop import scripted_actions
 import numpy as np
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.environments.gyms import xdesktop
-from tunix.rl.multi_turn.environments.gyms.xdesktop import sandbox
-from tunix.rl.multi_turn.environments.gyms.xdesktop import scripted_actions
+from tunix.rl.multi_turn.tools.sandbox import errors
+from tunix.rl.multi_turn.tools.sandbox import rooms
 import xcffib
 from xcffib import xproto
 
@@ -198,7 +199,7 @@ async def _tasks(args: argparse.Namespace) -> int:
             action_count += 1
           verdict = await gym.evaluate()
         except (
-            xdesktop.DesktopError, scripted_actions.Unsolvable, TimeoutError
+            errors.DesktopError, scripted_actions.Unsolvable, TimeoutError
         ) as error:
           print(f"  {task.task_id}: {type(error).__name__}: {error}")
           wrong += 1
@@ -224,7 +225,7 @@ async def _tasks(args: argparse.Namespace) -> int:
 # --- resets -------------------------------------------------------------------
 
 
-def _counted(directory: pathlib.Path, rooms: set[str]) -> dict[str, int]:
+def _counted(directory: pathlib.Path, names: set[str]) -> dict[str, int]:
   """Counts what desktops in the named rooms could leave behind."""
   processes = 0
   for entry in pathlib.Path("/proc").iterdir():
@@ -233,8 +234,8 @@ def _counted(directory: pathlib.Path, rooms: set[str]) -> dict[str, int]:
         environ = (entry / "environ").read_bytes().decode(errors="replace")
       except OSError:
         continue  # Ended since, or of another user.
-      mark = re.search(rf"{sandbox.MARK}=({sandbox.PREFIX}\w+)", environ)
-      processes += bool(mark) and mark[1] in rooms
+      mark = re.search(rf"{rooms.MARK}=({rooms.PREFIX}\w+)", environ)
+      processes += bool(mark) and mark[1] in names
   return {
       "processes": processes,
       "files": sum(1 for _ in directory.rglob("*")),
@@ -256,8 +257,8 @@ async def _resets(args: argparse.Namespace) -> int:
     # The first makes what stays: threads and their like.
     await gyms[0].start(TASKS.train_task(families[0], 0))
     await gyms[0].close()
-    rooms: set[str] = set()
-    before = _counted(path, rooms)
+    names: set[str] = set()
+    before = _counted(path, names)
     seconds: list[float] = []
     lost: list[str] = []
     numbers = iter(range(args.resets))
@@ -270,9 +271,9 @@ async def _resets(args: argparse.Namespace) -> int:
         began = time.perf_counter()
         try:
           await gym.start(task)
-          rooms.add(gym.desktop.room.path.name)
+          names.add(gym.desktop.room.path.name)
           await gym.act(Action(Kind.CLICK, x=300, y=300))
-        except (xdesktop.DesktopError, TimeoutError) as error:
+        except (errors.DesktopError, TimeoutError) as error:
           lost.append(f"{task.task_id}: {type(error).__name__}: {error}")
           continue
         seconds.append(time.perf_counter() - began)
@@ -284,7 +285,7 @@ async def _resets(args: argparse.Namespace) -> int:
     spent = time.perf_counter() - start
     for gym in gyms:
       await gym.close()
-    after = _counted(path, rooms)
+    after = _counted(path, names)
   print(
       f"{len(seconds)} resets, {args.parallel} at a time, in {spent:.0f} s;"
       f" lost: {len(lost)}; {_ms(seconds)}"

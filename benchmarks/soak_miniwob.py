@@ -25,9 +25,9 @@ import signal
 import sys
 import time
 
+from cua_gyms import miniwob
+from cua_gyms.chromium import devtools
 from tunix.rl.multi_turn.core import gui_action
-from tunix.rl.multi_turn.environments.gyms import miniwob
-from tunix.rl.multi_turn.environments.gyms.chromium import devtools
 
 _HANG_S = 180.0
 _Action, _Kind = gui_action.GuiAction, gui_action.GuiActionKind

@@ -21,6 +21,7 @@ import json
 import sys
 from typing import Any, Sequence
 
+from cua_gyms import miniwob
 import httpx
 import openai
 from PIL import Image
@@ -28,7 +29,6 @@ from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.environments import cua_env
 from tunix.rl.multi_turn.environments.gyms import desktop
-from tunix.rl.multi_turn.environments.gyms import miniwob
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.tools import screenshot
 

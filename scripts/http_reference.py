@@ -20,6 +20,9 @@ import tempfile
 import textwrap
 from typing import Any, Iterable, Iterator, Mapping, Sequence
 
+from cua_gyms.gym_server import app as gym_app
+from cua_gyms.gym_server import catalog
+from cua_gyms.gym_server import openapi as gym_openapi
 from starlette import applications
 from training_monitor import app as monitor_app
 from training_monitor.schema import database
@@ -29,9 +32,6 @@ from tunix.rl.multi_turn.agents.run_service import schemas as run_schemas
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
-from tunix.rl.multi_turn.environments.gym_server import app as gym_app
-from tunix.rl.multi_turn.environments.gym_server import catalog
-from tunix.rl.multi_turn.environments.gym_server import openapi as gym_openapi
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.serving import app as serving_app
 from tunix.rl.multi_turn.serving import counting as serving_counting
@@ -193,7 +193,7 @@ def agree(name: str, served_here: set[Call], described: Iterable[Call]) -> None:
     )
 
 
-def statuses(folder: str, more: Iterable[str] = ()) -> str:
+def statuses(folder: str | pathlib.Path, more: Iterable[str] = ()) -> str:
   """Statuses of refusals: of a service's modules and of bodies, and `more`."""
   codes = set(more)
   for file in (*(PACKAGE / folder).rglob("*.py"), BODIES):
@@ -420,6 +420,7 @@ def gym_server() -> Section:
       for one, operation in described.items()
   ]  # pyformat: disable
   named = {s for one in described.values() for s in one["responses"]} - {"200"}
+  refusals = statuses(pathlib.Path(catalog.__file__).parent, named)
   text = f"""\
 `tunix-gym-server desktop`, or `tunix-mt gym desktop`, port 5010; [the
 guide](gym_server.md). With `--token-file` or `$TUNIX_GYM_TOKEN` every call but
@@ -427,7 +428,7 @@ guide](gym_server.md). With `--token-file` or `$TUNIX_GYM_TOKEN` every call but
 loopback names only. A request with `Origin`, of a web page, is refused.
 
 A refusal is `{{"detail", "code"}}`; 429 has `Retry-After`. Statuses:
-{statuses("environments/gym_server", named)}. `GET /openapi.json` is this
+{refusals}. `GET /openapi.json` is this
 section for programs."""
   return Section("Gym server", text, (
       *table(("call", "purpose", "takes", "answers", "refusals"), rows),

@@ -13,12 +13,12 @@ import subprocess
 import sys
 import tomllib
 
+from cua_gyms.gym_server import __main__ as gym_server
 import pytest
 from training_monitor import serve as monitor
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.agents.run_service import __main__ as run_service
 from tunix.rl.multi_turn.core import http_server
-from tunix.rl.multi_turn.environments.gym_server import __main__ as gym_server
 from tunix.rl.multi_turn.serving import arguments as serving
 import yaml
 

@@ -119,7 +119,7 @@ def test_a_recipe_trains(tmp_path, name):
 @pytest.mark.slow
 @pytest.mark.xdesktop
 def test_office_tasks_are_trained_on(tmp_path):
-  from tunix.rl.multi_turn.environments.gyms.xdesktop import programs
+  from cua_gyms.xdesktop import programs
 
   if missing := programs.missing():
     pytest.skip(f"not installed: {missing}")

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 from typing import Annotated, Any, Iterator, Mapping
 
+from cua_gyms.gym_server import openapi as gym_openapi
+from cua_gyms.gym_server import schemas as gym_schemas
 import pydantic
 import pytest
 from training_monitor import app as monitor_app
 from training_monitor.schema import database
 from training_monitor.server import access
 from tunix.rl.multi_turn.agents.run_service import schemas as run_schemas
-from tunix.rl.multi_turn.environments.gym_server import openapi as gym_openapi
-from tunix.rl.multi_turn.environments.gym_server import schemas as gym_schemas
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.serving import app as serving_app
 from tunix.rl.multi_turn.serving import image_proxy
@@ -211,7 +211,7 @@ def test_the_image_proxy_has_one_route_without_a_schema_of_its_own():
 
 
 def test_numbers_among_a_gym_s_options_have_bounds():
-  for name in gyms.BUILT_IN:
+  for name in gyms.names():
     gym = gyms.get(name)
     try:
       options = gym.options

@@ -15,6 +15,7 @@ import threading
 import time
 import types
 
+from cua_gyms.miniwob import gym as miniwob_gym
 import numpy as np
 import pytest
 from safetensors import safe_open
@@ -22,7 +23,6 @@ import small_runs
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.environments.gyms.miniwob import gym as miniwob_gym
 from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
 from tunix.rl.multi_turn.policy import lora
 from tunix.rl.multi_turn.policy import lora_files

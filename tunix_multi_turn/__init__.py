@@ -9,11 +9,11 @@
     tunix-run-service --gyms desktop
     python -m tunix_multi_turn environments.gym_server desktop
 
-A client in a program of one's own, such as the gym of a gym server:
+A client in a program of one's own, such as a parser of model text:
 
     import tunix_multi_turn
     tunix_multi_turn.light()
-    from tunix.rl.multi_turn.environments.gyms import genv
+    from tunix.rl.multi_turn.parser import tool_parser
 
 The desktop as gymnasium environments: see `envs`, which is imported by itself.
 
@@ -143,12 +143,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
   module = COMMANDS[name][0]
   light()
-  if importlib.util.find_spec(f"{_ROOM}.{module}") is None:
-    print(
-        f"error: this installation has no {_ROOM}.{module}; install a newer"
-        " tunix-multi-turn",
-        file=sys.stderr,
-    )
+  problem = (
+      f"this installation has no {_ROOM}.{module}; install a newer"
+      " tunix-multi-turn"
+  )
+  try:
+    spec = importlib.util.find_spec(f"{_ROOM}.{module}")
+  except ModuleNotFoundError as error:
+    spec, problem = None, str(error)
+  if spec is None:
+    print(f"error: {problem}", file=sys.stderr)
     return 2
   sys.argv[1:] = argv[1:]
   run(module)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import urllib.parse
 
+from cua_gyms.genv import client as genv_client
+from cua_gyms.genv import execution
 import gym_servers
 import httpx
 import pytest
@@ -17,8 +19,6 @@ from tunix.rl.multi_turn.agents.run_service import app as app_lib
 from tunix.rl.multi_turn.agents.runs import client as client_lib
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
-from tunix.rl.multi_turn.environments.gyms.genv import client as genv_client
-from tunix.rl.multi_turn.environments.gyms.genv import execution
 
 DESKTOP = gyms.get("desktop").make_tasks((), {})
 TERMINATE = run_services.call(action="terminate", status="success")

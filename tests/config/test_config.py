@@ -678,7 +678,7 @@ def test_aliases_and_presets_name_existing_fields_with_valid_values():
   paths = loader.leaves(TrainConfig)
   of_gym = {"gym.options.base_url", "gym.options.gym_id"}  # Of a gym server.
   assert set(config_lib.ALIASES.values()) <= set(paths) | of_gym
-  for gym in gyms.BUILT_IN:
+  for gym in gyms.names():
     spec = gyms.get(gym)
     presets = (spec.preset, spec.cloning_preset, spec.batch_preset)
     assert set().union(*presets) <= set(paths)

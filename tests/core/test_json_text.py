@@ -9,6 +9,8 @@ import subprocess
 import sys
 import zipfile
 
+from cua_gyms import workers
+from cua_gyms.osworld import tasks as osworld
 import pytest
 from training_monitor.client import spool
 from training_monitor.maintenance import archive
@@ -19,8 +21,6 @@ from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.environments import conversations
 from tunix.rl.multi_turn.environments import recordings
-from tunix.rl.multi_turn.environments import workers
-from tunix.rl.multi_turn.environments.gyms.osworld import tasks as osworld
 from tunix.rl.multi_turn.environments.play import __main__ as play
 from tunix.rl.multi_turn.environments.task_sources import source
 from tunix.rl.multi_turn.parser import tool_parser
@@ -265,7 +265,7 @@ OWN = {
     "core/json_text.py", "core/peers.py",
     # Written by this package in another process of the same user.
     "doctor/probe.py", "rewards/math_answers.py", "rewards/math_worker.py",
-    "environments/verifiers/worker.py", "environments/gyms/xdesktop/sandbox.py",
+    "environments/verifiers/worker.py", "tools/sandbox/rooms.py",
     "run/fleet/ray_cluster.py", "run/fleet/collector.py",
     "trajectory_collector/buffer_service/generator_process.py",
     "trajectory_collector/buffer_service/service.py",  # Its own database.
@@ -284,7 +284,10 @@ def test_json_is_parsed_by_the_one_reader():
   room = pathlib.Path(json_text.__file__).parents[1]
   package = pathlib.Path(archive.__file__).parents[1]
   parsers = set()
-  for folder, top in ((room, room), (package, package.parent)):
+  gyms = pathlib.Path(workers.__file__).parent
+  for folder, top in (
+      (room, room), (package, package.parent), (gyms, gyms.parent),
+  ):  # pyformat: disable
     for file in folder.rglob("*.py"):
       if re.search(r"(?<![a-z_])json\.loads\(", file.read_text()):
         parsers.add(str(file.relative_to(top)))

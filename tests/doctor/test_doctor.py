@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 
+from cua_gyms.xdesktop import programs
 import pytest
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.doctor import __main__ as doctor
@@ -17,7 +18,6 @@ from tunix.rl.multi_turn.doctor import devices
 from tunix.rl.multi_turn.doctor import finding
 from tunix.rl.multi_turn.doctor import machine
 from tunix.rl.multi_turn.doctor import outside
-from tunix.rl.multi_turn.environments.gyms.xdesktop import programs
 from tunix.rl.multi_turn.run import addresses
 
 Finding = finding.Finding

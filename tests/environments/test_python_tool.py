@@ -10,11 +10,11 @@ from tunix.rl.multi_turn import environments
 from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import python_tool
-from tunix.rl.multi_turn.environments.gyms.xdesktop import sandbox
 from tunix.rl.multi_turn.tools import registry
+from tunix.rl.multi_turn.tools.sandbox import rooms
 
 sandboxed = pytest.mark.skipif(
-    bool(sandbox.no_namespaces()), reason="no namespaces here"
+    bool(rooms.no_namespaces()), reason="no namespaces here"
 )
 
 
@@ -104,7 +104,7 @@ def test_nothing_is_left_after_an_episode(tmp_path):
 
 
 def test_no_sandbox_is_refused_unless_asked_for_by_name(monkeypatch):
-  monkeypatch.setattr(sandbox, "no_namespaces", lambda: "not here")
+  monkeypatch.setattr(rooms, "no_namespaces", lambda: "not here")
   for options in ({}, {"isolation": "auto"}):
     with pytest.raises(ValueError, match="isolation='processes'"):
       python_tool.PythonTool(options)

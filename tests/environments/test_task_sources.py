@@ -3,6 +3,7 @@
 import collections
 import json
 
+from cua_gyms import genv
 import gym_servers
 import hypothesis
 from hypothesis import strategies as st
@@ -12,7 +13,6 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import task_sources
 from tunix.rl.multi_turn.environments.gyms import base
-from tunix.rl.multi_turn.environments.gyms import genv
 from tunix.rl.multi_turn.environments.task_sources import source
 
 Config = task_sources.TaskSourceConfig

@@ -1,8 +1,8 @@
 """Whether a test that needs a browser, and MiniWoB++'s pages, can be run."""
 
+from cua_gyms.chromium import devtools
+from cua_gyms.miniwob import tasks as tasks_lib
 import pytest
-from tunix.rl.multi_turn.environments.gyms.chromium import devtools
-from tunix.rl.multi_turn.environments.gyms.miniwob import tasks as tasks_lib
 
 
 def missing(miniwob=True):

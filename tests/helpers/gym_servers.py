@@ -6,15 +6,15 @@ import dataclasses
 import threading
 import time
 
+from cua_gyms import genv
+from cua_gyms.gym_server import app as app_lib
+from cua_gyms.gym_server import catalog
+from cua_gyms.gym_server import executions
 import numpy as np
 from tunix.rl.multi_turn.core import http_server as serving_lib
 from tunix.rl.multi_turn.core import request_bodies
 from tunix.rl.multi_turn.environments import gyms
-from tunix.rl.multi_turn.environments.gym_server import app as app_lib
-from tunix.rl.multi_turn.environments.gym_server import catalog
-from tunix.rl.multi_turn.environments.gym_server import executions
 from tunix.rl.multi_turn.environments.gyms import base
-from tunix.rl.multi_turn.environments.gyms import genv
 
 FAMILIES = ("click-button", "enter-text")
 

@@ -3,6 +3,8 @@ that ask the same of each."""
 
 import contextlib
 
+from cua_gyms.gym_server import app as gym_app
+from cua_gyms.gym_server import catalog
 from training_monitor import app as monitor_app
 from training_monitor.core import http_server as monitor_http
 from training_monitor.schema import database
@@ -12,8 +14,6 @@ from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
-from tunix.rl.multi_turn.environments.gym_server import app as gym_app
-from tunix.rl.multi_turn.environments.gym_server import catalog
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.serving import image_proxy
 from tunix.rl.multi_turn.serving import media

@@ -5,6 +5,7 @@ import time
 import warnings
 
 import browsers
+from cua_gyms import miniwob
 import gym_servers
 import gymnasium
 from gymnasium.utils import env_checker
@@ -16,7 +17,6 @@ from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.environments.gyms import gym_env
-from tunix.rl.multi_turn.environments.gyms import miniwob
 from tunix.rl.multi_turn.environments.gyms.desktop import env as desktop_env
 
 from tunix_multi_turn import envs

@@ -17,7 +17,17 @@ from typing import Any
 
 _HERE = __name__.rpartition(".")[0]
 
-ROOMS = {"monitor": "training_monitor"}
+ROOMS = {
+    "monitor": "training_monitor",
+    "environments.gym_server": "cua_gyms.gym_server",
+    **{
+        f"environments.gyms.{name}": f"cua_gyms.{name}"
+        for name in (
+            "android_world", "browser", "chromium", "computer", "gbox", "genv",
+            "gymnasium", "miniwob", "openenv", "osworld", "xdesktop",
+        )
+    },
+}
 """Former names below `tunix.rl.multi_turn`, and what they are now."""
 
 
@@ -35,11 +45,7 @@ class _SameModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
       return None
     package = own.partition(".")[0]
     if importlib.util.find_spec(package) is None:
-      raise ModuleNotFoundError(
-          f"{fullname} is in the package {package}; "
-          f"pip install -e packages/{package}",
-          name=package,
-      )
+      raise ModuleNotFoundError(where(fullname, package), name=package)
     spec = importlib.util.find_spec(own)
     if spec is None:
       return None
@@ -60,6 +66,14 @@ class _SameModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
   def exec_module(self, module):
     # The import system has set the other name's.
     module.__spec__ = self._specs.pop(module.__spec__.name)
+
+
+def where(name: str, package: str) -> str:
+  """Tells which package of this repository has something, and its fix."""
+  return (
+      f"{name} is in the package {package}; "
+      f"pip install -e packages/{package}"
+  )
 
 
 def own_name(fullname: str) -> str | None:

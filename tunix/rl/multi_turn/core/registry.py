@@ -173,10 +173,19 @@ def _same_definition(old: Any, new: Any) -> bool:
 class Registry(Generic[T]):
   """Name -> object. `kind` is what error messages call an entry."""
 
-  def __init__(self, kind: str, *, paths: bool = True):
-    """`paths` False: str entries are values, not paths to import."""
+  def __init__(self, kind: str, *, paths: bool = True, group: str = ""):
+    """Makes an empty registry.
+
+    Args:
+      kind: Noun for error messages.
+      paths: Whether str entries are paths to import; otherwise they are values.
+      group: Group of entry points of installed packages, which are entries as
+        well. They are looked up once, when a name is not registered yet or
+        names are listed.
+    """
     self.kind = kind
     self._paths = paths
+    self._group = group
     self._entries: dict[str, T | str] = {}
 
   def register(
@@ -199,7 +208,7 @@ class Registry(Generic[T]):
       )
 
     def add(entry: Any) -> Any:
-      is_taken = name in self._entries and not replace
+      is_taken = not replace and name in self
       if is_taken and not _same_definition(self._entries[name], entry):
         raise ValueError(
             f"{self.kind} {name!r} is already registered; choose another name,"
@@ -229,7 +238,7 @@ class Registry(Generic[T]):
       ImportError: nothing at that path.
     """
     is_path = self._paths and isinstance(name, str) and ":" in name
-    if is_path and name not in self._entries:
+    if is_path and name not in self:
       if source == "operator":
         return import_path(name)
       raise ValueError(
@@ -237,19 +246,31 @@ class Registry(Generic[T]):
           " command line and files may name; choose a registered name:"
           f" {', '.join(self.names())}"
       )
-    try:
-      value = self._entries[name]
-    except (KeyError, TypeError):
-      raise ValueError(unknown_name(self.kind, name, self._entries)) from None
+    if not isinstance(name, str) or name not in self:
+      raise ValueError(unknown_name(self.kind, name, self._entries))
+    value = self._entries[name]
     if self._paths and isinstance(value, str):
       value = self._entries[name] = import_path(value)
     return cast(T, value)
 
   def names(self) -> tuple[str, ...]:
+    self._add_installed()
     return tuple(sorted(self._entries))
 
   def __contains__(self, name: object) -> bool:
+    if name not in self._entries:
+      self._add_installed()
     return name in self._entries
+
+  def _add_installed(self) -> None:
+    """Adds the entry points of `group`; registered names win."""
+    if not self._group:
+      return
+    from importlib import metadata  # pylint: disable=g-import-not-at-top
+
+    for point in metadata.entry_points(group=self._group):
+      self._entries.setdefault(point.name, point.value)
+    self._group = ""
 
   def __iter__(self) -> Iterator[str]:
     return iter(self.names())

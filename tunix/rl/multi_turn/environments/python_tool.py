@@ -2,7 +2,7 @@
 
 Each call is a Python process of its own; files in its working directory stay
 until the episode ends. The sandbox is that of the desktop gym
-(`gyms.xdesktop.sandbox`): with `isolation: namespaces` (bubblewrap) the code
+(`tools.sandbox`): with `isolation: namespaces` (bubblewrap) the code
 has no network, sees nothing of the machine but programs, and writes a bounded
 amount of memory only. `isolation: processes` separates nothing but the process,
 and is for containers that hold nothing else; it is never chosen by itself.
@@ -27,11 +27,10 @@ import uuid
 
 from tunix.rl.multi_turn.core import arguments
 from tunix.rl.multi_turn.core import concurrency
-from tunix.rl.multi_turn.environments.gyms.xdesktop import errors
-from tunix.rl.multi_turn.environments.gyms.xdesktop import files
-from tunix.rl.multi_turn.environments.gyms.xdesktop import programs
-from tunix.rl.multi_turn.environments.gyms.xdesktop import sandbox
 from tunix.rl.multi_turn.tools import stateful
+from tunix.rl.multi_turn.tools.sandbox import errors
+from tunix.rl.multi_turn.tools.sandbox import files
+from tunix.rl.multi_turn.tools.sandbox import rooms
 
 PYTHON_SCHEMA: dict[str, Any] = {
     "type": "function",
@@ -111,12 +110,12 @@ class PythonTool(stateful.BaseTool):
     if wrong:
       raise ValueError("\n".join(f"{where}.{text}" for text in wrong))
     self.limits = PythonLimits(**self.config)
-    interpreter = shutil.which("python3", path=programs.SEARCH)
+    interpreter = shutil.which("python3", path=rooms.SEARCH)
     if interpreter is None:
-      raise ValueError(f"{where}: there is no python3 in {programs.SEARCH}")
+      raise ValueError(f"{where}: there is no python3 in {rooms.SEARCH}")
     self._python = interpreter
     try:
-      self._isolation = sandbox.resolve_isolation(self.limits.isolation)
+      self._isolation = rooms.resolve_isolation(self.limits.isolation)
     except errors.IsolationUnavailable as error:
       raise ValueError(f"{where}: {error}") from None
     self._turnstile = threading.BoundedSemaphore(self.limits.calls_at_once)
@@ -179,11 +178,11 @@ class PythonTool(stateful.BaseTool):
         raise CodeError(text.strip() or f"it ended with status {status}")
       return text
 
-  def _make_room(self) -> sandbox.Room:
+  def _make_room(self) -> rooms.Room:
     limits = self.limits
-    return sandbox.Room(
+    return rooms.Room(
         isolation=self._isolation,
-        limits=sandbox.Limits(
+        limits=rooms.Limits(
             memory=limits.memory_mb << 20,
             files=128,
             file_size=(limits.disk_mb << 20) // 2,
@@ -194,7 +193,7 @@ class PythonTool(stateful.BaseTool):
     )
 
   def _call(
-      self, room: sandbox.Room, instance: _Instance, code: str
+      self, room: rooms.Room, instance: _Instance, code: str
   ) -> tuple[int | None, str]:
     """(exit status, None past the deadline; output) of one program."""
     for end in _ENDS if instance.last else ():
@@ -233,7 +232,7 @@ class _Instance:
 
   def __init__(self):
     self.lock = threading.Lock()
-    self.room: sandbox.Room | None = None
+    self.room: rooms.Room | None = None
     self.last = ""  # Name of the last call's files.
     self.closed = False
 

@@ -3,7 +3,6 @@
 `register(name, GymSpec(make=…, tasks=…))` adds one; see `spec` for its fields.
 """
 
-from tunix.rl.multi_turn.environments.gyms.registry import BUILT_IN
 from tunix.rl.multi_turn.environments.gyms.registry import from_config
 from tunix.rl.multi_turn.environments.gyms.registry import get
 from tunix.rl.multi_turn.environments.gyms.registry import make

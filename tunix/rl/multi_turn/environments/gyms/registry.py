@@ -1,31 +1,32 @@
 """Maps names to gyms: each is declared once, by a `GymSpec`.
 
 `GYMS` maps a name to a spec, or to the "module:GYM" path of one, which is
-imported on first use. An operator's name may be a "module:attribute" path: it
-holds a spec, or a plain class or function that makes a gym.
+imported on first use. Installed packages add theirs by the entry points
+`tunix.rl.multi_turn.gyms`. An operator's name may be a "module:attribute" path:
+it holds a spec, or a plain class or function that makes a gym.
 
 Promises: naming a gym imports its declaration and nothing else of it.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, Callable, Mapping
 
+from tunix.rl.multi_turn import moved_rooms
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import base
 from tunix.rl.multi_turn.environments.gyms import spec as spec_lib
 
 GymSpec = spec_lib.GymSpec
 
-BUILT_IN = (
-    "desktop", "grounding", "miniwob", "browser", "xdesktop", "gymnasium",
-    "genv", "openenv", "osworld", "android_world", "gbox", "computer",
-)  # pyformat: disable
-"""The gyms of this package, those that need the least first."""
-
-GYMS: registry.Registry[Any] = registry.Registry("gym")
-for _name in BUILT_IN:
-  GYMS.register(_name, f"tunix.rl.multi_turn.environments.gyms.{_name}:GYM")
+GYMS: registry.Registry[Any] = registry.Registry(
+    "gym", group="tunix.rl.multi_turn.gyms"
+)
+for _name in ("desktop", "grounding"):
+  GYMS.register(
+      _name, f"tunix.rl.multi_turn.environments.gyms.{_name}:GYM", replace=True
+  )
 
 
 def register(
@@ -65,11 +66,16 @@ def get(name: str, source: registry.Source = "request") -> GymSpec:
     source: Who chose the name.
 
   Raises:
-    ValueError: unknown, the message names the nearest one; or a path that a
-      request names.
+    ValueError: unknown, the message names the nearest one, or the package that
+      has it; or a path that a request names.
     ImportError: no such module or attribute.
     TypeError: the path holds no gym.
   """
+  room = moved_rooms.own_name(f"{__package__}.{name}")
+  if room and name not in GYMS:
+    package = room.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+      raise ValueError(moved_rooms.where(f"gym {name!r}", package))
   spec = spec_lib.as_spec(GYMS.get(name, source), name)
   if name in GYMS:  # Its signatures are read once.
     GYMS.register(name, spec, replace=True)

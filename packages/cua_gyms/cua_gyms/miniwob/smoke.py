@@ -1,0 +1,159 @@
+"""Checks that every task starts, acts and ends, with a scripted policy.
+
+The policy has no knowledge of the task. It clicks on elements, types into
+fields, drags and scrolls, drawn by a seed; where there is an oracle, the oracle
+plays. The gym is checked: that the instance has an instruction and shows
+something, that it is the same when started again, that actions change it
+without an error, that its verdict is in [-1, 1], and that the page's own time
+limit ends it with -1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+
+from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.environments.gyms import base
+
+from cua_gyms.chromium import devtools
+from cua_gyms.miniwob import gym as gym_lib
+from cua_gyms.miniwob import oracle as oracle_lib
+
+_Action = gui_action.GuiAction
+_Kind = gui_action.GuiActionKind
+MOVING = frozenset({"book-flight", "book-flight-nodelay", "chase-circle"})
+"""Families of which a page loaded anew may show other pixels."""
+
+# Middle points of what can be used and is not covered, and whether it takes
+# text; the rest of a page is clicked by the look of it.
+_USABLE = """[...document.querySelectorAll('#area button, #area input, #area a,'
+    + '#area textarea, #area select, #area li, #area td, #area span,'
+    + '#area svg *, .ui-dialog button')].map(e => {
+  const r = e.getBoundingClientRect();
+  const x = r.left + r.width / 2, y = r.top + r.height / 2;
+  const hit = x >= 0 && y >= 0 && x < 160 && y < 210 && r.width * r.height
+      && document.elementFromPoint(x, y);
+  return hit && (hit === e || e.contains(hit))
+      ? [x, y, e.matches('textarea, input:not([type=button])')] : null;
+}).filter(e => e)"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """The outcome of one family.
+
+  Attributes:
+    family: its name.
+    problem: why it failed, "" when it passed.
+    turns: actions in the played episode.
+    decided: whether the page ended it.
+    score: Score of the played episode.
+    start_ms, step_ms: Time of the start, and mean time of a step.
+  """
+
+  family: str
+  problem: str
+  turns: int = 0
+  decided: bool = False
+  score: float = 0.0
+  start_ms: float = 0.0
+  step_ms: float = 0.0
+
+
+class TrialFailed(Exception):
+  """The gym failed a check."""
+
+
+def _check(holds: bool, what: str) -> None:
+  if not holds:
+    raise TrialFailed(what)
+
+
+async def try_family(
+    family: str,
+    task: base.Task,
+    browser: gym_lib.Browser,
+    seed: int = 0,
+) -> Report:
+  """Plays one instance, and then lets its time run out."""
+  gym = gym_lib.MiniWobGym(browser=browser, time_limit=True)
+  try:
+    return await _try(gym, family, task, random.Random(f"{seed}/{family}"))
+  except (
+      devtools.DevToolsError, TrialFailed, LookupError, ValueError,
+  ) as error:  # pyformat: disable
+    return Report(family, f"{type(error).__name__}: {error}")
+  finally:
+    await gym.close()
+
+
+async def _try(
+    gym: gym_lib.MiniWobGym, family: str, task: base.Task, rng: random.Random
+) -> Report:
+  began = time.perf_counter()
+  first = await gym.start(task)
+  start_ms = 1000 * (time.perf_counter() - began)
+  _check(first.instruction.strip(), "no instruction")
+  shape = first.screenshot.shape
+  _check(shape == (gym.height, gym.width, 3), f"a screenshot of {shape}")
+  _check(len({*map(bytes, first.screenshot.reshape(-1, 3))}) > 2, "blank")
+  _check(not first.done, "over before it began")
+
+  plays = family in oracle_lib.ORACLE_FAMILIES
+  steps: list[float] = []
+  latest = first
+  while not latest.done and len(steps) < task.max_turns:
+    if plays:
+      action = await oracle_lib.oracle_action(gym)
+    else:
+      action = await _any_action(gym, rng)
+    began = time.perf_counter()
+    latest = await gym.act(action)
+    steps.append(time.perf_counter() - began)
+    _check(not latest.info.get("ignored"), str(dict(latest.info)))
+  verdict = await gym.evaluate()
+  decided = bool(verdict.details["decided"])
+  _check(-1 <= verdict.score <= 1, f"score {verdict.score}")
+  _check(verdict.score == 0 or decided, "a score of what is not decided")
+  _check(verdict.success or not plays, "the oracle did not solve it")
+
+  again = await gym.start(task)
+  _check(again.instruction == first.instruction, "another instruction")
+  if family not in MOVING:
+    differ = int((again.screenshot != first.screenshot).any(-1).sum())
+    _check(differ == 0, f"{differ} other pixels when started again")
+  for _ in range(6):  # 60 s of the page's time: twice the longest limit.
+    latest = await gym.act(_Action(_Kind.WAIT, duration=10))
+    if latest.done:
+      break
+  timed_out = await gym.evaluate()
+  _check(latest.done, "its time limit does not end it")
+  # chase-circle pays for the time it took, and ends otherwise.
+  if timed_out.details["reason"] == "timed out":
+    _check(timed_out.score == -1, f"timed out with {timed_out.score}")
+  return Report(
+      family, "", len(steps), decided, verdict.score, start_ms,
+      1000 * sum(steps) / max(1, len(steps)),
+  )  # pyformat: disable
+
+
+async def _any_action(
+    gym: gym_lib.MiniWobGym, rng: random.Random
+) -> gui_action.GuiAction:
+  usable = await gym.page.evaluate(_USABLE)
+  if not usable or rng.random() < 0.15:
+    spot = {"x": rng.uniform(2, 158), "y": rng.uniform(52, 208)}
+    other = {"x2": rng.uniform(2, 158), "y2": rng.uniform(52, 208)}
+    return rng.choice((
+        _Action(_Kind.CLICK, **spot),
+        _Action(_Kind.DRAG, **spot, **other),
+        _Action(_Kind.SCROLL, **spot, dy=rng.choice((-60.0, 60.0))),
+        _Action(_Kind.MOVE, **spot),
+    ))
+  x, y, takes_text = rng.choice(usable)
+  at_it = (x, y) == gym.page.pointer
+  if takes_text and at_it:
+    return _Action(_Kind.TYPE, text=rng.choice(("7", "alpha", "3/4", "a b")))
+  return _Action(_Kind.CLICK, x=x, y=y)

@@ -1,0 +1,1 @@
+"""Isolates programs of tools and desktops; `rooms` says how."""
