@@ -173,7 +173,14 @@ def _same_definition(old: Any, new: Any) -> bool:
 class Registry(Generic[T]):
   """Name -> object. `kind` is what error messages call an entry."""
 
-  def __init__(self, kind: str, *, paths: bool = True, group: str = ""):
+  def __init__(
+      self,
+      kind: str,
+      *,
+      paths: bool = True,
+      group: str = "",
+      absent: Callable[[str], str] | None = None,
+  ):
     """Makes an empty registry.
 
     Args:
@@ -182,10 +189,13 @@ class Registry(Generic[T]):
       group: Group of entry points of installed packages, which are entries as
         well. They are looked up once, when a name is not registered yet or
         names are listed.
+      absent: Returns which package has an unknown name, for the message; ""
+        for none.
     """
     self.kind = kind
     self._paths = paths
     self._group = group
+    self._absent = absent
     self._entries: dict[str, T | str] = {}
 
   def register(
@@ -247,7 +257,8 @@ class Registry(Generic[T]):
           f" {', '.join(self.names())}"
       )
     if not isinstance(name, str) or name not in self:
-      raise ValueError(unknown_name(self.kind, name, self._entries))
+      package = self._absent(str(name)) if self._absent else ""
+      raise ValueError(package or unknown_name(self.kind, name, self._entries))
     value = self._entries[name]
     if self._paths and isinstance(value, str):
       value = self._entries[name] = import_path(value)

@@ -20,8 +20,18 @@ from tunix.rl.multi_turn.environments.gyms import spec as spec_lib
 
 GymSpec = spec_lib.GymSpec
 
+
+def _absent(name: str) -> str:
+  """Tells which package of this repository has the gym; "" for none."""
+  room = moved_rooms.own_name(f"{__package__}.{name}") or ""
+  package = room.partition(".")[0]
+  if not package or importlib.util.find_spec(package) is not None:
+    return ""
+  return moved_rooms.where(f"gym {name!r}", package)
+
+
 GYMS: registry.Registry[Any] = registry.Registry(
-    "gym", group="tunix.rl.multi_turn.gyms"
+    "gym", group="tunix.rl.multi_turn.gyms", absent=_absent
 )
 for _name in ("desktop", "grounding"):
   GYMS.register(
@@ -71,11 +81,6 @@ def get(name: str, source: registry.Source = "request") -> GymSpec:
     ImportError: no such module or attribute.
     TypeError: the path holds no gym.
   """
-  room = moved_rooms.own_name(f"{__package__}.{name}")
-  if room and name not in GYMS:
-    package = room.partition(".")[0]
-    if importlib.util.find_spec(package) is None:
-      raise ValueError(moved_rooms.where(f"gym {name!r}", package))
   spec = spec_lib.as_spec(GYMS.get(name, source), name)
   if name in GYMS:  # Its signatures are read once.
     GYMS.register(name, spec, replace=True)
