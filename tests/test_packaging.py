@@ -272,10 +272,15 @@ def test_a_clone_that_is_not_installed_is_importable_through_conftest(
 def _needs():
   named = list(PROJECT["project"]["dependencies"])
   extras = PROJECT["project"]["optional-dependencies"]
-  named += [r for e in ("browser", "xdesktop", "dev") for r in extras[e]]
+  named += extras["dev"]
+  for package in PACKAGES:
+    project = tomllib.loads((ROOT / package / "pyproject.toml").read_text())
+    named += project["project"]["dependencies"]
+    for extra in project["project"]["optional-dependencies"].values():
+      named += extra
   for text in named:
     requirement = requirements.Requirement(text)
-    if requirement.name != "tunix-multi-turn":
+    if not requirement.name.startswith("tunix-"):
       yield requirement
 
 
@@ -296,8 +301,8 @@ def test_constraints_are_plain_pins_of_everything_make_installs():
 def test_extras_and_the_pins_that_protect_google_tunix():
   extras = PROJECT["project"]["optional-dependencies"]
   assert {
-      "tpu", "gpu", "browser", "xdesktop", "serve", "grammar", "monitor", "ray",
-      "dev",
+      "tpu", "gpu", "gyms", "browser", "xdesktop", "serve", "grammar", "monitor",
+      "ray", "dev",
   } <= set(extras)  # pyformat: disable
   base = PROJECT["project"]["dependencies"]
   assert "jax<0.11.1" in base
@@ -316,12 +321,12 @@ PACKAGES = sorted(
     for path in ROOT.glob("packages/*/pyproject.toml")
 )
 MONITOR = "packages/training_monitor"
+GYMS = "packages/cua_gyms"
 
 
-@pytest.fixture(scope="module")
-def monitor_wheel(built):
-  """The wheel of the Training Monitor, from the copy of the repository."""
-  tree = built.parent / MONITOR
+def wheel_of(built, package):
+  """The wheel of a package, from the copy of the repository."""
+  tree = built.parent / package
   process = run(
       sys.executable, "-c",
       "import setuptools.build_meta as b; b.build_wheel('out')", cwd=tree,
@@ -329,6 +334,29 @@ def monitor_wheel(built):
   assert process.returncode == 0, process.stderr[-2000:]
   (path,) = (tree / "out").glob("*.whl")
   return path
+
+
+@pytest.fixture(scope="module")
+def monitor_wheel(built):
+  return wheel_of(built, MONITOR)
+
+
+def test_the_gyms_wheel_is_complete_and_names_its_gyms(built):
+  with zipfile.ZipFile(wheel_of(built, GYMS)) as archive:
+    names = set(archive.namelist())
+    (points,) = (n for n in names if n.endswith("/entry_points.txt"))
+    text = archive.read(points).decode()
+  sources = ROOT / GYMS / "cua_gyms"
+  expected = {
+      p.relative_to(sources.parent).as_posix()
+      for p in sources.rglob("*")
+      if p.is_file() and "__pycache__" not in p.parts
+  }
+  assert "cua_gyms/miniwob/prelude.js" in expected
+  assert not expected - names, f"not in it: {sorted(expected - names)}"
+  assert all(n.startswith(("cua_gyms/", "tunix_cua_gyms-")) for n in names)
+  assert "[tunix.rl.multi_turn.gyms]" in text
+  assert "miniwob = cua_gyms.miniwob:GYM" in text
 
 
 def test_the_monitors_wheel_is_complete_without_the_framework(monitor_wheel):
@@ -370,7 +398,8 @@ def test_modules_of_core_import_one_another_relatively():
 
 def test_the_framework_imports_no_package_of_its_own_accord():
   """They are found by entry points, and by former names."""
-  pattern = re.compile(r"^\s*(import|from) training_monitor\b", re.M)
+  names = "|".join(pathlib.Path(package).name for package in PACKAGES)
+  pattern = re.compile(rf"^\s*(import|from) ({names})\b", re.M)
   for path in (ROOT / "tunix").rglob("*.py"):
     assert not pattern.search(path.read_text()), path
 
