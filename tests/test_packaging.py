@@ -301,8 +301,8 @@ def test_constraints_are_plain_pins_of_everything_make_installs():
 def test_extras_and_the_pins_that_protect_google_tunix():
   extras = PROJECT["project"]["optional-dependencies"]
   assert {
-      "tpu", "gpu", "gyms", "browser", "xdesktop", "serve", "grammar", "monitor",
-      "ray", "dev",
+      "tpu", "gpu", "gyms", "browser", "xdesktop", "serve", "grammar",
+      "monitor", "ray", "dev",
   } <= set(extras)  # pyformat: disable
   base = PROJECT["project"]["dependencies"]
   assert "jax<0.11.1" in base
