@@ -11,6 +11,7 @@ import pathlib
 import re
 import time
 
+from agent_services.rollout_buffer import plugins
 import buffer_services
 import chat_server
 import documented_code
@@ -24,7 +25,6 @@ from tunix.rl.multi_turn.clients import openai_client
 from tunix.rl.multi_turn.clients import vllm
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import plugins
 import yaml
 
 TESTS = pathlib.Path(__file__).resolve().parent

@@ -258,7 +258,7 @@ def test_a_clone_that_is_not_installed_is_importable_through_conftest(
       f"runpy.run_path({str(ROOT / 'conftest.py')!r})\n"
       "import tunix.rl.multi_turn.config, tunix.rl.queue.group_queue\n"
       "import tunix.rl.queue.data_queue\n"
-      "import training_monitor.client\n"
+      "import agent_services.serving, training_monitor.client\n"
       "print(tunix.rl.multi_turn.config.__file__)\n"
   )
   process = run(sys.executable, "-c", program, cwd=tmp_path)
@@ -370,7 +370,9 @@ def test_modules_of_core_import_one_another_relatively():
 
 def test_the_framework_imports_no_package_of_its_own_accord():
   """They are found by entry points, and by former names."""
-  pattern = re.compile(r"^\s*(import|from) training_monitor\b", re.M)
+  pattern = re.compile(
+      rf"^\s*(import|from) ({'|'.join(map(os.path.basename, PACKAGES))})\b", re.M
+  )
   for path in (ROOT / "tunix").rglob("*.py"):
     assert not pattern.search(path.read_text()), path
 

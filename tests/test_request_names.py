@@ -8,6 +8,14 @@ import subprocess
 import sys
 import time
 
+from agent_services.rollout_buffer import __main__ as buffer_command
+from agent_services.rollout_buffer import generating
+from agent_services.rollout_buffer import generators_run
+from agent_services.rollout_buffer import plugins
+from agent_services.rollout_buffer import rights
+from agent_services.run_service import schemas as run_schemas
+from agent_services.serving import image_proxy
+from agent_services.serving import media
 import buffer_services
 import gym_servers
 import httpx
@@ -15,22 +23,10 @@ import monitor_server
 import poisoned_names
 import pytest
 import run_services
-from tunix.rl.multi_turn.agents.run_service import schemas as run_schemas
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.parser import tool_parser
-from tunix.rl.multi_turn.serving import image_proxy
-from tunix.rl.multi_turn.serving import media
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
-    __main__ as buffer_command,
-)
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import generating
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
-    generators_run,
-)
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import plugins
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import rights
 
 ROOM = pathlib.Path(registry.__file__).parents[1]
 BUFFER = ROOM / "trajectory_collector" / "buffer_service"

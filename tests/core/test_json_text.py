@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 
+from agent_services.rollout_buffer import generating
 import pytest
 from training_monitor.client import spool
 from training_monitor.maintenance import archive
@@ -37,7 +38,6 @@ from tunix.rl.multi_turn.tools import base as tools_base
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import (
   assign_instance_id,
 )
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import generating
 
 LEVELS = (900, 200_000)
 ROOM = "tunix.rl.multi_turn"

@@ -17,7 +17,16 @@ from typing import Any
 
 _HERE = __name__.rpartition(".")[0]
 
-ROOMS = {"monitor": "training_monitor"}
+ROOMS = {
+    "agents.run_agent": "agent_services.runs.run_agent",
+    "agents.run_service": "agent_services.run_service",
+    "agents.runs": "agent_services.runs",
+    "clients.cua_workflow": "agent_services.cua_workflow",
+    "clients.run_episodes": "agent_services.runs.run_episodes",
+    "monitor": "training_monitor",
+    "serving": "agent_services.serving",
+    "trajectory_collector.buffer_service": "agent_services.rollout_buffer",
+}
 """Former names below `tunix.rl.multi_turn`, and what they are now."""
 
 
