@@ -387,7 +387,8 @@ session too.
 A refusal is `{{"type": "error", "error": {{"message", "type", "param",
 "code"}}}}`, with `retry-after` where the same request may succeed later.
 Statuses:
-{statuses(SERVICES / "serving")}. `GET /openapi.json` is this section for programs."""
+{statuses(SERVICES / "serving")}. `GET /openapi.json` is this section for
+programs."""
   return Section("Policy server", text, (
       *table(("call", "purpose", "takes", "answers"), rows),
       "", "Objects; fields in bold are required:", "",

@@ -370,9 +370,8 @@ def test_modules_of_core_import_one_another_relatively():
 
 def test_the_framework_imports_no_package_of_its_own_accord():
   """They are found by entry points, and by former names."""
-  pattern = re.compile(
-      rf"^\s*(import|from) ({'|'.join(map(os.path.basename, PACKAGES))})\b", re.M
-  )
+  names = "|".join(map(os.path.basename, PACKAGES))
+  pattern = re.compile(rf"^\s*(import|from) ({names})\b", re.M)
   for path in (ROOT / "tunix").rglob("*.py"):
     assert not pattern.search(path.read_text()), path
 

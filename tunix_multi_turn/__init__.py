@@ -143,7 +143,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
   module = COMMANDS[name][0]
   light()
-  if importlib.util.find_spec(f"{_ROOM}.{module}") is None:
+  try:
+    missing = importlib.util.find_spec(f"{_ROOM}.{module}") is None
+  except ModuleNotFoundError as error:  # The room is a package of its own.
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  if missing:
     print(
         f"error: this installation has no {_ROOM}.{module}; install a newer"
         " tunix-multi-turn",

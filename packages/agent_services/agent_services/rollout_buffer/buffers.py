@@ -173,7 +173,7 @@ class Buffer:
     self._groups = groups.Groups(self.judge.rules.group_size)
     before, self._leases = self._leases, {}
     self._tally.reset(contents.cleared)
-    self._tally.keep(tally.Kept(dict(contents.kept), []))
+    self._tally.keep(tally.Kept(dict(contents.sizes), []))
     self._items = self._bytes = 0
     lent: dict[tuple[str, int], groups.Group] = {}
     for record in contents.records:
@@ -370,7 +370,7 @@ class Buffer:
         self.id,
         [(group.number, group.seqs) for group in lent],
         [seq for group in dropped for seq in group.seqs],
-        retained.gone,
+        retained.released,
         lease=(lease, lease_s or 0.0),
         cleared=cleared,
         remembered=self._limits.remembered_uids,
@@ -559,7 +559,8 @@ class Buffer:
         self._groups.close(group)
     seqs = [seq for group in dropped for seq in group.seqs]
     retained = self._kept_with(dropped)
-    self._wait(self._store.call(store_work.drop(self.id, seqs, retained.gone)))
+    released = retained.released
+    self._wait(self._store.call(store_work.drop(self.id, seqs, released)))
     with self._lock:
       for group in dropped:
         self._groups.take(group)

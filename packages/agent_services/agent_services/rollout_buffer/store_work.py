@@ -19,13 +19,13 @@ class Contents(NamedTuple):
     records: items that are not done, or not yet counted, in their order.
     cleared: the newest item that no read counts any more.
     seconds: Time of each lease.
-    kept: Bytes of each dropped item that still has its content.
+    sizes: Bytes of each dropped item that still has its content.
   """
 
   records: Sequence[store.Record] = ()
   cleared: int = 0
   seconds: Mapping[str, float] = {}
-  kept: Mapping[int, int] = {}
+  sizes: Mapping[int, int] = {}
 
 
 def _each(

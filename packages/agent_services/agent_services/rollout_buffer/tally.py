@@ -37,11 +37,11 @@ class Kept:
 
   Attributes:
     sizes: Bytes of the items that stay.
-    gone: items whose contents go.
+    released: Numbers of the items whose contents go.
   """
 
   sizes: dict[int, int]
-  gone: list[int]
+  released: list[int]
 
 
 class Tally:

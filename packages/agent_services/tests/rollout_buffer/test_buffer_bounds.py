@@ -109,9 +109,9 @@ def test_buffers_of_several_names_do_not_know_each_other(buffer):
       buffer.client.get("/buffers").json()["buffers"]
   )
   assert not buffer.read()["success"]
-  left = buffer.read(buffer="left")["data"]["data"]
+  left_rows = buffer.read(buffer="left")["data"]["data"]
   right = buffer.post("/b/right/get_rollout_data").json()["data"]["data"]
-  assert {i["instance_id"] for i in left} == {"l"}
+  assert {i["instance_id"] for i in left_rows} == {"l"}
   assert {i["instance_id"] for i in right} == {"r"}
   lines = buffer.client.get("/metrics").text
   assert 'buffer_held_items{buffer="left"} 0' in lines
@@ -231,8 +231,8 @@ def test_a_token_is_demanded_on_every_route_but_health(tmp_path):
         ("POST", "/start_rollout"), ("GET", "/buffer/stats"),
         ("GET", "/metrics"), ("POST", "/b/x/buffer/ack"),
     ):  # pyformat: disable
-      for given in ({}, {"authorization": "Bearer wrong"}):
-        answer = guarded.client.request(method, path, headers=given)
+      for headers in ({}, {"authorization": "Bearer wrong"}):
+        answer = guarded.client.request(method, path, headers=headers)
         assert answer.status_code == 401, path
     right = {"authorization": "Bearer secret"}
     assert guarded.client.get("/buffer/stats", headers=right).is_success

@@ -15,19 +15,19 @@ import run_services
 TERMINATE = run_services.call(action="terminate", status="success")
 
 
-def rounds_of(tmp_path, **asked):
+def rounds_of(tmp_path, **options):
   """The rounds of a trainer in a process of its own."""
   settings = tmp_path / "settings.json"
   settings.write_text(json.dumps({
       "state": str(tmp_path / "state.json"), "group_size": 2, "groups": 2,
-      **asked,
+      **options,
   }))  # pyformat: disable
-  done = subprocess.run(
+  process = subprocess.run(
       [sys.executable, "-I", buffer_trainer.__file__, str(settings)],
       capture_output=True, text=True, timeout=120, check=False,
   )  # pyformat: disable
-  assert not done.returncode, done.stderr
-  return [json.loads(line) for line in done.stdout.splitlines()]
+  assert not process.returncode, process.stderr
+  return [json.loads(line) for line in process.stdout.splitlines()]
 
 
 def write_tasks(path, rows):
@@ -35,14 +35,14 @@ def write_tasks(path, rows):
   return str(path)
 
 
-def two_rounds_and_a_third(tmp_path, running, **asked):
+def two_rounds_and_a_third(tmp_path, running, **options):
   """The items of two rounds, and of a third one after a restart."""
-  asked = {"url": running.url, **asked}
-  first = rounds_of(tmp_path, rounds=2, **asked)
-  kept = json.loads((tmp_path / "state.json").read_text())
-  second = rounds_of(tmp_path, rounds=3, **asked)
+  options = {"url": running.url, **options}
+  first = rounds_of(tmp_path, rounds=2, **options)
+  state = json.loads((tmp_path / "state.json").read_text())
+  second = rounds_of(tmp_path, rounds=3, **options)
   assert [r["round"] for r in first + second] == [0, 1, 2]
-  finished = {name for names in kept.values() for name in names}
+  finished = {name for names in state.values() for name in names}
   again = {item["instance_id"] for item in second[0]["items"]}
   assert again and not again & finished
   items = [item for r in first + second for item in r["items"]]

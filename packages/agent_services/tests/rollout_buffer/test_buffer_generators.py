@@ -27,9 +27,9 @@ CLICK = run_services.call(action="left_click", coordinate=[500, 500])
 TERMINATE = run_services.call(action="terminate", status="success")
 
 
-def until(done, seconds=60):
+def until(condition, seconds=60):
   due = time.monotonic() + seconds
-  while not done():
+  while not condition():
     assert time.monotonic() < due, "it did not happen in time"
     time.sleep(0.05)
 
@@ -154,11 +154,11 @@ def test_sampled_tokens_are_kept_where_the_server_returns_them(
 
 def test_a_group_of_mathematics_needs_an_answer_of_each_member():
   hook = plugins.hooks_of(BUILT_IN["math"]).is_valid_group
-  said = lambda text: {"messages": [{"role": "assistant", "content": text}]}
-  assert hook(("g", [said("1"), said("1")]), 2, "math") == (True, True)
-  assert hook(("g", [said("1"), said(" ")]), 2, "math") == (False, True)
-  assert hook(("g", [said("1")]), 2, "math") == (False, False)
-  assert hook(("g", [said(None), {"messages": []}]), 2) == (False, True)
+  said_by = lambda text: {"messages": [{"role": "assistant", "content": text}]}
+  assert hook(("g", [said_by("1"), said_by("1")]), 2, "math") == (True, True)
+  assert hook(("g", [said_by("1"), said_by(" ")]), 2, "math") == (False, True)
+  assert hook(("g", [said_by("1")]), 2, "math") == (False, False)
+  assert hook(("g", [said_by(None), {"messages": []}]), 2) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -177,10 +177,10 @@ def test_a_wrong_input_is_one_line(running, tmp_path, rows, fault):
       play("math", payload(
           running, path, remote_engine_url=url, reward="numeric_match"
       ))  # pyformat: disable
-  found = caught.value
-  while isinstance(found, ExceptionGroup):
-    found = found.exceptions[0]
-  assert fault in str(found) and "\n" not in str(found)
+  error = caught.value
+  while isinstance(error, ExceptionGroup):
+    error = error.exceptions[0]
+  assert fault in str(error) and "\n" not in str(error)
 
 
 # --- the desktop --------------------------------------------------------------
@@ -196,8 +196,8 @@ def test_the_desktop_is_played_by_an_openai_server(running, tmp_path):
   def answer(method, path, body):
     if path.endswith("/models"):
       return 200, {"data": [{"id": "m"}]}
-    asked = json.loads(body)
-    turn = sum(m["role"] == "assistant" for m in asked["messages"])
+    request = json.loads(body)
+    turn = sum(m["role"] == "assistant" for m in request["messages"])
     turns[turn] += 1
     images = 1 + turn
     prompt = [1] + [2, 9, 9, 3] * images + [4] * turn
@@ -294,15 +294,15 @@ def folder_fixture(tmp_path_factory):
 
 
 def test_generators_are_found_by_file_and_broken_ones_listed(folder):
-  found = plugins.discover([folder])
-  assert set(found.generators) == {
+  plugin_set = plugins.discover([folder])
+  assert set(plugin_set.generators) == {
       "desktop", "external", "math", "echo", "failing", "hanging",
       "unimportable",
   }  # pyformat: disable
-  assert found.generators["echo"].path.name in (
+  assert plugin_set.generators["echo"].path.name in (
       "double_generator.py", "echo_generator.py"
   )  # pyformat: disable
-  problems = "\n".join(found.problems)
+  problems = "\n".join(plugin_set.problems)
   for part in (
       "broken_generator.py: ", "untold_generator.py: it defines no TASK_TYPE",
       "computed_generator.py: TASK_TYPE must be a text in quotes",
@@ -400,15 +400,15 @@ def test_a_rollout_goes_on_with_a_service_that_starts_again(
     with buffer_services.Running(tmp_path / "b") as second:
       until(lambda: second.stats()["generator"]["state"] == "finished")
       assert second.stats()["total_written"] == 12
-      kept = second.service.store.rows(
+      stored_rows = second.service.store.rows(
           "SELECT instance_id, COUNT(*) FROM items GROUP BY instance_id"
       )
-      assert dict(kept) == {f"m{i}": 2 for i in range(6)}
+      assert dict(stored_rows) == {f"m{i}": 2 for i in range(6)}
     # What was written is not played again.
     assert len(server.bodies) - before <= 12 - 4
     with buffer_services.Running(tmp_path / "b") as third:
-      told = third.stats()["generator"]
-      assert (told["state"], told["task_type"]) == ("finished", "math")
+      state = third.stats()["generator"]
+      assert (state["state"], state["task_type"]) == ("finished", "math")
 
 
 ENDING = '''
@@ -456,13 +456,13 @@ def test_each_skip_leaves_out_one_group_of_a_task():
       "num_repeat_per_sample": "2", "num_epoch": "3", "rollout_id": "r",
       "skip_instance_ids": ["a", "a", "b", "unknown"],
   }  # pyformat: disable
-  found = list(generating.jobs(rows, data))
-  assert collections.Counter(j.instance_id for j in found) == {
+  result = list(generating.jobs(rows, data))
+  assert collections.Counter(j.instance_id for j in result) == {
       "a": 2, "b": 4, "c": 6
   }  # pyformat: disable
-  assert len({j.uid for j in found}) == len({j.seed for j in found}) == 12
-  assert [j.uid for j in found] == [j.uid for j in generating.jobs(rows, data)]
-  names = [j.instance_id for j in found]
+  assert len({j.uid for j in result}) == len({j.seed for j in result}) == 12
+  assert [j.uid for j in result] == [j.uid for j in generating.jobs(rows, data)]
+  names = [j.instance_id for j in result]
   assert names[::2] == names[1::2], "members of a group are neighbours"
 
 

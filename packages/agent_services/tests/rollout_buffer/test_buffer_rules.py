@@ -1,4 +1,4 @@
-"""Which groups a rollout buffer gives, and as what: held to a second writing.
+"""Rules by which a rollout buffer gives groups, held to a second writing.
 
 The reference below is written from the protocol's facts with fractions, lists
 and loops, and shares no line with the rules.
@@ -46,10 +46,10 @@ def expected_verdict(rewards, idle, size, ratio, timeout, timeout_ratio):
 
 def expected_items(rewards, size, item_ratio):
   """(reward, raw reward, index of the original) of each item, or None."""
-  kept = [(i, r) for i, r in enumerate(rewards) if 0 <= r <= 1]
-  if len(kept) < max(1, math.floor(size * item_ratio)):
+  valid = [(i, r) for i, r in enumerate(rewards) if 0 <= r <= 1]
+  if len(valid) < max(1, math.floor(size * item_ratio)):
     return None
-  exact = [fractions.Fraction(r) for _, r in kept]
+  exact = [fractions.Fraction(r) for _, r in valid]
   mean = sum(exact) / len(exact)
   deviation = math.sqrt(sum((e - mean) ** 2 for e in exact) / len(exact))
   if all(e == 0 for e in exact):
@@ -58,12 +58,12 @@ def expected_items(rewards, size, item_ratio):
     new = [0.0] * len(exact)
   else:
     new = [float(e - mean) / (deviation + 1e-8) for e in exact]
-  scale = size / len(kept)
-  rows = [[n * scale, raw, i] for n, (i, raw) in zip(new, kept)]
+  scale = size / len(valid)
+  rows = [[n * scale, raw, i] for n, (i, raw) in zip(new, valid)]
   total = sum(row[0] for row in rows)
-  wanted = max(size, len(rows))
+  target = max(size, len(rows))
   out = list(rows)
-  while len(out) < wanted:
+  while len(out) < target:
     out.append(rows[len(out) % len(rows)])
   count = {id(r): sum(o is r for o in out) for r in rows}
   shared = [(row[0] / count[id(row)], row[1], row[2]) for row in out]
@@ -84,13 +84,13 @@ def expected_items(rewards, size, item_ratio):
 def test_a_group_waits_is_used_or_dropped_as_the_protocol_has_it(
     rewards, idle, size, ratio, timeout, timeout_ratio
 ):
-  asked = Rules(
+  settings = Rules(
       group_size=size, min_valid_group_size_ratio=ratio,
       group_timeout_seconds=timeout, min_timeout_group_size_ratio=timeout_ratio,
   )  # pyformat: disable
-  valid, finished = rules.is_valid_group(rewards, asked)
+  valid, finished = rules.is_valid_group(rewards, settings)
   assert not valid or finished
-  got = rules.verdict(valid, finished, len(rewards), idle, asked)
+  got = rules.verdict(valid, finished, len(rewards), idle, settings)
   assert got == expected_verdict(
       rewards, idle, size, ratio, timeout, timeout_ratio
   )
@@ -101,10 +101,10 @@ def test_a_group_waits_is_used_or_dropped_as_the_protocol_has_it(
 def test_what_a_reader_gets_is_filtered_normalised_and_padded(
     rewards, size, ratio
 ):
-  asked = Rules(group_size=size, min_valid_item_size_ratio=ratio)
+  settings = Rules(group_size=size, min_valid_item_size_ratio=ratio)
   items = items_of(rewards)
   before = copy.deepcopy(items)
-  got = rules.delivered(("g", items), asked, rules.Hooks(), "math")
+  got = rules.delivered(("g", items), settings, rules.Hooks(), "math")
   assert items == before, "the rules change no item that they are given"
   want = expected_items(rewards, size, ratio)
   if want is None:
@@ -121,33 +121,33 @@ def test_what_a_reader_gets_is_filtered_normalised_and_padded(
 @hypothesis_settings(max_examples=trials.count(200), deadline=None)
 @given(st.dictionaries(st.text(max_size=3), GROUPS, max_size=5))
 def test_the_statistics_are_those_of_all_items(by_instance):
-  found = rules.meta_info(by_instance)
+  info = rules.meta_info(by_instance)
   every = [fractions.Fraction(r) for g in by_instance.values() for r in g]
-  assert found["total_samples"] == len(every)
-  assert found["num_groups"] == len(by_instance)
+  assert info["total_samples"] == len(every)
+  assert info["num_groups"] == len(by_instance)
   if not every:
-    assert set(found.values()) == {0}
+    assert set(info.values()) == {0}
     return
   mean = sum(every) / len(every)
-  assert math.isclose(found["avg_reward"], mean, abs_tol=1e-12)
-  assert found["reward_min"] == min(every)
-  assert found["reward_max"] == max(every)
-  assert found["avg_group_size"] == len(every) / len(by_instance)
+  assert math.isclose(info["avg_reward"], mean, abs_tol=1e-12)
+  assert info["reward_min"] == min(every)
+  assert info["reward_max"] == max(every)
+  assert info["avg_group_size"] == len(every) / len(by_instance)
   spread = 0.0
   if len(every) > 1:
     spread = math.sqrt(sum((e - mean) ** 2 for e in every) / (len(every) - 1))
-  assert math.isclose(found["reward_std"], spread, abs_tol=1e-9)
+  assert math.isclose(info["reward_std"], spread, abs_tol=1e-9)
 
 
 # --- cases --------------------------------------------------------------------
 
 
 def test_a_group_is_too_old_just_after_its_time_and_not_at_it():
-  asked = Rules(group_size=10)
+  settings = Rules(group_size=10)
   for size, late in ((6, "drop"), (7, "use")):
     just_after = math.nextafter(300.0, 301.0)
-    assert rules.verdict(False, False, size, 300.0, asked) == "waits"
-    assert rules.verdict(False, False, size, just_after, asked) == late
+    assert rules.verdict(False, False, size, 300.0, settings) == "waits"
+    assert rules.verdict(False, False, size, just_after, settings) == late
 
 
 def test_a_whole_group_of_zeros_keeps_its_rewards_and_one_of_ones_loses_them():
@@ -168,10 +168,10 @@ def test_padding_repeats_items_as_often_as_it_must():
 
 
 def test_raw_groups_leave_as_they_came():
-  asked = Rules(group_size=3, raw=True)
+  settings = Rules(group_size=3, raw=True)
   rewards = [7.0, 7.0, 7.0]
-  assert rules.is_valid_group(rewards, asked) == (True, True)
-  got = rules.delivered(("g", items_of(rewards)), asked, rules.Hooks(), "x")
+  assert rules.is_valid_group(rewards, settings) == (True, True)
+  got = rules.delivered(("g", items_of(rewards)), settings, rules.Hooks(), "x")
   assert [(i["reward"], i["raw_reward"]) for i in got] == [(7.0, 7.0)] * 3
 
 
@@ -181,8 +181,8 @@ def test_hooks_of_the_older_form_replace_their_step():
       normalize_group_data=lambda g: (g[0], [{**i, "reward": 9} for i in g[1]]),
       pad_group_data=lambda g, size: (g[0], g[1] * size),
   )
-  asked = Rules(group_size=2, min_valid_item_size_ratio=0.5)
-  got = rules.delivered(("g", items_of([0.0, 5.0])), asked, hooks, "math")
+  settings = Rules(group_size=2, min_valid_item_size_ratio=0.5)
+  got = rules.delivered(("g", items_of([0.0, 5.0])), settings, hooks, "math")
   assert [(i["uid"], i["reward"], i["raw_reward"]) for i in got] == [
       ("1", 9, 9), ("1", 9, 9)
   ]  # pyformat: disable

@@ -94,14 +94,14 @@ DEFAULTS = {
 
 
 def test_defaults_of_a_start_are_the_documented_ones():
-  asked = requests.rollout({"task_type": "m", "num_repeat_per_sample": 8})
-  assert asked.rules.group_size == 8
+  request = requests.rollout({"task_type": "m", "num_repeat_per_sample": 8})
+  assert request.rules.group_size == 8
   for field, value in DEFAULTS.values():
-    assert getattr(asked.rules, field) == value
-  assert not asked.rules.raw and not asked.keep_items
-  assert asked.payload["num_process"] == 100
-  assert asked.payload["num_epoch"] == 1
-  assert asked.payload["skip_instance_ids"] == []
+    assert getattr(request.rules, field) == value
+  assert not request.rules.raw and not request.keep_items
+  assert request.payload["num_process"] == 100
+  assert request.payload["num_epoch"] == 1
+  assert request.payload["skip_instance_ids"] == []
 
 
 def sent(**changes):
@@ -119,7 +119,7 @@ def sent(**changes):
 
 @pytest.mark.parametrize("number", [str, int, float])
 def test_numbers_of_a_start_may_be_texts(number):
-  asked = requests.rollout(
+  request = requests.rollout(
       sent(
           num_repeat_per_sample=number(8),
           group_timeout_seconds=number(60),
@@ -127,14 +127,14 @@ def test_numbers_of_a_start_may_be_texts(number):
           task_arg={"mine": [1]},
       )
   )
-  assert asked.rules.group_size == 8
-  assert asked.rules.group_timeout_seconds == 60.0
-  assert asked.rules.min_valid_item_size == 4
-  assert asked.payload["skip_instance_ids"] == ["a", "7"]
+  assert request.rules.group_size == 8
+  assert request.rules.group_timeout_seconds == 60.0
+  assert request.rules.min_valid_item_size == 4
+  assert request.payload["skip_instance_ids"] == ["a", "7"]
   # Everything reaches the generator as it was sent.
-  assert asked.payload["num_process"] == "100"
-  assert asked.payload["task_arg"] == {"mine": [1]}
-  assert asked.payload["remote_buffer_url"] == "http://127.0.0.1:8889"
+  assert request.payload["num_process"] == "100"
+  assert request.payload["task_arg"] == {"mine": [1]}
+  assert request.payload["remote_buffer_url"] == "http://127.0.0.1:8889"
   without = sent()
   del without["remote_buffer_url"]
   assert (
@@ -260,11 +260,12 @@ def test_a_wrong_item_names_field_value_and_fix(buffer, changes, fault):
 def test_the_service_takes_no_item_that_its_reader_refuses():
   """Each value of an item in turn is replaced by ones of every kind."""
   pictures = {"images": {HASH: "aGk="}, "raw_reward": 0.2}
-  whole = {**EXACT, "turn_ids": [0, 0, 0], "entropies": [None, 0.1, 0.2],
+  complete = {**EXACT, "turn_ids": [0, 0, 0], "entropies": [None, 0.1, 0.2],
            "support": [[2, 5], [3]], "images": [SPAN]}  # pyformat: disable
   count = 0
   for one in (
-      item("a", **whole), item("a", sequences=[whole]), item("a", **pictures)
+      item("a", **complete), item("a", sequences=[complete]),
+      item("a", **pictures),
   ):  # pyformat: disable
     for path in list(paths_of(one)):
       for value in OF_EVERY_KIND:
@@ -354,8 +355,8 @@ def test_a_write_that_is_repeated_is_one_item_also_after_it_was_read(buffer):
   buffer.write(*members)
   assert buffer.stats()["items"] == 0
   assert not buffer.read()["success"]
-  known = buffer.post("/buffer/known", {"uids": ["g-0", "h"]}).json()
-  assert known == {"known": ["g-0"]}
+  uids = buffer.post("/buffer/known", {"uids": ["g-0", "h"]}).json()
+  assert uids == {"known": ["g-0"]}
   other = buffer.post("/buffer/write", item("g-0", "g", 0.75))
   assert other.status_code == 409 and other.json()["code"] == "uid_conflict"
 
@@ -380,10 +381,10 @@ def test_a_read_takes_whole_groups_and_leaves_the_rest(buffer):
   assert [i["uid"][0] for i in first["data"]] == list("aaaabbbb")
   assert first["meta_info"]["finished_groups"] == ["a", "b"]
   assert first["meta_info"]["total_samples"] == 12
-  rest = buffer.read(batch_size=4)["data"]  # Exactly what there is.
-  assert [i["uid"][0] for i in rest["data"]] == list("cccc")
+  remainder = buffer.read(batch_size=4)["data"]  # Exactly what there is.
+  assert [i["uid"][0] for i in remainder["data"]] == list("cccc")
   # Statistics begin anew with each read.
-  assert rest["meta_info"]["total_samples"] == 0
+  assert remainder["meta_info"]["total_samples"] == 0
 
 
 def test_statistics_count_what_came_since_the_last_read(buffer):
@@ -493,9 +494,9 @@ def test_a_wrong_argument_ends_the_command_with_one_line(
 ):
   argv = ["--port", "0", "--dir", str(tmp_path), *argv]
   assert __main__.main(argv) == 2
-  said = capsys.readouterr().err
-  assert said.startswith("error: ") and fault in said
-  assert said.count("\n") == 1
+  output = capsys.readouterr().err
+  assert output.startswith("error: ") and fault in output
+  assert output.count("\n") == 1
 
 
 def test_a_folder_belongs_to_one_service(tmp_path, capsys):

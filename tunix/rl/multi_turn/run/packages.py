@@ -1,6 +1,6 @@
 """Finds what the packages beside the framework offer, by entry points.
 
-A package names the parts that a run uses in a group of `_PACKAGES`; the
+A package names the parts that a run uses in a group of `PACKAGES`; the
 framework does not import it.
 """
 
@@ -11,8 +11,8 @@ from importlib import metadata
 
 from tunix.rl.multi_turn import config as config_lib
 
-_PACKAGES = {"monitor": "training_monitor", "services": "agent_services"}
-"""Group below `tunix.rl.multi_turn` -> the package that fills it."""
+PACKAGES = {"monitor": "training_monitor", "services": "agent_services"}
+"""Group below `tunix.rl.multi_turn`, and extra -> the package that fills it."""
 
 
 @functools.cache
@@ -20,7 +20,7 @@ def part(group: str, name: str, setting: str) -> metadata.EntryPoint:
   """Returns an entry point of a package, without importing what it names.
 
   Args:
-    group: One of `_PACKAGES`.
+    group: One of `PACKAGES`.
     name: Name of the part.
     setting: The setting that needs it, for the error.
 
@@ -29,7 +29,7 @@ def part(group: str, name: str, setting: str) -> metadata.EntryPoint:
   """
   points = metadata.entry_points(group=f"tunix.rl.multi_turn.{group}")
   if name not in points.names:
-    package = _PACKAGES[group]
+    package = PACKAGES[group]
     raise config_lib.ConfigError([
         f"{setting} needs the package {package}; pip install -e"
         f" packages/{package}"
