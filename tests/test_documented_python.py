@@ -44,7 +44,7 @@ report: {progress: none}
 
 def test_every_block_is_run_or_marked():
   """`documented_code.run` runs all of a page: a test names each one."""
-  files = [*TESTS.rglob("test_*.py"), *PACKAGES.glob("*/tests/test_*.py")]
+  files = [*TESTS.rglob("test_*.py"), *PACKAGES.glob("*/tests/**/test_*.py")]
   tested = "\n".join(p.read_text("utf-8") for p in files)
   ran = set(re.findall(r'documented_code\.run\(\s*"([^"]+)"', tested))
   result = {p: documented_code.blocks(p) for p in documented_code.pages()}

@@ -29,7 +29,8 @@ from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.parser import tool_parser
 
 ROOM = pathlib.Path(registry.__file__).parents[1]
-BUFFER = ROOM / "trajectory_collector" / "buffer_service"
+BUFFER = pathlib.Path(buffer_command.__file__).parent
+SERVICES = BUFFER.parents[1]
 TASK = gyms.get("desktop").make_tasks((), {}).train_task("click-button", 0, 0)
 
 
@@ -514,24 +515,22 @@ def test_a_list_of_the_operators_that_cannot_be_ends_the_command(
 # --- the kind -----------------------------------------------------------------
 
 DOORS = (
-    "agents/run_service", "environments/gym_server", "serving",
-    "trajectory_collector/buffer_service", "environments/run_environments.py",
+    "agent_services/run_service", "agent_services/serving",
+    "agent_services/rollout_buffer",
+    "environments/gym_server", "environments/run_environments.py",
     "reporting", "api/runs.py", "api/episodes.py",
 )  # pyformat: disable
 OPERATORS = {
-    ("agents/run_service/app.py", "__init__"),  # --gyms
+    ("agent_services/run_service/app.py", "__init__"),  # --gyms
     ("environments/gym_server/app.py", "_settings"),  # ServedGym.gym
     ("environments/gym_server/catalog.py", "__init__"),
     ("environments/gym_server/catalog.py", "_check_settings"),
     ("environments/run_environments.py", "make_environment"),  # In --gyms.
     ("environments/run_environments.py", "_gym"),
-    ("serving/__main__.py", "_checked"),  # --tool-parser
-    ("serving/server.py", "make_app"),
-    ("trajectory_collector/buffer_service/__main__.py", "_rights"),  # --gyms
-    (
-        "trajectory_collector/buffer_service/generators/desktop_generator.py",
-        "_tasks",
-    ),
+    ("agent_services/serving/__main__.py", "_checked"),  # --tool-parser
+    ("agent_services/serving/server.py", "make_app"),
+    ("agent_services/rollout_buffer/__main__.py", "_rights"),  # --gyms
+    ("agent_services/rollout_buffer/generators/desktop_generator.py", "_tasks"),
 }
 """(file, function) of a door that looks a name up as the operator's: each
 reads it from the command line, or from a list of it."""
@@ -540,14 +539,15 @@ reads it from the command line, or from a list of it."""
 def test_services_look_up_names_as_the_operators_where_that_is_reviewed():
   callers = set()
   for door in DOORS:
-    place = ROOM / door
+    top = SERVICES if door.startswith("agent_services/") else ROOM
+    place = top / door
     for file in [place] if place.suffix else sorted(place.rglob("*.py")):
       for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and any(
             isinstance(one, ast.Constant) and one.value == "operator"
             for one in ast.walk(node)
         ):
-          callers.add((str(file.relative_to(ROOM)), node.name))
+          callers.add((str(file.relative_to(top)), node.name))
   assert callers == OPERATORS
 
 

@@ -10,6 +10,7 @@ import sys
 import zipfile
 
 from agent_services.rollout_buffer import generating
+from agent_services.serving import bodies
 import pytest
 from training_monitor.client import spool
 from training_monitor.maintenance import archive
@@ -267,24 +268,26 @@ OWN = {
     "doctor/probe.py", "rewards/math_answers.py", "rewards/math_worker.py",
     "environments/verifiers/worker.py", "environments/gyms/xdesktop/sandbox.py",
     "run/fleet/ray_cluster.py", "run/fleet/collector.py",
-    "trajectory_collector/buffer_service/generator_process.py",
-    "trajectory_collector/buffer_service/service.py",  # Its own database.
+    "agent_services/rollout_buffer/generator_process.py",
+    "agent_services/rollout_buffer/service.py",  # Its own database.
     # Written by this process a moment before.
     "parser/tool_parser/function_gemma.py", "parser/renderer/base.py",
     "commands/train_tokenizer.py", "learner/checkpoint.py",
-    "trajectory_collector/loss_mask.py", "serving/messages.py",
+    "trajectory_collector/loss_mask.py", "agent_services/serving/messages.py",
     "reporting/publishing/episode_tables.py",  # A text for people to copy.
     # With `check_depth` beside it.
-    "serving/bodies.py", "training_monitor/server/http_io.py",
+    "agent_services/serving/bodies.py", "training_monitor/server/http_io.py",
     "training_monitor/dashboard/configuration_page.py",
 }  # pyformat: disable
 
 
 def test_json_is_parsed_by_the_one_reader():
   room = pathlib.Path(json_text.__file__).parents[1]
-  package = pathlib.Path(archive.__file__).parents[1]
+  packages = [
+      pathlib.Path(module.__file__).parents[1] for module in (archive, bodies)
+  ]
   parsers = set()
-  for folder, top in ((room, room), (package, package.parent)):
+  for folder, top in ((room, room), *((p, p.parent) for p in packages)):
     for file in folder.rglob("*.py"):
       if re.search(r"(?<![a-z_])json\.loads\(", file.read_text()):
         parsers.add(str(file.relative_to(top)))
