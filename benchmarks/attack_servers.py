@@ -257,7 +257,7 @@ def _command(name: str, folder: pathlib.Path, upstream: str) -> list[str]:
     ]  # pyformat: disable
   if name == "policy":
     return [
-        *base, "tunix.rl.multi_turn.serving", "tiny_vl", "--port", "0",
+        *base, "agent_services.serving", "tiny_vl", "--port", "0",
         "--max-model-len", "256", "--slots", "2", "--screen", "128x96",
     ]  # pyformat: disable
   if name == "runs":

@@ -32,6 +32,11 @@ import sys
 import time
 from typing import Any, Callable
 
+from agent_services.serving import bodies as bodies_lib
+from agent_services.serving import chat
+from agent_services.serving import media
+from agent_services.serving import requests as requests_lib
+from agent_services.serving import server as server_lib
 import httpx
 import numpy as np
 from PIL import Image
@@ -42,11 +47,6 @@ from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import host_memory
-from tunix.rl.multi_turn.serving import bodies as bodies_lib
-from tunix.rl.multi_turn.serving import chat
-from tunix.rl.multi_turn.serving import media
-from tunix.rl.multi_turn.serving import requests as requests_lib
-from tunix.rl.multi_turn.serving import server as server_lib
 
 MODEL = "qwen"
 LARGE, SMALL = (1280, 720), (96, 64)

@@ -65,7 +65,7 @@ def _pictures() -> list[bytes]:
 
 
 def _picture() -> Target:
-  from tunix.rl.multi_turn.serving import pictures  # pylint: disable=g-import-not-at-top
+  from agent_services.serving import pictures  # pylint: disable=g-import-not-at-top
 
   return Target(
       lambda data: pictures.decode(data, 1 << 18), (pictures.PictureError,),
@@ -97,8 +97,8 @@ def _requests() -> list[bytes]:
 
 
 def _proxy() -> Target:
-  from tunix.rl.multi_turn.serving import errors  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn.serving import image_addresses  # pylint: disable=g-import-not-at-top
+  from agent_services.serving import errors  # pylint: disable=g-import-not-at-top
+  from agent_services.serving import image_addresses  # pylint: disable=g-import-not-at-top
 
   def parse(data: bytes) -> None:
     for path in ("/generate", "/other"):
@@ -109,7 +109,7 @@ def _proxy() -> Target:
 
 
 def _item() -> Target:
-  from tunix.rl.multi_turn.trajectory_collector.buffer_service import items  # pylint: disable=g-import-not-at-top
+  from agent_services.rollout_buffer import items  # pylint: disable=g-import-not-at-top
 
   return Target(items.read, (items.ItemError,), _requests())
 
@@ -122,8 +122,8 @@ def _batch() -> Target:
 
 
 def _chat() -> Target:
-  from tunix.rl.multi_turn.serving import bodies  # pylint: disable=g-import-not-at-top
-  from tunix.rl.multi_turn.serving import errors  # pylint: disable=g-import-not-at-top
+  from agent_services.serving import bodies  # pylint: disable=g-import-not-at-top
+  from agent_services.serving import errors  # pylint: disable=g-import-not-at-top
 
   def parse(data: bytes) -> None:
     bodies.write_json(bodies.read_json(data, 1 << 20, 65536))
@@ -133,7 +133,7 @@ def _chat() -> Target:
 
 def _events() -> Target:
   """A run's events, as the run service answers them."""
-  from tunix.rl.multi_turn.agents.runs import conversion  # pylint: disable=g-import-not-at-top
+  from agent_services.runs import conversion  # pylint: disable=g-import-not-at-top
   from tunix.rl.multi_turn.core import json_models  # pylint: disable=g-import-not-at-top
 
   output = {

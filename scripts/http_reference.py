@@ -20,6 +20,15 @@ import tempfile
 import textwrap
 from typing import Any, Iterable, Iterator, Mapping, Sequence
 
+from agent_services.rollout_buffer import app as buffer_app
+from agent_services.rollout_buffer import requests as buffer_requests
+from agent_services.rollout_buffer import service as buffer_service
+from agent_services.run_service import app as run_app
+from agent_services.run_service import schemas as run_schemas
+from agent_services.serving import app as serving_app
+from agent_services.serving import counting as serving_counting
+from agent_services.serving import openapi as serving_openapi
+from agent_services.serving import server as serving_server
 from cua_gyms.gym_server import app as gym_app
 from cua_gyms.gym_server import catalog
 from cua_gyms.gym_server import openapi as gym_openapi
@@ -27,27 +36,13 @@ from starlette import applications
 from training_monitor import app as monitor_app
 from training_monitor.schema import database
 from training_monitor.server import access
-from tunix.rl.multi_turn.agents.run_service import app as run_app
-from tunix.rl.multi_turn.agents.run_service import schemas as run_schemas
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.serving import app as serving_app
-from tunix.rl.multi_turn.serving import counting as serving_counting
-from tunix.rl.multi_turn.serving import openapi as serving_openapi
-from tunix.rl.multi_turn.serving import server as serving_server
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
-  app as buffer_app,
-)
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
-  requests as buffer_requests,
-)
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
-  service as buffer_service,
-)
 
-PACKAGE = pathlib.Path(run_app.__file__).resolve().parents[2]
+PACKAGE = pathlib.Path(images.__file__).resolve().parents[1]
+SERVICES = pathlib.Path(run_app.__file__).resolve().parents[1]
 BODIES = PACKAGE / "core" / "request_bodies.py"
 Call = tuple[str, str]  # Method and path.
 Rows = Mapping[Call, Sequence[str]]
@@ -392,7 +387,8 @@ session too.
 A refusal is `{{"type": "error", "error": {{"message", "type", "param",
 "code"}}}}`, with `retry-after` where the same request may succeed later.
 Statuses:
-{statuses("serving")}. `GET /openapi.json` is this section for programs."""
+{statuses(SERVICES / "serving")}. `GET /openapi.json` is this section for
+programs."""
   return Section("Policy server", text, (
       *table(("call", "purpose", "takes", "answers"), rows),
       "", "Objects; fields in bold are required:", "",
@@ -453,7 +449,7 @@ or `$TUNIX_RUN_SERVICE_TOKEN` every call needs `Authorization: Bearer …`, save
 answers at loopback names only. A request with `Origin` is refused.
 
 A refusal is `{{"detail", "code"}}`; 429 has `Retry-After`. Statuses:
-{statuses("agents/run_service")}."""
+{statuses(SERVICES / "run_service")}."""
   return Section("Run service", text, (
       *table(("call", "purpose", "takes", "answers"), (
           (call(*one), *cells) for one, cells in RUN_CALLS.items()
@@ -489,7 +485,7 @@ Calls of a rollout or a buffer exist below `/b/{{buffer}}` too; else `buffer` in
 the body or the query names the buffer.
 
 A refusal is `{{"detail", "code"}}`; 429 and 503 have `Retry-After`. Statuses:
-{statuses("trajectory_collector/buffer_service")}. An item that cannot be read
+{statuses(SERVICES / "rollout_buffer")}. An item that cannot be read
 is a 500 with the code `invalid_item`, as clients of the protocol expect."""
   return Section("Rollout buffer", text, tuple(
       table(("call", "purpose", "takes", "answers"), (

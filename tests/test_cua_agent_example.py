@@ -43,7 +43,10 @@ def test_each_part_is_there_and_none_needs_tinker(monkeypatch):
     module = load(f"cua_rl.{name}")
     for public in getattr(module, "__all__", ()):
       assert hasattr(module, public)
-  for path in [*EXAMPLE.rglob("*.py"), *(ROOT / "tunix").rglob("*.py")]:
+  for path in [
+      *EXAMPLE.rglob("*.py"), *(ROOT / "tunix").rglob("*.py"),
+      *ROOT.glob("packages/*/*/**/*.py"),
+  ]:  # pyformat: disable
     assert not re.search(
         r"^\s*(import|from) tinker", path.read_text(encoding="utf-8"), re.M
     ), path

@@ -13,13 +13,13 @@ import subprocess
 import sys
 import tomllib
 
+from agent_services.run_service import __main__ as run_service
+from agent_services.serving import arguments as serving
 from cua_gyms.gym_server import __main__ as gym_server
 import pytest
 from training_monitor import serve as monitor
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.agents.run_service import __main__ as run_service
 from tunix.rl.multi_turn.core import http_server
-from tunix.rl.multi_turn.serving import arguments as serving
 import yaml
 
 import tunix_multi_turn
@@ -399,7 +399,7 @@ def test_the_services_are_the_servers_of_a_training():
 
 
 def buffer_service():
-  room = "tunix.rl.multi_turn.trajectory_collector.buffer_service"
+  room = "agent_services.rollout_buffer"
   return pytest.importorskip(f"{room}.__main__")
 
 

@@ -11,6 +11,7 @@ import pathlib
 import re
 import time
 
+from agent_services.rollout_buffer import plugins
 import buffer_services
 import chat_server
 import documented_code
@@ -24,7 +25,6 @@ from tunix.rl.multi_turn.clients import openai_client
 from tunix.rl.multi_turn.clients import vllm
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import plugins
 import yaml
 
 TESTS = pathlib.Path(__file__).resolve().parent
@@ -44,7 +44,7 @@ report: {progress: none}
 
 def test_every_block_is_run_or_marked():
   """`documented_code.run` runs all of a page: a test names each one."""
-  files = [*TESTS.rglob("test_*.py"), *PACKAGES.glob("*/tests/test_*.py")]
+  files = [*TESTS.rglob("test_*.py"), *PACKAGES.glob("*/tests/**/test_*.py")]
   tested = "\n".join(p.read_text("utf-8") for p in files)
   ran = set(re.findall(r'documented_code\.run\(\s*"([^"]+)"', tested))
   result = {p: documented_code.blocks(p) for p in documented_code.pages()}

@@ -147,7 +147,7 @@ def test_what_a_run_recorded_is_trained_on(tmp_path):
 
 @contextlib.contextmanager
 def buffer_service(directory):
-  room = "tunix.rl.multi_turn.trajectory_collector.buffer_service"
+  room = "agent_services.rollout_buffer"
   words = [
       sys.executable, "-m", room, "--dir", str(directory), "--port", "0",
       "--input-roots", str(FOLDER),

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+from agent_services.serving import server as server_lib
 import browsers
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.serving import server as server_lib
 
 pytestmark = pytest.mark.timeout(400)
 ROOT = pathlib.Path(__file__).resolve().parents[1]

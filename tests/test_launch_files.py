@@ -10,14 +10,12 @@ import subprocess
 import sys
 import sysconfig
 
+from agent_services.rollout_buffer import __main__ as buffer_service
 import pytest
 import small_runs
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.commands import collect
 from tunix.rl.multi_turn.policy import policy_files
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
-    __main__ as buffer_service,
-)
 import yaml
 
 LAUNCH = pathlib.Path(__file__).resolve().parents[1] / "launch"

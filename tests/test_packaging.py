@@ -258,7 +258,7 @@ def test_a_clone_that_is_not_installed_is_importable_through_conftest(
       f"runpy.run_path({str(ROOT / 'conftest.py')!r})\n"
       "import tunix.rl.multi_turn.config, tunix.rl.queue.group_queue\n"
       "import tunix.rl.queue.data_queue\n"
-      "import training_monitor.client\n"
+      "import agent_services.serving, training_monitor.client\n"
       "print(tunix.rl.multi_turn.config.__file__)\n"
   )
   process = run(sys.executable, "-c", program, cwd=tmp_path)

@@ -9,6 +9,15 @@ from __future__ import annotations
 import contextlib
 from typing import Annotated, Any, Iterator, Mapping
 
+from agent_services.rollout_buffer import app as buffer_app
+from agent_services.rollout_buffer import requests as buffer_requests
+from agent_services.rollout_buffer import service as buffer_service
+from agent_services.run_service import schemas as run_schemas
+from agent_services.serving import app as serving_app
+from agent_services.serving import image_proxy
+from agent_services.serving import media
+from agent_services.serving import openapi as serving_openapi
+from agent_services.serving import requests as serving_requests
 from cua_gyms.gym_server import openapi as gym_openapi
 from cua_gyms.gym_server import schemas as gym_schemas
 import pydantic
@@ -16,22 +25,7 @@ import pytest
 from training_monitor import app as monitor_app
 from training_monitor.schema import database
 from training_monitor.server import access
-from tunix.rl.multi_turn.agents.run_service import schemas as run_schemas
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
-from tunix.rl.multi_turn.serving import app as serving_app
-from tunix.rl.multi_turn.serving import image_proxy
-from tunix.rl.multi_turn.serving import media
-from tunix.rl.multi_turn.serving import openapi as serving_openapi
-from tunix.rl.multi_turn.serving import requests as serving_requests
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
-  app as buffer_app,
-)
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
-  requests as buffer_requests,
-)
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
-  service as buffer_service,
-)
 
 
 def unbounded(

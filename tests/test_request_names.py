@@ -9,6 +9,14 @@ import subprocess
 import sys
 import time
 
+from agent_services.rollout_buffer import __main__ as buffer_command
+from agent_services.rollout_buffer import generating
+from agent_services.rollout_buffer import generators_run
+from agent_services.rollout_buffer import plugins
+from agent_services.rollout_buffer import rights
+from agent_services.run_service import schemas as run_schemas
+from agent_services.serving import image_proxy
+from agent_services.serving import media
 import buffer_services
 import gym_servers
 import httpx
@@ -16,25 +24,14 @@ import monitor_server
 import poisoned_names
 import pytest
 import run_services
-from tunix.rl.multi_turn.agents.run_service import schemas as run_schemas
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.parser import tool_parser
-from tunix.rl.multi_turn.serving import image_proxy
-from tunix.rl.multi_turn.serving import media
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
-    __main__ as buffer_command,
-)
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import generating
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
-    generators_run,
-)
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import plugins
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import rights
 
 ROOM = pathlib.Path(registry.__file__).parents[1]
-BUFFER = ROOM / "trajectory_collector" / "buffer_service"
+BUFFER = pathlib.Path(buffer_command.__file__).parent
+SERVICES = BUFFER.parents[1]
 TASK = gyms.get("desktop").make_tasks((), {}).train_task("click-button", 0, 0)
 
 
@@ -519,24 +516,22 @@ def test_a_list_of_the_operators_that_cannot_be_ends_the_command(
 # --- the kind -----------------------------------------------------------------
 
 DOORS = (
-    "agents/run_service", "environments/gym_server", "serving",
-    "trajectory_collector/buffer_service", "environments/run_environments.py",
+    "agent_services/run_service", "agent_services/serving",
+    "agent_services/rollout_buffer",
+    "environments/gym_server", "environments/run_environments.py",
     "reporting", "api/runs.py", "api/episodes.py",
 )  # pyformat: disable
 OPERATORS = {
-    ("agents/run_service/app.py", "__init__"),  # --gyms
+    ("agent_services/run_service/app.py", "__init__"),  # --gyms
     ("environments/gym_server/app.py", "_settings"),  # ServedGym.gym
     ("environments/gym_server/catalog.py", "__init__"),
     ("environments/gym_server/catalog.py", "_check_settings"),
     ("environments/run_environments.py", "make_environment"),  # In --gyms.
     ("environments/run_environments.py", "_gym"),
-    ("serving/__main__.py", "_checked"),  # --tool-parser
-    ("serving/server.py", "make_app"),
-    ("trajectory_collector/buffer_service/__main__.py", "_rights"),  # --gyms
-    (
-        "trajectory_collector/buffer_service/generators/desktop_generator.py",
-        "_tasks",
-    ),
+    ("agent_services/serving/__main__.py", "_checked"),  # --tool-parser
+    ("agent_services/serving/server.py", "make_app"),
+    ("agent_services/rollout_buffer/__main__.py", "_rights"),  # --gyms
+    ("agent_services/rollout_buffer/generators/desktop_generator.py", "_tasks"),
 }
 """(file, function) of a door that looks a name up as the operator's: each
 reads it from the command line, or from a list of it."""
@@ -545,7 +540,9 @@ reads it from the command line, or from a list of it."""
 def _place(door):
   """File or folder of a room, which may be a package of its own now."""
   name = door.removesuffix(".py").replace("/", ".")
-  module = importlib.import_module(f"tunix.rl.multi_turn.{name}")
+  if not name.startswith("agent_services"):
+    name = f"tunix.rl.multi_turn.{name}"
+  module = importlib.import_module(name)
   file = pathlib.Path(module.__file__)
   return file.parent if file.name == "__init__.py" else file
 

@@ -5,6 +5,8 @@ import dataclasses
 import json
 import time
 
+from agent_services.serving import image_proxy
+from agent_services.serving import media
 import gym_servers
 import httpx
 import pytest
@@ -16,8 +18,6 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.run import episodes as episodes_lib
-from tunix.rl.multi_turn.serving import image_proxy
-from tunix.rl.multi_turn.serving import media
 import two_paths
 
 Status = trajectory.TrajectoryStatus

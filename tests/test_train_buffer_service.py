@@ -27,7 +27,7 @@ def _service(directory, port=0):
   process = subprocess.Popen(
       [
           sys.executable, "-m",
-          "tunix.rl.multi_turn.trajectory_collector.buffer_service",
+          "agent_services.rollout_buffer",
           "--dir", str(directory), "--port", str(port),
           "--input-roots", str(directory.parent),
       ],

@@ -1,6 +1,6 @@
 """The workflow of `train`: episodes recorded at the Training Monitor.
 
-The class is `tunix.rl.multi_turn.clients.cua_workflow.CUAAgentWorkflow` with a
+The class is `agent_services.cua_workflow.CUAAgentWorkflow` with a
 recorder. An episode belongs to the training, and to the step, evaluation or
 baseline of the moment it starts: those of `monitor_context` where the trainer
 is this process, else those of the arguments, as in AReaL's rollout workers.
@@ -13,7 +13,7 @@ import os
 from typing import Any, Mapping
 import uuid
 
-from tunix.rl.multi_turn.clients import cua_workflow
+from agent_services import cua_workflow
 from tunix.rl.multi_turn.core import http
 
 from .cua_rl import http_rollout_recorder

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import zipfile
 
+from agent_services.rollout_buffer import generating
+from agent_services.serving import bodies
 from cua_gyms import workers
 from cua_gyms.osworld import tasks as osworld
 import pytest
@@ -37,7 +39,6 @@ from tunix.rl.multi_turn.tools import base as tools_base
 from tunix.rl.multi_turn.trajectory_collector.agent_rollout import (
   assign_instance_id,
 )
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import generating
 
 LEVELS = (900, 200_000)
 ROOM = "tunix.rl.multi_turn"
@@ -267,26 +268,28 @@ OWN = {
     "doctor/probe.py", "rewards/math_answers.py", "rewards/math_worker.py",
     "environments/verifiers/worker.py", "tools/sandbox/rooms.py",
     "run/fleet/ray_cluster.py", "run/fleet/collector.py",
-    "trajectory_collector/buffer_service/generator_process.py",
-    "trajectory_collector/buffer_service/service.py",  # Its own database.
+    "agent_services/rollout_buffer/generator_process.py",
+    "agent_services/rollout_buffer/service.py",  # Its own database.
     # Written by this process a moment before.
     "parser/tool_parser/function_gemma.py", "parser/renderer/base.py",
     "commands/train_tokenizer.py", "learner/checkpoint.py",
-    "trajectory_collector/loss_mask.py", "serving/messages.py",
+    "trajectory_collector/loss_mask.py", "agent_services/serving/messages.py",
     "reporting/publishing/episode_tables.py",  # A text for people to copy.
     # With `check_depth` beside it.
-    "serving/bodies.py", "training_monitor/server/http_io.py",
+    "agent_services/serving/bodies.py", "training_monitor/server/http_io.py",
     "training_monitor/dashboard/configuration_page.py",
 }  # pyformat: disable
 
 
 def test_json_is_parsed_by_the_one_reader():
   room = pathlib.Path(json_text.__file__).parents[1]
-  package = pathlib.Path(archive.__file__).parents[1]
+  packages = [
+      pathlib.Path(module.__file__).parents[1] for module in (archive, bodies)
+  ]
   parsers = set()
   gyms = pathlib.Path(workers.__file__).parent
   for folder, top in (
-      (room, room), (package, package.parent), (gyms, gyms.parent),
+      (room, room), *((p, p.parent) for p in (*packages, gyms)),
   ):  # pyformat: disable
     for file in folder.rglob("*.py"):
       if re.search(r"(?<![a-z_])json\.loads\(", file.read_text()):

@@ -217,7 +217,7 @@ def test_a_clone_that_is_not_installed_is_a_warning(monkeypatch):
 @pytest.mark.parametrize("words, extras", [
     ((), ()),
     (("monitor.embedded=true",), ("monitor",)),
-    (("rollout.via=proxy",), ("client", "serve")),
+    (("rollout.via=proxy",), ("client", "serve", "services")),
     (("tracking.wandb=offline",), ("tracking",)),
     (("policy=./model.gguf",), ("pretrained",)),
     (("policy=smollm2_135m",), ("pretrained",)),

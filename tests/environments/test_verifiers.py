@@ -14,6 +14,12 @@ import subprocess
 import sys
 import time
 
+from agent_services.serving import answers
+from agent_services.serving import app as app_lib
+from agent_services.serving import media
+from agent_services.serving import prompts
+from agent_services.serving import service as service_lib
+from agent_services.serving import session_store
 import httpx
 import numpy as np
 import pytest
@@ -27,12 +33,6 @@ from tunix.rl.multi_turn.environments.verifiers import environment
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.serving import answers
-from tunix.rl.multi_turn.serving import app as app_lib
-from tunix.rl.multi_turn.serving import media
-from tunix.rl.multi_turn.serving import prompts
-from tunix.rl.multi_turn.serving import service as service_lib
-from tunix.rl.multi_turn.serving import session_store
 
 _ROOT = pathlib.Path(__file__).parents[2]
 PYTHON = pathlib.Path(

@@ -10,6 +10,7 @@ import pathlib
 import subprocess
 import sys
 
+from agent_services.serving import server as server_lib
 import httpx
 import pytest
 from tunix.rl.multi_turn.core import http_server
@@ -17,7 +18,6 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.serving import server as server_lib
 
 _ROOT = pathlib.Path(__file__).parents[2]
 PYTHON = pathlib.Path(

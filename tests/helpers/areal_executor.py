@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 
+from agent_services import cua_workflow
 from areal.api import cli_args
 from areal.api import workflow_api
 from areal.engine import RemotevLLMEngine
@@ -22,9 +23,8 @@ from areal.utils import stats_tracker
 import datasets
 import torch
 import transformers
-from tunix.rl.multi_turn.clients import cua_workflow
 
-NAME = "tunix.rl.multi_turn.clients.cua_workflow.CUAAgentWorkflow"
+NAME = "agent_services.cua_workflow.CUAAgentWorkflow"
 
 
 def engine_of(address, batch, **options):

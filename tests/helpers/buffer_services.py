@@ -2,17 +2,13 @@
 
 import json
 
+from agent_services.rollout_buffer import app as app_lib
+from agent_services.rollout_buffer import items
+from agent_services.rollout_buffer import rights
+from agent_services.rollout_buffer import service as service_lib
+from agent_services.rollout_buffer import settings
 import httpx
 from tunix.rl.multi_turn.core import http_server
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
-    app as app_lib,
-)
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import items
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import rights
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
-    service as service_lib,
-)
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import settings
 
 RIGHTS = rights.Rights(input_roots=("/",))
 """Of services whose starts may name every file."""

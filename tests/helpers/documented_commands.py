@@ -11,6 +11,7 @@ import shlex
 import documented_code
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+SERVICES = "packages/agent_services/agent_services"
 _ASSIGNMENTS = r"(?:[A-Z_]+=\S+ )*"
 _MAKE = r"(?:sudo )?make [a-z\-]+(?= *$| *#| +&&| +[A-Z]+=|`)"
 _PYTHON = "python (?:-m tunix|examples/|benchmarks/|scripts/)"
@@ -88,7 +89,7 @@ def everywhere() -> list[Command]:
            *ROOT.glob("packages/*/*.md")]  # pyformat: disable
   for page in sorted(pages):
     found += of_text(page.read_text("utf-8"), str(page.relative_to(ROOT)))
-  for folder in ("tunix", "examples", "benchmarks"):
+  for folder in ("tunix", "examples", "benchmarks", SERVICES):
     for file in sorted((ROOT / folder).rglob("*.py")):
       text = ast.get_docstring(ast.parse(file.read_text("utf-8")), clean=True)
       found += of_text(text or "", str(file.relative_to(ROOT)))

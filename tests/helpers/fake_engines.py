@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 
+from agent_services.serving import media
 import safetensors.numpy
 import shared_programs
 import small_server
@@ -22,7 +23,6 @@ from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.serving import media
 
 SIZE = small_server.SIZE
 

@@ -351,7 +351,7 @@ def document(service):
   number = {"type": "number"}
   text = {"type": "string"}
   if service == "runs":
-    from tunix.rl.multi_turn.agents.run_service import schemas  # pylint: disable=g-import-not-at-top
+    from agent_services.run_service import schemas  # pylint: disable=g-import-not-at-top
 
     create = schemas.CreateBody.model_json_schema(
         ref_template="#/components/schemas/{model}"

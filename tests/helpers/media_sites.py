@@ -13,11 +13,11 @@ import subprocess
 import threading
 import zlib
 
+from agent_services.serving import media
 import numpy as np
 from PIL import Image
 import pytest
 from tunix.rl.multi_turn.core import images
-from tunix.rl.multi_turn.serving import media
 
 URL, HOST = "invalid_image_url", "image_host_not_allowed"
 LARGE, BAD, FETCH = "image_too_large", "invalid_image", "image_fetch_failed"

@@ -4,11 +4,11 @@ import base64
 import io
 import time
 
+from agent_services.serving import requests as requests_lib
 import httpx
 import openai
 from PIL import Image
 import small_server
-from tunix.rl.multi_turn.serving import requests as requests_lib
 
 MODEL, SIZE = small_server.MODEL, small_server.SIZE
 

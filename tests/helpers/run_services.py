@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 
-from tunix.rl.multi_turn.agents.run_service import app as app_lib
+from agent_services.run_service import app as app_lib
 from tunix.rl.multi_turn.core import http_server
 
 

@@ -3,27 +3,23 @@ that ask the same of each."""
 
 import contextlib
 
+from agent_services.rollout_buffer import app as buffer_app
+from agent_services.rollout_buffer import service as buffer_service
+from agent_services.run_service import app as run_app
+from agent_services.serving import image_proxy
+from agent_services.serving import media
+from agent_services.serving import server as serving_server
 from cua_gyms.gym_server import app as gym_app
 from cua_gyms.gym_server import catalog
 from training_monitor import app as monitor_app
 from training_monitor.core import http_server as monitor_http
 from training_monitor.schema import database
 from training_monitor.server import access
-from tunix.rl.multi_turn.agents.run_service import app as run_app
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.serving import image_proxy
-from tunix.rl.multi_turn.serving import media
-from tunix.rl.multi_turn.serving import server as serving_server
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
-  app as buffer_app,
-)
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import (
-  service as buffer_service,
-)
 
 NAMES = ("run", "gym", "buffer", "policy", "proxy", "monitor")
 

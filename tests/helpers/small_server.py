@@ -1,5 +1,7 @@
 """A very small policy behind a real server on the loopback interface."""
 
+from agent_services.serving import requests as requests_lib
+from agent_services.serving import server as server_lib
 import numpy as np
 import shared_programs
 from tunix.rl.multi_turn.core import http_server
@@ -9,8 +11,6 @@ from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.serving import requests as requests_lib
-from tunix.rl.multi_turn.serving import server as server_lib
 
 MODEL = "nano"
 SIZE = (32, 32)

@@ -41,7 +41,7 @@ def run_rollout(data):
 
 
 BOUNDED_GENERATOR = '''
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import generating
+from agent_services.rollout_buffer import generating
 
 TASK_TYPE = "bounded"
 READS = ["input_file", "remote_buffer_url"]

@@ -2,12 +2,12 @@
 
 import types
 
+from agent_services.rollout_buffer import requests
 import pytest
 import small_runs
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.config.data_sections import OWN_FUNCTION
 from tunix.rl.multi_turn.run.recorded_data import sources
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import requests
 
 COMMON = (
     *small_runs.SMALL, small_runs.NANO, "rollout.via=buffer",

@@ -40,7 +40,10 @@ class Clock:
 @pytest.mark.slow
 def test_one_module_imports_ray():
   collected = set()
-  for path in [*(ROOT / "tunix").rglob("*.py"), *ROOT.glob("tunix_*/*.py")]:
+  for path in [
+      *(ROOT / "tunix").rglob("*.py"), *ROOT.glob("tunix_*/*.py"),
+      *ROOT.glob("packages/*/*/**/*.py"),
+  ]:  # pyformat: disable
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
       names = []
       if isinstance(node, ast.Import):

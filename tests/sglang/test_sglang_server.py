@@ -6,6 +6,8 @@ import contextlib
 import json
 import threading
 
+from agent_services.serving import image_proxy
+from agent_services.serving import media
 import httpx
 import media_sites
 from media_sites import make_fixture  # noqa: F401
@@ -20,8 +22,6 @@ from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.clients import remote_protocols
 from tunix.rl.multi_turn.core import data_urls
 from tunix.rl.multi_turn.core import policy_client
-from tunix.rl.multi_turn.serving import image_proxy
-from tunix.rl.multi_turn.serving import media
 import vllm_server
 
 GAP = vllm_server.GAP

@@ -3,21 +3,6 @@
 import pathlib
 import sys
 
-import pytest
+from buffer_fixtures import *  # noqa: F403
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
-
-@pytest.fixture(name="running", scope="module")
-def running_fixture(tmp_path_factory):
-  import buffer_services  # pylint: disable=g-import-not-at-top
-
-  with buffer_services.Running(tmp_path_factory.mktemp("buffer")) as running:
-    yield running
-
-
-@pytest.fixture(name="buffer")
-def buffer_fixture(running):
-  """The service, its default buffer fresh, with groups of four."""
-  assert running.start().status_code == 200
-  return running

@@ -4,6 +4,7 @@ to whatever compares rewards."""
 import asyncio
 import dataclasses
 
+from agent_services.rollout_buffer import rules
 import collector_fakes as fakes
 import loop_cases as cases
 import numpy as np
@@ -19,7 +20,6 @@ from tunix.rl.multi_turn.learner.algorithms import gae
 from tunix.rl.multi_turn.reporting import episode_tally
 from tunix.rl.multi_turn.reporting import settings
 from tunix.rl.multi_turn.reporting import watchdog
-from tunix.rl.multi_turn.trajectory_collector.buffer_service import rules
 from tunix.rl.queue import group_queue
 
 EVEN = ((0.1, 0.2), (0.3, 0.0), (0.2, 0.1), (0.0, 0.3))

@@ -2,13 +2,13 @@
 
 import base64
 
+from agent_services.serving import image_proxy
+from agent_services.serving import media
 import httpx
 import media_sites
 from media_sites import make_fixture  # noqa: F401
 from media_sites import site_fixture  # noqa: F401
 from tunix.rl.multi_turn.clients import remote_protocols
-from tunix.rl.multi_turn.serving import image_proxy
-from tunix.rl.multi_turn.serving import media
 import vllm_server
 
 

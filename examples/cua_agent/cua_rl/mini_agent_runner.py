@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Mapping
 
-from tunix.rl.multi_turn.agents import run_agent
-from tunix.rl.multi_turn.agents.runs import client as client_lib
+from agent_services.runs import client as client_lib
+from agent_services.runs import run_agent
 
 
 async def run_mini_agent_rollout(

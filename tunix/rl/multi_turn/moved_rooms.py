@@ -27,6 +27,13 @@ ROOMS = {
             "gymnasium", "miniwob", "openenv", "osworld", "xdesktop",
         )
     },
+    "agents.run_agent": "agent_services.runs.run_agent",
+    "agents.run_service": "agent_services.run_service",
+    "agents.runs": "agent_services.runs",
+    "clients.cua_workflow": "agent_services.cua_workflow",
+    "clients.run_episodes": "agent_services.runs.run_episodes",
+    "serving": "agent_services.serving",
+    "trajectory_collector.buffer_service": "agent_services.rollout_buffer",
 }
 """Former names below `tunix.rl.multi_turn`, and what they are now."""
 
@@ -70,10 +77,10 @@ class _SameModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def where(name: str, package: str) -> str:
   """Tells which package of this repository has something, and its fix."""
-  return (
-      f"{name} is in the package {package}; "
-      f"pip install -e packages/{package}"
-  )
+  # pip finds in no index what a package of this repository requires.
+  needs = {"agent_services": ["cua_gyms"]}.get(package, [])
+  folders = " ".join(f"-e packages/{one}" for one in (*needs, package))
+  return f"{name} is in the package {package}; pip install {folders}"
 
 
 def own_name(fullname: str) -> str | None:

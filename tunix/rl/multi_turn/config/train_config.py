@@ -13,8 +13,8 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
-from tunix.rl.multi_turn.agents.runs.settings import RunServiceConfig
 from tunix.rl.multi_turn.agents.settings import AgentConfig
+from tunix.rl.multi_turn.agents.settings import RunServiceConfig
 from tunix.rl.multi_turn.clients.settings import ExternalConfig
 from tunix.rl.multi_turn.config import data_sections
 from tunix.rl.multi_turn.config import former_names

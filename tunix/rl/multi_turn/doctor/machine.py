@@ -18,6 +18,7 @@ from tunix.rl.multi_turn.core import worker_pool
 from tunix.rl.multi_turn.doctor import finding
 from tunix.rl.multi_turn.policy import memory_limits
 from tunix.rl.multi_turn.policy import settings as policy_settings
+from tunix.rl.multi_turn.run import packages
 
 Finding = finding.Finding
 human = memory_limits.human
@@ -131,6 +132,8 @@ def extras_of(config: config_lib.TrainConfig) -> tuple[str, ...]:
     extras.add("monitor")
   if config.rollout.via in ("proxy", "hosts", "buffer") or config.fleet.away:
     extras |= {"serve", "client"}
+  if config.rollout.via in ("proxy", "buffer") or config.fleet.away:
+    extras.add("services")
   if config.fleet.via == "ray":
     extras.add("ray")
   if config.tracking.mlflow or config.tracking.wandb != "off":
@@ -178,6 +181,9 @@ def versions(extras: Sequence[str]) -> Iterator[Finding]:
         f"{shell_hints.python()} -m pip install -c {_CONSTRAINTS} -e"
         f" '{_CONSTRAINTS.parent}{what[len(PACKAGE):]}'"
     )
+    for extra in set(extras) & set(packages.PACKAGES):
+      path = _CONSTRAINTS.parent / "packages" / packages.PACKAGES[extra]
+      install += f" -e '{path}'"
   if missing or wrong:
     problems = [f"not installed: {', '.join(missing)}"] if missing else []
     yield Finding("versions", "fail", "; ".join([*problems, *wrong]), install)

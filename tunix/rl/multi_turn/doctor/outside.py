@@ -11,7 +11,7 @@ import socket
 from typing import Any, Iterator, Mapping
 
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.agents.runs import settings as run_service
+from tunix.rl.multi_turn.agents import settings as agent_settings
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import monitor_settings as monitor_settings
 from tunix.rl.multi_turn.doctor import finding
@@ -110,7 +110,7 @@ def tokens(config: TrainConfig) -> Iterator[Finding]:
   if config.monitor.url:
     needs[monitor_settings.TOKEN_VARIABLE] = "monitor.url"
   if config.rollout.agent == "run_service":
-    needs[run_service.TOKEN_VARIABLE] = "run_service"
+    needs[agent_settings.RUN_SERVICE_TOKEN_VARIABLE] = "run_service"
   for key, name in _variables(config.to_dict(), ""):
     needs[name] = key
   for name, key in needs.items():

@@ -16,8 +16,6 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn import rewards
 from tunix.rl.multi_turn.agents import registry as agent_registry
-from tunix.rl.multi_turn.agents import run_agent
-from tunix.rl.multi_turn.clients import run_episodes
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.environments import spec as environment_spec
@@ -25,6 +23,7 @@ from tunix.rl.multi_turn.environments.gyms import base as gym_base
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.run import loop_thread
+from tunix.rl.multi_turn.run import packages
 from tunix.rl.multi_turn.tools import manager
 from tunix.rl.multi_turn.tools import screenshot
 from tunix.rl.multi_turn.trajectory_collector import groups
@@ -34,6 +33,16 @@ RUN_SERVICE = "run_service"
 """The value of rollout.agent for episodes that a run service plays."""
 TrainConfig = config_lib.TrainConfig
 ConfigError = config_lib.ConfigError
+
+
+def run_service() -> Any:
+  """Returns the module that plays episodes by a run service.
+
+  Raises:
+    ConfigError: The package agent_services is not installed.
+  """
+  setting = f"rollout.agent={RUN_SERVICE}"
+  return packages.part("services", "run_episodes", setting).load()
 
 
 def system_prompt(name: str) -> str:
@@ -194,9 +203,7 @@ class EpisodeFactory:
   def __call__(self, task: gym_base.Task) -> tuple[Any, Any]:
     if self._by_service:
       gym = self._config.gym
-      follows = run_agent.RunAgent()
-      return follows, run_episodes.RunEnvironment(
-          follows,
+      return run_service().make_episode(
           task,
           (gym.name, gym.options, (gym.width, gym.height)),
           self._config.run_service.env,

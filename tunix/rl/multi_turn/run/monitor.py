@@ -12,7 +12,6 @@ wait in the runs' folder for the next run.
 
 from __future__ import annotations
 
-from importlib import metadata
 import json
 import logging
 import os
@@ -32,11 +31,12 @@ from tunix.rl.multi_turn.core import monitor_settings as settings_lib
 from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments import spec as environment_spec
+from tunix.rl.multi_turn.run import packages
 
 _LOG = logging.getLogger(__name__)
 _STOP_S = 15.0
 _IDENTITY = "monitor.json"
-_ENTRY_POINTS = "tunix.rl.multi_turn.monitor"
+_EMBEDDED = "monitor.embedded=true"
 TOKEN_VARIABLE = settings_lib.TOKEN_VARIABLE
 
 
@@ -64,11 +64,9 @@ class RunMonitor:
       ConfigError: a package is missing, the URL is none, or the embedded server
         does not start.
     """
-    try:
-      event_log = _entry_point("event_log").load()
-    except ImportError as error:
-      raise config_lib.ConfigError([_missing(error)]) from None
     monitor = config.monitor
+    setting = f"monitor.url={monitor.url}" if monitor.url else _EMBEDDED
+    event_log = packages.part("monitor", "event_log", setting).load()
     self.server: EmbeddedServer | None = None
     url, target, token = monitor.url, "", os.environ.get(TOKEN_VARIABLE, "")
     if monitor.embedded:
@@ -154,10 +152,7 @@ class EmbeddedServer:
     Raises:
       ConfigError: The package is missing, or the server does not start.
     """
-    try:
-      program = _entry_point("program").module
-    except ImportError as error:
-      raise config_lib.ConfigError([_missing(error)]) from None
+    program = packages.part("monitor", "program", _EMBEDDED).module
     database.parent.mkdir(parents=True, exist_ok=True)
     self.database = database
     options = [
@@ -246,21 +241,6 @@ def _box(config: config_lib.TrainConfig) -> str:
       mobile = config.run_service.action_space == "mobile"
       return "android" if mobile else "linux"
   return gyms.get(name, "operator").box
-
-
-def _entry_point(name: str) -> metadata.EntryPoint:
-  """Raises ImportError without the package that offers it."""
-  points = metadata.entry_points(group=_ENTRY_POINTS, name=name)
-  if not points:
-    raise ImportError("the package training_monitor is not installed")
-  return next(iter(points))
-
-
-def _missing(error: ImportError) -> str:
-  return (
-      f"monitor: {error}; pip install -e packages/training_monitor, or leave"
-      " monitor.url and monitor.embedded as they are"
-  )
 
 
 def _root(config: config_lib.TrainConfig) -> pathlib.Path:

@@ -32,6 +32,7 @@ from tunix.rl.multi_turn.policy import settings as policy_settings
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import memory as memory_lib
 from tunix.rl.multi_turn.run import models
+from tunix.rl.multi_turn.run import packages
 from tunix.rl.multi_turn.run import run_lock
 from tunix.rl.queue import admission
 
@@ -50,6 +51,7 @@ def before_building(config: TrainConfig) -> None:
   problems = [
       *_directories(config),
       *_own_agent(config),
+      *_services(config),
       *_learner(config),
       *_weights(config),
       *_beside(config),
@@ -186,6 +188,19 @@ def _own_agent(config: TrainConfig) -> Iterator[str]:
     agent_session.load(name)
   except ValueError as error:
     yield f"rollout.agent={name}: {error}"
+
+
+def _services(config: TrainConfig) -> Iterator[str]:
+  """Looks for the package that serves the policy to other programs."""
+  setting = f"rollout.via={config.rollout.via}"
+  if config.fleet.away:
+    setting = f"fleet.via={config.fleet.via}"
+  elif config.rollout.via not in ("proxy", "buffer"):
+    return
+  try:
+    packages.part("services", "policy_server", setting)
+  except ConfigError as error:
+    yield from error.problems
 
 
 # --- learner ------------------------------------------------------------------

@@ -16,13 +16,13 @@ from typing import Any, Callable, Mapping
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.clients import agent_session
 from tunix.rl.multi_turn.clients import proxy
-from tunix.rl.multi_turn.clients import run_episodes
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import sampling_rule
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import models
+from tunix.rl.multi_turn.run import packages
 
 _LOG = logging.getLogger(__name__)
 
@@ -73,27 +73,23 @@ class RunProxy:
       token = ""  # The protocol's generators send none.
     # Evaluations run beside training.
     most = sessions or 2 * config.collect.concurrency + 16
+    via = f"rollout.via={config.rollout.via}"
+    make_app = packages.part("services", "policy_server", via)
     try:
-      from tunix.rl.multi_turn.serving import requests  # pylint: disable=g-import-not-at-top
-      from tunix.rl.multi_turn.serving import server  # pylint: disable=g-import-not-at-top
-      from tunix.rl.multi_turn.serving import session_sampling  # pylint: disable=g-import-not-at-top
-
-      self.app = server.make_app(
+      self.app = make_app.load()(
           config.policy.name,
           engine,
           (policy.model, policy.processor, policy.tokenizer),
           image_store,
           parser=config.agent.parser,
-          limits=requests.RequestLimits(
-              max_new_tokens=config.sampling.max_new_tokens,
-              images=max(64, config.environment.max_turns + 1),
-          ),
+          max_new_tokens=config.sampling.max_new_tokens,
+          max_images=max(64, config.environment.max_turns + 1),
           max_sessions=most,
           max_concurrent=most,
           session_timeout_s=config.collect.deadlines.episode + 60.0,
           token=token,
           renderer=policy.renderer,
-          sampling=session_sampling.SessionSampling(
+          sampling=sampling_rule.SamplingRule(
               **sampling_rule.fields_of(config.sampling),
               other=config.rollout.other_sampling,
           ),
@@ -109,8 +105,8 @@ class RunProxy:
       self.connection = self._connect(config, policy, image_store, token, play)
     except ImportError as error:
       raise config_lib.ConfigError([
-          f"rollout.via={config.rollout.via}: {error}; pip install"
-          " 'tunix-multi-turn[serve,client]', or set rollout.via=in_process"
+          f"{via}: {error}; pip install 'tunix-multi-turn[serve,client]', or"
+          " set rollout.via=in_process"
       ]) from None
     except ValueError as error:
       raise config_lib.ConfigError([
@@ -141,7 +137,7 @@ class RunProxy:
       return agent_session.AgentConnection(*arguments, play=play, **common)
     agent = config.agent
     deadlines = config.collect.deadlines
-    return run_episodes.RunConnection(
+    return episodes.run_service().RunConnection(
         *arguments,
         service=config.run_service,
         public_url=config.rollout.public_url or self._server.url,

@@ -1,0 +1,3 @@
+"""Rollout buffer services."""
+
+from buffer_fixtures import *  # noqa: F403
