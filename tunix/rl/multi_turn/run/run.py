@@ -32,10 +32,10 @@ from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.planning import dry_run
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.reporting import watchdog as watchdog_lib
 from tunix.rl.multi_turn.run import disk_full
-from tunix.rl.multi_turn.run import dry_run
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import external_engine
 from tunix.rl.multi_turn.run import first_episode

@@ -1,0 +1,1 @@
+"""Predicts a run's memory and speed: dry runs, and slices not at hand."""
