@@ -24,7 +24,7 @@ from tunix.rl.multi_turn.engine import buckets as buckets_lib
 from tunix.rl.multi_turn.engine import cache_memory
 from tunix.rl.multi_turn.engine import config as engine_config_lib
 from tunix.rl.multi_turn.engine import device_state
-from tunix.rl.multi_turn.engine import state_pages
+from tunix.rl.multi_turn.engine import page_layout
 from tunix.rl.multi_turn.learner import frozen
 from tunix.rl.multi_turn.learner import minibatches
 from tunix.rl.multi_turn.planning import chips
@@ -213,7 +213,7 @@ class PlannedRun:
     lockstep = "true" if self.config.lockstep else "false"
     config = dataclasses.replace(self.config.engine, lockstep=lockstep)
     shapes = device_state.cache_shapes(self.engine_model)
-    return state_pages.sized(shapes, config)
+    return page_layout.sized(shapes, config)
 
   @property
   def left_out(self) -> tuple[str, ...]:

@@ -39,12 +39,12 @@ from tunix.rl.multi_turn.run import disk_full
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import external_engine
 from tunix.rl.multi_turn.run import first_episode
+from tunix.rl.multi_turn.run import interrupts
 from tunix.rl.multi_turn.run import learner_ahead
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import observers as observers_lib
 from tunix.rl.multi_turn.run import peer_watch
-from tunix.rl.multi_turn.run import preemption
 from tunix.rl.multi_turn.run import preflight
 from tunix.rl.multi_turn.run import process_layout
 from tunix.rl.multi_turn.run import processes as processes_lib
@@ -282,7 +282,7 @@ class Run:
     self._loop = loop_thread.LoopThread()
     self._watches = [
         peer_watch.PeerWatch(self.processes, self.stop),
-        preemption.PreemptionWatch(self.config.run.preemption, self.stop),
+        interrupts.PreemptionWatch(self.config.run.preemption, self.stop),
     ]
     for watch in self._watches:
       watch.start()
