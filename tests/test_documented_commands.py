@@ -232,8 +232,6 @@ def _accepted(module, words, capsys, dry=False):
         args.gym == "desktop"
     ):
       assert program.main(words) == 0
-  elif module in ("commands.pretrain", "commands.train_tokenizer"):
-    program.parser().parse_args(words)
   elif module == "monitor":
     from training_monitor import serve
 

@@ -271,7 +271,7 @@ OWN = {
     "trajectory_collector/buffer_service/service.py",  # Its own database.
     # Written by this process a moment before.
     "parser/tool_parser/function_gemma.py", "parser/renderer/base.py",
-    "commands/train_tokenizer.py", "learner/checkpoint.py",
+    "learner/checkpoint.py",
     "trajectory_collector/loss_mask.py", "serving/messages.py",
     "reporting/publishing/episode_tables.py",  # A text for people to copy.
     # With `check_depth` beside it.
