@@ -267,11 +267,6 @@ class Reference:
           for name, x in params.items()
       }
 
-  @property
-  def memory_kinds(self) -> set[str | None]:
-    """Of the arrays between their uses."""
-    return {x.sharding.memory_kind for x in self._kept.values()}
-
   def params(self) -> dict[str, jax.Array]:
     """Returns the parameters, on the devices."""
     if not self._on_host:

@@ -1,1 +1,1 @@
-"""Predicts a run's memory and speed: dry runs, and slices not at hand."""
+"""Predicts the memory and the speed of a run, here or on other machines."""

@@ -255,7 +255,7 @@ class PlannedRun:
 def _settled(
     config: config_lib.TrainConfig, name: str, topology: chips.Topology
 ) -> str:
-  """The remat that a run chooses there, see `run.memory.settle_remat`."""
+  """The remat that a run chooses there, see `run_memory.settle_remat`."""
   room = update_memory.ROOM * topology.chip.memory
   *faster, careful = config_checks.REMATS
   for remat in faster:

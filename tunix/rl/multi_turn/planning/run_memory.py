@@ -4,7 +4,7 @@ A line is what a part takes at least: batches whose size the first data decides
 are counted at their smallest. Activations are the learner's compiled size where
 `exact` asks for it, or where the prediction is within a factor of
 `COMPILE_WITHIN` of the memory there is; else predicted by
-`learner.memory_plan`, within a factor of two, in milliseconds.
+`update_memory`, within a factor of two, in milliseconds.
 
 Does not: count the engine's temporary buffers, gyms and browsers, or other
 programs' memory.

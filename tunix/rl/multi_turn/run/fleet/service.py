@@ -234,7 +234,7 @@ class Supervisor:
 
 
 class RayLauncher:
-  """A `supervisor.Launcher` on a cluster."""
+  """A `Launcher` on a cluster."""
 
   def __init__(
       self,
