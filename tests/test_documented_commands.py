@@ -24,14 +24,14 @@ import pytest
 from tunix.rl.multi_turn import commands as command_list
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
-from tunix.rl.multi_turn.commands import chips
 from tunix.rl.multi_turn.config import documentation
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.environments.gyms import registry
-from tunix.rl.multi_turn.learner import compiled_memory
 from tunix.rl.multi_turn.learner.algorithms import advantages
+from tunix.rl.multi_turn.planning import chips
+from tunix.rl.multi_turn.planning import compiled_update
 
 import tunix_multi_turn
 
@@ -162,7 +162,7 @@ def _servers_end_at_once(monkeypatch):
   )  # pyformat: disable
   monkeypatch.setattr(engine_lib.RolloutEngine, "warm_up", lambda *a: 0.0)
   # Compiled only for its size, which is not what is tested here.
-  monkeypatch.setattr(compiled_memory, "activations", lambda *a, **k: None)
+  monkeypatch.setattr(compiled_update, "activations", lambda *a, **k: None)
   return served
 
 
@@ -232,8 +232,6 @@ def _accepted(module, words, capsys, dry=False):
         args.gym == "desktop"
     ):
       assert program.main(words) == 0
-  elif module in ("commands.pretrain", "commands.train_tokenizer"):
-    program.parser().parse_args(words)
   elif module == "monitor":
     from training_monitor import serve
 

@@ -30,7 +30,7 @@ from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.reporting import time_metrics
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import models
-from tunix.rl.multi_turn.run.warm_start import cloning
+from tunix.rl.multi_turn.run.warm_start import stage
 from tunix.rl.queue import group_store
 
 # Each run compiles its own programs, on two cores perhaps shared with others.
@@ -547,7 +547,7 @@ def test_a_failed_run_says_so_and_goes_on_from_its_warm_start(
   def not_again(*args, **kwargs):
     raise AssertionError("cloned before")
 
-  monkeypatch.setattr(cloning, "clone", not_again)
+  monkeypatch.setattr(stage, "clone", not_again)
   (directory / "checkpoints").unlink()
   (directory / "cloning" / "2").mkdir(parents=True)  # No time to remove it.
   status = train.main([

@@ -192,12 +192,11 @@ def test_an_evaluation_beside_is_made_up_for_of_its_own_weights(
     blocking, tmp_path
 ):
   """A stop in the midst of it: the update's checkpoint outlives newer ones."""
-  from tunix.rl.multi_turn.run import beside  # pylint: disable=g-import-not-at-top
 
   patch = pytest.MonkeyPatch()
   # As if each were still under way when the run is stopped.
-  patch.setattr(beside.BesideEvaluations, "finished", lambda self: None)
-  patch.setattr(beside.BesideEvaluations, "wait", lambda self: None)
+  patch.setattr(evaluation.BesideEvaluations, "finished", lambda self: None)
+  patch.setattr(evaluation.BesideEvaluations, "wait", lambda self: None)
   options = ("name=m", *SAVING, "eval.beside=true", "eval.every=2")
   try:
     assert small_runs.run_train(tmp_path, *NEW, *options) == 0

@@ -23,11 +23,11 @@ from typing import Any, Callable
 import jax
 import numpy as np
 from peers import policies
-from tunix.rl.multi_turn.commands import plan_run
 from tunix.rl.multi_turn.core import images as image_lib
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import examples as example_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.planning import planned_run
 from tunix.rl.multi_turn.policy import checkpoint
 
 GROUP = 4
@@ -69,7 +69,7 @@ class Workload:
     patches = int((np.asarray(inputs.patch_segments) >= 0).sum())
     images = sum(len(s.images) for g in self.groups for m in g.trajectories
                  for s in m.sequences)  # pyformat: disable
-    return 3 * plan_run.forward_flops(
+    return 3 * planned_run.forward_flops(
         self.model, rows * length, length / 2, int(np.sum(batch.mask)),
         patches, patches // max(1, images),
     )  # pyformat: disable

@@ -22,7 +22,7 @@ from tunix.rl.multi_turn.environments.gyms import desktop
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import qwen_vl_sizes
+from tunix.rl.multi_turn.policy import qwen_vl_inputs
 from tunix.rl.multi_turn.run import episodes as episodes_lib
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run.warm_start import demonstrations
@@ -211,7 +211,7 @@ class TestResizing:
   )  # pyformat: disable
   def test_the_rule_is_the_processor_s(self, name, width, height):
     rule = tool_parser.get_tool_parser(name).resizing
-    rows, cols = qwen_vl_sizes.smart_resize(
+    rows, cols = qwen_vl_inputs.smart_resize(
         height, width, rule.factor, rule.min_pixels, rule.max_pixels
     )
     config = agent_settings.AgentConfig(parser=name, resize="grammar")

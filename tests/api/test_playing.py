@@ -13,7 +13,7 @@ import chat_server
 import pytest
 import tunix.rl.multi_turn as mt
 from tunix.rl.multi_turn import evaluate as evaluate_lib
-from tunix.rl.multi_turn.api import exclusive
+from tunix.rl.multi_turn.api import cell
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments import gyms
 from tunix.rl.multi_turn.environments.gyms import desktop
@@ -105,7 +105,7 @@ def test_a_wrong_evaluation_is_one_clear_error(
 ):
   with pytest.raises(mt.ConfigError, match=problem):
     mt.evaluate(policy, tasks, **{**settings, "run.dir": str(tmp_path)})
-  assert exclusive.take("free").release() is None
+  assert cell.take("free").release() is None
 
 
 def test_the_oracle_plays_the_task_that_an_evaluation_plays():

@@ -14,7 +14,7 @@ import pytest
 import small_runs
 import tunix.rl.multi_turn as mt
 from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.api import exclusive
+from tunix.rl.multi_turn.api import cell
 from tunix.rl.multi_turn.api import training
 import yaml
 
@@ -98,7 +98,7 @@ def test_of_two_runs_that_start_at_once_one_is_refused(tmp_path, monkeypatch):
     go.set()
     with pytest.raises(mt.ConfigError, match="cannot be built"):
       first.result(60)
-  exclusive.take("the process is free again").release()
+  cell.take("the process is free again").release()
   assert not list(tmp_path.iterdir())
 
 

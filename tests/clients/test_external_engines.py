@@ -27,7 +27,7 @@ from tunix.rl.multi_turn.clients import vllm as vllm_lib
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import policy_client
-from tunix.rl.multi_turn.learner import scorer
+from tunix.rl.multi_turn.learner import reference
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import lora
 
@@ -471,7 +471,7 @@ def probe_of(fake, policy, protocol, tolerance=1e-3):
         banned_token_ids=policy.model.config.banned_token_ids,
     )
 
-  score = scorer.Scorer(
+  score = reference.Scorer(
       policy.model,
       policy.processor,
       policy.images,

@@ -10,9 +10,9 @@ from PIL import Image
 import pytest
 import trials
 from tunix.rl.multi_turn.commands import inspect_policy
-from tunix.rl.multi_turn.commands import policy_facts
 from tunix.rl.multi_turn.commands import try_policy
-from tunix.rl.multi_turn.learner import memory_plan
+from tunix.rl.multi_turn.planning import policy_facts
+from tunix.rl.multi_turn.planning import update_memory
 from tunix.rl.multi_turn.policy import by_name
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import qwen_config
@@ -233,7 +233,7 @@ PLACED = """
 import json
 import jax
 from flax import nnx
-from tunix.rl.multi_turn.learner import memory_plan
+from tunix.rl.multi_turn.planning import update_memory
 from tunix.rl.multi_turn.policy import checkpoint, sharding
 out = {}
 for name in ("tiny_vl", "qwen3_vl_tiny", "qwen2_5_vl_tiny"):
@@ -246,9 +246,9 @@ for name in ("tiny_vl", "qwen3_vl_tiny", "qwen2_5_vl_tiny"):
     here = sum(
         s.data.nbytes for x in jax.tree.leaves(nnx.state(model, nnx.Param))
         for s in x.addressable_shards if s.device == jax.devices()[0])
-    abstract = memory_plan.abstract_mesh(**sizes)
+    abstract = update_memory.abstract_mesh(**sizes)
     out[f"{name} {sizes}"] = (
-        here, memory_plan.parameter_bytes(model, abstract))
+        here, update_memory.parameter_bytes(model, abstract))
 print(json.dumps(out))
 """
 
@@ -267,11 +267,13 @@ def published():
 
 
 def test_a_plan_grows_with_what_it_is_for(published):
-  mesh = memory_plan.abstract_mesh(fsdp=4)
+  mesh = update_memory.abstract_mesh(fsdp=4)
 
   def total(**changes):
     fields = dict(row_length=8192, patches=3520, targets=1024) | changes
-    return memory_plan.plan(published, mesh, memory_plan.Work(**fields)).total
+    return update_memory.plan(
+      published, mesh, update_memory.Work(**fields)
+    ).total
 
   for field, values in (
       ("row_length", (1024, 8192, 16384, 65536)),
@@ -285,27 +287,27 @@ def test_a_plan_grows_with_what_it_is_for(published):
 
 
 def test_remat_and_adapters_save_what_they_are_for(published):
-  work = memory_plan.Work(row_length=8192, patches=3520, targets=1024)
-  mesh = memory_plan.abstract_mesh(fsdp=4)
+  work = update_memory.Work(row_length=8192, patches=3520, targets=1024)
+  mesh = update_memory.abstract_mesh(fsdp=4)
   plans = {
-      remat: memory_plan.plan(published, mesh, work, remat=remat)
-      for remat in memory_plan.REMAT
+      remat: update_memory.plan(published, mesh, work, remat=remat)
+      for remat in update_memory.REMAT
   }
   residuals = [plans[r].layer_residuals for r in ("block", "dots", "none")]
   assert residuals == sorted(residuals) and residuals[0] < residuals[2]
   full = plans["block"]
-  lora = memory_plan.plan(published, mesh, work, remat="block", lora_rank=16)
+  lora = update_memory.plan(published, mesh, work, remat="block", lora_rank=16)
   assert lora.gradients < full.gradients / 30
   assert lora.optimizer < full.optimizer / 30
   assert full.parameters < lora.parameters < 1.05 * full.parameters
-  half = memory_plan.plan(published, mesh, work, param_dtype="bfloat16")
+  half = update_memory.plan(published, mesh, work, param_dtype="bfloat16")
   # float32 masters, gradients and moments; the new gradient is bfloat16.
   assert half.parameters == full.parameters
   assert half.gradients == full.gradients
   assert half.optimizer == full.optimizer == 2 * half.parameters
   assert half.new_gradients * 2 == full.new_gradients
   assert half.cast == full.cast == half.new_gradients
-  frozen = memory_plan.plan(
+  frozen = update_memory.plan(
       published, mesh, work, param_dtype="bfloat16", lora_rank=16
   )
   assert frozen.parameters < 0.55 * lora.parameters
@@ -313,20 +315,20 @@ def test_remat_and_adapters_save_what_they_are_for(published):
 
 
 def test_the_parts_of_a_plan_are_its_total(published):
-  plan = memory_plan.plan(
+  plan = update_memory.plan(
       published,
-      memory_plan.abstract_mesh(),
-      memory_plan.Work(row_length=4096, targets=512),
+      update_memory.abstract_mesh(),
+      update_memory.Work(row_length=4096, targets=512),
   )
   parts = dataclasses.asdict(plan)
   assert all(v >= 0 for v in parts.values())
   assert plan.accumulate + plan.optimizer == plan.total
   assert plan.total <= sum(parts.values()) + plan.heap_gaps
   with pytest.raises(ValueError, match="remat must be one of"):
-    memory_plan.plan(
+    update_memory.plan(
         published,
-        memory_plan.abstract_mesh(),
-        memory_plan.Work(row_length=1),
+        update_memory.abstract_mesh(),
+        update_memory.Work(row_length=1),
         remat="some",
     )
 

@@ -12,13 +12,12 @@ import jax
 import numpy as np
 import pytest
 from tunix.rl.multi_turn import plan
-from tunix.rl.multi_turn.commands import chips
-from tunix.rl.multi_turn.commands import hlo
-from tunix.rl.multi_turn.commands import plan_programs
-from tunix.rl.multi_turn.commands import plan_run
 from tunix.rl.multi_turn.engine import cache_memory
 from tunix.rl.multi_turn.engine import device_state
-from tunix.rl.multi_turn.learner import memory_plan
+from tunix.rl.multi_turn.planning import chips
+from tunix.rl.multi_turn.planning import planned_run
+from tunix.rl.multi_turn.planning import tpu_compiler
+from tunix.rl.multi_turn.planning import update_memory
 from tunix.rl.multi_turn.policy import cached_attention
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import config_checks
@@ -29,7 +28,7 @@ TINY = ("policy.name=qwen3_vl_tiny", "topology=v5e:2x4", "--analytic")
 _LOOP = """
 import jax, json, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from tunix.rl.multi_turn.commands import hlo
+from tunix.rl.multi_turn.planning import tpu_compiler
 mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 def body(x, _):
   return jax.lax.psum(x, "b") / 4, None
@@ -39,7 +38,7 @@ def program(x):
 local = jax.shard_map(program, mesh=mesh, in_specs=P(("a", "b")),
                       out_specs=P(), check_vma=False)
 text = jax.jit(local).lower(jnp.zeros((64, 16))).compile().as_text()
-found = hlo.collectives(text, 8)
+found = tpu_compiler.collectives(text, 8)
 print(json.dumps({k: [v.runs, v.received] for k, v in found.items()}))
 """
 
@@ -65,8 +64,10 @@ ENTRY %main (p: f32[8], /*index=5*/q: f32[8]) -> f32[8] {
   %a = f32[10]{0} all-reduce(%p), to_apply=%c
 }
 """
-  sent = hlo.collectives(text, 16)
-  assert sent["all-gather"] == hlo.Sent(1, 9, 9 * 256 * 3 // 4, 256, 128)
+  sent = tpu_compiler.collectives(text, 16)
+  assert sent["all-gather"] == tpu_compiler.Sent(
+    1, 9, 9 * 256 * 3 // 4, 256, 128
+  )
   assert sent["reduce-scatter"].received == 400
   assert sent["all-reduce"].received == 2 * 40 * 15 // 16
 
@@ -120,13 +121,13 @@ def test_operations_of_a_forward_pass_are_xlas():
 
   (cost,) = [jax.jit(forward).lower(state).cost_analysis()]
   # Every token of a cached row is held against the whole row.
-  planned = plan_run.forward_flops(model, b * t, t, b * t, n, n)
+  planned = planned_run.forward_flops(model, b * t, t, b * t, n, n)
   assert planned == pytest.approx(cost["flops"], rel=0.1)
 
 
 def test_operations_of_linear_attention_are_xlas():
   """One layer of four has keys, and a long cache is most of a token's work."""
-  model = plan_run.policy_facts.find("qwen3_5_tiny").model
+  model = planned_run.policy_facts.find("qwen3_5_tiny").model
   graph, state = nnx.split(model)
   b, length = 2, 4096
   ints = lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)
@@ -141,12 +142,12 @@ def test_operations_of_linear_attention_are_xlas():
   lowered = jax.jit(forward).lower(
       state, ints(b, 1), ints(b, 1, 3), ints(b), ints(b)
   )
-  planned = plan_run.forward_flops(model, b, length, b, 0, 0)
+  planned = planned_run.forward_flops(model, b, length, b, 0, 0)
   assert planned == pytest.approx(lowered.cost_analysis()["flops"], rel=0.1)
 
 
 def test_sizes_of_a_layer_with_a_shared_expert():
-  sizes = memory_plan.Sizes.of(qwen_sizes.SIZES["Qwen3.5-35B-A3B"])
+  sizes = update_memory.Sizes.of(qwen_sizes.SIZES["Qwen3.5-35B-A3B"])
   assert (sizes.mlp, sizes.mlp_copies) == ((8 + 1) * 512, 8)
   assert (sizes.layers, sizes.full_layers) == (40, 10)
   assert sizes.linear_state == 32 * 128 * 128
@@ -172,12 +173,14 @@ def test_a_plan_is_read_by_people_and_programs(capsys):
 
 def run_of(*arguments, topology="v5e:2x4"):
   topology = chips.Topology.of(topology)
-  config, name, _ = plan_run.load(list(arguments), topology)
-  return plan_run.PlannedRun.of(config, name, topology)
+  config, name, _ = planned_run.load(list(arguments), topology)
+  return planned_run.PlannedRun.of(config, name, topology)
 
 
 def test_parts_grow_with_their_settings():
-  memory = lambda *a: plan_run.memory(run_of("policy.name=qwen3_vl_tiny", *a))
+  memory = lambda *a: planned_run.memory(
+    run_of("policy.name=qwen3_vl_tiny", *a)
+  )
   plain = memory()
   split = memory("mesh.fsdp=4", "mesh.tensor=2", "learner.rows=4")
   # A host's four chips: two shards of rows, two of heads, and four of rows.
@@ -197,7 +200,7 @@ def test_caches_are_those_that_the_engine_makes(name):
   run = run_of(
       f"policy.name={name}", "mesh.fsdp=4", "mesh.tensor=2", "learner.rows=4"
   )
-  states, token = plan_run.row_bytes(run.engine_model)
+  states, token = planned_run.row_bytes(run.engine_model)
   assert bool(states) == (name == "qwen3_5_tiny")
   # A page's keys and values are worth its snapshot of the states.
   assert run.buckets.page_size * token >= states
@@ -207,7 +210,7 @@ def test_caches_are_those_that_the_engine_makes(name):
       run.buckets,
       cached_attention.row_shards(run.engine_mesh),
   )
-  shapes = plan_run._shapes(
+  shapes = planned_run._shapes(
       type(run.model), run.model.config, 0, False, run.engine_mesh
   )
   state = device_state.DeviceState(
@@ -222,12 +225,12 @@ def test_caches_are_those_that_the_engine_makes(name):
       math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
       for x in jax.tree.leaves(tree)
   )
-  planned = plan_run.memory(run)
+  planned = planned_run.memory(run)
   assert planned["KV cache"] == size(state.cache_shape)
   assert planned["vision cache"] == size(state.pool_shape)
   assert planned["rollout weights"] == size(state.params)
   # A decode step reads all weights, keys and values; states both ways.
-  work = plan_run.works(run)["decode step"]
+  work = planned_run.works(run)["decode step"]
   row = run.buckets.windows[-1] * token + 2 * states
   rows = run.buckets.decode_rows[-1]
   assert work.hbm > planned["rollout weights"] + rows * row / 4
@@ -246,13 +249,13 @@ def test_a_policy_with_linear_attention_is_planned(capsys):
 def test_a_tower_that_is_frozen_takes_less():
   name = "policy.name=qwen3_vl_tiny"
   full, frozen = run_of(name), run_of(name, "learner.freeze_vision=true")
-  tower = memory_plan.parameter_bytes(full.model.visual, full.mesh)
-  before, after = plan_run.memory(full), plan_run.memory(frozen)
+  tower = update_memory.parameter_bytes(full.model.visual, full.mesh)
+  before, after = planned_run.memory(full), planned_run.memory(frozen)
   assert before["parameters"] == after["parameters"]
   assert before["gradients"] - after["gradients"] == tower
   assert before["optimizer"] - after["optimizer"] == 2 * tower
   assert after["update, temporary"] < before["update, temporary"]
-  update, less = (plan_run.works(r)["accumulate"] for r in (full, frozen))
+  update, less = (planned_run.works(r)["accumulate"] for r in (full, frozen))
   assert less.flops < update.flops
   assert less.hbm < update.hbm and less.ici < update.ici
 
@@ -267,14 +270,14 @@ def test_a_policy_without_a_tower_has_none_to_freeze(capsys):
 
 
 def test_models_beside_the_policy_are_counted():
-  memory = lambda *a: plan_run.memory(run_of("policy.name=tiny_vl", *a))
+  memory = lambda *a: planned_run.memory(run_of("policy.name=tiny_vl", *a))
   plain = memory()
   second = memory("eval.beside=true", "eval.every=1", "eval.slots=8")
   assert second["evaluation's weights"] == second["rollout weights"]
   caches = second["evaluation's caches"]
   slots = memory("engine.slots=8")
   assert caches == slots["KV cache"] + slots["vision cache"]
-  assert plan_run.total(second) == plan_run.total(plain) + caches + (
+  assert planned_run.total(second) == planned_run.total(plain) + caches + (
       plain["rollout weights"]
   )
   kl = ("algorithm.kl_coef=0.1", "learner.skip_zero_advantage=false")
@@ -289,7 +292,7 @@ def test_models_beside_the_policy_are_counted():
 
 
 def test_a_reference_of_an_adapter_is_the_adapters():
-  parts = plan_run.memory(run_of(
+  parts = planned_run.memory(run_of(
       "policy.name=qwen3_vl_tiny", "policy.lora_rank=2",
       "algorithm.kl_coef=0.1", "learner.skip_zero_advantage=false",
   ))  # pyformat: disable
@@ -300,8 +303,8 @@ def test_engines_of_other_hosts_take_nothing_here(capsys):
   run = run_of("policy.name=qwen3_vl_tiny", "rollout.via=hosts")
   assert not {
       "rollout weights", "KV cache", "vision cache"
-  } & set(plan_run.memory(run))  # pyformat: disable
-  assert set(plan_run.works(run)) == {"accumulate"}
+  } & set(planned_run.memory(run))  # pyformat: disable
+  assert set(planned_run.works(run)) == {"accumulate"}
   turned = sum(plan.knobs(run.config, run.name), [])
   assert not any(s.startswith("engine.slots") for s in turned)
   assert plan.main([*TINY, "rollout.via=hosts"]) == 0
@@ -356,7 +359,7 @@ def test_a_gpu_machine_is_planned_with_the_rows_of_the_familys_agent(capsys):
 def test_a_planned_size_keeps_the_agent_of_a_file(tmp_path):
   file = tmp_path / "run.yaml"
   file.write_text("agent: {name: ui_tars_1}")
-  config, name, chosen = plan_run.load(
+  config, name, chosen = planned_run.load(
       [str(file), "policy=Qwen3-VL-2B"], chips.Topology.of("h100:8")
   )
   assert name == "Qwen3-VL-2B" and config.agent.name == "ui_tars_1"
@@ -404,14 +407,14 @@ def test_what_is_offered_is_as_fast_as_it_says(spare, capsys, monkeypatch):
 def test_a_remat_left_to_the_run_is_the_fastest_that_fits(monkeypatch):
   def settled(share_of):
     """The choice where memory is `share_of` a remat's, with its room."""
-    most = plan_run.total(plan_run.memory(runs[share_of]))
+    most = planned_run.total(planned_run.memory(runs[share_of]))
     chip = dataclasses.replace(
-        chips.CHIPS["v5e"], memory=math.ceil(most / memory_plan.ROOM)
+        chips.CHIPS["v5e"], memory=math.ceil(most / update_memory.ROOM)
     )
     with monkeypatch.context() as patch:
       patch.setitem(chips.CHIPS, "v5e", chip)
       planned = run_of(*arguments, "policy.config.remat=auto")
-    assert plan_run.total(plan_run.memory(planned)) <= most
+    assert planned_run.total(planned_run.memory(planned)) <= most
     return planned.model.config.remat
 
   arguments = ["policy=Qwen3-VL-2B"]
@@ -425,7 +428,7 @@ def test_a_remat_left_to_the_run_is_the_fastest_that_fits(monkeypatch):
 
 
 def test_without_the_compiler_it_predicts_and_says_so(monkeypatch, capsys):
-  monkeypatch.setattr(plan_programs, "find_compiler", lambda: "")
+  monkeypatch.setattr(tpu_compiler, "find_compiler", lambda: "")
   assert plan.main([a for a in TINY if a != "--analytic"]) == 0
   shown = capsys.readouterr()
   assert "libtpu is not installed" in shown.err
@@ -435,7 +438,7 @@ def test_without_the_compiler_it_predicts_and_says_so(monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(
-    not plan_programs.find_compiler(),
+    not tpu_compiler.find_compiler(),
     reason="no libtpu (make tpu-plan)",
 )
 def test_a_small_run_is_compiled(capsys):

@@ -272,7 +272,7 @@ OWN = {
     "agent_services/rollout_buffer/service.py",  # Its own database.
     # Written by this process a moment before.
     "parser/tool_parser/function_gemma.py", "parser/renderer/base.py",
-    "commands/train_tokenizer.py", "learner/checkpoint.py",
+    "learner/checkpoint.py",
     "trajectory_collector/loss_mask.py", "agent_services/serving/messages.py",
     "reporting/publishing/episode_tables.py",  # A text for people to copy.
     # With `check_depth` beside it.

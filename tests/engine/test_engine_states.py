@@ -13,7 +13,7 @@ from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import device_state
-from tunix.rl.multi_turn.engine import state_pages
+from tunix.rl.multi_turn.engine import page_layout
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.policy import checkpoint
 
@@ -193,14 +193,14 @@ def test_what_is_sampled_is_what_is_learned_from(parts, make):
 def test_a_page_is_worth_its_snapshot(parts):
   shapes = device_state.cache_shapes(parts[0])
   config = engine_config.EngineConfig(context_length=8192)
-  size = state_pages.sized(shapes, config).page_size
+  size = page_layout.sized(shapes, config).page_size
   # Three layers of 4 heads of 32 x 32 and 3 tokens of 256 channels; one of
   # keys and values for 2 heads of 48.
   states, token = 3 * 4 * (4 * 32 * 32 + 3 * 256), 4 * 2 * 2 * 48
   assert size % 64 == 0 and (size - 64) * token < states <= size * token
   settings = engine_config.EngineConfig(context_length=8192, page_size=32)
-  assert state_pages.sized(shapes, settings) is settings
+  assert page_layout.sized(shapes, settings) is settings
   short = engine_config.EngineConfig(context_length=96)
-  assert state_pages.sized(shapes, short).page_size == 96
+  assert page_layout.sized(shapes, short).page_size == 96
   plain, *_ = checkpoint.create_policy("qwen3_vl_tiny")
-  assert state_pages.sized(device_state.cache_shapes(plain), config) is config
+  assert page_layout.sized(device_state.cache_shapes(plain), config) is config

@@ -16,7 +16,7 @@ from tunix.rl.multi_turn.engine import config as engine_config
 from tunix.rl.multi_turn.engine import device_state
 from tunix.rl.multi_turn.engine import page_pool
 from tunix.rl.multi_turn.engine import requests
-from tunix.rl.multi_turn.learner import memory_plan
+from tunix.rl.multi_turn.planning import update_memory
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import qwen_vl
 
@@ -198,9 +198,9 @@ def test_shapes_are_enough_to_lower_an_engines_programs(wide):
 
 
 def test_a_processs_mesh_is_its_part_of_the_whole_one():
-  full = memory_plan.abstract_mesh(fsdp=8, tensor=2)
-  part = memory_plan.process_mesh(full, 4)
+  full = update_memory.abstract_mesh(fsdp=8, tensor=2)
+  part = update_memory.process_mesh(full, 4)
   assert dict(part.shape) == {
       "data": 1, "fsdp": 2, "sequence": 1, "tensor": 2
   }  # pyformat: disable
-  assert memory_plan.process_mesh(full, 1) is full
+  assert update_memory.process_mesh(full, 1) is full

@@ -18,9 +18,9 @@ from tokenizers import decoders
 from tokenizers import models
 from tokenizers import pre_tokenizers
 from tokenizers import trainers
+import train_tokenizer
 import transformers
 from transformers.models.smolvlm import processing_smolvlm
-from tunix.rl.multi_turn.commands import train_tokenizer
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.renderer import chat_template
 from tunix.rl.multi_turn.parser.renderer import template

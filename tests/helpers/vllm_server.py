@@ -25,7 +25,7 @@ from tunix.rl.multi_turn.clients import vllm
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.learner import scorer
+from tunix.rl.multi_turn.learner import reference
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import qwen_checkpoint
@@ -233,7 +233,7 @@ def other(policy, seed):
 
 
 def scorer_of(policy, model, temperature):
-  return scorer.Scorer(
+  return reference.Scorer(
       model,
       policy.processor,
       policy.images,

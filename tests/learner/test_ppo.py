@@ -10,7 +10,6 @@ import torch
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import checkpoint
-from tunix.rl.multi_turn.learner import compiled_memory
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import critic
 from tunix.rl.multi_turn.learner import examples as example_lib
@@ -19,6 +18,7 @@ from tunix.rl.multi_turn.learner import readings
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import gae
 from tunix.rl.multi_turn.learner.algorithms import parts
+from tunix.rl.multi_turn.planning import compiled_update
 from tunix.rl.multi_turn.policy import lora
 
 from tests.learner import learner_cases
@@ -397,7 +397,7 @@ def test_the_memory_of_an_update_is_compiled_with_its_extras(case):
       ),
   ]
   sizes = [
-      compiled_memory.activations(
+      compiled_update.activations(
           case.model,
           case.processor,
           dataclasses.replace(learner.config, freeze_vision=freeze),

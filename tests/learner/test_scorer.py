@@ -8,7 +8,7 @@ import pytest
 from tunix.rl.multi_turn.clients import disk_weights
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.learner import scorer
+from tunix.rl.multi_turn.learner import reference
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import lora
 
@@ -31,7 +31,7 @@ def adapted(policy):
 
 
 def scorer_of(model, policy, **options):
-  return scorer.Scorer(
+  return reference.Scorer(
       model, policy[1], images_lib.ImageStore(), row_length=128, **options
   )
 

@@ -1,12 +1,12 @@
 """Every second of the learner's thread is of one phase."""
 
 import pytest
-from tunix.rl.multi_turn.learner import step_seconds
+from tunix.rl.multi_turn.learner import loop
 
 
 def test_phases_sum_to_the_wall_and_the_inner_one_counts():
   now = [100.0]
-  seconds = step_seconds.StepSeconds(lambda: now[0])
+  seconds = loop.StepSeconds(lambda: now[0])
 
   def passes(amount):
     now[0] += amount
@@ -40,5 +40,5 @@ def test_phases_sum_to_the_wall_and_the_inner_one_counts():
 
 def test_a_phase_without_a_name_is_refused():
   with pytest.raises(ValueError, match="phase must be one of"):
-    with step_seconds.StepSeconds()("tea"):
+    with loop.StepSeconds()("tea"):
       pass

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tunix.rl.multi_turn.learner import config as config_lib
 from tunix.rl.multi_turn.learner import minibatches
-from tunix.rl.multi_turn.learner import teacher
+from tunix.rl.multi_turn.learner import reference
 from tunix.rl.multi_turn.policy import compiling
 from tunix.rl.multi_turn.policy import hf_checkpoint
 from tunix.rl.multi_turn.policy import qwen_checkpoint
@@ -157,7 +157,7 @@ def test_a_teacher_that_reads_no_trees_is_refused(case):
   config, _ = qwen_sharding_script.small("qwen3_5")
   model = hf_checkpoint.abstract_model(config, None)
   with pytest.raises(ValueError, match="reads no trees; set learner.tree=fal"):
-    teacher.Teacher(
+    reference.Teacher(
         model, case.model, None, temperature=1.0, chunk=8, tree=True
     )
 

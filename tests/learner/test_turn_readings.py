@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tunix.rl.multi_turn.core import turn_groups
-from tunix.rl.multi_turn.learner import turn_readings
+from tunix.rl.multi_turn.learner import readings
 
 
 def test_numbers_are_grouped():
@@ -77,6 +77,6 @@ def test_padding_counts_nowhere():
   stream = jnp.array([[0.0, 9.0, 9.0]])
   values = jnp.array([[1.0, 2.0, jnp.nan]])
   mask = jnp.array([[True, True, False]])
-  got = jax.jit(turn_readings.sums)(stream, mask, (values, values))
+  got = jax.jit(readings.turn_sums)(stream, mask, (values, values))
   np.testing.assert_array_equal(got[0, 0], [1, 1, 0, 0, 0, 0, 0, 0])
   np.testing.assert_array_equal(got[1, 1], [1, 2, 0, 0, 0, 0, 0, 0])

@@ -7,7 +7,6 @@ import pytest
 import torch
 import transformers
 from tunix.rl.multi_turn.policy import checkpoint
-from tunix.rl.multi_turn.policy import generation_files
 from tunix.rl.multi_turn.policy import policy_files
 
 SHIPPED = "qwen3_vl_tiny"
@@ -87,7 +86,7 @@ def test_what_a_policy_came_with_is_kept(saved, tmp_path):
   del config["eos_token_id"]
   config["text_config"]["eos_token_id"] = 7
   (copied / "config.json").write_text(json.dumps(config))
-  generation_files.write(copied)
+  policy_files.write_generation(copied)
   assert read(copied / "generation_config.json") == own
   written = read(copied / "config.json")
   assert written["eos_token_id"] == [7, 8]
@@ -96,5 +95,5 @@ def test_what_a_policy_came_with_is_kept(saved, tmp_path):
 
 def test_a_tokenizer_without_an_end_says_nothing(tmp_path):
   (tmp_path / "config.json").write_text("{}")
-  generation_files.write(tmp_path)
+  policy_files.write_generation(tmp_path)
   assert [p.name for p in tmp_path.iterdir()] == ["config.json"]

@@ -16,7 +16,7 @@ import trials
 from tunix.rl.multi_turn.policy import by_name
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import checkpoint_names
-from tunix.rl.multi_turn.policy import gguf_tokenizer
+from tunix.rl.multi_turn.policy import gguf_files
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.policy import qwen_checkpoint
 from tunix.rl.multi_turn.policy import qwen_config
@@ -329,7 +329,7 @@ def test_token_ids_are_the_tokenizers_own(policy, tmp_path):
 
 def write_tokenizer(tmp_path, **fields):
   metadata = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
-  gguf_tokenizer.write(metadata, tmp_path)
+  gguf_files.write_tokenizer(metadata, tmp_path)
   return policy_files.load_tokenizer(tmp_path)
 
 

@@ -6,8 +6,8 @@ import hypothesis
 from hypothesis import strategies as st
 import pytest
 import tokenizers
+import train_tokenizer
 import transformers
-from tunix.rl.multi_turn.commands import train_tokenizer
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.environments.gyms.desktop import words
 from tunix.rl.multi_turn.parser.tool_parser import computer_use

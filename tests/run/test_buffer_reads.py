@@ -228,7 +228,8 @@ def test_log_probs_are_filled_where_a_sequence_lacks_one_only():
   assert list(second.logprobs) == [0, -2, -2]
   assert list(second.versions) == [-1, 7, 7]
   assert list(third.logprobs) == [0, -0.5] and list(third.versions) == [-1, 0]
-  assert not reader_lib.lacks_logprobs(filled)
+  for member in filled:
+    assert records.LOGPROBS_MISSING not in member.metrics
   refusing = reader_lib.EpisodeReader(
       None, None, images_lib.ImageStore(), parser=""
   )

@@ -15,9 +15,7 @@ from tunix.rl.multi_turn.commands import collect
 from tunix.rl.multi_turn.config import run_sections
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.run.fleet import collector as collector_lib
-from tunix.rl.multi_turn.run.fleet import ray_launcher
 from tunix.rl.multi_turn.run.fleet import service
-from tunix.rl.multi_turn.run.fleet import supervisor as supervisor_lib
 from tunix.rl.multi_turn.run.rollout_hosts import leases
 from tunix.rl.multi_turn.run.rollout_hosts import lending
 from tunix.rl.multi_turn.run.rollout_hosts import messages
@@ -78,7 +76,7 @@ def test_without_ray_one_line_names_the_extra(monkeypatch):
       lambda name, *a: None if name == "ray" else real(name, *a),
   )  # pyformat: disable
   with pytest.raises(config_lib.ConfigError) as caught:
-    ray_launcher.RayLauncher(run_sections.FleetConfig(via="ray"), {}, 1.0)
+    service.RayLauncher(run_sections.FleetConfig(via="ray"), {}, 1.0)
   (problem,) = caught.value.problems
   assert "pip install 'tunix-multi-turn[ray]'" in problem
 
@@ -288,7 +286,7 @@ def supervised(**settings):
   book = leases.LeaseBook(30, clock, exclusive=True)
   config = run_sections.FleetConfig(via="ray", **settings)
   return (
-      supervisor_lib.Supervisor(processes, book, config, clock),
+      service.Supervisor(processes, book, config, clock),
       processes, book, clock,
   )  # pyformat: disable
 
@@ -353,7 +351,7 @@ def test_one_that_never_delivers_is_given_up_and_all_end_the_run():
       processes.end(name, "no display")
     fleet.step()
     clock.now += 0.5
-  with pytest.raises(supervisor_lib.FleetFailed, match="no display"):
+  with pytest.raises(service.FleetFailed, match="no display"):
     lease.result.result(0)
 
 
@@ -369,7 +367,7 @@ def test_collectors_that_joined_keep_a_run_alive():
   assert not lease.result.done()
   book.lose("joined")
   fleet.step()
-  with pytest.raises(supervisor_lib.FleetFailed):
+  with pytest.raises(service.FleetFailed):
     lease.result.result(0)
 
 
@@ -383,7 +381,7 @@ def test_a_run_whose_actors_find_no_room_ends_with_what_there_is():
   assert not lease.result.done()
   clock.now += 1
   fleet.step()
-  with pytest.raises(supervisor_lib.FleetFailed) as failed:
+  with pytest.raises(service.FleetFailed) as failed:
     lease.result.result(0)
   text = str(failed.value)
   assert "2 of 2 collectors have waited for a node for fleet.place_s=10" in text

@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from tunix.rl.multi_turn.run import preemption
+from tunix.rl.multi_turn.run import interrupts
 
 
 class Metadata(http.server.ThreadingHTTPServer):
@@ -61,7 +61,7 @@ def wait_until(condition):
 )
 def test_a_notice_stops_the_run(name, value, metadata, capsys):
   stop = threading.Event()
-  watch = preemption.PreemptionWatch("auto", stop, poll_s=0.01)
+  watch = interrupts.PreemptionWatch("auto", stop, poll_s=0.01)
   watch.start()
   wait_until(lambda: len(metadata.asked) > 4)
   metadata.values["maintenance-event"] = "MIGRATE_ON_HOST_MAINTENANCE"
@@ -77,9 +77,9 @@ def test_a_notice_stops_the_run(name, value, metadata, capsys):
 def test_a_server_that_does_not_answer_costs_a_warning(
     metadata, monkeypatch, caplog
 ):
-  monkeypatch.setattr(preemption, "_PATH", "elsewhere")
+  monkeypatch.setattr(interrupts, "_PATH", "elsewhere")
   stop = threading.Event()
-  watch = preemption.PreemptionWatch("gce", stop, poll_s=0.001)
+  watch = interrupts.PreemptionWatch("gce", stop, poll_s=0.001)
   watch.start()
   wait_until(lambda: "run.preemption" in caplog.text)
   assert "run.preemption=off" in caplog.text and not stop.is_set()
@@ -89,7 +89,7 @@ def test_a_server_that_does_not_answer_costs_a_warning(
 def test_other_machines_ask_nobody(monkeypatch, tmp_path):
   monkeypatch.delenv("GCE_METADATA_HOST", raising=False)
   product = tmp_path / "product_name"
-  monkeypatch.setattr(preemption, "_PRODUCT", product)
+  monkeypatch.setattr(interrupts, "_PRODUCT", product)
   for text, mode, host in (
       (None, "auto", ""),
       ("Standard PC", "auto", ""),
@@ -99,4 +99,4 @@ def test_other_machines_ask_nobody(monkeypatch, tmp_path):
   ):
     if text is not None:
       product.write_text(text)
-    assert preemption.metadata_host(mode) == host
+    assert interrupts.metadata_host(mode) == host

@@ -10,9 +10,9 @@ import small_runs
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.engine import engine as engine_lib
-from tunix.rl.multi_turn.learner import compiled_memory
+from tunix.rl.multi_turn.planning import compiled_update
+from tunix.rl.multi_turn.planning import run_memory
 from tunix.rl.multi_turn.policy import memory_limits
-from tunix.rl.multi_turn.run import memory as memory_lib
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import preflight
 from tunix.rl.multi_turn.run import run as run_lib
@@ -27,7 +27,7 @@ def load(*argv):
 def memory_of(*argv, exact=False):
   config = load(small_runs.NANO, *small_runs.SMALL, *argv)
   policy = models.make_policy(config, None, "")
-  return config, memory_lib.of_run(
+  return config, run_memory.of_run(
       config, policy.model, policy.processor, None, exact=exact
   )
 
@@ -44,7 +44,7 @@ def nothing_compiled(monkeypatch):
     raise AssertionError("it got as far as compiling")
 
   monkeypatch.setattr(engine_lib, "RolloutEngine", compiled)
-  monkeypatch.setattr(compiled_memory, "activations", compiled)
+  monkeypatch.setattr(compiled_update, "activations", compiled)
   monkeypatch.setattr(train, "execute", compiled)
 
 
@@ -162,7 +162,7 @@ def test_the_reference_and_an_adapter_are_counted():
   assert part(kl, "KL reference").bytes == part(plain, "gradients").bytes
   config = load("policy=qwen3_vl_tiny", "policy.lora_rank=2")
   policy = models.make_policy(config, None, "")
-  memory = memory_lib.of_run(
+  memory = run_memory.of_run(
       config, policy.model, policy.processor, None, exact=False
   )
   assert part(memory, "gradients").bytes < part(memory, "parameters").bytes / 10
@@ -173,7 +173,7 @@ def test_the_bytes_of_a_parameter_are_those_of_its_types():
   def found(*argv):
     config = load("policy=qwen3_vl_tiny", *argv)
     policy = models.make_policy(config, None, "")
-    return memory_lib.of_run(
+    return run_memory.of_run(
         config, policy.model, policy.processor, None, exact=False
     )
 
@@ -213,14 +213,14 @@ def test_near_the_limit_a_run_compiles_to_be_sure(monkeypatch):
   monkeypatch.setattr(memory_limits, "host_bytes", lambda: 3 * predicted)
   requests = []
   monkeypatch.setattr(
-      compiled_memory, "activations",
+      compiled_update, "activations",
       lambda *a, **k: requests.append(1) or 4 * predicted,
   )  # pyformat: disable
   config, memory = memory_of()
   assert requests and part(memory, "activations").how == "compiled"
   (problem,) = memory.problems(config)
   assert "learner.rows=4" in problem and "lower learner.rows" in problem
-  assert memory_lib.human(3 * predicted) in problem
+  assert run_memory.human(3 * predicted) in problem
   monkeypatch.setattr(memory_limits, "host_bytes", lambda: 1000 * GIB)
   requests.clear()
   config, memory = memory_of()
@@ -251,7 +251,7 @@ def test_a_custom_policy_is_not_predicted_and_not_refused(
 ):
   config, memory = memory_of()
   monkeypatch.setattr(
-      memory_lib.memory_plan.Sizes, "known", staticmethod(lambda config: False)
+    run_memory.update_memory.Sizes, "known", staticmethod(lambda config: False)
   )
   config, memory = memory_of()
   activations = part(memory, "activations")

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import pytest
 import small_runs
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn.planning import run_memory
 from tunix.rl.multi_turn.policy import config_checks
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import memory_limits
-from tunix.rl.multi_turn.run import memory
 from tunix.rl.multi_turn.run import models
 
 QWEN = ("policy=qwen3_vl_tiny", "warm_start.source=none")
@@ -37,7 +37,7 @@ def made(tmp_path, remat):
 )
 def test_the_fastest_that_leaves_room_is_chosen(name, tmp_path, monkeypatch):
   config, policy = made(tmp_path, name)
-  parts = memory.of_run(
+  parts = run_memory.of_run(
       config, policy.model, policy.processor, None, exact=None
   )
   assert f"remat={name}" in str(parts.table())
@@ -53,7 +53,7 @@ def test_the_fastest_that_leaves_room_is_chosen(name, tmp_path, monkeypatch):
 
 def test_a_choice_of_the_user_stays(tmp_path):
   config, policy = made(tmp_path, "dots")
-  assert memory.settle_remat(
+  assert run_memory.settle_remat(
       config, policy.model, policy.processor, None
   ) is None
   assert policy.model.config.remat == "dots"

@@ -17,7 +17,7 @@ from tunix.rl.multi_turn.core import durable
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import resuming
 from tunix.rl.multi_turn.run import run_lock
-from tunix.rl.multi_turn.run.warm_start import cloning
+from tunix.rl.multi_turn.run.warm_start import stage
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -128,7 +128,7 @@ def test_what_an_older_version_left_half_written_is_made_again(
     raise AssertionError("cloned before")
 
   # A whole one of an older version, too, is trusted.
-  monkeypatch.setattr(cloning, "clone", not_again)
+  monkeypatch.setattr(stage, "clone", not_again)
   (run / "warm_start" / durable.SUMS).unlink()
   assert train.main([f"resume={run}"]) == 0
 

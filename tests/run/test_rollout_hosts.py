@@ -20,7 +20,6 @@ from tunix.rl.multi_turn.core import http
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.environments.gyms import base as gym_base
-from tunix.rl.multi_turn.run.rollout_hosts import host as host_lib
 from tunix.rl.multi_turn.run.rollout_hosts import leases
 from tunix.rl.multi_turn.run.rollout_hosts import lending
 from tunix.rl.multi_turn.run.rollout_hosts import messages
@@ -40,7 +39,7 @@ class Host:
   """A rollout host in a thread; `kill` ends it as a death would."""
 
   def __init__(self, directory, pool):
-    self.host = host_lib.RolloutHost(directory, {}, patience_s=120)
+    self.host = rollout.RolloutHost(directory, {}, patience_s=120)
     self._loop, self._task = None, None
     self._begun = threading.Event()
     self.ended = pool.submit(self._main)

@@ -4,7 +4,7 @@ import re
 
 import chat_families
 import pytest
-from tunix.rl.multi_turn.commands import train_tokenizer
+import train_tokenizer
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import chat_template
 from tunix.rl.multi_turn.parser.renderer import choice

@@ -6,8 +6,8 @@ import hypothesis
 from hypothesis import strategies as st
 import numpy as np
 import pytest
+import train_tokenizer
 import transformers
-from tunix.rl.multi_turn.commands import train_tokenizer
 from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.parser.renderer import qwen
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tunix.rl.multi_turn.config import run_sections
 from tunix.rl.multi_turn.core import events
-from tunix.rl.multi_turn.run.warm_start import cloning
+from tunix.rl.multi_turn.run.warm_start import stage
 
 
 class Recorder:
@@ -24,7 +24,7 @@ class Recorder:
 def clone(play, seed=0, first_step=0, **settings):
   learner = Recorder()
   fields = {"steps": 4, "batch_size": 8, "demonstrations": 16, **settings}
-  cloning.clone(
+  stage.clone(
       learner,
       play,
       itertools.count(),
@@ -91,7 +91,7 @@ def test_tasks_that_cannot_be_shown_are_left_out():
 def test_an_oracle_that_mostly_fails_ends_the_cloning():
   with pytest.raises(RuntimeError, match="4 of 8 tasks.*warm_start.steps=0"):
     clone(lambda pairs: [shown(t) for t, _ in pairs if t % 2 == 0])
-  assert np.isclose(1 - cloning._LEFT_OUT_AT_MOST, 0.8)
+  assert np.isclose(1 - stage._LEFT_OUT_AT_MOST, 0.8)
 
 
 def test_demonstrations_too_long_for_the_policy_are_left_out():

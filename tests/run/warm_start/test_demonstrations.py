@@ -6,10 +6,10 @@ import json
 import re
 
 import numpy as np
+import pretrain
 import pytest
 from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn.agents import tool_agent
-from tunix.rl.multi_turn.commands import pretrain
 from tunix.rl.multi_turn.core import gui_action
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory

@@ -33,10 +33,11 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv[1:]):
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from tunix.rl.multi_turn import config as config_lib  # noqa: E402
-from tunix.rl.multi_turn.commands import chips  # noqa: E402
-from tunix.rl.multi_turn.commands import plan_programs  # noqa: E402
-from tunix.rl.multi_turn.commands import plan_run  # noqa: E402
-from tunix.rl.multi_turn.learner import memory_plan  # noqa: E402
+from tunix.rl.multi_turn.planning import chips  # noqa: E402
+from tunix.rl.multi_turn.planning import dry_run  # noqa: E402
+from tunix.rl.multi_turn.planning import planned_run  # noqa: E402
+from tunix.rl.multi_turn.planning import tpu_compiler  # noqa: E402
+from tunix.rl.multi_turn.planning import update_memory  # noqa: E402
 from tunix.rl.multi_turn.policy import memory_limits  # noqa: E402
 
 human = memory_limits.human
@@ -84,23 +85,23 @@ class Plan:
     works: name -> the program's work.
   """
 
-  run: plan_run.PlannedRun
+  run: planned_run.PlannedRun
   how: str
   parts: dict[str, int]
   predicted: dict[str, int]
-  programs: dict[str, plan_programs.Compiled]
-  works: dict[str, plan_run.Work]
+  programs: dict[str, tpu_compiler.Compiled]
+  works: dict[str, planned_run.Work]
 
   @property
   def total(self) -> int:
-    return plan_run.total(self.parts)
+    return planned_run.total(self.parts)
 
   @property
   def gathers_whole(self) -> bool:
     """Whether an update gathers a whole embedding, or logits as large."""
-    update = self.programs.get("accumulate", plan_programs.Compiled())
+    update = self.programs.get("accumulate", tpu_compiler.Compiled())
     gathered = update.sent.get("all-gather")
-    sizes = memory_plan.Sizes.of(self.run.model.config)
+    sizes = update_memory.Sizes.of(self.run.model.config)
     embedding = sizes.vocabulary * sizes.width
     return gathered is not None and gathered.largest_elements >= embedding
 
@@ -131,7 +132,9 @@ class Plan:
     return by_program
 
 
-def make(run: plan_run.PlannedRun, compiling: bool, report: Any = None) -> Plan:
+def make(
+  run: planned_run.PlannedRun, compiling: bool, report: Any = None
+) -> Plan:
   """Predicts a run's memory; compiles its programs, too, if asked.
 
   Args:
@@ -139,12 +142,12 @@ def make(run: plan_run.PlannedRun, compiling: bool, report: Any = None) -> Plan:
     compiling: compiles them.
     report: called with a line about each program.
   """
-  predicted = plan_run.memory(run)
-  works = plan_run.works(run)
+  predicted = planned_run.memory(run)
+  works = planned_run.works(run)
   if not compiling:
     return Plan(run, "predicted", predicted, predicted, {}, works)
   programs = {}
-  for name, compiled in plan_programs.compile_all(run):
+  for name, compiled in tpu_compiler.compile_all(run):
     programs[name] = compiled
     if report is not None:
       report(f"compiled {name} in {compiled.seconds:.0f} s")
@@ -181,7 +184,7 @@ def knobs(config: config_lib.TrainConfig, name: str) -> Iterator[list[str]]:
     yield ["learner.reference_on=host"]
   if config.eval.beside:
     yield ["eval.beside=false"]
-  if plan_run.has_engine(config):
+  if planned_run.has_engine(config):
     if engine.weights != "int8" and "tiny_vl" != name:
       yield ["engine.weights=int8", "algorithm.importance=tis"]
     for factor in (2, 4, 8, 16):
@@ -215,7 +218,7 @@ def knobs(config: config_lib.TrainConfig, name: str) -> Iterator[list[str]]:
 
 
 def fixes(
-    arguments: Sequence[str], run: plan_run.PlannedRun
+    arguments: Sequence[str], run: planned_run.PlannedRun
 ) -> list[tuple[list[str], int]]:
   """Settings and the predicted total with them, those that fit first.
 
@@ -225,11 +228,11 @@ def fixes(
   """
   totals: list[tuple[list[str], int]] = []
   room = run.topology.chip.memory
-  now = plan_run.total(plan_run.memory(run))
+  now = planned_run.total(planned_run.memory(run))
 
   def attempt(settings: list[str]) -> int | None:
     again = _again(arguments, run, settings)
-    return again and plan_run.total(plan_run.memory(again))
+    return again and planned_run.total(planned_run.memory(again))
 
   for settings in knobs(run.config, run.name):
     total = attempt(settings)
@@ -251,7 +254,7 @@ def fixes(
 
 
 def spending(
-    arguments: Sequence[str], run: plan_run.PlannedRun
+    arguments: Sequence[str], run: planned_run.PlannedRun
 ) -> list[tuple[list[str], int, float]]:
   """Settings that make updates faster with memory to spare, fastest first.
 
@@ -260,14 +263,14 @@ def spending(
     bound of tokens a second over the present one.
   """
   faster = []
-  now = plan_run.works(run)["accumulate"].seconds(run.topology.chip)
+  now = planned_run.works(run)["accumulate"].seconds(run.topology.chip)
   for remat in ("none", "dots"):
     settings = [f"policy.config.remat={remat}"]
     again = _again(arguments, run, settings)
     if again is None:
       continue
-    total = plan_run.total(plan_run.memory(again))
-    seconds = plan_run.works(again)["accumulate"].seconds(run.topology.chip)
+    total = planned_run.total(planned_run.memory(again))
+    seconds = planned_run.works(again)["accumulate"].seconds(run.topology.chip)
     gain = max(now.values()) / max(seconds.values())
     if total <= run.topology.chip.memory and gain > 1.01:
       faster.append((settings, total, gain))
@@ -275,12 +278,12 @@ def spending(
 
 
 def _again(
-    arguments: Sequence[str], run: plan_run.PlannedRun, settings: list[str]
-) -> plan_run.PlannedRun | None:
+    arguments: Sequence[str], run: planned_run.PlannedRun, settings: list[str]
+) -> planned_run.PlannedRun | None:
   """The run with further settings; None where they are refused."""
   try:
-    config, name, _ = plan_run.load([*arguments, *settings], run.topology)
-    return plan_run.PlannedRun.of(config, name, run.topology)
+    config, name, _ = planned_run.load([*arguments, *settings], run.topology)
+    return planned_run.PlannedRun.of(config, name, run.topology)
   except (ValueError, config_lib.ConfigError):
     return None
 
@@ -308,7 +311,7 @@ def as_dict(
       "predicted": plan.predicted,
       "total": plan.total,
       "gathers_whole": plan.gathers_whole,
-      "predicted_total": plan_run.total(plan.predicted),
+      "predicted_total": planned_run.total(plan.predicted),
       "available": chip.memory,
       "programs": {
           name: dataclasses.asdict(program) | {"received": program.received}
@@ -332,17 +335,6 @@ def _figures(value: float) -> str:
   return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-  widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-  return [
-      "  " + "  ".join(
-          cell.ljust(width) if i == 0 else cell.rjust(width)
-          for i, (cell, width) in enumerate(zip(row, widths))
-      ).rstrip()
-      for row in rows
-  ]
-
-
 def text_of(
     plan: Plan,
     chosen: Sequence[str],
@@ -354,7 +346,7 @@ def text_of(
   show = lambda mesh: ", ".join(f"{k}={v}" for k, v in mesh.shape.items())
   shape, via = run.shape, run.config.rollout.via
   engine = f"none on these chips (rollout.via={via})"
-  if plan_run.has_engine(run.config):
+  if planned_run.has_engine(run.config):
     buckets = run.buckets
     engine = (
         f"{show(run.engine_mesh)} on each host; {buckets.decode_rows[-1]} rows"
@@ -377,17 +369,17 @@ def text_of(
   rows.append(["the chip has", human(chip.memory)])
   if plan.how == "compiled":
     rows[0].append("predicted")
-    totals = [plan_run.total(plan.predicted), chip.memory]
+    totals = [planned_run.total(plan.predicted), chip.memory]
     sizes = [plan.predicted.get(name) for name in plan.parts] + totals
     for row, size in zip(rows[1:], sizes):
       row.append("" if size is None else human(size))
-  lines += _table(rows)
+  lines += dry_run.aligned(rows)
   for name, program in plan.programs.items():
     if program.refused:
       lines.append(f"  {name} was refused: {program.refused}")
   if plan.programs:
     lines += ["", "collectives, received by a device in one call"]
-    lines += _table([
+    lines += dry_run.aligned([
         ["program", "kind", "runs", "bytes", "largest"],
         *(
             [name, kind, str(sent.runs), human(sent.received),
@@ -412,7 +404,7 @@ def text_of(
         ),
         f"{rate['tokens_per_second_per_chip']:.0f}",
     ])
-  lines += _table(rates)
+  lines += dry_run.aligned(rates)
   lines.append(
       f"  {chip.name}: {chip.flops / 1e12:g} TFLOP/s, memory"
       f" {chip.hbm / 1e9:g} GB/s, links {chip.ici / 1e9:g} GB/s; * bounds it."
@@ -452,17 +444,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, as_json, analytic, arguments = split(argv)
     topology = chips.Topology.of(name)
     analytic = analytic or topology.chip.gpu
-    compiler = "" if analytic else plan_programs.find_compiler()
-    config, policy, chosen = plan_run.load(arguments, topology)
+    compiler = "" if analytic else tpu_compiler.find_compiler()
+    config, policy, chosen = planned_run.load(arguments, topology)
     devices, host = None, None
     if compiler:
-      devices, host = plan_programs.devices_of(topology)
+      devices, host = tpu_compiler.devices_of(topology)
     elif not analytic:
       note(
           "libtpu is not installed (pip install libtpu, or make tpu-plan):"
           " everything below is predicted"
       )
-    run = plan_run.PlannedRun.of(config, policy, topology, devices, host)
+    run = planned_run.PlannedRun.of(config, policy, topology, devices, host)
     plan = make(run, bool(compiler), note)
     turned = [] if plan.fits else fixes(arguments, run)
     spent = spending(arguments, run) if plan.fits else []

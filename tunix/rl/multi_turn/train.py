@@ -37,13 +37,13 @@ from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.core import success_rates
+from tunix.rl.multi_turn.planning import dry_run
 from tunix.rl.multi_turn.policy import compile_cache
 from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.reporting import report
 from tunix.rl.multi_turn.reporting import watchdog
 from tunix.rl.multi_turn.run import addresses
 from tunix.rl.multi_turn.run import disk_full
-from tunix.rl.multi_turn.run import dry_run
 from tunix.rl.multi_turn.run import evaluation
 from tunix.rl.multi_turn.run import interrupts
 from tunix.rl.multi_turn.run import loop_thread
@@ -163,17 +163,7 @@ def main(
   try:
     run = prepare(argv) if config is None else build(config)
     if run.config.run.dry_run:
-      print(
-          dry_run.describe(
-              run.config,
-              run.policy,
-              run.episodes,
-              run.directory,
-              run.engine,
-              run.memory,
-          )
-          + addresses.unreachable(run.config)
-      )
+      print(dry_run.describe(run) + addresses.unreachable(run.config))
       run.engine.close()
       return 0
     status = run_to_end(run)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import html
 import sys
+import threading
 import time
 from typing import Any, TYPE_CHECKING
 
@@ -24,6 +25,50 @@ if TYPE_CHECKING:  # It needs JAX.
 
 _INTERVAL_S = 0.5
 _LINES = 8  # Evaluations and the like above the present line.
+
+
+_lock = threading.Lock()
+_holders: list[Place] = []
+
+
+class BusyError(RuntimeError):
+  """This process still trains or plays; the text names what."""
+
+  def _render_traceback_(self) -> list[str]:
+    """Returns what a notebook shows: the text without a traceback."""
+    return [f"BusyError: {self}"]
+
+
+class Place:
+  """The right to use the process; `release` is idempotent.
+
+  Attributes:
+    what: Description of the holder, for refusals.
+  """
+
+  def __init__(self, what: str):
+    self.what = what
+
+  def release(self) -> None:
+    with _lock:
+      if self in _holders:
+        _holders.remove(self)
+
+
+def take(what: str) -> Place:
+  """Raises:
+
+    BusyError: another has it.
+  """
+  place = Place(what)
+  with _lock:
+    if _holders:
+      raise BusyError(
+          f"{_holders[0].what} in this process; wait for its end, or stop() a"
+          " run and wait() for it, then start another"
+      )
+    _holders.append(place)
+  return place
 
 
 def current() -> Cell | None:

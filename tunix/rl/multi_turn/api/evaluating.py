@@ -18,7 +18,6 @@ from typing import Any, Mapping, Sequence, TYPE_CHECKING
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import evaluate as evaluate_lib
 from tunix.rl.multi_turn.api import cell as cell_lib
-from tunix.rl.multi_turn.api import exclusive
 from tunix.rl.multi_turn.api import runs
 from tunix.rl.multi_turn.api import training
 
@@ -123,7 +122,7 @@ def arguments(
 def _played(
     argv: Sequence[str], what: str, choose: evaluator.Choose | None = None
 ) -> evaluator.Evaluation:
-  place = exclusive.take(what)
+  place = cell_lib.take(what)
   try:
     config = config_lib.load_evaluation(argv)
     if config.run.dry_run:

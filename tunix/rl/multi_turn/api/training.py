@@ -23,7 +23,6 @@ from typing import Any, Callable, Mapping, Sequence
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train as train_lib
 from tunix.rl.multi_turn.api import cell as cell_lib
-from tunix.rl.multi_turn.api import exclusive
 from tunix.rl.multi_turn.api import runs
 from tunix.rl.multi_turn.reporting import run_data
 
@@ -31,7 +30,7 @@ from tunix.rl.multi_turn.reporting import run_data
 class TrainingRun(runs.Run):
   """A run that trains in this process."""
 
-  def __init__(self, run: train_lib.Run, place: exclusive.Place):
+  def __init__(self, run: train_lib.Run, place: cell_lib.Place):
     self.directory = run.directory
     self._place = place
     self._run: train_lib.Run | None = run
@@ -138,7 +137,7 @@ def train(
   cell = cell_lib.current()
   if cell is not None and not sets(argv, "report.progress"):
     argv.append("report.progress=none")  # The cell shows it.
-  place = exclusive.take("a run is being built")
+  place = cell_lib.take("a run is being built")
   built = None
   try:
     settings_of_run = config_lib.load_config(argv)

@@ -1,13 +1,10 @@
-"""Commands around policies: inspect, pretrain, train a tokenizer.
+"""Commands around policies: inspect, try, publish.
 
     python -m tunix.rl.multi_turn.commands
 
-lists them, with the commands of other rooms. `memory_plan`, `policy_facts` and
-`try_policy` are parts of `inspect_policy`.
+lists them, with the commands of other rooms. `try_policy` is a part of
+`inspect_policy`.
 """
-
-import argparse
-import pathlib
 
 _HERE = "tunix.rl.multi_turn"
 
@@ -46,26 +43,3 @@ COMMANDS = {
     ),
 }
 """Module of a user's command -> its purpose."""
-
-MAINTAINERS = {
-    f"{_HERE}.commands.pretrain": (
-        "Pretrains the small policies that the package ships."
-    ),
-    f"{_HERE}.commands.train_tokenizer": (
-        "Trains the tokenizer of the small policies."
-    ),
-}
-"""Module of a maintainer's command -> its purpose."""
-
-
-def refuse_folder(
-    parser: argparse.ArgumentParser, option: str, folder: str | pathlib.Path
-) -> None:
-  """Ends the command with status 2 if the folder cannot be made."""
-  try:
-    pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
-  except OSError as error:
-    parser.error(
-        f"{option}={folder} cannot be made ({error.strerror}); give a folder"
-        " that can be written"
-    )

@@ -9,19 +9,13 @@ from tunix.rl.multi_turn import commands
 
 
 def listing() -> str:
-  """Both groups of commands, aligned."""
-  width = max(map(len, [*commands.COMMANDS, *commands.MAINTAINERS]))
-  blocks = []
-  for title, group in (
-      ("Commands, each with --help:", commands.COMMANDS),
-      ("A maintainer's, for what the package ships:", commands.MAINTAINERS),
-  ):
-    lines = [
-        f"  python -m {module.ljust(width)}  {text}"
-        for module, text in group.items()
-    ]
-    blocks.append("\n".join([title, *lines]))
-  return "\n\n".join(blocks)
+  """The commands, aligned."""
+  width = max(map(len, commands.COMMANDS))
+  lines = [
+      f"  python -m {module.ljust(width)}  {text}"
+      for module, text in commands.COMMANDS.items()
+  ]
+  return "\n".join(["Commands, each with --help:", *lines])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

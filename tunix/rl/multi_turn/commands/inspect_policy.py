@@ -23,9 +23,9 @@ from typing import Any, Sequence
 
 import jax.numpy as jnp
 from tunix.rl.multi_turn import commands
-from tunix.rl.multi_turn.commands import policy_facts
 from tunix.rl.multi_turn.commands import try_policy
-from tunix.rl.multi_turn.learner import memory_plan
+from tunix.rl.multi_turn.planning import policy_facts
+from tunix.rl.multi_turn.planning import update_memory
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import sharding
 
@@ -69,13 +69,13 @@ def describe(
     images: screenshots of a sequence.
     text_tokens: its other tokens.
     mesh: sizes of the axes for the memory plan; one device unless given.
-    remat, lora_rank: see `memory_plan.plan`.
+    remat, lora_rank: see `update_memory.plan`.
 
   Raises:
     ValueError: a screenshot, mesh or adapter that the policy cannot have.
   """
   model, processor = policy.model, policy.processor
-  sizes = memory_plan.Sizes.of(model.config)
+  sizes = update_memory.Sizes.of(model.config)
   if processor.patches_per_token:
     screen = screen or usual_screen(processor)
     shot = policy_facts.screenshot(processor, *screen)
@@ -94,10 +94,10 @@ def describe(
   )  # pyformat: disable
   length = images * shot["tokens"] + text_tokens
   axes = dict.fromkeys(sharding.AXES, 1) | (mesh or {})
-  plan = memory_plan.plan(
+  plan = update_memory.plan(
       model,
-      memory_plan.abstract_mesh(**axes),
-      memory_plan.Work(
+      update_memory.abstract_mesh(**axes),
+      update_memory.Work(
           row_length=max(length, 1),
           patches=images * shot["patches"],
           targets=min(_TARGETS, max(length, 1)),
@@ -247,7 +247,7 @@ def parser() -> argparse.ArgumentParser:
       " as its config)")
   add("--param-dtype", choices=_DTYPES,
       help="of weights and gradients (as its config: float32)")
-  add("--remat", choices=memory_plan.REMAT,
+  add("--remat", choices=update_memory.REMAT,
       help="what the backward pass computes again (as its config)")
   add("--lora", type=_count, default=0, metavar="RANK",
       help="train an adapter of this rank (0: all parameters)")

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 from PIL import ImageDraw
-from tunix.rl.multi_turn.commands import policy_facts
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.learner import memory_plan
+from tunix.rl.multi_turn.planning import policy_facts
+from tunix.rl.multi_turn.planning import update_memory
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import smolvlm_inputs
@@ -253,16 +253,16 @@ def _read(file: pathlib.Path) -> np.ndarray:
 def needed_bytes(policy: policy_facts.Found, image_tokens: int) -> int:
   """Weights, and the activations of the largest layer and a block's scores."""
   model = policy.model
-  mesh = memory_plan.abstract_mesh()
+  mesh = update_memory.abstract_mesh()
   patches = image_tokens * policy.processor.patches_per_token
   tokens = image_tokens + 512
-  part = memory_plan.plan(
+  part = update_memory.plan(
       model,
       mesh,
-      memory_plan.Work(row_length=tokens, patches=patches, targets=1),
+      update_memory.Work(row_length=tokens, patches=patches, targets=1),
       remat="block",
   )
-  sizes = memory_plan.Sizes.of(model.config)
+  sizes = update_memory.Sizes.of(model.config)
   scores = 4 * (patches**2 + sizes.heads * tokens * 1024) * 2
   return (
       part.parameters

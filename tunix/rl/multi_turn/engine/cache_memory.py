@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from tunix.rl.multi_turn.engine import buckets as buckets_lib
 from tunix.rl.multi_turn.engine import config as config_lib
 from tunix.rl.multi_turn.engine import device_state
-from tunix.rl.multi_turn.engine import state_pages
+from tunix.rl.multi_turn.engine import page_layout
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import cached_attention
 
@@ -94,7 +94,7 @@ def of_engine(
   Raises:
     ValueError: The engine would refuse the arguments.
   """
-  config = state_pages.sized(device_state.cache_shapes(model), config)
+  config = page_layout.sized(device_state.cache_shapes(model), config)
   shards = cached_attention.row_shards(mesh)
   chosen = buckets_lib.choose(
       processor, config, image_sizes, shards, platform

@@ -49,11 +49,10 @@ from tunix.rl.multi_turn.engine import cache_memory
 from tunix.rl.multi_turn.engine import config as config_lib
 from tunix.rl.multi_turn.engine import constrained_decoding
 from tunix.rl.multi_turn.engine import device_state
-from tunix.rl.multi_turn.engine import lockstep
+from tunix.rl.multi_turn.engine import page_layout
 from tunix.rl.multi_turn.engine import programs as programs_lib
 from tunix.rl.multi_turn.engine import requests as requests_lib
 from tunix.rl.multi_turn.engine import scheduler as scheduler_lib
-from tunix.rl.multi_turn.engine import state_pages
 from tunix.rl.multi_turn.engine import vision_cache
 from tunix.rl.multi_turn.policy import base
 
@@ -64,6 +63,74 @@ EngineError = requests_lib.EngineError
 
 
 # --- commands to the engine's thread -----------------------------------------
+
+
+_MOST_WAITS = 10  # Of `admission_wait_s`, from a round's oldest request on.
+
+
+class RoundTimer:
+  """Times the rounds of a scheduler.
+
+  Attributes:
+    last_arrival: `time.monotonic()` of the newest request.
+    paused: no round starts.
+  """
+
+  def __init__(
+      self,
+      scheduler: scheduler_lib.Scheduler,
+      config: config_lib.EngineConfig,
+  ):
+    self.last_arrival = 0.0
+    self.paused = False
+    self._scheduler = scheduler
+    self._config = config
+    self._lockstep = config.is_lockstep
+
+  def wait_time(self) -> float | None:
+    """Seconds until the next round may start; None: not before news."""
+    slots = self._scheduler.slots
+    if self.paused:
+      return None
+    if self._scheduler.busy:
+      return 0.0
+    if not slots.waiting:
+      return None
+    now = time.monotonic()
+    if not self._lockstep:
+      # Where a session is new, more of them may be about to open.
+      enough = slots.size
+      if all(slots.sessions[r.session].length for r in slots.waiting):
+        enough = min(enough, len(slots.sessions))
+      if len(slots.waiting) >= enough:
+        return 0.0
+      # While they keep coming: those of one round often answer together.
+      wait = self._config.admission_wait_s
+      latest = slots.waiting[0].submitted + _MOST_WAITS * wait
+      return min(latest, self.last_arrival + wait) - now
+    if self._batch_waits():
+      return 0.0
+    if all(s.request is not None for s in slots.sessions.values()):
+      return 0.0
+    return self.last_arrival + self._config.max_wait_s - now
+
+  def start_lockstep_batch(self) -> None:
+    """Makes the waiting requests the next batch, in session order."""
+    scheduler = self._scheduler
+    slots = scheduler.slots
+    if scheduler.busy or self._batch_waits():
+      return
+    if any(s.request is None for s in slots.sessions.values()):
+      scheduler.counters.lockstep_timeouts += 1
+    batch = sorted(
+        slots.waiting, key=lambda r: slots.sessions[r.session].order
+    )
+    slots.start_batch(batch)
+
+  def _batch_waits(self) -> bool:
+    """Returns whether requests of the present batch still wait."""
+    slots = self._scheduler.slots
+    return any(r in slots.waiting for r in slots.batch or ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +216,7 @@ class RolloutEngine:
     """
     self.config = config
     self._processor = processor
-    config = state_pages.sized(device_state.cache_shapes(model), config)
+    config = page_layout.sized(device_state.cache_shapes(model), config)
     shards = device_state.shards_of(model)
     self._buckets = buckets_lib.choose(processor, config, image_sizes, shards)
     self._lockstep = config.is_lockstep
@@ -179,7 +246,7 @@ class RolloutEngine:
         seed=seed,
         version=version,
     )
-    self._rounds = lockstep.RoundTimer(self._scheduler, config)
+    self._rounds = RoundTimer(self._scheduler, config)
     self._warm: frozenset[programs_lib.Variant] | None = None
     self._inbox: collections.deque[_Command] = collections.deque()
     self._wake = threading.Condition()

@@ -10,14 +10,75 @@ Axis names: R = rows of a call, N = pages of a row.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tunix.rl.multi_turn.engine import state_pages
+from tunix.rl.multi_turn.engine import config as config_lib
 from tunix.rl.multi_turn.policy import cached_attention
+
+_UNIT = 64  # Tokens of a page are a multiple of this.
+
+
+def take(
+    leaf: jax.Array,
+    page_axis: int,
+    pages_RN: jax.Array,
+    starts: jax.Array,
+    page_size: int,
+) -> jax.Array:
+  """Returns the rows' states after `starts` tokens; any where that is 0."""
+  block = jnp.maximum(starts - 1, 0) // page_size
+  page = jnp.take_along_axis(pages_RN, block[:, None], axis=1)[:, 0]
+  return jnp.take(leaf, page, axis=page_axis, mode="clip")
+
+
+def put(
+    leaf: jax.Array,
+    new: jax.Array,
+    page_axis: int,
+    pages_RN: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    page_size: int,
+) -> jax.Array:
+  """Writes the rows' states after `counts` new tokens, where there are any."""
+  last = jnp.maximum(starts + counts - 1, 0) // page_size
+  page = jnp.take_along_axis(pages_RN, last[:, None], axis=1)[:, 0]
+  # Out of range, and dropped.
+  page = jnp.where(counts > 0, page, np.iinfo(np.int32).max)
+  at: list[Any] = [slice(None)] * leaf.ndim
+  at[page_axis] = page
+  return leaf.at[tuple(at)].set(new, mode="drop")
+
+
+def sized(
+    shape_of: Callable[[int, int], Any], config: config_lib.EngineConfig
+) -> config_lib.EngineConfig:
+  """Returns the settings with a page size that a policy's states are worth.
+
+  Unless one is given, a page's keys and values are as large as its snapshot at
+  least, or a page holds a whole context. Without states nothing changes.
+
+  Args:
+    shape_of: a cache's shapes by its number of rows and of tokens.
+    config: Settings of the engine.
+  """
+  if config.page_size:
+    return config
+  one, two = (jax.tree.leaves(shape_of(1, n)) for n in (1, 2))
+  size = lambda leaf: leaf.size * jnp.dtype(leaf.dtype).itemsize
+  states = sum(size(a) for a, b in zip(one, two) if a.shape == b.shape)
+  if not states:
+    return config
+  token = sum(size(b) - size(a) for a, b in zip(one, two))
+  pages = -(-states // (max(token, 1) * _UNIT))
+  return dataclasses.replace(
+      config, page_size=min(pages * _UNIT, config.context_length)
+  )
 
 
 def _axis_of(shapes_a: Any, shapes_b: Any) -> list[int | None]:
@@ -52,7 +113,7 @@ class PageLayout:
 
   A policy's cache is a tree of arrays, each with one axis of rows and one of
   tokens. To the policy, a page is a short row. An array without tokens is a
-  state, of which a page holds a snapshot; see `state_pages`. On a mesh, every
+  state, of which a page holds a snapshot; see `page_layout`. On a mesh, every
   shard has as many pages as any other, and gathers and writes its own block of
   the rows.
 
@@ -157,7 +218,7 @@ class PageLayout:
     ):
       if token_axis is None:
         part.append(
-            state_pages.take(
+            take(
                 leaf, page_axis, pages_RN, starts, self._page_size
             )
         )
@@ -217,7 +278,7 @@ class PageLayout:
     ):
       if token_axis is None:
         out.append(
-            state_pages.put(
+            put(
                 leaf,
                 new,
                 page_axis,

@@ -114,7 +114,7 @@ class PagePool:
       pages: Pages of the cache, page 0 included.
       page_size: tokens of a page.
       keeps_state: whether a page holds a state after its last token, see
-        `state_pages`: a sequence goes on from its end or a page's.
+        `page_layout`: a sequence goes on from its end or a page's.
       copies: whether the caller makes the copies that `take_copies` lists;
         else sequences share whole pages only.
     """

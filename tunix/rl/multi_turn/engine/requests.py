@@ -26,6 +26,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import policy_client
+from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.engine import constrained_decoding
 from tunix.rl.multi_turn.engine import kv_cache
 from tunix.rl.multi_turn.engine import page_pool
@@ -33,6 +34,58 @@ from tunix.rl.multi_turn.engine import programs as programs_lib
 from tunix.rl.multi_turn.policy import base
 
 _MESSAGE_HEAD = 8  # Tokens between a message's end and an image of the next.
+
+
+MOST_PREFIXES = 1 << 19
+
+_PREFIX_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+  """Returns each uint64 with its bits stirred (the finaliser of splitmix64)."""
+  x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+  x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+  return x ^ (x >> np.uint64(31))
+
+
+class KnownPrefixes:
+  """The prefixes of all sequences added so far."""
+
+  def __init__(self) -> None:
+    self._known: set[int] = set()
+
+  def clear(self) -> None:
+    """Forgets all: other weights make other keys and values."""
+    self._known.clear()
+
+  def add(
+      self, tokens: np.ndarray, spans: Sequence[trajectory.ImageSpan]
+  ) -> int:
+    """Returns the length of the longest prefix added before; adds all prefixes.
+
+    Args:
+      tokens: int32[T].
+      spans: Images; the ones within the tokens count.
+    """
+    n = len(tokens)
+    ids = page_pool.content_ids(tokens, spans, 0, n)
+    # A prefix's name is the sum of its tokens', each bound to its place.
+    places = np.arange(1, n + 1, dtype=np.uint64) * _PREFIX_STEP
+    names = _mixed(np.cumsum(_mixed(_mixed(ids) + places)))
+    # All prefixes of a known prefix are known, so the longest one is found by
+    # halving.
+    low, high = 0, n
+    while low < high:
+      middle = (low + high) // 2
+      if int(names[middle]) in self._known:
+        low = middle + 1
+      else:
+        high = middle
+    if len(self._known) + n - low > MOST_PREFIXES:
+      self._known.clear()
+      self._known.update(names[:low].tolist())
+    self._known.update(names[low:].tolist())
+    return low
 
 
 class EngineError(RuntimeError):

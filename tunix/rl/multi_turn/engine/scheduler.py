@@ -37,7 +37,6 @@ from tunix.rl.multi_turn.engine import config as config_lib
 from tunix.rl.multi_turn.engine import constrained_decoding
 from tunix.rl.multi_turn.engine import page_pool
 from tunix.rl.multi_turn.engine import prefill as prefill_lib
-from tunix.rl.multi_turn.engine import prefixes
 from tunix.rl.multi_turn.engine import programs as programs_lib
 from tunix.rl.multi_turn.engine import requests as requests_lib
 from tunix.rl.multi_turn.engine import vision_cache
@@ -115,7 +114,7 @@ class Scheduler:
         most_calls=0 if config.is_lockstep else config.prefill_calls_per_round,
         fail=self._end,
     )
-    self._prefixes = prefixes.KnownPrefixes()
+    self._prefixes = requests_lib.KnownPrefixes()
     self._unbanned = constrained_decoding.pack(~programs.banned)
     self._weights: tuple[int, Weights] | None = None
     self._done: list[requests_lib.Request] = []

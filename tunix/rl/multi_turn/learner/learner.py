@@ -49,8 +49,6 @@ from tunix.rl.multi_turn.learner import program as program_lib
 from tunix.rl.multi_turn.learner import readings as readings_lib
 from tunix.rl.multi_turn.learner import reference as reference_lib
 from tunix.rl.multi_turn.learner import reward_prices
-from tunix.rl.multi_turn.learner import teacher as teacher_lib
-from tunix.rl.multi_turn.learner import turn_readings
 from tunix.rl.multi_turn.learner import update
 from tunix.rl.multi_turn.learner.algorithms import advantages
 from tunix.rl.multi_turn.learner.algorithms import gae
@@ -174,7 +172,7 @@ class Learner:
         else 0,
     )
     self._begin(module, reference)
-    self._teacher = teacher_lib.Teacher.of(
+    self._teacher = reference_lib.Teacher.of(
         self.algorithm, teacher, model, mesh, sampling, config
     )
     self._schedule = optimizer.make_schedule(config)
@@ -546,7 +544,7 @@ class Learner:
     counters.empty_updates += not attempted
     stats = batching.PackStats.total(m.stats for m in packed)
     seconds = time.perf_counter() - started + before
-    learned = turn_readings.finished(readings_lib.mean(readings))
+    learned = readings_lib.with_turn_means(readings_lib.mean(readings))
     if learned:
       learned["learning_rate"] = float(
           self._schedule(max(counters.optimizer_steps - 1, 0))
@@ -606,7 +604,7 @@ class Learner:
     tokens = max(float(sums.tokens), 1.0)
     readings = {k: float(v) / tokens for k, v in sums.total.items()}
     readings |= {k: float(v) for k, v in sums.most.items()}
-    readings |= turn_readings.of_step(sums.by_turn, tokens)
+    readings |= readings_lib.turns_of_step(sums.by_turn, tokens)
     return readings | {"loss": float(sums.loss), "grad_norm": float(norm)}
 
   @property

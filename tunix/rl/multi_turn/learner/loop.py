@@ -22,11 +22,20 @@ with `step` or `run`.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import queue as std_queue
 import threading
 import time
-from typing import Any, Callable, cast, Iterable, Protocol, runtime_checkable
+from typing import (
+  Any,
+  Callable,
+  cast,
+  Iterable,
+  Iterator,
+  Protocol,
+  runtime_checkable,
+)
 
 from flax import nnx
 from tunix.rl.multi_turn.core import concurrency
@@ -36,7 +45,6 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.learner import replay as replay_lib
-from tunix.rl.multi_turn.learner import step_seconds
 from tunix.rl.queue import admission
 
 Publish = Callable[[int, nnx.State], Any]
@@ -53,6 +61,46 @@ before it takes a group."""
 _POLL_S = 0.2
 _MOST_SKIPS = 16
 _READY, _LATE, _STOPPED, _CLOSED = "ready", "late", "stopped", "closed"
+
+
+PHASES = ("wait", "learn", "publish", "save", "evaluate", "report")
+
+
+class StepSeconds:
+  """Wall seconds of one thread, by phase."""
+
+  def __init__(self, clock: Callable[[], float] = time.perf_counter):
+    self._clock = clock
+    self._since = self._at = clock()
+    self._phase = "other"
+    self._seconds: dict[str, float] = {}
+
+  @contextlib.contextmanager
+  def __call__(self, phase: str) -> Iterator[None]:
+    """Time within is of `phase`, one of PHASES."""
+    if phase not in PHASES:
+      raise ValueError(f"phase must be one of {PHASES}, got {phase!r}")
+    before = self._phase
+    self._advance(phase)
+    try:
+      yield
+    finally:
+      self._advance(before)
+
+  def take(self) -> dict[str, float]:
+    """`time/step` and `time/<phase>` since the last call, in seconds."""
+    self._advance(self._phase)
+    step, self._since = self._at - self._since, self._at
+    spent, self._seconds = self._seconds, {}
+    return {"time/step": step} | {
+        f"time/{phase}": spent.get(phase, 0.0) for phase in (*PHASES, "other")
+    }
+
+  def _advance(self, phase: str) -> None:
+    now = self._clock()
+    spent = self._seconds.get(self._phase, 0.0) + now - self._at
+    self._seconds[self._phase] = spent
+    self._at, self._phase = now, phase
 
 
 class DataQueue(Protocol):
@@ -172,7 +220,7 @@ class LearnerLoop:
           f" max_staleness={gated.max_staleness}; every group would be dropped"
       )
     self.learner = learner
-    self.seconds = step_seconds.StepSeconds()
+    self.seconds = StepSeconds()
     self._queue = queue
     self._gated = gated
     self._publish = publish

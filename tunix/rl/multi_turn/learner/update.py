@@ -54,7 +54,7 @@ from tunix.rl.multi_turn.learner import critic
 from tunix.rl.multi_turn.learner import logprobs
 from tunix.rl.multi_turn.learner import optimizer
 from tunix.rl.multi_turn.learner import program
-from tunix.rl.multi_turn.learner import turn_readings
+from tunix.rl.multi_turn.learner import readings as readings_lib
 from tunix.rl.multi_turn.learner.algorithms import importance
 from tunix.rl.multi_turn.learner.algorithms import kl
 from tunix.rl.multi_turn.learner.algorithms import objectives
@@ -228,7 +228,7 @@ class Sums:
     most: name -> maximum over tokens.
     tokens: scalar, number of tokens.
     weighted: scalar, number of tokens with weight; see the module docstring.
-    by_turn: see `turn_readings.sums`; 0 without their stream.
+    by_turn: see `readings_lib.turn_sums`; 0 without their stream.
   """
 
   loss: jax.Array
@@ -471,12 +471,12 @@ class UpdatePrograms:
       readings["value_loss"] = value_loss
       readings["value_clip_fraction"] = clipped
     mask = batch.mask
-    by_turn = jnp.zeros(turn_readings.SHAPE, jnp.float32)
+    by_turn = jnp.zeros(readings_lib.TURN_SHAPE, jnp.float32)
     if turn_groups.STREAM in batch.streams and "sampler_kl" in readings:
-      by_turn = turn_readings.sums(
+      by_turn = readings_lib.turn_sums(
           jnp.asarray(batch.streams[turn_groups.STREAM]),
           jnp.asarray(mask),
-          tuple(readings[name] for name in turn_readings.VALUES),
+          tuple(readings[name] for name in readings_lib.TURN_VALUES),
       )
     # Selected before the product: a padding token's loss may be anything.
     loss = jnp.sum(jnp.where(mask, token_loss, 0.0) * batch.weights)
@@ -527,7 +527,7 @@ class UpdatePrograms:
               most={name: zero - jnp.inf for name in sums.most},
               tokens=zero,
               weighted=zero,
-              by_turn=jnp.zeros(turn_readings.SHAPE, jnp.float32),
+              by_turn=jnp.zeros(readings_lib.TURN_SHAPE, jnp.float32),
           )
 
         self._start = (

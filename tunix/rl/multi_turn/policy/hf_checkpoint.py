@@ -32,7 +32,6 @@ import numpy as np
 from tunix.rl.multi_turn.policy import checkpoint_names
 from tunix.rl.multi_turn.policy import checkpoint_views
 from tunix.rl.multi_turn.policy import gemma3
-from tunix.rl.multi_turn.policy import generation_files
 from tunix.rl.multi_turn.policy import image_settings
 from tunix.rl.multi_turn.policy import int8
 from tunix.rl.multi_turn.policy import policy_files
@@ -443,7 +442,7 @@ def save_policy(
       dtype=dtype,
       untied=untied,
   )
-  generation_files.write(directory)
+  policy_files.write_generation(directory)
 
 
 def _companions(

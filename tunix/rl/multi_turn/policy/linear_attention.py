@@ -16,7 +16,7 @@ are cut into chunks and calls; nothing passes from a segment of a packed row to
 another; tokens that are not real leave the state unchanged. State and decay are
 float32.
 
-Does not: keep states; see `engine.state_pages`. Source: the paper, and
+Does not: keep states; see `engine.page_layout`. Source: the paper, and
 `transformers`' `qwen3_5`, to which the numbers are held in tests.
 
 Axis names: B = rows, T = tokens, N = value heads, H = key width, V = value

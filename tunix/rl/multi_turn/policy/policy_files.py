@@ -8,6 +8,7 @@ tokenizer_config.json.
 from __future__ import annotations
 
 import difflib
+import json
 import pathlib
 import re
 import shutil
@@ -30,6 +31,71 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "special_tokens_map.json",
 )
+
+
+GENERATION_FILE = "generation_config.json"
+
+
+def write_generation(directory: str | pathlib.Path) -> None:
+  """Completes a policy's directory, which has its tokenizer and config.json.
+
+  Nothing is written where the tokenizer names no end of a turn.
+
+  Raises:
+    OSError: a file cannot be written.
+  """
+  directory = pathlib.Path(directory)
+  ids = generation_ids(directory)
+  if "eos_token_id" not in ids:
+    return
+  generation = directory / GENERATION_FILE
+  if generation.is_file():  # Its own, which config.json then repeats.
+    existing = tensor_files.read_json(generation)
+    ids |= {key: existing[key] for key in ids if existing.get(key) is not None}
+  else:
+    _replace_file(generation, {
+        **ids,
+        # As the policy is trained: of the whole distribution.
+        "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0,
+    })  # pyformat: disable
+  path = directory / "config.json"
+  config = tensor_files.read_json(path)
+  completed = _with_ids(config, ids)
+  if isinstance(text := config.get("text_config"), dict):
+    completed["text_config"] = _with_ids(text, ids)
+  if completed != config:
+    _replace_file(path, completed)
+
+
+def generation_ids(directory: pathlib.Path) -> dict[str, int]:
+  """`eos_token_id` and `pad_token_id`, as tokenizer_config.json names them."""
+  ids: dict[str, int] = {}
+  path = directory / "tokenizer_config.json"
+  if not path.is_file() or not (directory / "tokenizer.json").is_file():
+    return ids
+  named = tensor_files.read_json(path)
+  added = tensor_files.read_json(directory / "tokenizer.json")
+  added_ids = {
+      token["content"]: token["id"] for token in added.get("added_tokens", ())
+  }
+  for role in ("eos", "pad"):
+    token = named.get(f"{role}_token")
+    # Older files hold {"content": …}.
+    text = token.get("content") if isinstance(token, dict) else token
+    if text in added_ids:
+      ids[f"{role}_token_id"] = added_ids[text]
+  return ids
+
+
+def _with_ids(config: dict[str, Any], ids: dict[str, Any]) -> dict[str, Any]:
+  absent = {k: v for k, v in ids.items() if config.get(k) is None}
+  return {**config, **absent}
+
+
+def _replace_file(path: pathlib.Path, content: dict[str, Any]) -> None:
+  part = tensor_files.part(path)
+  part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+  part.replace(path)
 
 
 def resolve(path: str | pathlib.Path) -> pathlib.Path:

@@ -24,7 +24,6 @@ from tunix.rl.multi_turn.policy import qwen_families
 from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import qwen_text_config
 from tunix.rl.multi_turn.policy import qwen_vl_inputs
-from tunix.rl.multi_turn.policy import qwen_vl_sizes
 from tunix.rl.multi_turn.policy import random_keys
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy import smolvlm_inputs
@@ -191,7 +190,7 @@ def load(
 
   Beside the run-time fields of `QwenVLConfig`, among them `min_pixels` and
   `max_pixels` of the host side, `image_budget` can be given: (pixels, images)
-  of a whole trajectory, see `qwen_vl_sizes.pixel_budget`.
+  of a whole trajectory, see `qwen_vl_inputs.pixel_budget`.
   """
   tensor_files.Reader(directory)  # Missing weights before a missing tokenizer.
   encoder = policy_files.load_tokenizer(directory)
@@ -368,7 +367,7 @@ def _processor(
   )
   processor = make(**limits)
   if _BUDGET in pixels:
-    most = qwen_vl_sizes.pixel_budget(
+    most = qwen_vl_inputs.pixel_budget(
         processor.max_pixels, *pixels[_BUDGET], processor.factor
     )
     least = processor.min_pixels

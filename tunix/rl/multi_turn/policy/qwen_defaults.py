@@ -33,54 +33,71 @@ IMAGE_STATISTICS = {
 }
 """Mean and standard deviation of the published processors, by tower."""
 
-_QWEN3_TOWER = {
-    "depth": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_heads": 16,
-    "out_hidden_size": 3584,
-    "patch_size": 16,
-    "spatial_merge_size": 2,
-    "num_position_embeddings": 2304,
-    "deepstack_visual_indexes": (8, 16, 24),
-    "hidden_act": "gelu_pytorch_tanh",
-}
-_QWEN3_5_TOWER = {**_QWEN3_TOWER, "deepstack_visual_indexes": ()}
-_QWEN2_5_TOWER = {
-    "depth": 32,
-    "hidden_size": 3584,
-    "intermediate_size": 3420,
-    "num_heads": 16,
-    "out_hidden_size": 3584,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "window_size": 112,
-    "fullatt_block_indexes": (7, 15, 23, 31),
-    "hidden_act": "silu",
-}
-_GLM_TOWER = {
-    "depth": 24,
-    "hidden_size": 1536,
-    "intermediate_size": 13696,
-    "num_heads": 12,
-    "out_hidden_size": 4096,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "image_size": 336,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-}
 
-_IDEFICS3_TOWER = {
-    "hidden_size": 1152,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 16,
-    "image_size": 224,
-    "patch_size": 32,
-    "layer_norm_eps": 1e-6,
-    "hidden_act": "gelu_pytorch_tanh",
-}
+def _tower(
+    depth: int,
+    width: int,
+    hidden: int,
+    heads: int,
+    out: int,
+    patch: int,
+    act: str,
+    **more: Any,
+) -> dict[str, Any]:
+  """Returns a tower's section by Qwen's and GLM-V's names."""
+  return {
+      "depth": depth, "hidden_size": width, "intermediate_size": hidden,
+      "num_heads": heads, "out_hidden_size": out, "patch_size": patch,
+      "spatial_merge_size": 2, "hidden_act": act,
+  } | more  # pyformat: disable
+
+
+def _siglip(
+    width: int, hidden: int, layers: int, heads: int, image: int, patch: int
+) -> dict[str, Any]:
+  """Returns a tower's section by SigLIP's names."""
+  return {
+      "hidden_size": width, "intermediate_size": hidden,
+      "num_hidden_layers": layers, "num_attention_heads": heads,
+      "image_size": image, "patch_size": patch, "layer_norm_eps": 1e-6,
+      "hidden_act": "gelu_pytorch_tanh",
+  }  # pyformat: disable
+
+
+def _decoder(
+    vocabulary: int,
+    width: int,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int | None,
+    eps: float = 1e-6,
+    positions: int = 32768,
+    **more: Any,
+) -> dict[str, Any]:
+  """Returns a decoder's section; `kv_heads` None stands for all heads."""
+  return {
+      "vocab_size": vocabulary, "hidden_size": width,
+      "intermediate_size": hidden, "num_hidden_layers": layers,
+      "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+      "rms_norm_eps": eps, "max_position_embeddings": positions,
+      "hidden_act": "silu",
+  } | more  # pyformat: disable
+
+
+_QWEN3_TOWER = _tower(
+    27, 1152, 4304, 16, 3584, 16, "gelu_pytorch_tanh",
+    num_position_embeddings=2304, deepstack_visual_indexes=(8, 16, 24),
+)  # pyformat: disable
+_QWEN3_5_TOWER = {**_QWEN3_TOWER, "deepstack_visual_indexes": ()}
+_QWEN2_5_TOWER = _tower(
+    32, 3584, 3420, 16, 3584, 14, "silu",
+    window_size=112, fullatt_block_indexes=(7, 15, 23, 31),
+)  # pyformat: disable
+_GLM_TOWER = _tower(
+    24, 1536, 13696, 12, 4096, 14, "silu", image_size=336, rms_norm_eps=1e-5
+)
+_IDEFICS3_TOWER = _siglip(1152, 3072, 12, 16, 224, 32)
 
 VISION: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl": _QWEN3_TOWER,
@@ -101,55 +118,16 @@ VISION: Mapping[str, Mapping[str, Any]] = {
         "spatial_merge_size": 2,
         "hidden_act": "quick_gelu",
     },
-    "gemma3": {
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "image_size": 224,
-        "patch_size": 16,
-        "layer_norm_eps": 1e-6,
-        "hidden_act": "gelu_pytorch_tanh",
-    },
+    "gemma3": _siglip(768, 3072, 12, 12, 224, 16),
     "smolvlm": _IDEFICS3_TOWER,
     "idefics3": _IDEFICS3_TOWER,
 }
 """Of `vision_config`, by family."""
 
-_QWEN_TEXT = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-}
-
-_QWEN2_VL_TEXT = {
-    **_QWEN_TEXT,
-    "vocab_size": 152064,
-    "hidden_size": 8192,
-    "intermediate_size": 29568,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-}
-
-_QWEN3_5_TEXT = {
-    "vocab_size": 248320,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
+_QWEN_TEXT = _decoder(151936, 4096, 22016, 32, 32, 32)
+_QWEN2_VL_TEXT = _decoder(152064, 8192, 29568, 80, 64, 8, 1e-5)
+_LINEAR = {
     "head_dim": 256,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
     "full_attention_interval": 4,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
@@ -157,91 +135,40 @@ _QWEN3_5_TEXT = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
-
-_GLM_TEXT = {
-    "vocab_size": 151552,
-    "hidden_size": 4096,
-    "intermediate_size": 13696,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-}
-
-_GEMMA3_TEXT = {
-    "vocab_size": 262208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "rms_norm_eps": 1e-6,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 131072,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-}
-
-_LLAMA = {
-    **_QWEN_TEXT,
-    "vocab_size": 32000,
-    "intermediate_size": 11008,
-    "num_key_value_heads": None,  # As many as heads.
-    "max_position_embeddings": 2048,
-}
+_GEMMA3_TEXT = _decoder(
+    262208, 2304, 9216, 26, 8, 4, positions=131072,
+    head_dim=256, query_pre_attn_scalar=256, sliding_window=4096,
+)  # pyformat: disable
+_GEMMA3_TEXT["hidden_activation"] = "gelu_pytorch_tanh"
+del _GEMMA3_TEXT["hidden_act"]
+_LLAMA = _decoder(32000, 4096, 11008, 32, 32, None, positions=2048)
 
 TEXT: Mapping[str, Mapping[str, Any]] = {
-    "qwen3_vl": {
-        **_QWEN_TEXT, "head_dim": 128, "max_position_embeddings": 128000
+    "qwen3_vl": _QWEN_TEXT | {
+        "head_dim": 128, "max_position_embeddings": 128000
     },
-    "qwen3_vl_moe": {
-        **_QWEN_TEXT,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 1408,
-        "decoder_sparse_step": 1,
-        "max_position_embeddings": 128000,
-    },
-    "qwen3_5": _QWEN3_5_TEXT,
-    "qwen3_5_moe": {
-        **_QWEN3_5_TEXT,
-        "hidden_size": 2048,
-        "intermediate_size": 0,  # Every layer is sparse.
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 2,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-    },
+    "qwen3_vl_moe": _decoder(
+        151936, 2048, 5632, 24, 16, 16, positions=128000,
+        num_experts_per_tok=4, moe_intermediate_size=1408,
+        decoder_sparse_step=1,
+    ),
+    "qwen3_5": _decoder(248320, 4096, 12288, 32, 16, 4, **_LINEAR),
+    # Every layer is sparse.
+    "qwen3_5_moe": _decoder(
+        248320, 2048, 0, 40, 16, 2, **_LINEAR, num_experts=256,
+        num_experts_per_tok=8, moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+    ),
     "qwen2_5_vl": _QWEN2_VL_TEXT,
     "qwen2_vl": _QWEN2_VL_TEXT,
     "opencua": _QWEN_TEXT,
-    "glm4v": _GLM_TEXT,
-    "glm4v_moe": {
-        **_GLM_TEXT,
-        "vocab_size": 151424,
-        "intermediate_size": 10944,
-        "num_hidden_layers": 46,
-        "num_attention_heads": 96,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 65536,
-        "moe_intermediate_size": 1408,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "n_routed_experts": 128,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    },
+    "glm4v": _decoder(151552, 4096, 13696, 40, 32, 2, 1e-5),
+    "glm4v_moe": _decoder(
+        151424, 4096, 10944, 46, 96, 8, 1e-5, 65536,
+        moe_intermediate_size=1408, num_experts_per_tok=8, n_shared_experts=1,
+        n_routed_experts=128, routed_scaling_factor=1.0, n_group=1,
+        topk_group=1, first_k_dense_replace=1,
+    ),
     "gemma3": _GEMMA3_TEXT,
     "gemma3_text": _GEMMA3_TEXT,
     "qwen3": {**_QWEN_TEXT, "head_dim": 128},
@@ -249,7 +176,7 @@ TEXT: Mapping[str, Mapping[str, Any]] = {
     "llama": _LLAMA,
     "smolvlm": _LLAMA,
     "idefics3": _LLAMA,
-}
+}  # pyformat: disable
 """Of `text_config`, or of a text model's config.json, by family."""
 
 NUM_EXPERTS = 60

@@ -186,7 +186,7 @@ class QwenVLConfig:
     param_dtype: Type of the model's weights; the learner trains float32 masters
       of bfloat16 ones.
     remat: recomputed by the backward pass, see `config_checks.REMATS`; "auto"
-      is "block" until a run chooses (`run.memory.settle_remat`).
+      is "block" until a run chooses (`run_memory.settle_remat`).
     scan_layers: one loop over stacked layers, which compiles faster; unrolled
       layers run faster on a CPU.
     vision_tensor_parallel: split the tower within a layer too; else it is

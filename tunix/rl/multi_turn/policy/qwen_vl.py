@@ -17,26 +17,22 @@ import jax
 import jax.numpy as jnp
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import cached_attention
-from tunix.rl.multi_turn.policy import glm4v
 from tunix.rl.multi_turn.policy import kernels
 from tunix.rl.multi_turn.policy import layers
-from tunix.rl.multi_turn.policy import qwen2_5_vl
-from tunix.rl.multi_turn.policy import qwen2_vl
-from tunix.rl.multi_turn.policy import qwen3_vl
 from tunix.rl.multi_turn.policy import qwen_config
 from tunix.rl.multi_turn.policy import qwen_decoder
 from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy import siglip
-from tunix.rl.multi_turn.policy import smolvlm
+from tunix.rl.multi_turn.policy import vision_towers
 
 _TOWERS = {
-    "qwen2": qwen2_vl,
-    "qwen2_5": qwen2_5_vl,
-    "qwen3": qwen3_vl,
-    "glm4v": glm4v,
-    "siglip": siglip,
-    "idefics3": smolvlm,
+    "qwen2": vision_towers.Qwen2,
+    "qwen2_5": vision_towers.Qwen2_5,
+    "qwen3": vision_towers.Qwen3,
+    "glm4v": vision_towers.Glm4v,
+    "siglip": siglip.VisionTower,
+    "idefics3": siglip.TiledTower,
 }
 
 
@@ -59,7 +55,7 @@ class QwenVL(qwen_text.QwenText):
         mesh, "vision", config.vision.num_heads, config.vision_tensor_parallel
     )
     tower = _TOWERS[config.traits.tower]
-    self.visual = tower.VisionTower(config, init, mesh)
+    self.visual = tower(config, init, mesh)
     self.language_model = self.decoder_class(config, init, mesh)
 
   @property

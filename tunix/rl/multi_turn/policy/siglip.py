@@ -1,12 +1,15 @@
-"""Implements the vision tower of Gemma 3: SigLIP, and what projects its output.
+"""Implements SigLIP's towers: those of Gemma 3, SmolVLM and Idefics3.
 
 Reads like the forward pass: patches and their learned positions, blocks of full
 attention within an image, the mean of a square of patches as a vision token, a
-norm and a matrix. All images have one size, that of the learned positions.
+norm and a matrix. All images have one size, that of the learned positions; of
+SmolVLM and Idefics3, all tiles of an image have.
 
 Source: Zhai et al. 2023, "Sigmoid loss for language image pre-training", the
-Gemma 3 technical report, and `transformers`' `siglip` and `gemma3`, to which
-the numbers are held in tests. Axis names: see `base`.
+Gemma 3 technical report, Laurencon et al. 2024, "Building and better
+understanding vision-language models", Marafioti et al. 2025, "SmolVLM", and
+`transformers`' `siglip`, `gemma3`, `idefics3` and `smolvlm`, to which the
+numbers are held in tests. Axis names: see `base`.
 """
 
 from __future__ import annotations
@@ -201,3 +204,61 @@ class VisionTower(nnx.Module):
     x = layers.repeat(run, self.encoder.layers, x, config.scan_layers)
     x = self.projector(self.post_layernorm(x))
     return sharding.constrain(x, self.mesh, *sharding.TOKENS)[:, :, None]
+
+
+# --- SmolVLM, Idefics3 -------------------------------------------------------
+
+
+class _Matrix(nnx.Module):
+  """A linear layer, under its name in the checkpoint."""
+
+  def __init__(self, vision: qwen_shapes.VisionConfig, init: layers.Init):
+    wide = vision.hidden_size * vision.patches_per_token
+    self.proj = layers.Linear(
+        wide, vision.out_hidden_size, init, ("fsdp", None), False
+    )
+
+
+class Connector(nnx.Module):
+  """The patches of each vision token side by side, times a matrix."""
+
+  def __init__(self, vision: qwen_shapes.VisionConfig, init: layers.Init):
+    self.modality_projection = _Matrix(vision, init)
+    self.merge = vision.patches_per_token
+
+  def __call__(self, x_SPD: jax.Array) -> jax.Array:
+    s, p, d = x_SPD.shape
+    # A vision token's patches follow each other, row by row.
+    x = x_SPD.reshape(s, p // self.merge, self.merge * d)
+    return self.modality_projection.proj(x)
+
+
+class TiledTower(VisionTower):
+  """SigLIP on tiles of one size, among them the whole image, made small.
+
+  A vision token is a square of patches, their outputs side by side ("pixel
+  shuffle"), times a matrix.
+  """
+
+  projector_class = Connector
+
+  def __call__(
+      self,
+      patches_SPF: jax.Array,
+      segments_SP: jax.Array,
+      positions_SP4: jax.Array,
+      reach: kernels.Reach,
+  ) -> jax.Array:
+    """Vision tokens [S, V, 1, D]; arguments as of Qwen3-VL's tower.
+
+    A patch's position is (row, column, tile, tiles of its image).
+    """
+    place = jnp.asarray(positions_SP4)
+    image = jnp.asarray(segments_SP).astype(jnp.int32)
+    # No image has as many tiles.
+    tile = jnp.where(image > 0, image * (1 << 12) + place[..., 2], 0)
+    patches = self.config.vision.num_position_embeddings
+    # Images that are aligned are so by a multiple of tiles.
+    aligned = reach.aligned and reach.places % patches == 0
+    reach = kernels.Reach(min(patches, patches_SPF.shape[1]), aligned)
+    return super().__call__(patches_SPF, tile, place, reach)

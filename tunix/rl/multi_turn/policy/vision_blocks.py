@@ -115,32 +115,6 @@ class VisionBlock(nnx.Module):
     return x + self.mlp(self.norm2(x))
 
 
-class VisionTower(nnx.Module):
-  """Settings of a tower and the embedding of its patches.
-
-  A family adds its blocks and the merger, and its forward pass.
-  """
-
-  def __init__(
-      self,
-      config: qwen_shapes.QwenVLConfig,
-      init: layers.Init,
-      mesh: jax.sharding.Mesh | None,
-      patch_bias: bool,
-  ):
-    vision = config.vision
-    self.config = config
-    self.mesh = mesh
-    self.patch_embed = layers.PatchEmbed(
-        vision.patch_size,
-        vision.hidden_size,
-        init,
-        vision.image_mean,
-        vision.image_std,
-        bias=patch_bias,
-    )
-
-
 def tensor_axis(config: qwen_shapes.QwenVLConfig) -> str | None:
   """Returns the mesh axis that splits a tower's layers, or None."""
   return "tensor" if config.vision_tensor_parallel else None

@@ -4,7 +4,7 @@ The time since the last update was reported is accounted for three times over:
 by the learner's thread, by the engine's, and by what episodes wait for. Each
 account sums to `time/step`.
 
-Does not: measure anything (`learner.step_seconds`, `engine` and `step_metrics`
+Does not: measure anything (`learner.loop`, `engine` and `step_metrics`
 do).
 """
 

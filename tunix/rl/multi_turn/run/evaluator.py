@@ -12,7 +12,7 @@ those that a gym or server broke. More tasks, attempts or modes may be asked of
 it, and nothing that would make its episodes others. A gym or server that fails
 episode after episode ends it.
 
-Does not: evaluate a run's updates while it trains (`evaluation`, `beside`).
+Does not: evaluate a run's updates while it trains (`evaluation`).
 """
 
 from __future__ import annotations

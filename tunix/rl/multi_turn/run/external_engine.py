@@ -17,7 +17,7 @@ from tunix.rl.multi_turn.clients import remote_engine
 from tunix.rl.multi_turn.clients import vllm
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
-from tunix.rl.multi_turn.learner import scorer
+from tunix.rl.multi_turn.learner import reference
 
 ADAPTER = "-adapter"
 """Suffix of the served model's name: the adapter that a run trains on it."""
@@ -161,7 +161,7 @@ def _make_probe(
   return hand_over_probe.Probe(
       make_client,
       prompts,
-      scorer.Scorer(
+      reference.Scorer(
           model,
           policy.processor,
           image_store,

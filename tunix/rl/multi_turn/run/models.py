@@ -25,6 +25,7 @@ from tunix.rl.multi_turn.learner import config as learner_config
 from tunix.rl.multi_turn.learner import learner as learner_lib
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import choice
+from tunix.rl.multi_turn.planning import run_memory
 from tunix.rl.multi_turn.policy import base
 from tunix.rl.multi_turn.policy import by_name
 from tunix.rl.multi_turn.policy import custom_policy
@@ -35,7 +36,6 @@ from tunix.rl.multi_turn.policy import qwen_text
 from tunix.rl.multi_turn.policy import settings as policy_settings
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.run import external_engine
-from tunix.rl.multi_turn.run import memory
 from tunix.rl.multi_turn.run.recorded_data import no_engine
 from tunix.rl.multi_turn.run.rollout_hosts import remote as remote_hosts
 from tunix.rl.multi_turn.tools import screenshot
@@ -122,7 +122,7 @@ def make_policy(
     ])
   _check_screenshots(config, processor, screen)
   add_adapter(config, model)
-  memory.settle_remat(config, model, processor, mesh)
+  run_memory.settle_remat(config, model, processor, mesh)
   renderer = make_renderer(config, processor, tokenizer)
   return LoadedPolicy(model, processor, tokenizer, renderer)
 

@@ -26,11 +26,11 @@ from tunix.rl.multi_turn.clients import agent_session
 from tunix.rl.multi_turn.config import loader
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.learner.algorithms import parts
+from tunix.rl.multi_turn.planning import run_memory
 from tunix.rl.multi_turn.policy import by_name
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import settings as policy_settings
 from tunix.rl.multi_turn.run import episodes
-from tunix.rl.multi_turn.run import memory as memory_lib
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import packages
 from tunix.rl.multi_turn.run import run_lock
@@ -89,7 +89,7 @@ def with_policy(
     policy: models.LoadedPolicy,
     agent: Any,
     mesh: jax.sharding.Mesh | None,
-) -> memory_lib.Memory:
+) -> run_memory.Memory:
   """Checks that a first turn fits the context, and that the run fits memory.
 
   Args:
@@ -111,7 +111,7 @@ def with_policy(
     raise ConfigError(problems)
   # First without the seconds that compiling takes.
   for exact in (False, True) if config.run.dry_run else (False,):
-    memory = memory_lib.of_run(
+    memory = run_memory.of_run(
         config, policy.model, policy.processor, mesh, exact=exact
     )
     if problems := memory.problems(config):
@@ -253,7 +253,7 @@ def bytes_of_weights(config: TrainConfig) -> int | None:
 def _weights(config: TrainConfig) -> Iterator[str]:
   size = bytes_of_weights(config)
   if size is not None:
-    yield from memory_lib.of_weights(config, size).problems(config)
+    yield from run_memory.of_weights(config, size).problems(config)
 
 
 def _context(

@@ -32,19 +32,19 @@ from tunix.rl.multi_turn.core import events
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import peers as peers_lib
 from tunix.rl.multi_turn.learner import learner as learner_lib
+from tunix.rl.multi_turn.planning import dry_run
 from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.reporting import watchdog as watchdog_lib
 from tunix.rl.multi_turn.run import disk_full
-from tunix.rl.multi_turn.run import dry_run
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import external_engine
 from tunix.rl.multi_turn.run import first_episode
+from tunix.rl.multi_turn.run import interrupts
 from tunix.rl.multi_turn.run import learner_ahead
 from tunix.rl.multi_turn.run import loop_thread
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import observers as observers_lib
 from tunix.rl.multi_turn.run import peer_watch
-from tunix.rl.multi_turn.run import preemption
 from tunix.rl.multi_turn.run import preflight
 from tunix.rl.multi_turn.run import process_layout
 from tunix.rl.multi_turn.run import processes as processes_lib
@@ -282,7 +282,7 @@ class Run:
     self._loop = loop_thread.LoopThread()
     self._watches = [
         peer_watch.PeerWatch(self.processes, self.stop),
-        preemption.PreemptionWatch(self.config.run.preemption, self.stop),
+        interrupts.PreemptionWatch(self.config.run.preemption, self.stop),
     ]
     for watch in self._watches:
       watch.start()

@@ -20,9 +20,9 @@ from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.clients import chat_model
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.learner import checkpoint as checkpoint_lib
+from tunix.rl.multi_turn.planning import dry_run
 from tunix.rl.multi_turn.policy import policy_files
 from tunix.rl.multi_turn.run import best_checkpoint
-from tunix.rl.multi_turn.run import dry_run
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import models
 from tunix.rl.multi_turn.run import preflight

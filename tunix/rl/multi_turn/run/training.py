@@ -25,7 +25,6 @@ from tunix.rl.multi_turn.learner import loop as loop_lib
 from tunix.rl.multi_turn.learner import replay as replay_lib
 from tunix.rl.multi_turn.reporting import step_metrics
 from tunix.rl.multi_turn.reporting import watchdog as watchdog_lib
-from tunix.rl.multi_turn.run import beside as beside_lib
 from tunix.rl.multi_turn.run import best_checkpoint
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import evaluation
@@ -107,9 +106,9 @@ class Training:
           None if stored is None else [group for _, group in stored],
       )
     self._best = self._best_so_far()
-    self._beside: beside_lib.BesideEvaluations | None = None
+    self._beside: evaluation.BesideEvaluations | None = None
     if config.eval.beside and config.eval.every:
-      self._beside = beside_lib.BesideEvaluations(run)
+      self._beside = evaluation.BesideEvaluations(run)
       self._checkpoints.pinned |= set(self._unevaluated())
     self._queue = self._make_queue(self._learner.version, extras)
     metrics = step_metrics.StepMetrics(
@@ -327,7 +326,7 @@ class Training:
       self._collecting.release()
 
   def _evaluate_beside(
-      self, evaluations: beside_lib.BesideEvaluations, due: bool
+      self, evaluations: evaluation.BesideEvaluations, due: bool
   ) -> None:
     self._take_finished(evaluations)
     step = self._run.updates
@@ -349,12 +348,12 @@ class Training:
           continue
         break
 
-  def _await_beside(self, evaluations: beside_lib.BesideEvaluations) -> None:
+  def _await_beside(self, evaluations: evaluation.BesideEvaluations) -> None:
     with self._loop.seconds("evaluate"):
       evaluations.wait()
     self._take_finished(evaluations)
 
-  def _take_finished(self, evaluations: beside_lib.BesideEvaluations) -> None:
+  def _take_finished(self, evaluations: evaluation.BesideEvaluations) -> None:
     if (result := evaluations.finished()) is not None:
       name, results = result
       step = int(name.removeprefix("step_"))

@@ -146,7 +146,6 @@ class CollectLoop:
       max_groups: int | None = None,
       backoff: float = 0.5,
       max_failed_groups: int = 64,
-      task_to_json: Callable[[Any], Any] | None = None,
       task_from_json: Callable[[Any], Any] | None = None,
       number: Callable[[int], int] = lambda index: index,
   ):
@@ -163,8 +162,8 @@ class CollectLoop:
       max_failed_groups: groups dropped in a row, retries included, before the
         loop gives up with a CollectError: a world in which nothing works must
         not look like a slow one.
-      task_to_json, task_from_json: for unfinished tasks in `state_dict`; by
-        default `task.to_json()` or `trajectory.encode`, and
+      task_from_json: Reads an unfinished task of `state_dict`, which holds
+        `task.to_json()` or `trajectory.encode(task)`; None =
         `trajectory.decode`.
       number: Number of a group in the whole run, from its index in this queue:
         another one where several processes collect.
@@ -185,7 +184,6 @@ class CollectLoop:
     self._parts = collector.config.parts
     self._backoff = backoff
     self._max_failed = max_failed_groups
-    self._to_json = task_to_json or _task_to_json
     self._from_json = task_from_json or trajectory_lib.decode
     self._number = number
     self._unfinished: dict[int, Any] = {}
@@ -222,7 +220,7 @@ class CollectLoop:
           "sampler": sampler.state_dict(),
           "next_index": self._next_index,
           "unfinished": [
-              {"index": index, "task": self._to_json(task)}
+              {"index": index, "task": _task_to_json(task)}
               for index, task in [
                   *sorted(self._unfinished.items()),
                   *((None, task) for task in self._pending),
@@ -334,15 +332,13 @@ class CollectLoop:
     )
     self._thread.start()
 
-  def stop(self, drain: bool = False) -> None:
+  def stop(self) -> None:
     """Starts no more groups. Thread-safe, returns at once.
 
-    Args:
-      drain: let the groups under way finish; otherwise they are cancelled and
-        stay in `state_dict` as unfinished.
+    Groups under way are cancelled, and stay in `state_dict` as unfinished.
     """
     self._stopping = True
-    self._cancelling = self._cancelling or not drain
+    self._cancelling = True
     loop = self._loop
     if loop is None:
       return

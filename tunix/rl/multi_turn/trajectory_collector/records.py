@@ -30,7 +30,7 @@ import dataclasses
 import io
 import math
 import time
-from typing import Any, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Iterable, Mapping, Sequence
 
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import json_text
@@ -544,11 +544,3 @@ def text_of(message: Mapping[str, Any]) -> str:
       for part in content or ()
       if isinstance(part, Mapping) and part.get("type") == "text"
   )
-
-
-def by_instance(records: Iterable[Record]) -> Iterator[list[Record]]:
-  """Records of equal instance_id together, in the order of their first."""
-  groups: dict[str, list[Record]] = {}
-  for record in records:
-    groups.setdefault(record.instance_id, []).append(record)
-  yield from groups.values()

@@ -21,8 +21,6 @@ from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.environments.gyms import base
 
 DIFFICULTIES = ("easy", "medium", "hard")
-CATEGORIES = ("system", "navigation", "settings", "app", "input")
-VALIDATION_TYPES = ("state", "screenshot", "api", "genv_graphql")
 DEFAULT_FAMILY = "tasks"
 """Family of tasks that name none, and have neither tag nor category."""
 

@@ -16,13 +16,13 @@ import tempfile
 from typing import Literal
 
 from tunix.rl.multi_turn.reporting import run_data
-from tunix.rl.multi_turn.reporting.publishing import described as described_lib
 from tunix.rl.multi_turn.reporting.publishing import episode_tables
 from tunix.rl.multi_turn.reporting.publishing import hub
 from tunix.rl.multi_turn.reporting.publishing import policy_folder
+from tunix.rl.multi_turn.reporting.publishing import public
 
 Content = Literal["policy", "episodes"]
-Described = described_lib.Described
+Described = public.Described
 PublishError = hub.PublishError
 _MODULES = {"policy": policy_folder, "episodes": episode_tables}
 CONTENTS = tuple(_MODULES)

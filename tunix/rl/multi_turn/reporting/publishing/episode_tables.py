@@ -15,7 +15,6 @@ from typing import Any, Iterator
 from tunix.rl.multi_turn.core import trajectory as trajectory_lib
 from tunix.rl.multi_turn.reporting import files
 from tunix.rl.multi_turn.reporting import run_data
-from tunix.rl.multi_turn.reporting.publishing import described as described_lib
 from tunix.rl.multi_turn.reporting.publishing import hub
 from tunix.rl.multi_turn.reporting.publishing import policy_folder
 from tunix.rl.multi_turn.reporting.publishing import public
@@ -49,7 +48,7 @@ _COLUMNS = {
 def write(
     run: run_data.RunDirectory,
     folder: pathlib.Path,
-    described: described_lib.Described,
+    described: public.Described,
 ) -> None:
   """See `publishing.save`."""
   try:
@@ -216,7 +215,7 @@ class _Shards:
 def _card(
     run: run_data.RunDirectory,
     counts: dict[str, int],
-    described: described_lib.Described,
+    described: public.Described,
 ) -> str:
   import huggingface_hub  # pylint: disable=g-import-not-at-top
 

@@ -17,7 +17,6 @@ from typing import Any
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.core import yaml_text
 from tunix.rl.multi_turn.reporting import run_data
-from tunix.rl.multi_turn.reporting.publishing import described as described_lib
 from tunix.rl.multi_turn.reporting.publishing import hub
 from tunix.rl.multi_turn.reporting.publishing import public
 import yaml
@@ -37,7 +36,7 @@ REPLACED = (
 def write(
     run: run_data.RunDirectory,
     folder: pathlib.Path,
-    described: described_lib.Described,
+    described: public.Described,
 ) -> None:
   """See `publishing.save`."""
   source = run.directory / "policy"
@@ -112,7 +111,7 @@ def _take(source: pathlib.Path, target: pathlib.Path) -> None:
 def _card(
     run: run_data.RunDirectory,
     config: dict[str, Any],
-    described: described_lib.Described,
+    described: public.Described,
 ) -> str:
   import huggingface_hub  # pylint: disable=g-import-not-at-top
 

@@ -2,7 +2,7 @@
 
 The learner's process has the engine: it lends groups (`service`), and answers
 the collectors' requests with tokens of its policy. A collector (`collector`)
-has gyms and no devices, and imports no JAX. `supervisor` keeps as many as a run
+has gyms and no devices, and imports no JAX. `service` keeps as many as a run
 wants alive; `ray_launcher` starts them on a Ray cluster, by a process of
 `ray_cluster`, the one module that imports ray.
 """

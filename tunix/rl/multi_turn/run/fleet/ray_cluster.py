@@ -18,7 +18,7 @@ and tokens travel by HTTP. (Ray itself pickles these texts, and the class of the
 actor.) A cluster that this process began ends with it, one that it joined does
 not; its actors do.
 
-Does not: restart actors by Ray's own means: `supervisor` does, with a bound and
+Does not: restart actors by Ray's own means: `service` does, with a bound and
 pauses, and takes groups back.
 """
 

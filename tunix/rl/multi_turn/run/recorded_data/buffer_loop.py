@@ -288,9 +288,8 @@ class BufferLoop:
       await service.aclose()
     self._queue.close()
 
-  def stop(self, drain: bool = False) -> None:
+  def stop(self) -> None:
     """Reads no more. Thread-safe, returns at once."""
-    del drain
     self._stopping = True
     if self._loop is not None and self._task is not None:
       try:

@@ -152,9 +152,8 @@ class FunctionLoop:
       self._queue.fail(error)
       raise
 
-  def stop(self, drain: bool = False) -> None:
+  def stop(self) -> None:
     """Calls the function no more. Thread-safe, returns at once."""
-    del drain
     self._stopping = True
     if self._call is not None:
       self._call.cancel()

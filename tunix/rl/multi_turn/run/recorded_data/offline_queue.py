@@ -190,7 +190,7 @@ class OfflineQueue:
     """Nothing is collected."""
     await asyncio.sleep(0)
 
-  def stop(self, drain: bool = False) -> None:
+  def stop(self) -> None:
     """Nothing runs."""
 
   def hold(self) -> None:

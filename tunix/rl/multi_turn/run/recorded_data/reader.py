@@ -333,11 +333,6 @@ def _awaiting(
   return sequences or sampled  # Queues of earlier versions do not mark them.
 
 
-def lacks_logprobs(group: trajectory_lib.TrajectoryGroup) -> bool:
-  """Whether an episode of the group waits for `fill_logprobs`."""
-  return any(records.LOGPROBS_MISSING in t.metrics for t in group)
-
-
 def fill_logprobs(
     groups: Sequence[trajectory_lib.TrajectoryGroup],
     score: Callable[

@@ -13,7 +13,7 @@ from typing import Any
 
 from flax import nnx
 import safetensors
-from tunix.rl.multi_turn.learner import memory_plan
+from tunix.rl.multi_turn.planning import update_memory
 from tunix.rl.multi_turn.policy import by_name
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import hf_checkpoint
@@ -141,7 +141,7 @@ def _part(path: tuple[Any, ...]) -> str:
 def sizes_of(model: nnx.Module) -> dict[str, Any]:
   """Family, layers, widths and heads."""
   config = model.config
-  sizes = memory_plan.Sizes.of(config)
+  sizes = update_memory.Sizes.of(config)
   qwen, vision = hasattr(config, "text"), getattr(config, "vision", None)
   facts = {
       "family": config.family if qwen else "tiny_vl",

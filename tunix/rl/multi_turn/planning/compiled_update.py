@@ -2,7 +2,7 @@
 
 Nothing is executed and no array of a batch exists: a program of a terabyte is
 compiled as fast as a small one. Compiling takes seconds for a small policy and
-minutes for a large one; `memory_plan` predicts without.
+minutes for a large one; `update_memory` predicts without.
 
 Does not: count the rollout engine.
 """

@@ -4,7 +4,7 @@ A line is what a part takes at least: batches whose size the first data decides
 are counted at their smallest. Activations are the learner's compiled size where
 `exact` asks for it, or where the prediction is within a factor of
 `COMPILE_WITHIN` of the memory there is; else predicted by
-`learner.memory_plan`, within a factor of two, in milliseconds.
+`update_memory`, within a factor of two, in milliseconds.
 
 Does not: count the engine's temporary buffers, gyms and browsers, or other
 programs' memory.
@@ -28,10 +28,10 @@ from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.engine import cache_memory
 from tunix.rl.multi_turn.engine import device_state
 from tunix.rl.multi_turn.learner import batching
-from tunix.rl.multi_turn.learner import compiled_memory
 from tunix.rl.multi_turn.learner import frozen
-from tunix.rl.multi_turn.learner import memory_plan
 from tunix.rl.multi_turn.learner import optimizer
+from tunix.rl.multi_turn.planning import compiled_update
+from tunix.rl.multi_turn.planning import update_memory
 from tunix.rl.multi_turn.policy import config_checks
 from tunix.rl.multi_turn.policy import layers
 from tunix.rl.multi_turn.policy import memory_limits
@@ -206,7 +206,7 @@ def settle_remat(
   if getattr(about, "remat", None) != config_checks.AUTO:
     return None
   # On a CPU predictions are within a factor of two.
-  share = 0.5 if jax.default_backend() == "cpu" else memory_plan.ROOM
+  share = 0.5 if jax.default_backend() == "cpu" else update_memory.ROOM
   learns = config.learner.steps or config.warm_start.steps
   chosen = len(config_checks.REMATS) - 1
   for index, remat in enumerate(config_checks.REMATS[:-1] if learns else ()):
@@ -245,12 +245,12 @@ def of_weights(config: config_lib.TrainConfig, size: int) -> Memory:
 def _weights(
     config: config_lib.TrainConfig, model: Any, mesh: Any
 ) -> list[Part]:
-  mesh = mesh or memory_plan.abstract_mesh()
+  mesh = mesh or update_memory.abstract_mesh()
   adapted = bool(jax.tree.leaves(nnx.state(model, layers.LoRAParam)))
   kind = layers.LoRAParam if adapted else nnx.Param
-  parameters = memory_plan.parameter_bytes(model, mesh)
+  parameters = update_memory.parameter_bytes(model, mesh)
   left_out = _left_out(config, model)
-  weights = memory_plan.weight_bytes(model, mesh, 0, 4, left_out)
+  weights = update_memory.weight_bytes(model, mesh, 0, 4, left_out)
   trained, masters = weights.own, weights.masters
   shapes = {
       name: jax.ShapeDtypeStruct(
@@ -264,7 +264,7 @@ def _weights(
   trained_bytes = _tree_bytes(shapes)
   grows = ("policy.name",)
   each = lambda size, count: f"{size / max(count, 1):.3g} bytes a parameter"
-  count = memory_plan.parameter_bytes(model, mesh, itemsize=1)
+  count = update_memory.parameter_bytes(model, mesh, itemsize=1)
   copied = each(masters, masters // 4)
   # Sharded as the parameters are.
   moments = _tree_bytes(state) * masters // max(trained_bytes, 1)
@@ -301,9 +301,9 @@ def _weights(
         Part("teacher", size, ("algorithm.teacher",), how="by its files")
     )
   if config.samples and config.rollout.via not in ("external", "hosts"):
-    local = memory_plan.process_mesh(mesh, jax.process_count())
+    local = update_memory.process_mesh(mesh, jax.process_count())
     copy = device_state.weight_bytes(model, local, config.engine.weights)
-    here = memory_plan.parameter_bytes(model, local, itemsize=1)
+    here = update_memory.parameter_bytes(model, local, itemsize=1)
     out.append(Part(
         "rollout copy of the parameters",
         copy,
@@ -341,7 +341,7 @@ def _engine(
         processor,
         dataclasses.replace(config.engine, slots=slots),
         ((config.gym.width, config.gym.height),) if has_screen else (),
-        memory_plan.process_mesh(mesh, jax.process_count()),
+        update_memory.process_mesh(mesh, jax.process_count()),
     )
 
   evaluation = []
@@ -391,8 +391,8 @@ def _activations(
 ) -> Part:
   learner = config.learner
   shards = 1 if mesh is None else sharding.batch_shards(mesh)
-  shape = compiled_memory.least_shape(learner, processor, shards)
-  work = memory_plan.Work(
+  shape = compiled_update.least_shape(learner, processor, shards)
+  work = update_memory.Work(
       row_length=shape.row_length,
       rows=shape.rows_per_buffer,
       patches=shape.patches,
@@ -400,10 +400,10 @@ def _activations(
       logit_chunk=learner.logit_chunk,
   )
   predicted = None
-  if memory_plan.Sizes.known(model.config):
-    plan = memory_plan.plan(
+  if update_memory.Sizes.known(model.config):
+    plan = update_memory.plan(
         model,
-        mesh or memory_plan.abstract_mesh(),
+        mesh or update_memory.abstract_mesh(),
         work,
         left_out=_left_out(config, model),
     )
@@ -418,7 +418,7 @@ def _activations(
     far = hopeless or predicted < there // COMPILE_WITHIN
   compiled = None
   if exact is not None and not hopeless and (exact or not far):
-    compiled = compiled_memory.activations(
+    compiled = compiled_update.activations(
         model,
         processor,
         learner,

@@ -1,7 +1,7 @@
 """Pretrains the small policies that the package ships. A maintainer's command.
 
-    python -m tunix.rl.multi_turn.commands.pretrain --out DIR
-    python -m tunix.rl.multi_turn.commands.pretrain --out DIR \\
+    python scripts/pretraining/pretrain.py --out DIR
+    python scripts/pretraining/pretrain.py --out DIR \\
         --policy qwen3_vl_tiny
 
 The result stands in for the pretrained model that a real user starts from. It
@@ -29,7 +29,7 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 import tqdm
-from tunix.rl.multi_turn import commands
+import train_tokenizer
 from tunix.rl.multi_turn import prompts
 from tunix.rl.multi_turn.agents import tool_agent
 from tunix.rl.multi_turn.core import images
@@ -44,7 +44,6 @@ from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.run.warm_start import demonstrations
 
 TokenSequence = trajectory.TokenSequence
-_NAME = "tunix.rl.multi_turn.commands.pretrain"
 
 HABITS = {
     "open-icon": ("single_click", 0.7),
@@ -424,8 +423,11 @@ def pretrain(
 
 def parser() -> argparse.ArgumentParser:
   out = argparse.ArgumentParser(
-      prog=f"python -m {_NAME}",
-      description=f"{commands.MAINTAINERS[_NAME]} A maintainer's command.",
+      prog="python scripts/pretraining/pretrain.py",
+      description=(
+          "Pretrains the small policies that the package ships. A maintainer's"
+          " command."
+      ),
   )
   out.add_argument(
       "--out", type=pathlib.Path, required=True, help="directory to write"
@@ -453,7 +455,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if value is not None and not least <= value < 2**63:
       name = option.replace("_", "-")
       parser().error(f"--{name}={value} must be {least} or more, below 2**63")
-  commands.refuse_folder(parser(), "--out", args.out)
+  train_tokenizer.refuse_folder(parser(), "--out", args.out)
   host_memory.tune()
   changes = dict(CHANGES[args.policy], seed=args.seed)
   if args.steps is not None:

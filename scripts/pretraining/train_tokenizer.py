@@ -1,6 +1,6 @@
 """Trains the tokenizer of the small policies. A maintainer's command.
 
-    python -m tunix.rl.multi_turn.commands.train_tokenizer --out DIR
+    python scripts/pretraining/train_tokenizer.py --out DIR
 
 A byte-level BPE with Qwen's special tokens, split rule (with one change), NFC
 and ChatML template, over a vocabulary small enough for a policy of two million
@@ -31,10 +31,7 @@ from tokenizers import models
 from tokenizers import normalizers
 from tokenizers import pre_tokenizers
 from tokenizers import trainers
-from tunix.rl.multi_turn import commands
 from tunix.rl.multi_turn.parser.tool_parser import qwen as qwen_parser
-
-_NAME = "tunix.rl.multi_turn.commands.train_tokenizer"
 
 # Qwen's rule, except that numbers are cut every three digits, and that the
 # separator of two numbers is one piece.
@@ -471,10 +468,25 @@ def gym_texts() -> tuple[list[str], list[str]]:
   return sorted({part for part in parts if part.isalpha()}), sentences
 
 
+def refuse_folder(
+    parser: argparse.ArgumentParser, option: str, folder: str | pathlib.Path
+) -> None:
+  """Ends the command with status 2 if the folder cannot be made."""
+  try:
+    pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    parser.error(
+        f"{option}={folder} cannot be made ({error.strerror}); give a folder"
+        " that can be written"
+    )
+
+
 def parser() -> argparse.ArgumentParser:
   out = argparse.ArgumentParser(
-      prog=f"python -m {_NAME}",
-      description=f"{commands.MAINTAINERS[_NAME]} A maintainer's command.",
+      prog="python scripts/pretraining/train_tokenizer.py",
+      description=(
+          "Trains the tokenizer of the small policies. A maintainer's command."
+      ),
   )
   out.add_argument("--out", required=True, help="directory to write")
   out.add_argument(
@@ -496,7 +508,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
   if args.seed < 0:
     parser().error(f"--seed={args.seed} must be 0 or more")
-  commands.refuse_folder(parser(), "--out", args.out)
+  refuse_folder(parser(), "--out", args.out)
   words, instructions = gym_texts()
   tokenizer = train(corpus(words, instructions, args.seed), args.vocab_size)
   check(tokenizer)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import pathlib
-from typing import Any
+from typing import Any, Sequence, TYPE_CHECKING
 
 import jax
 import numpy as np
-from tunix.rl.multi_turn import config as config_lib
-from tunix.rl.multi_turn.clients import remote_engine
-from tunix.rl.multi_turn.engine import engine as engine_lib
+from tunix.rl.multi_turn.agents import registry as agent_registry
 from tunix.rl.multi_turn.learner import config as algorithm_config
 from tunix.rl.multi_turn.learner.algorithms import presets
 from tunix.rl.multi_turn.parser.renderer import choice
 from tunix.rl.multi_turn.policy import checkpoint as policy_checkpoint
-from tunix.rl.multi_turn.run import episodes as episodes_lib
-from tunix.rl.multi_turn.run import memory as memory_lib
-from tunix.rl.multi_turn.run import models
+from tunix.rl.multi_turn.policy import memory_limits
+
+if TYPE_CHECKING:
+  from tunix.rl.multi_turn.run import run as run_lib
 
 
 def parameter_count(model: Any) -> int:
@@ -25,46 +23,37 @@ def parameter_count(model: Any) -> int:
   return sum(int(np.prod(p.shape)) for p in named.values())
 
 
-def describe(
-    config: config_lib.TrainConfig,
-    policy: models.LoadedPolicy,
-    episodes: episodes_lib.EpisodeFactory,
-    directory: pathlib.Path,
-    engine: engine_lib.RolloutEngine | remote_engine.RemoteEngine,
-    memory: memory_lib.Memory,
-) -> str:
-  """Configuration, shapes, and memory against what there is.
-
-  Args:
-    config: Settings of the run.
-    policy: Its policy.
-    episodes: Its agents and environments.
-    directory: Directory of the run.
-    engine: Engine of its rollouts.
-    memory: Prediction of its memory.
-  """
+def describe(run: run_lib.Run) -> str:
+  """Configuration, shapes, and memory against what is available."""
+  config, policy, episodes = run.config, run.policy, run.episodes
+  engine = run.engine
   parameters = parameter_count(policy.model)
   messages = getattr(episodes.make_agent(), "chat_completions", None) or []
   cache = "KV cache in another process"
   if engine.cache_tokens:
     cache = (
         f"KV cache of {engine.cache_tokens} tokens,"
-        f" {memory_lib.human(engine.cache_bytes)}"
+        f" {memory_limits.human(engine.cache_bytes)}"
     )
   screen = "none"
   if episodes.acts_on_gym and config.gym.observation == "axtree":
     screen = "none, the page's accessibility tree"
   elif episodes.acts_on_gym:
-    width, height = episodes_lib.screen_size(config)
+    gym = config.gym
+    width, height = agent_registry.screenshot_size(
+        config.agent, gym.width, gym.height
+    )
     tokens = policy.processor.num_image_tokens(width, height)
     screen = f"{width}x{height}, {tokens} tokens"
+  # How the policy sees images, if its processor reports it.
+  images = getattr(policy.processor, "describe", None)
   shapes = [
       ("policy", f"{config.policy.name}, {parameters:,} parameters"),
       ("devices", f"{jax.device_count()} x {jax.default_backend()}"),
       ("system prompt", f"{len(policy.renderer.render(messages))} tokens"),
       ("renderer", choice.described(policy.renderer)),
       ("screenshot", screen),
-      *_images(policy.processor),
+      *([("images", images())] if callable(images) else []),
       (
           "rollout",
           f"{config.engine.slots} requests at a time of up to"
@@ -80,17 +69,12 @@ def describe(
           f" {config.collect.group_size} episodes",
       ),
       ("algorithm", _algorithm(config.algorithm)),
-      ("run directory", str(directory)),
+      ("run directory", str(run.directory)),
   ]
+  memory = aligned(run.memory.table())
   return "\n".join(
-      [config.to_yaml(), *_rows(shapes), "", "memory", *_rows(memory.table())]
+      [config.to_yaml(), *aligned(shapes), "", "memory", *memory]
   )
-
-
-def _images(processor: Any) -> list[tuple[str, str]]:
-  """Returns how the policy sees images, if its processor reports it."""
-  describe = getattr(processor, "describe", None)
-  return [("images", describe())] if callable(describe) else []
 
 
 def _algorithm(config: algorithm_config.AlgorithmConfig) -> str:
@@ -106,6 +90,18 @@ def _algorithm(config: algorithm_config.AlgorithmConfig) -> str:
   return f"{config.name} ({preset.paper}): {parts}.{note}"
 
 
-def _rows(rows: list[tuple[str, str]]) -> list[str]:
-  width = max(len(name) for name, _ in rows)
-  return [f"  {name.ljust(width)}  {text}" for name, text in rows]
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+  """Returns indented lines: the first column to the left, numbers right.
+
+  Args:
+    rows: Cells of each line; of two cells both stand to the left.
+  """
+  widths = [max(map(len, column)) for column in zip(*rows)]
+  right = len(widths) > 2
+  return [
+      "  " + "  ".join(
+          cell.rjust(width) if right and i else cell.ljust(width)
+          for i, (cell, width) in enumerate(zip(row, widths))
+      ).rstrip()
+      for row in rows
+  ]

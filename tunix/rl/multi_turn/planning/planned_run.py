@@ -20,17 +20,17 @@ import jax.numpy as jnp
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.agents import presets as agent_presets
 from tunix.rl.multi_turn.agents import registry as agent_registry
-from tunix.rl.multi_turn.commands import chips
-from tunix.rl.multi_turn.commands import policy_facts
 from tunix.rl.multi_turn.engine import buckets as buckets_lib
 from tunix.rl.multi_turn.engine import cache_memory
 from tunix.rl.multi_turn.engine import config as engine_config_lib
 from tunix.rl.multi_turn.engine import device_state
-from tunix.rl.multi_turn.engine import state_pages
-from tunix.rl.multi_turn.learner import compiled_memory
+from tunix.rl.multi_turn.engine import page_layout
 from tunix.rl.multi_turn.learner import frozen
-from tunix.rl.multi_turn.learner import memory_plan
 from tunix.rl.multi_turn.learner import minibatches
+from tunix.rl.multi_turn.planning import chips
+from tunix.rl.multi_turn.planning import compiled_update
+from tunix.rl.multi_turn.planning import policy_facts
+from tunix.rl.multi_turn.planning import update_memory
 from tunix.rl.multi_turn.policy import cached_attention
 from tunix.rl.multi_turn.policy import compiling
 from tunix.rl.multi_turn.policy import config_checks
@@ -146,8 +146,8 @@ class PlannedRun:
     """
     sizes = config.mesh
     axes = {axis: getattr(sizes, axis) for axis in sharding.AXES}
-    abstract = memory_plan.abstract_mesh(**axes)
-    local = memory_plan.process_mesh(abstract, topology.hosts)
+    abstract = update_memory.abstract_mesh(**axes)
+    local = update_memory.process_mesh(abstract, topology.hosts)
     mesh, engine_mesh = abstract, local
     if devices is not None:
       mesh = sharding.make_mesh(devices=devices, **axes)
@@ -213,7 +213,7 @@ class PlannedRun:
     lockstep = "true" if self.config.lockstep else "false"
     config = dataclasses.replace(self.config.engine, lockstep=lockstep)
     shapes = device_state.cache_shapes(self.engine_model)
-    return state_pages.sized(shapes, config)
+    return page_layout.sized(shapes, config)
 
   @property
   def left_out(self) -> tuple[str, ...]:
@@ -243,7 +243,7 @@ class PlannedRun:
     """Of a micro-batch."""
     with compiling.compile_for("tpu"):
       aligned = minibatches.aligns_images(self.model)
-    return compiled_memory.least_shape(
+    return compiled_update.least_shape(
         self.config.learner,
         self.processor,
         sharding.batch_shards(self.mesh),
@@ -255,8 +255,8 @@ class PlannedRun:
 def _settled(
     config: config_lib.TrainConfig, name: str, topology: chips.Topology
 ) -> str:
-  """The remat that a run chooses there, see `run.memory.settle_remat`."""
-  room = memory_plan.ROOM * topology.chip.memory
+  """The remat that a run chooses there, see `run_memory.settle_remat`."""
+  room = update_memory.ROOM * topology.chip.memory
   *faster, careful = config_checks.REMATS
   for remat in faster:
     about = dict(config.policy.config) | {"remat": remat}
@@ -301,14 +301,14 @@ def memory(run: PlannedRun) -> dict[str, int]:
       or no tower to freeze.
   """
   config, shape = run.config, run.shape
-  work = memory_plan.Work(
+  work = update_memory.Work(
       row_length=shape.row_length,
       rows=shape.rows_per_buffer,
       patches=shape.patches,
       targets=shape.targets,
       logit_chunk=config.learner.logit_chunk,
   )
-  planned = memory_plan.plan(
+  planned = update_memory.plan(
       run.model, run.mesh, work, left_out=run.left_out
   )
   parts = {
@@ -364,11 +364,11 @@ def _teacher_bytes(run: PlannedRun) -> int:
     model = _find_policy(name).model
   except (OSError, ValueError) as error:
     raise ValueError(f"algorithm.teacher={name}: {error}") from None
-  return memory_plan.parameter_bytes(model, run.mesh)
+  return update_memory.parameter_bytes(model, run.mesh)
 
 
 def _optimizer_bytes(
-    run: PlannedRun, planned: memory_plan.MemoryPlan
+    run: PlannedRun, planned: update_memory.MemoryPlan
 ) -> int:
   # Two moments of AdamW, one of Muon and of momentum.
   one = planned.gradients
@@ -432,7 +432,7 @@ def forward_flops(
     patches: Patches that go through the vision tower.
     image_patches: Patches that each of them attends to.
   """  # pyformat: disable
-  sizes = memory_plan.Sizes.of(model.config)
+  sizes = update_memory.Sizes.of(model.config)
   parts = policy_facts.parameters_by_part(model)
   tables = parts["embedding"] + parts["head"]
   decoder = parts["active"] - tables
@@ -459,7 +459,7 @@ def works(run: PlannedRun) -> dict[str, Work]:
 
 def _gathered(model: Any, mesh: Any, item: int) -> tuple[int, int]:
   """(bytes of the weights that a device computes with, of its own shard)."""
-  own = memory_plan.parameter_bytes(model, mesh, itemsize=item)
+  own = update_memory.parameter_bytes(model, mesh, itemsize=item)
   split = math.prod(mesh.shape[axis] for axis in ("fsdp", "sequence"))
   return own * split, own
 

@@ -1,36 +1,55 @@
-"""Compiles a run's programs for a TPU slice that is not here.
+"""Compiles a run's programs for a TPU slice, and counts what they send.
 
 XLA's TPU compiler, which ships in libtpu, runs on any x86 Linux. It is given
-the learner's and the engine's own programs with shapes in place of arrays.
+the learner's and the engine's own programs with shapes in place of arrays. What
+devices send one another is read from a compiled program's HLO text: an
+instruction inside a loop counts as often as the loop runs, where the compiler
+knows that number, else once.
 
-Does not: execute anything, or find libtpu in other places than an installed
-package, $TPU_LIBRARY_PATH, and `.venv-tpu` of a clone.
+Does not: execute anything, count what crosses between hosts and devices, or
+find libtpu in other places than an installed package, $TPU_LIBRARY_PATH, and
+`.venv-tpu` of a clone.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib.util
+import math
 import os
 import pathlib
+import re
 import time
 from typing import Any, Callable, Iterator
 
 from flax import nnx
 import jax
 from jax.experimental import topologies
-from tunix.rl.multi_turn.commands import chips
-from tunix.rl.multi_turn.commands import hlo
-from tunix.rl.multi_turn.commands import plan_run
 from tunix.rl.multi_turn.engine import cache_memory
 from tunix.rl.multi_turn.engine import device_state
 from tunix.rl.multi_turn.engine import programs as engine_programs
-from tunix.rl.multi_turn.learner import compiled_memory
+from tunix.rl.multi_turn.planning import chips
+from tunix.rl.multi_turn.planning import compiled_update
+from tunix.rl.multi_turn.planning import planned_run
 from tunix.rl.multi_turn.policy import cached_attention
 from tunix.rl.multi_turn.policy import compiling
 from tunix.rl.multi_turn.policy import sharding
 
 _CLONE = pathlib.Path(__file__).parents[4] / ".venv-tpu/libtpu/libtpu.so"
+_KINDS = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all",
+    "collective-permute",
+)  # pyformat: disable
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4,
+          "s32": 4, "u32": 4, "s16": 2, "u16": 2, "s64": 8, "u64": 8}
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
+_OP = re.compile(r" = (.*?) (" + "|".join(_KINDS) + r")(-start)?\(")
+_CALLED = re.compile(
+    r"(?:to_apply|calls|body|condition)=(%?[\w.\-]+)"
+    r"|(?:branch_computations|called_computations)=\{([^}]*)\}"
+)
+_TRIPS = re.compile(r'known_trip_count[^0-9]*(\d+)')
 
 
 def find_compiler() -> str:
@@ -68,13 +87,118 @@ def devices_of(topology: chips.Topology) -> tuple[list[Any], list[Any]]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Sent:
+  """Collectives of one kind.
+
+  Attributes:
+    instructions: Number in the program's text.
+    runs: Number of runs, loops counted.
+    received: bytes that a device receives in all runs.
+    largest: bytes of the largest result.
+    largest_elements: its numbers.
+  """
+
+  instructions: int = 0
+  runs: int = 0
+  received: int = 0
+  largest: int = 0
+  largest_elements: int = 0
+
+
+def collectives(text: str, devices: int) -> dict[str, Sent]:
+  """Kind -> what is sent, of a program's optimised HLO.
+
+  Args:
+    text: Result of `jax.stages.Compiled.as_text`.
+    devices: Devices of the program: the group of a collective without one.
+  """
+  bodies, entry = _computations(text)
+  times: collections.Counter[str] = collections.Counter()
+
+  def visit(name: str, factor: int) -> None:
+    times[name] += factor
+    for line in bodies.get(name, ()):
+      trips = _TRIPS.search(line)
+      many = int(trips.group(1)) if trips and " while(" in line else 1
+      for one, several in _CALLED.findall(line):
+        for called in re.findall(r"[\w.\-]+", f"{one} {several}"):
+          if called in bodies:
+            visit(called, factor * many)
+
+  visit(entry, 1)
+  totals: dict[str, list[int]] = {}
+  for name, lines in bodies.items():
+    for line in lines:
+      match = _OP.search(line)
+      if match is None or not times[name]:
+        continue
+      kind = match.group(2)
+      shapes = _shapes(match.group(1))
+      if match.group(3) and len(shapes) > 1 and kind != "all-reduce":
+        shapes = shapes[len(shapes) // 2 :][: max(1, len(shapes) // 2)]
+      size = sum(count * item for count, item in shapes)
+      entry_ = totals.setdefault(kind, [0, 0, 0, 0, 0])
+      entry_[0] += 1
+      entry_[1] += times[name]
+      entry_[2] += times[name] * _received(kind, size, _group(line, devices))
+      entry_[3] = max([entry_[3], *(c * item for c, item in shapes)])
+      entry_[4] = max([entry_[4], *(c for c, _ in shapes)])
+  return {kind: Sent(*values) for kind, values in sorted(totals.items())}
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+  bodies: dict[str, list[str]] = {}
+  entry, lines = "", None
+  for line in text.splitlines():
+    if lines is None:
+      match = _HEAD.match(line)
+      if match and not line.startswith("HloModule"):
+        lines = bodies[match.group(2)] = []
+        entry = match.group(2) if match.group(1) else entry
+    elif line.startswith("}"):
+      lines = None
+    else:
+      lines.append(line)
+  return bodies, entry
+
+
+def _shapes(text: str) -> list[tuple[int, int]]:
+  """(numbers, bytes a number) of each array of a result; counters left out."""
+  return [
+      (math.prod(int(n) for n in dims.split(",") if n), _BYTES[dtype])
+      for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", text)
+      if dtype in _BYTES and dims
+  ]
+
+
+def _group(line: str, devices: int) -> int:
+  if match := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+    return match.group(1).count(",") + 1
+  if match := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+    return int(match.group(1))
+  return devices
+
+
+def _received(kind: str, size: int, group: int) -> int:
+  """Returns the bytes that a device receives for a result, by a ring."""
+  share = (group - 1) / group
+  return round({
+      "all-gather": size * share,
+      "all-reduce": 2 * size * share,
+      "reduce-scatter": size * (group - 1),
+      "all-to-all": size * share,
+      "collective-permute": size,
+  }[kind])
+
+
+@dataclasses.dataclass(frozen=True)
 class Compiled:
   """A program's figures; bytes are those of a device.
 
   Attributes:
     arguments, outputs, temporary: of its memory; outputs that reuse no
       argument.
-    sent: kind -> `hlo.Sent`.
+    sent: kind -> `Sent`.
     seconds: Time that compiling took.
     refused: the compiler's reason where the program does not fit; figures are
       0 then.
@@ -83,7 +207,7 @@ class Compiled:
   arguments: int = 0
   outputs: int = 0
   temporary: int = 0
-  sent: dict[str, hlo.Sent] = dataclasses.field(default_factory=dict)
+  sent: dict[str, Sent] = dataclasses.field(default_factory=dict)
   seconds: float = 0.0
   refused: str = ""
 
@@ -93,10 +217,10 @@ class Compiled:
     return sum(sent.received for sent in self.sent.values())
 
 
-def compile_all(run: plan_run.PlannedRun) -> Iterator[tuple[str, Compiled]]:
+def compile_all(run: planned_run.PlannedRun) -> Iterator[tuple[str, Compiled]]:
   """(name, figures) of the run's programs, as each is compiled."""
   with compiling.compile_for("tpu"):
-    update = compiled_memory.programs(
+    update = compiled_update.programs(
         run.model,
         run.processor,
         run.config.learner,
@@ -107,7 +231,7 @@ def compile_all(run: plan_run.PlannedRun) -> Iterator[tuple[str, Compiled]]:
     )
     yield "accumulate", _compile(lambda: update.accumulate, run.mesh)
     yield "apply", _compile(update.apply, run.mesh)
-    if not plan_run.has_engine(run.config):
+    if not planned_run.has_engine(run.config):
       return
     chosen = run.buckets
     variant = engine_programs.Variant
@@ -125,7 +249,7 @@ def compile_all(run: plan_run.PlannedRun) -> Iterator[tuple[str, Compiled]]:
     yield "weight copy", _compile(lambda: _copy(run), run.mesh)
 
 
-def _engine(run: plan_run.PlannedRun) -> engine_programs.Programs:
+def _engine(run: planned_run.PlannedRun) -> engine_programs.Programs:
   sizes = cache_memory.sizes(
       run.processor,
       run.engine_config,
@@ -148,7 +272,7 @@ def _engine(run: plan_run.PlannedRun) -> engine_programs.Programs:
   )
 
 
-def _copy(run: plan_run.PlannedRun) -> jax.stages.Lowered:
+def _copy(run: planned_run.PlannedRun) -> jax.stages.Lowered:
   """The parameters' way from the learner's mesh to every host's engine."""
   mesh, hosts = run.mesh, run.topology.hosts
   variables = jax.tree.leaves(
@@ -198,6 +322,6 @@ def _compile(lower: Callable[[], jax.stages.Lowered], mesh: Any) -> Compiled:
       memory.argument_size_in_bytes,
       memory.output_size_in_bytes - memory.alias_size_in_bytes,
       memory.temp_size_in_bytes,
-      hlo.collectives(compiled.as_text(), mesh.size),
+      collectives(compiled.as_text(), mesh.size),
       time.perf_counter() - started,
   )

@@ -1,0 +1,1 @@
+"""Predicts the memory and the speed of a run, here or on other machines."""
