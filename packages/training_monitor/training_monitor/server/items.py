@@ -27,6 +27,7 @@ from typing import Any, Callable, Mapping
 import orjson
 
 from training_monitor.core import run_tags as tags_lib
+from training_monitor.schema import later_views
 from training_monitor.schema import progress
 from training_monitor.schema import tables
 from training_monitor.server import errors
@@ -116,8 +117,7 @@ KINDS: tuple[ItemKind, ...] = (
             "task_id": "task",
         },
         ("group_num",), {"group": "group_num"},
-        (*_TIMING, "source_type", "status", "progress_percent", "batch",
-         "num_rollouts", "reward_mean"),
+        later_views.GROUP,
     ),
     _kind(
         "rollout", "rollouts",
