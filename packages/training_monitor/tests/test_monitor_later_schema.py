@@ -277,9 +277,9 @@ def test_a_views_later_columns_are_inserted_updated_and_taken_back(rows, view):
   (changed,) = run(rows, f'SELECT * FROM "{view}"')
   assert plain(changed).items() >= values.items()
   # The rest of the row is as it was, but for its time.
-  rest = set(first) - set(values) - {"updated_at", "group", "group_id",
+  same = set(first) - set(values) - {"updated_at", "group", "group_id",
                                      "tool_name", "tool_args"}
-  assert {k: changed[k] for k in rest} == {k: first[k] for k in rest}
+  assert {k: changed[k] for k in same} == {k: first[k] for k in same}
   empty = ", ".join(f'"{name}" = NULL' for name in values)
   run(rows, f'UPDATE "{view}" SET {empty} WHERE id = 1')
   (again,) = run(rows, f'SELECT * FROM "{view}"')
@@ -334,8 +334,8 @@ def test_an_environment_that_waits_can_change_and_keeps_its_id(rows):
   run(rows, "DELETE FROM monitor_later_environment WHERE id = 3")
   needed = NEEDED["monitor_later_rollout"] | {"rollout_id": "v", "env_id": 2}
   insert(rows, "monitor_later_rollout", **needed)
-  (taken,) = run(rows, "SELECT * FROM environment WHERE id = 2")
-  assert (taken["status"], taken["gbox_id"]) == ("running", "g")
+  (environment,) = run(rows, "SELECT * FROM environment WHERE id = 2")
+  assert (environment["status"], environment["gbox_id"]) == ("running", "g")
   assert run(rows, "SELECT count(*) AS n FROM monitor_later_environment")[0][
       "n"] == 2  # pyformat: disable
 

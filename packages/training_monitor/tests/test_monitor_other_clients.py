@@ -143,8 +143,8 @@ def test_screenshots_in_other_formats_and_wrapped_base64_are_stored(lite):
     shown = lite.http.get(f"/api/v1/screenshots/{sha}")
     kinds.append(shown.headers["content-type"])
     with Image.open(io.BytesIO(shown.content)) as image:
-      seen = np.asarray(image.convert("RGB")).astype(int)
-    assert np.abs(seen - pixels).max() < 8
+      decoded = np.asarray(image.convert("RGB")).astype(int)
+    assert np.abs(decoded - pixels).max() < 8
   assert kinds == ["image/png"] * 3 + ["image/jpeg"]
 
 

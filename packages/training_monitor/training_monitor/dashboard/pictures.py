@@ -58,18 +58,18 @@ def plot(
     return _Markup("")
   low, high = min(0.0, *readings), max(readings)
   high = high if high > low else low + 1.0
-  left, right, top, bottom = 44, width - 10, 10, 90
+  start, end, top, bottom = 44, width - 10, 10, 90
   points = []
   for index, value in enumerate(values):
     if value is not None and math.isfinite(value):
-      x = left + 4 + (right - left - 8) * index / (len(values) - 1)
+      x = start + 4 + (end - start - 8) * index / (len(values) - 1)
       y = bottom - (bottom - top) * (value - low) / (high - low)
       points.append((f"{x:.1f}", f"{y:.1f}"))
   grid = _Markup().join(
       _Markup(
           '<path class="grid" d="M{l} {y:.1f}H{r}"/><text class="end" x="{x}"'
           ' y="{ty:.1f}">{v:.3g}</text>'
-      ).format(l=left, r=right, x=left - 5, y=y, ty=y + 4, v=value)
+      ).format(l=start, r=end, x=start - 5, y=y, ty=y + 4, v=value)
       for value, y in (
           (low, bottom), ((low + high) / 2, (top + bottom) / 2), (high, top)
       )
@@ -86,7 +86,7 @@ def plot(
       ' y="107">{last}</text></svg>'
   ).format(
       w=width, n=len(readings), a=readings[0], b=readings[-1], low=low,
-      high=high, grid=grid, dots=dots, l=left, r=right, first=first, last=last,
+      high=high, grid=grid, dots=dots, l=start, r=end, first=first, last=last,
       path="L".join(" ".join(one) for one in points),
   )  # pyformat: disable
 

@@ -271,15 +271,15 @@ class _Faults:
       raise errors.invalid(self.found)
 
   def ignore(
-      self, kind: str, path: str, value: Any, message: str, kept: str
+      self, kind: str, path: str, value: Any, message: str, stored: str
   ) -> None:
-    """Names what is not stored as it was sent, once a kind and field."""
+    """Records a value that is not stored as sent, once a kind and field."""
     key = (kind, path.rpartition(".")[2])
     if key in self.ignored:
       self.ignored[key]["times"] = self.ignored[key].get("times", 1) + 1
     elif len(self.ignored) < _MAX_FAULTS:
       self.ignored[key] = {
-          "kind": kind, **errors.fault(path, value, message), "kept": kept,
+          "kind": kind, **errors.fault(path, value, message), "kept": stored,
       }  # pyformat: disable
 
   def refuse(self, kind: str, path: str, value: Any, message: str) -> None:
@@ -478,14 +478,14 @@ def _read(
   named = item.id is not None or item.client_id is not None
   good = named or bool(values) or bool(item.parents)
   for field, name, value, why in wrong:
-    kept = "nothing"
+    stored = "nothing"
     if good:
       try:
         item.raw[name] = fields.raw_text(value)
-        kept = "a raw value"
+        stored = "a raw value"
       except fields.WrongValue:
         pass  # Too long or too deep, which `why` says.
-    faults.ignore(kind.name, f"{path}.{field}", value, why, kept)
+    faults.ignore(kind.name, f"{path}.{field}", value, why, stored)
   return item if good else None
 
 
@@ -495,16 +495,16 @@ def _keep_unknown(
 ) -> None:  # pyformat: disable
   """Keeps a field of no known name as a raw value, for the answer to name."""
   path = f"{item.path}.{field}"
-  why, kept = _unknown(field, names), "nothing"
+  why, stored = _unknown(field, names), "nothing"
   if not 0 < len(field) <= _MAX_NAME or "\0" in field:
     why = f"give a name of 1 to {_MAX_NAME} characters"
   else:
     try:
       item.raw[field] = fields.raw_text(value)
-      kept = "a raw value"
+      stored = "a raw value"
     except fields.WrongValue as error:
       why = f"{why}; {error}"
-  faults.ignore(kind.name, path, value, why, kept)
+  faults.ignore(kind.name, path, value, why, stored)
 
 
 _CHECKED = frozenset({"rollout", "task", "action", "step"})
