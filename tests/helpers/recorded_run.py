@@ -171,7 +171,8 @@ class Recorder:
         "grad_norm": 0.3, "clip_fraction": 0.02, "staleness_mean": 0.5,
         "staleness_max": 1.0, "queue_size": 2.0, "model_share": 0.7,
         "engine_busy": 0.8, "rollout_tokens_per_second": 900.0 + step,
-        "learner_tokens_per_second": 4000.0, "seconds_wait": 1.0,
+        "rollout_calls_per_second": 150.0 + step,
+        "learner_tokens_per_second": 4000.0, "time/wait": 1.0,
         "seconds_learn": 0.5, "seconds_publish": 0.1, "seconds_total": 1.6,
         "time": time.time() + step,
     }  # pyformat: disable

@@ -231,6 +231,57 @@ def test_a_step_shows_its_groups_and_filters(recorded, tab):
   assert page.locator(".member").count() == len(wins)
 
 
+def test_a_step_uses_the_width_of_its_page(recorded, tab):
+  server, _ = recorded
+  training, _ = ids(server)
+  width = lambda: tab.page.evaluate("document.documentElement.scrollWidth")
+  try:
+    tab.page.set_viewport_size({"width": 1440, "height": 900})
+    assert tab.go(f"/runs/{training}/steps/2") == 200
+    group = tab.page.locator(".group.pictured").first
+    shown = group.locator(".together").bounding_box()
+    members = group.locator(".members").bounding_box()
+    # Beside one another, to the right edge.
+    assert members["y"] == shown["y"]
+    assert members["x"] > shown["x"] + shown["width"]
+    assert members["x"] + members["width"] > 1380 and width() == 1440
+    # On a phone the attempts follow, four in a row.
+    tab.page.set_viewport_size({"width": 390, "height": 844})
+    shown = group.locator(".together").bounding_box()
+    tops = [m.bounding_box()["y"] for m in group.locator(".member").all()[:4]]
+    assert len(set(tops)) == 1
+    assert tops[0] > shown["y"] + shown["height"] - 1
+    assert width() == 390
+  finally:
+    tab.page.set_viewport_size({"width": 1400, "height": 900})
+
+
+def test_a_tasks_attempts_have_axes(recorded, tab):
+  server, _ = recorded
+  training, rollouts = ids(server)
+  assert tab.go(f"/runs/{training}/tasks/{rollouts[0]['task_id']}") == 200
+  plot = tab.page.locator("svg.plotted")
+  labels = plot.locator("text").all_text_contents()
+  assert len(labels) == 5 and labels[0] == "0", labels
+  assert any(word in labels[3] for word in ("step", "training")), labels
+  dots = plot.locator("circle").count()
+  assert dots == tab.page.locator("#tries tbody tr").count() > 1
+
+
+def test_a_step_has_one_account_of_its_time_and_calls_beside_tokens(
+    recorded, tab
+):
+  server, _ = recorded
+  training, _ = ids(server)
+  assert tab.go(f"/runs/{training}") == 200
+  titles = tab.page.locator(".chart figcaption").all_inner_texts()
+  titles = [" ".join(title.split()) for title in titles]
+  assert sum("Step time" in title for title in titles) == 1, titles
+  assert not any("Learner" in title for title in titles)
+  tiles = tab.page.locator(".tile .label").all_inner_texts()
+  assert tiles.index("model calls/s") == tiles.index("tokens/s") + 1
+
+
 def test_advantages_are_those_that_the_update_used(recorded, tab):
   server, _ = recorded
   training, rollouts = ids(server)

@@ -135,6 +135,7 @@ def test_without_a_valid_episode_means_are_absent_not_zero():
 def test_engine_metrics_are_differences_of_counters():
   before = {"decode_tokens": 100, "seconds_idle": 1.0, "prompt_tokens": 10}
   after = {
+      "completed": 30,
       "decode_tokens": 300,
       "decode_places": 400,
       "seconds_idle": 1.5,
@@ -144,6 +145,7 @@ def test_engine_metrics_are_differences_of_counters():
   }
   metrics = metrics_lib.engine_metrics(before, after, 2.0)
   assert metrics["rollout_tokens_per_second"] == 100
+  assert metrics["rollout_calls_per_second"] == 15
   assert metrics["prefix_reuse"] == 0.75
   assert metrics["batch_occupancy"] == 0.5
   assert metrics["engine_busy"] == 0.75

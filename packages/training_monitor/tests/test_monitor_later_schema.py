@@ -187,3 +187,182 @@ def test_an_earlier_schema_gets_the_tables(engine):
   assert "monitor_group" not in sa.inspect(engine).get_table_names()
   database.upgrade(engine)
   assert "monitor_later_group" in sa.inspect(engine).get_view_names()
+
+
+# --- raw SQL of that schema ---------------------------------------------------
+
+# View -> the columns that its tables lack, with a value to write.
+WRITTEN = {
+    "group": {
+        "batch": 2, "status": "running", "progress_percent": 12.5,
+        "current_phase": "rollout", "status_message": "on it",
+        "error_message": "none", "start_time": "2026-01-02 03:04:05",
+        "end_time": "2026-01-02 04:04:05", "num_rollouts": 8,
+        "completed_rollouts": 5, "reward_mean": 0.25, "reward_std": 0.5,
+        "success_count": 3, "metrics_json": '{"kl": 0.1}',
+        "avg_turn_time": 1.5, "estimated_total_time": 60.0,
+        "estimated_remaining_time": 20.0,
+    },
+    "monitor_later_rollout": {
+        "group_num": 6, "trajectory_data_json": '{"turns": []}',
+        "avg_turn_time": 2.5,
+    },
+    "monitor_later_turn": {
+        "model_response": "<tool_call>", "thinking": "hm", "text": "then",
+        "screen_before": "a.png", "screen_after": "b.png",
+        "action_json": '{"n": 1}', "model_specific_input_json": "[]",
+        "avg_turn_time": 0.5,
+    },
+    "monitor_later_action": {
+        "action_name": "tap", "args": '{"x": 1}', "call_id": "c-1",
+        "json": "{}",
+    },
+    "monitor_later_task": {"instruction": "Open it."},
+    "monitor_later_validation": {"screenshot_uri": "c.png"},
+    **{f"monitor_later_{kind}": {
+        "avg_turn_time": 1.25, "estimated_total_time": 90.0,
+        "estimated_remaining_time": 30.0,
+    } for kind in ("training", "baseline", "eval", "step")},
+}  # pyformat: disable
+# What a first row needs beside those columns, in an order in which it may.
+NEEDED = {
+    "monitor_later_training": {
+        "run_name": "r", "log_path": "", "model_name": "m"},
+    "monitor_later_task": {"task_id": "t", "name": "t", "description": "t"},
+    "monitor_later_baseline": {"training_id": 1, "model_path": "m"},
+    "monitor_later_eval": {"training_id": 1, "step": 1, "model_path": "m"},
+    "monitor_later_step": {"training_id": 1, "step": 1},
+    "group": {"step_id": 1, "source_type": "step", "group_num": 4},
+    "monitor_later_environment": {"env_type": "linux", "config_json": "{}"},
+    "monitor_later_rollout": {
+        "source_type": "step", "step_id": 1, "rollout_id": "u", "task_id": 1,
+        "model_path": "m", "env_id": 1, "is_eval": 0},
+    "monitor_later_turn": {"rollout_id": 1, "turn": 1},
+    "monitor_later_action": {"turn_id": 1},
+    "monitor_later_validation": {"rollout_id": 1, "success": 1},
+}  # pyformat: disable
+
+
+def run(connection, statement, **values):
+  result = connection.execute(sa.text(statement), values)
+  return result.mappings().all() if result.returns_rows else result.rowcount
+
+
+def insert(connection, view, **values):
+  names = ", ".join(f'"{name}"' for name in values)
+  places = ", ".join(f":{name}" for name in values)
+  run(connection, f'INSERT INTO "{view}" ({names}) VALUES ({places})', **values)
+
+
+def plain(row):
+  return {k: str(v) if hasattr(v, "year") else v for k, v in row.items()}
+
+
+@pytest.fixture(name="rows")
+def _rows(engine):
+  """A connection to one row of each view, written without later columns."""
+  with database.writing(engine) as connection:
+    for view, values in NEEDED.items():
+      insert(connection, view, **values)
+    yield connection
+
+
+@pytest.mark.parametrize("view", WRITTEN)
+def test_a_views_later_columns_are_inserted_updated_and_taken_back(rows, view):
+  values = WRITTEN[view]
+  (first,) = run(rows, f'SELECT * FROM "{view}"')
+  assert set(values) < set(first)
+  sets = ", ".join(f'"{name}" = :{name}' for name in values)
+  run(rows, f'UPDATE "{view}" SET {sets} WHERE id = 1', **values)
+  (changed,) = run(rows, f'SELECT * FROM "{view}"')
+  assert plain(changed).items() >= values.items()
+  # The rest of the row is as it was, but for its time.
+  same = set(first) - set(values) - {"updated_at", "group", "group_id",
+                                     "tool_name", "tool_args"}
+  assert {k: changed[k] for k in same} == {k: first[k] for k in same}
+  empty = ", ".join(f'"{name}" = NULL' for name in values)
+  run(rows, f'UPDATE "{view}" SET {empty} WHERE id = 1')
+  (again,) = run(rows, f'SELECT * FROM "{view}"')
+  assert {k: again[k] for k in values} == {k: first[k] for k in values}
+  # A row that has them from the start.
+  run(rows, "DELETE FROM monitor_later_environment")
+  children = list(NEEDED)[list(NEEDED).index(view):]
+  for child in reversed(children):
+    run(rows, f'DELETE FROM "{child}"')
+  assert run(rows, "SELECT * FROM monitor_raw_value") == []
+  insert(rows, view, id=7, **{
+      k: v for k, v in NEEDED[view].items() if k != "env_id"
+  } | values)  # pyformat: disable
+  (new,) = run(rows, f'SELECT * FROM "{view}"')
+  assert new["id"] == 7 and plain(new).items() >= values.items()
+
+
+def test_a_rollout_takes_its_group_and_the_environment_that_waited(rows):
+  (rollout,) = run(rows, "SELECT * FROM monitor_later_rollout")
+  assert rollout["env_id"] == 1 and rollout["status"] == "pending"
+  (environment,) = run(rows, "SELECT * FROM environment")
+  assert environment["rollout_id"] == 1 and environment["env_type"] == "linux"
+  assert run(rows, "SELECT * FROM monitor_pending_environment") == []
+  run(rows, "UPDATE monitor_later_rollout SET group_id = 1, reward = 0.5,"
+            " status = 'running'")  # pyformat: disable
+  (rollout,) = run(rows, 'SELECT * FROM monitor_later_rollout')
+  assert rollout["group"] == rollout["group_num"] == 4
+  assert rollout["group_id"] == 1
+  (group,) = run(rows, 'SELECT * FROM "group"')
+  assert (group["num_rollouts"], group["reward_mean"]) == (1, 0.5)
+  assert (group["status"], group["source_type"]) == ("running", "step")
+  run(rows, "UPDATE monitor_later_rollout SET status = 'completed',"
+            " task_success = 1")  # pyformat: disable
+  (group,) = run(rows, 'SELECT * FROM "group"')
+  assert (group["status"], group["success_count"]) == ("completed", 1)
+  assert group["progress_percent"] == 100.0
+  words = [h["new_status"] for h in run(
+      rows, "SELECT new_status FROM status_history WHERE entity_type ="
+      " 'rollout' ORDER BY id")]  # pyformat: disable
+  assert words == ["pending", "running", "completed"]
+
+
+def test_an_environment_that_waits_can_change_and_keeps_its_id(rows):
+  insert(rows, "monitor_later_environment", env_type="android")
+  insert(rows, "monitor_later_environment", env_type="linux")
+  waiting = run(rows, "SELECT * FROM monitor_later_environment WHERE"
+                      " rollout_id IS NULL ORDER BY id")  # pyformat: disable
+  assert [e["id"] for e in waiting] == [2, 3]
+  assert {e["status"] for e in waiting} == {"pending"}
+  run(rows, "UPDATE monitor_later_environment SET status = 'running', gbox_id ="
+            " 'g' WHERE id = 2")  # pyformat: disable
+  run(rows, "DELETE FROM monitor_later_environment WHERE id = 3")
+  needed = NEEDED["monitor_later_rollout"] | {"rollout_id": "v", "env_id": 2}
+  insert(rows, "monitor_later_rollout", **needed)
+  (environment,) = run(rows, "SELECT * FROM environment WHERE id = 2")
+  assert (environment["status"], environment["gbox_id"]) == ("running", "g")
+  assert run(rows, "SELECT count(*) AS n FROM monitor_later_environment")[0][
+      "n"] == 2  # pyformat: disable
+
+
+@pytest.mark.parametrize("statement, says", [
+    ("UPDATE monitor_later_rollout SET env_id = 99", "env_id"),
+    ("INSERT INTO \"group\" (eval_id, source_type, group_num) VALUES (1,"
+     " 'step', 9)", "source_type"),
+    ("INSERT INTO \"group\" (group_num) VALUES (9)", "one_source"),
+    ("UPDATE monitor_later_rollout SET status = 'no word'", "status"),
+])  # pyformat: disable
+def test_rules_hold_for_writers_of_views(rows, statement, says):
+  with pytest.raises((sa.exc.IntegrityError, sa.exc.InternalError)) as error:
+    with rows.begin_nested():
+      rows.exec_driver_sql(statement)
+  assert says in str(error.value)
+
+
+def test_what_views_were_given_is_what_the_api_shows(server):
+  sent(server)
+  with database.writing(server.engine) as connection:
+    run(connection, "UPDATE monitor_later_turn SET thinking = 'of SQL'")
+    run(connection, "UPDATE \"group\" SET status = 'failed' WHERE id = 1")
+    insert(connection, "monitor_later_environment", env_type="linux")
+  first = server.get("/api/v1/rollouts/r1/turns")["items"][0]
+  assert first["thinking"] == "of SQL"
+  assert server.get("/api/v1/groups/1")["raw"]["status"] == "failed"
+  # A client's environment does not get the id of the one that waits.
+  reply = server.post({"environments": [{"client_id": "x", "env_type": "web"}]})
+  assert reply["environments"][0]["id"] == 3

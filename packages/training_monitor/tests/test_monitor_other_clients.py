@@ -2,9 +2,12 @@
 
 import base64
 import hashlib
+import io
 import json
 
 import monitor_server
+import numpy as np
+from PIL import Image
 import pytest
 from training_monitor.server import access
 
@@ -34,8 +37,7 @@ def test_fields_of_no_known_name_are_kept_and_named(server):
       ("rollout", "gbox_base_url"), ("environment", "region"),
       ("environment", "reward"),
   }  # pyformat: disable
-  assert all("kept as a raw value" in one["message"]
-             for one in reply["ignored"])
+  assert all(one["kept"] == "a raw value" for one in reply["ignored"])
   rollout = server.get("/api/v1/rollouts/r1")
   assert rollout["raw"]["gbox_run_id"] == "g-1"
   assert json.loads(rollout["raw"]["gbox_base_url"]) == {"a": [1]}
@@ -112,8 +114,78 @@ def test_a_screenshot_in_a_data_uri_becomes_a_stored_one(lite):
   assert "No screenshot was recorded" not in elsewhere
   for wrong in ("data:image/png;base64,AAAA", "data:text/html,<b>", "data:"):
     body["observations"][0]["screenshot_uri"] = wrong
-    reply = lite.post(body, 400)
-    assert "observations[0].screenshot_uri" in json.dumps(reply)
+    (fault,) = lite.post(body)["ignored"]
+    assert fault["field"] == "observations[0].screenshot_uri"
+    assert fault["kept"] == "nothing"
+    assert lite.rows("obs")[0]["screenshot_uri"] == f"sha256:{sha}"
+
+
+def test_screenshots_in_other_formats_and_wrapped_base64_are_stored(lite):
+  pixels = np.full((12, 16, 3), (200, 30, 90), np.uint8)
+
+  def written(kind, **options):
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind, **options)
+    return base64.encodebytes(file.getvalue()).decode()  # Lines of 76.
+
+  body = joined(base(), episode("r1", turns=4))
+  gif, bmp, png, jpeg = body["observations"]
+  gif["screenshot_uri"] = f"data:image/gif;base64,{written('GIF')}"
+  bmp["screenshot_uri"] = f"data:image/x-ms-bmp;base64,{written('BMP')}"
+  png["screenshot_uri"] = f"data:image/png;base64,{written('PNG')}"
+  # A recorder that always says "png".
+  jpeg["screenshot_uri"] = f"data:image/png;base64,{written('JPEG')}"
+  assert "\n" in gif["screenshot_uri"]
+  assert "ignored" not in lite.post(body)
+  kinds = []
+  for row in lite.rows("obs"):
+    sha = row["screenshot_uri"].removeprefix("sha256:")
+    shown = lite.http.get(f"/api/v1/screenshots/{sha}")
+    kinds.append(shown.headers["content-type"])
+    with Image.open(io.BytesIO(shown.content)) as image:
+      decoded = np.asarray(image.convert("RGB")).astype(int)
+    assert np.abs(decoded - pixels).max() < 8
+  assert kinds == ["image/png"] * 3 + ["image/jpeg"]
+
+
+def test_nothing_of_a_batch_is_lost_for_one_odd_value(server):
+  body = joined(base(), episode("r1", status="completed"))
+  body["steps"][0]["metrics_json"] = json.dumps(
+      {"kl": float("nan"), "loss": 0.5, "top": float("inf")}
+  )
+  body["rollouts"][0] |= {
+      "task_success": "true", "task_completed": "1", "validation_passed": 1.0,
+      "ran_out_of_turns": "False", "attempted_completion": 0.0,
+      "num_total_actions": float("nan"),
+  }  # pyformat: disable
+  body["groups_of_mine"] = [{"n": 1}]
+  body["rollout"] = [{"rollout_id": "r1"}]
+  body["observations"][0]["screenshot_uri"] = "data:image/gif;base64,AAAA"
+  reply = sent(server, json.dumps(body))
+  named = {e["field"]: e for e in reply["ignored"]}
+  assert set(named) == {
+      "groups_of_mine", "rollout", "rollouts[0].num_total_actions",
+      "observations[0].screenshot_uri",
+  }  # pyformat: disable
+  assert "do you mean rollouts?" in named["rollout"]["message"]
+  (rollout,), (step,) = server.rows("rollout"), server.rows("step")
+  flags = ("task_success", "task_completed", "validation_passed",
+           "ran_out_of_turns", "attempted_completion")  # pyformat: disable
+  assert [rollout[name] for name in flags] == [1, 1, 1, 0, 0]
+  assert json.loads(step["metrics_json"]) == {
+      "kl": "NaN", "loss": 0.5, "top": "Infinity"
+  }
+  assert len(server.rows("turn")) == len(server.rows("obs")) == 2
+  assert server.http.get("/runs/1").status_code == 200
+  # The rollout of a run without a step: the tasks beside it are stored.
+  reply = server.post({
+      "training": {"client_id": "U", "run_name": "other"},
+      "tasks": [{"task_id": "new"}],
+      "rollouts": [{"rollout_id": "r2", "task_id": "new",
+                    "source_type": "step"}],
+  })  # pyformat: disable
+  (fault,) = reply["ignored"]
+  assert fault["field"] == "rollouts[0].source_type" and reply["tasks"]
 
 
 def test_an_unknown_success_is_no_failure(lite):

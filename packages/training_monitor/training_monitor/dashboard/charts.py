@@ -35,6 +35,8 @@ _SECTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "throughput": (
         {"key": "tokens", "title": "Tokens per second",
          "names": ("rollout_tokens_per_second", "learner_tokens_per_second")},
+        {"key": "calls", "title": "Model calls per second",
+         "names": ("rollout_calls_per_second",)},
         {"key": "share", "title": "Model, environment, idle",
          "names": ("model_share", "env_share", "engine_idle", "overlap"),
          "unit": "share"},
@@ -44,8 +46,6 @@ _SECTIONS: dict[str, tuple[dict[str, Any], ...]] = {
         {"key": "busy", "title": "Episodes in flight",
          "names": ("episodes_busy",)},
         {"key": "seconds", "title": "Step time",
-         "names": ("seconds_wait", "seconds_learn", "seconds_publish")},
-        {"key": "learner_time", "title": "Learner's time",
          "names": ("time/wait", "time/learn", "time/publish", "time/save",
                    "time/evaluate", "time/report", "time/other")},
         {"key": "engine_time", "title": "Engine's time",

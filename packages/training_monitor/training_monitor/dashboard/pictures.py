@@ -42,6 +42,55 @@ def sparkline(
   ).format(w=width, h=height, a=readings[0], b=readings[-1], p="".join(path))
 
 
+def plot(
+    values: Sequence[float | None], first: str, last: str, width: int = 360
+) -> _Markup:
+  """Returns readings as dots and a line, with both axes; none without two.
+
+  Args:
+    values: Readings, the oldest first.
+    first: Label of the first reading, below the left end.
+    last: Label of the last reading.
+    width: Pixels; a phone's page is as wide.
+  """
+  readings = [v for v in values if v is not None and math.isfinite(v)]
+  if len(readings) < 2:
+    return _Markup("")
+  low, high = min(0.0, *readings), max(readings)
+  high = high if high > low else low + 1.0
+  start, end, top, bottom = 44, width - 10, 10, 90
+  points = []
+  for index, value in enumerate(values):
+    if value is not None and math.isfinite(value):
+      x = start + 4 + (end - start - 8) * index / (len(values) - 1)
+      y = bottom - (bottom - top) * (value - low) / (high - low)
+      points.append((f"{x:.1f}", f"{y:.1f}"))
+  grid = _Markup().join(
+      _Markup(
+          '<path class="grid" d="M{l} {y:.1f}H{r}"/><text class="end" x="{x}"'
+          ' y="{ty:.1f}">{v:.3g}</text>'
+      ).format(l=start, r=end, x=start - 5, y=y, ty=y + 4, v=value)
+      for value, y in (
+          (low, bottom), ((low + high) / 2, (top + bottom) / 2), (high, top)
+      )
+  )
+  dots = _Markup().join(
+      _Markup('<circle cx="{}" cy="{}" r="2.5"/>').format(*one)
+      for one in points
+  )
+  return _Markup(
+      '<svg class="plotted" width="{w}" height="112" viewBox="0 0 {w} 112"'
+      ' role="img" aria-label="{n} rewards from {a:.3g} to {b:.3g}, between'
+      ' {low:.3g} and {high:.3g}">{grid}<path class="line" d="M{path}"/>{dots}'
+      '<text x="{l}" y="107">{first}</text><text class="end" x="{r}"'
+      ' y="107">{last}</text></svg>'
+  ).format(
+      w=width, n=len(readings), a=readings[0], b=readings[-1], low=low,
+      high=high, grid=grid, dots=dots, l=start, r=end, first=first, last=last,
+      path="L".join(" ".join(one) for one in points),
+  )  # pyformat: disable
+
+
 def interval(
     rate: float, low: float, high: float, width: int = 90
 ) -> _Markup:

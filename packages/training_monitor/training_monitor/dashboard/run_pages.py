@@ -546,6 +546,7 @@ def _tiles(
       ("success_rate", "success", "percent"),
       ("entropy", "entropy", "number"),
       ("rollout_tokens_per_second", "tokens/s", "number"),
+      ("rollout_calls_per_second", "model calls/s", "number"),
       ("staleness_max", "staleness, max", "number"),
       ("seconds_total", "step time", "seconds"),
   ):

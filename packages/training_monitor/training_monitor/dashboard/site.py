@@ -370,8 +370,9 @@ def _environment() -> jinja2.Environment:
       clock=text.clock, ago=text.ago, dump=text.dump,
   )  # pyformat: disable
   environment.globals.update(
-      sparkline=pictures.sparkline, interval=pictures.interval,
-      signed_bar=pictures.signed_bar, overlay=pictures.overlay,
+      plot=pictures.plot, sparkline=pictures.sparkline,
+      interval=pictures.interval, signed_bar=pictures.signed_bar,
+      overlay=pictures.overlay,
   )  # pyformat: disable
   return environment
 

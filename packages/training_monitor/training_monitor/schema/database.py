@@ -23,6 +23,7 @@ import sqlalchemy as sa
 
 from training_monitor.core import credentials
 from training_monitor.schema import later_views
+from training_monitor.schema import later_writes
 from training_monitor.schema import migrations
 from training_monitor.schema import tables
 from training_monitor.schema import text_index
@@ -287,7 +288,7 @@ def triggers_are_current(connection: sa.Connection) -> bool:
 def _made_of_code(dialect: str) -> list[str]:
   return [
       *triggers.statements(dialect), *later_views.statements(dialect),
-      *text_index.statements(dialect),
+      *later_writes.statements(dialect), *text_index.statements(dialect),
   ]  # pyformat: disable
 
 

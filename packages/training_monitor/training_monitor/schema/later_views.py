@@ -5,8 +5,9 @@ that the later schema added: sent ones from `monitor_raw_value`, absent ones
 derived where the tables have what they need. They hold no data, so `database`
 replaces all of them whenever they differ from those that are installed.
 
-`monitor_later_group` has the groups that clients sent, with figures of their
-rollouts.
+`monitor_later_group`, and `group` by its own name, have the groups that clients
+sent, with figures of their rollouts; `monitor_later_environment` also has those
+that wait for their rollout. `later_writes` makes the views writable.
 """
 
 from __future__ import annotations
@@ -36,6 +37,19 @@ ADDED: Mapping[str, tuple[str, ...]] = {
 }  # pyformat: disable
 """Table -> columns that the later schema added, in an order in which a view's
 parts come first."""
+_OF_GROUP = {
+    "batch": "integer", "status": "text", "progress_percent": "number",
+    "current_phase": "text", "status_message": "text",
+    "error_message": "text", "start_time": "time", "end_time": "time",
+    "num_rollouts": "integer", "completed_rollouts": "integer",
+    "reward_mean": "number", "reward_std": "number",
+    "success_count": "integer", "metrics_json": "text",
+    **dict.fromkeys(_TIMING, "number"),
+}  # pyformat: disable
+GROUP = ("source_type", *_OF_GROUP)
+"""Columns of a group beyond those of `monitor_group`."""
+NOT_PENDING = ("id", "rollout_id", "created_at", "updated_at")
+"""Columns of an environment that one that waits for its rollout lacks."""
 
 
 def statements(dialect: str) -> list[str]:
@@ -45,34 +59,38 @@ def statements(dialect: str) -> list[str]:
     dialect: "sqlite" or "postgresql".
   """
   of = _Expressions(dialect == "sqlite")
-  views = [] if of.sqlite else [JSON_TEXT]
+  views = [] if of.sqlite else [JSON_TEXT, _TIME]
   for kind, names in ADDED.items():
     added = ", ".join(f"{of.column(kind, n)} AS {n}" for n in names)
     views.append(
         f'CREATE VIEW {PREFIX}{kind} AS SELECT t.*, {added} FROM "{kind}" t'
     )
-  own = " OR ".join(
-      f"(r.source_type = '{s}' AND r.{s}_id = t.{s}_id)"
-      for s in vocabulary.SOURCE_TYPES
-  )
-  of_group = f'FROM rollout r WHERE ({own}) AND r."group" = t.group_num'
-  views.append(
+  figures = "".join(f", {of.of_group(n)} AS {n}" for n in _OF_GROUP)
+  return [
+      *views,
+      f"CREATE VIEW {PREFIX}environment AS SELECT t.* FROM environment t UNION"
+      f" ALL SELECT {', '.join(map(of.pending, tables.environment.c))} FROM"
+      " monitor_pending_environment p",
       f"CREATE VIEW {PREFIX}group AS SELECT t.*, CASE WHEN t.step_id IS NOT"
       " NULL THEN 'step' WHEN t.eval_id IS NOT NULL THEN 'eval' ELSE"
-      f" 'baseline' END AS source_type, (SELECT count(*) {of_group}) AS"
-      f" num_rollouts, (SELECT avg(r.reward) {of_group}) AS reward_mean FROM"
-      " monitor_group t"
-  )
-  return views
+      f" 'baseline' END AS source_type{figures} FROM monitor_group t",
+      f'CREATE VIEW "group" AS SELECT * FROM {PREFIX}group',
+  ]
 
 
 def drop(connection: sa.Connection) -> None:
   """Takes away every view of the monitor."""
-  for kind in ("group", *reversed(ADDED)):
+  connection.exec_driver_sql('DROP VIEW IF EXISTS "group"')
+  for kind in ("group", "environment", *reversed(ADDED)):
     connection.exec_driver_sql(f"DROP VIEW IF EXISTS {PREFIX}{kind}")
 
 
-# PostgreSQL 15 has no other way to read what may be no JSON.
+# PostgreSQL 15 has no other way to read what may be no JSON or no time.
+_TIME = (
+    "CREATE OR REPLACE FUNCTION monitor_fn_time(given text) RETURNS timestamp"
+    " AS $$ BEGIN RETURN given::timestamp; EXCEPTION WHEN others THEN RETURN"
+    " NULL; END $$ LANGUAGE plpgsql STABLE"
+)
 JSON_TEXT = (
     "CREATE OR REPLACE FUNCTION monitor_fn_json_text(given text, name text)"
     " RETURNS text AS $$ BEGIN RETURN given::json ->> name; EXCEPTION WHEN"
@@ -94,6 +112,67 @@ class _Expressions:
     sent = self._raw(kind, name)
     derived = self._derived(kind, name)
     return f"COALESCE({sent}, {derived})" if derived else sent
+
+  def of_group(self, name: str) -> str:
+    """Returns SQL of a column of a group `t`."""
+    kind = _OF_GROUP[name]
+    if kind == "time":
+      value = "v.value" if self.sqlite else "monitor_fn_time(v.value)"
+      sent = self._raw("monitor_group", name, value)
+    elif kind == "text":
+      sent = self._raw("monitor_group", name)
+    else:
+      sent = self._number("monitor_group", name)
+    if kind == "integer":
+      sent = f"CAST({sent} AS {'INTEGER' if self.sqlite else 'BIGINT'})"
+    words = ", ".join(f"'{w}'" for w in sorted(vocabulary.FINISHED["rollout"]))
+    ended = f"count(CASE WHEN r.status IN ({words}) THEN 1 END)"
+    figure = {
+        "num_rollouts": "count(*)",
+        "completed_rollouts": (
+            "count(CASE WHEN r.status = 'completed' THEN 1 END)"
+        ),
+        "success_count": "count(CASE WHEN r.task_success = 1 THEN 1 END)",
+        "reward_mean": "avg(r.reward)",
+        "status": (
+            f"CASE WHEN count(*) = 0 THEN 'pending' WHEN {ended} = count(*)"
+            " THEN 'completed' ELSE 'running' END"
+        ),
+        "progress_percent": f"100.0 * {ended} / NULLIF(count(*), 0)",
+        "start_time": "min(r.start_time)",
+        "end_time": f"CASE WHEN {ended} = count(*) THEN max(r.end_time) END",
+        "avg_turn_time": (
+            "avg((SELECT avg(x.turn_time) FROM turn x WHERE x.rollout_id ="
+            " r.id))"
+        ),
+    }.get(name)
+    if figure is None:
+      return sent
+    own = " OR ".join(
+        f"(r.source_type = '{s}' AND r.{s}_id = t.{s}_id)"
+        for s in vocabulary.SOURCE_TYPES
+    )
+    return (
+        f"COALESCE({sent}, (SELECT {figure} FROM rollout r WHERE ({own}) AND"
+        ' r."group" = t.group_num))'
+    )
+
+  def pending(self, column: sa.Column) -> str:
+    """Returns SQL of a column of an environment `p` without a rollout."""
+    name = str(column.name)
+    if name in ("id", "created_at"):
+      return f"p.{name}"
+    if name == "updated_at":
+      return "p.created_at"
+    if name == "rollout_id":
+      return "NULL"
+    if self.sqlite:
+      value = f"json_extract(p.fields_json, '$.{name}')"
+    else:
+      value = f"monitor_fn_json_text(p.fields_json, '{name}')"
+      if isinstance(column.type, sa.TIMESTAMP):
+        value = f"monitor_fn_time({value})"
+    return f"COALESCE({value}, 'pending')" if name == "status" else value
 
   def _derived(self, kind: str, name: str) -> str:
     return {

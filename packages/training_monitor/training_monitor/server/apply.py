@@ -2,9 +2,11 @@
 
 Promises: an item that the database knows (by its client id, or by the key that
 its table has: a run's name, a step's number, …) changes that row, any other
-makes one, so that a batch applied twice has the effect of one. A
-batch is applied whole or not at all. A status that may not follow the present
-one is left out and named in the reply; an end stays an end.
+makes one, so that a batch applied twice has the effect of one. An item that
+cannot be stored (it lacks what a new one needs, or refers to nothing) is left
+out with what refers to it, and named in the reply; a batch that numbers itself
+by `delivery`, or of which nothing can be stored, is refused whole. A status
+that may not follow the present one is left out and named; an end stays an end.
 
 Works inside a transaction that it neither begins nor ends.
 """
@@ -140,6 +142,9 @@ class _Work:
     self._state: dict[tuple[str, int], status_rules.EntityState] = {}
     self._training: int | None = None
     self._ignored: list[dict[str, Any]] = []
+    self._refused: list[dict[str, Any]] = []
+    self._whole = False
+    """Whether one item that cannot be stored refuses the batch."""
     self._who = references.References(
         self._sql, project, transaction.ids, transaction.shared.ids
     )
@@ -158,6 +163,8 @@ class _Work:
 
   def apply(self, batch: items_lib.IngestBatch) -> dict[str, Any]:
     delivery = batch.delivery
+    self._whole = delivery is not None
+    self._refused = list(batch.refused)
     if delivery is not None:
       applied = self._delivered(delivery)
       if applied >= delivery.last:
@@ -178,14 +185,15 @@ class _Work:
     for kind in items_lib.KINDS:
       items = [item.copy() for item in batch.items.get(kind.name, ())]
       if items:
-        ids = self._apply_kind(kind, items)
-        if kind.name == "training":
-          self._training = reply["training_id"] = ids[0]
-        else:
+        stored = self._apply_kind(kind, items)
+        if kind.name != "training":
           reply[kind.plural] = [
-              {"client_id": item.client_id, "id": id_}
-              for item, id_ in zip(items, ids)
+              {"client_id": item.client_id, "id": id_} for id_, item in stored
           ]
+        elif stored:
+          self._training = reply["training_id"] = stored[0][0]
+    if self._refused and not any(reply.values()):
+      raise errors.invalid([*batch.ignored, *self._refused])
     self._sql.many(
         "INSERT INTO monitor_client_id (project_id, kind, client_id,"
         " entity_id) VALUES (?, ?, ?, ?)",
@@ -194,7 +202,7 @@ class _Work:
     if self._training is not None:
       reply.setdefault("training_id", self._training)
       self.trainings.add(self._training)
-    ignored = [*self._ignored, *batch.ignored]
+    ignored = [*self._ignored, *batch.ignored, *self._refused]
     if ignored:
       reply["ignored"] = ignored
     if delivery is not None:
@@ -221,8 +229,22 @@ class _Work:
 
   # --- a kind ----------------------------------------------------------------
 
-  def _apply_kind(self, kind: Kind, items: list[Item]) -> list[int]:
-    self._who.resolve_parents(kind, items)
+  def _refuse(
+      self, kind: Kind, item: Item, error: errors.ApiError
+  ) -> None:
+    """Leaves an item out for what `error` says, or raises it."""
+    if self._whole:
+      raise error
+    errors.add_refused(
+        self._refused, kind.name, item.client_id, error.faults[0]
+    )
+
+  def _apply_kind(
+      self, kind: Kind, items: list[Item]
+  ) -> list[tuple[int, Item]]:
+    """Returns (id, item) of the items that are stored."""
+    refuse = lambda item, error: self._refuse(kind, item, error)
+    items = self._who.resolve_parents(kind, items, refuse)
     if kind.name == "rollout":
       self._ignored += placement.by_groups(self._sql, self._who, items)
     known_ids = self._find(kind, items)
@@ -233,21 +255,28 @@ class _Work:
     inserts: list[tuple[int, Item]] = []
     updates: list[tuple[int, Item]] = []
     fresh: dict[tuple[Any, ...], int] = {}
-    result = []
+    result: list[tuple[int, Item]] = []
     natural = kind.name in _NATURAL or kind.name == "monitor_group"
     for item in items:
       name = item.client_id
-      if natural or item.id is not None:
-        id_ = self._existing(kind, item, fresh)
-      else:
-        id_ = None if name is None else known_ids.get(name)
+      waits = kind.name == "environment" and "rollout_id" not in item.values
+      try:
+        if natural or item.id is not None:
+          id_ = self._existing(kind, item, fresh)
+        else:
+          id_ = None if name is None else known_ids.get(name)
+        if id_ is None and not waits:
+          self._complete(kind, item)
+      except errors.ApiError as error:
+        self._refuse(kind, item, error)
+        continue
       waiting = None
       if id_ is not None and kind.name == "environment":
         if ("environment", id_) not in self._state:
           waiting = self._waiting.get(id_)
       if id_ is None:
         id_ = self._take(kind, len(items))
-        if kind.name == "environment" and "rollout_id" not in item.values:
+        if waits:
           self._waiting.keep(id_, item.values)
         else:
           inserts.append((id_, item))
@@ -261,16 +290,14 @@ class _Work:
       if name is not None and name not in known_ids:
         self._who.learn(kind.name, name, id_)
         self._names.append((self._project, kind.name, name, id_))
-      result.append(id_)
+      result.append((id_, item))
     self._insert(kind, inserts)
     self._update(kind, updates)
-    side_rows.keep_raw_values(self._sql, kind.name, zip(result, items))
+    side_rows.keep_raw_values(self._sql, kind.name, result)
     if kind.name == "rollout":
-      self._environments_of(zip(result, items))
+      self._environments_of(result)
     elif kind.name == "training":
-      self._tx.tag([
-          (id_, tag) for id_, item in zip(result, items) for tag in item.tags
-      ])  # pyformat: disable
+      self._tx.tag([(id_, tag) for id_, item in result for tag in item.tags])
     self._taken = []
     return result
 
@@ -406,12 +433,18 @@ class _Work:
   ) -> None:
     """Adds to a waiting environment; inserts it once its rollout is known."""
     item.values = {**waiting, **item.values}
-    if "rollout_id" in item.values:
-      item.raw = {**self._waiting.raw(id_), **item.raw}
-      self._waiting.remove(id_)
-      inserts.append((id_, item))
-    else:
+    if "rollout_id" not in item.values:
       self._waiting.keep(id_, item.values)
+      return
+    kind = items_lib.BY_NAME["environment"]
+    try:
+      self._complete(kind, item)
+    except errors.ApiError as error:
+      self._refuse(kind, item, error)
+      return
+    item.raw = {**self._waiting.raw(id_), **item.raw}
+    self._waiting.remove(id_)
+    inserts.append((id_, item))
 
   def _environments_of(self, rollouts: Iterable[tuple[int, Item]]) -> None:
     """Makes the environments that waited for these rollouts."""
@@ -434,31 +467,40 @@ class _Work:
 
   # --- rows -----------------------------------------------------------------
 
+  def _complete(self, kind: Kind, item: Item) -> None:
+    """Completes the values of a new entity.
+
+    Raises:
+      ApiError: 400, it lacks what nothing can stand in for.
+    """
+    values, placed = item.values, None
+    if kind.name == "rollout":
+      placed = placement.under_newest_step(self._sql, self._training, item)
+    elif kind.name == "monitor_group":
+      placement.check_new_group(item)
+    status_rules.fill_defaults(kind.name, item, self._tx.now, self._project)
+    if kind.name in ("baseline", "eval"):
+      values.setdefault("model_path", self._model_of(values))
+    for column in (*kind.required, *_NEEDS.get(kind.name, ())):
+      if values.get(column) is None:
+        raise errors.invalid([errors.fault(
+            f"{item.path}.{column}", None,
+            f"a new {kind.name} needs it; no {kind.name} of client_id"
+            f" {item.client_id!r} is known",
+        )])  # pyformat: disable
+    if kind.name == "rollout":
+      status_rules.check_source(item, status_rules.EntityState(None, {}))
+    if placed is not None:
+      self._ignored.append(placed)
+
   def _insert(self, kind: Kind, items: list[tuple[int, Item]]) -> None:
     if not items:
       return
     now, names = self._tx.now, sql_lib.columns(kind.name)
-    needs = (*kind.required, *_NEEDS.get(kind.name, ()))
     stateful = kind.name in status_rules.COLUMNS
     rows = []
     for id_, item in items:
       values = item.values
-      if kind.name == "rollout":
-        placed = placement.under_newest_step(self._sql, self._training, item)
-        if placed is not None:
-          self._ignored.append(placed)
-      elif kind.name == "monitor_group":
-        placement.check_new_group(item)
-      status_rules.fill_defaults(kind.name, item, self._tx.now, self._project)
-      if kind.name in ("baseline", "eval"):
-        values.setdefault("model_path", self._model_of(values))
-      for column in needs:
-        if values.get(column) is None:
-          raise errors.invalid([errors.fault(
-              f"{item.path}.{column}", None,
-              f"a new {kind.name} needs it; no {kind.name} of client_id"
-              f" {item.client_id!r} is known",
-          )])  # pyformat: disable
       if stateful:
         row = status_rules.EntityState(None, {})
         self._advance(kind.name, item, row)
@@ -500,6 +542,12 @@ class _Work:
       if stateful:
         row = self._state[kind.name, id_]
         old = row.status
+        if kind.name == "rollout":
+          try:
+            status_rules.check_source(item, row)
+          except errors.ApiError as error:
+            self._refuse(kind, item, error)
+            continue
         refused = status_rules.refused_status(kind.name, item, row)
         if refused is not None:
           self._ignored.append(refused)
@@ -543,7 +591,6 @@ class _Work:
       self, kind: str, item: Item, row: status_rules.EntityState
   ) -> None:
     if kind == "rollout":
-      status_rules.check_source(item, row)
       source = row.fields.get("source_type")
       if source not in (None, "step"):
         # One that goes elsewhere counts there and no longer here.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+MAX_REFUSED = 100
+"""Items of a batch that an answer names each."""
+
 
 class ApiError(Exception):
   """An HTTP status with a reason.
@@ -63,6 +66,19 @@ def fault(field: str, value: Any, message: str) -> dict[str, Any]:
     )
   field = field.encode(errors="backslashreplace").decode()
   return {"field": field, "value": shown, "message": message}
+
+
+def add_refused(
+    refused: list[dict[str, Any]], kind: str, client_id: str | None,
+    fault_: dict[str, Any],
+) -> None:  # pyformat: disable
+  """Adds an item that is left out; of very many, the last entry counts."""
+  if len(refused) < MAX_REFUSED:
+    refused.append({
+        "kind": kind, "client_id": client_id, **fault_, "kept": "nothing",
+    })  # pyformat: disable
+  else:
+    refused[-1]["times"] = refused[-1].get("times", 1) + 1
 
 
 def wrong(faults: list[dict[str, Any]], ending: str = "") -> ApiError:

@@ -2,13 +2,16 @@
 
 Each reader takes a client's value and returns the stored one, or raises
 `WrongValue` with the fix. None means "not given" everywhere: an absent value
-changes nothing.
+changes nothing. What other writers make of a value is read where its meaning is
+plain: "true" and 1.0 of a flag, "7" of a number, a number where text belongs.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import math
+import re
 import sys
 from typing import Any, Callable
 
@@ -28,6 +31,10 @@ _INT64 = 1 << 63
 _UTC = datetime.timezone.utc
 _MILLISECONDS_FROM = 1e11
 _LATEST = 253402300799.0  # The end of the year 9999.
+_LONE = re.compile("[\ud800-\udfff]")
+_WHOLE = re.compile(r"[+-]?[0-9]{1,19}")
+_DECIMAL = re.compile(r"[+-]?[0-9]*\.?[0-9]+([eE][+-]?[0-9]{1,3})?")
+_FLAGS_AS_TEXT = {"true": 1, "1": 1, "false": 0, "0": 0}
 NOT_FINITE = frozenset({"NaN", "Infinity", "-Infinity"})
 """Spellings of numbers that JSON lacks; stored as NULL."""
 
@@ -55,6 +62,11 @@ def text(value: Any) -> str:
   return value.replace("\0", "\u2400") if "\0" in value else value
 
 
+def written_text(value: Any) -> str:
+  """Reads text; a number, list or object becomes its JSON."""
+  return text(value if isinstance(value, str) else json_text(value))
+
+
 def key(value: Any) -> str:
   """Reads a text that rows are found by."""
   value = text(value)
@@ -71,6 +83,8 @@ def raw_text(value: Any) -> str:
 def integer(value: Any) -> int:
   if isinstance(value, float) and value.is_integer():
     value = int(value)
+  elif isinstance(value, str) and _WHOLE.fullmatch(value):
+    value = int(value)
   if type(value) is not int:  # A bool is not a number.
     raise WrongValue(f"give a whole number, not a {_kind(value)}")
   if not -_INT64 <= value < _INT64:
@@ -80,7 +94,8 @@ def integer(value: Any) -> int:
 
 def real(value: Any) -> Any:
   kind = type(value)
-  if kind is float or kind is int:
+  decimal = kind is str and _DECIMAL.fullmatch(value)
+  if kind is float or kind is int or decimal:
     try:
       value = float(value)
     except OverflowError:
@@ -99,8 +114,10 @@ def real(value: Any) -> Any:
 def flag(value: Any) -> int:
   if value is True or value is False:
     return int(value)
-  if type(value) is int and value in (0, 1):
-    return value
+  if type(value) in (int, float) and value in (0, 1):
+    return int(value)
+  if isinstance(value, str) and value.lower() in _FLAGS_AS_TEXT:
+    return _FLAGS_AS_TEXT[value.lower()]
   raise WrongValue("give true or false, or 1 or 0")
 
 
@@ -148,15 +165,51 @@ def too_deep(written: str, value: Any) -> bool:
   return brackets > DEEPEST and json_text_lib.deeper(value, DEEPEST)
 
 
+def python_json(written: str) -> Any:
+  """Returns the value of JSON as Python's own writer has it.
+
+  Bare NaN and infinities become their names, half of a surrogate pair U+FFFD.
+
+  Raises:
+    ValueError: It is no JSON, or nested too deeply.
+    OverflowError: It has a whole number that no float holds.
+  """
+  try:
+    value = json.loads(written, parse_constant=str)
+  except RecursionError:
+    raise ValueError("it is nested too deeply") from None
+  return plain(json_text_lib.check_depth(value))
+
+
+def plain(value: Any) -> Any:
+  """Returns a parsed value in which every text and number can be written."""
+  if isinstance(value, str):
+    return _LONE.sub("\ufffd", value)
+  if isinstance(value, list):
+    return [plain(one) for one in value]
+  if isinstance(value, dict):
+    return {plain(key_): plain(one) for key_, one in value.items()}
+  if isinstance(value, int) and not -_INT64 <= value < 2 * _INT64:
+    return float(value)  # As the fast reader has it.
+  return value
+
+
 def json_text(value: Any, array: bool = False) -> str:
-  """Returns a value as JSON text; text that is JSON already is unchanged."""
+  """Returns a value as JSON text; text that is JSON already is unchanged.
+
+  Text that only Python reads, with a bare NaN, is written anew.
+  """
   if isinstance(value, str):
     try:
       content = orjson.loads(value)
     except orjson.JSONDecodeError:
-      raise WrongValue(
-          "is text that is not JSON; give an array or an object, or its JSON"
-      ) from None
+      try:
+        content = python_json(value)
+      except (ValueError, OverflowError):
+        raise WrongValue(
+            "is text that is not JSON; give an array or an object, or its JSON"
+        ) from None
+      value = orjson.dumps(content).decode()
   else:
     content = value
     try:
@@ -238,7 +291,7 @@ def reader(table: str, column: sa.Column) -> Callable[[Any], Any]:
     return real
   if column.type is tables.INTEGER:
     return integer
-  return text
+  return written_text
 
 
 _REAL = {

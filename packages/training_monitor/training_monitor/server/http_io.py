@@ -5,8 +5,6 @@ Promises: a malformed value is refused with the fix; the database is not asked.
 
 from __future__ import annotations
 
-import json
-import re
 from typing import Any, Callable
 
 import orjson
@@ -17,10 +15,10 @@ from starlette import responses
 from training_monitor.core import json_text
 from training_monitor.core import request_bodies
 from training_monitor.server import errors
+from training_monitor.server import fields
 from training_monitor.server import query as query_lib
 
 MAX_PATH = 4000
-_LONE = re.compile("[\ud800-\udfff]")
 
 PRIVATE = {
     "x-content-type-options": "nosniff",
@@ -89,9 +87,8 @@ def parse(body: bytes) -> Any:
     wrong = f"the body is not JSON: {error}"
     try:
       # A name in the place of a number; the readers of fields know it.
-      value = json.loads(body.decode(), parse_constant=str)
-      return _clean(json_text.check_depth(value))
-    except (ValueError, RecursionError, OverflowError):
+      return fields.python_json(body.decode())
+    except (ValueError, OverflowError):
       raise errors.ApiError(400, wrong) from None
   try:
     return json_text.check_depth(value)
@@ -110,23 +107,11 @@ def parse_plain(body: bytes, remedy: str) -> Any:
     ApiError: 400, it is no JSON, or nested too deeply.
   """
   try:
-    return _clean(json_text.parse(body))
+    return fields.plain(json_text.parse(body))
   except (ValueError, OverflowError):  # A whole number that no float holds.
     raise errors.ApiError(
         400, f"the body is not JSON; give {remedy}"
     ) from None
-
-
-def _clean(value: Any) -> Any:
-  if isinstance(value, str):
-    return _LONE.sub("\ufffd", value)
-  if isinstance(value, list):
-    return [_clean(one) for one in value]
-  if isinstance(value, dict):
-    return {_clean(key): _clean(one) for key, one in value.items()}
-  if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
-    return float(value)  # As the fast reader has it.
-  return value
 
 
 def json_answer(data: Any) -> Response:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import dataclasses
 import datetime
 import hashlib
+import io
 import re
 from typing import Callable
 
+from PIL import Image
 from starlette import concurrency
 from starlette import requests as starlette_requests
 from starlette import responses
@@ -34,7 +35,9 @@ from training_monitor.server import writer as writer_lib
 
 _INLINE_BYTES = 512 << 10
 _MOST_DECODING = 4
-_DATA_URI = re.compile(r"data:image/(png|jpeg|jpg|webp)(;[\w=-]+)*;base64,")
+_DATA_URI = re.compile(r"data:image/[\w.+-]+(;[\w=-]+)*;base64,")
+_AS_PNG = ("GIF", "BMP", "TIFF")
+"""Formats of an image in a data URI that is stored as a PNG."""
 _OLD = datetime.timedelta(minutes=15)
 """A prune may delete an unreferenced screenshot of this age."""
 
@@ -111,38 +114,45 @@ class Ingest:
   async def _keep_inline(self, batch: items.IngestBatch) -> None:
     """Stores screenshots that stand in a batch as data URIs, as files.
 
-    Raises:
-      ApiError: 400, one cannot be read.
+    One that cannot be read is left out and named.
     """
     files: dict[str, bytes] = {}
-    shown = []
+    shown: list[tuple[items.Item, str]] = []
+    wrong: list[tuple[items.Item, str, str]] = []
     for item in batch.items.get("obs", ()):
       uri = item.values.get("screenshot_uri")
       if uri is None or not uri.startswith("data:"):
         continue
-      path = f"{item.path}.screenshot_uri"
       match = _DATA_URI.match(uri)
       try:
-        data = base64.b64decode(uri[match.end() :], validate=True)  # type: ignore[union-attr]
-      except (AttributeError, binascii.Error):
-        raise errors.invalid([errors.fault(
-            path, uri[:40], "give data:image/png;base64,… (or jpeg, webp), a"
-            " URL, or sha256:<hash> of a screenshot that was sent",
-        )]) from None  # pyformat: disable
+        encoded = re.sub(r"\s+", "", uri[match.end() :])  # type: ignore[union-attr]
+        data = base64.b64decode(encoded, validate=True)
+      except (AttributeError, ValueError):
+        wrong.append((
+            item, uri[:40], "give data:image/png;base64,… of an image, a URL,"
+            " or sha256:<hash> of a screenshot that was sent",
+        ))  # pyformat: disable
+        continue
+      data = await concurrency.run_in_threadpool(_as_stored, data)
       sha = hashlib.sha256(data).hexdigest()
       files[sha] = data
-      shown.append((item, sha, path))
-    if not files:
-      return
-    _, refused = await self._store(list(files.items()))
-    wrong = [
-        errors.fault(path, "data:…", refused[sha])
-        for _, sha, path in shown if sha in refused
-    ]  # pyformat: disable
-    if wrong:
-      raise errors.invalid(wrong)
-    for item, sha, _ in shown:
-      item.values["screenshot_uri"] = f"sha256:{sha}"
+      shown.append((item, sha))
+    refused: dict[str, str] = {}
+    if files:
+      _, refused = await self._store(list(files.items()))
+    for item, sha in shown:
+      if sha in refused:
+        wrong.append((item, "data:…", refused[sha]))
+      else:
+        item.values["screenshot_uri"] = f"sha256:{sha}"
+    for item, value, why in wrong[: errors.MAX_REFUSED]:
+      path = f"{item.path}.screenshot_uri"
+      batch.ignored.append({
+          "kind": "obs", "client_id": item.client_id,
+          **errors.fault(path, value, why), "kept": "nothing",
+      })  # pyformat: disable
+    for item, *_ in wrong:
+      del item.values["screenshot_uri"]
 
   async def _missing(
       self, request: Request, who: access_lib.Principal
@@ -235,6 +245,23 @@ class Ingest:
           self._writer.run(lambda t: t.sql.many(screenshots.UPSERT, rows))
       )
     return [image.sha for image in stored], refused
+
+
+def _as_stored(data: bytes) -> bytes:
+  """Returns an image as a PNG if screenshots are not stored in its format.
+
+  Anything else, and what is no image, stays; `ScreenshotFiles` names its fault.
+  """
+  try:
+    with Image.open(io.BytesIO(data), formats=_AS_PNG) as image:
+      if image.width * image.height > screenshots.MAX_PIXELS:
+        return data
+      file = io.BytesIO()
+      image.convert("RGB").save(file, "PNG", compress_level=1)
+      return file.getvalue()
+  except Exception:  # pylint: disable=broad-except
+    # Pillow raises nearly any error for a file that is not an image.
+    return data
 
 
 def _read(body: bytes) -> items.IngestBatch | errors.ApiError:

@@ -7,11 +7,14 @@ that they have. An item names itself by `client_id` and its parents by
 `<parent>_id`: a number is the server's id, text is a client id (or a rollout's
 or task's own name). Fields that other recorders use are mapped; those that the
 database has no column for are kept as raw values, as are those of no known
-name, which the answer names. An array of no known name is refused.
+name, which the answer names.
 
-Promises: reads a body without the database, and either raises with every fault
-or returns all of it. The JSON of Python's own writer is read, too: NaN and
-infinities are "unknown", half a surrogate pair is U+FFFD.
+Promises: reads a body without the database. A value that its field cannot have
+is left out and kept as a raw value; an item whose id or reference is wrong is
+left out whole, and so is an array of no known name. The answer names each. Only
+a body that is no batch, or of which nothing is left, raises. The JSON of
+Python's own writer is read, too: NaN and infinities are "unknown", half a
+surrogate pair is U+FFFD.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any, Callable, Mapping
 import orjson
 
 from training_monitor.core import run_tags as tags_lib
+from training_monitor.schema import later_views
 from training_monitor.schema import progress
 from training_monitor.schema import tables
 from training_monitor.server import errors
@@ -113,8 +117,7 @@ KINDS: tuple[ItemKind, ...] = (
             "task_id": "task",
         },
         ("group_num",), {"group": "group_num"},
-        (*_TIMING, "source_type", "status", "progress_percent", "batch",
-         "num_rollouts", "reward_mean"),
+        later_views.GROUP,
     ),
     _kind(
         "rollout", "rollouts",
@@ -231,27 +234,58 @@ class IngestBatch:
     training: Training of items that name none: an id; "" for the batch's own.
     delivery: Range of a spool, or None.
     size: bytes of the body.
-    ignored: fields of no known name, each once a kind of item, as faults.
+    ignored: Fields of no known name and values that were left out, each once
+      a kind of item, as faults.
+    refused: Items that were left out, as faults.
   """
 
   items: Mapping[str, list[Item]]
   training: int | str | None
   delivery: SpoolRange | None
   size: int
-  ignored: tuple[Mapping[str, Any], ...] = ()
+  ignored: list[dict[str, Any]]
+  refused: list[dict[str, Any]]
+
+
+class _WrongItem(Exception):
+  """An item that cannot be told from others; arguments of its fault."""
 
 
 class _Faults:
-  """Faults of a body, so far."""
+  """Faults of a body, so far.
+
+  Attributes:
+    found: Faults for which the body is refused.
+    ignored: (kind, field) -> its first fault.
+    refused: Items that are left out.
+  """
 
   def __init__(self):
     self.found: list[dict[str, Any]] = []
     self.ignored: dict[tuple[str, str], dict[str, Any]] = {}
+    self.refused: list[dict[str, Any]] = []
 
   def add(self, field: str, value: Any, message: str) -> None:
     self.found.append(errors.fault(field, value, message))
     if len(self.found) >= _MAX_FAULTS:
       raise errors.invalid(self.found)
+
+  def ignore(
+      self, kind: str, path: str, value: Any, message: str, stored: str
+  ) -> None:
+    """Records a value that is not stored as sent, once a kind and field."""
+    key = (kind, path.rpartition(".")[2])
+    if key in self.ignored:
+      self.ignored[key]["times"] = self.ignored[key].get("times", 1) + 1
+    elif len(self.ignored) < _MAX_FAULTS:
+      self.ignored[key] = {
+          "kind": kind, **errors.fault(path, value, message), "kept": stored,
+      }  # pyformat: disable
+
+  def refuse(self, kind: str, path: str, value: Any, message: str) -> None:
+    errors.add_refused(
+        self.refused, kind, None, errors.fault(path, value, message)
+    )
 
 
 def read(body: bytes) -> IngestBatch:
@@ -268,7 +302,7 @@ def read(body: bytes) -> IngestBatch:
   faults = _Faults()
   for key in data:
     if key not in _BODY:
-      faults.add(key, "…", _unknown(key, _BODY))
+      faults.ignore("batch", key, "…", _unknown(key, _BODY), "nothing")
   if data.get("parts") is not None:
     data = _joined(data, faults)
   return _batch(data, faults, len(body))
@@ -297,7 +331,7 @@ def _join(
 ) -> None:
   before = joined.get(key)
   if key not in _PART:
-    faults.add(path, "…", _unknown(key, _PART))
+    faults.ignore("batch", path, "…", _unknown(key, _PART), "nothing")
   elif value is None:
     pass
   elif before is None:
@@ -331,23 +365,32 @@ def _batch(data: dict[str, Any], faults: _Faults, size: int) -> IngestBatch:
     if kind.name == "training":
       entries = [entries]
     if not isinstance(entries, list):
-      faults.add(kind.plural, entries, "give an array of objects")
+      faults.refuse(
+          kind.name, kind.plural, entries, "give an array of objects"
+      )
       continue
     count += len(entries)
     if count > MAX_ITEMS:
       raise errors.ApiError(
           413, f"the batch has more than {MAX_ITEMS} items; send smaller ones"
       )
-    items[kind.name] = _read_all(kind, entries, faults)
+    if good := _read_all(kind, entries, faults):
+      items[kind.name] = good
   training: int | str | None = "" if "training" in items else None
   if data.get("training_id") is not None:
-    training = _reference("training_id", data["training_id"], faults)
+    try:
+      training = _reference("training_id", data["training_id"])
+    except _WrongItem as error:
+      faults.add(*error.args)
   delivery = _delivery(data.get("delivery"), faults)
+  ignored = list(faults.ignored.values())
   if faults.found:
     raise errors.invalid(faults.found)
-  return IngestBatch(
-      items, training, delivery, size, tuple(faults.ignored.values())
-  )
+  if faults.refused and delivery is not None:
+    raise errors.invalid(faults.refused)
+  if not items and (ignored or faults.refused):
+    raise errors.invalid([*ignored, *faults.refused])
+  return IngestBatch(items, training, delivery, size, ignored, faults.refused)
 
 
 def _read_all(
@@ -357,15 +400,18 @@ def _read_all(
   single = kind.name == "training"
   for index, data in enumerate(entries):
     path = kind.plural if single else f"{kind.plural}[{index}]"
-    if not isinstance(data, dict):
-      faults.add(path, data, "give an object")
-      continue
-    item = _read(kind, data, path, faults)
-    if item is not None:
-      result.append(item)
+    try:
+      if not isinstance(data, dict):
+        raise _WrongItem(path, data, "give an object")
+      item = _read(kind, data, path, faults)
+    except _WrongItem as error:
+      faults.refuse(kind.name, *error.args)
+    else:
+      if item is not None:
+        result.append((data, item))
   if kind.name in ("action", "obs", "validation"):
-    _name_the_nameless(entries, result)
-  return result
+    _name_the_nameless(result)
+  return [item for _, item in result]
 
 
 def _read(
@@ -373,6 +419,7 @@ def _read(
 ) -> Item | None:
   item = Item(path)
   readers, values = kind.readers, item.values
+  wrong: list[tuple[str, str, Any, str]] = []
   for field, value in data.items():
     if value is None:
       continue
@@ -382,7 +429,7 @@ def _read(
       try:
         value = reader(value)
       except fields.WrongValue as error:
-        faults.add(f"{path}.{field}", value, str(error))
+        wrong.append((field, name, value, str(error)))
         continue
       if value.__class__ is fields.Normalised:
         item.raw[name] = value.raw
@@ -392,17 +439,16 @@ def _read(
       values[name] = value
     elif field == "client_id":
       if not _is_name(value):
-        faults.add(
+        raise _WrongItem(
             f"{path}.{field}", value, f"give text of 1 to {MAX_ID} characters"
         )
-      else:
-        item.client_id = value
+      item.client_id = value
     elif field in kind.parents:
       if not _is_name(value):
-        value = _reference(f"{path}.{field}", value, faults)
+        value = _reference(f"{path}.{field}", value)
       item.parents[field] = value
     elif (kind.name, field) == ("training", "training_id"):
-      own = _reference(f"{path}.{field}", value, faults)
+      own = _reference(f"{path}.{field}", value)
       if isinstance(own, str):
         item.client_id = own
       else:
@@ -411,23 +457,36 @@ def _read(
       try:
         item.tags = tags_lib.clean_all(value)
       except ValueError as error:
-        faults.add(f"{path}.{field}", value, str(error))
+        wrong.append((field, field, value, str(error)))
     elif field == "id":
-      item.id = _own_id(f"{path}.{field}", value, faults)
+      item.id = _own_id(f"{path}.{field}", value)
     elif (kind.name, field) == ("rollout", "env_id"):
-      item.environment = _reference(f"{path}.{field}", value, faults)
+      item.environment = _reference(f"{path}.{field}", value)
     elif field in kind.raw_fields:
       try:
         item.raw[field] = fields.raw_text(value)
       except fields.WrongValue as error:
-        faults.add(f"{path}.{field}", value, str(error))
+        wrong.append((field, field, value, str(error)))
     else:
       names = [*readers, *kind.parents, *kind.raw_fields, "client_id"]
       names += ["tags"] if kind.name == "training" else []
       _keep_unknown(kind, item, field, value, names, faults)
   if kind.name in _CHECKED:
-    _check(kind, item, data, faults)
-  return item
+    wrong += _check(kind, item, data)
+  if not wrong:
+    return item
+  named = item.id is not None or item.client_id is not None
+  good = named or bool(values) or bool(item.parents)
+  for field, name, value, why in wrong:
+    stored = "nothing"
+    if good:
+      try:
+        item.raw[name] = fields.raw_text(value)
+        stored = "a raw value"
+      except fields.WrongValue:
+        pass  # Too long or too deep, which `why` says.
+    faults.ignore(kind.name, f"{path}.{field}", value, why, stored)
+  return item if good else None
 
 
 def _keep_unknown(
@@ -436,30 +495,29 @@ def _keep_unknown(
 ) -> None:  # pyformat: disable
   """Keeps a field of no known name as a raw value, for the answer to name."""
   path = f"{item.path}.{field}"
+  why, stored = _unknown(field, names), "nothing"
   if not 0 < len(field) <= _MAX_NAME or "\0" in field:
-    faults.add(path, "…", f"give a name of 1 to {_MAX_NAME} characters")
-    return
-  try:
-    item.raw[field] = fields.raw_text(value)
-  except fields.WrongValue as error:
-    faults.add(path, "…", str(error))
-    return
-  if len(faults.ignored) < _MAX_FAULTS:
-    faults.ignored.setdefault((kind.name, field), {
-        "kind": kind.name,
-        **errors.fault(
-            path, value, f"{_unknown(field, names)}; kept as a raw value"
-        ),
-    })  # pyformat: disable
+    why = f"give a name of 1 to {_MAX_NAME} characters"
+  else:
+    try:
+      item.raw[field] = fields.raw_text(value)
+      stored = "a raw value"
+    except fields.WrongValue as error:
+      why = f"{why}; {error}"
+  faults.ignore(kind.name, path, value, why, stored)
 
 
 _CHECKED = frozenset({"rollout", "task", "action", "step"})
 
 
 def _check(
-    kind: ItemKind, item: Item, data: Mapping[str, Any], faults: _Faults
-) -> None:
-  """Checks across the fields of an item."""
+    kind: ItemKind, item: Item, data: Mapping[str, Any]
+) -> list[tuple[str, str, Any, str]]:
+  """Checks across the fields of an item, and takes out those that are wrong.
+
+  Returns:
+    Their (field, column, value, fault).
+  """
   values, name = item.values, kind.name
   if name == "rollout":
     item.client_id = item.client_id or values.get("rollout_id")
@@ -471,56 +529,59 @@ def _check(
     if item.client_id:
       values.setdefault("task_id", item.client_id)
   elif name == "action":
-    _check_tokens(item, data, faults)
+    return _check_tokens(item, data)
   elif name == "step":
+    wrong = []
     for field, keys in (
         ("rollout_progress", progress.ROLLOUT_PROGRESS_KEYS),
         ("training_progress", progress.TRAINING_PROGRESS_KEYS),
     ):
-      if field in values:
-        _check_progress(f"{item.path}.{field}", values[field], keys, faults)
+      if field in values and not _are_counts(values[field], keys):
+        why = f"give counts: {{{', '.join(keys)}}}"
+        wrong.append((field, field, values.pop(field), why))
+    return wrong
+  return []
 
 
 def _check_tokens(
-    item: Item, data: Mapping[str, Any], faults: _Faults
-) -> None:
-  if "tokens" not in item.values and "logprobs" not in item.values:
-    return
+    item: Item, data: Mapping[str, Any]
+) -> list[tuple[str, str, Any, str]]:
   sizes = {}
-  for field in ("tokens", "logprobs"):
-    value = data.get(field)
-    if isinstance(value, str) and field in item.values:
-      value = orjson.loads(value)
-    if isinstance(value, list):
-      sizes[field] = len(value)
-  count = item.values.setdefault("num_tokens", max(sizes.values(), default=0))
-  for field, size in sizes.items():
+  for field in {"tokens", "logprobs"} & item.values.keys():
+    value = data[field]
+    if isinstance(value, str):
+      value = orjson.loads(item.values[field])
+    sizes[field] = len(value)
+  if not sizes:
+    return []
+  count = item.values.setdefault("num_tokens", max(sizes.values()))
+  wrong = []
+  for field, size in sorted(sizes.items()):
     if size != count:
-      faults.add(
-          f"{item.path}.{field}", f"{size} entries",
-          f"must have as many entries as num_tokens, {count}",
-      )  # pyformat: disable
+      del item.values[field]
+      why = f"has {size} entries, and must have num_tokens, {count}, as many"
+      wrong.append((field, field, data[field], why))
+  return wrong
 
 
-def _check_progress(
-    path: str, value: str, keys: tuple[str, ...], faults: _Faults
-) -> None:
+def _are_counts(value: str, keys: tuple[str, ...]) -> bool:
   counts = orjson.loads(value)
-  good = isinstance(counts, dict) and all(
+  return isinstance(counts, dict) and all(
       k in keys and (v is None or (type(v) is int and v >= 0))
       for k, v in counts.items()
   )
-  if not good:
-    faults.add(path, value, f"give counts: {{{', '.join(keys)}}}")
 
 
-def _name_the_nameless(entries: list[Any], items: list[Item]) -> None:
+def _name_the_nameless(items: list[tuple[Any, Item]]) -> None:
   """Names items by their content, so that a repeated batch counts once.
 
   Two equal ones of a batch are two.
+
+  Args:
+    items: (what the client sent, its item).
   """
   copies: dict[str, int] = {}
-  for data, item in zip(entries, items):
+  for data, item in items:
     if item.client_id is not None:
       continue
     digest = hashlib.sha256(
@@ -537,22 +598,22 @@ def _is_name(value: Any) -> bool:
   )
 
 
-def _reference(path: str, value: Any, faults: _Faults) -> int | str:
+def _reference(path: str, value: Any) -> int | str:
   if type(value) is int and 0 < value < 1 << 63:
     return value
   if _is_name(value):
     return value
-  faults.add(
+  raise _WrongItem(
       path, value, "give the server's id (a number) or a client id (text)"
   )
-  return 0
 
 
-def _own_id(path: str, value: Any, faults: _Faults) -> int:
+def _own_id(path: str, value: Any) -> int:
   if type(value) is int and 0 < value < 1 << 63:
     return value
-  faults.add(path, value, "give the server's id (a number), or use client_id")
-  return 0
+  raise _WrongItem(
+      path, value, "give the server's id (a number), or use client_id"
+  )
 
 
 def _delivery(value: Any, faults: _Faults) -> SpoolRange | None:

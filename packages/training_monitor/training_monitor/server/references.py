@@ -7,7 +7,7 @@ is cached as long as it cannot become wrong.
 from __future__ import annotations
 
 import collections
-from typing import Any, Iterable, Mapping
+from typing import Any, Callable, Iterable, Mapping
 
 from training_monitor.schema import database
 from training_monitor.server import errors
@@ -143,11 +143,22 @@ class References:
           unknown.discard(name)
     return unknown
 
-  def resolve_parents(self, kind: Kind, items: list[Item]) -> None:
+  def resolve_parents(
+      self,
+      kind: Kind,
+      items: list[Item],
+      refuse: Callable[[Item, errors.ApiError], None],
+  ) -> list[Item]:
     """Adds the ids of the parents of each item to its values.
 
-    Raises:
-      ApiError: 400, one is not known or not the project's.
+    Args:
+      kind: Kind of the items.
+      items: Items of a batch.
+      refuse: Receives an item with a parent that is not known or not the
+        project's, and that error.
+
+    Returns:
+      The items whose parents are known.
     """
     numbers: dict[str, set[int]] = collections.defaultdict(set)
     for item in items:
@@ -159,11 +170,18 @@ class References:
     ids: dict[str, Mapping[Any, int]] = {
         column: self._found[parent] for column, parent in kind.parents.items()
     }
+    resolved = []
     for item in items:
-      for column, value in item.parents.items():
-        item.values[column] = ids[column].get(value) or self.resolve_one(
-            kind.parents[column], value, f"{item.path}.{column}"
-        )
+      try:
+        for column, value in item.parents.items():
+          item.values[column] = ids[column].get(value) or self.resolve_one(
+              kind.parents[column], value, f"{item.path}.{column}"
+          )
+      except errors.ApiError as error:
+        refuse(item, error)
+      else:
+        resolved.append(item)
+    return resolved
 
   def resolve_one(self, kind: str, value: int | str, path: str) -> int:
     """Returns the id of a reference; `path` is its place in the body."""

@@ -28,7 +28,7 @@ from training_monitor.server import sql as sql_lib
 SHA = re.compile(r"[0-9a-f]{64}")
 FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 _SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp"}
-_MAX_PIXELS = 64 << 20
+MAX_PIXELS = 64 << 20
 UPSERT = sql_lib.upsert(
     "monitor_screenshot", ("sha256",),
     ("media_type", "num_bytes", "width", "height", "created_at"),
@@ -191,9 +191,9 @@ def _verify(sha: str, data: bytes) -> tuple[str, int, int]:
   try:
     with Image.open(io.BytesIO(data), formats=list(FORMATS)) as image:
       width, height = image.size
-      if width * height > _MAX_PIXELS:
+      if width * height > MAX_PIXELS:
         raise errors.ApiError(
-            400, f"{width}x{height} is larger than {_MAX_PIXELS} pixels"
+            400, f"{width}x{height} is larger than {MAX_PIXELS} pixels"
         )
       media_type = FORMATS[image.format]
       if hashlib.sha256(data).hexdigest() != sha:

@@ -99,7 +99,11 @@ class Sql:
         return range(start, start + count)
       return range(ids[0], ids[0] + count)
     if not used:
-      used.update(self.rows("SELECT name, seq FROM sqlite_sequence"))
+      used.update(self.rows(
+          "SELECT name, max(seq) FROM (SELECT name, seq FROM sqlite_sequence"
+          " UNION ALL SELECT 'environment', max(id) FROM"
+          " monitor_pending_environment) WHERE seq IS NOT NULL GROUP BY name"
+      ))
     last = used.get(table, 0)
     used[table] = last + count
     return range(last + 1, last + 1 + count)

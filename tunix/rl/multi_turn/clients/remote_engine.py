@@ -125,6 +125,7 @@ class RemoteEngine:
           clock.start()
     self._check_weights()
     self._check_versions(completion)
+    self._counts["completed"] += 1
     self._counts["decode_tokens"] += len(completion.tokens)
     self._counts["prompt_tokens"] += len(prompt)
     return completion

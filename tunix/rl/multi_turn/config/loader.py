@@ -98,6 +98,19 @@ def sections(cls: type, prefix: str = "") -> Mapping[str, type]:
   return by_key
 
 
+_ELSEWHERE = {
+    "model": ("policy",), "lr": ("learner.learning_rate",),
+    "n": ("collect.group_size",),
+    "num_generations": ("collect.group_size",),
+    "batch_size": ("learner.groups_per_step", "learner.rows"),
+    "train_batch_size": ("learner.groups_per_step", "learner.rows"),
+    "gpu_memory_utilization": ("engine.cache_tokens", "engine.slots"),
+    "screen": ("gym.width", "gym.height"),
+    "max_model_len": ("engine.context_length",),
+}  # pyformat: disable
+"""Names of other trainers and engines -> the settings that do the same."""
+
+
 def nearest(word: str, valid: Sequence[str]) -> str:
   """`; did you mean 'x'?` for the valid word closest to `word`, or ""."""
   lower = {v.lower(): v for v in valid}
@@ -109,6 +122,8 @@ def nearest_key(path: str, cls: type, aliases: Mapping[str, str]) -> str:
   """As `nearest` for a dotted key: a right name in a wrong place counts."""
   all_sections, keys = sections(cls), leaves(cls)
   section, _, leaf = path.rpartition(".")
+  if leaf in _ELSEWHERE:
+    return _meant(_ELSEWHERE[leaf])
   by_leaf: dict[str, list[str]] = {}
   for key in keys:
     by_leaf.setdefault(key.rpartition(".")[2], []).append(key)
@@ -450,6 +465,8 @@ def _wanted(field: settings.Setting, error: pydantic.ValidationError) -> str:
   words = item + _type_words(field.type, bool(item))
   if field.unit == "s" and (seconds := _seconds(details[0]["input"])):
     words += f" of seconds: {seconds:g}"
+  if thousands := re.fullmatch(r"(\d+)k", str(details[0]["input"])):
+    words += f": {1024 * int(thousands[1])}"
   return words
 
 

@@ -148,7 +148,9 @@ def _refuse_two(directory: pathlib.Path) -> None:
 def _download(name: str) -> str:
   """Returns how to download a checkpoint by its name on the Hub, or ""."""
   owner = name.partition("/")[0]
-  if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+  if name.startswith((".", "/", "~")):
+    return "; there is no such directory"
+  if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
     return ""
   if owner in ("runs", "evaluations") or pathlib.Path(owner).exists():
     return "; there is no such directory"

@@ -242,6 +242,11 @@ METRICS: dict[str, Metric] = {
     "rollout_tokens_per_second": Metric(
         "tokens/s", "Sampled tokens a second of wall time since the last step."
     ),
+    "rollout_calls_per_second": Metric(
+        "calls/s",
+        "Completions a second of wall time since the last step; a tool call of"
+        " the built-in policy is some six tokens.",
+    ),
     "prefill_tokens_per_second": Metric(
         "tokens/s", "Prompt tokens computed a second of wall time."
     ),
@@ -552,6 +557,7 @@ def engine_metrics(
   prompt, computed = grown("prompt_tokens"), grown("prefilled_tokens")
   out = {
       "rollout_tokens_per_second": grown("decode_tokens") / seconds,
+      "rollout_calls_per_second": grown("completed") / seconds,
       "prefill_tokens_per_second": computed / seconds,
       "engine_busy": min(
           1.0, max(0.0, 1.0 - grown("seconds_idle") / (engines * seconds))
