@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import concurrent.futures
 import io
 import json
 import re
@@ -25,6 +26,7 @@ from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import policy_client
 from tunix.rl.multi_turn.serving import answers
+from tunix.rl.multi_turn.serving import bodies
 from tunix.rl.multi_turn.serving import errors
 from tunix.rl.multi_turn.serving import interactions
 from tunix.rl.multi_turn.serving import session_routes
@@ -588,6 +590,31 @@ def test_two_servers_cannot_have_one_address():
     socket.create_connection(("127.0.0.1", port), 5).close()
   finally:
     first.close()
+
+
+@pytest.mark.parametrize(
+    "path, status", [("chat/completions", 400), ("tokenize", 200)]
+)
+def test_health_is_answered_while_thousands_of_parts_are_read(
+    running, monkeypatch, path, status
+):
+  reading, answered = threading.Event(), threading.Event()
+  parse = bodies.parse
+
+  def parse_until_answered(*args, **kwargs):
+    reading.set()
+    assert answered.wait(30), "the body was read on the event loop"
+    return parse(*args, **kwargs)
+
+  monkeypatch.setattr(bodies, "parse", parse_until_answered)
+  parts = [{"type": "text", "text": "a"}] * 20_000
+  body = {"model": MODEL, "messages": [{"role": "user", "content": parts}]}
+  with concurrent.futures.ThreadPoolExecutor(1) as thread:
+    answer = thread.submit(running.post, f"/v1/{path}", body)
+    assert reading.wait(30)
+    assert httpx.get(f"{running.url}/health", timeout=60).status_code == 200
+    answered.set()
+    assert answer.result().status_code == status
 
 
 def test_a_dead_engine_is_told_everywhere():
