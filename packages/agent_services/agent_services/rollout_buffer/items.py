@@ -18,6 +18,7 @@ Does not look into `extra_info`, or decode pictures.
 from __future__ import annotations
 
 import dataclasses
+import io
 import re
 from typing import Any, Mapping
 
@@ -99,10 +100,10 @@ def read(raw: bytes, buffer: str | None = None) -> list[Item]:
     ItemError: naming the item, where there are several, and the fault.
   """
   raw = raw.strip()
-  lines = raw.split(b"\n") if raw[:1] == b"{" and b"\n" in raw else [raw]
-  if len(lines) > 1:
+  if raw[:1] == b"{" and b"\n" in raw:
     try:
-      values = [_parse(line) for line in lines if line.strip()]
+      # Line by line: a list of millions of them takes a gigabyte.
+      values = [_parse(line) for line in io.BytesIO(raw) if line.strip()]
     except _Infinite:
       raise
     except ItemError:
@@ -126,14 +127,32 @@ def read(raw: bytes, buffer: str | None = None) -> list[Item]:
 
 
 _LONG_INTEGER = re.compile(rb"(?<![0-9.])[0-9]{19}")
-"""Found wherever an integer may not fit into 64 bits."""
+"""Matches wherever an integer may not fit into 64 bits."""
+_SLICE = 1 << 20
+"""Bytes of one search: the interpreter runs no other thread meanwhile."""
+_ZEROS = b"0" * 19
+_DIGITS_TO_ZERO = bytes(
+    ord("0" if 48 <= code < 58 else " ") for code in range(256)
+)
+
+
+def _may_hold_long_integer(raw: bytes) -> bool:
+  """Whether `_LONG_INTEGER` matches anywhere in a body."""
+  for start in range(0, len(raw), _SLICE):
+    before = min(start, 1)  # What the pattern looks behind at.
+    part = raw[start - before : start + _SLICE + len(_ZEROS) - 1]
+    # The pattern is slow and hardly ever needed.
+    if _ZEROS in part.translate(_DIGITS_TO_ZERO):
+      if _LONG_INTEGER.search(part, before):
+        return True
+  return False
 
 
 def _parse(raw: bytes) -> Any:
   try:
     # orjson is the faster one. It makes floats of integers beyond 64 bits, and
     # does not name the place of a number that no float holds (1e400).
-    if not _LONG_INTEGER.search(raw):
+    if not _may_hold_long_integer(raw):
       return orjson.loads(raw)
   except ValueError as error:
     if "depth limit" in str(error) or "ecursion" in str(error):

@@ -58,6 +58,8 @@ from agent_services.serving import streams
 
 _LOG = logging.getLogger(__name__)
 _SWEEP_S = 5.0
+_INLINE = 1 << 16
+"""Larger bodies are read in a thread."""
 
 Request = starlette_requests.Request
 Response = starlette_responses.Response
@@ -258,18 +260,30 @@ class OpenAIApp:
 
   # --- completions ------------------------------------------------------------
 
+  async def _checked(self, read: Callable[..., Any], body: bytes) -> Any:
+    """Returns what an endpoint's `read` makes of a body.
+
+    A large one may hold thousands of parts. It is read in a thread, so that
+    other requests are answered meanwhile.
+    """
+
+    def checked() -> Any:
+      fields = bodies.read_json(
+          body, self._limits.body_bytes, self._limits.values
+      )
+      return read(fields, self._limits)
+
+    if len(body) <= _INLINE:
+      return checked()
+    return await asyncio.to_thread(checked)
+
   def _answering(self, api: streams.Endpoint) -> Handler:
     """Returns the handler of an endpoint that samples."""
 
     async def run(request: Request) -> Response:
       self._service.check_room(request.state.session)
       body = await request_bodies.read(request, self._limits.body_bytes)
-      sampling_request = api.read(
-          bodies.read_json(
-              body, self._limits.body_bytes, self._limits.values
-          ),
-          self._limits,
-      )
+      sampling_request = await self._checked(api.read, body)
       key = ""
       if request.state.session is not None:
         # The same body asks another endpoint for something else.
@@ -299,7 +313,8 @@ class OpenAIApp:
     async def run(request: Request) -> Response:
       session = request.state.session
       self._service.check_room(session)
-      fields = api.read(await self._object(request), self._limits)
+      body = await request_bodies.read(request, self._limits.body_bytes)
+      fields = await self._checked(api.read, body or b"{}")
       prompt = await self._service.render(fields, session)
       context = self._service.policy.context_length
       return _json(api.to_json(prompt, context), headers=self._ignored(fields))

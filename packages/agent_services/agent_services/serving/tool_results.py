@@ -15,6 +15,7 @@ from typing import Any, Sequence
 from agent_services.serving import errors
 
 Message = dict[str, Any]
+_SHOWN = 20  # Ids in an error.
 
 
 def in_order(messages: Sequence[Message], field: str) -> list[Message]:
@@ -57,26 +58,30 @@ def _matched(
     return results
   if calls and not any(calls) and len(calls) == len(results):
     return results  # Calls without ids: by their place.
-  names = ", ".join(map(repr, calls))
+  names = ", ".join(map(repr, calls[:_SHOWN]))
+  if len(calls) > _SHOWN:
+    names += f" and {len(calls) - _SHOWN} more"
   by_id = dict(zip(ids, results))
-  for place, id_ in enumerate(ids):
+  called, answered = set(calls), set()
+  for id_ in ids:
     if id_ is None:
       raise _refused(
           field,
           f"a tool result has no tool_call_id, and the calls before it are"
           f" {names}; name the call that it answers",
       )
-    if id_ not in calls:
+    if id_ not in called:
       raise _refused(
           field,
           f"a tool result has tool_call_id {id_!r}, and the calls before it"
           f" are {names}; send the result after the answer that made the call",
       )
-    if id_ in ids[:place]:
+    if id_ in answered:
       raise _refused(
           field,
           f"the call {id_!r} has two tool results; send one of them",
       )
+    answered.add(id_)
   for id_ in calls:
     if id_ not in by_id:
       raise _refused(

@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import time
+import tracemalloc
 
 from agent_services.rollout_buffer import __main__
 from agent_services.rollout_buffer import items
@@ -277,6 +278,50 @@ def test_the_service_takes_no_item_that_its_reader_refuses():
         records.read(json.loads(raw))
         count += 1
   assert count > 300  # Many are taken.
+
+
+class Watched(bytes):
+  """A body that notes how much of it was copied or searched at a time."""
+
+  longest = 0
+
+  def __getitem__(self, place):
+    part = bytes.__getitem__(self, place)
+    Watched.longest = max(Watched.longest, len(part))
+    return part
+
+
+@pytest.mark.parametrize("digits, place", [
+    *((19, n) for n in (0, 1, 17, 18, 19, 20, 4095, 4096)), (40, 4080), (18, 7),
+])  # pyformat: disable
+@pytest.mark.parametrize("before", [b"", b",", b".", b"7"])
+def test_long_integers_are_searched_for_in_parts(
+    monkeypatch, digits, place, before
+):
+  """A search of a whole body would hold up every other thread."""
+  monkeypatch.setattr(items, "_SLICE", 64)
+  raw = Watched(b"x" * place + before + b"7" * digits + b"x" * 100)
+  Watched.longest = 0
+  expected = items._LONG_INTEGER.search(raw) is not None
+  assert items._may_hold_long_integer(raw) == expected
+  assert 0 < Watched.longest < 64 + 20
+
+
+def test_lines_of_a_body_are_read_one_by_one(monkeypatch):
+  """A list of all of them would take twenty times the body."""
+
+  def refuse(raw):
+    raise items.ItemError(f"{len(raw)} bytes")
+
+  monkeypatch.setattr(items, "_parse", refuse)  # Parsers reserve memory.
+  raw = b'{"a":1}' + b"\nx" * 1_000_000
+  tracemalloc.start()
+  try:
+    with pytest.raises(items.ItemError, match=f"^{len(raw)} bytes"):
+      items.read(raw)
+    assert tracemalloc.get_traced_memory()[1] < 2 * len(raw)
+  finally:
+    tracemalloc.stop()
 
 
 OF_EVERY_KIND = (

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import concurrent.futures
 import io
 import json
 import re
@@ -10,6 +11,7 @@ import threading
 import time
 
 from agent_services.serving import answers
+from agent_services.serving import bodies
 from agent_services.serving import errors
 from agent_services.serving import interactions
 from agent_services.serving import session_routes
@@ -588,6 +590,31 @@ def test_two_servers_cannot_have_one_address():
     socket.create_connection(("127.0.0.1", port), 5).close()
   finally:
     first.close()
+
+
+@pytest.mark.parametrize(
+    "path, status", [("chat/completions", 400), ("tokenize", 200)]
+)
+def test_health_is_answered_while_thousands_of_parts_are_read(
+    running, monkeypatch, path, status
+):
+  reading, answered = threading.Event(), threading.Event()
+  parse = bodies.parse
+
+  def parse_until_answered(*args, **kwargs):
+    reading.set()
+    assert answered.wait(30), "the body was read on the event loop"
+    return parse(*args, **kwargs)
+
+  monkeypatch.setattr(bodies, "parse", parse_until_answered)
+  parts = [{"type": "text", "text": "a"}] * 20_000
+  body = {"model": MODEL, "messages": [{"role": "user", "content": parts}]}
+  with concurrent.futures.ThreadPoolExecutor(1) as thread:
+    answer = thread.submit(running.post, f"/v1/{path}", body)
+    assert reading.wait(30)
+    assert httpx.get(f"{running.url}/health", timeout=60).status_code == 200
+    answered.set()
+    assert answer.result().status_code == status
 
 
 def test_a_dead_engine_is_told_everywhere():

@@ -1,5 +1,7 @@
 """Results of tool calls reach the policy in the order of their calls."""
 
+from agent_services.serving import errors
+from agent_services.serving import tool_results
 import pytest
 from rollout_server import export
 from rollout_server import MODEL
@@ -122,6 +124,34 @@ def test_what_answers_no_call_and_what_is_missing_is_refused(
   assert error["code"] == "invalid_tool_results"
   assert error["param"] == "messages" and reason in error["message"]
   assert not export(running, session)
+
+
+class Counted(str):
+  """An id that counts how often it is compared."""
+
+  comparisons = 0
+
+  def __eq__(self, other):
+    Counted.comparisons += 1
+    return str.__eq__(self, other)
+
+  __hash__ = str.__hash__
+
+
+def test_thousands_of_results_are_compared_once_each():
+  calls = [Counted(f"call_{i}") for i in range(2000)]
+  results = [
+      {"role": "tool", "tool_call_id": Counted(id_), "content": id_}
+      for id_ in reversed(calls)
+  ]
+  answer = {"role": "assistant", "tool_calls": [{"id": id_} for id_ in calls]}
+  Counted.comparisons = 0
+  ordered = tool_results.in_order([answer, *results], "messages")
+  assert ordered == [answer, *reversed(results)]
+  with pytest.raises(errors.ApiError, match="and 1980 more") as refused:
+    tool_results.in_order([answer, *results[1:]], "messages")
+  assert len(str(refused.value)) < 1000
+  assert Counted.comparisons < 20 * len(calls)
 
 
 def test_a_chats_results_without_ids(running):

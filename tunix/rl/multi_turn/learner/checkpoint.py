@@ -10,7 +10,8 @@ Random state is in the counters (see `Learner.progress`); other state of a run
 has returned after survives a power loss. What is restored is what was saved: a
 checksum of each array, computed on its devices, and a digest of everything else
 are saved with it and compared; damage is an error that names the checkpoint. A
-disk that hangs is an error after `CheckpointConfig.deadline_s`.
+disk that hangs is an error after `CheckpointConfig.deadline_s`; so is a wall
+clock that is set back, as TensorStore may start no thread until it catches up.
 
 Does not: save the model's architecture or tokenizer (see `policy.checkpoint`).
 """
@@ -441,7 +442,8 @@ class LearnerCheckpoints:
         self._hangs = True
     raise worker_pool.DeadlineExceeded(
         f"{what} took longer than checkpoint.deadline_s={seconds:g} s; is the"
-        " disk there? The run resumes from the newest checkpoint that is whole"
+        " disk there, or was the clock set back? The run resumes from the"
+        " newest checkpoint that is whole"
     )
 
   def __enter__(self) -> LearnerCheckpoints:
