@@ -178,7 +178,7 @@ def test_two_processes_train_one_run(tmp_path):
       "examples/recipes/multi_host.yaml", f"run.dir={tmp_path}", "name=r",
       *FEW, f"processes.coordinator=127.0.0.1:{port}", "processes.count=2",
   ]  # pyformat: disable
-  environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+  environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
   with contextlib.ExitStack() as stack:
     runs = [
         stack.enter_context(

@@ -118,11 +118,13 @@ def test_ctrl_c_ends_a_run_whose_engine_loads_without_end(tmp_path):
   assert (tmp_path / "e" / "policy").is_dir()
 
 
-@pytest.mark.parametrize("protocol", ["vllm", "sglang"])
 @pytest.mark.slow
-def test_a_server_that_loads_nothing_ends_the_run(tmp_path, protocol, capsys):
-  """At the first hand-over that changes weights, and names what to look at."""
-  with serving(protocol) as server:
+def test_a_server_that_loads_nothing_ends_the_run(tmp_path, capsys):
+  """At the first hand-over that changes weights, and names what to look at.
+
+  clients/test_external_engines.py has it of each protocol.
+  """
+  with serving("vllm") as server:
     real = server.load
 
     async def load(path):
@@ -132,7 +134,7 @@ def test_a_server_that_loads_nothing_ends_the_run(tmp_path, protocol, capsys):
     server.load = load
     status = train.main([
         *SMALL, f"run.dir={tmp_path}", "name=e", "steps=3",
-        f"external.url={server.url}/v1", f"external.protocol={protocol}",
+        f"external.url={server.url}/v1",
     ])  # pyformat: disable
     assert status == 1
     text = capsys.readouterr().err

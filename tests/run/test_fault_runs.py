@@ -29,7 +29,7 @@ def test_no_fault_loses_work(tmp_path):
   )
   process = fresh_interpreter.run(
       f"import sys; sys.path.insert(0, {helpers!r})\n{PROGRAM}",
-      tmp_path / "runs", "--most=10",
+      tmp_path / "runs", "--most=6",
       *(f"--{name}={n}" for name, n in few.items()),
       timeout=800, env=env, preload=preload,
   )  # pyformat: disable
