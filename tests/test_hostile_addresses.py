@@ -71,7 +71,7 @@ def test_no_number_of_an_address_is_a_failure_of_the_service(services, name):
   running, token = services
   url, app = running[name]
   headers = {"authorization": f"Bearer {token}"} if token else {}
-  # Past the check of the token, all is as it is without one.
+  # The handlers behind the check of the token are those of open services.
   values = VALUES[:2] if token else VALUES
   requests = 0
   with httpx.Client(headers=headers, timeout=30) as client:

@@ -122,7 +122,7 @@ def test_equal_seeds_give_equal_runs(tmp_path):
     status = small_runs.run_train(
         tmp_path, f"name={name}", f"seed={seed}", f"steps={steps}",
         "tasks=[enter-text, open-icon]", "learner.groups_per_step=4",
-        "eval.on=false",
+        "eval.episodes_per_task=1",
     )  # pyformat: disable
     assert status == 0
   a, b, c = (small_runs.metrics_of(tmp_path / name) for name in "abc")
