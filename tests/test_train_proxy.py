@@ -16,7 +16,7 @@ Status = trajectory.TrajectoryStatus
 @pytest.mark.parametrize(
     "overrides",
     [
-        # The others do all that it does, and more.
+        # The cases below do all that this one does.
         pytest.param((), id="plain", marks=[
             pytest.mark.slow,
             pytest.mark.skipif(
