@@ -86,12 +86,15 @@ def _scale_examples(test) -> None:
 
 
 class _SharedServers(loadfile.LoadFileScheduling):
-  """Plays all files of such a folder in one worker: they share a server."""
+  """Plays all files of such a beginning in one worker.
+
+  They share a server, or the run that others are compared with.
+  """
 
   def _split_scope(self, nodeid: str) -> str:
-    for folder in ("tests/vllm/", "tests/sglang/"):
-      if nodeid.startswith(folder):
-        return folder
+    for beginning in ("tests/vllm/", "tests/sglang/", "tests/run/test_pod_"):
+      if nodeid.startswith(beginning):
+        return beginning
     return super()._split_scope(nodeid)
 
 

@@ -21,6 +21,7 @@ import urllib.parse
 import documented_code
 import documented_commands
 import pytest
+import trials
 from tunix.rl.multi_turn import commands as command_list
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
@@ -288,13 +289,17 @@ def _form(command):
 
 
 def _built():
-  """Each once, however many pages have it: the first of each form, others."""
+  """Each once, however many pages have it: the first of each form, others.
+
+  The others set the same settings to other values, which all are accepted
+  above: they are a sample but for `make test-all`.
+  """
   distinct = {tuple(one.words()): one for one in COMMANDS if _form(one)}
   first = {}
   for one in distinct.values():
     first.setdefault(_form(one), one)
   further = [one for one in distinct.values() if one not in first.values()]
-  slow = [pytest.param(o, marks=pytest.mark.slow) for o in further]
+  slow = [pytest.param(o, marks=pytest.mark.slow) for o in trials.some(further)]
   return [*first.values(), *slow]
 
 

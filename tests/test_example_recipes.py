@@ -15,6 +15,7 @@ import sys
 import browsers
 import pytest
 import small_runs
+import trials
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import plan
 from tunix.rl.multi_turn import train
@@ -168,7 +169,11 @@ def test_a_rollout_buffer_is_trained_from(tmp_path):
     )  # pyformat: disable
 
 
+# run/test_pod_runs.py has two processes of the built-in settings.
 @pytest.mark.slow
+@pytest.mark.skipif(
+    trials.share() < 1, reason="a minute: make test-all runs it"
+)
 def test_two_processes_train_one_run(tmp_path):
   import portpicker  # pylint: disable=g-import-not-at-top
 
@@ -178,7 +183,7 @@ def test_two_processes_train_one_run(tmp_path):
       "examples/recipes/multi_host.yaml", f"run.dir={tmp_path}", "name=r",
       *FEW, f"processes.coordinator=127.0.0.1:{port}", "processes.count=2",
   ]  # pyformat: disable
-  environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+  environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
   with contextlib.ExitStack() as stack:
     runs = [
         stack.enter_context(

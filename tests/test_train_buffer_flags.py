@@ -303,15 +303,12 @@ def too_few(args, rollout_id, data_buffer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["own", "awaited"])
-def test_a_resumed_run_goes_on_with_the_next_rollout(
-    name, tasks, tmp_path, batches
-):
+def test_a_resumed_run_goes_on_with_the_next_rollout(tasks, tmp_path, batches):
   CALLS.clear()
   with buffer_peer.BufferPeer() as peer:
     assert _train(
         tmp_path, peer, tasks, "--num-rollout", "2", "--rollout-function-path",
-        f"{MODULE}.{name}",
+        f"{MODULE}.awaited",
     ) == 0  # pyformat: disable
     assert train.main([f"resume={tmp_path / 'b'}", "--num-rollout", "3"]) == 0
   assert [number for number, _ in CALLS] == [0, 1, 2]

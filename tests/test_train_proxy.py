@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+import trials
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn import train
 from tunix.rl.multi_turn.core import trajectory
@@ -15,7 +16,13 @@ Status = trajectory.TrajectoryStatus
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param((), id="plain", marks=pytest.mark.slow),
+        # The cases below do all that this one does.
+        pytest.param((), id="plain", marks=[
+            pytest.mark.slow,
+            pytest.mark.skipif(
+                trials.share() < 1, reason="make test-all runs it"
+            ),
+        ]),
         # The history is rewritten: an episode is several sequences.
         pytest.param(("agent.max_images=1",), id="window"),
         # Complaints, and completions that are cut.

@@ -18,16 +18,8 @@ from tunix.rl.multi_turn.engine import engine as engine_lib
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.policy import sharding
 
-MESHES = {
-    "one": None,
-    "fsdp": dict(data=1, fsdp=2),
-    "tensor": dict(data=1, tensor=2),
-    "sequence": dict(data=1, sequence=2),
-}
-CASES = (
-    "one-same", "fsdp-same", "tensor-same", "sequence-same", "one-int8",
-    "fsdp-int8",
-)  # pyformat: disable
+MESHES = {"one": None, "split": dict(data=1, fsdp=2, tensor=2)}
+CASES = ("one-same", "split-same", "one-int8", "split-int8")
 SIZE = (32, 32)
 
 
@@ -89,7 +81,7 @@ def sample(mesh, weights):
 
 
 def main():
-  assert jax.device_count() == 2
+  assert jax.device_count() == 4
   report = {}
   for case in CASES:
     name, weights = case.split("-")

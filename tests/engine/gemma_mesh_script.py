@@ -1,6 +1,6 @@
-"""Run by test_whole_images_mesh in a process of its own with four CPU devices.
+"""Run by test_whole_images_mesh in a process of its own with eight CPU devices.
 
-Samples from and scores a small Gemma 3 on meshes and on one device; prints, as
+Samples from and scores a small Gemma 3 on a mesh and on one device; prints, as
 JSON, the tokens and log-probs as sampled, and as the learner scores them there
 from packed rows.
 """
@@ -21,8 +21,7 @@ from tunix.rl.multi_turn.policy import sharding
 
 MESHES = {
     "one": None,
-    "fsdp_tensor": dict(data=1, fsdp=2, tensor=2),
-    "sequence": dict(data=1, fsdp=2, sequence=2),
+    "mesh": dict(data=1, fsdp=2, sequence=2, tensor=2),
 }
 GREEDY = policy_client.SamplingParams(max_new_tokens=6, temperature=0.0)
 

@@ -13,7 +13,23 @@ import openai
 import verifiers as vf
 
 
+def refusals(arguments):
+  """The error of each set of arguments."""
+  lines = []
+  for one in arguments:
+    try:
+      vf.load_environment("tunix-multi-turn", **one)
+    except Exception as error:  # pylint: disable=broad-except
+      lines.append(str(error).splitlines()[-1])
+    else:
+      lines.append("")
+  return lines
+
+
 async def main(asked):
+  if "refused" in asked:
+    print(json.dumps(refusals(asked["refused"])))
+    return
   env = vf.load_environment("tunix-multi-turn", **asked["args"])
   client = vf.OpenAIChatCompletionsClient(
       openai.AsyncOpenAI(

@@ -217,10 +217,12 @@ def _half(config, data):
   case = learner_cases.Case(own=(model, processor))
   groups = [case.groups(6, 4) for _ in data]
   single = case.learner(**config)
+  # Adds up the same gradients in another order, on one device as well.
+  reordered = case.learner(tree="false", **config)
   mesh = case.learner(mesh=sharding.make_mesh(**MESHES["mixed"]), **config)
   for part in groups:
-    single.update(part)
-    mesh.update(part)
+    for learner in (single, reordered, mesh):
+      learner.update(part)
   published = mesh._programs.publish(mesh._params)
   moments = [
       x for x in jax.tree.leaves(mesh.arrays()["optimizer"]) if x.ndim
@@ -229,6 +231,9 @@ def _half(config, data):
   return {
       "masters": learner_cases.largest_difference(
           mesh.parameters(), single.parameters()
+      ),
+      "reordered": learner_cases.largest_difference(
+          reordered.parameters(), single.parameters()
       ),
       "types": sorted({str(x.dtype) for x in (*named, *moments)}),
       "published": sorted({str(x.dtype) for x in published.values()}),

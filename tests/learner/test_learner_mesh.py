@@ -72,6 +72,7 @@ def test_masters_of_bfloat16_parameters_are_sharded_like_them(report):
   assert types["published"] == ["bfloat16"]
   assert types["placed"]
   assert types["bytes"] == report["mixed"]["bytes"]
-  # A sum in another order may be rounded to the next bfloat16, by a step that
-  # the optimizer's large epsilon keeps as small as the gradient's change.
-  assert types["masters"] < 5e-4
+  # Gradients of bfloat16 parameters are bfloat16: a sum in another order, as of
+  # the rows that one entry of a table is read by, rounds otherwise. A mesh may
+  # be off by what another order is on one device: 2.4e-4 beside 2.7e-4.
+  assert types["masters"] < 2 * types["reordered"] < 1e-3

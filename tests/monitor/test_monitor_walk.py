@@ -31,8 +31,8 @@ RUN = (
     "steps=100000", "eval.every=3", "monitor.embedded=true",
     "monitor.close_timeout_s=120",
 )  # pyformat: disable
-LIVE, AFTER = 1, 2
-"""Pages of a kind that are visited while the run goes on, and after it."""
+PAGES = 1
+"""Pages of a kind to visit while the run goes on, and again after it."""
 # Links in a picture have no text as their href.
 ADDRESSES = """found => found.map(e => new URL(
     e.getAttribute('href') ?? e.getAttribute('src'), location).href)"""
@@ -175,7 +175,7 @@ def test_a_run_is_walked_through_live_and_after(tmp_path):
           seconds=400,
       )
       yielding(process)
-      visits = walker.follow(LIVE, lambda: process.poll() is not None)
+      visits = walker.follow(PAGES, lambda: process.poll() is not None)
       assert process.poll() is None, "".join(lines)
       assert sum(visits.values()) > 20
       walker.check("the last page")
@@ -188,7 +188,7 @@ def test_a_run_is_walked_through_live_and_after(tmp_path):
         stdout=subprocess.PIPE,
     ) as (process, lines):  # pyformat: disable
       walker = Walker(context, url_of(process, lines))
-      walker.follow(AFTER, lambda: False)
+      walker.follow(PAGES, lambda: False)
       with httpx.Client(
           base_url=walker.url, timeout=60, verify=False
       ) as client:

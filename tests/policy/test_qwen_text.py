@@ -55,9 +55,14 @@ def draw(seed):
 # --- numbers -----------------------------------------------------------------
 
 
-@configuration
 @pytest.mark.parametrize(
-    "scan_layers", trials.by_default([False], [False, True])
+    "name, scan_layers",
+    trials.by_default(
+        [(name, False) for name in qwen_reference.TEXT_CONFIGS],
+        # The scan of stacked layers is that of all families.
+        [*((name, False) for name in qwen_reference.TEXT_CONFIGS),
+         ("qwen2", True), ("qwen3 tied", True)],
+    ),
 )
 def test_logits_and_gradients_are_the_references(name, scan_layers, reference):
   batch = draw(3)
@@ -67,9 +72,7 @@ def test_logits_and_gradients_are_the_references(name, scan_layers, reference):
   weights = np.where(same, rng.normal(size=same.shape), 0).astype(np.float32)
   want = reference(name).run(batch, weights)
   model = reference(name).policy(scan_layers=scan_layers)
-  # Layers of two kinds of attention are never stacked.
-  stacks = scan_layers and not name.startswith("gemma3_text")
-  assert model.decoder.stacked == stacks
+  assert model.decoder.stacked == scan_layers
   got = qwen_reference.differentiator(model)(batch, weights, want)
   np.testing.assert_allclose(got.logits, want.logits, rtol=0, atol=TOL)
   np.testing.assert_allclose(got.logprobs, want.logprobs, rtol=0, atol=TOL)
@@ -78,6 +81,12 @@ def test_logits_and_gradients_are_the_references(name, scan_layers, reference):
   for key, value in want.gradients.items():
     error = np.abs(got.gradients[key] - value).max() / np.abs(value).max()
     assert error <= TOL, f"{key}: {error:.1e}"
+
+
+@configuration
+def test_layers_of_two_kinds_of_attention_are_not_stacked(name, reference):
+  model = reference(name).policy(scan_layers=True)
+  assert model.decoder.stacked == (not name.startswith("gemma3_text"))
 
 
 @configuration

@@ -185,8 +185,8 @@ def test_the_uploader_is_read_now_and_then(tmp_path):
 def test_a_run_writes_its_timeline(tmp_path):
   """`profile=true`: drawn is what metrics.jsonl has."""
   assert small_runs.run_train(
-      tmp_path, "run.name=a", "steps=3", "profile=true", "eval.modes=[greedy]",
-      "monitor.embedded=true",
+      tmp_path, small_runs.ONE_LAYER, "warm_start.source=none", "run.name=a",
+      "steps=2", "profile=true", "eval.modes=[greedy]", "monitor.embedded=true",
   ) == 0  # pyformat: disable
   spans = written(tmp_path / "a" / "trace.json")
   check_nesting(spans)

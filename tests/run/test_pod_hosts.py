@@ -8,6 +8,7 @@ from pods import ARGUMENTS
 from pods import check_equal
 from pods import metrics_of
 from pods import Pod
+from pods import single_process_run
 import pytest
 import trials
 
@@ -50,10 +51,7 @@ class Hosts:
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
   """A run of one process that plays its episodes itself."""
-  folder = tmp_path_factory.mktemp("one")
-  pod = Pod(folder, 1, *ARGUMENTS, f"run.dir={folder}")
-  assert pod.wait() == [0], pod.said()
-  return folder / "r"
+  return single_process_run(tmp_path_factory)
 
 
 def test_deaths_of_a_host_and_a_learner_change_nothing(one, tmp_path):

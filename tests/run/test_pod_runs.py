@@ -14,6 +14,7 @@ from pods import check_equal
 from pods import CLOSE
 from pods import metrics_of
 from pods import Pod
+from pods import single_process_run
 import pytest
 from safetensors import numpy
 import small_runs
@@ -26,12 +27,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 ROOT = str(forced_devices.ROOT)
 HELPERS = str(forced_devices.ROOT / "tests" / "helpers")
 CHILDREN = os.path.join(HELPERS, "children")
+
+
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-  folder = tmp_path_factory.mktemp("one")
-  pod = Pod(folder, 1, *ARGUMENTS, f"run.dir={folder}")
-  assert pod.wait() == [0], pod.said()
-  return folder / "r"
+  return single_process_run(tmp_path_factory)
 
 
 @pytest.mark.parametrize("count", (2, 4) if trials.share() == 1 else (2,))
@@ -47,7 +47,9 @@ def test_a_pod_s_run_equals_that_of_one_process(count, one, tmp_path):
   assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["2", "3"]
 
 
-@pytest.mark.parametrize("victim", (0, 1) if trials.share() == 1 else (1,))
+# test_pod_hosts.py kills process 1 of a run whose hosts play the episodes.
+@all_of_them
+@pytest.mark.parametrize("victim", (0, 1))
 def test_a_process_that_is_killed_ends_the_others_and_the_run_resumes(
     victim, one, tmp_path
 ):

@@ -25,7 +25,7 @@ def test_eight_ways_to_die_leave_nothing(tmp_path):
   """Of a server's port, a browser, a monitor and its uploader."""
   ways = process_deaths.WAYS
   if trials.share() < 1:
-    ways = ("reward", "SIGTERM", "leader")
+    ways = ("SIGTERM", "leader")
   env = {**os.environ, "JAX_PLATFORMS": "cpu"}
   env.setdefault("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
   process = subprocess.run(

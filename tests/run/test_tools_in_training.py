@@ -25,13 +25,16 @@ def tools(**more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("per", ["run", "episode"])
-def test_an_mcp_servers_tools_train(tmp_path, per):
-  """Calls reach the server, their turns are rewarded, the policy learns."""
+def test_an_mcp_servers_tools_train(tmp_path):
+  """Calls reach the server, their turns are rewarded, the policy learns.
+
+  Each episode has a server of its own; the example of test_example_configs.py
+  trains with one of the run.
+  """
   pytest.importorskip("mcp")
   metrics, trajectories = test_by_name.trained(
       tmp_path, "environment=tool", *test_by_name.TEXT,
-      tools(per=per, only=["add", "fail"]), "environment.max_turns=3",
+      tools(per="episode", only=["add", "fail"]), "environment.max_turns=3",
       "agent=calling_agent:CallingAgent",
       'agent.options={tool: add, arguments: {a: 40, b: 2}}',
       "reward={numeric_match: 1, tool_success: {weight: 0.5, per: turn},"
