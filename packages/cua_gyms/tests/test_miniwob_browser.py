@@ -243,14 +243,12 @@ async def test_a_browser_outlives_neither_its_use_nor_its_loop():
 
 
 _CHILD = """
-import asyncio, importlib.util, os, sys, time
-spec = importlib.util.spec_from_file_location("devtools", sys.argv[1])
-devtools = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(devtools)
+import asyncio, sys
+from cua_gyms.chromium import devtools
 async def main():
   browser = await devtools.Chromium.launch()
   print(browser.pid, browser.profile, flush=True)
-  if sys.argv[2] == "leave":
+  if sys.argv[1] == "leave":
     return
   await asyncio.sleep(60)
 asyncio.run(main())
@@ -262,7 +260,7 @@ asyncio.run(main())
 async def test_a_browser_ends_with_its_owner(end, tmp_path):
   environment = os.environ | {"TMPDIR": str(tmp_path)}
   child = subprocess.Popen(
-      [sys.executable, "-c", _CHILD, devtools.__file__, end],
+      [sys.executable, "-c", _CHILD, end],
       stdout=subprocess.PIPE,
       text=True,
       env=environment,
@@ -276,13 +274,11 @@ async def test_a_browser_ends_with_its_owner(end, tmp_path):
   if end == "killed":  # Its owner was killed; the next launch removes it.
     assert pathlib.Path(profile).exists()
     sweep = (
-        "import importlib.util, sys;"
-        "s = importlib.util.spec_from_file_location('d', sys.argv[1]);"
-        "d = importlib.util.module_from_spec(s); s.loader.exec_module(d);"
+        "from cua_gyms.chromium import devtools as d;"
         "print(d.sweep_profiles(), d.sweep_profiles())"
     )
     swept = subprocess.run(
-        [sys.executable, "-c", sweep, devtools.__file__],
+        [sys.executable, "-c", sweep],
         env=environment, capture_output=True, text=True, check=True,
     )  # pyformat: disable
     assert swept.stdout.split() == ["1", "0"]

@@ -96,6 +96,8 @@ def test_a_name_costs_its_declaration_and_nothing_else():
   """No gym's code, and none of what it needs, is imported by naming it."""
   code = """if True:
       import sys
+      import tunix_multi_turn
+      tunix_multi_turn.light()
       from tunix.rl.multi_turn.environments import gyms
       before = set(sys.modules)
       for name in gyms.names():

@@ -145,8 +145,9 @@ class Hosts:
       port = parts.port or _PORTS.get(parts.scheme)
     except ValueError:
       return False
-    complete = parts.scheme in _PORTS and parts.hostname
-    return bool(complete) and self.allow(parts.hostname, port)
+    if parts.scheme not in _PORTS or not parts.hostname or port is None:
+      return False
+    return self.allow(parts.hostname, port)
 
 
 def may_start(url: str, allowed: Iterable[str]) -> bool:

@@ -144,5 +144,5 @@ def _described(package: pathlib.Path) -> dict[str, str]:
             and isinstance(line.value, ast.Constant)
             and words
         ):
-          sentences[line.value.value] = words[1].strip()
+          sentences[str(line.value.value)] = words[1].strip()
   return sentences

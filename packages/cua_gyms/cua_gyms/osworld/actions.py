@@ -100,7 +100,9 @@ def code(action: gui_action.GuiAction, scroll_px: float) -> str | None:
   raise ValueError(f"this machine has no {what}")
 
 
-def _int(pixels: float) -> int:
+def _int(pixels: float | None) -> int:
+  if pixels is None:
+    raise ValueError("this action needs pixels")
   return int(round(pixels))
 
 
