@@ -316,12 +316,12 @@ PACKAGES = sorted(
     for path in ROOT.glob("packages/*/pyproject.toml")
 )
 MONITOR = "packages/training_monitor"
+SERVICES = "packages/agent_services"
 
 
-@pytest.fixture(scope="module")
-def monitor_wheel(built):
-  """The wheel of the Training Monitor, from the copy of the repository."""
-  tree = built.parent / MONITOR
+def package_wheel(built, folder):
+  """The wheel of a package, from the copy of the repository."""
+  tree = built.parent / folder
   process = run(
       sys.executable, "-c",
       "import setuptools.build_meta as b; b.build_wheel('out')", cwd=tree,
@@ -329,6 +329,33 @@ def monitor_wheel(built):
   assert process.returncode == 0, process.stderr[-2000:]
   (path,) = (tree / "out").glob("*.whl")
   return path
+
+
+@pytest.fixture(scope="module")
+def monitor_wheel(built):
+  return package_wheel(built, MONITOR)
+
+
+@pytest.fixture(scope="module")
+def services_wheel(built):
+  return package_wheel(built, SERVICES)
+
+
+def test_the_services_wheel_is_complete_and_found_by_a_run(services_wheel):
+  with zipfile.ZipFile(services_wheel) as archive:
+    names = set(archive.namelist())
+    (points,) = (n for n in names if n.endswith("/entry_points.txt"))
+    groups = archive.read(points).decode()
+  sources = ROOT / SERVICES / "agent_services"
+  expected = {
+      p.relative_to(sources.parent).as_posix()
+      for p in sources.rglob("*")
+      if p.is_file() and "__pycache__" not in p.parts
+  }
+  assert not expected - names, f"not in it: {sorted(expected - names)}"
+  assert all(n.startswith(("agent_services/", "tunix_agent_services-"))
+             for n in names)  # pyformat: disable
+  assert "[tunix.rl.multi_turn.services]\n" in groups
 
 
 def test_the_monitors_wheel_is_complete_without_the_framework(monitor_wheel):
@@ -350,8 +377,10 @@ def test_the_monitors_wheel_is_complete_without_the_framework(monitor_wheel):
   assert "Requires-Dist: jax" not in needs and "multi-turn @" not in needs
 
 
-def test_no_address_of_a_clone_is_in_what_is_built(wheel, monitor_wheel):
-  for file in (wheel, monitor_wheel):
+def test_no_address_of_a_clone_is_in_what_is_built(
+    wheel, monitor_wheel, services_wheel
+):
+  for file in (wheel, monitor_wheel, services_wheel):
     with zipfile.ZipFile(file) as archive:
       (name,) = (n for n in archive.namelist() if n.endswith("/METADATA"))
       text = archive.read(name).decode()
