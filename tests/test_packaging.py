@@ -322,6 +322,7 @@ PACKAGES = sorted(
 )
 MONITOR = "packages/training_monitor"
 GYMS = "packages/cua_gyms"
+SERVICES = "packages/agent_services"
 
 
 def wheel_of(built, package):
@@ -341,22 +342,36 @@ def monitor_wheel(built):
   return wheel_of(built, MONITOR)
 
 
-def test_the_gyms_wheel_is_complete_and_names_its_gyms(built):
-  with zipfile.ZipFile(wheel_of(built, GYMS)) as archive:
+@pytest.mark.parametrize(
+    "package, file, entries",
+    [
+        (
+            GYMS, "miniwob/prelude.js",
+            "[tunix.rl.multi_turn.gyms]|miniwob = cua_gyms.miniwob:GYM",
+        ),
+        (SERVICES, "serving/openapi.py", "[tunix.rl.multi_turn.services]"),
+    ],
+)  # pyformat: disable
+def test_a_package_s_wheel_is_complete_and_found_by_a_run(
+    built, package, file, entries
+):
+  sources = next((ROOT / package).glob("*/__init__.py")).parent
+  with zipfile.ZipFile(wheel_of(built, package)) as archive:
     names = set(archive.namelist())
     (points,) = (n for n in names if n.endswith("/entry_points.txt"))
     text = archive.read(points).decode()
-  sources = ROOT / GYMS / "cua_gyms"
   expected = {
       p.relative_to(sources.parent).as_posix()
       for p in sources.rglob("*")
       if p.is_file() and "__pycache__" not in p.parts
   }
-  assert "cua_gyms/miniwob/prelude.js" in expected
+  assert f"{sources.name}/{file}" in expected
   assert not expected - names, f"not in it: {sorted(expected - names)}"
-  assert all(n.startswith(("cua_gyms/", "tunix_cua_gyms-")) for n in names)
-  assert "[tunix.rl.multi_turn.gyms]" in text
-  assert "miniwob = cua_gyms.miniwob:GYM" in text
+  assert all(
+      n.startswith((f"{sources.name}/", f"tunix_{sources.name}-"))
+      for n in names
+  )
+  assert all(entry in text for entry in entries.split("|"))
 
 
 def test_the_monitors_wheel_is_complete_without_the_framework(monitor_wheel):
@@ -378,8 +393,10 @@ def test_the_monitors_wheel_is_complete_without_the_framework(monitor_wheel):
   assert "Requires-Dist: jax" not in needs and "multi-turn @" not in needs
 
 
-def test_no_address_of_a_clone_is_in_what_is_built(wheel, monitor_wheel):
-  for file in (wheel, monitor_wheel):
+def test_no_address_of_a_clone_is_in_what_is_built(
+    wheel, monitor_wheel, services_wheel
+):
+  for file in (wheel, monitor_wheel, services_wheel):
     with zipfile.ZipFile(file) as archive:
       (name,) = (n for n in archive.namelist() if n.endswith("/METADATA"))
       text = archive.read(name).decode()
