@@ -31,8 +31,8 @@ from tunix.rl.multi_turn.policy import host_memory
 from tunix.rl.multi_turn.policy import tensor_files
 from tunix.rl.multi_turn.run import episodes
 from tunix.rl.multi_turn.run import models
-from tunix.rl.multi_turn.run.rollout_hosts import messages
 from tunix.rl.multi_turn.run.rollout_hosts import player
+from tunix.rl.multi_turn.run.rollout_hosts import weights
 
 
 class RolloutHost(player.GroupPlayer):
@@ -159,7 +159,7 @@ class RolloutHost(player.GroupPlayer):
         file.flush()
         with tensor_files.opened(pathlib.Path(file.name)) as tensors:
           values = {k: tensors.get_tensor(k) for k in tensors.keys()}
-      state = messages.state_like(self._policy.model, values)
+      state = weights.state_like(self._policy.model, values)
       return self._engine.update_weights(version, state)
 
     loading = asyncio.ensure_future(asyncio.to_thread(load))

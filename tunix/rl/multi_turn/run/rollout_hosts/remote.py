@@ -32,9 +32,9 @@ from tunix.rl.multi_turn.policy import sharding
 from tunix.rl.multi_turn.policy import tensor_files
 from tunix.rl.multi_turn.run.rollout_hosts import leases as leases_lib
 from tunix.rl.multi_turn.run.rollout_hosts import lending
-from tunix.rl.multi_turn.run.rollout_hosts import messages
 from tunix.rl.multi_turn.run.rollout_hosts import player
 from tunix.rl.multi_turn.run.rollout_hosts import server as server_lib
+from tunix.rl.multi_turn.run.rollout_hosts import weights
 
 _LOG = logging.getLogger(__name__)
 ADDRESS = player.ADDRESS
@@ -129,7 +129,7 @@ class HostsEngine:
   ) -> concurrent.futures.Future[int]:
     """Publishes weights; the future has ended."""
     first = self._processes.first
-    tensors = messages.tensors_of(state, self._copies, first, self._types)
+    tensors = weights.tensors_of(state, self._copies, first, self._types)
     path = self._write(tensors) if first else None
     self._server.publish(version, path)
     self.version = version
