@@ -172,7 +172,7 @@ def test_problems_in_words_are_solved_from_the_question_alone(family, signs):
   tools = [{"name": "c", "parameters": {"properties": {"expression": {}}}}]
   tasks = arithmetic.ArithmeticTasks([family])
   texts = {"train": set(), "eval": set()}
-  for split, seen in texts.items():
+  for split, templates in texts.items():
     for i in range(150):
       task = getattr(tasks, f"{split}_task")(family, i)
       call, answer = arithmetic.solve(task.params, tools)
@@ -180,7 +180,7 @@ def test_problems_in_words_are_solved_from_the_question_alone(family, signs):
       expression = called["function"]["arguments"]["expression"]
       assert len(expression.split()) == 2 * signs + 1
       assert eval(expression) == int(answer["content"]) > 0 or signs == 1  # pylint: disable=eval-used
-      seen.add(_without_what_is_drawn(task.params["question"]))
+      templates.add(_template(task.params["question"]))
   if family in word_problems.FAMILIES:
     assert len(texts["train"]) > len(texts["eval"]) > 1
     assert not texts["train"] & texts["eval"]
@@ -190,7 +190,7 @@ def test_problems_in_words_are_solved_from_the_question_alone(family, signs):
     arithmetic.solve(task.params, [add])
 
 
-def _without_what_is_drawn(question):
+def _template(question):
   """A problem's template: its text without numbers, names and things."""
   drawn = "|".join([r"\d+", *word_problems.NAMES, *word_problems.THINGS])
   return re.sub(rf"\b({drawn})\b", "_", question)

@@ -1,10 +1,10 @@
 """Makes arithmetic problems: the tasks that come with text environments.
 
-Families `add`, `subtract`, `multiply` of numbers below ten, `add_tens` of numbers
-below a hundred, `multiply_hundreds` of numbers below a thousand, and the
-families of `word_problems`. A problem is a function of family, split, index and
-seed; training and held-out problems share no pair of numbers, but have the same
-numbers. Of problems in words they share no template.
+Families `add`, `subtract`, `multiply` of numbers below ten, `add_tens` of
+numbers below a hundred, `multiply_hundreds` of numbers below a thousand, and
+the families of `word_problems`. A problem is a function of family, split, index
+and seed; training and held-out problems share no pair of numbers, but have the
+same numbers. Problems in words share no template instead.
 
 `solve` demonstrates them with the tools of the run: one that evaluates an
 `expression` (calculator), one that runs Python `code`, or one of two numbers
@@ -85,7 +85,8 @@ def _is_held_out(a: int, b: int) -> bool:
   return (min(a, b) + 2 * max(a, b)) % _HELD_OUT == 0
 
 
-_PROBLEM = re.compile(r"What is (\d+) ([+*-]) (\d+)\?")
+_PROBLEM = re.compile(r"What is (\d+ [+*-] \d+)\?")
+_TWO_NUMBERS = re.compile(r"(\d+) ([+*-]) (\d+)")
 _VERBS = {"+": "add", "-": "subtract", "*": "multiply"}
 
 
@@ -109,7 +110,7 @@ def solve(
   expression = (
       word_problems.expression(question)
       if match is None
-      else " ".join(match.groups())
+      else match[1]
   )
   if expression is None:
     raise LookupError(
@@ -144,11 +145,10 @@ def _arguments(
     return {"expression": expression}
   if "code" in names:
     return {"code": f"print({expression})"}
-  a, sign, *rest = expression.split()
-  if (
-      len(names) == 2
-      and len(rest) == 1
-      and function.get("name") == _VERBS.get(sign)
-  ):
-    return dict(zip(names, (int(a), int(rest[0]))))
+  two_numbers = _TWO_NUMBERS.fullmatch(expression)
+  if two_numbers is None or len(names) != 2:
+    return None
+  a, sign, b = two_numbers.groups()
+  if function.get("name") == _VERBS[sign]:
+    return dict(zip(names, (int(a), int(b))))
   return None

@@ -4,8 +4,8 @@ Families `words_2`, `words_3` and `words_4` take two, three and four operations
 on numbers of two digits. The templates of held-out problems are never those of
 training problems; names, things and numbers are drawn for each problem.
 
-Promises: `expression` reads any problem of this module back, so that a question
-is all that an oracle needs.
+Promises: `expression` reads any problem of this module back from its text, so
+that an oracle needs the question alone.
 """
 
 from __future__ import annotations
@@ -154,15 +154,11 @@ def _patterns() -> tuple[tuple[re.Pattern[str], _Template], ...]:
 
 def _pattern(text: str) -> str:
   """Returns a regular expression whose groups are the fields of a template."""
-  parts: list[str] = []
-  seen: set[str] = set()
-  for part in re.split(r"(\{\w\})", text):
-    field = part[1:-1]
-    if not part.startswith("{"):
-      parts.append(re.escape(part))
-    elif field in seen:
-      parts.append(f"(?P={field})")
-    else:
-      seen.add(field)
-      parts.append(f"(?P<{field}>[A-Za-z0-9]+)")
-  return "".join(parts)
+  parts = re.split(r"\{(\w)\}", text)  # Literal text and fields by turns.
+  pattern = re.escape(parts[0])
+  for i in range(1, len(parts), 2):
+    field = parts[i]
+    first = field not in parts[1:i:2]
+    pattern += f"(?P<{field}>[A-Za-z0-9]+)" if first else f"(?P={field})"
+    pattern += re.escape(parts[i + 1])
+  return pattern
