@@ -109,7 +109,7 @@ OUTSIDE = (
     "environment=verifiers", "rollout.via=hosts", "rollout.via=offline",
     "rollout.via=buffer", "recipes/miniwob", "recipes/office",
     "lora.yaml", "recipes/rollout_buffer", "recipes/offline",
-    "recipes/recordings", "smollm2_135m",
+    "recipes/recordings", "smollm2",
 )  # pyformat: disable
 """A run with one of these needs a server, a program or files that are not
 here: its settings are read and checked, but nothing is built."""

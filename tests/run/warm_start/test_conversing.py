@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tunix.rl.multi_turn.core import trajectory
 from tunix.rl.multi_turn.environments import arithmetic
 from tunix.rl.multi_turn.environments import conversations
 from tunix.rl.multi_turn.environments import spec
+from tunix.rl.multi_turn.environments import word_problems
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
 from tunix.rl.multi_turn.run import episodes
@@ -160,6 +162,38 @@ def test_held_out_problems_are_of_numbers_that_training_has():
   # Nor does one know a * b who has learned b * a.
   turned = {(b.strip("?"), f"{a}?") for a, b in collected["train"]}
   assert not turned & collected["eval"]
+
+
+@pytest.mark.parametrize(
+    "family, signs",
+    [("multiply_hundreds", 1), ("words_2", 2), ("words_3", 3), ("words_4", 4)],
+)
+def test_problems_in_words_are_solved_from_the_question_alone(family, signs):
+  tools = [{"name": "c", "parameters": {"properties": {"expression": {}}}}]
+  tasks = arithmetic.ArithmeticTasks([family])
+  texts = {"train": set(), "eval": set()}
+  for split, templates in texts.items():
+    for i in range(150):
+      task = getattr(tasks, f"{split}_task")(family, i)
+      call, answer = arithmetic.solve(task.params, tools)
+      (called,) = call["tool_calls"]
+      expression = called["function"]["arguments"]["expression"]
+      assert len(expression.split()) == 2 * signs + 1
+      assert eval(expression) == int(answer["content"]) > 0 or signs == 1  # pylint: disable=eval-used
+      templates.add(_template(task.params["question"]))
+  if family in word_problems.FAMILIES:
+    assert len(texts["train"]) > len(texts["eval"]) > 1
+    assert not texts["train"] & texts["eval"]
+  add = {"function": {"name": "add", "parameters": {"properties": {
+      "x": {}, "y": {}}}}}  # pyformat: disable
+  with pytest.raises(LookupError, match="none of the tools add"):
+    arithmetic.solve(task.params, [add])
+
+
+def _template(question):
+  """A problem's template: its text without numbers, names and things."""
+  drawn = "|".join([r"\d+", *word_problems.NAMES, *word_problems.THINGS])
+  return re.sub(rf"\b({drawn})\b", "_", question)
 
 
 def test_what_cannot_be_demonstrated_is_refused(tmp_path):
