@@ -108,7 +108,7 @@ PEERS: Mapping[str, Peer] = {
     ),
     "verifiers4": Peer(
         "verifiers with tasksets",
-        "a taskset with a tool is played, and it plays our gyms",
+        "its tasksets are played, and it plays our gyms",
         ("verifiers",), ".venv-verifiers4",
     ),
     "openenv": Peer(
