@@ -24,9 +24,9 @@ from typing import Any, Mapping, Sequence
 
 if not metadata.version("verifiers").startswith("0.1."):
   raise ImportError(
-      f"verifiers {metadata.version('verifiers')} has no load_environment;"
-      " install 'verifiers<0.2', or play the taskset tunix-multi-turn by"
-      " verifiers==0.4.0"
+      f"verifiers {metadata.version('verifiers')} is not supported by"
+      " load_environment; install 'verifiers<0.2', or play the taskset"
+      " tunix-multi-turn by verifiers==0.4.0"
   )
 import datasets
 import verifiers as vf
