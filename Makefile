@@ -33,7 +33,7 @@ OWN_MONITOR := $(if $(findstring monitor.,$(ARGS))$(findstring resume,$(ARGS)),,
 XDESKTOP := $(if $(findstring xdesktop,$(ARGS)),$(STAMP)-xdesktop)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint bench docs docs-site docs-test browser weights desktop openenv agent-clients browser-use verifiers areal vllm sglang miles tpu-plan install install-dev clean
+.PHONY: help train test test-all lint bench docs docs-site docs-test browser weights desktop openenv agent-clients browser-use verifiers verifiers4 areal vllm sglang miles tpu-plan install install-dev clean
 
 help: ## this text
 	@echo "usage: make TARGET [ARGS='key=value ...']"
@@ -164,7 +164,7 @@ $(BROWSER_USE): constraints-browser-use.txt
 	@mv $@.part $@
 
 # Environments of verifiers are played there. The last version in which an
-# environment is a module with load_environment, and needs nothing at run time.
+# environment is a module with load_environment.
 VERIFIERS := .venv-verifiers
 verifiers: $(VERIFIERS) ## install the package verifiers, for environment=verifiers
 
@@ -173,6 +173,18 @@ $(VERIFIERS): constraints-verifiers.txt
 	@echo "installing verifiers into $@ (takes a few minutes)"
 	@$@.part/bin/python -m pip install $(PIP_FLAGS) \
 	  -c constraints-verifiers.txt verifiers==0.1.14
+	@mv $@.part $@
+
+# Of verifiers 0.4, environments are tasksets and harnesses. It starts programs of
+# harnesses by uv.
+VERIFIERS4 := .venv-verifiers4
+verifiers4: $(VERIFIERS4) ## install verifiers 0.4, for environment=verifiers with tasksets
+
+$(VERIFIERS4): constraints-verifiers4.txt
+	@rm -rf $@ && scripts/venv.sh "$(CURDIR)/$@.part"
+	@echo "installing verifiers 0.4 into $@ (takes a few minutes)"
+	@$@.part/bin/python -m pip install $(PIP_FLAGS) \
+	  -c constraints-verifiers4.txt verifiers==0.4.0 uv
 	@mv $@.part $@
 
 # AReaL asks for GPU packages and a torch that is not this project's; what its

@@ -7,8 +7,9 @@
 
 A test names its peer with `@pytest.mark.peer("openai")`, and tests/conftest.py
 writes the name into the results. The table counts tests by peer; a peer whose
-tests all skipped, or that has none, is "not run here". Versions are those of
-this checkout's environments. Several results add up: tests may run apart.
+tests all skipped, or that has none, has the day of its last run by hand, or is
+"not run here". Versions are those of this checkout's environments. Several
+results add up: tests may run apart.
 
 Promises: a row for each of `PEERS`, and an error for a peer that is none of
 them. Standard library only.
@@ -43,6 +44,7 @@ class Peer:
     distributions: Names of its package on PyPI; the first installed one counts.
     environment: Directory of the virtual environment that has it.
     manifest: Path of an npm package's manifest in it.
+    by_hand: Version and day of the last run of its tests outside of CI.
   """
 
   title: str
@@ -50,6 +52,7 @@ class Peer:
   distributions: tuple[str, ...] = ()
   environment: str = _OWN
   manifest: str = ""
+  by_hand: tuple[str, str] = ("", "")
 
 
 def _agent(title: str, distribution: str) -> Peer:
@@ -69,10 +72,14 @@ PEERS: Mapping[str, Peer] = {
         ("sglang",), ".venv-sglang",
     ),
     "areal": Peer(
-        "AReaL", "its resolver and executor play the workflow", ("areal",),
-        ".venv-areal",
+        "AReaL",
+        "its executor plays the workflow, its trainer trains a vision policy",
+        ("areal",), ".venv-areal",
     ),
-    "slime": Peer("slime's client", "fetches rollouts from the buffer"),
+    "slime": Peer(
+        "slime's client", "fetches rollouts from the buffer for two updates",
+        by_hand=("624b824a8", "2026-11-28"),
+    ),
     "miles": Peer(
         "miles, a fork of slime", "its loss masks are ours", ("miles-rl",),
         ".venv-miles",
@@ -98,6 +105,11 @@ PEERS: Mapping[str, Peer] = {
     "verifiers": Peer(
         "verifiers", "its environments are trained on, and it plays our gyms",
         ("verifiers",), ".venv-verifiers",
+    ),
+    "verifiers4": Peer(
+        "verifiers with tasksets",
+        "its tasksets are played, and it plays our gyms",
+        ("verifiers",), ".venv-verifiers4",
     ),
     "openenv": Peer(
         "OpenEnv", "its clients play our gyms, and a server of its is a gym",
@@ -192,6 +204,9 @@ def table(
     if ran:
       passed = f"{outcome['passed']} of {ran}"
       cells = (peer.title, version(peer, root) or "–", peer.ran, passed)
+    elif all(peer.by_hand):
+      number, when = peer.by_hand
+      cells = (peer.title, number, peer.ran, f"by hand on {when}")
     else:
       cells = (peer.title, "–", "–", "not run here")
     lines.append(f"| {' | '.join(cells)} |")

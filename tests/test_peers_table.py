@@ -90,6 +90,8 @@ def test_each_peer_has_a_row_and_only_what_ran_a_version(results, tmp_path):
   assert shown["Gymnasium"][-1] == "1 of 1"
   assert shown["Gymnasium"][0][0].isdigit()  # Of this test's environment.
   assert shown["verifiers"] == ["–", "–", "not run here"]
+  version, day = peers_table.PEERS["slime"].by_hand
+  assert shown["slime's client"][0::2] == [version, f"by hand on {day}"]
 
 
 def test_a_peer_that_has_no_row_is_an_error(results, tmp_path):

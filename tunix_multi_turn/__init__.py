@@ -175,6 +175,19 @@ def play() -> None:
   run("environments.play")
 
 
+# Of the package verifiers 0.4, which looks for its classes here.
+__all__ = ("TunixHarness", "TunixTaskset")
+
+
+def __getattr__(name: str) -> Any:
+  """Imports our gyms as a taskset of verifiers: `verifiers_taskset`."""
+  if name not in __all__:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  from tunix_multi_turn import verifiers_taskset  # pylint: disable=g-import-not-at-top
+
+  return getattr(verifiers_taskset, name)
+
+
 def load_environment(*args: Any, **options: Any) -> Any:
   """Our gyms as an environment of the package verifiers: `verifiers_env`."""
   from tunix_multi_turn import verifiers_env  # pylint: disable=g-import-not-at-top

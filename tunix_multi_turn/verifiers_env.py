@@ -20,24 +20,18 @@ from __future__ import annotations
 
 import asyncio
 from importlib import metadata
-import json
-import os
-import pathlib
-import sys
-import threading
 from typing import Any, Mapping, Sequence
 
 if not metadata.version("verifiers").startswith("0.1."):
   raise ImportError(
-      f"verifiers {metadata.version('verifiers')} is not supported: from 0.2"
-      " on, environments are tasksets and harnesses; install 'verifiers<0.2'"
+      f"verifiers {metadata.version('verifiers')} is not supported by"
+      " load_environment; install 'verifiers<0.2', or play the taskset"
+      " tunix-multi-turn by verifiers==0.4.0"
   )
 import datasets
 import verifiers as vf
 
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
-_NAME = "tunix-multi-turn"
-_WORKER = "run.outside_policy"
+from tunix_multi_turn import outside
 
 
 def load_environment(
@@ -65,22 +59,10 @@ def load_environment(
   Raises:
     ValueError: naming the argument or the setting.
   """
-  for name, count in (("train", train), ("eval", eval)):
-    if type(count) is not int or count < 1:
-      raise ValueError(f"{name}={count!r} must be a number of tasks, 1 or more")
-  for name, seconds in (("start_s", start_s), ("turn_s", turn_s)):
-    if not seconds > 0:
-      raise ValueError(f"{name}={seconds} must be a number of seconds")
-  if isinstance(settings, str):
-    settings = settings.split()
-  if isinstance(settings, Mapping):
-    settings = [f"{key}={_text(value)}" for key, value in settings.items()]
-  setup = {"settings": list(settings), "train": train, "eval": eval}
-  host = _Host(python, setup, start_s)
+  host = outside.Host(settings, train, eval, python, start_s, turn_s)
   tasks = host.worker().facts
   return TunixEnv(
       host,
-      turn_s,
       dataset=_rows("train", tasks["train"]),
       eval_dataset=_rows("eval", tasks["eval"]),
       rubric=vf.Rubric(
@@ -88,11 +70,6 @@ def load_environment(
       ),
       message_type="chat",
   )
-
-
-def _text(value: Any) -> str:
-  """A setting's value as YAML reads it."""
-  return value if isinstance(value, str) else json.dumps(value)
 
 
 def _rows(split: str, tasks: Sequence[Mapping[str, Any]]) -> datasets.Dataset:
@@ -137,62 +114,12 @@ def parse_errors(state, **kwargs) -> float:
 # --- episodes -----------------------------------------------------------------
 
 
-class _Host:
-  """The process that plays; started again once it has ended. Thread-safe."""
-
-  def __init__(self, python: str, setup: Mapping[str, Any], start_s: float):
-    python = python or os.environ.get("TUNIX_PYTHON", "")
-    own = _ROOT / ".venv/bin/python"
-    if not python:
-      python = str(own) if own.is_file() else sys.executable
-    if not pathlib.Path(python).is_file():
-      raise ValueError(
-          f"python={python}: no such file; name the interpreter of an"
-          " environment that has tunix-multi-turn, or set TUNIX_PYTHON"
-      )
-    self._command = [python, "-u", "-m", "tunix_multi_turn", _WORKER]
-    self._setup, self._start_s = setup, start_s
-    # An installed package is found by its own interpreter.
-    clone = (_ROOT / "pyproject.toml").is_file()
-    self._path = str(_ROOT) if clone else ""
-    self._lock = threading.Lock()
-    self._worker: Any = None
-
-  def worker(self) -> Any:
-    """Blocks while it starts.
-
-    Raises:
-      ValueError: it does not start, or refuses the settings.
-    """
-    from tunix.rl.multi_turn.core import line_process
-
-    with self._lock:
-      if self._worker is None or not self._worker.alive:
-        try:
-          self._worker = line_process.Worker(
-              self._command,
-              _NAME,
-              self._setup,
-              self._start_s,
-              path=self._path,
-              late="turn_s",
-          )
-        except line_process.WorkerError as error:
-          raise ValueError(str(error)) from None
-      return self._worker
-
-  def end(self) -> None:
-    with self._lock:
-      if self._worker is not None:
-        self._worker.end("the environment was closed")
-
-
 class TunixEnv(vf.MultiTurnEnv):
   """Episodes of a run, turn by turn; the run's own agent writes the prompts."""
 
-  def __init__(self, host: _Host, turn_s: float, **options: Any):
+  def __init__(self, host: outside.Host, **options: Any):
     super().__init__(max_turns=-1, **options)
-    self._host, self._turn_s = host, turn_s
+    self._host = host
 
   async def setup_state(self, state: vf.State) -> None:
     """Starts the episode: its first messages are the rollout's prompt."""
@@ -255,7 +182,7 @@ class TunixEnv(vf.MultiTurnEnv):
     from tunix.rl.multi_turn.core import line_process
 
     try:
-      return await state["tunix_worker"].play(request, self._turn_s)
+      return await state["tunix_worker"].play(request, self._host.turn_s)
     except line_process.WorkerError as error:
       raise vf.InfraError(str(error)) from None
 

@@ -38,6 +38,9 @@ _ROOT = pathlib.Path(__file__).parents[2]
 PYTHON = pathlib.Path(
     os.environ.get("VERIFIERS_PYTHON", _ROOT / ".venv-verifiers/bin/python")
 )
+PYTHON4 = pathlib.Path(
+    os.environ.get("VERIFIERS4_PYTHON", _ROOT / ".venv-verifiers4/bin/python")
+)
 MODULES = _ROOT / "tests/helpers/verifiers_environments"
 CALL = (
     '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
@@ -50,6 +53,14 @@ slow = pytest.mark.slow  # Importing the package takes seconds.
 
 def installed(test):
   return pytest.mark.peer("verifiers")(needed(test))
+
+
+def installed4(test):
+  """Marks a test that needs verifiers 0.4, with its tasksets."""
+  absent = pytest.mark.skipif(
+      not PYTHON4.exists(), reason="no verifiers 0.4: make verifiers4"
+  )
+  return pytest.mark.peer("verifiers4")(absent(test))
 
 
 pytestmark = pytest.mark.timeout(400)
@@ -95,6 +106,17 @@ def make(index=0, split="train", episode_s=60.0, start_s=120.0, **args):
       python=str(PYTHON),
       episode_s=episode_s,
       start_s=start_s,
+  )
+
+
+def make_task(kind="", episode_s=240.0, **args):
+  return environment.VerifiersEnvironment(
+      {"split": "train", "index": 0, "seed": 0},
+      module="counting-taskset",
+      args={"taskset": {"task": {"kind": kind}}, **args},
+      path=str(MODULES),
+      python=str(PYTHON4),
+      episode_s=episode_s,
   )
 
 
@@ -234,6 +256,40 @@ def test_a_run_trains_on_such_an_environment(tmp_path):
   assert not summary.get("faults")
 
 
+@installed4
+@slow
+def test_a_taskset_is_played_with_its_tools_and_rewards(server):
+  (observation, reward, ended, info), sequences = asyncio.run(
+      episode(make_task(), server)
+  )
+  assert observation == {} and ended and reward == 1.0 and info["success"]
+  roles = [m["role"] for m in info["completion"]]
+  assert roles == ["system", "user", "assistant", "tool", "assistant"]
+  assert "sum 7" in str(info["completion"][3]["content"])
+  assert info["example_id"] % 5  # Every fifth is held out.
+  [sequence] = sequences  # The second turn extends the first.
+  mask = np.asarray(sequence["tensor_dict"]["loss_mask"][0])
+  starts = np.flatnonzero(np.diff(mask.astype(int)) == 1)
+  assert len(starts) == 2
+
+
+@installed4
+@slow
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        ("raises", "the rollout failed: TaskError: .*no such answer"),
+        ("nan", "returned the reward nan"),
+    ],
+)
+def test_a_taskset_that_fails_is_an_error_and_no_reward_of_0(
+    server, kind, words
+):
+  with pytest.raises(environment.VerifiersError, match=words):
+    asyncio.run(episode(make_task(kind=kind), server))
+  environment.close_workers()
+
+
 def test_choosing_it_chooses_the_way_to_the_policy():
   config = config_lib.load_config(["environment=verifiers"])
   assert config.rollout.via == "proxy"
@@ -278,7 +334,7 @@ def test_an_interpreter_without_the_package_is_reported():
     asyncio.run(env.reset())
 
 
-@pytest.mark.parametrize("version", ["0.2.0", "0.4.0"])
+@pytest.mark.parametrize("version", ["0.2.0", "0.5.0"])
 def test_a_later_version_is_refused_by_name(tmp_path, monkeypatch, version):
   """Before it is imported: 0.2 and 0.3 then fail for a package of theirs."""
   info = tmp_path / f"verifiers-{version}.dist-info"

@@ -1,7 +1,7 @@
 """Our gyms as an environment of verifiers, played by the package itself.
 
-It lives in an environment of its own, made by `make verifiers`. Skipped where
-there is none.
+It lies in environments of its own, 0.1 made by `make verifiers` and 0.4 by
+`make verifiers4`. Skipped where there is none.
 """
 
 import json
@@ -24,15 +24,27 @@ PYTHON = pathlib.Path(
     os.environ.get("VERIFIERS_PYTHON", _ROOT / ".venv-verifiers/bin/python")
 )
 PLAYER = _ROOT / "tests/helpers/verifiers_player.py"
+PYTHON4 = pathlib.Path(
+    os.environ.get("VERIFIERS4_PYTHON", _ROOT / ".venv-verifiers4/bin/python")
+)
+PLAYER4 = _ROOT / "tests/helpers/verifiers_taskset_player.py"
 SCREEN = (128, 96)
 pytestmark = [
-    pytest.mark.peer("verifiers"),
-    pytest.mark.skipif(
-        not PYTHON.exists(), reason="no verifiers: make verifiers"
-    ),
     pytest.mark.slow,  # Importing the package takes seconds.
     pytest.mark.timeout(500),
 ]
+
+
+def peer(name, python):
+  """Marks a test that needs a version of the package."""
+  absent = pytest.mark.skipif(
+      not python.exists(), reason=f"no {name}: make {name}"
+  )
+  return lambda test: pytest.mark.peer(name)(absent(test))
+
+
+with_0_1 = peer("verifiers", PYTHON)
+with_0_4 = peer("verifiers4", PYTHON4)
 
 
 @pytest.fixture(scope="module", name="server")
@@ -54,7 +66,7 @@ def _server():
   engine.close()
 
 
-def play(url, rows, settings, **more):
+def play(url, rows, settings, *, python=PYTHON, player=PLAYER, **more):
   request = {
       "url": f"{url}/v1", "model": "nano", "rows": rows,
       "args": {"settings": settings, "train": 3, "eval": 2,
@@ -62,7 +74,7 @@ def play(url, rows, settings, **more):
       "sampling": {"max_tokens": 16, "temperature": 1.0, "seed": 3}, **more,
   }  # pyformat: disable
   process = subprocess.run(
-      [str(PYTHON), str(PLAYER), json.dumps(request)],
+      [str(python), str(player), json.dumps(request)],
       cwd=_ROOT,
       env={**os.environ, "PYTHONPATH": str(_ROOT)},
       capture_output=True,
@@ -84,6 +96,7 @@ def images_of(messages):
   ]
 
 
+@with_0_1
 def test_a_policy_plays_the_desktop_and_its_session_has_the_tokens(server):
   with httpx.Client(base_url=server, timeout=60) as client:
     started = client.post("/rl/start_session", json={"task_id": "t"}).json()
@@ -123,6 +136,7 @@ def test_a_policy_plays_the_desktop_and_its_session_has_the_tokens(server):
   assert runs == len(turns) and len(sequence["images"]) == len(turns)
 
 
+@with_0_1
 def test_vf_eval_finds_it_by_its_name(server, tmp_path):
   args = {"settings": {"gym": "desktop", "environment.max_turns": 1},
           "train": 2, "eval": 2, "python": sys.executable}  # pyformat: disable
@@ -142,6 +156,7 @@ def test_vf_eval_finds_it_by_its_name(server, tmp_path):
   assert "reward" in process.stdout and "parse_errors" in process.stdout
 
 
+@with_0_1
 def test_text_tasks_and_a_process_that_died_are_played(server):
   result = play(
       server, [("train", 0), ("eval", 1)], {"environment": "gsm8k"}
@@ -154,6 +169,7 @@ def test_text_tasks_and_a_process_that_died_are_played(server):
   assert after["error"] is None  # It was started again.
 
 
+@with_0_1
 def test_an_environment_that_fails_is_an_error_and_no_reward(server):
   settings = {"gym": "desktop", "collect.deadlines.model": 0.001}
   (result,) = play(server, [("train", 0)], settings)
@@ -162,6 +178,7 @@ def test_an_environment_that_fails_is_an_error_and_no_reward(server):
   )
 
 
+@with_0_1
 def test_a_wrong_argument_is_named(server):
   """Importing the package takes seconds, so one process tries them all."""
   cases = [
@@ -176,3 +193,35 @@ def test_a_wrong_argument_is_named(server):
   assert isinstance(messages, list), messages
   for message, (_, words) in zip(messages, cases, strict=True):
     assert words in message, (words, message)
+
+
+@with_0_4
+def test_a_policy_plays_the_desktop_as_a_taskset(server):
+  """To its end, and up to a limit of verifiers'."""
+  settings = {
+      "gym": "desktop", "tasks": ["click-button"],
+      "agent.on_parse_error": "retry", "environment.max_turns": 3,
+  }  # pyformat: disable
+  options = {"python": PYTHON4, "player": PLAYER4}
+  (result,) = play(server, [1], settings, **options)
+  assert result["ok"] and not result["errors"], result
+  turns = [m for m in result["messages"] if m["role"] == "assistant"]
+  assert len(turns) == 3
+  urls = images_of(result["messages"])
+  assert len(urls) == 3
+  assert result["messages"][0]["role"] == "system"
+  assert "left_click" in str(result["messages"][0])
+  assert result["prompt"] in str(result["messages"])
+  assert result["metrics"]["parse_errors"] <= 3
+  assert result["reward"] == result["metrics"]["success"] in (0, 1)
+  (cut, failed) = (
+      *play(server, [1], settings, agent={"max_turns": 1}, **options),
+      *play(
+          server, [1], {**settings, "collect.deadlines.model": 0.001}, **options
+      ),
+  )
+  assert cut["ok"] and cut["stop"] == "max_turns" and cut["reward"] == 0
+  assert not failed["ok"]
+  assert "status=timeout" in str(failed["errors"]) or (
+      "status=model_error" in str(failed["errors"])
+  )

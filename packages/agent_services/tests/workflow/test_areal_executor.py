@@ -1,19 +1,25 @@
 """AReaL, unmodified, plays our workflow against our servers."""
 
+import asyncio
 import contextlib
 import json
 import os
 import pathlib
+import shutil
 import socket
 import subprocess
 import types
 
 from agent_services.serving import server as server_lib
+from flax import nnx
 import gym_servers
+import jax
 import monitor_server
+import numpy as np
 import pytest
 import run_services
 from tunix.rl.multi_turn.core import http_server
+from tunix.rl.multi_turn.policy import checkpoint
 import two_paths
 import yaml
 
@@ -30,6 +36,7 @@ pytestmark = [
 ]
 TOKENIZER = ROOT / "tunix/rl/multi_turn/policy/data/tiny_vl"
 TOKEN = "s3cret-of-the-monitor"
+RATIO = 5e-3
 END = run_services.call(action="terminate", status="success")
 
 
@@ -69,11 +76,12 @@ def play(*command, seconds=300, **variables):
 class Weights:
   """In front of a policy's server: AReaL's calls around a hand-over.
 
-  Weights are noted, not loaded: AReaL trains another model there.
+  `load(path)` gets the directory of new weights. Without it they are noted:
+  the text actor is another model than the server's.
   """
 
-  def __init__(self, app):
-    self.app = app
+  def __init__(self, app, load=None):
+    self.app, self.load = app, load
     self.paths = []
 
   async def __call__(self, scope, receive, send):
@@ -89,6 +97,8 @@ class Weights:
     if scope["path"] == "/areal_update_weights":
       path = json.loads(body)["model_path"]
       self.paths.append((path, sorted(os.listdir(path))))
+      if self.load is not None:
+        await asyncio.to_thread(self.load, path)
     await send({
         "type": "http.response.start", "status": 200,
         "headers": [(b"content-type", b"application/json")],
@@ -97,9 +107,9 @@ class Weights:
     await send({"type": "http.response.body", "body": content})
 
 
-@pytest.fixture(scope="module", name="world")
-def _world():
-  """The servers: run service, gym, and the shipped policy."""
+@contextlib.contextmanager
+def serving(*overrides, make_load=lambda paths: None):
+  """The servers: run service, gym, and a policy."""
   result = types.SimpleNamespace(log=[])
   with contextlib.ExitStack() as stack:
     serve = lambda app: stack.enter_context(http_server.LoopbackServer(app)).url
@@ -112,14 +122,17 @@ def _world():
             gym_servers.desktop(train_tasks=2, eval_tasks=1)
         )
     )
-    paths = stack.enter_context(two_paths.Both("rollout.agent=run_service"))
+    paths = stack.enter_context(
+        two_paths.Both("rollout.agent=run_service", *overrides)
+    )
     policy = paths.policy
     app = server_lib.make_app(
         "policy", paths.engine,
         (policy.model, policy.processor, policy.tokenizer), paths.images,
         renderer=policy.renderer,
     )  # pyformat: disable
-    result.weights = Weights(app.asgi)
+    result.paths = paths
+    result.weights = Weights(app.asgi, make_load(paths))
     result.policy = serve(result.weights)
     result.broken = serve(
         run_services.Scripted(
@@ -137,6 +150,12 @@ def _world():
             "sampling": True,
         },
     }
+    yield result
+
+
+@pytest.fixture(scope="module", name="world")
+def _world():
+  with serving() as result:
     yield result
 
 
@@ -216,21 +235,24 @@ def test_a_batch_fills_though_episodes_fail(played):
   assert sum(groups["rejected"].values()) > 0
 
 
-def test_the_example_trains_with_areals_trainer(world, tmp_path):
-  """Its FSDP actor on this CPU, two steps; the run is at the monitor."""
-  play("tests/helpers/areal_model.py", str(TOKENIZER), str(tmp_path))
+def train(world, tmp_path, *, model, processor, actor=()):
+  """Runs the example for two steps with AReaL's FSDP actor on this CPU.
+
+  Returns what it printed, and the monitor's rows by table.
+  """
   path = ROOT / "examples/cua_agent/config.yaml"
   config = yaml.safe_load(path.read_text(encoding="utf-8"))
   config |= world.options | {
       "gym_base_url": world.gym,
-      "processor_path": str(tmp_path / "processor"),
+      "processor_path": str(processor),
       "total_train_steps": 2,
   }
   config["cluster"] |= {"fileroot": str(tmp_path / "files")}
   config["cluster"]["name_resolve"]["nfs_record_root"] = str(tmp_path / "names")
   config["actor"] |= {
-      "path": str(tmp_path / "model"), "backend": "fsdp:d1",
+      "path": str(model), "backend": "fsdp:d1",
       "attn_impl": "sdpa", "dtype": "float32", "gradient_checkpointing": False,
+      **dict(actor),
   }  # pyformat: disable
   config["actor"]["optimizer"]["lr"] = 0.01
   config["rollout"]["backend"] = "vllm:d1"
@@ -248,8 +270,9 @@ def test_the_example_trains_with_areals_trainer(world, tmp_path):
   with monitor_server.sqlite_server(tmp_path / "monitor") as monitor:
     output = play(
         "-m", "examples.cua_agent.train", "--config", str(own),
-        seconds=500, AREAL_SPMD_MODE="1", RANK="0", WORLD_SIZE="1",
-        LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        seconds=500, TORCHDYNAMO_DISABLE="1", AREAL_SPMD_MODE="1",
+        RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
         AREAL_LLM_SERVER_ADDRS=world.policy.removeprefix("http://"),
         TUNIX_MONITOR_URL=monitor.url, TUNIX_MONITOR_TOKEN=TOKEN,
         TUNIX_MONITOR_SPOOL=str(tmp_path / "spool"),
@@ -258,6 +281,16 @@ def test_the_example_trains_with_areals_trainer(world, tmp_path):
         name: monitor.rows(name)
         for name in ("training", "step", "baseline", "eval", "rollout", "task")
     }
+  return output, rows
+
+
+def test_the_example_trains_with_areals_trainer(world, tmp_path):
+  """A text actor; the run is at the monitor."""
+  play("tests/helpers/areal_model.py", str(TOKENIZER), str(tmp_path))
+  output, rows = train(
+      world, tmp_path,
+      model=tmp_path / "model", processor=tmp_path / "processor",
+  )  # pyformat: disable
   assert "4 tasks to train on, 2 held out" in output
   files = [path for path in tmp_path.rglob("*") if path.is_file()]
   assert any(path.name == "config.yaml" for path in files)
@@ -286,3 +319,61 @@ def test_the_example_trains_with_areals_trainer(world, tmp_path):
   assert versions == ["weight_update_v1", "weight_update_v2"]
   assert all("model.safetensors" in str(names)
              for _, names in world.weights.paths)  # pyformat: disable
+
+
+def test_a_vision_actor_trains_the_policy_that_plays(tmp_path):
+  """Its FSDP engine computes with our rows' pixels, and we load what it wrote.
+
+  Its log-probs of sampled tokens are those of the server, before the first
+  update and after each hand-over.
+  """
+  weights = []
+
+  def make_load(paths):
+    def load(path):
+      model, _, _ = checkpoint.load_policy(path)
+      weights.append(model)
+      paths.engine.update_weights(len(weights), model).result(60)
+
+    return load
+
+  with serving("policy=qwen3_vl_tiny", make_load=make_load) as world:
+    weights.append(world.paths.policy.model)
+    model = checkpoint.save_policy(tmp_path / "policy", weights[0])
+    # The whole processor needs torchvision, for videos.
+    processor = tmp_path / "processor"
+    processor.mkdir()
+    shutil.copy(model / "preprocessor_config.json", processor)
+    _, rows = train(
+        world, tmp_path, model=model, processor=processor,
+        # Sampled tokens become likelier, though no episode succeeds.
+        actor={
+            "reward_bias": 1.0, "adv_norm": None, "use_decoupled_loss": True,
+            # A row each: sdpa lets packed rows of a vision model mix.
+            "mb_spec": {"max_tokens_per_mb": 200},
+            # AReaL counts the tokens whose ratio of our probability to its
+            # own is outside.
+            "rejection_sampling": {
+                "level": "token", "action": "mask", "metric": "ratio",
+                "lower": 1 - RATIO, "upper": 1 + RATIO,
+            },
+        },
+    )  # pyformat: disable
+  assert [step["status"] for step in rows["step"]] == ["completed"] * 2
+  for step in rows["step"]:
+    statistics = json.loads(step["metrics_json"])
+    assert statistics["ppo_actor/update/n_valid_tokens"] >= 8
+    assert statistics["ppo_actor/update/grad_norm"] > 0.01
+    assert statistics["ppo_actor/update/rs_filtered_fraction"] == 0, statistics
+    for end in ("min", "max"):
+      ratio = statistics[f"ppo_actor/update/behave_imp_weight/{end}"]
+      assert ratio == pytest.approx(1, abs=RATIO), statistics
+  assert len(weights) == 3
+  for old, new in zip(weights, weights[1:]):
+    for part in ("visual", "language_model"):
+      change = jax.tree.map(
+          lambda a, b: abs(np.asarray(a) - np.asarray(b)).max(),
+          *(nnx.to_pure_dict(nnx.state(getattr(m, part), nnx.Param))
+            for m in (old, new)),
+      )  # pyformat: disable
+      assert max(jax.tree.leaves(change)) > 1e-3, part

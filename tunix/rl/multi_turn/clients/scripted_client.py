@@ -50,11 +50,12 @@ class ScriptedClient:
       sampling: policy_client.SamplingParams,
       *,
       session: str,
+      on_tokens: Callable[[np.ndarray], None] | None = None,
   ) -> policy_client.Completion:
     """Returns the scripted tokens, cut as an engine cuts them.
 
     They end with the first stop token (STOP), or at `max_new_tokens` or the end
-    of the context (LENGTH).
+    of the context (LENGTH). `on_tokens` gets all of them at once.
     """
     room = sampling.max_new_tokens
     if self._context_length is not None:
@@ -79,6 +80,8 @@ class ScriptedClient:
         room = int(stops[0]) + 1
         reason = policy_client.FinishReason.STOP
     tokens = tokens[:room]
+    if on_tokens is not None:
+      on_tokens(tokens)
     return policy_client.Completion(
         tokens=tokens,
         logprobs=np.zeros(len(tokens), np.float32),
