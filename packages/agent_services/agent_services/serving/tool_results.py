@@ -62,7 +62,8 @@ def _matched(
   if len(calls) > _SHOWN:
     names += f" and {len(calls) - _SHOWN} more"
   by_id = dict(zip(ids, results))
-  called, answered = set(calls), set()
+  called = set(calls)
+  answered: set[str | None] = set()
   for id_ in ids:
     if id_ is None:
       raise _refused(
