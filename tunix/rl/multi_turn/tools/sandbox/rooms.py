@@ -251,10 +251,11 @@ class Room:
     target = shlex.quote(f"{self.inside_tmp}/{log}")
     text = f"exec {line} </dev/null >{target} 2>&1\n"
     with self._lock:
-      if not self.alive:
+      process = self._process
+      if not self.alive or process is None or process.stdin is None:
         raise errors.DesktopLost(f"the desktop has ended; {self.last_words()}")
       try:
-        os.write(self._process.stdin.fileno(), text.encode())
+        os.write(process.stdin.fileno(), text.encode())
       except OSError as error:
         raise errors.DesktopLost(f"the desktop has ended: {error}") from None
 
@@ -487,7 +488,7 @@ class Room:
     """
     while _READY not in files.read_text(self.path, "log", ""):
       late = time.monotonic() > began + deadline_s
-      if late or self._process.poll() is not None:
+      if late or not self.alive:
         what = f"did not come up in {deadline_s:g} s" if late else "ended"
         raise errors.LaunchError(f"bubblewrap {what}; {self.last_words()}")
       time.sleep(0.001)
@@ -504,7 +505,7 @@ class Room:
       self, env: Mapping[str, str], info_fd: int, limits: Limits
   ) -> list[str]:
     command = [
-        shutil.which("bwrap", path=SEARCH), *_NAMESPACES,
+        shutil.which("bwrap", path=SEARCH) or "bwrap", *_NAMESPACES,
         "--info-fd", str(info_fd), "--clearenv",
         "--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev",
     ]  # pyformat: disable
