@@ -110,9 +110,8 @@ def read(raw: bytes, buffer: str | None = None) -> list[Item]:
       # One object that is written over several lines.
       values = [_parse(raw)]
   else:
-    values = [_parse(raw)]
-    if isinstance(values[0], list):
-      values = values[0]
+    value = _parse(raw)
+    values = value if isinstance(value, list) else [value]
   if not values:
     raise ItemError("the body holds no item; write at least one")
   result = []
@@ -131,20 +130,17 @@ _LONG_INTEGER = re.compile(rb"(?<![0-9.])[0-9]{19}")
 _SLICE = 1 << 20
 """Bytes of one search: the interpreter runs no other thread meanwhile."""
 _ZEROS = b"0" * 19
-_DIGITS_TO_ZERO = bytes(
-    ord("0" if 48 <= code < 58 else " ") for code in range(256)
-)
+_DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"0" * 9)
 
 
 def _may_hold_long_integer(raw: bytes) -> bool:
   """Whether `_LONG_INTEGER` matches anywhere in a body."""
   for start in range(0, len(raw), _SLICE):
-    before = min(start, 1)  # What the pattern looks behind at.
-    part = raw[start - before : start + _SLICE + len(_ZEROS) - 1]
-    # The pattern is slow and hardly ever needed.
-    if _ZEROS in part.translate(_DIGITS_TO_ZERO):
-      if _LONG_INTEGER.search(part, before):
-        return True
+    part = raw[max(start - 1, 0) : start + _SLICE + len(_ZEROS) - 1]
+    # The pattern, which looks at the byte before, is slow and rarely needed.
+    may = _ZEROS in part.translate(_DIGITS_TO_ZERO)
+    if may and _LONG_INTEGER.search(part, min(start, 1)):
+      return True
   return False
 
 
