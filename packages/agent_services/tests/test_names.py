@@ -1,6 +1,7 @@
 """Former names of the services, and a run without them."""
 
 import importlib
+import importlib.util
 import subprocess
 import sys
 
@@ -27,6 +28,13 @@ def test_a_module_by_its_former_name_is_the_same_module(former, name):
   module = importlib.import_module(f"agent_services.{name}")
   assert importlib.import_module(f"{ROOM}.{former}") is module
   assert module.__spec__.name == f"agent_services.{name}"
+
+
+def test_a_program_by_its_former_name_has_a_file():
+  """`python -m` makes it sys.argv[0], which JAX reads."""
+  former = importlib.util.find_spec(f"{ROOM}.serving.__main__")
+  own = importlib.util.find_spec("agent_services.serving.__main__")
+  assert former.origin == own.origin and former.origin.endswith("__main__.py")
 
 
 _ABSENT = """

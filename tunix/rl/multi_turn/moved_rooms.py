@@ -57,7 +57,10 @@ class _SameModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     if spec is None:
       return None
     return importlib.machinery.ModuleSpec(
-        fullname, self, is_package=spec.submodule_search_locations is not None
+        fullname,
+        self,
+        origin=spec.origin,  # `python -m` makes it sys.argv[0].
+        is_package=spec.submodule_search_locations is not None,
     )
 
   def get_code(self, fullname):

@@ -2,12 +2,16 @@
 
 import asyncio
 import contextlib
+import functools
+import importlib.metadata
 import json
 import os
 import pathlib
 import shutil
 import socket
 import subprocess
+import tempfile
+import tomllib
 import types
 
 from agent_services.serving import server as server_lib
@@ -56,6 +60,18 @@ def every_second_fails(placeholder):
   return answer
 
 
+@functools.cache
+def entry_points():
+  """A folder with what pip notes of this clone's packages, without code."""
+  folder = pathlib.Path(tempfile.mkdtemp())
+  for path in ROOT.glob("packages/*/pyproject.toml"):
+    name = tomllib.loads(path.read_text())["project"]["name"]
+    noted = importlib.metadata.distribution(name).locate_file("")
+    (noted,) = noted.glob(f"{name.replace('-', '_')}-*.dist-info")
+    shutil.copytree(noted, folder / noted.name)
+  return folder
+
+
 def play(*command, seconds=300, **variables):
   """Runs AReaL's Python in the clone; returns what it printed."""
   ran = subprocess.run(
@@ -66,6 +82,7 @@ def play(*command, seconds=300, **variables):
       env={**os.environ,
            "PYTHONPATH": os.pathsep.join([
                str(ROOT), *map(str, ROOT.glob("packages/*")),
+               str(entry_points()),
            ]),
            "PYTHONDONTWRITEBYTECODE": "", **variables},
   )  # pyformat: disable
