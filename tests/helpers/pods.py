@@ -1,6 +1,5 @@
 """Runs of several processes, as the command starts them on several hosts."""
 
-import functools
 import json
 import pathlib
 import time
@@ -69,19 +68,6 @@ class Pod:
 
   def said(self) -> str:
     return "\n".join(log.read_text()[-3000:] for log in self.logs)
-
-
-@functools.cache
-def single_process_run(tmp_path_factory) -> pathlib.Path:
-  """Directory of the run of one process that pods are compared with.
-
-  It is made once a session; conftest.py keeps the files that use it in one
-  worker.
-  """
-  folder = tmp_path_factory.mktemp("one")
-  pod = Pod(folder, 1, *ARGUMENTS, f"run.dir={folder}")
-  assert pod.wait() == [0], pod.said()
-  return folder / "r"
 
 
 def metrics_of(run: pathlib.Path) -> list[dict]:

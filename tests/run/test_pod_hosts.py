@@ -8,7 +8,6 @@ from pods import ARGUMENTS
 from pods import check_equal
 from pods import metrics_of
 from pods import Pod
-from pods import single_process_run
 import pytest
 import trials
 
@@ -46,12 +45,6 @@ class Hosts:
     line = text().splitlines()[-1]
     assert line.endswith("groups were collected here"), text()
     return int(line.split()[-5])
-
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory):
-  """A run of one process that plays its episodes itself."""
-  return single_process_run(tmp_path_factory)
 
 
 def test_deaths_of_a_host_and_a_learner_change_nothing(one, tmp_path):

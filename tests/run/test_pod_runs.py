@@ -14,7 +14,6 @@ from pods import check_equal
 from pods import CLOSE
 from pods import metrics_of
 from pods import Pod
-from pods import single_process_run
 import pytest
 from safetensors import numpy
 import small_runs
@@ -27,11 +26,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 ROOT = str(forced_devices.ROOT)
 HELPERS = str(forced_devices.ROOT / "tests" / "helpers")
 CHILDREN = os.path.join(HELPERS, "children")
-
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory):
-  return single_process_run(tmp_path_factory)
 
 
 @pytest.mark.parametrize("count", (2, 4) if trials.share() == 1 else (2,))

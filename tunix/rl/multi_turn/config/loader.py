@@ -102,13 +102,20 @@ _ELSEWHERE = {
     "model": ("policy",), "lr": ("learner.learning_rate",),
     "n": ("collect.group_size",),
     "num_generations": ("collect.group_size",),
-    "batch_size": ("learner.groups_per_step", "learner.rows"),
+    "batch_size": (
+        "learner.groups_per_step", "learner.rows", "warm_start.batch_size",
+    ),
     "train_batch_size": ("learner.groups_per_step", "learner.rows"),
     "gpu_memory_utilization": ("engine.cache_tokens", "engine.slots"),
     "screen": ("gym.width", "gym.height"),
     "max_model_len": ("engine.context_length",),
 }  # pyformat: disable
-"""Names of other trainers and engines -> the settings that do the same."""
+"""Names of other trainers and engines -> the settings to look at instead."""
+
+_PLACES = frozenset({
+    "", "actor", "collect", "engine", "learner", "policy", "rollout", "trainer",
+})  # pyformat: disable
+"""Sections in which such a name means what it means there."""
 
 
 def nearest(word: str, valid: Sequence[str]) -> str:
@@ -122,7 +129,7 @@ def nearest_key(path: str, cls: type, aliases: Mapping[str, str]) -> str:
   """As `nearest` for a dotted key: a right name in a wrong place counts."""
   all_sections, keys = sections(cls), leaves(cls)
   section, _, leaf = path.rpartition(".")
-  if leaf in _ELSEWHERE:
+  if leaf in _ELSEWHERE and section in _PLACES:
     return _meant(_ELSEWHERE[leaf])
   by_leaf: dict[str, list[str]] = {}
   for key in keys:
@@ -465,8 +472,10 @@ def _wanted(field: settings.Setting, error: pydantic.ValidationError) -> str:
   words = item + _type_words(field.type, bool(item))
   if field.unit == "s" and (seconds := _seconds(details[0]["input"])):
     words += f" of seconds: {seconds:g}"
-  if thousands := re.fullmatch(r"(\d+)k", str(details[0]["input"])):
-    words += f": {1024 * int(thousands[1])}"
+  thousands = re.fullmatch(r"(\d{1,6})[kK]", str(details[0]["input"]))
+  if thousands and field.type is int:
+    tokens = field.name.endswith(("_length", "_tokens"))
+    words += f": {(1024 if tokens else 1000) * int(thousands[1])}"
   return words
 
 
