@@ -193,8 +193,16 @@ class _Work:
           ]
         elif stored:
           self._training = reply["training_id"] = stored[0][0]
+    paths = {item.path for item in self._left_out}
+    left_out = [  # A field of an item that is left out has no entry of its own.
+        *(
+            one for one in batch.ignored
+            if "times" in one or one["field"].rpartition(".")[0] not in paths
+        ),
+        *self._refused,
+    ]  # pyformat: disable
     if self._refused and not any(reply.values()):
-      raise errors.invalid([*batch.ignored, *self._refused])
+      raise errors.invalid(left_out)
     self._sql.many(
         sql_lib.upsert(
             "monitor_client_id", ("project_id", "kind", "client_id"),
@@ -205,16 +213,7 @@ class _Work:
     if self._training is not None:
       reply.setdefault("training_id", self._training)
       self.trainings.add(self._training)
-    paths = {item.path for item in self._left_out}
-    ignored = [
-        *self._ignored,
-        *(  # A field of an item that is left out has no entry of its own.
-            one for one in batch.ignored
-            if "times" in one or one["field"].rpartition(".")[0] not in paths
-        ),
-        *self._refused,
-    ]  # pyformat: disable
-    if ignored:
+    if ignored := [*self._ignored, *left_out]:
       reply["ignored"] = ignored
     if delivery is not None:
       reply["applied_to"] = delivery.last
