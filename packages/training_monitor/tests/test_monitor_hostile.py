@@ -189,8 +189,8 @@ def test_very_many_unknown_fields_cost_few_suggestions(monkeypatch):
   batch = items.read(json.dumps({"tasks": [task] * 2}).encode())
   assert len(calls) == 20
   assert len(batch.ignored) == 21 and len(batch.items["task"][0].raw) == 5000
-  rest = batch.ignored[-1]
-  assert rest["times"] == 2 * 4980 and rest["kept"] == "a raw value"
+  last = batch.ignored[-1]
+  assert last["times"] == 2 * 4980 and last["kept"] == "a raw value"
 
 
 def test_lone_surrogates_are_never_stored(lite):

@@ -132,7 +132,7 @@ class _Expressions:
     elif kind == "text":
       sent = self._raw("monitor_group", name)
     else:
-      sent = self._number("monitor_group", name, whole=kind == "integer")
+      sent = self._number("monitor_group", name, integer=kind == "integer")
     words = ", ".join(f"'{w}'" for w in sorted(vocabulary.FINISHED["rollout"]))
     ended = f"count(CASE WHEN r.status IN ({words}) THEN 1 END)"
     figure = {
@@ -211,24 +211,24 @@ class _Expressions:
         f" v.entity_id = t.id AND v.field = '{name}')"
     )
 
-  def _number(self, kind: str, name: str, whole: bool = False) -> str:
+  def _number(self, kind: str, name: str, integer: bool = False) -> str:
     """Returns SQL of a raw value as a number; NULL where it is none.
 
     Args:
       kind: Kind of the row.
       name: Field of the raw value.
-      whole: Whether only a whole number of at most 15 digits is one.
+      integer: Whether only a whole number of at most 15 digits is one.
     """
     if self.sqlite:
       number = (
           "json_type(v.value) = 'integer' AND length(abs(v.value)) <= 15 THEN"
           " CAST(v.value AS INTEGER)"
-          if whole
+          if integer
           else "json_type(v.value) IN ('integer', 'real') THEN CAST(v.value AS"
           " REAL)"
       )
       value = f"CASE WHEN json_valid(v.value) THEN CASE WHEN {number} END END"
-    elif whole:
+    elif integer:
       value = (
           "CASE WHEN v.value ~ '^-?[0-9]{1,15}$' THEN v.value::bigint END"
       )

@@ -301,13 +301,13 @@ class _Faults:
     }  # pyformat: disable
 
   def _count(self, stored: str, times: int) -> None:
-    rest = self.ignored.setdefault(_REST, {
+    entry = self.ignored.setdefault(_REST, {
         "kind": "batch", **errors.fault("…", "…", "is one of more fields than"
         " an answer names"), "kept": stored, "times": 0,
     })  # pyformat: disable
-    rest["times"] += times
+    entry["times"] += times
     if stored == "nothing":
-      rest["kept"] = stored
+      entry["kept"] = stored
 
   def refuse(self, kind: str, path: str, value: Any, message: str) -> None:
     errors.add_refused(

@@ -112,10 +112,10 @@ class References:
         " ON project_id = ? AND kind = {first} AND client_id = {second}",
         pairs, (self._project,),
     )  # pyformat: disable
-    found: dict[str, dict[str, int]] = collections.defaultdict(dict)
+    matches: dict[str, dict[str, int]] = collections.defaultdict(dict)
     for kind, name, id_ in rows:
-      found[kind][name] = id_
-    for kind, ids in found.items():
+      matches[kind][name] = id_
+    for kind, ids in matches.items():
       self._learn_stored(kind, ids)
 
   def look_up(self, kind: str, names: Iterable[str]) -> Mapping[str, int]:
