@@ -3,6 +3,7 @@
 import datetime
 import errno
 import json
+import logging
 import threading
 import time
 
@@ -588,3 +589,13 @@ def test_the_code_in_the_documentation_runs(server, tmp_path, monkeypatch):
   assert "my-run" in [t["run_name"] for t in server.rows("training")]
   (body,) = documented_code.blocks("docs/monitor.md", "json")
   assert set(server.post(json.loads(body.text))) > {"rollouts", "turns"}
+
+
+def test_what_the_server_did_not_keep_is_a_warning(server, tmp_path, caplog):
+  caplog.set_level(logging.INFO)
+  with client_of(server.url, tmp_path / "spool") as client:
+    client._learn({"ignored": [
+        {"field": "a", "kept": "nothing"}, {"field": "b", "kept": "pending"},
+    ]})  # pyformat: disable
+  levels = [r.levelname for r in caplog.records if "ignored" in r.message]
+  assert levels == ["WARNING", "INFO"]

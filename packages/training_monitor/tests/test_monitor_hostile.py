@@ -165,6 +165,34 @@ def test_numbers_that_are_none_are_refused_or_null(lite, number):
   assert lite.rows("step")[-1]["loss"] is None
 
 
+def test_a_number_of_very_many_digits_is_refused_at_once():
+  for text in ("1" * 500_000 + "x", "1" * 500_000, "." + "1" * 500_000 + "x"):
+    start = time.monotonic()
+    with pytest.raises(fields.WrongValue, match="give a number"):
+      fields.real(text)
+    assert time.monotonic() - start < 5
+  texts = ("1", "-1.5", ".5", "+2e-3", "1" * 300, "1" * 390)
+  assert [fields.real(text) for text in texts[:5]] == [
+      1.0, -1.5, 0.5, 0.002, float("1" * 300)
+  ]  # pyformat: disable
+  with pytest.raises(fields.WrongValue, match="finite"):
+    fields.real(texts[5])
+
+
+def test_very_many_unknown_fields_cost_few_suggestions(monkeypatch):
+  calls = []
+  suggest = items._unknown
+  monkeypatch.setattr(
+      items, "_unknown", lambda *args: calls.append(args) or suggest(*args)
+  )
+  task = {"task_id": "t"} | {f"strange_{n}": n for n in range(5000)}
+  batch = items.read(json.dumps({"tasks": [task] * 2}).encode())
+  assert len(calls) == 20
+  assert len(batch.ignored) == 21 and len(batch.items["task"][0].raw) == 5000
+  last = batch.ignored[-1]
+  assert last["times"] == 2 * 4980 and last["kept"] == "a raw value"
+
+
 def test_lone_surrogates_are_never_stored(lite):
   body = '{"tasks": [{"task_id": "lone\\ud800", "name": "x"}]}'
   reply = lite.http.post("/api/ingest/batch", content=body)

@@ -437,6 +437,51 @@ def test_what_refers_to_an_item_that_is_left_out_is_left_out_too(server):
   assert server.get("/api/v1/rollouts/good")["num_turns"] is None
 
 
+def test_a_refused_change_is_neither_reported_nor_half_stored(server):
+  server.post(joined(base(), episode("r1")))
+  moved = {"client_id": "r1", "source_type": "eval", "reward": [1], "odd": 1}
+  refused = server.post({"rollouts": [moved]}, 400)
+  assert "exactly one" in refused["detail"]
+  reply = server.post({"rollouts": [moved], "tasks": [{"task_id": "u"}]})
+  assert reply["rollouts"] == [] and len(reply["tasks"]) == 1
+  (entry,) = reply["ignored"]  # One of the item, none of its fields.
+  assert entry["kept"] == "nothing" and "exactly one" in entry["message"]
+  raw = server.rows(
+      "monitor_raw_value", order="field", where="kind = 'rollout'"
+  )
+  assert raw == []
+
+
+def test_an_item_that_is_left_out_is_never_said_to_be_kept(lite):
+  for item, field in (
+      ({"odd": 1, "client_id": 7}, "tasks[0].client_id"),
+      ({"odd": 1, "prerequisites": {}}, "tasks[0].prerequisites"),
+      ({"odd": 1, "name": "no task_id"}, "tasks[0].task_id"),
+  ):
+    body = {"tasks": [item], "training": {"run_name": "r"}}
+    (entry,) = lite.post(body)["ignored"]
+    assert entry["field"] == field and entry["kept"] == "nothing"
+  assert lite.rows("task") == []
+  assert lite.rows("monitor_raw_value", order="field") == []
+
+
+def test_values_left_out_beyond_those_named_are_counted(lite):
+  odd = {f"odd_{n}": n for n in range(30)}
+  body = {"tasks": [{"task_id": "t", **odd}], **{f"no_{n}": [] for n in "ab"},
+          "training": {"run_name": "r", "x" * 201: 1, "y" * 202: 2}}
+  ignored = lite.post(body)["ignored"]
+  lost = [e for e in ignored if e["kept"] == "nothing"]
+  assert [e["field"][-3:] for e in lost] == ["o_a", "o_b", "xxx", "yyy"]
+  assert sum(e.get("times", 1) for e in ignored) == 34
+  assert len(ignored) == 21 and ignored[-1]["times"] == 14
+  # A lost value has its entry, even if it comes last.
+  late = {"tasks": [{"task_id": "t", **odd, "z" * 201: 1}]}
+  ignored = lite.post(late)["ignored"]
+  (last,) = [e for e in ignored if e["kept"] == "nothing"]
+  assert last["field"].endswith("zzz")
+  assert sum(e.get("times", 1) for e in ignored) == 31
+
+
 def test_all_faults_are_told_at_once(lite):
   reply = lite.post(
       {"training": {"status": "x", "seed": "y", "lora_rank": []}}, status=400

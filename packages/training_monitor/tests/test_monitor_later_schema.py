@@ -12,6 +12,7 @@ from training_monitor.maintenance import runs as runs_lib
 from training_monitor.schema import database
 from training_monitor.schema import later_views
 from training_monitor.schema import tables
+from training_monitor.schema import triggers
 from training_monitor.server import access
 
 base, episode, joined = (
@@ -366,3 +367,116 @@ def test_what_views_were_given_is_what_the_api_shows(server):
   # A client's environment does not get the id of the one that waits.
   reply = server.post({"environments": [{"client_id": "x", "env_type": "web"}]})
   assert reply["environments"][0]["id"] == 3
+
+
+def test_names_of_rows_deleted_by_sql_are_names_of_new_rows(server):
+  sent(server)
+  body = {"validations": [{"client_id": "r1:validation", "success": False,
+                           "rollout_id": "r1", "expected_result": {"a": 1}}],
+          "environments": [{"client_id": "waits", "env_type": "web",
+                            "name": "kept raw"}]}  # pyformat: disable
+  first = server.post(body)
+  with database.writing(server.engine) as connection:
+    for view in ("monitor_later_validation", "monitor_later_action"):
+      run(connection, f"DELETE FROM {view}")
+    run(connection, "DELETE FROM obs")  # Of a table itself.
+    run(connection, "DELETE FROM monitor_later_turn WHERE turn = 2")
+    run(connection, "DELETE FROM monitor_later_environment WHERE id = :id",
+        id=first["environments"][0]["id"])  # pyformat: disable
+  where = "kind IN ('action', 'obs', 'validation') OR field = 'name'"
+  assert server.rows("monitor_raw_value", order="field", where=where) == []
+  again = server.post(body)
+  assert again["environments"][0]["id"] > first["environments"][0]["id"]
+  assert again["validations"][0]["id"] > first["validations"][0]["id"]
+  assert len(server.rows("validation")) == 1
+  # The deleted parent of an item is unknown, and a new one is made.
+  lost = {"actions": [{"client_id": "a", "turn_id": "r1:turn:2"}]}
+  assert "no turn has this client id" in server.post(lost, 400)["detail"]
+  server.post(lost | {"turns": [
+      {"client_id": "r1:turn:2", "turn": 2, "rollout_id": "r1"}
+  ]})  # pyformat: disable
+  assert server.post(body) == again
+
+
+def test_a_deleted_rollout_leaves_no_history_and_its_name_is_free(server):
+  sent(server)
+  with database.writing(server.engine) as connection:
+    for view in ("validation", "action"):
+      run(connection, f"DELETE FROM monitor_later_{view}")
+    run(connection, "DELETE FROM obs")
+    for view in ("turn", "environment", "rollout"):
+      run(connection, f"DELETE FROM monitor_later_{view}")
+  where = "entity_type IN ('rollout', 'environment')"
+  assert server.rows("status_history", where=where) == []
+  reply = sent(server)
+  assert len(server.rows("rollout")) == len(reply["rollouts"]) == 1
+  assert len(server.rows("turn")) == 2
+
+
+def test_an_insert_that_is_ignored_changes_no_row(tmp_path):
+  engine = database.connect(tmp_path / "m.db")
+  database.upgrade(engine)
+  with database.writing(engine) as connection:
+    insert(connection, "monitor_later_training", **NEEDED[
+        "monitor_later_training"])  # pyformat: disable
+    for step in (1, 2, 3):
+      insert(connection, "monitor_later_step", training_id=1, step=step)
+    before = run(connection, "SELECT * FROM monitor_later_step ORDER BY id")
+    run(connection, "INSERT OR IGNORE INTO monitor_later_step (training_id,"
+                    " step, avg_turn_time) VALUES (1, 1, 9.5)")
+    run(connection, "UPDATE OR IGNORE monitor_later_step SET step = 2,"
+                    " avg_turn_time = 7.5 WHERE step = 3")  # pyformat: disable
+    after = run(connection, "SELECT * FROM monitor_later_step ORDER BY id")
+    assert after == before
+    assert run(connection, "SELECT * FROM monitor_raw_value") == []
+    run(connection, "INSERT OR IGNORE INTO monitor_later_step (training_id,"
+                    " step, avg_turn_time) VALUES (1, 4, 9.5)")
+    (new,) = run(connection, "SELECT * FROM monitor_later_step WHERE step = 4")
+    assert (new["step"], new["avg_turn_time"]) == (4, 9.5)
+  engine.dispose()
+
+
+def test_numbers_of_a_client_beyond_all_measure_leave_the_views_readable(
+    server
+):
+  sent(server)
+  server.post({"training_id": "T", "groups": [
+      {"client_id": "G", "batch": 9e99, "num_rollouts": "2.5",
+       "success_count": 7, "reward_mean": 9e99},
+  ], "steps": [{
+      "client_id": "S", "progress_percent": 1e-300,
+      "start_time": "2026-01-01T00:00:00Z",
+  }]})  # pyformat: disable
+  (group,) = view(server, "group", "id = 1")
+  assert group["batch"] is None and group["num_rollouts"] == 1
+  assert (group["success_count"], group["reward_mean"]) == (7, 9e99)
+  (step,) = view(server, "step")
+  assert step["estimated_total_time"] is None
+
+
+def test_a_waiting_environment_gets_the_rollout_that_an_update_names(rows):
+  insert(rows, "monitor_later_rollout", **(
+      NEEDED["monitor_later_rollout"] | {"rollout_id": "v", "env_id": None}
+  ))  # pyformat: disable
+  insert(rows, "monitor_later_environment", env_type="android", gbox_id="g")
+  run(rows, "UPDATE monitor_later_environment SET rollout_id = 2 WHERE id = 2")
+  assert run(rows, "SELECT * FROM monitor_pending_environment") == []
+  (environment,) = run(rows, "SELECT * FROM environment WHERE id = 2")
+  assert (environment["rollout_id"], environment["gbox_id"]) == (2, "g")
+  assert environment["status"] == "pending" and environment["created_at"]
+
+
+@pytest.mark.parametrize("kind", ["VIEW", "TABLE"])
+def test_a_group_of_another_program_is_left_alone(target, kind):
+  engine = database.connect(target)
+  with database.writing(engine) as connection:
+    triggers.drop(connection)
+    if "group" in sa.inspect(connection).get_view_names():
+      later_views.drop(connection)
+    run(connection, "DELETE FROM monitor_meta WHERE key = 'triggers'")
+    run(connection, f'CREATE {kind} "group" AS SELECT 7 AS n')
+  with pytest.raises(database.DatabaseError, match="'group'"):
+    database.upgrade(engine)
+  with database.reading(engine) as connection:
+    assert run(connection, 'SELECT * FROM "group"') == [{"n": 7}]
+  engine.dispose()

@@ -1,15 +1,18 @@
 """Unmodified clients of other programs: everything they send is kept."""
 
 import base64
+import concurrent.futures
 import hashlib
 import io
 import json
+import time
 
 import monitor_server
 import numpy as np
 from PIL import Image
 import pytest
 from training_monitor.server import access
+from training_monitor.server import ingest
 
 base, episode, joined = (
     monitor_server.base, monitor_server.episode, monitor_server.joined,
@@ -146,6 +149,39 @@ def test_screenshots_in_other_formats_and_wrapped_base64_are_stored(lite):
       decoded = np.asarray(image.convert("RGB")).astype(int)
     assert np.abs(decoded - pixels).max() < 8
   assert kinds == ["image/png"] * 3 + ["image/jpeg"]
+
+
+def test_screenshots_that_cannot_be_read_are_all_counted(lite):
+  body = joined(base(), episode("r1", turns=150))
+  for one in body["observations"]:
+    one["screenshot_uri"] = "data:"
+  ignored = lite.post(body)["ignored"]
+  assert len(ignored) == 100 and ignored[-1]["times"] == 51
+  assert len(lite.rows("obs")) == 150
+
+
+def test_few_data_uris_are_decoded_at_once(lite, monkeypatch):
+  running, most = [], []
+
+  def decode(data):
+    running.append(data)
+    most.append(len(running))
+    time.sleep(0.05)
+    running.pop()
+    return data
+
+  monkeypatch.setattr(ingest, "_as_stored", decode)
+  lite.post(base())
+  bodies = []
+  for n in range(12):
+    body = joined(base(), episode(f"r{n}", turns=1))
+    image = base64.b64encode(monitor_server.screenshot(n)[1]).decode()
+    uri = "data:image/png;base64," + image
+    body["observations"][0]["screenshot_uri"] = uri
+    bodies.append(body)
+  with concurrent.futures.ThreadPoolExecutor(12) as pool:
+    list(pool.map(lite.post, bodies))
+  assert len(most) == 12 and max(most) <= ingest._MOST_DECODING
 
 
 def test_nothing_of_a_batch_is_lost_for_one_odd_value(server):

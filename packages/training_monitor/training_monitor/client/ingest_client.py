@@ -279,7 +279,9 @@ class IngestClient:
         self._ids.popitem(last=False)
       self._answered.notify_all()
     for ignored in reply.get("ignored", ()):
-      _LOG.info("the monitor ignored a change: %s", ignored)
+      lost = ignored.get("kept") == "nothing"
+      level = logging.WARNING if lost else logging.INFO
+      _LOG.log(level, "the monitor ignored a change: %s", ignored)
 
 
 def default_spool_dir() -> pathlib.Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable
 
 _SECTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "learning": (
@@ -47,7 +47,8 @@ _SECTIONS: dict[str, tuple[dict[str, Any], ...]] = {
          "names": ("episodes_busy",)},
         {"key": "seconds", "title": "Step time",
          "names": ("time/wait", "time/learn", "time/publish", "time/save",
-                   "time/evaluate", "time/report", "time/other")},
+                   "time/evaluate", "time/report", "time/other"),
+         "earlier": ("seconds_wait", "seconds_learn", "seconds_publish")},
         {"key": "engine_time", "title": "Engine's time",
          "names": ("time/engine_idle", "time/engine_prefill",
                    "time/engine_decode", "time/engine_vision",
@@ -62,3 +63,19 @@ CHARTS: tuple[dict[str, Any], ...] = tuple(
     for section, charts in _SECTIONS.items() for chart in charts
 )  # pyformat: disable
 """Charts of a run, in order; docs/metrics.md explains the readings."""
+
+
+def measured(has: Callable[[str], bool]) -> list[dict[str, Any]]:
+  """Returns the charts that have a reading, with the names to show.
+
+  Args:
+    has: Returns whether a run has readings of a metric. Of a run without any of
+      a chart's names, the names that `earlier` versions recorded are shown.
+  """
+  shown = []
+  for chart in CHARTS:
+    for names in (chart["names"], chart.get("earlier", ())):
+      if any(map(has, names)):
+        shown.append({**chart, "names": names})
+        break
+  return shown

@@ -286,13 +286,10 @@ class RunPages:
     run = self.head(request.project, training)
     columns = self._curves.of(training)
     evals = self.eval_points(training)
-    shown = [
-        chart for chart in charts_lib.CHARTS
-        if any(_has(columns, name) for name in chart["names"])
-    ]  # pyformat: disable
+    shown = charts_lib.measured(lambda name: _has(columns, name))
+    charted = {n for c in (*charts_lib.CHARTS, *shown) for n in c["names"]}
     flat_ones = [] if asks.flat else [c for c in shown if _flat(columns, c)]
     shown = [chart for chart in shown if chart not in flat_ones]
-    charted = {n for chart in charts_lib.CHARTS for n in chart["names"]}
     uncharted = sorted(
         n for n in columns.values
         if n not in charted and not n.startswith(("success_rate/", "status/"))
@@ -427,16 +424,16 @@ class RunPages:
       if any(differs) or not only:
         rows.append({"name": name, "values": values, "differs": differs})
     columns = {i: self._curves.of(i) for i in ids}
+    measured = lambda name: any(_has(c, name) for c in columns.values())
     shown = [
         {
             **chart, "names": chart["names"][:1],
             "title": chart["title"] if len(chart["names"]) == 1
             else f"{chart['title']}: {chart['names'][0]}",
         }
-        for chart in charts_lib.CHARTS
-        if not chart["names"][0].endswith("/")
-        and any(_has(c, chart["names"][0]) for c in columns.values())
-    ]  # pyformat: disable
+        for chart in charts_lib.measured(measured)
+        if not chart["names"][0].endswith("/") and measured(chart["names"][0])
+    ]
     results = []
     for name in _COMPARED:
       values = [columns[i].recent(name) for i in ids]

@@ -162,9 +162,8 @@ def prune(
       outcome.rows += runs_lib.delete(
           engine, run.id, episodes_only=criteria.episodes_only
       )
-    if deleted:
-      with runs_lib.writing(engine) as connection:
-        runs_lib.forget_names(connection)
+    with runs_lib.writing(engine) as connection:  # Also those of raw SQL.
+      runs_lib.forget_names(connection)
   _prune_screenshots(
       engine, files / "screenshots", outcome, deleted if dry_run else [],
       dry_run, grace_s,

@@ -16,6 +16,7 @@ import sqlalchemy as sa
 
 from training_monitor.schema import database
 from training_monitor.schema import tables
+from training_monitor.schema import triggers
 from training_monitor.schema import vocabulary
 from training_monitor.server import items
 
@@ -240,24 +241,17 @@ def delete_parts(connection: sa.Connection, rollouts: Sequence[int]) -> int:
 
 
 def _delete(connection: sa.Connection, kind: str, rows: Sequence[int]) -> int:
-  """Deletes rows of a table and the rows beside them; returns how many."""
-  t, raw, h = (
-      tables.metadata.tables[kind], tables.raw_value, tables.status_history,
-  )  # pyformat: disable
+  """Deletes rows of a table; triggers delete what is beside them.
+
+  Returns:
+    Number of rows.
+  """
+  t = tables.metadata.tables[kind]
   for start in range(0, len(rows), 500):
     part = rows[start : start + 500]
-    connection.execute(
-        sa.delete(raw).where(raw.c.kind == kind, raw.c.entity_id.in_(part))
-    )
     if kind in ("rollout", "turn"):
       n = tables.annotation
       connection.execute(sa.delete(n).where(n.c[f"{kind}_id"].in_(part)))
-    if kind in vocabulary.STATEFUL:
-      connection.execute(
-          sa.delete(h).where(
-              h.c.entity_type == kind, h.c.entity_id.in_(part)
-          )
-      )
     connection.execute(sa.delete(t).where(t.c.id.in_(part)))
   return len(rows)
 
@@ -306,10 +300,10 @@ def writing(engine: sa.Engine) -> Iterator[sa.Connection]:
     yield connection
     meta = tables.meta
     connection.execute(
-        sa.delete(meta).where(meta.c.key == database.GENERATION)
+        sa.delete(meta).where(meta.c.key == triggers.GENERATION)
     )
     connection.execute(
-        sa.insert(meta).values(key=database.GENERATION, value=uuid.uuid4().hex)
+        sa.insert(meta).values(key=triggers.GENERATION, value=uuid.uuid4().hex)
     )
 
 

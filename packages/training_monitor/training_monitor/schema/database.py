@@ -32,9 +32,6 @@ from training_monitor.schema import triggers
 _BUSY_S = 30.0
 _POSTGRES_LOCK = 0x74756E6978  # Any number: an upgrade holds it.
 _WRITERS_LOCK = 0x6D6F6E69746F72  # One writer at a time.
-GENERATION = "generation"
-"""Key of `monitor_meta`: its value changes after rows were deleted or imported,
-so that readers drop their caches."""
 _TRIGGERS = "triggers"
 _RESERVED = 2  # Connections that readers leave to the writer.
 _READER_S = 20.0
@@ -225,7 +222,7 @@ def upgrade(engine: sa.Engine) -> None:
       revision = _check_revision(engine, connection)
       if revision != migrations.REVISIONS[0]:
         if revision is not None:  # Views would hold the columns that they show.
-          later_views.drop(connection)
+          _drop_views(connection)
           _forget_triggers(connection)
         migrations.upgrade(connection)
       text_index.install(connection)
@@ -260,7 +257,7 @@ def _install_triggers(connection: sa.Connection) -> None:
     return
   statements = _made_of_code(connection.dialect.name)
   triggers.drop(connection)
-  later_views.drop(connection)
+  _drop_views(connection)
   for statement in statements:
     if connection.dialect.name == "postgresql":
       statement = statement.replace("%", "%%")  # Its driver's placeholders.
@@ -269,6 +266,17 @@ def _install_triggers(connection: sa.Connection) -> None:
   connection.execute(
       sa.insert(tables.meta).values(key=_TRIGGERS, value=_digest(statements))
   )
+
+
+def _drop_views(connection: sa.Connection) -> None:
+  if later_views.has_foreign_group(connection):
+    where = connection.engine.url.render_as_string(hide_password=True)
+    raise DatabaseError(
+        f"{where} has a table or view 'group' that the monitor did not make;"
+        " the monitor has a view of this name: rename yours, or give the"
+        " monitor a database of its own"
+    )
+  later_views.drop(connection)
 
 
 def _forget_triggers(connection: sa.Connection) -> None:

@@ -78,6 +78,16 @@ def statements(dialect: str) -> list[str]:
   ]
 
 
+def has_foreign_group(connection: sa.Connection) -> bool:
+  """Returns whether `"group"` is a table or view that the monitor lacks."""
+  inspector = sa.inspect(connection)
+  if "group" in inspector.get_table_names():
+    return True
+  if "group" not in inspector.get_view_names():
+    return False
+  return f"{PREFIX}group" not in inspector.get_view_definition("group")
+
+
 def drop(connection: sa.Connection) -> None:
   """Takes away every view of the monitor."""
   connection.exec_driver_sql('DROP VIEW IF EXISTS "group"')
@@ -122,9 +132,7 @@ class _Expressions:
     elif kind == "text":
       sent = self._raw("monitor_group", name)
     else:
-      sent = self._number("monitor_group", name)
-    if kind == "integer":
-      sent = f"CAST({sent} AS {'INTEGER' if self.sqlite else 'BIGINT'})"
+      sent = self._number("monitor_group", name, integer=kind == "integer")
     words = ", ".join(f"'{w}'" for w in sorted(vocabulary.FINISHED["rollout"]))
     ended = f"count(CASE WHEN r.status IN ({words}) THEN 1 END)"
     figure = {
@@ -203,18 +211,33 @@ class _Expressions:
         f" v.entity_id = t.id AND v.field = '{name}')"
     )
 
-  def _number(self, kind: str, name: str) -> str:
-    """Returns SQL of a raw value as a number; NULL where it is none."""
-    value = (
-        "CASE WHEN json_valid(v.value) THEN CASE WHEN json_type(v.value) IN"
-        " ('integer', 'real') THEN CAST(v.value AS REAL) END END"
-        if self.sqlite
-        else (
-            "CASE WHEN v.value ~"
-            " '^-?[0-9]{1,15}([.][0-9]{1,30})?([eE][-+]?[0-9]{1,2})?$' THEN"
-            " v.value::double precision END"
-        )
-    )
+  def _number(self, kind: str, name: str, integer: bool = False) -> str:
+    """Returns SQL of a raw value as a number; NULL where it is none.
+
+    Args:
+      kind: Kind of the row.
+      name: Field of the raw value.
+      integer: Whether only a whole number of at most 15 digits is one.
+    """
+    if self.sqlite:
+      number = (
+          "json_type(v.value) = 'integer' AND length(abs(v.value)) <= 15 THEN"
+          " CAST(v.value AS INTEGER)"
+          if integer
+          else "json_type(v.value) IN ('integer', 'real') THEN CAST(v.value AS"
+          " REAL)"
+      )
+      value = f"CASE WHEN json_valid(v.value) THEN CASE WHEN {number} END END"
+    elif integer:
+      value = (
+          "CASE WHEN v.value ~ '^-?[0-9]{1,15}$' THEN v.value::bigint END"
+      )
+    else:
+      value = (
+          "CASE WHEN v.value ~"
+          " '^-?[0-9]{1,15}([.][0-9]{1,30})?([eE][-+]?[0-9]{1,2})?$' THEN"
+          " v.value::double precision END"
+      )
     return self._raw(kind, name, value)
 
   def _turn_time(self, kind: str) -> str:
@@ -248,7 +271,7 @@ class _Expressions:
     share = "100.0" if total else "(100.0 - t.progress_percent)"
     return (
         f"CASE WHEN t.status IN ({ended}) THEN {spent if total else '0.0'}"
-        f" WHEN t.progress_percent > 0 THEN {spent} * {share} /"
+        f" WHEN t.progress_percent > 1e-6 THEN {spent} * {share} /"
         " t.progress_percent END"
     )
 

@@ -113,7 +113,7 @@ class _Writes:
     values = ", ".join(map(self._inserted, self._columns))
     insert = f'INSERT INTO "{self._name}" ({names})'
     if self._name != "environment":
-      body.append(f"{insert} VALUES ({values})")
+      body += [f"{insert} VALUES ({values})", *self._unless_ignored()]
     else:
       body.append(f"{insert} SELECT {values} WHERE NEW.rollout_id IS NOT NULL")
       body.append(
@@ -130,21 +130,28 @@ class _Writes:
     body = [
         *self._checks(), f'UPDATE "{self._name}" SET {sets} WHERE id = OLD.id'
     ]  # pyformat: disable
-    if self._name == "environment":
-      body.append(
+    if self._name != "environment":
+      body += self._unless_ignored()
+    else:
+      names = ", ".join(f'"{c}"' for c in self._columns)
+      values = ", ".join(f'NEW."{c}"' for c in self._columns)
+      body += [
           "UPDATE monitor_pending_environment SET fields_json ="
-          f" {self._pending()} WHERE id = OLD.id"
-      )
+          f" {self._pending()} WHERE id = OLD.id",
+          f"INSERT INTO environment ({names}) SELECT {values} WHERE"
+          " OLD.rollout_id IS NULL AND NEW.rollout_id IS NOT NULL",
+          "DELETE FROM monitor_pending_environment WHERE id = OLD.id AND"
+          " NEW.rollout_id IS NOT NULL",
+      ]
     return [*body, *self._keep_raw(new=False), *self._take_environment()]
 
   def _delete(self) -> list[str]:
-    body = [
-        f"DELETE FROM monitor_raw_value WHERE kind = '{self._name}' AND"
-        " entity_id = OLD.id",
-        f'DELETE FROM "{self._name}" WHERE id = OLD.id',
-    ]
-    if self._name == "environment":
-      body.append("DELETE FROM monitor_pending_environment WHERE id = OLD.id")
+    body = [f'DELETE FROM "{self._name}" WHERE id = OLD.id']
+    if self._name == "environment":  # One that waits has no row.
+      body += [
+          "DELETE FROM monitor_pending_environment WHERE id = OLD.id",
+          *triggers.after_delete("environment", self._sqlite),
+      ]
     return body
 
   def _inserted(self, column: str) -> str:
@@ -194,6 +201,13 @@ class _Writes:
     return self._refuse(
         wrong, "group.source_type: the id that it names is NULL"
     )
+
+  def _unless_ignored(self) -> list[str]:
+    """Returns SQL that ends where SQLite's `OR IGNORE` left the row as it was.
+
+    Raw values would become those of the newest row otherwise.
+    """
+    return ["SELECT RAISE(IGNORE) WHERE changes() = 0"] if self._sqlite else []
 
   def _refuse(self, condition: str, why: str) -> list[str]:
     if self._sqlite:

@@ -5,6 +5,8 @@
   changes, and none otherwise.
 - `updated_at` moves with every change that does not set it.
 - `rollout.is_eval` is derived: 0 for a training step's rollout, else 1.
+- Raw values and the history of a row go with the row, and servers drop their
+  caches: the generation in `monitor_meta` changes.
 
 They are made from the vocabulary and hold no data, so `database` replaces all
 of them whenever they differ from those that are installed.
@@ -18,6 +20,12 @@ from training_monitor.schema import tables
 from training_monitor.schema import vocabulary
 
 PREFIX = "monitor_trg_"
+GENERATION = "generation"
+"""Key of `monitor_meta`: its value changes after rows were deleted or imported,
+so that readers drop their caches."""
+_KINDS = tuple(
+    t.name for t in (*tables.TABLES, tables.group) if t.name != "status_history"
+)
 _SQLITE_NOW = "strftime('%Y-%m-%d %H:%M:%f', 'now')"
 
 
@@ -75,6 +83,25 @@ def _with_updated_at() -> list[str]:
   return [t.name for t in tables.TABLES if "updated_at" in t.c]
 
 
+def after_delete(table: str, sqlite: bool) -> list[str]:
+  """Returns SQL that deletes what is beside the deleted row `OLD`."""
+  own = "entity_id = OLD.id"
+  body = [f"DELETE FROM monitor_raw_value WHERE kind = '{table}' AND {own}"]
+  if table in vocabulary.STATEFUL:
+    body.append(
+        f"DELETE FROM status_history WHERE entity_type = '{table}' AND {own}"
+    )
+  return [*body, _new_generation(sqlite)]
+
+
+def _new_generation(sqlite: bool) -> str:
+  token = "lower(hex(randomblob(16)))" if sqlite else "gen_random_uuid()"
+  return (
+      f"INSERT INTO monitor_meta (key, value) VALUES ('{GENERATION}', {token})"
+      " ON CONFLICT (key) DO UPDATE SET value = excluded.value"
+  )
+
+
 def _history_values(table: str, old: str) -> str:
   progress = "NULL" if table == "environment" else "NEW.progress_percent"
   return f"'{table}', NEW.id, {old}, NEW.status, {progress}, NEW.status_message"
@@ -107,6 +134,11 @@ def _sqlite() -> list[str]:
         f'CREATE TRIGGER {PREFIX}{table}_updated AFTER UPDATE ON "{table}"'
         " WHEN NEW.updated_at IS OLD.updated_at BEGIN UPDATE"
         f' "{table}" SET updated_at = {_SQLITE_NOW} WHERE id = NEW.id; END'
+    )
+  for table in _KINDS:
+    ddl.append(
+        f'CREATE TRIGGER {PREFIX}{table}_deleted AFTER DELETE ON "{table}"'
+        f" BEGIN {'; '.join(after_delete(table, sqlite=True))}; END"
     )
   for event in ("INSERT", "UPDATE OF source_type, is_eval"):
     kind = event.split()[0].lower()
@@ -153,7 +185,21 @@ def _postgresql() -> list[str]:
         f"CREATE TRIGGER {PREFIX}{table}_updated BEFORE UPDATE ON"
         f' "{table}" FOR EACH ROW EXECUTE FUNCTION monitor_fn_updated_at()'
     )
+  # Once a statement: a row that changes often in a transaction gets slow.
+  own = "o WHERE x.{} = TG_TABLE_NAME::text AND x.entity_id = o.id"
   ddl += [
+      "CREATE OR REPLACE FUNCTION monitor_fn_deleted() RETURNS trigger AS $$"
+      " BEGIN IF EXISTS (SELECT 1 FROM old_rows) THEN DELETE FROM"
+      f" monitor_raw_value x USING old_rows {own.format('kind')}; DELETE FROM"
+      f" status_history x USING old_rows {own.format('entity_type')};"
+      f" {_new_generation(sqlite=False)}; END IF; RETURN NULL; END $$ LANGUAGE"
+      " plpgsql",
+      *(
+          f'CREATE TRIGGER {PREFIX}{table}_deleted AFTER DELETE ON "{table}"'
+          " REFERENCING OLD TABLE AS old_rows FOR EACH STATEMENT EXECUTE"
+          " FUNCTION monitor_fn_deleted()"
+          for table in _KINDS
+      ),
       "CREATE OR REPLACE FUNCTION monitor_fn_is_eval() RETURNS trigger AS $$"
       " BEGIN NEW.is_eval = CASE WHEN NEW.source_type = 'step' THEN 0 ELSE 1"
       " END; RETURN NEW; END $$ LANGUAGE plpgsql",

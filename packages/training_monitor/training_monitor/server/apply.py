@@ -143,6 +143,7 @@ class _Work:
     self._training: int | None = None
     self._ignored: list[dict[str, Any]] = []
     self._refused: list[dict[str, Any]] = []
+    self._left_out: set[Item] = set()
     self._whole = False
     """Whether one item that cannot be stored refuses the batch."""
     self._who = references.References(
@@ -192,18 +193,27 @@ class _Work:
           ]
         elif stored:
           self._training = reply["training_id"] = stored[0][0]
+    paths = {item.path for item in self._left_out}
+    left_out = [  # A field of an item that is left out has no entry of its own.
+        *(
+            one for one in batch.ignored
+            if "times" in one or one["field"].rpartition(".")[0] not in paths
+        ),
+        *self._refused,
+    ]  # pyformat: disable
     if self._refused and not any(reply.values()):
-      raise errors.invalid([*batch.ignored, *self._refused])
+      raise errors.invalid(left_out)
     self._sql.many(
-        "INSERT INTO monitor_client_id (project_id, kind, client_id,"
-        " entity_id) VALUES (?, ?, ?, ?)",
+        sql_lib.upsert(
+            "monitor_client_id", ("project_id", "kind", "client_id"),
+            ("entity_id",),
+        ),
         self._names,
     )
     if self._training is not None:
       reply.setdefault("training_id", self._training)
       self.trainings.add(self._training)
-    ignored = [*self._ignored, *batch.ignored, *self._refused]
-    if ignored:
+    if ignored := [*self._ignored, *left_out]:
       reply["ignored"] = ignored
     if delivery is not None:
       reply["applied_to"] = delivery.last
@@ -235,6 +245,7 @@ class _Work:
     """Leaves an item out for what `error` says, or raises it."""
     if self._whole:
       raise error
+    self._left_out.add(item)
     errors.add_refused(
         self._refused, kind.name, item.client_id, error.faults[0]
     )
@@ -293,6 +304,7 @@ class _Work:
       result.append((id_, item))
     self._insert(kind, inserts)
     self._update(kind, updates)
+    result = [pair for pair in result if pair[1] not in self._left_out]
     side_rows.keep_raw_values(self._sql, kind.name, result)
     if kind.name == "rollout":
       self._environments_of(result)

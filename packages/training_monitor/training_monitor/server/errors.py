@@ -72,7 +72,7 @@ def add_refused(
     refused: list[dict[str, Any]], kind: str, client_id: str | None,
     fault_: dict[str, Any],
 ) -> None:  # pyformat: disable
-  """Adds an item that is left out; of very many, the last entry counts."""
+  """Adds what is left out; of very many, the last entry counts the rest."""
   if len(refused) < MAX_REFUSED:
     refused.append({
         "kind": kind, "client_id": client_id, **fault_, "kept": "nothing",

@@ -33,7 +33,10 @@ _MILLISECONDS_FROM = 1e11
 _LATEST = 253402300799.0  # The end of the year 9999.
 _LONE = re.compile("[\ud800-\udfff]")
 _WHOLE = re.compile(r"[+-]?[0-9]{1,19}")
-_DECIMAL = re.compile(r"[+-]?[0-9]*\.?[0-9]+([eE][+-]?[0-9]{1,3})?")
+_DECIMAL = re.compile(
+    r"[+-]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?"
+)
+_MAX_DECIMAL = 400  # The longest finite float has 309 digits before the point.
 _FLAGS_AS_TEXT = {"true": 1, "1": 1, "false": 0, "0": 0}
 NOT_FINITE = frozenset({"NaN", "Infinity", "-Infinity"})
 """Spellings of numbers that JSON lacks; stored as NULL."""
@@ -94,7 +97,9 @@ def integer(value: Any) -> int:
 
 def real(value: Any) -> Any:
   kind = type(value)
-  decimal = kind is str and _DECIMAL.fullmatch(value)
+  decimal = (
+      kind is str and len(value) <= _MAX_DECIMAL and _DECIMAL.fullmatch(value)
+  )
   if kind is float or kind is int or decimal:
     try:
       value = float(value)

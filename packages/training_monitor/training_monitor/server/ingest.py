@@ -16,7 +16,7 @@ import datetime
 import hashlib
 import io
 import re
-from typing import Callable
+from typing import Any, Callable
 
 from PIL import Image
 from starlette import concurrency
@@ -133,7 +133,8 @@ class Ingest:
             " or sha256:<hash> of a screenshot that was sent",
         ))  # pyformat: disable
         continue
-      data = await concurrency.run_in_threadpool(_as_stored, data)
+      async with self._decoding:
+        data = await concurrency.run_in_threadpool(_as_stored, data)
       sha = hashlib.sha256(data).hexdigest()
       files[sha] = data
       shown.append((item, sha))
@@ -145,14 +146,12 @@ class Ingest:
         wrong.append((item, "data:…", refused[sha]))
       else:
         item.values["screenshot_uri"] = f"sha256:{sha}"
-    for item, value, why in wrong[: errors.MAX_REFUSED]:
-      path = f"{item.path}.screenshot_uri"
-      batch.ignored.append({
-          "kind": "obs", "client_id": item.client_id,
-          **errors.fault(path, value, why), "kept": "nothing",
-      })  # pyformat: disable
-    for item, *_ in wrong:
+    faults: list[dict[str, Any]] = []
+    for item, value, why in wrong:
+      fault = errors.fault(f"{item.path}.screenshot_uri", value, why)
+      errors.add_refused(faults, "obs", item.client_id, fault)
       del item.values["screenshot_uri"]
+    batch.ignored.extend(faults)
 
   async def _missing(
       self, request: Request, who: access_lib.Principal

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 from typing import Any, Callable, Mapping
 
@@ -38,6 +39,7 @@ MAX_ITEMS = 20_000
 _MAX_FAULTS = 20
 MAX_ID = 500
 _MAX_NAME = 200
+_REST = ("batch", "…")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,16 +273,41 @@ class _Faults:
       raise errors.invalid(self.found)
 
   def ignore(
-      self, kind: str, path: str, value: Any, message: str, stored: str
-  ) -> None:
-    """Records a value that is not stored as sent, once a kind and field."""
+      self, kind: str, path: str, value: Any, message: Callable[[], str],
+      stored: str,
+  ) -> None:  # pyformat: disable
+    """Records a value that is not stored as sent, once a kind and field.
+
+    Of very many fields, `_REST` counts those that have no entry; one whose
+    value is lost comes before one whose value is a raw value.
+    """
     key = (kind, path.rpartition(".")[2])
     if key in self.ignored:
       self.ignored[key]["times"] = self.ignored[key].get("times", 1) + 1
-    elif len(self.ignored) < _MAX_FAULTS:
-      self.ignored[key] = {
-          "kind": kind, **errors.fault(path, value, message), "kept": stored,
-      }  # pyformat: disable
+      return
+    if len(self.ignored) >= _MAX_FAULTS:
+      last = stored == "nothing" and next(
+          (k for k, one in self.ignored.items()
+           if k != _REST and one["kept"] != "nothing"),
+          None,
+      )  # pyformat: disable
+      if not last:
+        self._count(stored, 1)
+        return
+      one = self.ignored.pop(last)
+      self._count(one["kept"], one.get("times", 1))
+    self.ignored[key] = {
+        "kind": kind, **errors.fault(path, value, message()), "kept": stored,
+    }  # pyformat: disable
+
+  def _count(self, stored: str, times: int) -> None:
+    entry = self.ignored.setdefault(_REST, {
+        "kind": "batch", **errors.fault("…", "…", "is one of more fields than"
+        " an answer names"), "kept": stored, "times": 0,
+    })  # pyformat: disable
+    entry["times"] += times
+    if stored == "nothing":
+      entry["kept"] = stored
 
   def refuse(self, kind: str, path: str, value: Any, message: str) -> None:
     errors.add_refused(
@@ -302,7 +329,8 @@ def read(body: bytes) -> IngestBatch:
   faults = _Faults()
   for key in data:
     if key not in _BODY:
-      faults.ignore("batch", key, "…", _unknown(key, _BODY), "nothing")
+      unknown = functools.partial(_unknown, key, _BODY)
+      faults.ignore("batch", key, "…", unknown, "nothing")
   if data.get("parts") is not None:
     data = _joined(data, faults)
   return _batch(data, faults, len(body))
@@ -331,7 +359,8 @@ def _join(
 ) -> None:
   before = joined.get(key)
   if key not in _PART:
-    faults.ignore("batch", path, "…", _unknown(key, _PART), "nothing")
+    unknown = functools.partial(_unknown, key, _PART)
+    faults.ignore("batch", path, "…", unknown, "nothing")
   elif value is None:
     pass
   elif before is None:
@@ -420,6 +449,7 @@ def _read(
   item = Item(path)
   readers, values = kind.readers, item.values
   wrong: list[tuple[str, str, Any, str]] = []
+  unknown: list[tuple[str, Any]] = []
   for field, value in data.items():
     if value is None:
       continue
@@ -468,15 +498,14 @@ def _read(
       except fields.WrongValue as error:
         wrong.append((field, field, value, str(error)))
     else:
-      names = [*readers, *kind.parents, *kind.raw_fields, "client_id"]
-      names += ["tags"] if kind.name == "training" else []
-      _keep_unknown(kind, item, field, value, names, faults)
+      unknown.append((field, value))
   if kind.name in _CHECKED:
     wrong += _check(kind, item, data)
-  if not wrong:
-    return item
   named = item.id is not None or item.client_id is not None
-  good = named or bool(values) or bool(item.parents)
+  good = not wrong or named or bool(values) or bool(item.parents)
+  if good:
+    for field, value in unknown:
+      _keep_unknown(kind, item, field, value, faults)
   for field, name, value, why in wrong:
     stored = "nothing"
     if good:
@@ -485,26 +514,32 @@ def _read(
         stored = "a raw value"
       except fields.WrongValue:
         pass  # Too long or too deep, which `why` says.
-    faults.ignore(kind.name, f"{path}.{field}", value, why, stored)
+    message = functools.partial(str, why)
+    faults.ignore(kind.name, f"{path}.{field}", value, message, stored)
   return item if good else None
 
 
 def _keep_unknown(
-    kind: ItemKind, item: Item, field: str, value: Any, names: list[str],
-    faults: _Faults,
-) -> None:  # pyformat: disable
+    kind: ItemKind, item: Item, field: str, value: Any, faults: _Faults
+) -> None:
   """Keeps a field of no known name as a raw value, for the answer to name."""
-  path = f"{item.path}.{field}"
-  why, stored = _unknown(field, names), "nothing"
-  if not 0 < len(field) <= _MAX_NAME or "\0" in field:
-    why = f"give a name of 1 to {_MAX_NAME} characters"
-  else:
+  stored, more = "nothing", ""
+  named = 0 < len(field) <= _MAX_NAME and "\0" not in field
+  if named:
     try:
       item.raw[field] = fields.raw_text(value)
       stored = "a raw value"
     except fields.WrongValue as error:
-      why = f"{why}; {error}"
-  faults.ignore(kind.name, path, value, why, stored)
+      more = f"; {error}"
+
+  def message() -> str:
+    if not named:
+      return f"give a name of 1 to {_MAX_NAME} characters"
+    names = [*kind.readers, *kind.parents, *kind.raw_fields, "client_id"]
+    names += ["tags"] if kind.name == "training" else []
+    return _unknown(field, names) + more
+
+  faults.ignore(kind.name, f"{item.path}.{field}", value, message, stored)
 
 
 _CHECKED = frozenset({"rollout", "task", "action", "step"})
@@ -643,6 +678,6 @@ def _delivery(value: Any, faults: _Faults) -> SpoolRange | None:
 
 
 def _unknown(field: str, names: Any) -> str:
-  near = difflib.get_close_matches(field, list(names), 1)
+  near = difflib.get_close_matches(field[:_MAX_NAME], list(names), 1)
   hint = f"; do you mean {near[0]}?" if near else ""
   return f"there is no such field{hint}"

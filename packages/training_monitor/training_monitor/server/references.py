@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 from typing import Any, Callable, Iterable, Mapping
 
-from training_monitor.schema import database
+from training_monitor.schema import triggers
 from training_monitor.server import errors
 from training_monitor.server import items as items_lib
 from training_monitor.server import sql as sql_lib
@@ -33,7 +33,7 @@ class CommittedIds:
   def check_generation(self, sql: sql_lib.Sql) -> None:
     """Forgets everything when another program has deleted rows."""
     rows = sql.rows(
-        "SELECT value FROM monitor_meta WHERE key = ?", (database.GENERATION,)
+        "SELECT value FROM monitor_meta WHERE key = ?", (triggers.GENERATION,)
     )
     generation = rows[0][0] if rows else None
     if generation != self._generation:
@@ -112,8 +112,11 @@ class References:
         " ON project_id = ? AND kind = {first} AND client_id = {second}",
         pairs, (self._project,),
     )  # pyformat: disable
+    matches: dict[str, dict[str, int]] = collections.defaultdict(dict)
     for kind, name, id_ in rows:
-      self.learn(kind, name, id_)
+      matches[kind][name] = id_
+    for kind, ids in matches.items():
+      self._learn_stored(kind, ids)
 
   def look_up(self, kind: str, names: Iterable[str]) -> Mapping[str, int]:
     """Finds the ids of client ids that the database knows; see `found`."""
@@ -127,9 +130,28 @@ class References:
         (self._project, kind),
         unknown,
     )
-    for name, id_ in rows:
-      self.learn(kind, name, id_)
+    self._learn_stored(kind, dict(rows))
     return ids
+
+  def _learn_stored(self, kind: str, ids: Mapping[str, int]) -> None:
+    """Learns the client ids whose rows exist.
+
+    A row that was deleted leaves its name until the next prune: an index of
+    names by their rows would cost every batch.
+    """
+    tables = [kind]
+    if kind == "environment":
+      tables.append("monitor_pending_environment")
+    stored = {
+        row[0]
+        for table in tables
+        for row in self._sql.among(
+            f'SELECT id FROM "{table}" WHERE id {{among}}', (), ids.values()
+        )
+    }
+    for name, id_ in ids.items():
+      if id_ in stored:
+        self.learn(kind, name, id_)
 
   def _unknown(self, kind: str, names: Iterable[str]) -> set[str]:
     """Returns the names whose ids must be looked up."""
