@@ -155,7 +155,8 @@ fi
     if $tpu; then device=tpu,; fi
     if $gpu; then device=gpu,; fi
     echo "  in a notebook of your own, once a container:" \
-      "%pip install -q -e '/workspace/tunix[${device}client,serve]'"
+      "%pip install -q -e '/workspace/tunix[${device}client,serve]'" \
+      "/workspace/tunix/packages/*"
   fi
   echo '  first cell: %load_ext autoreload, and on the next line %autoreload 2'
 } >&2

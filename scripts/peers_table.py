@@ -5,11 +5,11 @@
     python scripts/peers_table.py run.xml            # prints it
     python scripts/peers_table.py run.xml --write    # into docs/comparison.md
 
-A test names its peer with `@pytest.mark.peer("openai")`, and tests/conftest.py
-writes the name into the results. The table counts tests by peer; a peer whose
-tests all skipped, or that has none, has the day of its last run by hand, or is
-"not run here". Versions are those of this checkout's environments. Several
-results add up: tests may run apart.
+A test names its peer with `@pytest.mark.peer("openai")`, and
+tests/helpers/suite.py writes the name into the results. The table counts tests
+by peer; a peer whose tests all skipped, or that has none, has the day of its
+last run by hand, or is "not run here". Versions are those of this checkout's
+environments. Several results add up: tests may run apart.
 
 Promises: a row for each of `PEERS`, and an error for a peer that is none of
 them. Standard library only.

@@ -144,7 +144,8 @@ def test_a_machine_without_a_tpu(project, option, more):
 ])
 def test_the_cell_that_installs_this_package_is_shown(options, extras, project):
   *_, stderr = shown(*options, ROOT)
-  assert f"%pip install -q -e '/workspace/tunix[{extras}]'" in stderr
+  line = f"%pip install -q -e '/workspace/tunix[{extras}]'"
+  assert f"{line} /workspace/tunix/packages/*" in stderr
   packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   assert {*extras.split(",")} <= set(packages["optional-dependencies"])
   *_, stderr = shown(*options, project)  # Another project.

@@ -460,7 +460,7 @@ def test_another_line_of_a_shell_is_right_or_marked(line, capsys):
       _pip(words)
     case "cp":
       _names_files(words)
-    case "python":  # tests/workflow/test_areal_executor.py runs it.
+    case "python":  # workflow/test_areal_executor.py runs it.
       assert words[1:4] == ["-m", "examples.cua_agent.train", "--config"]
       assert (ROOT / words[4]).is_file()
     case "curl":

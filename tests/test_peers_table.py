@@ -41,8 +41,8 @@ def test_of_nobody():
 def _results(tmp_path_factory):
   """Of a run with the suite's own hooks, in two processes."""
   folder = tmp_path_factory.mktemp("run")
-  for name in ("tests/conftest.py", "pyproject.toml"):
-    (folder / name).parent.mkdir(exist_ok=True)
+  for name in ("tests/conftest.py", "tests/helpers/suite.py", "pyproject.toml"):
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text((ROOT / name).read_text())
   (folder / "tests" / "test_peers.py").write_text(TESTS)
   result = subprocess.run(

@@ -308,9 +308,12 @@ def test_a_resumed_run_goes_on_with_the_next_rollout(tasks, tmp_path, batches):
   with buffer_peer.BufferPeer() as peer:
     assert _train(
         tmp_path, peer, tasks, "--num-rollout", "2", "--rollout-function-path",
-        f"{MODULE}.awaited",
+        f"{MODULE}.own",
     ) == 0  # pyformat: disable
-    assert train.main([f"resume={tmp_path / 'b'}", "--num-rollout", "3"]) == 0
+    assert train.main([
+        f"resume={tmp_path / 'b'}", "--num-rollout", "3",
+        "--rollout-function-path", f"{MODULE}.awaited",
+    ]) == 0  # pyformat: disable
   assert [number for number, _ in CALLS] == [0, 1, 2]
   assert CALLS[2][1] == {"0": ["own_0"], "1": ["own_1"]}
   names = [n for batch in batches for n, *_ in batch]

@@ -16,7 +16,7 @@ Status = trajectory.TrajectoryStatus
 @pytest.mark.parametrize(
     "overrides",
     [
-        # The cases below do all that this one does.
+        # The other cases cover everything that this one covers.
         pytest.param((), id="plain", marks=[
             pytest.mark.slow,
             pytest.mark.skipif(

@@ -159,16 +159,16 @@ def main(argv: Sequence[str] | None = None) -> int:
   return 0
 
 
-def gym_server() -> None:
-  run("environments.gym_server")
+def gym_server() -> int:
+  return main(["gym", *sys.argv[1:]])
 
 
-def run_service() -> None:
-  run("agents.run_service")
+def run_service() -> int:
+  return main(["run-service", *sys.argv[1:]])
 
 
-def rollout_buffer() -> None:
-  run("trajectory_collector.buffer_service")
+def rollout_buffer() -> int:
+  return main(["buffer", *sys.argv[1:]])
 
 
 def play() -> None:

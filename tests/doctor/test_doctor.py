@@ -10,7 +10,6 @@ import socket
 import sys
 import time
 
-from cua_gyms.xdesktop import programs
 import pytest
 from tunix.rl.multi_turn import config as config_lib
 from tunix.rl.multi_turn.doctor import __main__ as doctor
@@ -19,6 +18,7 @@ from tunix.rl.multi_turn.doctor import finding
 from tunix.rl.multi_turn.doctor import machine
 from tunix.rl.multi_turn.doctor import outside
 from tunix.rl.multi_turn.run import addresses
+from tunix.rl.multi_turn.tools.sandbox import rooms
 
 Finding = finding.Finding
 FACTS = {
@@ -241,7 +241,7 @@ def test_a_missing_browser_is_named_with_its_fix(monkeypatch):
 
 
 def test_a_missing_desktop_is_named_with_its_fix(monkeypatch, tmp_path):
-  monkeypatch.setattr(programs, "SEARCH", str(tmp_path))
+  monkeypatch.setattr(rooms, "SEARCH", str(tmp_path))
   result = next(iter(outside.gym(config("gym=xdesktop"))))
   assert result.status == "fail" and "Xvfb" in result.found
   assert result.fix == "install them: sudo make desktop"

@@ -1,4 +1,4 @@
-"""What several files of this folder compare with."""
+"""A run of one process, which the runs of several are compared with."""
 
 import pods
 import pytest

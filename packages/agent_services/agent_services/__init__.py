@@ -7,5 +7,10 @@ client's side of it; `cua_workflow` is AReaL's workflow on such runs;
 API.
 
 Promises: a run of the framework finds this package by the entry points
-`tunix.rl.multi_turn.services`; importing the package imports nothing else.
+`tunix.rl.multi_turn.services`; importing this runs neither google-tunix nor
+JAX.
 """
+
+import tunix_multi_turn
+
+tunix_multi_turn.light()

@@ -63,7 +63,9 @@ def test_a_command_without_the_package_ends_with_one_line():
   )
   assert process.returncode == 2, process.stderr
   assert process.stderr.count("\n") == 1
-  assert "pip install -e packages/agent_services" in process.stderr
+  assert (
+      "pip install -e packages/cua_gyms -e packages/agent_services"
+  ) in process.stderr
 
 
 @pytest.mark.slow
@@ -76,6 +78,6 @@ def test_a_run_without_the_package_says_what_to_install(tmp_path, setting):
   assert process.returncode == 2, process.stderr[-2000:]
   assert (
       f"{setting} needs the package agent_services; pip install -e"
-      " packages/agent_services"
+      " packages/cua_gyms -e packages/agent_services"
   ) in process.stderr
   assert "Traceback" not in process.stderr and not (tmp_path / "r").exists()

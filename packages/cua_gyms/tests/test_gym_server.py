@@ -421,7 +421,7 @@ def test_the_command_serves_what_a_file_lists(tmp_path):
   process = subprocess.Popen(
       [sys.executable, "-m", "tunix_multi_turn", "environments.gym_server",
        str(listed), "--port", "0"],
-      cwd=pathlib.Path(__file__).parents[2],
+      cwd=pathlib.Path(__file__).parents[3],
       stdout=subprocess.PIPE, text=True, env={**os.environ},
   )  # pyformat: disable
   try:

@@ -24,7 +24,7 @@ from tunix.rl.multi_turn import moved_rooms
 moved_rooms.install()
 
 _API = {
-    "BusyError": "api.exclusive",
+    "BusyError": "api.cell",
     "ConfigError": "config",
     "Episode": "api.episodes",
     "EvaluationRun": "api.runs",

@@ -27,6 +27,18 @@ ROOMS = {
             "gymnasium", "miniwob", "openenv", "osworld", "xdesktop",
         )
     },
+    "agents.runs.settings": "tunix.rl.multi_turn.agents.settings",
+    "environments.workers": "cua_gyms.workers",
+    "environments.gyms.machines": "cua_gyms.machines",
+    **{
+        f"environments.gyms.xdesktop.{former}": (
+            f"tunix.rl.multi_turn.tools.sandbox.{now}"
+        )
+        for former, now in (
+            ("errors", "errors"), ("files", "files"),
+            ("processes", "processes"), ("sandbox", "rooms"),
+        )
+    },
     "agents.run_agent": "agent_services.runs.run_agent",
     "agents.run_service": "agent_services.run_service",
     "agents.runs": "agent_services.runs",
@@ -36,6 +48,10 @@ ROOMS = {
     "trajectory_collector.buffer_service": "agent_services.rollout_buffer",
 }
 """Former names below `tunix.rl.multi_turn`, and what they are now."""
+
+NEEDS = {"agent_services": ("cua_gyms",)}
+"""Package -> packages of this repository that it requires. No index has them,
+so pip must be given them too."""
 
 
 class _SameModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -80,10 +96,10 @@ class _SameModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def where(name: str, package: str) -> str:
   """Tells which package of this repository has something, and its fix."""
-  # pip finds in no index what a package of this repository requires.
-  needs = {"agent_services": ["cua_gyms"]}.get(package, [])
-  folders = " ".join(f"-e packages/{one}" for one in (*needs, package))
-  return f"{name} is in the package {package}; pip install {folders}"
+  folders = " ".join(
+      f"-e packages/{one}" for one in (*NEEDS.get(package, ()), package)
+  )
+  return f"{name} needs the package {package}; pip install {folders}"
 
 
 def own_name(fullname: str) -> str | None:

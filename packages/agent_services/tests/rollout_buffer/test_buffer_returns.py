@@ -15,6 +15,7 @@ from agent_services.rollout_buffer import buffers
 from agent_services.rollout_buffer import client
 from agent_services.rollout_buffer import items
 from agent_services.rollout_buffer import settings
+from agent_services.rollout_buffer import store
 from agent_services.rollout_buffer import store_work
 import buffer_services
 import hypothesis
@@ -284,7 +285,7 @@ def test_a_final_read_that_is_not_acknowledged_is_broken_off(buffer):
   buffer.write(*group("a"))
   broken = buffer.service.buffer("default")
   acknowledge, broken.acknowledge = broken.acknowledge, lambda lease: (
-      (_ for _ in ()).throw(buffer_services.store.StoreError("no disk"))
+      (_ for _ in ()).throw(store.StoreError("no disk"))
   )
   try:
     with pytest.raises(buffer_services.httpx.RemoteProtocolError):

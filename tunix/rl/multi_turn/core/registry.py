@@ -285,7 +285,7 @@ class Registry(Generic[T]):
     from importlib import metadata  # pylint: disable=g-import-not-at-top
 
     for point in metadata.entry_points(group=self._group):
-      self._entries.setdefault(point.name, point.value)
+      self._entries.setdefault(point.name, f"{point.module}:{point.attr}")
     self._group = ""
 
   def __iter__(self) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import Iterator, Sequence
 
 from packaging import requirements
 from tunix.rl.multi_turn import config as config_lib
+from tunix.rl.multi_turn import moved_rooms
 from tunix.rl.multi_turn.core import shell_hints
 from tunix.rl.multi_turn.core import worker_pool
 from tunix.rl.multi_turn.doctor import finding
@@ -181,9 +182,10 @@ def versions(extras: Sequence[str]) -> Iterator[Finding]:
         f"{shell_hints.python()} -m pip install -c {_CONSTRAINTS} -e"
         f" '{_CONSTRAINTS.parent}{what[len(PACKAGE):]}'"
     )
-    for extra in set(extras) & set(packages.PACKAGES):
-      path = _CONSTRAINTS.parent / "packages" / packages.PACKAGES[extra]
-      install += f" -e '{path}'"
+    names = [packages.PACKAGES[e] for e in extras if e in packages.PACKAGES]
+    for name in names:
+      for one in (*moved_rooms.NEEDS.get(name, ()), name):
+        install += f" -e '{_CONSTRAINTS.parent / 'packages' / one}'"
   if missing or wrong:
     problems = [f"not installed: {', '.join(missing)}"] if missing else []
     yield Finding("versions", "fail", "; ".join([*problems, *wrong]), install)

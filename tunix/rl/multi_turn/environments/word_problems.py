@@ -54,7 +54,7 @@ _TEMPLATES: Mapping[str, _Templates] = {
         held_out=(
             _T("{m} packs {a} bags with {b} {t} each, and {c} {t} stay on the"
                " table. How many {t} are there?", "{a} * {b} + {c}"),
-            _T("Of {a} {t}, {n} eats {b} and then brings {c} new ones. How many"
+            _T("Of {a} {t}, {n} uses {b} and then brings {c} new ones. How many"
                " {t} are there now?", "{a} - {b} + {c}"),
             _T("{n} earns {a} coins a day and spends {b} of them. How many"
                " coins does {n} keep in {c} days?", "({a} - {b}) * {c}"),
@@ -109,12 +109,12 @@ _TEMPLATES: Mapping[str, _Templates] = {
 }  # pyformat: disable
 FAMILIES = tuple(_TEMPLATES)
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gina", "Hugo")
-THINGS = ("apples", "books", "cards", "coins", "eggs", "pens", "shells")
+THINGS = ("apples", "books", "cards", "eggs", "pens", "shells", "stamps")
 _SMALLEST, _LARGEST = 11, 98
 
 
 def draw(family: str, held_out: bool, source: random.Random) -> Problem:
-  """Returns a problem whose answer is positive.
+  """Returns a problem in which no number ever falls to 0 or below.
 
   Args:
     family: One of `FAMILIES`.
@@ -128,10 +128,20 @@ def draw(family: str, held_out: bool, source: random.Random) -> Problem:
   while True:
     numbers = {k: source.randint(_SMALLEST, _LARGEST) for k in "abcde"}
     expression = template.expression.format(**numbers)
-    answer = int(arithmetic.evaluate(expression))
-    if answer > 0:
+    if min(_results(expression)) > 0:
       question = template.text.format(**words, **numbers)
+      answer = int(arithmetic.evaluate(expression))
       return Problem(question, expression, answer)
+
+
+def _results(expression: str) -> list[float]:
+  """Returns the results on the way: a - b + c has a, a - b, a - b + c."""
+  results = []
+  for end in re.finditer(r" [+-] |\)|$", expression):
+    part = expression[: end.start()]
+    closed = part + ")" * (part.count("(") - part.count(")"))
+    results.append(arithmetic.evaluate(closed))
+  return results
 
 
 def expression(question: str) -> str | None:

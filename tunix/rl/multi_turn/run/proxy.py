@@ -74,6 +74,8 @@ class RunProxy:
     # Evaluations run beside training.
     most = sessions or 2 * config.collect.concurrency + 16
     via = f"rollout.via={config.rollout.via}"
+    if config.fleet.away:
+      via = f"fleet.via={config.fleet.via}"
     make_app = packages.part("services", "policy_server", via)
     try:
       self.app = make_app.load()(
