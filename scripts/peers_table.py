@@ -109,7 +109,7 @@ PEERS: Mapping[str, Peer] = {
     "verifiers4": Peer(
         "verifiers with tasksets",
         "its tasksets are played, and it plays our gyms",
-        ("verifiers",), ".venv-verifiers4",
+        ("verifiers",), ".venv-verifiers4", by_hand=("0.4.0", "2026-11-28"),
     ),
     "openenv": Peer(
         "OpenEnv", "its clients play our gyms, and a server of its is a gym",

@@ -15,6 +15,7 @@ Does not sample, or train.
 """
 
 import asyncio
+import contextlib
 import functools
 import json
 from typing import Any
@@ -100,6 +101,8 @@ class TunixHarness(vf.Harness[vf.HarnessConfig]):
   async def launch(
       self, ctx, trace, runtime, endpoint, secret, mcp_urls, data
   ) -> vf.ProgramResult:
+    from tunix.rl.multi_turn.core import line_process
+
     del runtime, mcp_urls  # The episode runs elsewhere, with its own tools.
     host = _host(data.host)
     worker = await asyncio.to_thread(host.worker)
@@ -130,7 +133,9 @@ class TunixHarness(vf.Harness[vf.HarnessConfig]):
         raise
     finally:
       if "outcome" not in answer and worker.alive:
-        await ask({"close": {"episode": episode}})
+        # It may end meanwhile, and what ended the rollout is to be raised.
+        with contextlib.suppress(line_process.WorkerError):
+          await ask({"close": {"episode": episode}})
     return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
@@ -138,6 +143,6 @@ def _outcome(trace: vf.Trace) -> dict[str, Any]:
   return trace.info.get(_OUTCOME) or {}
 
 
-@functools.lru_cache(maxsize=8)
+@functools.cache  # Without a limit: its process may be playing.
 def _host(arguments: str) -> outside.Host:
   return outside.Host(**json.loads(arguments))

@@ -5,6 +5,7 @@ there is none.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import pathlib
@@ -30,6 +31,7 @@ from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import line_process
 from tunix.rl.multi_turn.environments.verifiers import environment
+from tunix.rl.multi_turn.environments.verifiers import worker
 from tunix.rl.multi_turn.parser import tool_parser
 from tunix.rl.multi_turn.parser.renderer import qwen
 from tunix.rl.multi_turn.policy import checkpoint
@@ -76,6 +78,8 @@ def _server():
     del session
     text = tokenizer.decode(prompt.tokens)
     answered = "It is 7." if "sum 7" in text else CALL
+    if "no tool" in text.lower() or "unknown tool" in text.lower():
+      answered = "There is none."  # Asking again would have no end.
     return [*renderer.encode(answered), renderer.end_of_turn_id]
 
   service = service_lib.Service(
@@ -208,11 +212,11 @@ def test_a_process_that_hangs_is_ended_and_the_next_episode_plays(
   env = make(kind="blocks", seconds=60.0, episode_s=2.0)
   with pytest.raises(environment.VerifiersError, match="not over after 2 s"):
     asyncio.run(episode(env, server))
-  worker = env._worker
+  process = env._worker
   until = time.monotonic() + 10
-  while worker.alive and time.monotonic() < until:
+  while process.alive and time.monotonic() < until:
     time.sleep(0.05)
-  assert not worker.alive and "blocks its event loop" in worker._end
+  assert not process.alive and "blocks its event loop" in process._end
   # Killed from outside between two episodes, it is started anew.
   again = make(kind="tool")
   asyncio.run(episode(again, server))
@@ -222,24 +226,37 @@ def test_a_process_that_hangs_is_ended_and_the_next_episode_plays(
   assert reward == 1.0
 
 
-@installed
-@slow
-def test_a_run_trains_on_such_an_environment(tmp_path):
+def one_update(folder, *settings):
+  """Trains one update; (the episodes trained on, the row of metrics)."""
   status = train.main([
-      "environment=verifiers", "environment.options.module=counting-tools",
-      f"environment.options.path={MODULES}",
-      f"environment.options.python={PYTHON}",
-      "environment.options.args.kind=talk", f"run.dir={tmp_path}", "name=a",
-      "steps=1", "collect.group_size=4", "learner.groups_per_step=1",
-      "engine.slots=8", "collect.concurrency=8", "report.progress=none",
-      "sampling.max_new_tokens=16", "eval.episodes_per_task=1",
-      "eval.modes=[sampled]",
+      "environment=verifiers", f"environment.options.path={MODULES}",
+      f"run.dir={folder}", "name=a", "steps=1", "collect.group_size=4",
+      "learner.groups_per_step=1", "engine.slots=8", "collect.concurrency=8",
+      "report.progress=none", "sampling.max_new_tokens=16",
+      "eval.episodes_per_task=1", "eval.modes=[sampled]", *settings,
   ])  # pyformat: disable
   environment.close_workers()
   assert status == 0
-  lines = (tmp_path / "a" / "trajectories.jsonl").read_text().splitlines()
+  lines = (folder / "a" / "trajectories.jsonl").read_text().splitlines()
   trained = [t for t in map(json.loads, lines) if t["split"] == "train"]
   assert len(trained) >= 4
+  summary = json.loads((folder / "a" / "summary.json").read_text())
+  assert not summary.get("faults")
+  [metrics] = map(
+      json.loads, (folder / "a" / "metrics.jsonl").read_text().splitlines()
+  )
+  assert metrics["logprob_gap_max"] < 1e-3
+  return trained, metrics
+
+
+@installed
+@slow
+def test_a_run_trains_on_such_an_environment(tmp_path):
+  trained, _ = one_update(
+      tmp_path, "environment.options.module=counting-tools",
+      f"environment.options.python={PYTHON}",
+      "environment.options.args.kind=talk",
+  )  # pyformat: disable
   for row in trained:
     [sequence] = row["sequences"]
     [step] = row["steps"]
@@ -248,12 +265,26 @@ def test_a_run_trains_on_such_an_environment(tmp_path):
     output = step["info"]["completion"][-1].get("content") or ""
     assert row["reward"] == pytest.approx(len(output) / 100)
     assert max(sequence["turn_ids"]) == 1
-  [metrics] = map(
-      json.loads, (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
-  )
-  assert metrics["logprob_gap_max"] < 1e-3
-  summary = json.loads((tmp_path / "a" / "summary.json").read_text())
-  assert not summary.get("faults")
+
+
+@installed4
+@slow
+def test_a_run_trains_on_a_taskset(tmp_path):
+  trained, metrics = one_update(
+      tmp_path, "environment.options.module=counting-taskset",
+      f"environment.options.python={PYTHON4}",
+      "environment.options.args.taskset.task.kind=chat",
+      "sampling.temperature=3",  # The tiny policy is sure of its words.
+      "environment.options.start_s=240", "environment.options.episode_s=240",
+      "collect.deadlines.reset=250", "collect.deadlines.step=250",
+      "collect.deadlines.turn=260",
+  )  # pyformat: disable
+  for row in trained:
+    assert len(row["sequences"]) == 1
+    [step] = row["steps"]
+    output = step["info"]["completion"][-1].get("content") or ""
+    assert row["reward"] == pytest.approx(len(output) / 100)
+  assert metrics["grad_norm"] > 0
 
 
 @installed4
@@ -288,6 +319,38 @@ def test_a_taskset_that_fails_is_an_error_and_no_reward_of_0(
   with pytest.raises(environment.VerifiersError, match=words):
     asyncio.run(episode(make_task(kind=kind), server))
   environment.close_workers()
+
+
+def test_a_start_that_failed_stops_what_the_taskset_shares():
+  events = []
+
+  class Env:
+    """The calls of `Tasksets` to an environment of verifiers 0.4."""
+
+    @contextlib.asynccontextmanager
+    async def shared_tools(self):
+      events.append("tools")
+      yield {}
+      events.append("no tools")
+
+    async def start(self):
+      events.append("start")
+      raise OSError("no disk")
+
+    async def stop(self):
+      events.append("stop")
+
+  tasksets = object.__new__(worker.Tasksets)
+  tasksets._env, tasksets._stack = Env(), None
+  tasksets._start = asyncio.Lock()
+
+  async def twice():
+    for _ in range(2):  # The second one starts anew.
+      with pytest.raises(OSError, match="no disk"):
+        await tasksets._serve()
+
+  asyncio.run(twice())
+  assert events == ["tools", "start", "stop", "no tools"] * 2
 
 
 def test_choosing_it_chooses_the_way_to_the_policy():

@@ -202,8 +202,13 @@ def test_a_policy_plays_the_desktop_as_a_taskset(server):
       "gym": "desktop", "tasks": ["click-button"],
       "agent.on_parse_error": "retry", "environment.max_turns": 3,
   }  # pyformat: disable
-  options = {"python": PYTHON4, "player": PLAYER4}
-  (result,) = play(server, [1], settings, **options)
+  results = play(
+      server, [1], settings, python=PYTHON4, player=PLAYER4,
+      runs=[{}, {"agent": {"max_turns": 1}},
+            {"settings": {"collect.deadlines.model": 0.001}}],
+  )  # pyformat: disable
+  assert isinstance(results, list), results
+  result, cut, failed = results
   assert result["ok"] and not result["errors"], result
   turns = [m for m in result["messages"] if m["role"] == "assistant"]
   assert len(turns) == 3
@@ -214,12 +219,6 @@ def test_a_policy_plays_the_desktop_as_a_taskset(server):
   assert result["prompt"] in str(result["messages"])
   assert result["metrics"]["parse_errors"] <= 3
   assert result["reward"] == result["metrics"]["success"] in (0, 1)
-  (cut, failed) = (
-      *play(server, [1], settings, agent={"max_turns": 1}, **options),
-      *play(
-          server, [1], {**settings, "collect.deadlines.model": 0.001}, **options
-      ),
-  )
   assert cut["ok"] and cut["stop"] == "max_turns" and cut["reward"] == 0
   assert not failed["ok"]
   assert "status=timeout" in str(failed["errors"]) or (

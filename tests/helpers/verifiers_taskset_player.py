@@ -14,15 +14,14 @@ import verifiers.v1 as vf
 from verifiers.v1.utils import loaders
 
 
-async def main(request):
+async def play(request, args, agent):
+  """Plays the rows once; a list of what came of each."""
   env = loaders.load_environment(
       loaders.resolve_env_config({
-          "taskset": {"id": "tunix-multi-turn", **request["args"]},
-          "agent": {"runtime": {"type": "subprocess"},
-                    **request.get("agent", {})},
+          "taskset": {"id": "tunix-multi-turn", **args},
+          "agent": {"runtime": {"type": "subprocess"}, **agent},
       })
   )  # pyformat: disable
-  os.environ["PLAYER_API_KEY"] = request.get("key", "none")
   context = vf.ModelContext(
       request["model"],
       vf.EvalClientConfig(
@@ -48,7 +47,18 @@ async def main(request):
               for node in trace.nodes
           ],
       })
-  print(json.dumps(result))
+  return result
+
+
+async def main(request):
+  """One start of the package for all of `runs`: what each does otherwise."""
+  os.environ["PLAYER_API_KEY"] = request.get("key", "none")
+  results = []
+  for run in request["runs"]:
+    args = dict(request["args"])
+    args["settings"] = {**args["settings"], **run.get("settings", {})}
+    results += await play(request, args, run.get("agent", {}))
+  print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ SYSTEM = "Count."
 class Adder(vf.Toolset[vf.ToolsetConfig, vf.State]):
   """One tool, served in a process of its own."""
 
+  TOOL_PREFIX = None  # Else its name is adder_add.
+
   @vf.tool
   async def add(self, a: int, b: int) -> str:
     """Adds two numbers."""
@@ -18,7 +20,7 @@ class Adder(vf.Toolset[vf.ToolsetConfig, vf.State]):
 
 
 class Settings(vf.TaskConfig):
-  """`kind`: Of fault; "" is none."""
+  """`kind`: A fault, "chat" without a tool, or "" with one."""
 
   kind: str = ""
   tools: vf.ToolsetConfig = vf.ToolsetConfig()
@@ -34,8 +36,8 @@ class Counting(vf.Task[vf.TaskData, vf.State, Settings]):
       raise ValueError("no such answer")
     if kind == "nan":
       return float("nan")
-    if kind == "chat":
-      return 1.0
+    if kind == "chat":  # The longer, the better.
+      return len(str(trace.messages[-1].content or "")) / 100
     results = [m for m in trace.messages if m.role == "tool"]
     return float(bool(results) and "sum" in str(results[-1].content))
 

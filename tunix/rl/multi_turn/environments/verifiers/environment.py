@@ -1,10 +1,11 @@
-"""Plays unmodified environments of the package verifiers (0.1).
+"""Plays unmodified environments of the package verifiers (0.1 and 0.4).
 
 `environment=verifiers` names the module of one, whose `load_environment` makes
-it. It runs in a process of an environment of its own (`make verifiers`), since
-what that package asks for does not go together with this one. There it drives
-the episode: its prompts, tools and turns reach the policy through the run's
-server, as those of any other agent, and its rubric rewards them.
+it, or a taskset of 0.4. It runs in a process of an environment of its own
+(`make verifiers`, `make verifiers4`), since what that package asks for does not
+go together with this one. There it drives the episode: its prompts, tools and
+turns reach the policy through the run's server, as those of any other agent,
+and its rubric rewards them.
 
 An episode is one step here: `clients.verifiers_agent` hands the session of the
 server over, and acts with the name of what it handed over.

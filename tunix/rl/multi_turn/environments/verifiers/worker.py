@@ -156,11 +156,15 @@ class Tasksets:
     async with self._start:
       if self._stack is None:
         stack = contextlib.AsyncExitStack()
-        # Not `serving`, whose interception keeps a client for each session.
-        tools = await stack.enter_async_context(self._env.shared_tools())
-        self._env._shared_tools = tools  # pylint: disable=protected-access
-        await self._env.start()
-        stack.push_async_callback(self._env.stop)
+        try:
+          # Not `serving`, whose interception keeps a client for each session.
+          tools = await stack.enter_async_context(self._env.shared_tools())
+          self._env._shared_tools = tools  # pylint: disable=protected-access
+          stack.push_async_callback(self._env.stop)  # Of half a start, too.
+          await self._env.start()
+        except BaseException:
+          await stack.aclose()
+          raise
         self._stack = stack
 
   async def play(self, request):
