@@ -37,7 +37,7 @@ XDESKTOP := $(if $(findstring xdesktop,$(ARGS)),$(STAMP)-xdesktop)
 
 help: ## this text
 	@echo "usage: make TARGET [ARGS='key=value ...']"
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
 	@echo "environment: $(VENV)"
 
 # Hints that the command prints are then `make train ARGS='…'`.

@@ -169,7 +169,7 @@ def _servers_end_at_once(monkeypatch):
 
 def _main(module):
   spec = importlib.util.find_spec(f"{HERE}.{module}")
-  if spec.submodule_search_locations:
+  if spec.submodule_search_locations is not None:  # Of a moved room, [].
     module += ".__main__"
   return importlib.import_module(f"{HERE}.{module}")
 

@@ -13,7 +13,7 @@ import documented_code
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SERVICES = "packages/agent_services/agent_services"
 _ASSIGNMENTS = r"(?:[A-Z_]+=\S+ )*"
-_MAKE = r"(?:sudo )?make [a-z\-]+(?= *$| *#| +&&| +[A-Z]+=|`)"
+_MAKE = r"(?:sudo )?make [a-z0-9\-]+(?= *$| *#| +&&| +[A-Z]+=|`)"
 _PYTHON = "python (?:-m tunix|examples/|benchmarks/|scripts/)"
 SCRIPTS = {
     "tunix-gym-server": "environments.gym_server",
