@@ -276,7 +276,7 @@ OWN = {
     "trajectory_collector/loss_mask.py", "agent_services/serving/messages.py",
     "reporting/publishing/episode_tables.py",  # A text for people to copy.
     # With `check_depth` beside it.
-    "agent_services/serving/bodies.py", "training_monitor/server/http_io.py",
+    "agent_services/serving/bodies.py", "training_monitor/server/fields.py",
     "training_monitor/dashboard/configuration_page.py",
 }  # pyformat: disable
 

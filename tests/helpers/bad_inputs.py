@@ -41,9 +41,6 @@ SETTINGS = [
     ("engine.max_model_len=32768", "'engine.context_length'"),
     # Values.
     ("engine.context_length=128k", "whole number: 131072"),
-    ("policy=./models/Qwen2.5-VL-7B-Instruct", "no such directory"),
-    ("tasks=tasks.jsonl", "task_source.families", "'tasks.jsonl'",
-     "task_source.source=jsonl task_source.path=tasks.jsonl"),
     ("steps=abc", "learner.steps='abc'", "whole number"),
     ("steps=-1", "learner.steps=-1", ">= 0"),
     ("time_budget_s=10m", "run.time_budget_s='10m'", "of seconds: 600"),
@@ -166,6 +163,9 @@ TREE = {
 DRY = ("--dry-run",)
 
 COMMANDS = [
+    ("train", "policy=./models/Qwen2.5-VL-7B-Instruct", "no such directory"),
+    ("train", "tasks=tasks.jsonl", "task_source.families", "'tasks.jsonl'",
+     "task_source.source=jsonl task_source.path=tasks.jsonl"),
     # --- train: files -------------------------------------------------------
     ("train", "nul.yaml", "nul.yaml is not valid YAML"),
     ("train", "tag.yaml", "tag.yaml", "bytes", "!!binary"),

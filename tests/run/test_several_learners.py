@@ -24,6 +24,7 @@ from tunix.rl.multi_turn.run.rollout_hosts import lending
 from tunix.rl.multi_turn.run.rollout_hosts import player
 from tunix.rl.multi_turn.run.rollout_hosts import remote
 from tunix.rl.multi_turn.run.rollout_hosts import server as server_lib
+from tunix.rl.multi_turn.run.rollout_hosts import weights as weights_lib
 
 ORDER = {"samples": None, "mode": "train", "group_size": 2}
 
@@ -328,7 +329,7 @@ def test_an_engine_s_weights_are_those_that_it_would_have_rounded_itself(
       policy.model, policy.processor, pages=4, page_size=16, vision_tokens=64,
       weights=weights,
   )  # pyformat: disable
-  sent = of_host.prepare(weights.state_like(policy.model, values))
+  sent = of_host.prepare(weights_lib.state_like(policy.model, values))
   for got, want in zip(sent, of_host.prepare(state), strict=True):
     assert got.dtype == want.dtype
     np.testing.assert_array_equal(got, want)

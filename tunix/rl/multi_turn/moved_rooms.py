@@ -72,12 +72,11 @@ class _SameModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     spec = importlib.util.find_spec(own)
     if spec is None:
       return None
-    return importlib.machinery.ModuleSpec(
-        fullname,
-        self,
-        origin=spec.origin,  # `python -m` makes it sys.argv[0].
-        is_package=spec.submodule_search_locations is not None,
+    alias = importlib.machinery.ModuleSpec(
+        fullname, self, origin=spec.origin  # `python -m` makes it sys.argv[0].
     )
+    alias.submodule_search_locations = spec.submodule_search_locations
+    return alias
 
   def get_code(self, fullname):
     """Returns the module's code, for `python -m`."""
