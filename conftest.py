@@ -50,7 +50,8 @@ def _extend_tunix() -> None:
   ours = str(_HERE / "tunix" / "rl")
   if ours not in tunix.rl.__path__:
     tunix.rl.__path__.append(ours)
-  sys.path += [str(p.parent) for p in _HERE.glob("packages/*/pyproject.toml")]
+  packages = [p.parent for p in _HERE.glob("packages/*/pyproject.toml")]
+  sys.path += map(str, [_HERE, *packages])
 
 
 _extend_tunix()

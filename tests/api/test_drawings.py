@@ -164,7 +164,8 @@ def test_importing_the_package_draws_and_imports_nothing():
     tunix_multi_turn.light()
     before = set(sys.modules)
     import tunix.rl.multi_turn
-    assert {m for m in set(sys.modules) - before if "multi_turn." in m} == set()
+    new = {m for m in set(sys.modules) - before if "multi_turn." in m}
+    assert new == {"tunix.rl.multi_turn.moved_rooms"}, new
     from tunix.rl.multi_turn.environments.gyms import base
     found, _ = shell.display_formatter.format(base.Task("a/1", "a", "Do it"))
     print("Do it" in found["text/html"], "jax" in sys.modules)

@@ -114,15 +114,11 @@ def test_what_happened_counts_once_however_often_the_disk_fails(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bad", ["refused", "not to be made"])
 def test_an_end_that_cannot_be_told_takes_nothing_else_with_it(
-    lite, tmp_path, store, bad
+    lite, tmp_path, store
 ):
   log, episode = begun(lite, tmp_path, store)
-  if bad == "refused":
-    episode.task = {"max_turns": "20"}
-  else:
-    episode.steps[-1].info["evaluation"] = "fine"
+  episode.steps[-1].info["evaluation"] = "fine"
   log.on_event(events.EpisodeFinished(episode, **NAMES))
   group = trajectory_lib.TrajectoryGroup("train-000001", "t", (episode,))
   log.on_event(events.GroupFinished(group, "accepted"))

@@ -5,8 +5,6 @@ Each episode has its own display, home and processes.
 
 from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.environments.gyms import spec
-from tunix.rl.multi_turn.tools.sandbox.errors import DesktopError
-from tunix.rl.multi_turn.tools.sandbox.errors import ProgramsNotFound
 
 GYM = spec.GymSpec(
     doc="a real Linux desktop on Xvfb, see docs/xdesktop.md",
