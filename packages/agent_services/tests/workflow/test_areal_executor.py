@@ -66,9 +66,13 @@ def entry_points():
   folder = pathlib.Path(tempfile.mkdtemp())
   for path in ROOT.glob("packages/*/pyproject.toml"):
     name = tomllib.loads(path.read_text())["project"]["name"]
-    noted = importlib.metadata.distribution(name).locate_file("")
-    (noted,) = noted.glob(f"{name.replace('-', '_')}-*.dist-info")
-    shutil.copytree(noted, folder / noted.name)
+    # Of what pip installed, or of the folder that it was installed from.
+    noted = importlib.metadata.distribution(name)
+    copy = folder / f"{name.replace('-', '_')}-{noted.version}.dist-info"
+    copy.mkdir()
+    (copy / "METADATA").write_text(f"Name: {name}\nVersion: {noted.version}\n")
+    points = noted.read_text("entry_points.txt")
+    (copy / "entry_points.txt").write_text(points)
   return folder
 
 

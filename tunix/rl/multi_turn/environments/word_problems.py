@@ -50,6 +50,20 @@ _TEMPLATES: Mapping[str, _Templates] = {
                " many {t} does it get?", "({a} + {b}) * {c}"),
             _T("Each of {a} rooms has {b} shelves with {c} {t}. How many {t}"
                " is that?", "{a} * {b} * {c}"),
+            _T("{n} puts {a} {t} in each of {b} bags and has {c} over. How many"
+               " {t} are there?", "{a} * {b} + {c}"),
+            _T("There are {a} {t}. {n} takes {b} and {m} adds {c}. How many"
+               " {t} are there now?", "{a} - {b} + {c}"),
+            _T("{n} has {a} {t} and {m} has {b}. {n} buys {c} more. How many do"
+               " they have?", "{a} + {b} + {c}"),
+            _T("A day brings {a} {t}, of which {b} break. How many whole {t} do"
+               " {c} days bring?", "({a} - {b}) * {c}"),
+            _T("{n} makes {a} {t} an hour for {b} hours and sells {c}. How many"
+               " {t} does {n} keep?", "{a} * {b} - {c}"),
+            _T("{n} pays {a} coins for a bag and {b} for a pen, {c} times. How"
+               " many coins does {n} pay?", "({a} + {b}) * {c}"),
+            _T("{n} had {a} coins, spent {b} and found {c}. How many coins does"
+               " {n} have now?", "{a} - {b} + {c}"),
         ),
         held_out=(
             _T("{m} packs {a} bags with {b} {t} each, and {c} {t} stay on the"
