@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any, Collection, Mapping
 
+from cua_gyms.genv import gym as genv_gym
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.environments import cua_env
 from tunix.rl.multi_turn.environments.gyms import base
@@ -83,9 +84,6 @@ def _text(env: Mapping[str, Any], name: str) -> str:
 def _genv(
     env: Mapping[str, Any], instruction: str
 ) -> tuple[Any, base.Task]:
-  # Of the package cua_gyms, which the other kind does not need.
-  from tunix.rl.multi_turn.environments.gyms.genv import gym as genv_gym  # pylint: disable=g-import-not-at-top
-
   if not instruction:
     raise ValueError("task must be the instruction, got ''")
   gym = genv_gym.AttachedGym(
