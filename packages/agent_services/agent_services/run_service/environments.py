@@ -132,15 +132,17 @@ def _gym(
     raise ValueError(f"env.task: {error}") from None
   if instruction and not task.instruction:
     task = base.Task.from_json({**task.to_json(), "instruction": instruction})
-  size = env.get("width"), env.get("height")
-  if None in size:
-    raise ValueError(f"env.width and env.height must be pixels, got {size}")
+  width, height = env.get("width"), env.get("height")
+  if width is None or height is None:
+    raise ValueError(
+        f"env.width and env.height must be pixels, got {(width, height)}"
+    )
   if "family" in spec.set_by_run.values() and ":" in task.family:
     raise ValueError(
         f"env.task.family={task.family!r} is a path to code, which a request"
         " may not name; use one that is registered"
     )
-  facts = spec.options_of(task.family, size=size, concurrency=1)
+  facts = spec.options_of(task.family, size=(width, height), concurrency=1)
   try:
     return spec.make_gym({**facts, **settings}), task
   except TypeError as error:

@@ -103,14 +103,14 @@ class OpenAIApp(applications.Application):
         service, self._object, self._check_own, export_arrays
     )
     post, get = applications.POST, applications.GET
-    endpoints = [
+    endpoints: list[applications.Route] = [
         *((api.path, self._answering(api), post) for api in ENDPOINTS),
         *((c.path, self._counting(c), post) for c in counting.ENDPOINTS),
         ("models", self._models, get),
         ("models/{model:path}", self._one_model, get),
         ("responses/{response}", self._kept_response, get),
     ]
-    routes = [(f"/v1/{path}", *route) for path, *route in endpoints]
+    routes = [(f"/v1/{path}", run, how) for path, run, how in endpoints]
     routes += [
         ("/health", self._health, get),
         ("/metrics", self._show_metrics, get),
@@ -121,13 +121,13 @@ class OpenAIApp(applications.Application):
         # AReaL's clients name a session by its key alone, and no version.
         ("/rl/set_reward", self._sessions.set_reward, post),
         ("/rl/end_session", self._sessions.end, post),
-        *((f"/{path}", *to) for path, *to in endpoints if to[1] is post),
+        *((f"/{api[0]}", *api[1:]) for api in endpoints if api[2] is post),
     ]
     for prefix in ("/sessions/{session}", "/{session}"):
-      for path, *route in endpoints:
+      for path, run, how in endpoints:
         routes += [
-            (f"{prefix}/v1/{path}", *route),
-            (f"{prefix}/{path}", *route),
+            (f"{prefix}/v1/{path}", run, how),
+            (f"{prefix}/{path}", run, how),
         ]
       routes += [
           (f"{prefix}/rl/set_reward", self._sessions.set_reward, post),

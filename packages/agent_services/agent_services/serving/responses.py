@@ -99,7 +99,7 @@ class _Item(bodies.Body):
 class _MessageItem(_Item):
   type: Literal["message"] = "message"
 
-  def add_to(self, messages: list[requests.Message]) -> None:
+  def add_to(self: bodies.Spoken, messages: list[requests.Message]) -> None:
     role = "system" if self.role == "developer" else self.role
     messages.append({"role": role, "content": _content(self.content)})
 

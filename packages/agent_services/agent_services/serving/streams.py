@@ -23,7 +23,7 @@ from agent_services.serving import requests
 
 KEEP_ALIVE_S = 10.0
 
-News = "asyncio.Queue[tuple[int, np.ndarray] | None]"
+News = asyncio.Queue[tuple[int, np.ndarray] | None]
 """(number of the choice, int32[S] new tokens), and None at the end."""
 
 NOTHING = 0, np.zeros(0, np.int32)
