@@ -7,7 +7,7 @@ others. The terminal and the report name the same figures.
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence
+from typing import Annotated, Any, Mapping, Sequence
 
 import sqlalchemy as sa
 
@@ -30,7 +30,7 @@ MODES = ("sampled", "greedy")
 class EvalsQuery(query_lib.PageQuery):
   """Evaluations of a mode, sampled where there are such; page 0 is newest."""
 
-  mode: query_lib.one_of(MODES) | None = None
+  mode: Annotated[str, query_lib.one_of(MODES)] | None = None
   page: query_lib.Id = 0
 
 
@@ -129,7 +129,7 @@ def beside(
       )
   ]  # pyformat: disable
   return [
-      one and {
+      None if one is None else {
           "kind": one.kind, "id": one.id,
           "name": f"step {one.place}" if one.kind == "eval"
           else one.name or one.kind,
@@ -329,9 +329,8 @@ def paired(first: Sequence[Row], second: Sequence[Row]) -> list[Row]:
     rows.reverse()
   pairs = []
   for other in second:
-    rows = waiting.get(_attempt_key(other))
-    if rows:
-      pairs.append({"a": rows.pop(), "b": other})
+    if left := waiting.get(_attempt_key(other)):
+      pairs.append({"a": left.pop(), "b": other})
   return pairs
 
 

@@ -285,7 +285,12 @@ class _RunImport:
     )
 
   def _mapped(self, kind: str, id_: int | None) -> int | None:
-    return self._ids.get(kind, {}).get(id_, id_)
+    return None if id_ is None else self._ids.get(kind, {}).get(id_, id_)
+
+  @property
+  def _training(self) -> int:
+    id_ = self._run["id"]
+    return self._ids.get("training", {}).get(id_, id_)
 
   def _bring_tasks(self) -> None:
     """Imports tasks and validators; a task whose name exists is left alone."""
@@ -418,7 +423,7 @@ class _RunImport:
     """Replaces the history that triggers just wrote by the archive's."""
     h = tables.status_history
     for kind in vocabulary.STATEFUL:
-      training = self._mapped("training", self._run["id"])
+      training = self._training
       self._connection.execute(
           sa.delete(h).where(
               h.c.entity_type == kind,
@@ -436,7 +441,7 @@ class _RunImport:
 
   def _bring_names(self) -> None:
     """Imports client ids, and raw values beyond the columns."""
-    training = self._mapped("training", self._run["id"])
+    training = self._training
     raw = list(self._named("raw_value"))
     values = [(r["kind"], r["entity_id"], r["field"], r["value"]) for r in raw]
     if self._renamed is not None and not any(
@@ -485,7 +490,7 @@ class _RunImport:
   def _bring_marks(self, tags: list[Row], pinned: bool) -> None:
     """Merges the archive's tags with those of the present run."""
     g, pin = tables.training_tag, tables.pinned_baseline
-    training = self._mapped("training", self._run["id"])
+    training = self._training
     brought = list(
         _typed(
             self._reader.rows(
@@ -586,7 +591,7 @@ def _typed(rows: Iterator[Row], table: sa.Table, name: str) -> Iterator[Row]:
           f"{name}: there is no column {str(wrong)[:80]!r}; the archive is of"
           " another version"
       )
-    typed = {column: row.get(column) for column in names}
+    typed: Row = {column: row.get(column) for column in names}
     for column in times:
       if typed[column] is not None:
         typed[column] = datetime.datetime.fromisoformat(typed[column])
