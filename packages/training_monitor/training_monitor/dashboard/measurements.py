@@ -237,11 +237,7 @@ class MeasurementPages(page_request.RunTab):
             sa.func.count(),
         )
         .join(t, t.c.id == r.c.task_id)
-        .where(
-            r.c.source_type == one["kind"],
-            r.c[f"{one['kind']}_id"] == one["id"],
-            r.c.status == "completed",
-        )
+        .where(*_completed(one))
         .group_by(family, greedy)
     ):  # pyformat: disable
       # PostgreSQL's sum is a Decimal.
@@ -299,11 +295,7 @@ class MeasurementPages(page_request.RunTab):
             r.c.task_success, r.c.status_message,
         )
         .join(t, t.c.id == r.c.task_id)
-        .where(
-            r.c.source_type == one["kind"],
-            r.c[f"{one['kind']}_id"] == one["id"],
-            r.c.status == "completed",
-        )
+        .where(*_completed(one))
         .order_by(r.c.id)
         .limit(_MOST_ROLLOUTS)
     )  # pyformat: disable
@@ -311,6 +303,16 @@ class MeasurementPages(page_request.RunTab):
         {**row._mapping, "won": bool(row.task_success)}  # pylint: disable=protected-access
         for row in rows
     ]
+
+
+def _completed(one: Row) -> tuple[sa.ColumnElement[bool], ...]:
+  """Returns the conditions on a measurement's completed rollouts."""
+  r = tables.rollout
+  return (
+      r.c.source_type == one["kind"],
+      r.c[f"{one['kind']}_id"] == one["id"],
+      r.c.status == "completed",
+  )
 
 
 def _neighbours(shown: Sequence[Row]) -> dict[str, str]:

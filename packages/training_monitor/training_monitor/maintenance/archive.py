@@ -38,6 +38,10 @@ _MAX_MANIFEST = 256 << 20
 
 MaintenanceError = runs_lib.MaintenanceError
 Row = dict[str, Any]
+_BROKEN = (
+    KeyError, ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error,
+)  # pyformat: disable
+"""Errors of reading a damaged archive."""
 
 
 class ArchiveWriter:
@@ -172,10 +176,7 @@ class ArchiveReader:
           digest.update(line)
           count += 1
           yield json_text.check_depth(orjson.loads(line))
-    except (
-        KeyError, ValueError, EOFError, OSError, zipfile.BadZipFile,
-        zlib.error,
-    ) as error:  # pyformat: disable
+    except _BROKEN as error:
       raise self._damaged(name, error) from None
     if (count, digest.hexdigest()) != (listed["rows"], listed["sha256"]):
       raise self._damaged(name, "its hash is another one")
@@ -190,10 +191,7 @@ class ArchiveReader:
       if self._zip.getinfo(name).file_size > most:
         raise ValueError(f"it is longer than {most} bytes")
       return self._zip.read(name)
-    except (
-        KeyError, ValueError, EOFError, OSError, zipfile.BadZipFile,
-        zlib.error,
-    ) as error:  # pyformat: disable
+    except _BROKEN as error:
       raise self._damaged(name, error) from None
 
   def _damaged(self, name: str, why: Any) -> MaintenanceError:

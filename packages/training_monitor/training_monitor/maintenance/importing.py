@@ -297,31 +297,30 @@ class _RunImport:
     t, v = tables.task, tables.validator
     fresh = []
     for row in _typed(self._reader.rows("tasks.jsonl"), t, "task"):
-      here = self._connection.execute(
-          sa.select(t.c.id).where(t.c.task_id == row["task_id"])
-      ).scalar()
-      if here is None:
+      if self._is_new("task", row, t.c.task_id == row["task_id"]):
         fresh.append(row)
-      else:
-        self._ids.setdefault("task", {})[row["id"]] = here
     self._bring("task", fresh)
     fresh = []
     for row in _typed(self._reader.rows("validators.jsonl"), v, "validator"):
       row["task_id"] = self._mapped("task", row["task_id"])
-      here = self._connection.execute(
-          sa.select(v.c.id).where(
-              *(
-                  v.c[name].is_not_distinct_from(row[name])
-                  for name in row
-                  if name not in ("id", "created_at")
-              )
-          )
-      ).scalar()
-      if here is None:
+      same = (
+          v.c[name].is_not_distinct_from(row[name])
+          for name in row
+          if name not in ("id", "created_at")
+      )
+      if self._is_new("validator", row, *same):
         fresh.append(row)
-      else:
-        self._ids.setdefault("validator", {})[row["id"]] = here
     self._bring("validator", fresh, parents=False)
+
+  def _is_new(
+      self, kind: str, row: Row, *same: sa.ColumnElement[bool]
+  ) -> bool:
+    """Looks for a row that is the `same`, whose id `row` then gets."""
+    query = sa.select(tables.metadata.tables[kind].c.id).where(*same)
+    here = self._connection.execute(query).scalar()
+    if here is not None:
+      self._ids.setdefault(kind, {})[row["id"]] = here
+    return here is None
 
   def _bring(
       self, kind: str, rows: list[Row] | None = None, parents: bool = True
