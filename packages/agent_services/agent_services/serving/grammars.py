@@ -21,22 +21,14 @@ import functools
 import json
 import re
 import threading
-from typing import (
-  Any,
-  Callable,
-  Collection,
-  Iterable,
-  Iterator,
-  Mapping,
-  Sequence,
-  TYPE_CHECKING,
-)  # pyformat: disable
+import typing
+from typing import Any, Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
 from tunix.rl.multi_turn.parser.tool_parser import qwen
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
   from llguidance._lib import JsonCompileOptions
 
 _KEPT = 64  # Grammars, compiled.
@@ -65,7 +57,7 @@ class Grammars:
   def __init__(
       self,
       token_bytes: Callable[[int], bytes],
-      encode: Callable[[str], Iterable[int]],
+      encode: Callable[[str], typing.Iterable[int]],
       vocabulary: int,
       special: Collection[int],
       stop_token_ids: Sequence[int],
@@ -363,7 +355,7 @@ class _Tokens:
       tokens: list[bytes],
       special_token_ids: list[int],
       eos_token_id: int,
-      encode: Callable[[str], Iterable[int]],
+      encode: Callable[[str], typing.Iterable[int]],
   ):
     self.tokens = tokens
     self.special_token_ids = special_token_ids

@@ -460,7 +460,7 @@ class ResponseStream(streams.AnswerStream):
 
   def _end_message(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
     (part,) = item["content"]
-    yield from self._delta(self._text.rest(part["text"]))
+    yield from self._delta(self._texts[0].rest(part["text"]))
     yield self._event(
         "response.output_text.done",
         **self._message,

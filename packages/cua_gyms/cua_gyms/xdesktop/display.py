@@ -105,6 +105,9 @@ def write_authority(path: pathlib.Path, cookie: bytes) -> None:
   path.write_bytes(entry)
   path.chmod(0o600)
 
+Cursor = tuple[np.ndarray, np.ndarray, int, int]
+"""(premultiplied RGB float32[h, w, 3], transparency, hot spot x, y)."""
+
 
 class Display:
   """A connection to an X display; see the module docstring.
@@ -125,7 +128,7 @@ class Display:
     self._connection: Any = None
     self._atoms: dict[str, int] = {}
     self._atom_names: dict[int, str] = {}
-    self._cursor: tuple[np.ndarray, np.ndarray, int, int] | None = None
+    self._cursor: Cursor | None = None
     self._damaged = False
     self._clicked = ("", 0, 0, 0.0)  # button, x, y, when it was over
     link = socket.socket(socket.AF_UNIX)
@@ -241,8 +244,7 @@ class Display:
       self._draw_cursor(pixels, self._cursor, at.root_x, at.root_y)
     return pixels
 
-  def _load_cursor(self) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """(premultiplied RGB float32[h, w, 3], transparency, hot spot x, y)."""
+  def _load_cursor(self) -> Cursor:
     cursor = self._xfixes.GetCursorImage().reply()
     argb = np.array(list(cursor.cursor_image), np.uint32)
     argb = argb.reshape(cursor.height, cursor.width)
@@ -251,11 +253,7 @@ class Display:
     return np.stack(parts, -1), clear[..., None], cursor.xhot, cursor.yhot
 
   def _draw_cursor(
-      self,
-      pixels: np.ndarray,
-      cursor: tuple[np.ndarray, np.ndarray, int, int],
-      x: int,
-      y: int,
+      self, pixels: np.ndarray, cursor: Cursor, x: int, y: int
   ) -> None:
     color, clear, hot_x, hot_y = cursor
     cursor_x, cursor_y = x - hot_x, y - hot_y

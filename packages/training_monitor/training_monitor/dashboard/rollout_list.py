@@ -32,6 +32,7 @@ _NOTHING = 1e308
 """Stands for NULL, which comes last either way."""
 
 Row = dict[str, Any]
+_one_of = query_lib.one_of
 _R = tables.rollout
 # Not the bare columns: their own indices would be taken, and then the rollouts'
 # rows read one by one.
@@ -120,24 +121,20 @@ class RolloutListQuery(query_lib.PageQuery):
     after: (value of the order, id) of the last rollout of the page before.
   """
 
-  status: Annotated[
-      str, query_lib.one_of(vocabulary.STATUSES["rollout"])
-  ] | None = None
-  outcome: Annotated[str, query_lib.one_of(OUTCOMES)] | None = None
-  error: Annotated[str, query_lib.one_of(ERRORS)] | None = None
-  end: Annotated[str, query_lib.one_of(ENDS)] | None = None
-  odd: Annotated[str, query_lib.one_of(ODD)] | None = None
+  status: Annotated[str, _one_of(vocabulary.STATUSES["rollout"])] | None = None
+  outcome: Annotated[str, _one_of(OUTCOMES)] | None = None
+  error: Annotated[str, _one_of(ERRORS)] | None = None
+  end: Annotated[str, _one_of(ENDS)] | None = None
+  odd: Annotated[str, _one_of(ODD)] | None = None
   group: query_lib.Id | None = None
-  source: Annotated[
-      str, query_lib.one_of(vocabulary.SOURCE_TYPES)
-  ] | None = None
+  source: Annotated[str, _one_of(vocabulary.SOURCE_TYPES)] | None = None
   low: Annotated[query_lib.Real | None, pydantic.Field(alias="from")] = None
   high: Annotated[query_lib.Real | None, pydantic.Field(alias="to")] = None
   step: query_lib.Id | None = None
   task: query_lib.Id | None = None
   q: query_lib.Search = ""
   label: query_lib.Label | None = None
-  sort: Annotated[str, query_lib.one_of(SORTS)] = "newest"
+  sort: Annotated[str, _one_of(SORTS)] = "newest"
   order: query_lib.Order = "down"
   after: Annotated[
       tuple[float, int] | None, *query_lib.textual(_place)

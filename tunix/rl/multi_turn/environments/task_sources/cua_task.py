@@ -15,15 +15,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from typing import (
-  Any,
-  get_args,
-  Iterable,
-  Literal,
-  Mapping,
-  Sequence,
-  TypeVar,
-)  # pyformat: disable
+from typing import Any, get_args, Iterable, Literal, Mapping, Sequence, TypeVar
 
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.environments.gyms import base
