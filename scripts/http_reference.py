@@ -191,7 +191,10 @@ def agree(name: str, served_here: set[Call], described: Iterable[Call]) -> None:
 def statuses(folder: str | pathlib.Path, more: Iterable[str] = ()) -> str:
   """Statuses of refusals: of a service's modules and of bodies, and `more`."""
   codes = set(more)
-  for file in (*(PACKAGE / folder).rglob("*.py"), BODIES):
+  shared = [BODIES]
+  if SERVICES in pathlib.Path(folder).parents:
+    shared.append(SERVICES / "applications.py")
+  for file in (*(PACKAGE / folder).rglob("*.py"), *shared):
     if file.name == "image_proxy.py":  # A service of its own.
       continue
     text = file.read_text("utf-8")

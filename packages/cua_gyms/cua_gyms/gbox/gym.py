@@ -179,8 +179,8 @@ class GboxGym:
       self._pointer = (action.x, action.y)
     if action.x2 is not None and action.y2 is not None:
       self._pointer = (action.x2, action.y2)
-    taken = reply.get("screenshot")
-    after = taken.get("after") if isinstance(taken, Mapping) else None
+    pictures = reply.get("screenshot")
+    after = pictures.get("after") if isinstance(pictures, Mapping) else None
     if not isinstance(after, Mapping) or not after.get("uri"):
       return await self._look()
     return base.Observation(await self._pixels(after))

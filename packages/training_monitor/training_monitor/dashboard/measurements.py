@@ -331,8 +331,8 @@ def paired(first: Sequence[Row], second: Sequence[Row]) -> list[Row]:
     rows.reverse()
   pairs = []
   for other in second:
-    if left := waiting.get(_attempt_key(other)):
-      pairs.append({"a": left.pop(), "b": other})
+    if partners := waiting.get(_attempt_key(other)):
+      pairs.append({"a": partners.pop(), "b": other})
   return pairs
 
 

@@ -77,9 +77,9 @@ def between_runs(
   last: list[Row] = []
   for training in (first, second):
     every = measurements.checkpoints(connection, training)
-    if not (done := [one for one in every if one["done"]]):
+    if not (ended := [one for one in every if one["done"]]):
       return None
-    last.append(done[-1])
+    last.append(ended[-1])
   outcome = compare(connection, last[0], last[1], None)
   return outcome and {**outcome, "a": last[0], "b": last[1]}
 

@@ -23,7 +23,7 @@ Act = Callable[[jax.Array], jax.Array]
 
 
 class Make(NamedTuple):
-  """What the parts of a tower are made with.
+  """Sizes and weights for the parts of a tower.
 
   Attributes:
     vision: Sizes of the tower.
