@@ -140,11 +140,11 @@ FINISHED: Mapping[str, frozenset[str]] = types.MappingProxyType({
 STATEFUL = tuple(STATUSES)
 """Tables with a status: those that `status_history` is about."""
 
-_MEASURED = {
+_MEASURED_STATUSES = {
     "success": "completed", "done": "completed", "error": "failed",
     "canceled": "cancelled",
 }  # pyformat: disable
-_MEASURING = {
+_MEASURED_PHASES = {
     "init": "initialization", "rollout_execution": "rollout",
     "evaluation": "validation",
 }  # pyformat: disable
@@ -173,10 +173,10 @@ ALIASES: Mapping[tuple[str, str], Mapping[str, str]] = types.MappingProxyType({
         "rollout": "rollout_execution", "collection": "rollout_collection",
         "train": "training", "checkpoint": "checkpointing",
     },
-    ("baseline", "status"): _MEASURED,
-    ("eval", "status"): _MEASURED,
-    ("baseline", "current_phase"): _MEASURING,
-    ("eval", "current_phase"): _MEASURING,
+    ("baseline", "status"): _MEASURED_STATUSES,
+    ("eval", "status"): _MEASURED_STATUSES,
+    ("baseline", "current_phase"): _MEASURED_PHASES,
+    ("eval", "current_phase"): _MEASURED_PHASES,
     ("rollout", "status"): {
         "created": "pending", "started": "running", "success": "completed",
         "succeeded": "completed", "done": "completed", "error": "failed",
