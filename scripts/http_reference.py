@@ -191,10 +191,14 @@ def agree(name: str, served_here: set[Call], described: Iterable[Call]) -> None:
 def statuses(folder: str | pathlib.Path, more: Iterable[str] = ()) -> str:
   """Statuses of refusals: of a service's modules and of bodies, and `more`."""
   codes = set(more)
-  for file in (*(PACKAGE / folder).rglob("*.py"), BODIES):
-    if file.name == "image_proxy.py":  # A service of its own.
-      continue
-    text = file.read_text("utf-8")
+  texts = [
+      file.read_text("utf-8")
+      for file in (*(PACKAGE / folder).rglob("*.py"), BODIES)
+      if file.name != "image_proxy.py"  # A service of its own.
+  ]
+  if any("applications.ServiceError" in text for text in texts):
+    texts.append((SERVICES / "applications.py").read_text("utf-8"))
+  for text in texts:
     codes |= set(re.findall(r"(?:Error|Refused)\(\s*([45]\d\d),", text))
   return ", ".join(sorted(codes))
 

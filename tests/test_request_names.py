@@ -518,7 +518,7 @@ def test_a_list_of_the_operators_that_cannot_be_ends_the_command(
 DOORS = (
     "agent_services/run_service", "agent_services/serving",
     "agent_services/rollout_buffer",
-    "environments/gym_server", "environments/run_environments.py",
+    "environments/gym_server",
     "reporting", "api/runs.py", "api/episodes.py",
 )  # pyformat: disable
 OPERATORS = {
@@ -526,8 +526,8 @@ OPERATORS = {
     ("environments/gym_server/app.py", "_settings"),  # ServedGym.gym
     ("environments/gym_server/catalog.py", "__init__"),
     ("environments/gym_server/catalog.py", "_check_settings"),
-    ("environments/run_environments.py", "make_environment"),  # In --gyms.
-    ("environments/run_environments.py", "_gym"),
+    ("agent_services/run_service/environments.py", "make_environment"),
+    ("agent_services/run_service/environments.py", "_gym"),  # In --gyms.
     ("agent_services/serving/__main__.py", "_checked"),  # --tool-parser
     ("agent_services/serving/server.py", "make_app"),
     ("agent_services/rollout_buffer/__main__.py", "_rights"),  # --gyms

@@ -4,7 +4,7 @@
 `run_service` plays whole episodes for programs that ask, and `runs` is the
 client's side of it; `cua_workflow` is AReaL's workflow on such runs;
 `rollout_buffer` keeps rollouts between generators and trainers, with slime's
-API.
+API. `applications` is what the three servers share.
 
 Promises: a run of the framework finds this package by the entry points
 `tunix.rl.multi_turn.services`; importing this runs neither google-tunix nor

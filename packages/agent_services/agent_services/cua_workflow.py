@@ -251,7 +251,7 @@ class CUAAgentWorkflow(_Base):
     self._group_size = group_size
     self._make_recorder = make_recorder
     self._make_loader = make_loader
-    self._client_options = {"poll_s": poll_s, "timeout_s": timeout_s}
+    self._poll_s, self._call_s = poll_s, timeout_s
     self._names: dict[str, str] = {}
     self._plays: collections.Counter[str] = collections.Counter()
     self.running = self.peak = self.accepted = self.fallback_turns = 0
@@ -307,7 +307,10 @@ class CUAAgentWorkflow(_Base):
       model_url: str,
   ) -> dict[str, Any] | None:
     client = client_lib.RunServiceClient(
-        self._service_url, token=self._token, **self._client_options
+        self._service_url,
+        token=self._token,
+        poll_s=self._poll_s,
+        timeout_s=self._call_s,
     )
     genv = genv_gym.make_client({"base_url": gym[0], "gym_id": gym[1]})
     agent = run_agent.RunAgent()
@@ -651,7 +654,10 @@ def _rule_of(gconfig: Any, other: str) -> sampling_rule.SamplingRule:
   Raises:
     ValueError: A setting is out of range, or `other` is no treatment.
   """
-  field = lambda name, default: getattr(gconfig, name, default)
+
+  def field(name: str, default: float) -> float:
+    return getattr(gconfig, name, default)
+
   top_k = int(field("top_k", 0))
   return sampling_rule.SamplingRule(
       temperature=0.0

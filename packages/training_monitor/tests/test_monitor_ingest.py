@@ -600,11 +600,9 @@ def test_a_step_goes_from_0_to_100_and_never_back(server):
 
 def test_the_formulas_divide_by_nothing_that_is_zero():
   for none in (None, 0):
-    assert progress.training("running", 3, none) == 0
-    assert progress.measuring("running", 3, none) == 0
-    assert progress.rollout("running", 3, none) == 0
+    assert progress.share("running", 3, none) == 0
     assert progress.step("pending", {"total_envs": none}, None) == 0
-  assert progress.rollout("running", 30, 20) == 100
+  assert progress.share("running", 30, 20) == 100
   groups = {"completed_groups": 1, "total_groups": 2, "total_envs": 0}
   assert progress.step("rollout_running", groups, None) == 25
 

@@ -4,6 +4,7 @@
 """
 
 import gc
+import importlib
 import sys
 
 _COLLECT = (20_000, 20, 100)
@@ -11,10 +12,10 @@ _COLLECT = (20_000, 20, 100)
 
 def main() -> int:
   """Runs the command that the arguments name; returns the exit status."""
-  if sys.argv[1:] == ["uploader"]:
-    from training_monitor.client import uploader as program  # pylint: disable=g-import-not-at-top
-  else:
-    from training_monitor import serve as program  # pylint: disable=g-import-not-at-top
+  is_uploader = sys.argv[1:] == ["uploader"]
+  program = importlib.import_module(
+      "training_monitor." + ("client.uploader" if is_uploader else "serve")
+  )
   # Rows pass through by the thousand and leave no cycles. Looking for cycles in
   # all modules again and again was a twelfth of the work.
   gc.collect()

@@ -36,7 +36,7 @@ from training_monitor.dashboard import pages as pages_lib
 from training_monitor.dashboard import site as site_lib
 from training_monitor.dashboard import token_text
 from training_monitor.server import access as access_lib
-from training_monitor.server import annotations
+from training_monitor.server import annotations as annotations_lib
 from training_monitor.server import errors
 from training_monitor.server import http_io
 from training_monitor.server import image_files
@@ -115,7 +115,7 @@ class MonitorApp:
         self._files / "videos",
     )
     self._tags_and_baseline = tags_and_baseline.TagsAndBaseline(self.writer)
-    self._annotations = annotations.Annotations(self.writer, self._queries)
+    self._annotations = annotations_lib.Annotations(self.writer, self._queries)
     site = site_lib.Site(
         access, self._pages, self._timings, self._tags_and_baseline,
         self._annotations,

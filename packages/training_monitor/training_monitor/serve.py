@@ -117,7 +117,7 @@ def files_of(target: str, files: str) -> pathlib.Path:
   url = database.url_of(target)
   if url.get_backend_name() != "sqlite":
     raise ValueError("--files: PostgreSQL has no folder; give one for images")
-  path = pathlib.Path(url.database)
+  path = database.file_of(url)
   return path.with_name(f"{path.stem}_files")
 
 

@@ -26,23 +26,17 @@ Does not decide what is read (`buffers` does).
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hmac
 import logging
 import time
-from typing import Any, AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Callable, Mapping
 
 import orjson
 import prometheus_client
-from starlette import applications
-from starlette import requests as starlette_requests
-from starlette import responses as starlette_responses
-from starlette import routing
-from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import request_bodies
 
+from agent_services import applications
 from agent_services.rollout_buffer import buffers
 from agent_services.rollout_buffer import items
 from agent_services.rollout_buffer import requests
@@ -58,31 +52,17 @@ _MOST_NODES = 2_000_000
 _NODE = 8
 """Values that take the memory of a list or an object."""
 _COMMIT_S = 60.0
-_SWEEP_S = 5.0
 _POLL_S = 0.1
 _DEFAULT_WAIT_S = 10.0
 _CHUNK = 1 << 20
 _WRITTEN = "Data has been successfully written to buffer"
 
-Request = starlette_requests.Request
-Response = starlette_responses.Response
-Handler = Callable[[Request], Awaitable[Response]]
+Request = applications.Request
+Response = applications.Response
+_Error = applications.ServiceError
 
 
-class ApiError(Exception):
-  """A failed request; `code` is for programs."""
-
-  def __init__(
-      self, status: int, detail: str, code: str, retry_s: float | None = None
-  ):
-    super().__init__(detail)
-    self.status = status
-    self.detail = detail
-    self.code = code
-    self.retry_s = retry_s
-
-
-class App:
+class App(applications.Application):
   """The ASGI application of a service, in the attribute `asgi`."""
 
   def __init__(self, service: service_lib.Service, *, token: str = ""):
@@ -94,22 +74,15 @@ class App:
     self._service = service
     self._limits = service.limits
     self._token = token
-    self._metrics = prometheus_client.CollectorRegistry()
-    self._requests = prometheus_client.Counter(
-        "buffer_requests", "Answered requests.", ("route", "status"),
-        registry=self._metrics,
-    )  # pyformat: disable
-    self._seconds = prometheus_client.Histogram(
-        "buffer_request_seconds", "From request to answer.", ("route",),
-        registry=self._metrics,
-        buckets=(.001, .003, .01, .03, .1, .3, 1, 3, 10, 30, 100),
+    self._metrics = applications.Metrics(
+        "buffer", (.001, .003, .01, .03, .1, .3, 1, 3, 10, 30, 100)
     )  # pyformat: disable
     self._items = prometheus_client.Counter(
         "buffer_items", "Items, by what became of them.", ("buffer", "fate"),
-        registry=self._metrics,
+        registry=self._metrics.registry,
     )  # pyformat: disable
-    post, get = ["POST"], ["GET"]
-    of_buffer: list[tuple[str, Handler, list[str]]] = [
+    post, get = applications.POST, applications.GET
+    of_buffer: list[applications.Route] = [
         ("/buffer/write", self._write, post),
         ("/get_rollout_data", self._get_rollout_data, post),
         ("/buffer/read", self._read, post),
@@ -121,111 +94,68 @@ class App:
         ("/buffer/peek", self._peek, get),
         ("/buffer/stats", self._stats, get),
     ]
-    routes: list[tuple[str, Handler, list[str]]] = [
+    self._serve([
         *of_buffer,
         *((f"/b/{{buffer}}{path}", run, how) for path, run, how in of_buffer),
         ("/buffers", self._list, get),
         ("/", self._root, get),
         ("/health", self._health, get),
         ("/metrics", self._show_metrics, get),
-    ]
-    self.asgi = applications.Starlette(
-        routes=[
-            routing.Route(path, self._guarded(path, handler), methods=methods)
-            for path, handler, methods in routes
-        ],
-        exception_handlers={404: self._not_served, 405: self._not_served},
-        lifespan=self._lifespan,
-    )
+    ])
 
   # --- around every request ---------------------------------------------------
 
-  @contextlib.asynccontextmanager
-  async def _lifespan(self, app: Any) -> AsyncIterator[None]:
-    del app
-    sweeping = asyncio.create_task(self._sweep())
-    try:
-      yield
-    finally:
-      sweeping.cancel()
-      await asyncio.gather(sweeping, return_exceptions=True)
-      await asyncio.to_thread(self._service.close)
+  async def _close(self) -> None:
+    await asyncio.to_thread(self._service.close)
 
   async def _sweep(self) -> None:
-    while True:
-      await asyncio.sleep(_SWEEP_S)
-      try:
-        await asyncio.to_thread(self._service.sweep)
-      except Exception:  # pylint: disable=broad-except
-        _LOG.exception("groups that are overdue were not dropped")
+    try:
+      await asyncio.to_thread(self._service.sweep)
+    except Exception:  # pylint: disable=broad-except
+      _LOG.exception("groups that are overdue were not dropped")
 
-  def _guarded(self, route: str, handler: Handler) -> Handler:
-    async def run(request: Request) -> Response:
-      self._authorize(request, route)
-      return await handler(request)
-
-    def failed(error: Exception) -> Response:
-      if isinstance(error, starlette_requests.ClientDisconnect):
-        error = ApiError(499, "the client went away", "gone")
-      answer = _as_api(error)
-      if answer is None:
-        _LOG.error("%s failed", route, exc_info=error)
-        answer = ApiError(
-            500,
-            f"the service failed: {concurrency.describe(error)}",
-            "internal_error",
-        )
-      headers = {}
-      if answer.retry_s is not None:
-        headers["retry-after"] = str(max(1, round(answer.retry_s)))
-      return _json(
-          {"detail": answer.detail, "code": answer.code}, answer.status, headers
-      )
-
-    def done(request: Request, response: Response, seconds: float) -> None:
-      del request
-      self._requests.labels(route, response.status_code).inc()
-      self._seconds.labels(route).observe(seconds)
-
-    return http_server.guarded(run, failed, done)
+  def _done(
+      self, route: str, request: Request, response: Response, seconds: float
+  ) -> None:
+    del request
+    self._metrics.count(route, response, seconds)
 
   def _authorize(self, request: Request, route: str) -> None:
-    headers = request.headers
-    if problem := http_server.cross_site(headers, bool(self._token)):
-      raise ApiError(403, problem, "cross_site")
-    if not self._token or route in ("/", "/health"):
-      return
-    kind, _, presented = headers.get("authorization", "").partition(" ")
-    if kind.lower() != "bearer" or not hmac.compare_digest(
-        presented.strip().encode("latin-1", "replace"), self._token.encode()
-    ):
-      raise ApiError(
-          401, "give the token as Authorization: Bearer …", "unauthorized"
-      )
-
-  async def _not_served(self, request: Request, error: Any) -> Response:
-    detail = f"{request.method} {request.url.path} is not served here"
-    code = "method_not_allowed" if error.status_code == 405 else "not_found"
-    return _json({"detail": detail, "code": code}, error.status_code)
+    header = request.headers.get("authorization", "")
+    kind, _, presented = header.partition(" ")
+    applications.authorize(
+        request.headers,
+        presented.strip() if kind.lower() == "bearer" else "",
+        self._token,
+        public=route in ("/", "/health"),
+    )
 
   async def _object(self, request: Request) -> dict[str, Any]:
     """The body's object; an empty body is {}."""
     raw = await request_bodies.read(request, _SMALL)
     if not raw.strip():
       return {}
-    try:
-      value = await _parsed(json_models.parse, raw)
-    except ValueError as error:
-      raise ApiError(
-          400, f"the body is not JSON: {error}", "invalid_json"
-      ) from None
-    if not isinstance(value, dict):
-      raise ApiError(
-          422,
-          f"the body must be an object, got a {type(value).__name__}",
-          "invalid_request",
-      )
-    return value
+    value = await _parsed(applications.parse_json, raw)
+    return applications.check_object(value)
+
+  def _refusal(self, error: Exception) -> _Error | None:
+    if isinstance(error, (buffers.BufferFull, store.StoreFull)):
+      return _Error(429, str(error), "full", 2.0)
+    if isinstance(error, (store.StoreError, TimeoutError)):
+      return _Error(503, f"{error}" or "the disk takes too long", "disk", 5.0)
+    if isinstance(error, buffers.LeaseUsed):
+      return _Error(409, str(error), "lease_used")
+    if isinstance(error, buffers.UnknownLease):
+      return _Error(404, error.args[0], "unknown_lease")
+    if isinstance(error, service_lib.UnknownTaskType):
+      return _Error(404, str(error), "unknown_task_type")
+    if isinstance(error, service_lib.TooManyBuffers):
+      return _Error(429, str(error), "too_many_buffers", 60.0)
+    if isinstance(error, KeyError):
+      return _Error(404, str(error.args[0]), "unknown_buffer")
+    if isinstance(error, ValueError):
+      return _Error(422, str(error), "invalid_request")
+    return super()._refusal(error)
 
   def _name(self, request: Request, data: Mapping[str, Any]) -> str:
     named = request.path_params.get("buffer")
@@ -271,11 +201,11 @@ class App:
     except items.ItemError as error:
       # The status that clients of the protocol know; the code tells it from a
       # failure of the service.
-      raise ApiError(500, f"Write failed: {error}", "invalid_item") from None
+      raise _Error(500, f"Write failed: {error}", "invalid_item") from None
     try:
       fresh = await self._stored(written)
     except store.UidConflict as error:
-      raise ApiError(409, f"Write failed: {error}", "uid_conflict") from None
+      raise _Error(409, f"Write failed: {error}", "uid_conflict") from None
     name = written[0].buffer
     self._items.labels(name, "written").inc(fresh)
     if fresh < len(written):
@@ -448,7 +378,7 @@ class App:
   async def _show_metrics(self, request: Request) -> Response:
     del request
     store_of_items = self._service.store
-    lines = [prometheus_client.generate_latest(self._metrics).decode()]
+    lines = []
     gauges = {
         "buffer_waiting_bytes": store_of_items.waiting_bytes,
         "buffer_commits": store_of_items.commits,
@@ -466,36 +396,7 @@ class App:
           f'buffer_held_{gauge}{{buffer="{name}"}} {counts[gauge]}\n'
           for name, counts in every.items()
       ]
-    return Response(
-        "".join(lines), media_type=prometheus_client.CONTENT_TYPE_LATEST
-    )
-
-
-def _as_api(error: Exception) -> ApiError | None:
-  """The answer to an error that has one of its own."""
-  if isinstance(error, ApiError):
-    return error
-  if isinstance(error, request_bodies.BodyRefused):
-    return ApiError(
-        error.status, error.message, error.code, error.retry_after_s
-    )
-  if isinstance(error, (buffers.BufferFull, store.StoreFull)):
-    return ApiError(429, str(error), "full", 2.0)
-  if isinstance(error, (store.StoreError, TimeoutError)):
-    return ApiError(503, f"{error}" or "the disk takes too long", "disk", 5.0)
-  if isinstance(error, buffers.LeaseUsed):
-    return ApiError(409, str(error), "lease_used")
-  if isinstance(error, buffers.UnknownLease):
-    return ApiError(404, error.args[0], "unknown_lease")
-  if isinstance(error, service_lib.UnknownTaskType):
-    return ApiError(404, str(error), "unknown_task_type")
-  if isinstance(error, service_lib.TooManyBuffers):
-    return ApiError(429, str(error), "too_many_buffers", 60.0)
-  if isinstance(error, KeyError):
-    return ApiError(404, str(error.args[0]), "unknown_buffer")
-  if isinstance(error, ValueError):
-    return ApiError(422, str(error), "invalid_request")
-  return None
+    return self._metrics.page(lines)
 
 
 async def _parsed(read: Callable[..., Any], raw: bytes, *args: Any) -> Any:

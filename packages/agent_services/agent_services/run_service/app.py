@@ -22,18 +22,12 @@ that may start runs may let this process call that address.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import datetime
-import hmac
 import logging
 import math
 import time
-from typing import Any, AsyncIterator, Awaitable, Callable, Collection, Mapping
+from typing import Any, Collection, Mapping
 
-from starlette import applications
-from starlette import requests as starlette_requests
-from starlette import responses as starlette_responses
-from starlette import routing
 from tunix.rl.multi_turn.core import bounds
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import content_store
@@ -42,10 +36,12 @@ from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import json_answers
 from tunix.rl.multi_turn.core import json_models
-from tunix.rl.multi_turn.core import registry
 from tunix.rl.multi_turn.core import request_bodies
 from tunix.rl.multi_turn.core import settings as settings_lib
+from tunix.rl.multi_turn.environments.gyms import registry as gym_registry
 
+from agent_services import applications
+from agent_services.run_service import environments
 from agent_services.run_service import runs as runs_lib
 from agent_services.run_service import schemas
 
@@ -53,14 +49,14 @@ _LOG = logging.getLogger(__name__)
 _MAX_BODY = 4 << 20
 _CLOSE_S = 10.0
 _LATEST_MS = 253_402_300_799_000  # The end of the year 9999.
-_ENVIRONMENTS = "tunix.rl.multi_turn.environments.run_environments"
 _IMAGES = "/images/{name}"
 _PUBLIC = ("/health", _IMAGES)
 """Routes without a token: an image's address carries its signature."""
 
 Json = json_answers.Json
-Request = starlette_requests.Request
-Response = starlette_responses.Response
+Request = applications.Request
+Response = applications.Response
+_Error = applications.ServiceError
 _setting = settings_lib.setting
 
 
@@ -104,20 +100,7 @@ class RunLimits:
   )
 
 
-class ServiceError(Exception):
-  """A refused request."""
-
-  def __init__(
-      self, status: int, detail: str, code: str, retry_s: float | None = None
-  ):
-    super().__init__(detail)
-    self.status = status
-    self.detail = detail
-    self.code = code
-    self.retry_s = retry_s
-
-
-class App:
+class App(applications.Application):
   """The run service.
 
   Attributes:
@@ -125,6 +108,8 @@ class App:
     urls: signs the addresses of screenshots; its `base_url` is this server's.
     runs: Runs by id, in order of creation.
   """
+
+  _wrong_method = "not_found"
 
   def __init__(
       self,
@@ -146,16 +131,8 @@ class App:
     Raises:
       ValueError: a gym that does not exist, or an option that is no client's.
     """
-    # By name: agents and environments are rooms that do not import each other.
-    self._make_environment = registry.import_path(
-        f"{_ENVIRONMENTS}:make_environment"
-    )
-    self._judges_itself = registry.import_path(f"{_ENVIRONMENTS}:judges_itself")
-    get_gym = registry.import_path(
-        "tunix.rl.multi_turn.environments.gyms.registry:get"
-    )
     for name in gyms:
-      get_gym(name, "operator").check_client_settings(
+      gym_registry.get(name, "operator").check_client_settings(
           client_settings, "--client-settings"
       )
     self._gyms = tuple(gyms)
@@ -174,8 +151,8 @@ class App:
     )
     self.runs: dict[str, runs_lib.Run] = {}
     self._tasks: dict[str, asyncio.Task[None]] = {}
-    post, get = ["POST"], ["GET"]
-    routes: list[tuple[str, Callable[..., Awaitable[Response]], list[str]]] = [
+    post, get = applications.POST, applications.GET
+    self._serve([
         ("/runs", self._create, post),
         ("/runs/{run}", self._status, get),
         ("/runs/{run}/events", self._events, get),
@@ -186,15 +163,7 @@ class App:
         ("/runs/{run}/cancel", self._cancel, post),
         (_IMAGES, self._image, get),
         ("/health", self._health, get),
-    ]
-    self.asgi = applications.Starlette(
-        routes=[
-            routing.Route(path, self._guarded(path, handler), methods=methods)
-            for path, handler, methods in routes
-        ],
-        exception_handlers={404: self._not_served, 405: self._not_served},
-        lifespan=self._lifespan,
-    )
+    ])
 
   @property
   def playing(self) -> int:
@@ -203,82 +172,35 @@ class App:
 
   # --- around every request ---------------------------------------------------
 
-  @contextlib.asynccontextmanager
-  async def _lifespan(self, app: Any) -> AsyncIterator[None]:
-    del app
-    try:
-      yield
-    finally:
-      tasks = list(self._tasks.values())
-      for task in tasks:
-        task.cancel()
-      if tasks:
-        await asyncio.wait(tasks, timeout=_CLOSE_S)
-      self._pictures.data_urls.close()
+  async def _close(self) -> None:
+    tasks = list(self._tasks.values())
+    for task in tasks:
+      task.cancel()
+    if tasks:
+      await asyncio.wait(tasks, timeout=_CLOSE_S)
+    self._pictures.data_urls.close()
 
-  def _guarded(
-      self, route: str, handler: Callable[[Request], Awaitable[Response]]
-  ) -> Callable[[Request], Awaitable[Response]]:
-    async def run(request: Request) -> Response:
-      self._authorize(request, route)
-      return await handler(request)
-
-    def failed(error: Exception) -> Response:
-      if isinstance(error, request_bodies.BodyRefused):
-        error = ServiceError(
-            error.status, error.message, error.code, error.retry_after_s
-        )
-      elif isinstance(error, starlette_requests.ClientDisconnect):
-        error = ServiceError(499, "the client went away", "gone")
-      elif not isinstance(error, ServiceError):
-        _LOG.error("%s failed", route, exc_info=error)
-        error = ServiceError(
-            500, f"the service failed: {error!r}", "internal_error"
-        )
-      headers = {}
-      if error.retry_s is not None:
-        headers["retry-after"] = str(max(1, round(error.retry_s)))
-      return Json(
-          {"detail": error.detail, "code": error.code},
-          error.status,
-          headers=headers,
-      )
-
-    return http_server.guarded(run, failed, lambda *_: None)
+  def _description(self, error: Exception) -> str:
+    return repr(error)
 
   def _authorize(self, request: Request, route: str) -> None:
-    headers = request.headers
-    # The signature of an image's address holds at any name of this service.
-    checks_host = not self._token and route != _IMAGES
-    if problem := http_server.cross_site(headers, not checks_host):
-      raise ServiceError(403, problem, "cross_site")
-    if not self._token or route in _PUBLIC:
-      return
-    presented = headers.get("authorization", "").removeprefix("Bearer ")
-    if not hmac.compare_digest(
-        presented.strip().encode("latin-1", "replace"), self._token.encode()
-    ):
-      raise ServiceError(
-          401, "give the token as Authorization: Bearer …", "unauthorized"
-      )
-
-  async def _not_served(self, request: Request, error: Any) -> Response:
-    detail = f"{request.method} {request.url.path} is not served here"
-    return Json({"detail": detail, "code": "not_found"}, error.status_code)
+    applications.authorize(
+        request.headers,
+        http_server.bearer_of(request.headers),
+        self._token,
+        public=route in _PUBLIC,
+        # The signature of an image's address holds at any name of this service.
+        any_host=route == _IMAGES,
+    )
 
   # --- runs -------------------------------------------------------------------
 
   async def _create(self, request: Request) -> Response:
     data = await request_bodies.read(request, _MAX_BODY)
-    try:
-      value = json_models.parse(data)
-    except ValueError as error:
-      raise ServiceError(
-          400, f"the body is not JSON: {error}", "invalid_json"
-      ) from None
+    value = applications.parse_json(data)
     self._forget_old()
     if len(self._tasks) >= self.limits.max_runs:
-      raise ServiceError(
+      raise _Error(
           429,
           f"{len(self._tasks)} runs play, which is max_runs; ask again, or end"
           " one",
@@ -286,14 +208,12 @@ class App:
           1.0,
       )
     try:
-      if not isinstance(value, dict):
-        raise ValueError(
-            f"the body must be an object, got a {type(value).__name__}"
-        )
-      body = json_models.validate(schemas.CreateBody, value)
+      body = json_models.validate(
+          schemas.CreateBody, applications.check_object(value)
+      )
       self._check_pixels(body)
       agent = schemas.make_agent(body)
-      env = self._make_environment(
+      env = environments.make_environment(
           body.env,
           instruction=body.task,
           parser=agent.tool_parser,
@@ -308,11 +228,11 @@ class App:
           agent,
           env,
           self._pictures,
-          self._judges_itself(body.env),
+          environments.judges_itself(body.env),
           self._make_room,
       )
     except (ValueError, ImportError) as error:
-      raise ServiceError(422, str(error), "invalid_request") from None
+      raise _Error(422, str(error), "invalid_request") from None
     if not self.urls.base_url:
       self.urls.base_url = http_server.reached_at(request.scope)
     self.runs[run.id] = run
@@ -341,7 +261,7 @@ class App:
         if run.ended is None
     )
     if playing + pixels > most * 1_000_000:
-      raise ServiceError(
+      raise _Error(
           429,
           f"the screens of runs that play have {playing} pixels, and {pixels}"
           f" more exceed max_megapixels={most}; ask again, or end one",
@@ -380,7 +300,7 @@ class App:
   def _run(self, request: Request) -> runs_lib.Run:
     run = self.runs.get(request.path_params["run"])
     if run is None:
-      raise ServiceError(
+      raise _Error(
           404, "there is no such run, or it is no longer kept", "unknown_run"
       )
     return run
@@ -441,9 +361,9 @@ class App:
     try:
       index = bounds.whole(request.path_params["index"], "index")
     except ValueError as error:
-      raise ServiceError(422, str(error), "invalid_request") from None
+      raise _Error(422, str(error), "invalid_request") from None
     if index >= len(run.steps):
-      raise ServiceError(
+      raise _Error(
           404,
           f"index={index}: the run has {len(run.steps)} steps, from 0",
           "unknown_step",
@@ -454,10 +374,10 @@ class App:
     name = request.path_params["name"]
     problem = self.urls.problem(name, request.query_params)
     if problem:
-      raise ServiceError(403, problem, "bad_signature")
+      raise _Error(403, problem, "bad_signature")
     picture = self._pictures.store.get(name)
     if picture is None:
-      raise ServiceError(404, "the image is no longer kept", "unknown_image")
+      raise _Error(404, "the image is no longer kept", "unknown_image")
     return Response(
         picture[0],
         media_type=picture[1],
@@ -484,7 +404,7 @@ def _time(request: Request, name: str, default: float) -> float:
       at = at.replace(tzinfo=datetime.UTC)
     return round(at.timestamp() * 1000)
   except (ValueError, OverflowError):
-    raise ServiceError(
+    raise _Error(
         422,
         f"{name}={text[:40]!r} must be a time in ISO-8601, or milliseconds in"
         f" [0, {_LATEST_MS}]",

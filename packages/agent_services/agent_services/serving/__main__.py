@@ -13,12 +13,13 @@ once; those that need the policy, once it is loaded. Defaults follow the policy.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import pathlib
 import re
 import socket
 import sys
-from typing import Any, Callable, Sequence, TypeVar
+from typing import Any, Callable, NoReturn, Sequence, TypeVar
 
 import pydantic
 import tqdm
@@ -144,14 +145,14 @@ def _check_screens(
       )
 
 
-def _features(text: str) -> tuple[str, ...]:
+def _features(text: str) -> tuple[engine_config.Feature, ...]:
   names = _words(text)
   if unknown := sorted(set(names) - set(engine_config.FEATURES)):
     raise ValueError(
         f"--features={text}: {unknown[0]!r} is none of"
         f" {', '.join(engine_config.FEATURES)}"
     )
-  return names
+  return tuple(f for name in names for f in engine_config.FEATURES if f == name)
 
 
 def _engine_settings(args: argparse.Namespace) -> engine_config.EngineConfig:
@@ -211,17 +212,22 @@ class _Collected:
   def __init__(self):
     self._problems: list[str] = []
 
-  def of(self, make: Callable[[], T]) -> T | None:
-    """`make()`, or None where it refuses."""
+  def of(self, make: Callable[[], T]) -> Callable[[], T]:
+    """Calls `make`; returns the getter of its result, which raises all
+    refusals where `make` refuses."""
     try:
-      return make()
+      result = make()
     except (OSError, ValueError, ImportError) as error:
       self._problems.append(str(error))
-      return None
+      return self._refuse
+    return lambda: result
+
+  def _refuse(self) -> NoReturn:
+    raise _Refused(self._problems)
 
   def end(self) -> None:
     if self._problems:
-      raise _Refused(self._problems)
+      self._refuse()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,20 +275,20 @@ def _checked(args: argparse.Namespace) -> _Arguments:
   try:
     all_of.end()
   except _Refused:
-    if listening is not None:
-      listening.close()
+    with contextlib.suppress(_Refused):
+      listening().close()
     raise
   limits = requests.RequestLimits(
-      max_new_tokens=args.max_tokens, images=images_limit
+      max_new_tokens=args.max_tokens, images=images_limit()
   )
   return _Arguments(
-      token,
-      screens,
-      settings,
+      token(),
+      screens(),
+      settings(),
       limits,
-      media_limits,
-      connection_limits,
-      listening,
+      media_limits(),
+      connection_limits(),
+      listening(),
   )
 
 

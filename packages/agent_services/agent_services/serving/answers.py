@@ -14,7 +14,7 @@ import codecs
 import dataclasses
 import json
 import secrets
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import policy_client
@@ -275,7 +275,7 @@ def alternatives(
 ) -> list[list[tuple[int, float]]]:
   """Each position's likeliest tokens with log-probs; empty unless the request
   asks for them."""
-  if completion.top_tokens is None:
+  if completion.top_tokens is None or completion.top_logprobs is None:
     return [[] for _ in completion.tokens]
   return [
       [(t, p) for t, p in zip(tokens, logprobs) if p > -np.inf]
@@ -306,19 +306,20 @@ class TextStream:
     self._decoder = decoder
     self._strings = strings
     self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    self._ended = False  # By a token without text where it is the last.
+    # Token without text, where it is the last.
+    self._end: int | None = None
     self._held = ""
     self._sent = 0
     self._stopped = False
 
-  def feed(self, tokens: Sequence[int]) -> str:
+  def feed(self, tokens: Iterable[int]) -> str:
     """Returns the new text that later tokens cannot change."""
     parts = [self._held]
     for token in map(int, tokens):
-      if self._ended:
-        parts.append(self._text(self._decoder.end))
-      self._ended = token == self._decoder.end
-      if not self._ended:
+      if self._end is not None:
+        parts.append(self._text(self._end))
+      self._end = token if token == self._decoder.end else None
+      if self._end is None:
         parts.append(self._text(token))
     text = "".join(parts)
     if self._stopped:

@@ -27,21 +27,18 @@ Does not sample (see `service`), or know the endpoints' bodies (see `chat`,
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 import secrets
 import time
-from typing import Any, AsyncIterator, Awaitable, Callable
+from typing import Any, Callable
 
-import prometheus_client
-from starlette import applications
 from starlette import requests as starlette_requests
 from starlette import responses as starlette_responses
-from starlette import routing
 from tunix.rl.multi_turn.core import http_server
 from tunix.rl.multi_turn.core import request_bodies
 
+from agent_services import applications
 from agent_services.serving import bodies
 from agent_services.serving import chat
 from agent_services.serving import completions
@@ -57,14 +54,12 @@ from agent_services.serving import session_store
 from agent_services.serving import streams
 
 _LOG = logging.getLogger(__name__)
-_SWEEP_S = 5.0
 _INLINE = 1 << 16
 """Larger bodies are read in a thread."""
 
-Request = starlette_requests.Request
-Response = starlette_responses.Response
-Handler = Callable[[Request], Awaitable[Response]]
-
+Request = applications.Request
+Response = applications.Response
+Handler = applications.Handler
 
 ENDPOINTS = (
     chat.ENDPOINT,
@@ -75,7 +70,7 @@ ENDPOINTS = (
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-class OpenAIApp:
+class OpenAIApp(applications.Application):
   """The ASGI application of a `Service`, in the attribute `asgi`.
 
   Attributes:
@@ -101,28 +96,21 @@ class OpenAIApp:
     self._limits = service.limits
     self._token = token
     self._stats = stats or (lambda: {})
-    self._metrics = prometheus_client.CollectorRegistry()
-    self._requests = prometheus_client.Counter(
-        "rollout_requests", "Answered requests.", ("route", "status"),
-        registry=self._metrics,
-    )  # pyformat: disable
-    self._seconds = prometheus_client.Histogram(
-        "rollout_request_seconds", "From request to answer.", ("route",),
-        registry=self._metrics,
-        buckets=(.01, .03, .1, .3, 1, 3, 10, 30, 100, 300),
+    self._metrics = applications.Metrics(
+        "rollout", (.01, .03, .1, .3, 1, 3, 10, 30, 100, 300)
     )  # pyformat: disable
     self._sessions = session_routes.SessionRoutes(
         service, self._object, self._check_own, export_arrays
     )
-    post, get = ["POST"], ["GET"]
-    endpoints = [
+    post, get = applications.POST, applications.GET
+    endpoints: list[applications.Route] = [
         *((api.path, self._answering(api), post) for api in ENDPOINTS),
         *((c.path, self._counting(c), post) for c in counting.ENDPOINTS),
         ("models", self._models, get),
         ("models/{model:path}", self._one_model, get),
         ("responses/{response}", self._kept_response, get),
     ]
-    routes = [(f"/v1/{path}", *route) for path, *route in endpoints]
+    routes = [(f"/v1/{path}", run, how) for path, run, how in endpoints]
     routes += [
         ("/health", self._health, get),
         ("/metrics", self._show_metrics, get),
@@ -133,74 +121,47 @@ class OpenAIApp:
         # AReaL's clients name a session by its key alone, and no version.
         ("/rl/set_reward", self._sessions.set_reward, post),
         ("/rl/end_session", self._sessions.end, post),
-        *((f"/{path}", *to) for path, *to in endpoints if to[1] is post),
+        *((f"/{api[0]}", *api[1:]) for api in endpoints if api[2] is post),
     ]
     for prefix in ("/sessions/{session}", "/{session}"):
-      for path, *route in endpoints:
+      for path, run, how in endpoints:
         routes += [
-            (f"{prefix}/v1/{path}", *route),
-            (f"{prefix}/{path}", *route),
+            (f"{prefix}/v1/{path}", run, how),
+            (f"{prefix}/{path}", run, how),
         ]
       routes += [
           (f"{prefix}/rl/set_reward", self._sessions.set_reward, post),
           (f"{prefix}/rl/end_session", self._sessions.end, post),
       ]
-    self.asgi = applications.Starlette(
-        routes=[
-            routing.Route(path, self._guarded(path, handler), methods=methods)
-            for path, handler, methods in routes
-        ],
-        exception_handlers={
-            404: self._not_found,
-            405: self._not_found,
-        },
-        lifespan=self._lifespan,
-    )
+    self._serve(routes)
 
   # --- around every request ---------------------------------------------------
 
-  @contextlib.asynccontextmanager
-  async def _lifespan(self, app: Any) -> AsyncIterator[None]:
-    del app
-    sweeping = asyncio.create_task(self._sweep())
-    try:
-      yield
-    finally:
-      sweeping.cancel()
-      await asyncio.gather(sweeping, return_exceptions=True)
-      self._sessions.close()
+  async def _close(self) -> None:
+    self._sessions.close()
 
   async def _sweep(self) -> None:
-    while True:
-      await asyncio.sleep(_SWEEP_S)
-      for session in self._service.store.sweep():
-        try:
-          await self._service.forget(session)
-        except Exception:  # pylint: disable=broad-except
-          _LOG.exception("session %s was not freed", session)
+    for session in self._service.store.sweep():
+      try:
+        await self._service.forget(session)
+      except Exception:  # pylint: disable=broad-except
+        _LOG.exception("session %s was not freed", session)
 
-  def _guarded(self, route: str, handler: Handler) -> Handler:
-    """Authorizes and counts requests; answers failures in OpenAI's shape."""
+  def _failed(self, route: str, error: Exception) -> Response:
+    """Answers failures in OpenAI's shape."""
+    if isinstance(error, starlette_requests.ClientDisconnect):
+      error = _gone()
+    return _error(_as_api(error, route))
 
-    async def run(request: Request) -> Response:
-      self._authorize(request, route)
-      return await handler(request)
-
-    def failed(error: Exception) -> Response:
-      if isinstance(error, starlette_requests.ClientDisconnect):
-        error = _gone()
-      return _error(_as_api(error, route))
-
-    def done(request: Request, response: Response, seconds: float) -> None:
-      client_id = request.headers.get("x-request-id", "")
-      is_valid = _REQUEST_ID.fullmatch(client_id)
-      response.headers["x-request-id"] = (
-          client_id if is_valid else f"req_{secrets.token_hex(12)}"
-      )
-      self._requests.labels(route, response.status_code).inc()
-      self._seconds.labels(route).observe(seconds)
-
-    return http_server.guarded(run, failed, done)
+  def _done(
+      self, route: str, request: Request, response: Response, seconds: float
+  ) -> None:
+    client_id = request.headers.get("x-request-id", "")
+    is_valid = _REQUEST_ID.fullmatch(client_id)
+    response.headers["x-request-id"] = (
+        client_id if is_valid else f"req_{secrets.token_hex(12)}"
+    )
+    self._metrics.count(route, response, seconds)
 
   def _authorize(self, request: Request, route: str) -> None:
     """Finds the session that the request belongs to, if it names one."""
@@ -249,7 +210,7 @@ class OpenAIApp:
           code="wrong_session",
       )
 
-  async def _not_found(self, request: Request, error: Any) -> Response:
+  async def _not_served(self, request: Request, error: Any) -> Response:
     return _error(
         errors.ApiError(
             error.status_code,
@@ -420,11 +381,10 @@ class OpenAIApp:
 
   async def _show_metrics(self, request: Request) -> Response:
     del request
-    lines = [prometheus_client.generate_latest(self._metrics).decode()]
-    lines.append(
+    lines = [
         "# HELP rollout_tokens Tokens of prompts and completions.\n"
         "# TYPE rollout_tokens counter\n"
-    )
+    ]
     for kind, count in self._service.tokens.items():
       lines.append(f'rollout_tokens_total{{kind="{kind}"}} {count}\n')
     for name, value in sorted(self._stats().items()):
@@ -435,9 +395,7 @@ class OpenAIApp:
         "# TYPE rollout_running gauge\n"
         f"rollout_running {self._service.running}\n"
     )
-    return Response(
-        "".join(lines), media_type=prometheus_client.CONTENT_TYPE_LATEST
-    )
+    return self._metrics.page(lines)
 
   async def _object(self, request: Request) -> dict[str, Any]:
     body = await request_bodies.read(request, self._limits.body_bytes)

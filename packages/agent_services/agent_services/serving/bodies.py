@@ -318,7 +318,7 @@ def _path(loc: tuple[str | int, ...]) -> str:
 
 # --- bounds -------------------------------------------------------------------
 
-BY_BODY = {"x-boundedBy": "body"}
+BY_BODY: dict[str, pydantic.JsonValue] = {"x-boundedBy": "body"}
 """Marks, in a JSON schema, a text, a list or any value that only the size of
 the whole body and the number of its values bound. Numbers never are."""
 LIMIT = "x-limit"
@@ -559,7 +559,9 @@ class TokenIds:
   def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
     del source, handler
     return core_schema.with_info_plain_validator_function(
-        lambda value, info: self._read(info.field_name, value, info.context)
+        lambda value, info: self._read(
+            str(info.field_name), value, info.context
+        )
     )
 
   def _read(self, name: str, value: Any, limits: Any) -> tuple[int, ...]:
@@ -613,6 +615,18 @@ def token_ids(
         where, f"{where} must be a list of token ids, got {shown(value)}"
     )
   return tuple(value)
+
+
+class Spoken(typing.Protocol):
+  """A message's body."""
+
+  @property
+  def role(self) -> str:
+    ...
+
+  @property
+  def content(self) -> Any:
+    ...
 
 
 _Bounded = pydantic.Field(json_schema_extra=BY_BODY)

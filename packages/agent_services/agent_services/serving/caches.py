@@ -94,7 +94,7 @@ class SessionCache:
     """Returns the client's session that holds `parent`'s tokens, or a new one.
     """
     name = self._cache_of.get(parent) if parent else None
-    if name in self._idle:
+    if name is not None and name in self._idle:
       del self._idle[name]
       return name
     self._made += 1

@@ -71,7 +71,7 @@ class _Message(bodies.Body):
   refusal: Annotated[Any, bodies.Neutral("")] = None
   provider_specific_fields: Annotated[Any, bodies.Ignored()] = None
 
-  def message(self) -> requests.Message:
+  def message(self: bodies.Spoken) -> requests.Message:
     """Returns the message as renderers read it, image parts with their URL."""
     role, content = self.role, self.content
     if isinstance(content, list):

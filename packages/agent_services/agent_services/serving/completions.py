@@ -156,7 +156,7 @@ def _echoes(
   """Returns the text of the prompt that each choice begins with."""
   if not request.repeat_prompt:
     return [""] * request.choices
-  texts = [p.text or decoder.all_text(p.tokens) for p in request.parts()]
+  texts = [p.text or decoder.all_text(p.tokens or ()) for p in request.parts()]
   return [text for text in texts for _ in range(request.n)]
 
 

@@ -44,7 +44,7 @@ class ApiError(Exception):
     return "server_error" if self.status >= 500 else "invalid_request_error"
 
   def body(self) -> dict[str, Any]:
-    error = {
+    error: dict[str, Any] = {
         "message": _whole(self.message),
         "type": self.type,
         "param": None if self.param is None else _whole(self.param),

@@ -21,11 +21,15 @@ import functools
 import json
 import re
 import threading
+import typing
 from typing import Any, Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.parser.tool_parser import base as parser_base
 from tunix.rl.multi_turn.parser.tool_parser import qwen
+
+if typing.TYPE_CHECKING:
+  from llguidance._lib import JsonCompileOptions
 
 _KEPT = 64  # Grammars, compiled.
 _END = 64  # Tokens within which a text is brought to its end.
@@ -36,7 +40,7 @@ _INSIDE = ('"', "n", "0")
 _TEXT = "~"  # Is written in strings only.
 # JSON as `json.dumps` writes it, or without blanks: a policy that may write
 # blanks at will may never end.
-_JSON = {
+_JSON: JsonCompileOptions = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
@@ -53,7 +57,7 @@ class Grammars:
   def __init__(
       self,
       token_bytes: Callable[[int], bytes],
-      encode: Callable[[str], Sequence[int]],
+      encode: Callable[[str], typing.Iterable[int]],
       vocabulary: int,
       special: Collection[int],
       stop_token_ids: Sequence[int],
@@ -85,14 +89,14 @@ class Grammars:
     self._stops = tuple(stop_token_ids)
     # A token without text could be sampled for ever.
     empty = {i for i, name in enumerate(names) if not name}
-    names = _Tokens(
+    vocabulary_of = _Tokens(
         [name or b"<%d>" % i for i, name in enumerate(names)],
         sorted({*special, *stop_token_ids, *empty}),
         stop_token_ids[0],
         encode,
     )
     self._tokens = llguidance.LLTokenizer(
-        llguidance.TokenizerWrapper(names),
+        llguidance.TokenizerWrapper(vocabulary_of),
         eos_token=list(stop_token_ids),
     )
     self._lock = threading.Lock()
@@ -292,7 +296,8 @@ class Matcher:
 
     They are the first found by preference, not always the fewest.
     """
-    matcher, tokens = self._matcher.deep_copy(), []
+    matcher = self._matcher.deep_copy()
+    tokens: list[int] = []
     fits = lambda text: (token := end.ids.get(text)) is not None and (
         matcher.validate_tokens([token]) == 1
     )
@@ -350,7 +355,7 @@ class _Tokens:
       tokens: list[bytes],
       special_token_ids: list[int],
       eos_token_id: int,
-      encode: Callable[[str], Sequence[int]],
+      encode: Callable[[str], typing.Iterable[int]],
   ):
     self.tokens = tokens
     self.special_token_ids = special_token_ids

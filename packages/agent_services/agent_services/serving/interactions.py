@@ -260,7 +260,7 @@ class RunningHash:
     self._hash = hashlib.blake2b(digest_size=16)
     self.length = 0
 
-  def extended(self, *parts: bytes) -> RunningHash:
+  def extended(self, *parts: bytes | memoryview) -> RunningHash:
     """Returns the hash of this sequence followed by `parts`."""
     longer = RunningHash()
     longer._hash = self._hash.copy()

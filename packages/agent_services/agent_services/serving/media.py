@@ -16,7 +16,7 @@ query.
 Does not: read content types; play animations (refused); apply EXIF rotation;
 cache fetched images, as a URL's content may change; bound the number of
 concurrent loads, which is the server's task; know a network's own NAT64
-prefix. A loader belongs to one event loop. Fetching needs httpx.
+prefix. A loader belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -35,17 +35,13 @@ import socket
 import ssl
 from typing import Any, Awaitable, Callable, Iterable, Iterator, Sequence
 
+import httpx
 import pybase64
 from tunix.rl.multi_turn.core import concurrency
 from tunix.rl.multi_turn.core import images
 from tunix.rl.multi_turn.core import trajectory
 
 from agent_services.serving import pictures
-
-try:
-  import httpx
-except ImportError:  # Only fetching needs it.
-  httpx = None
 
 _DATA_URL = re.compile(r"data:image/(png|jpeg|jpg|webp|gif);base64,", re.I)
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
@@ -190,11 +186,6 @@ class MediaLoader:
       _is_allowed_address: Callable[[str], bool] = _is_public,
       _ssl_context: ssl.SSLContext | None = None,
   ):
-    if limits.allowed_hosts and httpx is None:
-      raise ImportError(
-          f"allowed_hosts={limits.allowed_hosts} needs httpx; pip install"
-          " 'tunix-multi-turn[serve]'"
-      )
     if limits.allowed_hosts and _ssl_context is None:
       _ssl_context = httpx.create_ssl_context(trust_env=False)
     self._store = store
@@ -430,25 +421,28 @@ class MediaLoader:
     host = target.raw_host.decode()
     addresses = await self._addresses(host, _port(target))
     share = self._limits.timeout_s / max(1, len(addresses))
-    request = {
-        "headers": {
-            "Host": target.netloc.decode(),
-            "User-Agent": "tunix-multi-turn",
-            "Accept-Encoding": "identity",
-        },
-        "extensions": {"sni_hostname": host, "timeout": {"connect": share}},
+    headers = {
+        "Host": target.netloc.decode(),
+        "User-Agent": "tunix-multi-turn",
+        "Accept-Encoding": "identity",
     }
+    extensions = {"sni_hostname": host, "timeout": {"connect": share}}
     failure: Exception = OSError("no address")
     for address in addresses:
       # A bare transport: no cookies, proxies, .netrc, or redirects. One each:
       # its pool knows connections by address, and would send this over one
       # whose certificate was verified for another name.
       async with httpx.AsyncHTTPTransport(
-          verify=self._ssl_context, trust_env=False
+          verify=self._ssl_context or True, trust_env=False
       ) as transport:
         try:
           response = await transport.handle_async_request(
-              httpx.Request("GET", target.copy_with(host=address), **request)
+              httpx.Request(
+                  "GET",
+                  target.copy_with(host=address),
+                  headers=headers,
+                  extensions=extensions,
+              )
           )
           async with contextlib.aclosing(response):
             return await self._read(response, target)

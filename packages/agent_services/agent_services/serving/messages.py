@@ -485,7 +485,7 @@ class MessageStream(streams.AnswerStream):
     message = whole(self._request, answer, self._decoder)
     for i, block in enumerate(message["content"]):
       if block["type"] == "text":
-        yield from self._delta(self._text.rest(block["text"]))
+        yield from self._delta(self._texts[0].rest(block["text"]))
       else:
         yield from self._call(i, block)
       yield {"type": "content_block_stop", "index": i}

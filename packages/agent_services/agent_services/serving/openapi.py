@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any, Iterable
 
+import pydantic
 from pydantic import json_schema
 from tunix.rl.multi_turn.core import bounds
 
@@ -47,7 +48,7 @@ def document(
     endpoints: Those that sample.
     limits: Bounds of one request, which the schemas state.
   """
-  posts: dict[str, tuple[type[bodies.Body] | None, str]] = {}
+  posts: dict[str, tuple[type[pydantic.BaseModel] | None, str]] = {}
   for api in endpoints:
     posts[f"/v1/{api.path}"] = api.body, "Samples an answer."
     posts[f"/sessions/{{session}}/v1/{api.path}"] = (

@@ -119,6 +119,7 @@ async def score(
         session=name,
         grammar=grammar,
     )
+    assert completion.raw_logprobs is not None
     scored = dataclasses.replace(completion, logprobs=completion.raw_logprobs)
     if part.sampling.top_logprobs:
       scored = await _with_alternatives(policy, part, scored, name)

@@ -97,7 +97,7 @@ def stored(data: bytes) -> bytes | None:
     if len(raw) != size or not inflate.eof or inflate.unused_data:
       return None
     body = zlib_ng.compress(raw, 0)
-  except (struct.error, zlib_ng.error):
+  except (struct.error, zlib_ng.error):  # type: ignore[misc]  # Of its stub.
     return None
   name = b"IDAT"
   check = zlib_ng.crc32(body, zlib_ng.crc32(name))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Protocol, Sequence
 
 import numpy as np
 from tunix.rl.multi_turn.core import policy_client
@@ -26,6 +26,22 @@ from agent_services.serving import session_store
 from agent_services.serving import thinking
 
 _CALL = 32  # Fewer characters than any call is written in.
+
+
+class ServedClient(policy_client.PolicyClient, Protocol):
+  """Client whose completions can be watched and constrained."""
+
+  async def generate(
+      self,
+      prompt: policy_client.TokenPrompt,
+      sampling: policy_client.SamplingParams,
+      *,
+      session: str,
+      on_tokens: Callable[[np.ndarray], None] | None = None,
+      stop_when: constrained_decoding.StopWhen | None = None,
+      grammar: constrained_decoding.Grammar | None = None,
+  ) -> policy_client.Completion:
+    ...
 
 
 @dataclasses.dataclass
@@ -49,7 +65,7 @@ class ServedPolicy:
   """
 
   name: str
-  client: policy_client.PolicyClient
+  client: ServedClient
   renderer: Any
   parser: parser_base.ToolParser
   decoder: answers.TokenDecoder
@@ -102,7 +118,7 @@ class ServedPolicy:
 
 def render(
     request: requests.SamplingRequest,
-    messages: Sequence[requests.Message] | None,
+    messages: Sequence[requests.Message],
     session: session_store.ServedSession | None,
     policy: ServedPolicy,
 ) -> policy_client.TokenPrompt | interactions.PendingPrompt:
@@ -111,7 +127,7 @@ def render(
   Args:
     request: Checked request.
     messages: Messages of the request and of the conversation before it, with
-      images in place of their URLs; None: the prompt is a text or tokens.
+      images in place of their URLs; empty: the prompt is a text or tokens.
     session: Session of the request, if it has one.
     policy: Policy that samples.
 
@@ -121,7 +137,7 @@ def render(
   """
   renderer = policy.renderer
   if request.tokens is not None:
-    return _token_prompt(request, messages, session, policy)
+    return _token_prompt(request.tokens, request, messages, session, policy)
   if request.text is not None:
     _check_characters(len(request.text), request, policy)
     if session is not None:
@@ -191,12 +207,13 @@ def check_room(
 
 
 def _token_prompt(
+    tokens: tuple[int, ...],
     request: requests.SamplingRequest,
-    messages: Sequence[requests.Message] | None,
+    messages: Sequence[requests.Message],
     session: session_store.ServedSession | None,
     policy: ServedPolicy,
 ) -> policy_client.TokenPrompt | interactions.PendingPrompt:
-  check_room(len(request.tokens), request, policy)  # Before reading them.
+  check_room(len(tokens), request, policy)  # Before reading them.
   renderer = policy.renderer
   if request.kept_by_client:
     pictures = [
@@ -206,18 +223,18 @@ def _token_prompt(
         for part in message["content"]
     ]
     try:
-      return renderer.prompt_of_tokens(request.tokens, pictures)
+      return renderer.prompt_of_tokens(tokens, pictures)
     except ValueError as error:
       raise errors.invalid(request.prompt_field, str(error)) from None
-  if renderer.image_token_id in request.tokens:
+  if renderer.image_token_id in tokens:
     raise errors.invalid(
         "prompt",
         f"prompt holds {renderer.image_token_id}, which stands for an image;"
         " send images in the messages of a chat completion",
     )
   if session is not None:
-    return session.prompt_tokens(request.tokens)
-  return policy_client.TokenPrompt(request.tokens)
+    return session.prompt_tokens(tokens)
+  return policy_client.TokenPrompt(np.asarray(tokens))
 
 
 def _check_characters(
@@ -342,7 +359,7 @@ def start_grammar(
     elif guide.kind == "regex":
       source = grammars.regex(guide.value)
     else:
-      shape = guide.otherwise and guide.otherwise.value
+      shape = None if guide.otherwise is None else guide.otherwise.value
       if guide.otherwise is not None and shape is None:
         shape = {"type": "object"}
       source = grammars.calls(

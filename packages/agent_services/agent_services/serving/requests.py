@@ -433,18 +433,18 @@ class SamplingBody(bodies.Body):
       sampling: Sampling of each completion.
       **fields: Fields of the endpoint's own.
     """
-    shared = {
-        "model": self.model,
-        "sampling": sampling,
-        "chosen": frozenset(self.model_fields_set),
-        "stream": self.stream,
-        "include_usage": self.include_usage,
-        "return_token_ids": self.wants_token_ids,
-        "min_tokens": self.min_tokens,
-        "template_options": self.template_options,
-        "ignored": bodies.ignored(self),
-    }
-    return SamplingRequest(**(shared | fields))
+    shared = SamplingRequest(
+        model=self.model,
+        sampling=sampling,
+        chosen=frozenset(self.model_fields_set),
+        stream=self.stream,
+        include_usage=self.include_usage,
+        return_token_ids=self.wants_token_ids,
+        min_tokens=self.min_tokens,
+        template_options=self.template_options,
+        ignored=bodies.ignored(self),
+    )
+    return dataclasses.replace(shared, **fields)
 
   @property
   def template_options(self) -> dict[str, Any]:
@@ -472,7 +472,7 @@ class SamplingBody(bodies.Body):
   def guide_with_calls(
       self,
       tools: Sequence[Mapping[str, Any]],
-      called: str,
+      called: str | None,
       many: bool,
       shape: Guide | None,
   ) -> tuple[bool, Guide | None]:
@@ -562,8 +562,9 @@ class ToolsBody(SamplingBody):
     return self.top_logprobs
 
   @property
-  def called(self) -> str:
-    """`tool_choice` as "auto", "none", "required" or the name of a tool."""
+  def called(self) -> str | None:
+    """`tool_choice` as "auto", "none", "required" or the name of a tool; None
+    for an object without a name."""
     choice = self.tool_choice or "auto"
     if isinstance(choice, str):
       return choice
@@ -580,7 +581,7 @@ def ends_after_call(
 
 
 def call_rules(
-    choice: str, many: bool, tools: Sequence[Mapping[str, Any]]
+    choice: str | None, many: bool, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[bool, Guide | None]:
   """Whether calls of `tools` are read, and the grammar that they follow.
 

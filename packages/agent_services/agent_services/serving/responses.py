@@ -99,7 +99,7 @@ class _Item(bodies.Body):
 class _MessageItem(_Item):
   type: Literal["message"] = "message"
 
-  def add_to(self, messages: list[requests.Message]) -> None:
+  def add_to(self: bodies.Spoken, messages: list[requests.Message]) -> None:
     role = "system" if self.role == "developer" else self.role
     messages.append({"role": role, "content": _content(self.content)})
 
@@ -460,7 +460,7 @@ class ResponseStream(streams.AnswerStream):
 
   def _end_message(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
     (part,) = item["content"]
-    yield from self._delta(self._text.rest(part["text"]))
+    yield from self._delta(self._texts[0].rest(part["text"]))
     yield self._event(
         "response.output_text.done",
         **self._message,

@@ -241,10 +241,10 @@ class Service:
       self,
       request: requests.SamplingRequest,
       session: session_store.ServedSession | None,
-  ) -> list[requests.Message] | None:
+  ) -> list[requests.Message]:
     """Returns the conversation, with images in place of their URLs."""
     if request.messages is None:
-      return None
+      return []
     before: Sequence[requests.Message] = ()
     if request.previous is not None:
       before = self.conversations.get(
@@ -325,8 +325,9 @@ class Service:
     rendered = prompts.render(request, messages, session, self.policy)
     pending = None
     if isinstance(rendered, interactions.PendingPrompt):
-      pending = rendered
-    prompt = pending.prompt if pending else rendered
+      pending, prompt = rendered, rendered.prompt
+    else:
+      prompt = rendered
     room = prompts.check_room(len(prompt), request, self.policy)
     stops = prompts.stop_token_ids(request, self.policy)
     sampling, untrained = request.sampling, ""
@@ -402,11 +403,11 @@ class Service:
     """Returns one completion a name; all are cancelled if one fails."""
     request, names, seed = part.request, part.names, part.seed
     grammars: list[Any] = [None] * len(names)
-    if request.guide is not None:
+    if (guide := request.guide) is not None:
       grammars = await asyncio.to_thread(
           lambda: [
               prompts.start_grammar(
-                  request.guide, self.policy, part.sampling.max_new_tokens
+                  guide, self.policy, part.sampling.max_new_tokens
               )
               for _ in names
           ]
@@ -448,6 +449,7 @@ class Service:
           request.prompt_field, str(error), "context_length_exceeded"
       ) from None
     except grammars_lib.GrammarError as error:  # Too large by now.
+      assert request.guide is not None
       raise prompts.refused_grammar(request.guide, error) from None
     except ValueError as error:
       if self._loader.has(span.image for span in part.prompt.images):

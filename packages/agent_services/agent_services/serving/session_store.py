@@ -34,11 +34,15 @@ from agent_services.serving import session_sampling
 from agent_services.serving import thinking
 
 Completion = interactions.Completion
+Exported = interactions.Exported
+Exporter = interactions.Exporter
 Interaction = interactions.Interaction
 InteractionError = interactions.InteractionError
 Key = interactions.Key
 Message = interactions.Message
+Node = interactions.Node
 PendingPrompt = interactions.PendingPrompt
+RunningHash = interactions.RunningHash
 TokenPrompt = interactions.TokenPrompt
 
 _DEFAULT_SAMPLING = session_sampling.SessionSampling()
@@ -232,7 +236,7 @@ class ServedSession:
     self._check_open()
     data = text.encode()
     match, length = self._by_text.longest(data)
-    before, prefix = match or (None, interactions.RunningHash())
+    before, prefix = match or (None, RunningHash())
     new = data[length:].decode()
     extension = TokenPrompt(self._renderer.encode(new))
     self.touch()
@@ -244,7 +248,7 @@ class ServedSession:
       self,
       before: Interaction | None,
       extension: TokenPrompt,
-      text: interactions.RunningHash | None = None,
+      text: RunningHash | None = None,
   ) -> PendingPrompt:
     return PendingPrompt(
         session_id=self.id,
@@ -289,8 +293,8 @@ class ServedSession:
         completion, self._renderer, self._renderer.stop_token_ids
     )
     if pending._prefix:
-      sent = pending._prefix + (answer.get("content") or "")
-      answer = {**answer, "content": sent}
+      content = pending._prefix + (answer.get("content") or "")
+      answer = {**answer, "content": content}
       answer, key = interactions.read(answer, "assistant_message")
     message = {"role": "assistant", "content": pending._prefix + text}
     node_before = node = None
@@ -319,7 +323,7 @@ class ServedSession:
       node.interaction = interaction
     if interaction._all_tokens is not None:
       self._by_tokens.add(interaction._all_tokens, interaction)
-    if interaction._all_text is not None:
+    if pending._text is not None and interaction._all_text is not None:
       self._by_text.add(
           interaction._all_text, (interaction, interaction._all_text)
       )
@@ -357,7 +361,7 @@ class ServedSession:
 
   def exporter(
       self, style: str = "individual", discount: float | None = 1.0
-  ) -> interactions.Exporter:
+  ) -> Exporter:
     """Returns a snapshot as training sequences, see `interactions.Exporter`.
 
     `discount` is applied as by `apply_reward_discount`, unless that was called
@@ -370,11 +374,11 @@ class ServedSession:
     rewards = {i.id: i.reward or 0.0 for i in self.interactions}
     if discount is not None and not self._discounted:
       rewards = self._returns(discount)
-    return interactions.Exporter(self.interactions, rewards, style)
+    return Exporter(self.interactions, rewards, style)
 
   def export(
       self, style: str = "individual", discount: float | None = 1.0
-  ) -> list[interactions.Exported]:
+  ) -> list[Exported]:
     """Returns all sequences of `exporter`. Changes nothing."""
     return list(self.exporter(style, discount))
 
@@ -392,7 +396,7 @@ class ServedSession:
     rank = lambda n: (n.key == last_key, n.key[0] == value, n.interaction.index)
     return max(answers, key=rank).interaction, depth
 
-  def _request_node(self, pending: PendingPrompt) -> interactions.Node:
+  def _request_node(self, pending: PendingPrompt) -> Node:
     """Returns the node of a request's messages, without a beginning of its
     answer."""
     if pending._node_before is not None:
@@ -574,12 +578,12 @@ class SessionStore:
 
 def _all_tokens(
     pending: PendingPrompt, completion: Completion
-) -> interactions.RunningHash | None:
+) -> RunningHash | None:
   """Returns the hash of prompt and completion; None where there are images."""
   if pending.before is not None:
     before = pending.before._all_tokens
   else:
-    before = interactions.RunningHash()
+    before = RunningHash()
   if before is None or pending.extension.images:
     return None
   return before.extended(

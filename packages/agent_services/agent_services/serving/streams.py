@@ -23,7 +23,7 @@ from agent_services.serving import requests
 
 KEEP_ALIVE_S = 10.0
 
-News = "asyncio.Queue[tuple[int, np.ndarray] | None]"
+News = asyncio.Queue[tuple[int, np.ndarray] | None]
 """(number of the choice, int32[S] new tokens), and None at the end."""
 
 NOTHING = 0, np.zeros(0, np.int32)
@@ -133,13 +133,8 @@ def encode(data: dict[str, Any]) -> bytes:
   return b"%sdata: %s\n\n" % (name.encode(), text)
 
 
-class AnswerStream:
-  """Base of the `EventWriter`s of endpoints with one choice.
-
-  Its text is an item of the answer, which begins with the first text.
-  """
-
-  last = b""
+class _Stream:
+  """Base of the `EventWriter`s: the request, and the text of each choice."""
 
   def __init__(
       self,
@@ -152,15 +147,34 @@ class AnswerStream:
     self._id = answer_id
     self._created = created
     self._decoder = decoder
-    self._text = answers.TextStream(decoder, request.stop)
-    self._begun = False  # The item of text.
+    self._texts = [
+        answers.TextStream(decoder, request.stop)
+        for _ in range(request.choices)
+    ]
 
   def tokens(self, index: int, tokens: np.ndarray) -> Iterator[dict[str, Any]]:
-    del index
     if self._request.parse_tools:  # Text and calls are separated at the end.
       return
-    if new := self._text.feed(tokens):
-      yield from self._delta(new)
+    if new := self._texts[index].feed(tokens):
+      yield from self._news(index, new)
+
+  def _news(self, index: int, text: str) -> Iterator[dict[str, Any]]:
+    """Events of new text."""
+    raise NotImplementedError
+
+
+class AnswerStream(_Stream):
+  """Base of the `EventWriter`s of endpoints with one choice.
+
+  Its text is an item of the answer, which begins with the first text.
+  """
+
+  last = b""
+  _begun = False  # The item of text.
+
+  def _news(self, index: int, text: str) -> Iterator[dict[str, Any]]:
+    del index
+    yield from self._delta(text)
 
   def _delta(self, text: str) -> Iterator[dict[str, Any]]:
     if not self._begun:
@@ -178,7 +192,7 @@ class AnswerStream:
     raise NotImplementedError
 
 
-class ChoiceStream:
+class ChoiceStream(_Stream):
   """Base of the `EventWriter`s of chat completions and completions.
 
   Attributes:
@@ -188,34 +202,20 @@ class ChoiceStream:
   last = b"data: [DONE]\n\n"
   kind: str
 
-  def __init__(
-      self,
-      request: requests.SamplingRequest,
-      answer_id: str,
-      created: int,
-      decoder: answers.TokenDecoder,
-  ):
-    self._request = request
-    self._head = {
-        "id": answer_id,
+  @property
+  def _head(self) -> dict[str, Any]:
+    return {
+        "id": self._id,
         "object": self.kind,
-        "created": created,
-        "model": request.model,
+        "created": self._created,
+        "model": self._request.model,
     }
-    self._decoder = decoder
-    self._texts = [
-        answers.TextStream(decoder, request.stop)
-        for _ in range(request.choices)
-    ]
 
   def start(self) -> Iterator[dict[str, Any]]:
     return iter(())
 
-  def tokens(self, index: int, tokens: np.ndarray) -> Iterator[dict[str, Any]]:
-    if self._request.parse_tools:  # Content and calls are separated at the end.
-      return
-    if new := self._texts[index].feed(tokens):
-      yield self._chunk(index, self._new(new))
+  def _news(self, index: int, text: str) -> Iterator[dict[str, Any]]:
+    yield self._chunk(index, self._new(text))
 
   def finish(self, answer: answers.SampledAnswer) -> Iterator[dict[str, Any]]:
     for i in range(self._request.choices):

@@ -8,7 +8,6 @@ from agent_services.serving import media
 from media_sites import at
 from media_sites import authority_fixture  # noqa: F401
 from media_sites import BAD
-from media_sites import data_url
 from media_sites import FETCH
 from media_sites import HOST
 from media_sites import LARGE
@@ -19,7 +18,6 @@ from media_sites import site_fixture  # noqa: F401
 from media_sites import tls_site_fixture  # noqa: F401
 from media_sites import URL
 import pytest
-from tunix.rl.multi_turn.core import images
 
 # ---- Which URLs ----
 
@@ -387,18 +385,3 @@ async def test_a_resolver_that_hangs_is_given_up(make, monkeypatch):
     await refused(loader, url, FETCH, "timeout_s", retryable=True)
   finally:
     go_on.set()
-
-
-def test_without_httpx_only_fetching_is_impossible(monkeypatch):
-  monkeypatch.setattr(media, "httpx", None)
-  loader = media.MediaLoader(images.ImageStore())
-
-  async def load():
-    await loader.load(data_url(PNG))
-    await refused(loader, "https://a.test/", HOST)
-    await loader.aclose()
-
-  asyncio.run(load())
-  limits = media.MediaLimits(allowed_hosts=("a.test",))
-  with pytest.raises(ImportError, match="serve"):
-    media.MediaLoader(images.ImageStore(), limits)

@@ -48,7 +48,9 @@ def to_action(action: gui_action.GuiAction) -> dict[str, Any]:
     ValueError: the phone or the server lacks the action; the text names it.
   """
   kind = action.kind
-  at = {} if action.x is None else {"x": round(action.x), "y": round(action.y)}
+  at = {}
+  if action.x is not None and action.y is not None:
+    at = {"x": round(action.x), "y": round(action.y)}
   if kind is Kind.CLICK:
     if action.button != "left" or action.keys or action.count == 3:
       raise ValueError("a phone is tapped once or twice, without keys")
@@ -71,7 +73,10 @@ def to_action(action: gui_action.GuiAction) -> dict[str, Any]:
     way = _direction(action.dx, action.dy)
     return {"action_type": "scroll", "direction": way}
   if kind is Kind.SWIPE:
-    way = _direction(action.x2 - action.x, action.y2 - action.y)
+    way = _direction(
+        (action.x2 or 0.0) - (action.x or 0.0),
+        (action.y2 or 0.0) - (action.y or 0.0),
+    )
     # The server swipes right for "left" and the other way round.
     way = {"left": "right", "right": "left"}.get(way, way)
     return {"action_type": "swipe", "direction": way}
@@ -165,9 +170,8 @@ class AndroidWorldGym:
     await self._ask("POST", "/task/initialize", start_s, params=where)
     goal = await self._ask("GET", "/task/goal", self._call_s, params=where)
     first = await self._look(instruction=str(goal.get("goal") or ""))
-    height, width = first.screenshot.shape[:2]
     machines_lib.check_size(
-        f"screen of {self.url}", (width, height), self._size, AndroidWorldError
+        f"screen of {self.url}", first.size, self._size, AndroidWorldError
     )
     return first
 

@@ -211,7 +211,7 @@ class WebGym:
     self._page_deadline_s = page_deadline_s
     self._max_pages = pool.check_pages(max_pages)
     self._given_browser = browser
-    self._browser: Browser | None = None
+    self._browser: pool.Browser[page_lib.WebTab] | None = None
     self._proxy: socks.FilteringProxy | None = None
     self._pixels: np.ndarray | None = None
     self._over = False
@@ -240,31 +240,30 @@ class WebGym:
     self._judge(task)
     self._discard()
     try:
-      await self._open(url)
+      page = await self._open(url)
     except (devtools.BrowserDied, devtools.PageCrashed):
       # Nothing is lost yet, and the next tab is a fresh one.
-      await self._open(url)
+      page = await self._open(url)
     try:
-      instruction = "" if task.instruction else await self.page.evaluate(_META)
+      instruction = "" if task.instruction else await page.evaluate(_META)
       self.tree = None
       if self.observation != "screenshot":
-        self.tree = axtree.PageTree(
-            self.page, *self._view, self._tree_characters
-        )
-      await self._look()
+        self.tree = axtree.PageTree(page, *self._view, self._tree_characters)
+      await self._look(page)
     except BaseException:
       self._discard()
       raise
     self.task, self._turns, self._over, self.answer = task, 0, False, ""
-    return self._observe({}, instruction=instruction)
+    return self._observe(page, {}, instruction=instruction)
 
-  async def _open(self, url: str) -> None:
+  async def _open(self, url: str) -> page_lib.WebTab:
     hosts = self._hosts.including(url)
-    self._browser = self._given_browser or shared_browser(self._max_pages)
+    browser = self._given_browser or shared_browser(self._max_pages)
+    self._browser = browser
     self._proxy = socks.FilteringProxy(hosts)
     try:
       await self._proxy.open()
-      self.page = await self._browser.acquire(
+      self.page = await browser.acquire(
           self._page_deadline_s,
           context={
               "proxyServer": f"socks5://127.0.0.1:{self._proxy.port}",
@@ -280,6 +279,7 @@ class WebGym:
           },
       )
       await self.page.goto(url, self._load_s)
+      return self.page
     except BaseException:
       self._discard()
       raise
@@ -291,11 +291,11 @@ class WebGym:
       RuntimeError: no episode is running.
       DevToolsError: the browser failed; the episode is lost.
     """
-    if self.task is None:
+    if self.task is None or self.page is None:
       raise RuntimeError("no episode is running; call start(task) first")
-    if self._over:
-      return self._observe({"ignored": "the episode is over"})
     page = self.page
+    if self._over:
+      return self._observe(page, {"ignored": "the episode is over"})
     try:
       if page.dead is not None:
         raise page.dead
@@ -308,21 +308,21 @@ class WebGym:
         self._over, self.answer = True, action.text or ""
       elif not await page.settle(self._settle_s):
         info["busy"] = True
-      await self._look()
+      await self._look(page)
       if self._end_on_success and not self._over:
-        self._over = (await self._verdict()).success
+        self._over = (await self.evaluate()).success
     except BaseException:
       # Cancelled or failed half-way: the state of the page is unknown.
       self._discard()
       raise
-    if self._proxy.blocked:
+    if self._proxy is not None and self._proxy.blocked:
       info["blocked"] = dict(self._proxy.blocked)
-    return self._observe(info)
+    return self._observe(page, info)
 
-  async def _look(self) -> None:
+  async def _look(self, page: page_lib.WebTab) -> None:
     """Takes what observations show of the page."""
     if self.observation != "axtree":
-      self._pixels = await self.page.screenshot()
+      self._pixels = await page.screenshot()
     if self.tree is not None:
       await self.tree.look()
 
@@ -333,12 +333,10 @@ class WebGym:
       RuntimeError: no episode is running.
       TypeError: the evaluator gave something that is not a verdict.
     """
-    if self.task is None:
+    if self.task is None or self.page is None:
       raise RuntimeError("no episode to evaluate; call start(task) first")
-    return await self._verdict()
-
-  async def _verdict(self) -> base.Evaluation:
-    state = PageState(*await self.page.evaluate(_STATE), self.page)
+    url, title, text, html = await self.page.evaluate(_STATE)
+    state = PageState(url, title, text, html, self.page)
     verdict = await concurrency.acall(
         self._judge(self.task), state, self.task, self.answer,
         seconds=self._timeout_s, what="the evaluator",
@@ -351,8 +349,8 @@ class WebGym:
 
   def _discard(self) -> None:
     self.task = None
-    if self.page is not None:
-      page, self.page = self.page, None
+    page, self.page = self.page, None
+    if page is not None and self._browser is not None:
       self._browser.release(page, reuse=False)
     if self._proxy is not None:
       self._proxy.close()
@@ -368,9 +366,12 @@ class WebGym:
     return evaluator
 
   def _observe(
-      self, info: Mapping[str, Any], instruction: str = ""
+      self,
+      page: page_lib.WebTab,
+      info: Mapping[str, Any],
+      instruction: str = "",
   ) -> base.Observation:
-    notes = self.page.notes()
+    notes = page.notes()
     if self.tree is not None:
       notes = [note for note in (axtree.error_of(info), *notes) if note]
     return base.Observation(
@@ -378,7 +379,7 @@ class WebGym:
         instruction=instruction,
         text="\n".join(notes),
         done=self._over,
-        info={"turn": self._turns, "url": self.page.url, **info},
+        info={"turn": self._turns, "url": page.url, **info},
         axtree=self.tree.text if self.tree is not None else "",
     )
 

@@ -73,6 +73,7 @@ class FilteringProxy:
 
   async def _serve(self, reader, writer) -> None:
     task = asyncio.current_task()
+    assert task is not None
     self._tasks.add(task)
     upstream = None
     try:
@@ -145,7 +146,7 @@ class FilteringProxy:
           host, port, type=socket.SOCK_STREAM
       )
       # Of two concurrent look-ups, both use the first result.
-      self._addresses.setdefault(host, may_mean(i[4][0] for i in infos))
+      self._addresses.setdefault(host, may_mean(str(i[4][0]) for i in infos))
     return self._addresses[host]
 
   def _reply(self, writer, code: int) -> None:
@@ -165,7 +166,8 @@ class FilteringProxy:
 
 def may_mean(addresses: Iterable[str]) -> list[str]:
   """Filters the addresses that a name may mean; see the module docstring."""
-  plain, public = [], []
+  plain: list[str] = []
+  public: list[str] = []
   for text in addresses:
     address = ipaddress.ip_address(text.partition("%")[0])
     address = getattr(address, "ipv4_mapped", None) or address

@@ -39,8 +39,8 @@ class Outcome:
 
   def info(self) -> dict[str, str | bool]:
     """Returns the fields to put into `info`: those that are not empty."""
-    notes = {"ignored": self.ignored, "clamped": self.clamped}
-    return {name: value for name, value in notes.items() if value}
+    notes = (("ignored", self.ignored), ("clamped", self.clamped))
+    return {name: value for name, value in notes if value}
 
 
 async def perform(
@@ -97,10 +97,10 @@ async def perform(
     end = await where(action.element2, action.x2, action.y2)
     start = await where(action.element, action.x, action.y)
     if tree is not None and action.kind is _Kind.FILL:
-      await tree.fill(action.element, action.text)
+      await tree.fill(action.element or "", action.text or "")
       ignored = ""
     elif tree is not None and action.kind is _Kind.FOCUS:
-      await tree.focus(action.element)
+      await tree.focus(action.element or "")
       ignored = ""
     else:
       ignored = await _do(tab, action, start, end, scale)
@@ -135,7 +135,7 @@ async def _do(
   elif kind is _Kind.SCROLL:
     await tab.scroll(*start, action.dx / scale, action.dy / scale)
   elif kind is _Kind.TYPE:
-    await tab.type_text(action.text)
+    await tab.type_text(action.text or "")
   elif kind is _Kind.KEY:
     await tab.press_keys(action.keys, 1000 * (seconds or 0.0))
   elif kind is _Kind.SYSTEM_BUTTON and action.text == "enter":

@@ -331,7 +331,7 @@ def _layout(
   nodes, boxes = document["nodes"], document["layout"]
   dx, dy = document.get("scrollOffsetX", 0), document.get("scrollOffsetY", 0)
   backend, parents = nodes["backendNodeId"], nodes["parentIndex"]
-  placed = {}
+  placed: dict[int, tuple[Box, list[str]]] = {}
   for index, (x, y, w, h), styles in zip(
       boxes["nodeIndex"], boxes["bounds"], boxes["styles"]
   ):

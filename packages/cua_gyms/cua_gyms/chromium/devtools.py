@@ -175,7 +175,7 @@ class Chromium:
     self.profile: pathlib.Path | None = None
     self.death: DevToolsError | None = None
     self.on_death: Callable[[DevToolsError], None] | None = None
-    self._loop: asyncio.AbstractEventLoop | None = None
+    self._loop = asyncio.get_running_loop()
     self._read_fd = self._write_fd = -1
     self._lock_fd = -1
     self._owner = os.getpid()
@@ -205,7 +205,6 @@ class Chromium:
     path = find_browser(executable)
     sweep_profiles()
     self = cls()
-    self._loop = asyncio.get_running_loop()
     try:
       self._spawn(path, extra_flags)
       await self.call("Browser.getVersion", deadline_s=deadline_s)
@@ -428,10 +427,9 @@ class Chromium:
       elif number in self._pending:
         method = self._pending[number].method
         text = f"{method}: {error.get('message', error)}"
-        kind = CommandFailed
-        if "Session with given id not found" in text:
-          kind = PageCrashed
-        self._settle(number, error=kind(text))
+        is_gone = "Session with given id not found" in text
+        error_type = PageCrashed if is_gone else CommandFailed
+        self._settle(number, error=error_type(text))
       return
     event = message.get("sessionId"), message["method"]
     callback = self._listeners.get(event)
@@ -541,9 +539,11 @@ class Chromium:
 
   def _last_words(self) -> str:
     """Returns the end of the browser's stderr, for error messages."""
+    if self.profile is None:
+      return ""
     try:
       text = (self.profile / "stderr.txt").read_text(errors="replace")
-    except (OSError, TypeError):
+    except OSError:
       return ""
     text = " | ".join(text.strip().splitlines()[-3:])[-600:]
     hint = ""

@@ -59,7 +59,8 @@ _SYMBOL_KEYS = (
 _CHARACTERS: dict[str, tuple[str, int, bool, str]] = {
     " ": ("Space", 32, False, " ")
 }
-for _code, _vk, (_plain, _shifted) in _SYMBOL_KEYS:
+for _code, _vk, _both in _SYMBOL_KEYS:
+  _plain, _shifted = _both[0], _both[1]
   _CHARACTERS[_plain] = (_code, _vk, False, _shifted)
   _CHARACTERS[_shifted] = (_code, _vk, True, _plain)
 for _letter in "abcdefghijklmnopqrstuvwxyz":

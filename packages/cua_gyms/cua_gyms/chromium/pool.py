@@ -128,8 +128,9 @@ class Browser(Generic[T]):
   @property
   def pid(self) -> int | None:
     """Id of the running browser process; None when there is none."""
-    running = self._chromium is not None and self._chromium.death is None
-    return self._chromium.pid if running else None
+    if self._chromium is None or self._chromium.death is not None:
+      return None
+    return self._chromium.pid
 
   async def acquire(
       self,

@@ -117,7 +117,7 @@ class Tab:
     )
     return self
 
-  async def _prepare(self) -> None:
+  async def _prepare(self, *args: Any, **settings: Any) -> None:
     """Sets up a kind of tab, before anything is shown."""
 
   async def view(self, width: int, height: int, scale: float = 1.0) -> None:

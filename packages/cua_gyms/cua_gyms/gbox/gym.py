@@ -175,12 +175,12 @@ class GboxGym:
         }
       body = {**body, "options": {"screenshot": shots}}
       reply = await self._action(name, body)
-    if action.x is not None:
+    if action.x is not None and action.y is not None:
       self._pointer = (action.x, action.y)
-    if action.x2 is not None:
+    if action.x2 is not None and action.y2 is not None:
       self._pointer = (action.x2, action.y2)
-    shots = reply.get("screenshot")
-    after = shots.get("after") if isinstance(shots, Mapping) else None
+    pictures = reply.get("screenshot")
+    after = pictures.get("after") if isinstance(pictures, Mapping) else None
     if not isinstance(after, Mapping) or not after.get("uri"):
       return await self._look()
     return base.Observation(await self._pixels(after))

@@ -133,11 +133,8 @@ class GenvGym:
     if shown is None:
       shown = await self._screenshot()
     observation = await self._read(shown)
-    expected = (
-        self._size[0] or observation.screenshot.shape[1],
-        self._size[1] or observation.screenshot.shape[0],
-    )
-    height, width = observation.screenshot.shape[:2]
+    width, height = observation.size
+    expected = self._size[0] or width, self._size[1] or height
     if (width, height) != expected:
       raise client_lib.GenvError(
           f"the screens of {self._client.base_url} are {width}x{height},"

@@ -109,8 +109,8 @@ def server_tasks(
     return GenvTasks(gym_id, gym_row["max_turns"], families or ())
   tasks = list_tasks(**server)
   config = source.TaskSourceConfig(source="gym")
-  split = [source.select(tasks, config, name) for name in source.SPLITS]
-  return listed.ListedTasks(*split, families=families or ())
+  train, held_out = (source.select(tasks, config, s) for s in source.SPLITS)
+  return listed.ListedTasks(train, held_out, families or ())
 
 
 def list_tasks(

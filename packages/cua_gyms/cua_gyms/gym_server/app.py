@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import json
 import logging
@@ -307,7 +308,7 @@ class App:
     execution, replayed = await self._begin(
         catalog, entry, options, body.idempotency_key or ""
     )
-    height, width = execution.shown.screenshot.shape[:2]
+    width, height = execution.shown.size
     reply: schemas.Created = {
         **execution.describe(),
         "box_id": execution.id,
@@ -407,7 +408,7 @@ class App:
     data = await reading.read_object(request)
     execution.check()
     body = reading.validated(schemas.Step, data)
-    height, width = execution.shown.screenshot.shape[:2]
+    width, height = execution.shown.size
     try:
       action = wire.action_from_json(body.action, width, height)
     except wire.WireError as error:
@@ -467,10 +468,12 @@ class App:
 
   def _make_metrics(self) -> None:
     self._metrics = prometheus_client.CollectorRegistry()
-    counter = lambda *a: prometheus_client.Counter(*a, registry=self._metrics)
+    counter = functools.partial(
+        prometheus_client.Counter, registry=self._metrics
+    )
     buckets = (.001, .003, .01, .03, .1, .3, 1, 3, 10, 30, 100, 300)
-    histogram = lambda *a: prometheus_client.Histogram(
-        *a, registry=self._metrics, buckets=buckets
+    histogram = functools.partial(
+        prometheus_client.Histogram, registry=self._metrics, buckets=buckets
     )
     self._requests = counter(
         "gym_requests", "Answered requests.", ("method", "route", "status")

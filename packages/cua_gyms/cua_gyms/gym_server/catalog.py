@@ -131,7 +131,7 @@ class Entry:
     }
 
 
-def difficulty(task: base.Task) -> Literal["", "easy", "medium", "hard"]:
+def difficulty(task: base.Task) -> cua_task.Difficulty | Literal[""]:
   """Returns the task's level in genv's words; "" when its gym grades none.
 
   `params["difficulty"]` is "easy", "medium" or "hard", or a number: 0 is easy,
@@ -140,7 +140,7 @@ def difficulty(task: base.Task) -> Literal["", "easy", "medium", "hard"]:
   level = task.params.get("difficulty")
   if isinstance(level, int) and not isinstance(level, bool):
     level = cua_task.DIFFICULTIES[min(max(level, 0), 2)]
-  return level if level in cua_task.DIFFICULTIES else ""
+  return next((d for d in cua_task.DIFFICULTIES if d == level), "")
 
 
 def _spelling(name: str) -> str:
@@ -285,7 +285,8 @@ class Catalog:
 
   def describe(self) -> schemas.Gym:
     return {
-        **self.env(),
+        "gym": self.spec.gym,
+        "gym_id": self.spec.gym_id,
         "families": list(self.families),
         "tasks": len(self.entries),
         "instances": "<family>@<train|eval>:<index>:<seed>",

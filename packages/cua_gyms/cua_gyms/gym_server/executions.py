@@ -281,8 +281,8 @@ class Execution:
     """Returns the newest screenshot in JSON's form; encoded once."""
     observation = self.shown
     if self._picture is None or self._picture[0] is not observation:
-      encode = lambda: wire.screenshot_to_json(observation.screenshot)
-      if observation.screenshot.nbytes > _INLINE_BYTES:
+      encode = lambda: wire.screenshot_to_json(observation.pixels)
+      if observation.pixels.nbytes > _INLINE_BYTES:
         picture = await concurrency.acall(
             encode, seconds=self._limits.step, what="encoding a screenshot"
         )
@@ -456,7 +456,7 @@ def _observation(value: Any, what: str) -> base.Observation:
         f"the gym's {what} must return an Observation, got"
         f" {type(value).__name__}"
     )
-  pixels = value.screenshot
+  pixels: Any = value.screenshot
   if getattr(pixels, "ndim", 0) != 3 or pixels.shape[2] != 3 or (
       str(pixels.dtype) != "uint8"
   ):

@@ -369,7 +369,7 @@ class _Connection:
           409, "the episode is over; reset begins another", code="task_ended"
       )
     execution.check()
-    height, width = execution.shown.screenshot.shape[:2]
+    width, height = execution.shown.size
     try:
       action = wire.action_from_json(
           {k: v for k, v in data.items() if k != "metadata"}, width, height

@@ -74,7 +74,7 @@ class KeyAdapter:
     if action.kind is _Kind.KEY:
       name = desktop_scene.normal_keys(action.keys)
     elif action.kind is _Kind.TYPE:
-      name = desktop_scene.normal_keys((action.text.strip(),))
+      name = desktop_scene.normal_keys(((action.text or "").strip(),))
     elif action.kind is _Kind.WAIT and self.wait is not None:
       return self.wait
     if name not in self.keys:
@@ -240,10 +240,11 @@ class GymnasiumGym:
     self._success_return = float(success_return)
     self._success_end = success_end
     self._score = score
-    self._size = tuple(size) if size is not None else None
+    self._size = None if size is None else (size[0], size[1])
     self._world: _World | None = None
-    self._frame: np.ndarray | None = None
+    self._frame = np.zeros((0, 0, 3), np.uint8)
     self._frame_size = (0, 0)
+    self._end = ""
     self._clear()
 
   # -- the protocol ------------------------------------------------------------
@@ -364,7 +365,8 @@ class GymnasiumGym:
   def _abandon(self, stuck: concurrency.StuckCall) -> None:
     world, self._world = self._world, None
     self._started = False
-    world.abandon(stuck)
+    if world is not None:
+      world.abandon(stuck)
 
   def _keep(self, frame: np.ndarray) -> None:
     self._frame_size = (frame.shape[1], frame.shape[0])

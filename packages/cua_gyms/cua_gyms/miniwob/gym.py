@@ -143,7 +143,7 @@ class MiniWobGym:
     self._page_deadline_s = page_deadline_s
     self._max_pages = pool.check_pages(max_pages)
     self._given_browser = browser
-    self._browser: Browser | None = None
+    self._browser: pool.Browser[page_lib.WobPage] | None = None
     self._shot: page_lib.Shot | None = None
     self._ended_by: str | None = None
     self._answer: str | None = None
@@ -199,8 +199,9 @@ class MiniWobGym:
     if self.page is not None and (self.page.dead or self.page.worn):
       self._discard()
     if self.page is None:
-      self._browser = self._given_browser or shared_browser(self._max_pages)
-      self.page = await self._browser.acquire(
+      browser = self._given_browser or shared_browser(self._max_pages)
+      self._browser = browser
+      self.page = await browser.acquire(
           self._page_deadline_s, prefer=lambda page: page.url == url
       )
     page = self.page
@@ -235,13 +236,12 @@ class MiniWobGym:
       RuntimeError: no episode is running.
       DevToolsError: the browser failed; the episode is lost.
     """
-    if self.task is None or self._shot is None:
+    page, shot = self.page, self._shot
+    if page is None or shot is None:
       raise RuntimeError("no episode is running; call start(task) first")
     if self.over:
-      return self._observe({"ignored": "the episode is over"})
-    page = self.page
-    if page is None or page.dead is not None:
-      error = page.dead if page else devtools.PageCrashed("the page is gone")
+      return self._observe(shot, {"ignored": "the episode is over"})
+    if (error := page.dead) is not None:
       self._discard()
       raise error
     try:
@@ -256,16 +256,18 @@ class MiniWobGym:
         settle = action.kind in _SCROLLING or (
             self.tree is not None and self.tree.scrolled
         )
-        self._shot = await self._look(page, settle)
-        if self.tree is not None and not self._shot.done:
+        self._shot = shot = await self._look(page, shot, settle)
+        if self.tree is not None and not shot.done:
           await self.tree.look()
     except BaseException:
       # Cancelled or failed half-way: the state of the page is unknown.
       self._discard()
       raise
-    return self._observe(info)
+    return self._observe(shot, info)
 
-  async def _look(self, page: page_lib.WobPage, settle: bool) -> page_lib.Shot:
+  async def _look(
+      self, page: page_lib.WobPage, before: page_lib.Shot, settle: bool
+  ) -> page_lib.Shot:
     """Returns the page after the time of one action."""
     if not self._sees_pixels:
       return await page.advance(self._step_ms, settle)
@@ -274,7 +276,7 @@ class MiniWobGym:
     state = await page.advance(self._step_ms, settle)
     if not state.done:
       return await page.shot()
-    return dataclasses.replace(state, pixels=self._shot.pixels)
+    return dataclasses.replace(state, pixels=before.pixels)
 
   async def evaluate(self) -> base.Evaluation:
     """Returns the page's verdict so far; an undecided episode scores 0.
@@ -301,17 +303,17 @@ class MiniWobGym:
 
   async def close(self) -> None:
     """Gives the tab back. Idempotent."""
-    if self.page is not None:
-      page, self.page = self.page, None
-      self._browser.release(page, reuse=not page.worn)
-    self.task = self._shot = None
+    self._end(reuse=True)
 
   def _discard(self) -> None:
     """Gives back a tab that must not be used again, and ends the episode."""
+    self._end(reuse=False)
+
+  def _end(self, reuse: bool) -> None:
     self.task = self._shot = None
-    if self.page is not None:
-      page, self.page = self.page, None
-      self._browser.release(page, reuse=False)
+    page, self.page = self.page, None
+    if page is not None and self._browser is not None:
+      self._browser.release(page, reuse=reuse and not page.worn)
 
   @property
   def _sees_pixels(self) -> bool:
@@ -323,9 +325,11 @@ class MiniWobGym:
     ended = self._shot is None or self._shot.done
     return ended or self._ended_by is not None
 
-  def _observe(self, info: Mapping[str, Any]) -> base.Observation:
+  def _observe(
+      self, shot: page_lib.Shot, info: Mapping[str, Any]
+  ) -> base.Observation:
     return base.Observation(
-        self._shot.pixels,
+        shot.pixels,
         text=axtree.error_of(info) if self.tree is not None else "",
         done=self.over,
         info={"turn": self._turns, **info},

@@ -13,8 +13,10 @@ import json
 from typing import Any
 
 from tunix.rl.multi_turn.core import gui_action
+from tunix.rl.multi_turn.environments.gyms import base
 
 from cua_gyms.miniwob import gym as gym_lib
+from cua_gyms.miniwob import page as page_lib
 
 _Action = gui_action.GuiAction
 _Kind = gui_action.GuiActionKind
@@ -98,7 +100,7 @@ async def oracle_action(gym: gym_lib.MiniWobGym) -> _Action | None:
     return None
   family = gym.task.family
   if family in _CLICK:
-    return await _click(gym, _CLICK[family])
+    return await _click(gym, gym.page, gym.task, _CLICK[family])
   if family not in _FILL:
     raise ValueError(
         f"there is no oracle for {family!r}; known:"
@@ -114,10 +116,10 @@ async def oracle_action(gym: gym_lib.MiniWobGym) -> _Action | None:
       % (_PRELUDE, unfilled)
   )
   if state is None:
-    return await _click(gym, "find('#subbtn')")
+    return await _click(gym, gym.page, gym.task, "find('#subbtn')")
   field, text, length, selected, focused = state
   if not focused:
-    return await _click(gym, f"find('#{field}')")
+    return await _click(gym, gym.page, gym.task, f"find('#{field}')")
   if selected < length:
     return _Action(_Kind.KEY, keys=("ctrl", "a"))
   return _Action(_Kind.TYPE, text=text)
@@ -155,9 +157,14 @@ async def describe(
   )
 
 
-async def _click(gym: gym_lib.MiniWobGym, element: str) -> _Action:
+async def _click(
+    gym: gym_lib.MiniWobGym,
+    page: page_lib.WobPage,
+    task: base.Task,
+    element: str,
+) -> _Action:
   """Returns a click on an uncovered point of the element (an expression)."""
-  point: list[Any] | None = await gym.page.evaluate(
+  point: list[Any] | None = await page.evaluate(
       """(() => {
         %s
         const e = %s;
@@ -186,7 +193,7 @@ async def _click(gym: gym_lib.MiniWobGym, element: str) -> _Action:
   )
   if point is None:
     raise LookupError(
-        f"{gym.task.task_id}: no point of {json.dumps(element)} can be clicked"
+        f"{task.task_id}: no point of {json.dumps(element)} can be clicked"
     )
   x, y = (gym.scale * (c + 0.5) // 1 for c in point)
   return _Action(_Kind.CLICK, x=x, y=y)

@@ -91,7 +91,8 @@ class WobPage(tab_lib.Tab):
   def __init__(self, *args: Any):
     """Use `open`."""
     super().__init__(*args)
-    self.width, self.height = WIDTH, HEIGHT
+    self.width: float = WIDTH
+    self.height: float = HEIGHT
     self._view = self.VIEW
     self._number = 0
     self._starts = 0  # Since its page was loaded.

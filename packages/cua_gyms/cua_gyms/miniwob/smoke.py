@@ -66,7 +66,7 @@ class TrialFailed(Exception):
   """The gym failed a check."""
 
 
-def _check(holds: bool, what: str) -> None:
+def _check(holds: object, what: str) -> None:
   if not holds:
     raise TrialFailed(what)
 
@@ -96,18 +96,17 @@ async def _try(
   first = await gym.start(task)
   start_ms = 1000 * (time.perf_counter() - began)
   _check(first.instruction.strip(), "no instruction")
-  shape = first.screenshot.shape
+  shape = first.pixels.shape
   _check(shape == (gym.height, gym.width, 3), f"a screenshot of {shape}")
-  _check(len({*map(bytes, first.screenshot.reshape(-1, 3))}) > 2, "blank")
+  _check(len({*map(bytes, first.pixels.reshape(-1, 3))}) > 2, "blank")
   _check(not first.done, "over before it began")
 
   plays = family in oracle_lib.ORACLE_FAMILIES
   steps: list[float] = []
   latest = first
-  while not latest.done and len(steps) < task.max_turns:
-    if plays:
-      action = await oracle_lib.oracle_action(gym)
-    else:
+  while not latest.done and len(steps) < (task.max_turns or 0):
+    action = await oracle_lib.oracle_action(gym) if plays else None
+    if action is None:
       action = await _any_action(gym, rng)
     began = time.perf_counter()
     latest = await gym.act(action)
@@ -122,7 +121,7 @@ async def _try(
   again = await gym.start(task)
   _check(again.instruction == first.instruction, "another instruction")
   if family not in MOVING:
-    differ = int((again.screenshot != first.screenshot).any(-1).sum())
+    differ = int((again.pixels != first.pixels).any(-1).sum())
     _check(differ == 0, f"{differ} other pixels when started again")
   for _ in range(6):  # 60 s of the page's time: twice the longest limit.
     latest = await gym.act(_Action(_Kind.WAIT, duration=10))
@@ -142,15 +141,17 @@ async def _try(
 async def _any_action(
     gym: gym_lib.MiniWobGym, rng: random.Random
 ) -> gui_action.GuiAction:
+  if gym.page is None:
+    raise RuntimeError("no episode is running; call start(task) first")
   usable = await gym.page.evaluate(_USABLE)
   if not usable or rng.random() < 0.15:
-    spot = {"x": rng.uniform(2, 158), "y": rng.uniform(52, 208)}
-    other = {"x2": rng.uniform(2, 158), "y2": rng.uniform(52, 208)}
+    x, y = rng.uniform(2, 158), rng.uniform(52, 208)
+    x2, y2 = rng.uniform(2, 158), rng.uniform(52, 208)
     return rng.choice((
-        _Action(_Kind.CLICK, **spot),
-        _Action(_Kind.DRAG, **spot, **other),
-        _Action(_Kind.SCROLL, **spot, dy=rng.choice((-60.0, 60.0))),
-        _Action(_Kind.MOVE, **spot),
+        _Action(_Kind.CLICK, x, y),
+        _Action(_Kind.DRAG, x, y, x2, y2),
+        _Action(_Kind.SCROLL, x, y, dy=rng.choice((-60.0, 60.0))),
+        _Action(_Kind.MOVE, x, y),
     ))
   x, y, takes_text = rng.choice(usable)
   at_it = (x, y) == gym.page.pointer

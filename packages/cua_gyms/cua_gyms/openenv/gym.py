@@ -404,9 +404,8 @@ class OpenEnvGym:
       raise
     self._rewards, self._evaluation = [], None
     observation = await self._take(data, True)
-    height, width = observation.screenshot.shape[:2]
     where = f"screen of {self._session.url}"
-    machines.check_size(where, (width, height), self._size, OpenEnvError)
+    machines.check_size(where, observation.size, self._size, OpenEnvError)
     return observation
 
   async def act(self, action: gui_action.GuiAction) -> base.Observation:
@@ -491,12 +490,13 @@ class OpenEnvGym:
     for name in ("instruction", "text"):
       value = _at(shown, self._fields[name])
       text[name] = value if isinstance(value, str) else ""
+    info = shown.get("info")
     self._seen = base.Observation(
         await self._pixels(shown),
         instruction=text["instruction"] if first else "",
         text=text["text"],
         done=data.get("done") is True,
-        info=shown.get("info") if isinstance(shown.get("info"), dict) else {},
+        info=info if isinstance(info, dict) else {},
     )
     return self._seen
 

@@ -263,8 +263,9 @@ class Desktop:
       except OSError:
         return None
 
-    self._display = self._await(connect, "Xvfb")
-    self._display.paint_root(_BACKGROUND)
+    display = self._await(connect, "Xvfb")
+    self._display = display
+    display.paint_root(_BACKGROUND)
 
   def _display_number(self) -> str:
     match = re.search(r"^(\d+)$", self.room.log("Xvfb.log"), re.MULTILINE)
@@ -278,7 +279,7 @@ class Desktop:
     )  # pyformat: disable
     self._await(self.display.managed, "openbox")
 
-  def _await(self, look: Callable[[], T], what: str) -> T:
+  def _await(self, look: Callable[[], T | None], what: str) -> T:
     result = self._within(self._launch_s, look)
     if not result:
       raise errors.LaunchError(
@@ -288,7 +289,7 @@ class Desktop:
       )
     return result
 
-  def _within(self, seconds: float, look: Callable[[], T]) -> T | None:
+  def _within(self, seconds: float, look: Callable[[], T | None]) -> T | None:
     """Waits until `look` finds something, and returns that."""
     due = time.monotonic() + seconds
     while True:

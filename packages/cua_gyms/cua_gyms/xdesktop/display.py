@@ -105,6 +105,9 @@ def write_authority(path: pathlib.Path, cookie: bytes) -> None:
   path.write_bytes(entry)
   path.chmod(0o600)
 
+Cursor = tuple[np.ndarray, np.ndarray, int, int]
+"""(premultiplied RGB float32[h, w, 3], transparency, hot spot x, y)."""
+
 
 class Display:
   """A connection to an X display; see the module docstring.
@@ -125,7 +128,7 @@ class Display:
     self._connection: Any = None
     self._atoms: dict[str, int] = {}
     self._atom_names: dict[int, str] = {}
-    self._cursor: tuple[np.ndarray, np.ndarray, int, int] | None = None
+    self._cursor: Cursor | None = None
     self._damaged = False
     self._clicked = ("", 0, 0, 0.0)  # button, x, y, when it was over
     link = socket.socket(socket.AF_UNIX)
@@ -217,6 +220,9 @@ class Display:
     Args:
       pointer: draw the mouse pointer, which is no part of the picture in X.
     """
+    shared = self._pixels
+    if shared is None:
+      raise errors.DesktopLost("the display is closed")
     try:
       picture = self._shm_ext.GetImage(
           self._root, 0, 0, self.width, self.height, 0xFFFFFFFF,
@@ -233,13 +239,12 @@ class Display:
     # A channel at a time is several times faster than all three.
     pixels = np.empty((self.height, self.width, 3), np.uint8)
     for channel in range(3):
-      pixels[..., channel] = self._pixels[..., 2 - channel]
-    if pointer:
-      self._draw_cursor(pixels, at.root_x, at.root_y)
+      pixels[..., channel] = shared[..., 2 - channel]
+    if pointer and self._cursor is not None:
+      self._draw_cursor(pixels, self._cursor, at.root_x, at.root_y)
     return pixels
 
-  def _load_cursor(self) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """(premultiplied RGB float32[h, w, 3], transparency, hot spot x, y)."""
+  def _load_cursor(self) -> Cursor:
     cursor = self._xfixes.GetCursorImage().reply()
     argb = np.array(list(cursor.cursor_image), np.uint32)
     argb = argb.reshape(cursor.height, cursor.width)
@@ -247,8 +252,10 @@ class Display:
     clear = 1 - (argb >> 24).astype(np.float32) / 255
     return np.stack(parts, -1), clear[..., None], cursor.xhot, cursor.yhot
 
-  def _draw_cursor(self, pixels: np.ndarray, x: int, y: int) -> None:
-    color, clear, hot_x, hot_y = self._cursor
+  def _draw_cursor(
+      self, pixels: np.ndarray, cursor: Cursor, x: int, y: int
+  ) -> None:
+    color, clear, hot_x, hot_y = cursor
     cursor_x, cursor_y = x - hot_x, y - hot_y
     height, width = color.shape[:2]
     y0, y1 = max(cursor_y, 0), min(cursor_y + height, self.height)
@@ -279,7 +286,7 @@ class Display:
 
   def _read_events(self) -> list[Any]:
     """Takes the server's pending events; returns the rest of them."""
-    unhandled = []
+    unhandled: list[Any] = []
     while True:
       try:
         event = self._connection.poll_for_event()

@@ -200,7 +200,7 @@ class XDesktopGym:
         shot,
         instance.instruction,
         turn=0,
-        isolation=self.desktop.room.isolation,
+        isolation=self._running.room.isolation,
     )
 
   async def act(self, action: gui_action.GuiAction) -> base.Observation:
@@ -214,7 +214,7 @@ class XDesktopGym:
       raise RuntimeError("no episode is running; call start(task) first")
     if self._over:
       return self._observe(
-          self.observation.screenshot, ignored="the episode is over"
+          self.observation.pixels, ignored="the episode is over"
       )
     info: dict[str, Any] = {}
     self._turns += 1
@@ -300,10 +300,13 @@ class XDesktopGym:
     if self._instance is None:
       raise RuntimeError("no episode is running; call start(task) first")
     if self._oracle is None:
-      self._oracle = self._instance.oracle(
-          lambda: self.observation.screenshot, self._zoom
-      )
+      self._oracle = self._instance.oracle(self._shown, self._zoom)
     return self._oracle
+
+  def _shown(self) -> np.ndarray:
+    if self.observation is None:
+      raise RuntimeError("no episode is running; call start(task) first")
+    return self.observation.pixels
 
   def window_at(self, x: float, y: float) -> str | None:
     """Reads the title of the topmost window at a screenshot's pixel; blocks.
@@ -311,11 +314,10 @@ class XDesktopGym:
     Raises:
       DesktopLost.
     """
-    if self.desktop is None:
-      raise errors.DesktopLost("there is no desktop")
+    display = self._running.display
     x, y = self._point(x, y, {})
     under = [
-        w for w in self.desktop.display.windows()
+        w for w in display.windows()
         if not w.minimized
         and w.x <= x < w.x + w.width and w.y <= y < w.y + w.height
     ]  # pyformat: disable
@@ -324,6 +326,12 @@ class XDesktopGym:
     return under[-1].title if under else None
 
   # -- inside ------------------------------------------------------------------
+
+  @property
+  def _running(self) -> desktops.Desktop:
+    if self.desktop is None:
+      raise errors.DesktopLost("there is no desktop")
+    return self.desktop
 
   async def _call(
       self,
@@ -359,7 +367,7 @@ class XDesktopGym:
     self._settled()
 
   def _shoot(self) -> np.ndarray:
-    return self._reduced(self.desktop.display.screenshot(self._pointer))
+    return self._reduced(self._running.display.screenshot(self._pointer))
 
   def _reduced(self, pixels: np.ndarray) -> np.ndarray:
     if self._zoom == 1:
@@ -390,7 +398,8 @@ class XDesktopGym:
       self, action: gui_action.GuiAction, info: dict[str, Any]
   ) -> str:
     """Carries out `action`; returns the reason if it did nothing, else ""."""
-    display = self.desktop.display
+    desktop = self._running
+    display = desktop.display
     kind = action.kind
     if action.x is None or action.y is None:
       x, y = display.pointer()
@@ -412,13 +421,13 @@ class XDesktopGym:
         display.scroll(x, y, self._notches(action.dx),
                        self._notches(action.dy))  # pyformat: disable
       elif kind is _Kind.TYPE:
-        display.type(action.text, self._settled)
+        display.type(action.text or "", self._settled)
       elif kind is _Kind.KEY:
         display.chord(action.keys, _seconds(action, 0.0))
       elif kind is _Kind.SYSTEM_BUTTON and action.text == "enter":
         display.chord(("enter",))
       elif kind is _Kind.OPEN_APP:
-        self.desktop.launch(action.text)
+        desktop.launch(action.text or "")
       elif kind is _Kind.SYSTEM_BUTTON:
         return f"a desktop has no button {action.text!r}"
     except (keyboard.UnknownKey, ValueError) as error:
@@ -428,7 +437,7 @@ class XDesktopGym:
     return ""
 
   def _settled(self) -> bool:
-    return self.desktop.settle(self._settle_s, self._settle_limit_s)
+    return self._running.settle(self._settle_s, self._settle_limit_s)
 
   def _notches(self, pixels: float) -> int:
     """Returns the notches of the wheel for `pixels` of scrolling."""

@@ -96,7 +96,7 @@ def outcome(
     claimed = claims[-1].get("success") is not False
   won = [n for n, s in enumerate(episode.steps, 1) if s.info.get("success")]
   paid = [n for n, s in enumerate(episode.steps, 1) if s.reward > 0]
-  first = (won or paid or [None])[0]
+  first = next(iter(won or paid), None)
   return {
       "task_completed": episode.status in _DECIDED,
       "task_success": success,

@@ -111,14 +111,13 @@ def dump(event: events.Event) -> bytes:
   Raises:
     ValueError: it is nested too deeply.
   """
-  kind = event_types.carried(type(event))
-  if kind is events.GroupFinished:
-    event = dataclasses.replace(event, group=_names(event.group))
-  elif kind is events.StepFinished:
+  if event_types.is_a(event, events.GroupFinished):
+    return pack(dataclasses.replace(event, group=_names(event.group)))
+  if event_types.is_a(event, events.StepFinished):
     groups = tuple(map(_names, event.groups))
-    event = dataclasses.replace(event, groups=groups)
-  elif kind is events.TurnFinished:
-    event = dataclasses.replace(event, step=live_turns.shown(event))
+    return pack(dataclasses.replace(event, groups=groups))
+  if event_types.is_a(event, events.TurnFinished):
+    return pack(dataclasses.replace(event, step=live_turns.shown(event)))
   return pack(event)
 
 

@@ -160,10 +160,11 @@ class EventLog:
     return {"waiting": self._writer.pending, "dropped": self.dropped}
 
   def on_event(self, event: events.Event) -> None:
-    kind = event_types.carried(type(event))
-    if kind in event_codec.RECORDED:
+    if event_types.carried(type(event)) in event_codec.RECORDED:
       # A long turn may be watched: the first one of each tick is written early.
-      soon = kind is events.TurnFinished and live_turns.is_watched(event)
+      soon = event_types.is_a(event, events.TurnFinished) and (
+          live_turns.is_watched(event)
+      )
       self._writer.put(event, soon=soon)
 
   def drain(self, timeout_s: float = 10.0) -> bool:
@@ -201,10 +202,9 @@ class EventLog:
   # --- events as records ------------------------------------------------------
 
   def _record(self, event: events.Event) -> tuple[int, bytes]:
-    kind = event_types.carried(type(event))
-    if kind is events.EpisodeFinished:
+    if event_types.is_a(event, events.EpisodeFinished):
       self._keep(ingest_rows.images_of(event.trajectory))
-    elif kind is events.TurnFinished:
+    elif event_types.is_a(event, events.TurnFinished):
       self._keep(live_turns.images_of(live_turns.shown(event)))
     return spool_lib.EVENT, event_codec.dump(event)
 
@@ -349,6 +349,9 @@ class _UploaderProcess:
         # meaningless, see `run.monitor`.
         process_group=0,
     )
+    stdin, stdout = self._process.stdin, self._process.stdout
+    assert stdin is not None and stdout is not None
+    self._stdin, self._stdout = stdin, stdout
     self.pid = self._process.pid
     self.ended = threading.Event()
     """Set once it has ended, and all of its messages are received."""
@@ -361,7 +364,7 @@ class _UploaderProcess:
         os.setpriority(os.PRIO_PROCESS, self.pid, config.uploader_niceness)
       except OSError:
         pass
-    os.set_blocking(self._process.stdin.fileno(), False)
+    os.set_blocking(self._stdin.fileno(), False)
     threading.Thread(
         target=self._listen, name="monitor-uploader-output", daemon=True
     ).start()
@@ -379,13 +382,13 @@ class _UploaderProcess:
     with self._lock:
       try:
         os.write(
-            self._process.stdin.fileno(), orjson.dumps(message) + b"\n"
+            self._stdin.fileno(), orjson.dumps(message) + b"\n"
         )
       except (OSError, ValueError):
         pass
 
   def _listen(self) -> None:
-    for line in self._process.stdout:
+    for line in self._stdout:
       try:
         message = orjson.loads(line)
         if "log" in message:
@@ -410,7 +413,7 @@ class _UploaderProcess:
   def release(self) -> None:
     """Closes its pipes, once it has ended."""
     with self._lock:
-      for pipe in (self._process.stdin, self._process.stdout):
+      for pipe in (self._stdin, self._stdout):
         try:
           pipe.close()
         except OSError:

@@ -8,12 +8,13 @@ fields.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 from training_monitor.core import events
 from training_monitor.core import token_sequence
 from training_monitor.core import trajectory
+
+T = TypeVar("T")
 
 
 def _place(kind: type[Any]) -> tuple[str, ...]:
@@ -28,12 +29,18 @@ _CARRIED = {
 }
 
 
-@functools.lru_cache(maxsize=1024)
-def carried(kind: type[Any]) -> type[Any]:
-  """Returns the carried class that `kind` is another copy of, else `kind`."""
-  return _CARRIED.get(_place(kind), kind)
+class _Carried(dict[type[Any], type[Any]]):
+  """Maps a class to its carried copy; one without a copy to itself."""
+
+  def __missing__(self, kind: type[Any]) -> type[Any]:
+    self[kind] = _CARRIED.get(_place(kind), kind)
+    return self[kind]
 
 
-def is_a(value: Any, kind: type[Any]) -> bool:
+carried = _Carried().__getitem__
+"""Returns the carried class that a class is another copy of, else the class."""
+
+
+def is_a(value: Any, kind: type[T]) -> TypeGuard[T]:
   """Returns whether a value is of a carried class, or of another copy of it."""
   return carried(type(value)) is kind

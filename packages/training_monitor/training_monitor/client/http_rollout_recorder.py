@@ -46,7 +46,8 @@ class HttpRolloutRecorder:
     self.step_id = step_id
     self.eval_id = eval_id
     self.baseline_id = baseline_id
-    self._started = False
+    self._started: client_lib.IngestClient | None = None
+    """The client, once it has the rollout."""
     self._turns: set[int] = set()
     self._counts: dict[tuple[str, int], int] = {}
 
@@ -82,7 +83,8 @@ class HttpRolloutRecorder:
     self.step_id, self.eval_id = step_id, eval_id
     self.baseline_id = baseline_id
     source = self._source()
-    if self.ingest_client is None or source is None:
+    client = self.ingest_client
+    if client is None or source is None:
       return False
     now = time.time()
     task = {
@@ -101,12 +103,13 @@ class HttpRolloutRecorder:
         "creation_time": now,
     }  # pyformat: disable
     # One part: the server gets all three rows or none.
-    self._started = self.ingest_client.sender.put({
+    accepted = client.sender.put({
         "tasks": [{"client_id": task_id_str, **task}],
         "rollouts": [{"client_id": self.rollout_uuid, **rollout}],
         "environments": [environment],
     })
-    return self._started
+    self._started = client if accepted else None
+    return accepted
 
   def update_environment(
       self,
@@ -120,8 +123,8 @@ class HttpRolloutRecorder:
       **kwargs: Any,
   ) -> None:
     """Sends changed columns of the environment."""
-    if self._started:
-      self.ingest_client.post_environment(
+    if self._started is not None:
+      self._started.post_environment(
           {
               "gbox_id": gbox_id, "status": status,
               "status_message": status_message,
@@ -134,8 +137,8 @@ class HttpRolloutRecorder:
 
   def update(self, **kwargs: Any) -> None:
     """Sends changed columns of the rollout."""
-    if self._started:
-      self.ingest_client.post_rollout(kwargs, self.rollout_uuid)
+    if self._started is not None:
+      self._started.post_rollout(kwargs, self.rollout_uuid)
 
   def update_status(
       self,
@@ -220,9 +223,9 @@ class HttpRolloutRecorder:
       screenshot_uri: str | None = None,
   ) -> None:
     """Records a validation; nothing without a verdict."""
-    if success is None or not self._started:
+    if success is None or self._started is None:
       return
-    self.ingest_client.post_validation(
+    self._started.post_validation(
         {
             "rollout_id": self.rollout_uuid, "validator_id": validator_id,
             "validation_time": _time(validation_time) or time.time(),
@@ -257,7 +260,7 @@ class HttpRolloutRecorder:
     }  # pyformat: disable
 
   def _turn(self, number: int, **fields: Any) -> Reference | None:
-    if not self._started:
+    if self._started is None:
       return None
     if number not in self._turns:
       self._turns.add(number)
@@ -265,7 +268,7 @@ class HttpRolloutRecorder:
           status="running", current_phase="task_execution",
           current_turn=number,
       )  # pyformat: disable
-    return self.ingest_client.post_turn(
+    return self._started.post_turn(
         {"rollout_id": self.rollout_uuid, "turn": number, **fields},
         f"{self.rollout_uuid}:turn:{number}",
     )
@@ -273,12 +276,12 @@ class HttpRolloutRecorder:
   def _of_turn(
       self, kind: str, number: int, fields: Mapping[str, Any]
   ) -> Reference | None:
-    if not self._started:
+    if self._started is None:
       return None
     if number not in self._turns:
       self.start_turn(number)
     turn = f"{self.rollout_uuid}:turn:{number}"
-    post = getattr(self.ingest_client, f"post_{kind}")
+    post = getattr(self._started, f"post_{kind}")
     return post({"turn_id": turn, **fields}, self._numbered(kind, number))
 
   def _numbered(self, kind: str, turn: int) -> str:

@@ -100,7 +100,7 @@ class IngestClient:
   def post_training(
       self,
       payload: Mapping[str, Any] | None = None,
-      client_id: str | None = None,
+      client_id: Reference | None = None,
       **fields: Any,
   ) -> Reference | None:
     """Posts a training, or changes of it.
@@ -139,7 +139,7 @@ class IngestClient:
       self,
       kind: str,
       payload: Mapping[str, Any],
-      client_id: str | None = None,
+      client_id: Reference | None = None,
   ) -> Reference | None:
     """Puts an item into the spool.
 

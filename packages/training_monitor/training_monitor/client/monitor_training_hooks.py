@@ -98,33 +98,25 @@ def record_step_after_training(
 
 def create_baseline_via_monitor(model_path: str) -> Any:
   """Begins a measurement before training; its id becomes the context's."""
-  client, training = context.get_ingest_client(), context.get_training_id()
-  if client is None or training is None:
-    return None
-  baseline_id = client.post_baseline(
-      {
-          "training_id": training, "model_path": model_path,
-          "status": "running", "start_time": time.time(),
-      },
-      f"baseline-{training}-{uuid.uuid4().hex}",
-  )  # pyformat: disable
-  if baseline_id is not None:
-    context.set_baseline_id(baseline_id)
-  return baseline_id
+  return _begin("baseline", uuid.uuid4().hex, model_path=model_path)
 
 
 def create_eval_via_monitor(step: int, model_path: str) -> Any:
   """Begins a measurement at a step; its id becomes the context's."""
+  return _begin("eval", step, step=step, model_path=model_path)
+
+
+def _begin(kind: str, name: Any, **fields: Any) -> Any:
   client, training = context.get_ingest_client(), context.get_training_id()
   if client is None or training is None:
     return None
-  eval_id = client.post_eval(
+  id_ = getattr(client, f"post_{kind}")(
       {
-          "training_id": training, "step": step, "model_path": model_path,
-          "status": "running", "start_time": time.time(),
+          "training_id": training, **fields, "status": "running",
+          "start_time": time.time(),
       },
-      f"eval-{training}-{step}",
+      f"{kind}-{training}-{name}",
   )  # pyformat: disable
-  if eval_id is not None:
-    context.set_eval_id(eval_id)
-  return eval_id
+  if id_ is not None:
+    getattr(context, f"set_{kind}_id")(id_)
+  return id_

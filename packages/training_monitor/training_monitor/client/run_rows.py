@@ -355,7 +355,7 @@ class RunRows:
       message = f"group {event.outcome}: {event.reason}".rstrip(": ")
       rows = []
       for name in episodes:
-        row = {"client_id": name, "status_message": message}
+        row: dict[str, Any] = {"client_id": name, "status_message": message}
         # No update will learn from it: a requeued task is tried anew.
         summary = self._summaries.pop(name, None)
         if summary is not None:

@@ -81,7 +81,7 @@ class Sender:
     )
     self._ended = False
     self._undelivered = 0
-    self._shipper: shipper_lib.Shipper | None = None
+    self._ships = False
     self._writer = spool_writer.SpoolWriter(
         self.spool, self._record, max_pending=config.max_pending,
         counters=self.counters, complaints=self._complaints,
@@ -93,10 +93,11 @@ class Sender:
         complaints=self._complaints, health=self.health, on_reply=on_reply,
         on_freed=self.spool.free,
     )  # pyformat: disable
+    self._ships = True
 
   def _wake(self, pending: int) -> None:
     del pending
-    if self._shipper is not None:
+    if self._ships:
       self._shipper.wake()
 
   @property

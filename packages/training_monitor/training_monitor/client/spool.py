@@ -134,7 +134,14 @@ class Lock:
 
 _HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
 # A fork that outlives this process must not keep its spools from the next.
-os.register_at_fork(after_in_child=lambda: [k.release() for k in list(_HELD)])
+
+
+def _release_all() -> None:
+  for lock in list(_HELD):
+    lock.release()
+
+
+os.register_at_fork(after_in_child=_release_all)
 
 
 def is_owned(folder: pathlib.Path) -> bool:
@@ -292,20 +299,21 @@ class Spool:
       SpoolFull: there is no room for it.
       OSError: the disk's.
     """
-    raw = isinstance(image, np.ndarray)
-    path = image_path(self.path, sha, RGB if raw else PNG)
-    size = RGB_HEAD.size + image.nbytes if raw else len(image)
+    if isinstance(image, np.ndarray):
+      kind, head = RGB, RGB_HEAD.pack(*image.shape[:2])
+      body = np.ascontiguousarray(image).data.cast("B")
+    else:
+      kind, head, body = PNG, b"", memoryview(image)
+    path = image_path(self.path, sha, kind)
+    size = len(head) + len(body)
     if self.bytes + size > self._max * _IMAGES_SHARE:
       raise SpoolFull(f"{self.bytes} of {self._max} bytes are taken")
     partial = path.with_suffix(".part")
     try:
       with open(partial, "wb", buffering=0) as file:
-        if raw:
-          file.write(RGB_HEAD.pack(*image.shape[:2]))
-          image = memoryview(np.ascontiguousarray(image)).cast("B")
-        unwritten = memoryview(image)
-        while unwritten:
-          unwritten = unwritten[file.write(unwritten) :]
+        file.write(head)
+        while body:
+          body = body[file.write(body) :]
       exists = path.exists()
       partial.replace(path)
     except BaseException:

@@ -107,6 +107,7 @@ class SpoolReader:
     """Screenshots from before, of which no entry was read yet."""
     self._left: dict[str, None] = {}
     """Screenshots whose entries went without them."""
+    self._oldest = 0
     self._restore()
 
   @property
@@ -420,7 +421,7 @@ def encode_png(pixels: np.ndarray) -> bytes:
   return b"".join((
       b"\x89PNG\r\n\x1a\n",
       _chunk(b"IHDR", header),
-      _chunk(b"IDAT", zlib.compress(rows, 3)),
+      _chunk(b"IDAT", zlib.compress(rows.data, 3)),
       _chunk(b"IEND", b""),
   ))
 

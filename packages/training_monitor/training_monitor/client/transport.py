@@ -69,6 +69,7 @@ class Transport:
     if timeout_s <= 0:
       raise ValueError(f"timeout_s={timeout_s}: give more than 0")
     self._url = url
+    self._host = url.hostname
     self._port = port
     self._prefix = url.path.rstrip("/")
     self._token = token
@@ -156,7 +157,7 @@ class Transport:
   def _connected(self, deadline: float) -> http.client.HTTPConnection:
     remaining_s = max(0.01, deadline - time.monotonic())
     if self._connection is None:
-      host, port = self._url.hostname, self._port
+      host, port = self._host, self._port
       if self._url.scheme == "https":
         self._connection = http.client.HTTPSConnection(
             host, port, timeout=remaining_s,
@@ -180,7 +181,8 @@ class Transport:
       response: http.client.HTTPResponse,
       deadline: float,
   ) -> bytes:
-    parts, size = [], 0
+    parts: list[bytes] = []
+    size = 0
     while True:
       remaining_s = deadline - time.monotonic()
       if remaining_s <= 0:

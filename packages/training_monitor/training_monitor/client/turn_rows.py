@@ -108,7 +108,7 @@ def _actions(
         "tool_args": (
             {k: v for k, v in gui.items() if k != "kind"}
             if gui
-            else _writable(call.arguments)
+            else _writable(call.arguments) if call else None
         ),
         "action_json": _writable(call.to_json()) if call else None,
     })

@@ -46,12 +46,12 @@ def add(connection: sa.Connection, rows: Sequence[Row], key: str) -> None:
   by_turn: dict[int, list[Any]] = {}
   ids = [row[key] for row in rows]
   for start in range(0, len(ids), 500):
-    for row in connection.execute(
+    for one in connection.execute(
         sa.select(n.c.turn_id, n.c.label)
         .where(n.c.turn_id.in_(ids[start : start + 500]))
         .order_by(n.c.id)
     ):
-      by_turn.setdefault(row.turn_id, []).append(row.label)
+      by_turn.setdefault(one.turn_id, []).append(one.label)
   for row in rows:
     labels = by_turn.get(row[key], [])
     row["labels"] = [label for label in labels if label is not None]

@@ -176,8 +176,8 @@ def _merged(old: Columns, rows: Iterable[Any]) -> Columns:
         )
         if isinstance(value, (int, float))
     }
-    for name, column in _COLUMNS.items():
-      value = getattr(row, column)
+    for name, field in _COLUMNS.items():
+      value = getattr(row, field)
       if value is not None:
         readings.setdefault(name, float(value))
     new_readings[row.step] = readings
@@ -250,10 +250,9 @@ def chart(
       column = column - _at(minus, name, columns.steps_N)
     series[name] = _readable(_means(column[low:high], bucket))
   steps = columns.steps_N[low:high]
-  ends = np.minimum(np.arange(bucket - 1, count + bucket - 1, bucket),
-                    count - 1) if count else []  # pyformat: disable
+  ends = np.arange(bucket - 1, count + bucket - 1, bucket)
   return {
-      "step": steps[ends].tolist() if count else [],
+      "step": steps[np.minimum(ends, count - 1)].tolist(),
       "series": series, "steps": count, "bucket": bucket,
   }  # pyformat: disable
 

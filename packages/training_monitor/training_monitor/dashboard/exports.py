@@ -147,7 +147,7 @@ def atif(
   task = rollout["task"]
   first = next((h for t in rollout["turns"] for h in hashes_of(t)[:1]), None)
   instruction: Any = task["description"] or task["task_id"]
-  if first in images:
+  if first is not None and first in images:
     instruction = [{"type": "text", "text": instruction}, _part(images[first])]
   steps: list[dict[str, Any]] = [
       _without_none({

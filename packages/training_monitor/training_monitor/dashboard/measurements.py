@@ -7,7 +7,7 @@ others. The terminal and the report name the same figures.
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence
+from typing import Annotated, Any, Mapping, Sequence
 
 import sqlalchemy as sa
 
@@ -30,7 +30,7 @@ MODES = ("sampled", "greedy")
 class EvalsQuery(query_lib.PageQuery):
   """Evaluations of a mode, sampled where there are such; page 0 is newest."""
 
-  mode: query_lib.one_of(MODES) | None = None
+  mode: Annotated[str, query_lib.one_of(MODES)] | None = None
   page: query_lib.Id = 0
 
 
@@ -129,7 +129,7 @@ def beside(
       )
   ]  # pyformat: disable
   return [
-      one and {
+      None if one is None else {
           "kind": one.kind, "id": one.id,
           "name": f"step {one.place}" if one.kind == "eval"
           else one.name or one.kind,
@@ -237,11 +237,7 @@ class MeasurementPages(page_request.RunTab):
             sa.func.count(),
         )
         .join(t, t.c.id == r.c.task_id)
-        .where(
-            r.c.source_type == one["kind"],
-            r.c[f"{one['kind']}_id"] == one["id"],
-            r.c.status == "completed",
-        )
+        .where(*_completed(one))
         .group_by(family, greedy)
     ):  # pyformat: disable
       # PostgreSQL's sum is a Decimal.
@@ -299,11 +295,7 @@ class MeasurementPages(page_request.RunTab):
             r.c.task_success, r.c.status_message,
         )
         .join(t, t.c.id == r.c.task_id)
-        .where(
-            r.c.source_type == one["kind"],
-            r.c[f"{one['kind']}_id"] == one["id"],
-            r.c.status == "completed",
-        )
+        .where(*_completed(one))
         .order_by(r.c.id)
         .limit(_MOST_ROLLOUTS)
     )  # pyformat: disable
@@ -311,6 +303,16 @@ class MeasurementPages(page_request.RunTab):
         {**row._mapping, "won": bool(row.task_success)}  # pylint: disable=protected-access
         for row in rows
     ]
+
+
+def _completed(one: Row) -> tuple[sa.ColumnElement[bool], ...]:
+  """Returns the conditions on a measurement's completed rollouts."""
+  r = tables.rollout
+  return (
+      r.c.source_type == one["kind"],
+      r.c[f"{one['kind']}_id"] == one["id"],
+      r.c.status == "completed",
+  )
 
 
 def _neighbours(shown: Sequence[Row]) -> dict[str, str]:
@@ -329,9 +331,8 @@ def paired(first: Sequence[Row], second: Sequence[Row]) -> list[Row]:
     rows.reverse()
   pairs = []
   for other in second:
-    rows = waiting.get(_attempt_key(other))
-    if rows:
-      pairs.append({"a": rows.pop(), "b": other})
+    if partners := waiting.get(_attempt_key(other)):
+      pairs.append({"a": partners.pop(), "b": other})
   return pairs
 
 

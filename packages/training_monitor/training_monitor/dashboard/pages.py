@@ -22,10 +22,10 @@ from training_monitor.dashboard import token_text
 from training_monitor.server import queries as queries_lib
 from training_monitor.server import screenshots as screenshots_lib
 
-PageRequest, File, Link, Redirect = (
-    page_request.PageRequest, page_request.File,
-    page_request.Link, page_request.Redirect,
-)  # pyformat: disable
+PageRequest = page_request.PageRequest
+File = page_request.File
+Link = page_request.Link
+Redirect = page_request.Redirect
 PATHS: tuple[tuple[str, str], ...] = (
     ("/", "runs"),
     ("/compare", "compare"),

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Sequence
 import pydantic
 import sqlalchemy as sa
 
-from training_monitor.dashboard import annotations
+from training_monitor.dashboard import annotations as annotations_lib
 from training_monitor.dashboard import few_turns
 from training_monitor.dashboard import page_request
 from training_monitor.schema import database
@@ -32,12 +32,13 @@ _NOTHING = 1e308
 """Stands for NULL, which comes last either way."""
 
 Row = dict[str, Any]
+_one_of = query_lib.one_of
 _R = tables.rollout
 # Not the bare columns: their own indices would be taken, and then the rollouts'
 # rows read one by one.
 _STATUS = sa.func.coalesce(_R.c.status, "")
 _TASK = _R.c.task_id + 0
-SORTS = {
+SORTS: dict[str, sa.ColumnElement[float] | None] = {
     "newest": None, "reward": _R.c.reward,
     "turns": sa.cast(_R.c.num_turns, sa.Double()),
     "seconds": _R.c.rollout_time,
@@ -120,20 +121,20 @@ class RolloutListQuery(query_lib.PageQuery):
     after: (value of the order, id) of the last rollout of the page before.
   """
 
-  status: query_lib.one_of(vocabulary.STATUSES["rollout"]) | None = None
-  outcome: query_lib.one_of(OUTCOMES) | None = None
-  error: query_lib.one_of(ERRORS) | None = None
-  end: query_lib.one_of(ENDS) | None = None
-  odd: query_lib.one_of(ODD) | None = None
+  status: Annotated[str, _one_of(vocabulary.STATUSES["rollout"])] | None = None
+  outcome: Annotated[str, _one_of(OUTCOMES)] | None = None
+  error: Annotated[str, _one_of(ERRORS)] | None = None
+  end: Annotated[str, _one_of(ENDS)] | None = None
+  odd: Annotated[str, _one_of(ODD)] | None = None
   group: query_lib.Id | None = None
-  source: query_lib.one_of(vocabulary.SOURCE_TYPES) | None = None
+  source: Annotated[str, _one_of(vocabulary.SOURCE_TYPES)] | None = None
   low: Annotated[query_lib.Real | None, pydantic.Field(alias="from")] = None
   high: Annotated[query_lib.Real | None, pydantic.Field(alias="to")] = None
   step: query_lib.Id | None = None
   task: query_lib.Id | None = None
   q: query_lib.Search = ""
   label: query_lib.Label | None = None
-  sort: query_lib.one_of(SORTS) = "newest"
+  sort: Annotated[str, _one_of(SORTS)] = "newest"
   order: query_lib.Order = "down"
   after: Annotated[
       tuple[float, int] | None, *query_lib.textual(_place)
@@ -222,7 +223,9 @@ class RolloutLists(page_request.RunTab):
         chosen = _few_turns(connection, request.project, training, chosen)
       places = pick(connection, request.project, training, chosen)
       rows = _described(connection, [id_ for _, id_ in places[:_PAGE]])
-      labels = annotations.every_label(connection, request.project, training)
+      labels = annotations_lib.every_label(
+          connection, request.project, training
+      )
       task = None
       if asks.task is not None:
         task = connection.execute(
@@ -277,7 +280,9 @@ def selection(asks: RolloutListQuery) -> Selection:
     conditions.append(_TASK == asks.task)
   if asks.q:
     conditions.append(_TASK.in_(_tasks(asks.q)))
-  sources = (asks.source,) if asks.source else vocabulary.SOURCE_TYPES
+  sources: tuple[str, ...] = vocabulary.SOURCE_TYPES
+  if asks.source:
+    sources = (asks.source,)
   if asks.step is not None:  # A baseline is before all of them.
     sources = tuple(s for s in sources if s != "baseline")
   return Selection(
@@ -392,7 +397,9 @@ def _walked(own: sa.Select, source: sa.Table, chosen: Selection) -> sa.Subquery:
   Of equal keys the newest is wanted: if it comes last, each one before it takes
   a place of the page in vain. By their index later steps come later.
   """
-  by = [source.c[name] for name in ("training_id", "step") if name in source.c]
+  by: list[sa.ColumnElement[Any]] = [
+      source.c[n] for n in ("training_id", "step") if n in source.c
+  ]
   if chosen.sort != "newest" or not chosen.up:
     by = [column.desc() for column in by]
   # Without a limit SQLite would not keep the order.

@@ -7,7 +7,7 @@ from typing import Any, Literal, Mapping, Sequence
 
 import sqlalchemy as sa
 
-from training_monitor.dashboard import annotations
+from training_monitor.dashboard import annotations as annotations_lib
 from training_monitor.dashboard import exports
 from training_monitor.dashboard import page_request
 from training_monitor.dashboard import pictures
@@ -62,7 +62,7 @@ class RolloutPages(page_request.RunTab):
     run = self._head(request.project, rollout["training_id"])
     with database.reading(self._engine) as connection:
       turns = strip(connection, rollout["id"])
-      annotations.add(connection, turns, "id")
+      annotations_lib.add(connection, turns, "id")
       members = self._group(connection, rollout)
     place = next(
         (n for n, m in enumerate(members) if m["id"] == rollout["id"]), 0

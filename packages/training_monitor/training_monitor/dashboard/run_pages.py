@@ -52,7 +52,7 @@ class RunsQuery(query_lib.PageQuery):
   """
 
   q: query_lib.Search = ""
-  state: query_lib.one_of(STATES) | None = None
+  state: Annotated[str, query_lib.one_of(STATES)] | None = None
   tag: query_lib.Tags = ()
   run: tuple[str, ...] = ()
   after: query_lib.Id | None = None

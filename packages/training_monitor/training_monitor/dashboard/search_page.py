@@ -15,12 +15,12 @@ from __future__ import annotations
 import json
 import re
 import time
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Literal, Sequence
 
 import pydantic
 import sqlalchemy as sa
 
-from training_monitor.dashboard import annotations
+from training_monitor.dashboard import annotations as annotations_lib
 from training_monitor.dashboard import page_request
 from training_monitor.dashboard import text
 from training_monitor.schema import database
@@ -46,7 +46,7 @@ class SearchQuery(query_lib.PageQuery):
   """
 
   q: query_lib.Search = ""
-  outcome: query_lib.one_of(("success", "failure")) | None = None
+  outcome: Literal["success", "failure"] | None = None
   label: query_lib.Label | None = None
   after: query_lib.Id | None = None
 
@@ -70,10 +70,10 @@ class SearchPages(page_request.RunTab):
         turns, reached = _labelled(connection, run["id"], words, asks)
       elif asks.q:
         turns, reached, why = _found(connection, run["id"], asks)
-      labels = annotations.every_label(
+      labels = annotations_lib.every_label(
           connection, request.project, run["id"]
       )
-      annotations.add(connection, turns, "id")
+      annotations_lib.add(connection, turns, "id")
     return page_request.Page("search.html", {
         "run": run, "tab": "search", "q": asks.q, "found": turns,
         "outcome": asks.outcome or "", "label": asks.label or "",
@@ -244,7 +244,7 @@ def _reading(words: Sequence[str], asks: SearchQuery) -> sa.Select:
       t.c.id >= sa.bindparam("start"), t.c.id < sa.bindparam("end")
   )
   for number in range(len(words)):
-    word = sa.bindparam(f"w{number}")
+    word: sa.BindParameter[str] = sa.bindparam(f"w{number}")
     query = query.where(sa.or_(
         t.c.metrics_json.ilike(word, escape="\\"),
         _typed().ilike(word, escape="\\"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Annotated, Any, Literal, Sequence
+from typing import Annotated, Any, Callable, Literal, Sequence
 
 import pydantic
 import sqlalchemy as sa
@@ -28,7 +28,7 @@ _LOOK_BACK = 64
 """Steps before an update in which its episodes may have begun."""
 
 Row = dict[str, Any]
-SORTS = {
+SORTS: dict[str, Callable[[Row], float] | None] = {
     "group": None,
     "reward": lambda r: _or_low(r["reward"]),
     "advantage": lambda r: _or_low(r["advantage"]),
@@ -60,11 +60,11 @@ class StepQuery(query_lib.PageQuery):
   """
 
   by: Literal["begun", "learned"] = "begun"
-  outcome: query_lib.one_of(OUTCOMES) | None = None
+  outcome: Annotated[str, query_lib.one_of(OUTCOMES)] | None = None
   low: Annotated[query_lib.Real | None, pydantic.Field(alias="from")] = None
   high: Annotated[query_lib.Real | None, pydantic.Field(alias="to")] = None
   task: query_lib.Search = ""
-  sort: query_lib.one_of(SORTS) = "group"
+  sort: Annotated[str, query_lib.one_of(SORTS)] = "group"
   order: query_lib.Order = "down"
   page: query_lib.Id = 0
   turn: query_lib.Id = 0
@@ -223,7 +223,7 @@ class StepPages(page_request.RunTab):
     page = asks.page
     groups: list[Row] = []
     listed: list[Row] = []
-    if sort == "group":
+    if (key := SORTS[sort]) is None:
       every = grouped(members)
       keep = {m["id"] for m in chosen}
       every = [g for g in every if any(m["id"] in keep for m in g["members"])]
@@ -235,7 +235,7 @@ class StepPages(page_request.RunTab):
       shown = [m for g in groups for m in g["members"]]
       pages = -(-len(every) // _GROUPS)
     else:
-      chosen.sort(key=SORTS[sort], reverse=not up)
+      chosen.sort(key=key, reverse=not up)
       listed = chosen[page * _LISTED : (page + 1) * _LISTED]
       more = len(chosen) > (page + 1) * _LISTED
       shown = listed

@@ -7,7 +7,7 @@ with its success rate; the difference and its interval are of the pairs
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence
+from typing import Annotated, Any, Mapping, Sequence
 
 import sqlalchemy as sa
 
@@ -36,7 +36,7 @@ class TasksQuery(query_lib.PageQuery):
 
   a: str = ""
   b: str = ""
-  mode: query_lib.one_of(measurements.MODES) | None = None
+  mode: Annotated[str, query_lib.one_of(measurements.MODES)] | None = None
   all: query_lib.Flag = False
 
 
@@ -74,12 +74,12 @@ def between_runs(
     As `compare`, and `a` and `b`, the measurements; None without any, or
     without a common task.
   """
-  last = []
+  last: list[Row] = []
   for training in (first, second):
     every = measurements.checkpoints(connection, training)
-    last.append(next((o for o in reversed(every) if o["done"]), None))
-  if None in last:
-    return None
+    if not (ended := [one for one in every if one["done"]]):
+      return None
+    last.append(ended[-1])
   outcome = compare(connection, last[0], last[1], None)
   return outcome and {**outcome, "a": last[0], "b": last[1]}
 

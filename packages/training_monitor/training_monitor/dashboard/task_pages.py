@@ -10,7 +10,7 @@ Does not: judge a task by attempts of other runs.
 from __future__ import annotations
 
 import functools
-from typing import Any, Mapping, Sequence
+from typing import Annotated, Any, Mapping, Sequence
 
 import sqlalchemy as sa
 
@@ -46,9 +46,9 @@ class TasksQuery(query_lib.PageQuery):
   """
 
   q: query_lib.Search = ""
-  solved: query_lib.one_of(SOLVED) | None = None
-  split: query_lib.one_of(SPLITS) | None = None
-  sort: query_lib.one_of(SORTS) = "learnable"
+  solved: Annotated[str, query_lib.one_of(SOLVED)] | None = None
+  split: Annotated[str, query_lib.one_of(SPLITS)] | None = None
+  sort: Annotated[str, query_lib.one_of(SORTS)] = "learnable"
   order: query_lib.Order = "down"
   page: query_lib.Id = 0
 
@@ -143,7 +143,7 @@ def _checkpoints(
   Of the measurements where there are two, else of the steps; the first and the
   last one are among them.
   """
-  checkpoints = []
+  checkpoints: list[Row] = []
   for source in ("baseline", "eval", "step"):
     if source == "step" and len(checkpoints) > 1:
       break

@@ -174,12 +174,12 @@ def between(start: Any, end: Any) -> float | None:
 
 def ago(value: Any) -> markupsafe.Markup:
   """Returns the time since `value`, with the time itself as title."""
-  since = between(value, None)
-  if since is None:
+  instant, since = moment(value), between(value, None)
+  if instant is None or since is None:
     return markupsafe.Markup(NOTHING)
   words = "now" if since < 1 else f"{seconds(since)} ago"
   element = markupsafe.Markup('<time datetime="{0}" title="{0}">{1}</time>')
-  return element.format(moment(value).isoformat(timespec="seconds"), words)
+  return element.format(instant.isoformat(timespec="seconds"), words)
 
 
 def read_json(value: Any) -> Any:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import logging
 import pathlib
 import threading
-from typing import Mapping, Sequence
+from typing import Mapping, Sequence, TYPE_CHECKING
+
+if TYPE_CHECKING:
+  import tokenizers as tokenizers_lib
 
 _LOG = logging.getLogger(__name__)
 _BUILT_IN = pathlib.Path(__file__).with_name("tiny_vl_tokenizer.json")
@@ -43,7 +46,7 @@ class TokenTexts:
             " tokenizer.json, or the folder of a model that has one"
         )
       self._paths[name] = path
-    self._loaded: dict[pathlib.Path, object] = {}
+    self._loaded: dict[pathlib.Path, tokenizers_lib.Tokenizer | None] = {}
     self._lock = threading.Lock()
 
   def of(self, model: str, ids: Sequence[int]) -> list[str] | None:
@@ -56,10 +59,10 @@ class TokenTexts:
     if path is None:
       return None
     with self._lock:
-      tokenizer = self._loaded.get(path)
-      if tokenizer is None:
-        tokenizer = self._loaded[path] = _load(path)
-    if tokenizer is False:
+      if path not in self._loaded:
+        self._loaded[path] = _load(path)
+      tokenizer = self._loaded[path]
+    if tokenizer is None:
       return None
     try:
       return [
@@ -69,11 +72,11 @@ class TokenTexts:
       return None  # Ids that no tokenizer has.
 
 
-def _load(path: pathlib.Path) -> object:
+def _load(path: pathlib.Path) -> tokenizers_lib.Tokenizer | None:
   try:
     import tokenizers  # pylint: disable=g-import-not-at-top
 
     return tokenizers.Tokenizer.from_file(str(path))
   except Exception as error:  # pylint: disable=broad-except
     _LOG.warning("%s: %s; token ids stay numbers", path, error)
-    return False
+    return None

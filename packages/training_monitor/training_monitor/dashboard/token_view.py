@@ -59,7 +59,9 @@ class TokenView:
     """
     empty = {"tokens": [], "sampled": 0, "heats": [], "heat": "", "legend": []}
     action = next((a for a in turn["actions"] if a["tokens"]), None)
-    ids = action["tokens"] if action else None
+    if action is None:
+      return empty
+    ids = action["tokens"]
     if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
       return empty
     measures, reason = _known(rollout, turn, action, len(ids))

@@ -23,6 +23,7 @@ import os
 import pathlib
 from typing import Any, Iterable, Iterator, Mapping
 import zipfile
+import zlib
 
 import orjson
 
@@ -37,6 +38,10 @@ _MAX_MANIFEST = 256 << 20
 
 MaintenanceError = runs_lib.MaintenanceError
 Row = dict[str, Any]
+_BROKEN = (
+    KeyError, ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error,
+)  # pyformat: disable
+"""Errors of reading a damaged archive."""
 
 
 class ArchiveWriter:
@@ -45,14 +50,13 @@ class ArchiveWriter:
   def __init__(self, path: pathlib.Path):
     self._path = path
     self._partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-    self._zip: zipfile.ZipFile | None = None
     self._members: dict[str, dict[str, Any]] = {}
-
-  def __enter__(self) -> ArchiveWriter:
-    self._path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     self._zip = zipfile.ZipFile(
         self._partial, "w", zipfile.ZIP_DEFLATED, compresslevel=4
     )
+
+  def __enter__(self) -> ArchiveWriter:
     return self
 
   def rows(self, name: str, rows: Iterable[Mapping[str, Any]]) -> int:
@@ -165,15 +169,14 @@ class ArchiveReader:
       return
     digest, count = hashlib.sha256(), 0
     try:
-      with self._zip.open(name) as member, io.BufferedReader(member) as lines:
+      member = self._zip.open(name)
+      assert isinstance(member, io.BufferedIOBase)
+      with member, io.BufferedReader(member) as lines:
         while line := lines.readline(_MAX_LINE):
           digest.update(line)
           count += 1
           yield json_text.check_depth(orjson.loads(line))
-    except (
-        KeyError, ValueError, EOFError, OSError, zipfile.BadZipFile,
-        zipfile.zlib.error,
-    ) as error:  # pyformat: disable
+    except _BROKEN as error:
       raise self._damaged(name, error) from None
     if (count, digest.hexdigest()) != (listed["rows"], listed["sha256"]):
       raise self._damaged(name, "its hash is another one")
@@ -188,10 +191,7 @@ class ArchiveReader:
       if self._zip.getinfo(name).file_size > most:
         raise ValueError(f"it is longer than {most} bytes")
       return self._zip.read(name)
-    except (
-        KeyError, ValueError, EOFError, OSError, zipfile.BadZipFile,
-        zipfile.zlib.error,
-    ) as error:  # pyformat: disable
+    except _BROKEN as error:
       raise self._damaged(name, error) from None
 
   def _damaged(self, name: str, why: Any) -> MaintenanceError:

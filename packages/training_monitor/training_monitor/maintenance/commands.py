@@ -111,7 +111,7 @@ def _opened(target: str, *, make: bool = False) -> sa.Engine:
   """Returns the engine of an upgraded database; `make` makes a missing one."""
   url = database.url_of(target)
   if url.get_backend_name() == "sqlite" and not make:
-    if not pathlib.Path(url.database).exists():
+    if not database.file_of(url).exists():
       raise MaintenanceError(
           f"--database={target}: there is no such file; it is monitor.db beside"
           " the runs, or what the server was started with"

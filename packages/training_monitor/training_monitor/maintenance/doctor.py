@@ -78,17 +78,17 @@ def examine(
   """
   url = database.url_of(target)
   lite = url.get_backend_name() == "sqlite"
-  if lite and not pathlib.Path(url.database).exists():
+  if lite and not database.file_of(url).exists():
     yield Finding(
         ERROR, "database", f"there is no file {url.database}",
         "give --database; a server makes it when it starts",
     )  # pyformat: disable
     return
   yield from _disk(
-      {pathlib.Path(url.database).parent, files} if lite else {files}
+      {database.file_of(url).parent, files} if lite else {files}
   )
   if lite:
-    yield from _sqlite_file(pathlib.Path(url.database))
+    yield from _sqlite_file(database.file_of(url))
   engine = database.connect(target)
   try:
     checks: list[Callable[[], Iterator[Finding]]] = [
@@ -388,8 +388,8 @@ def _screenshots(
     uris = sa.select(o.c.screenshot_uri).where(
         o.c.screenshot_uri.like("sha256:%")
     )
-    for row in exporting.stream(connection, uris.distinct()):
-      shown.add(row["screenshot_uri"].removeprefix("sha256:"))
+    for one in exporting.stream(connection, uris.distinct()):
+      shown.add(one["screenshot_uri"].removeprefix("sha256:"))
   lost, short, wrong = [], [], []
   for sha, row in rows.items():
     path = folder.path(sha, row.media_type)

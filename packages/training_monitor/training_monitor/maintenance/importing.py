@@ -285,38 +285,42 @@ class _RunImport:
     )
 
   def _mapped(self, kind: str, id_: int | None) -> int | None:
-    return self._ids.get(kind, {}).get(id_, id_)
+    return None if id_ is None else self._ids.get(kind, {}).get(id_, id_)
+
+  @property
+  def _training(self) -> int:
+    id_ = self._run["id"]
+    return self._ids.get("training", {}).get(id_, id_)
 
   def _bring_tasks(self) -> None:
     """Imports tasks and validators; a task whose name exists is left alone."""
     t, v = tables.task, tables.validator
     fresh = []
     for row in _typed(self._reader.rows("tasks.jsonl"), t, "task"):
-      here = self._connection.execute(
-          sa.select(t.c.id).where(t.c.task_id == row["task_id"])
-      ).scalar()
-      if here is None:
+      if self._is_new("task", row, t.c.task_id == row["task_id"]):
         fresh.append(row)
-      else:
-        self._ids.setdefault("task", {})[row["id"]] = here
     self._bring("task", fresh)
     fresh = []
     for row in _typed(self._reader.rows("validators.jsonl"), v, "validator"):
       row["task_id"] = self._mapped("task", row["task_id"])
-      here = self._connection.execute(
-          sa.select(v.c.id).where(
-              *(
-                  v.c[name].is_not_distinct_from(row[name])
-                  for name in row
-                  if name not in ("id", "created_at")
-              )
-          )
-      ).scalar()
-      if here is None:
+      same = (
+          v.c[name].is_not_distinct_from(row[name])
+          for name in row
+          if name not in ("id", "created_at")
+      )
+      if self._is_new("validator", row, *same):
         fresh.append(row)
-      else:
-        self._ids.setdefault("validator", {})[row["id"]] = here
     self._bring("validator", fresh, parents=False)
+
+  def _is_new(
+      self, kind: str, row: Row, *same: sa.ColumnElement[bool]
+  ) -> bool:
+    """Looks for a row that is the `same`, whose id `row` then gets."""
+    query = sa.select(tables.metadata.tables[kind].c.id).where(*same)
+    here = self._connection.execute(query).scalar()
+    if here is not None:
+      self._ids.setdefault(kind, {})[row["id"]] = here
+    return here is None
 
   def _bring(
       self, kind: str, rows: list[Row] | None = None, parents: bool = True
@@ -418,7 +422,7 @@ class _RunImport:
     """Replaces the history that triggers just wrote by the archive's."""
     h = tables.status_history
     for kind in vocabulary.STATEFUL:
-      training = self._mapped("training", self._run["id"])
+      training = self._training
       self._connection.execute(
           sa.delete(h).where(
               h.c.entity_type == kind,
@@ -436,7 +440,7 @@ class _RunImport:
 
   def _bring_names(self) -> None:
     """Imports client ids, and raw values beyond the columns."""
-    training = self._mapped("training", self._run["id"])
+    training = self._training
     raw = list(self._named("raw_value"))
     values = [(r["kind"], r["entity_id"], r["field"], r["value"]) for r in raw]
     if self._renamed is not None and not any(
@@ -485,7 +489,7 @@ class _RunImport:
   def _bring_marks(self, tags: list[Row], pinned: bool) -> None:
     """Merges the archive's tags with those of the present run."""
     g, pin = tables.training_tag, tables.pinned_baseline
-    training = self._mapped("training", self._run["id"])
+    training = self._training
     brought = list(
         _typed(
             self._reader.rows(
@@ -586,7 +590,7 @@ def _typed(rows: Iterator[Row], table: sa.Table, name: str) -> Iterator[Row]:
           f"{name}: there is no column {str(wrong)[:80]!r}; the archive is of"
           " another version"
       )
-    typed = {column: row.get(column) for column in names}
+    typed: Row = {column: row.get(column) for column in names}
     for column in times:
       if typed[column] is not None:
         typed[column] = datetime.datetime.fromisoformat(typed[column])

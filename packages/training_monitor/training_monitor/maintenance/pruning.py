@@ -195,13 +195,11 @@ def _shown(
   for row in exporting.stream(connection, query.order_by(o.c.id)):
     last = row["id"]
     shown |= exporting.references(row) & shas
-  values = connection.execute(
-      sa.select(raw.c.field, raw.c.value).where(
-          raw.c.field.in_(exporting.RAW_FIELDS)
-      )
-  ).mappings()
-  for row in values:
-    shown |= exporting.references(row) & shas
+  values = sa.select(raw.c.field, raw.c.value).where(
+      raw.c.field.in_(exporting.RAW_FIELDS)
+  )
+  for value in exporting.stream(connection, values):
+    shown |= exporting.references(value) & shas
   return shown, last
 
 
@@ -342,8 +340,9 @@ def _prune_thumbnails(
 
 def _vacuum(engine: sa.Engine) -> None:
   if engine.dialect.name == "sqlite":
-    size = pathlib.Path(engine.url.database).stat().st_size
-    status = os.statvfs(pathlib.Path(engine.url.database).parent)
+    file = database.file_of(engine.url)
+    size = file.stat().st_size
+    status = os.statvfs(file.parent)
     free = status.f_bavail * status.f_frsize
     if free < size:
       raise MaintenanceError(
@@ -357,11 +356,12 @@ def _vacuum(engine: sa.Engine) -> None:
   connection = engine.raw_connection()
   try:
     driver = connection.driver_connection
+    assert driver is not None
     if engine.dialect.name == "postgresql":
       driver.autocommit = True
       driver.execute("SET statement_timeout = 0")
     driver.execute("VACUUM")
-  except engine.dialect.dbapi.OperationalError as error:
+  except database.driver_of(engine).OperationalError as error:
     raise MaintenanceError(
         f"pruned, but the space could not be given back ({error}); it is"
         " reused anyway, or prune again while no server runs"

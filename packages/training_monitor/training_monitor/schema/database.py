@@ -59,6 +59,18 @@ def reason(error: sa.exc.DBAPIError) -> str:
   return " ".join(str(error.orig or error).split())
 
 
+def file_of(url: sa.URL) -> pathlib.Path:
+  """Returns the file of a SQLite database."""
+  return pathlib.Path(url.database or "")
+
+
+def driver_of(engine: sa.Engine) -> sa.engine.interfaces.DBAPIModule:
+  """Returns the module of the engine's driver."""
+  driver = engine.dialect.dbapi
+  assert driver is not None, "an engine that only compiles"
+  return driver
+
+
 def url_of(target: str | pathlib.Path) -> sa.URL:
   """Returns a database URL of a URL, or of the path of a SQLite file.
 
@@ -105,7 +117,7 @@ def connect(target: str | pathlib.Path, *, pool_size: int = 8) -> sa.Engine:
   """
   url = url_of(target)
   if url.get_backend_name() == "sqlite":
-    pathlib.Path(url.database).parent.mkdir(parents=True, exist_ok=True)
+    file_of(url).parent.mkdir(parents=True, exist_ok=True)
     engine = sa.create_engine(
         url,
         connect_args={"timeout": _BUSY_S, "check_same_thread": False},

@@ -91,7 +91,7 @@ def has_foreign_group(connection: sa.Connection) -> bool:
 def drop(connection: sa.Connection) -> None:
   """Takes away every view of the monitor."""
   connection.exec_driver_sql('DROP VIEW IF EXISTS "group"')
-  for kind in ("group", "environment", *reversed(ADDED)):
+  for kind in ("group", "environment", *reversed(tuple(ADDED))):
     connection.exec_driver_sql(f"DROP VIEW IF EXISTS {PREFIX}{kind}")
 
 

@@ -18,31 +18,15 @@ def ratio(count: float | None, total: float | None) -> float:
   return max(0.0, min(100.0, 100.0 * count / total))
 
 
-def training(
-    status: str | None, current_step: int | None, total_steps: int | None
-) -> float:
-  """Returns the share of steps made; 100 for a completed run."""
-  if status == "completed":
-    return 100.0
-  return ratio(current_step, total_steps)
+def share(status: str | None, count: int | None, total: int | None) -> float:
+  """Returns the progress of a run, measurement or episode; 100 once completed.
 
-
-def measuring(
-    status: str | None, completed_tasks: int | None, total_tasks: int | None
-) -> float:
-  """Returns the share of completed tasks; 100 for a completed measurement."""
-  if status == "completed":
-    return 100.0
-  return ratio(completed_tasks, total_tasks)
-
-
-def rollout(
-    status: str | None, current_turn: int | None, max_turns: int | None
-) -> float:
-  """Returns the share of the allowed turns; 100 for a completed episode."""
-  if status == "completed":
-    return 100.0
-  return ratio(current_turn, max_turns)
+  Args:
+    status: Status of the entity.
+    count: Number of steps, tasks or turns that it has made.
+    total: Number of steps, tasks or turns that it may make.
+  """
+  return 100.0 if status == "completed" else ratio(count, total)
 
 
 def step(

@@ -412,7 +412,7 @@ LISTED = (
 
 # A condition is only seen to be an index's own if its numbers are in the text.
 # Not a whole number: a sum of bigints could overflow on PostgreSQL.
-_ZERO = sa.literal_column("0.0")
+_ZERO: sa.ColumnClause[float] = sa.literal_column("0.0")
 NUM_FAULTS: sa.ColumnElement[float] = functools.reduce(
     operator.add, (sa.func.coalesce(rollout.c[c], _ZERO) for c in FAULTS)
 )

@@ -140,6 +140,17 @@ FINISHED: Mapping[str, frozenset[str]] = types.MappingProxyType({
 STATEFUL = tuple(STATUSES)
 """Tables with a status: those that `status_history` is about."""
 
+_MEASURED_STATUSES = {
+    "success": "completed", "done": "completed", "error": "failed",
+    "canceled": "cancelled",
+}  # pyformat: disable
+_MEASURED_PHASES = {
+    "init": "initialization", "rollout_execution": "rollout",
+    "evaluation": "validation",
+}  # pyformat: disable
+_BOXES = {
+    "mobile": "android", "pc": "linux", "desktop": "linux", "browser": "linux",
+}  # pyformat: disable
 ALIASES: Mapping[tuple[str, str], Mapping[str, str]] = types.MappingProxyType({
     ("training", "status"): {
         "started": "running", "success": "completed", "succeeded": "completed",
@@ -162,22 +173,10 @@ ALIASES: Mapping[tuple[str, str], Mapping[str, str]] = types.MappingProxyType({
         "rollout": "rollout_execution", "collection": "rollout_collection",
         "train": "training", "checkpoint": "checkpointing",
     },
-    ("baseline", "status"): {
-        "success": "completed", "done": "completed", "error": "failed",
-        "canceled": "cancelled",
-    },
-    ("eval", "status"): {
-        "success": "completed", "done": "completed", "error": "failed",
-        "canceled": "cancelled",
-    },
-    ("baseline", "current_phase"): {
-        "init": "initialization", "rollout_execution": "rollout",
-        "evaluation": "validation",
-    },
-    ("eval", "current_phase"): {
-        "init": "initialization", "rollout_execution": "rollout",
-        "evaluation": "validation",
-    },
+    ("baseline", "status"): _MEASURED_STATUSES,
+    ("eval", "status"): _MEASURED_STATUSES,
+    ("baseline", "current_phase"): _MEASURED_PHASES,
+    ("eval", "current_phase"): _MEASURED_PHASES,
     ("rollout", "status"): {
         "created": "pending", "started": "running", "success": "completed",
         "succeeded": "completed", "done": "completed", "error": "failed",
@@ -197,14 +196,8 @@ ALIASES: Mapping[tuple[str, str], Mapping[str, str]] = types.MappingProxyType({
         "gym": "linux", "genv": "android", "mobile": "android", "pc": "linux",
         "desktop": "linux", "browser": "linux", "web": "linux",
     },
-    ("environment", "box_type"): {
-        "mobile": "android", "pc": "linux", "desktop": "linux",
-        "browser": "linux",
-    },
-    ("training", "box_type"): {
-        "mobile": "android", "pc": "linux", "desktop": "linux",
-        "browser": "linux",
-    },
+    ("environment", "box_type"): _BOXES,
+    ("training", "box_type"): _BOXES,
     ("obs", "obs_type"): {
         "screenshot_before": "screenshot", "screenshot_after": "screenshot",
         "image": "screenshot", "model_input": "multimodal", "txt": "text",

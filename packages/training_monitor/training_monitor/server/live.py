@@ -34,7 +34,7 @@ class Live:
     self._most = max_listeners
     self._listeners = 0
     self._loop: asyncio.AbstractEventLoop | None = None
-    self._news: asyncio.Event | None = None
+    self._news = asyncio.Event()
     self.closing = False
     self._ending = False
 
@@ -64,9 +64,8 @@ class Live:
       self._loop.call_soon_threadsafe(self._wake)
 
   def _wake(self) -> None:
-    if self._news is not None:
-      self._news.set()
-      self._news = asyncio.Event()
+    self._news.set()
+    self._news = asyncio.Event()
 
   async def stream(
       self, project: int, training: int | None, after: int | None

@@ -268,7 +268,7 @@ def _batch() -> dict[str, Any]:
       },
   }
   for kind in items.KINDS:
-    item = {
+    item: dict[str, Any] = {
         "type": "object",
         "properties": {
             "client_id": {

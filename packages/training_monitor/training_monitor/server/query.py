@@ -22,6 +22,7 @@ import typing
 from typing import Annotated, Any, Callable, ClassVar, Literal, Mapping
 
 import pydantic
+from pydantic_core import core_schema
 from starlette import datastructures
 import typing_extensions
 
@@ -166,9 +167,15 @@ Note = Annotated[
 ]
 
 
-def one_of(words: typing.Iterable[str]) -> Any:
-  """Returns the type of a parameter that takes one of the given words."""
-  return Literal[tuple(words)]
+class one_of:  # pylint: disable=invalid-name
+  """Marks a text that is one of some words."""
+
+  def __init__(self, words: typing.Iterable[str]):
+    self._words = list(words)
+
+  def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+    del source, handler
+    return core_schema.literal_schema(self._words)
 
 
 def outcome_key(word: Any) -> Any:
@@ -285,7 +292,7 @@ class ListQuery(Query):
 class TrainingsQuery(ListQuery):
   """Trainings with a status and every `tag`."""
 
-  status: one_of(vocabulary.STATUSES["training"]) | None = None
+  status: Annotated[str, one_of(vocabulary.STATUSES["training"])] | None = None
   tag: Tags = ()
 
 
@@ -299,7 +306,7 @@ class RolloutsQuery(ListQuery):
   task_id: Id | None = None
   batch: Id | None = None
   group: Id | None = None
-  status: one_of(vocabulary.STATUSES["rollout"]) | None = None
+  status: Annotated[str, one_of(vocabulary.STATUSES["rollout"])] | None = None
   success: Flag | None = None
   label: Label | None = None
 

@@ -7,7 +7,7 @@ is cached as long as it cannot become wrong.
 from __future__ import annotations
 
 import collections
-from typing import Any, Callable, Iterable, Mapping
+from typing import Any, Callable, Iterable, Mapping, TypeVar
 
 from training_monitor.schema import triggers
 from training_monitor.server import errors
@@ -16,6 +16,7 @@ from training_monitor.server import sql as sql_lib
 
 Item = items_lib.Item
 Kind = items_lib.ItemKind
+K = TypeVar("K")
 Ids = dict[tuple[int, str, str], int]
 """(project, kind, client id) -> id."""
 
@@ -46,11 +47,14 @@ class CommittedIds:
       ids: Mapping[tuple[int, str, str], int],
       owners: Mapping[tuple[str, int], int],
   ) -> None:
-    for cache, new in ((self.ids, ids), (self.owners, owners)):
-      cache.update(new)
-      if len(cache) > self._most:
-        for key in list(cache)[: len(cache) - self._most // 2]:
-          del cache[key]
+    self._keep(self.ids, ids)
+    self._keep(self.owners, owners)
+
+  def _keep(self, cache: dict[K, int], new: Mapping[K, int]) -> None:
+    cache.update(new)
+    if len(cache) > self._most:
+      for key in list(cache)[: len(cache) - self._most // 2]:
+        del cache[key]
 
 
 class References:

@@ -195,7 +195,7 @@ def _verify(sha: str, data: bytes) -> tuple[str, int, int]:
         raise errors.ApiError(
             400, f"{width}x{height} is larger than {MAX_PIXELS} pixels"
         )
-      media_type = FORMATS[image.format]
+      media_type = FORMATS[image.format or ""]
       if hashlib.sha256(data).hexdigest() != sha:
         pixels = np.asarray(image.convert("RGB"))
         if images_lib.hash_pixels(pixels) != sha:

@@ -119,7 +119,7 @@ def update_figures(sql: sql_lib.Sql, kind: str, id_: int, now: str) -> None:
       (id_,),
   )
   if total:
-    percent = progress.measuring(status, ended, total)
+    percent = progress.share(status, ended, total)
   sql.run(
       f'UPDATE "{kind}" SET success_rate = ?, avg_reward = ?, avg_turns = ?,'
       " successful_tasks = ?, completed_tasks = ?, progress_percent = ?,"

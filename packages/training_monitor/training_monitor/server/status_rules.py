@@ -114,21 +114,20 @@ def advance(kind: str, row: EntityState, values: dict[str, Any]) -> None:
   row.fields = state
 
 
+_COUNTED = {
+    "training": ("current_step", "total_steps"),
+    "baseline": ("completed_tasks", "total_tasks"),
+    "eval": ("completed_tasks", "total_tasks"),
+    "rollout": ("current_turn", "max_turns"),
+}
+
+
 def _percent(
     kind: str, status: str | None, state: Mapping[str, Any]
 ) -> float | None:
-  if kind == "training":
-    return progress.training(
-        status, state.get("current_step"), state.get("total_steps")
-    )
-  if kind in ("baseline", "eval"):
-    return progress.measuring(
-        status, state.get("completed_tasks"), state.get("total_tasks")
-    )
-  if kind == "rollout":
-    return progress.rollout(
-        status, state.get("current_turn"), state.get("max_turns")
-    )
+  if kind in _COUNTED:
+    count, total = _COUNTED[kind]
+    return progress.share(status, state.get(count), state.get(total))
   if kind == "step":
     return progress.step(
         status,

@@ -220,9 +220,8 @@ class Writer:
         transaction, answers = self._transact(calls, apart=True)
     except Exception as error:  # pylint: disable=broad-except
       # Work that is not answered yet was not committed either.
-      if not isinstance(error, (sa.exc.DBAPIError, OSError)) and not (
-          isinstance(error, self._engine.dialect.dbapi.Error)
-      ):
+      driver = database.driver_of(self._engine)
+      if not isinstance(error, (sa.exc.DBAPIError, OSError, driver.Error)):
         _LOG.exception("a batch was not applied")
       self._fail(work, error)
       return
@@ -273,7 +272,7 @@ class Writer:
 
   def _answer(self, call: Work, transaction: apply.Transaction) -> Any:
     """Returns the call's answer, or the error that its caller gets."""
-    driver = self._engine.dialect.dbapi
+    driver = database.driver_of(self._engine)
     try:
       return call(transaction)
     except errors.ApiError as error:

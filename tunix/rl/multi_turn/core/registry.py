@@ -51,11 +51,6 @@ def unknown_name(kind: str, name: Any, names: Iterable[str]) -> str:
         f"unknown {kind} {name!r}; one of your own is module:name, here"
         f" {module}:NAME"
     )
-  if str(name).endswith(".jsonl") and "family" in kind:
-    return (
-        f"unknown {kind} {name!r}; a file of tasks is task_source.source=jsonl"
-        f" task_source.path={name}"
-    )
   if not near:
     return f"unknown {kind} {name!r}; none is registered"
   return (

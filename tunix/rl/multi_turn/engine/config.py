@@ -11,11 +11,12 @@ version) are arguments of `RolloutEngine` and no settings.
 from __future__ import annotations
 
 import dataclasses
-from typing import Iterator, Literal
+from typing import get_args, Iterator, Literal
 
 from tunix.rl.multi_turn.core import settings
 
-FEATURES = ("details", "grammar", "penalties")
+Feature = Literal["details", "grammar", "penalties"]
+FEATURES: tuple[Feature, ...] = get_args(Feature)
 """Requests that need programs of their own: log-probs of more than the sampled
 tokens, and grammars."""
 
@@ -178,7 +179,7 @@ class EngineConfig:
       " matrices rounded to a byte a number, half of bfloat16; correct for the"
       " difference with algorithm.importance=tis. Qwen-VL only.",
   )
-  features: tuple[Literal["details", "grammar", "penalties"], ...] = _opt(
+  features: tuple[Feature, ...] = _opt(
       default=(),
       doc="Programs that warm-up compiles beside the usual ones. details:"
       " top_logprobs and raw log-probs. grammar: completions held to a"

@@ -56,7 +56,10 @@ class CUAEnv(base_env.BaseEnv):
     image: the newest screenshot; None where the gym shows trees only.
     size: (width, height) of what actions count pixels of.
     evaluation_seconds: Duration of the gym's verdict, None before it.
+    runs_inline: Whether this environment is called on the event loop itself.
   """
+
+  runs_inline = False
 
   def __init__(
       self,

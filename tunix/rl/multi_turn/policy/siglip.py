@@ -70,22 +70,14 @@ class Embeddings(nnx.Module):
     return x + table[jnp.clip(number, 0, self.side**2 - 1)].astype(dtype)
 
 
-class Attention(nnx.Module):
-  """Full attention within an image."""
+class Attention(vision_blocks.ImageAttention):
+  """Attention of patches that know their places."""
 
-  def __init__(
-      self,
-      vision: qwen_shapes.VisionConfig,
-      init: layers.Init,
-      tensor: str | None,
-      mesh: jax.sharding.Mesh | None,
-  ):
-    width = vision.hidden_size
-    self.num_heads = vision.num_heads
-    self.tensor = tensor
-    self.mesh = mesh
-    linear = lambda axes: layers.Linear(width, width, init, axes, True)
-    into, back = ("fsdp", tensor), (tensor, "fsdp")
+  def __init__(self, make: vision_blocks.Make):
+    super().__init__(make)
+    width = make.vision.hidden_size
+    linear = lambda axes: layers.Linear(width, width, make.init, axes, True)
+    into, back = ("fsdp", make.tensor), (make.tensor, "fsdp")
     self.q_proj, self.k_proj, self.v_proj = (linear(into) for _ in range(3))
     self.out_proj = linear(back)
 
@@ -93,55 +85,34 @@ class Attention(nnx.Module):
       self, x_SPD: jax.Array, segments_SP: jax.Array, reach: kernels.Reach
   ) -> jax.Array:
     s, p, _ = x_SPD.shape
-    heads = lambda y: y.reshape(s, p, self.num_heads, -1)
-    mixed = kernels.image_attention(
-        heads(self.q_proj(x_SPD)),
-        heads(self.k_proj(x_SPD)),
-        heads(self.v_proj(x_SPD)),
-        segments_SP,
-        reach.places,
-        mesh=self.mesh,
-        tensor=self.tensor,
-        aligned=reach.aligned,
-    )
-    return self.out_proj(mixed.reshape(s, p, -1))
+    heads = [
+        linear(x_SPD).reshape(s, p, self.num_heads, -1)
+        for linear in (self.q_proj, self.k_proj, self.v_proj)
+    ]
+    return self.out_proj(self._mixed(heads, segments_SP, reach))
 
 
-class Block(nnx.Module):
-
-  def __init__(
-      self,
-      vision: qwen_shapes.VisionConfig,
-      init: layers.Init,
-      tensor: str | None,
-      mesh: jax.sharding.Mesh | None,
-  ):
-    norm = lambda: layers.LayerNorm(
-        vision.hidden_size, init, vision.rms_norm_eps
-    )
-    self.layer_norm1 = norm()
-    self.self_attn = Attention(vision, init, tensor, mesh)
-    self.layer_norm2 = norm()
-    width = vision.hidden_size
-    self.mlp = vision_blocks.TwoLayerMLP(
-        (width, vision.intermediate_size, width),
-        init,
-        tensor,
-        layers.gelu_tanh,
-    )
-
-  def __call__(
-      self, x_SPD: jax.Array, segments_SP: jax.Array, reach: kernels.Reach
-  ) -> jax.Array:
-    x = x_SPD + self.self_attn(self.layer_norm1(x_SPD), segments_SP, reach)
-    return x + self.mlp(self.layer_norm2(x))
+def _block(make: vision_blocks.Make) -> vision_blocks.VisionBlock:
+  vision, init, tensor, _ = make
+  width = vision.hidden_size
+  return vision_blocks.VisionBlock(
+      lambda: layers.LayerNorm(width, init, vision.rms_norm_eps),
+      Attention(make),
+      vision_blocks.TwoLayerMLP(
+          (width, vision.intermediate_size, width),
+          init,
+          tensor,
+          layers.gelu_tanh,
+      ),
+      ("layer_norm1", "self_attn", "layer_norm2"),
+  )
 
 
 class Encoder(nnx.Module):
   """The blocks, under their name in the checkpoint."""
 
-  def __init__(self, blocks: list[Block]):
-    self.layers = nnx.List(blocks)
+  def __init__(self, make: vision_blocks.Make):
+    self.layers = nnx.List([_block(make) for _ in range(make.vision.depth)])
 
 
 class Projector(nnx.Module):
@@ -181,9 +152,7 @@ class VisionTower(nnx.Module):
     self.config = config
     self.mesh = mesh
     self.embeddings = Embeddings(vision, init, mesh)
-    self.encoder = Encoder(
-        [Block(vision, init, tensor, mesh) for _ in range(vision.depth)]
-    )
+    self.encoder = Encoder(vision_blocks.Make(vision, init, tensor, mesh))
     self.post_layernorm = layers.LayerNorm(
         vision.hidden_size, init, vision.rms_norm_eps
     )

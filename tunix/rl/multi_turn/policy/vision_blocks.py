@@ -9,7 +9,7 @@ Axis names: see `base`.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, NamedTuple, Sequence
 
 from flax import nnx
 import jax
@@ -22,21 +22,52 @@ from tunix.rl.multi_turn.policy import sharding
 Act = Callable[[jax.Array], jax.Array]
 
 
-class VisionAttention(nnx.Module):
-  """Full attention within an image; q, k, v come from one product."""
+class Make(NamedTuple):
+  """Sizes and weights for the parts of a tower.
 
-  def __init__(
+  Attributes:
+    vision: Sizes of the tower.
+    init: Source of the weights.
+    tensor: Mesh axis that splits the layers, or None.
+    mesh: Mesh of the weights, or None.
+  """
+
+  vision: qwen_shapes.VisionConfig
+  init: layers.Init
+  tensor: str | None
+  mesh: jax.sharding.Mesh | None
+
+
+class ImageAttention(nnx.Module):
+  """Base of full attention within an image."""
+
+  def __init__(self, make: Make):
+    self.num_heads = make.vision.num_heads
+    self.tensor, self.mesh = make.tensor, make.mesh
+
+  def _mixed(
       self,
-      vision: qwen_shapes.VisionConfig,
-      init: layers.Init,
-      tensor: str | None,
-      mesh: jax.sharding.Mesh | None,
-      bias: bool = True,
-  ):
-    width = vision.hidden_size
-    self.num_heads = vision.num_heads
-    self.tensor = tensor
-    self.mesh = mesh
+      queries_keys_values: Sequence[jax.Array],
+      segments_SP: jax.Array,
+      reach: kernels.Reach,
+  ) -> jax.Array:
+    mixed = kernels.image_attention(
+        *queries_keys_values,
+        segments_SP,
+        reach.places,
+        mesh=self.mesh,
+        tensor=self.tensor,
+        aligned=reach.aligned,
+    )
+    return mixed.reshape(*mixed.shape[:2], -1)
+
+
+class VisionAttention(ImageAttention):
+  """Attention with rotated positions; q, k, v come from one product."""
+
+  def __init__(self, make: Make, bias: bool = True):
+    super().__init__(make)
+    width, init, tensor = make.vision.hidden_size, make.init, make.tensor
     self.qkv = layers.Linear(width, 3 * width, init, ("fsdp", tensor), bias)
     self.proj = layers.Linear(width, width, init, (tensor, "fsdp"), bias)
 
@@ -51,17 +82,7 @@ class VisionAttention(nnx.Module):
     qkv = self.qkv(x_SPD).reshape(s, p, 3, self.num_heads, -1)
     q = layers.rotate(qkv[:, :, 0], *rotation)
     k = layers.rotate(qkv[:, :, 1], *rotation)
-    mixed = kernels.image_attention(
-        q,
-        k,
-        qkv[:, :, 2],
-        segments_SP,
-        reach.places,
-        mesh=self.mesh,
-        tensor=self.tensor,
-        aligned=reach.aligned,
-    )
-    return self.proj(mixed.reshape(s, p, -1))
+    return self.proj(self._mixed((q, k, qkv[:, :, 2]), segments_SP, reach))
 
 
 class TwoLayerMLP(nnx.Module):
@@ -91,28 +112,29 @@ class TwoLayerMLP(nnx.Module):
 
 
 class VisionBlock(nnx.Module):
-  """x + attn(norm1(x)), then x + mlp(norm2(x))."""
+  """x + attn(norm1(x)), then x + mlp(norm2(x)).
+
+  Attributes:
+    names: Names of the first norm, the attention and the second norm in the
+      checkpoint.
+  """
 
   def __init__(
       self,
       norm: Callable[[], nnx.Module],
-      attn: VisionAttention,
+      attn: ImageAttention,
       mlp: nnx.Module,
+      names: tuple[str, str, str] = ("norm1", "attn", "norm2"),
   ):
-    self.norm1 = norm()
-    self.attn = attn
-    self.norm2 = norm()
+    self.names = names
+    for name, part in zip(names, (norm(), attn, norm())):
+      setattr(self, name, part)
     self.mlp = mlp
 
-  def __call__(
-      self,
-      x_SPD: jax.Array,
-      segments_SP: jax.Array,
-      rotation: tuple[jax.Array, jax.Array],
-      reach: kernels.Reach,
-  ) -> jax.Array:
-    x = x_SPD + self.attn(self.norm1(x_SPD), segments_SP, rotation, reach)
-    return x + self.mlp(self.norm2(x))
+  def __call__(self, x_SPD: jax.Array, *inputs: Any) -> jax.Array:
+    norm1, attn, norm2 = (getattr(self, name) for name in self.names)
+    x = x_SPD + attn(norm1(x_SPD), *inputs)
+    return x + self.mlp(norm2(x))
 
 
 def tensor_axis(config: qwen_shapes.QwenVLConfig) -> str | None:

@@ -56,31 +56,23 @@ class _Tower(nnx.Module):
         vision.image_std,
         bias=self.patch_bias,
     )
-    self._make_parts(vision, init, vision_blocks.tensor_axis(config))
+    tensor = vision_blocks.tensor_axis(config)
+    self._make_parts(vision_blocks.Make(vision, init, tensor, mesh))
 
-  def _make_parts(
-      self,
-      vision: qwen_shapes.VisionConfig,
-      init: layers.Init,
-      tensor: str | None,
-  ) -> None:
+  def _make_parts(self, make: vision_blocks.Make) -> None:
     raise NotImplementedError
 
   def _make_blocks(
       self,
-      init: layers.Init,
-      tensor: str | None,
+      make: vision_blocks.Make,
       norm: Callable[[], nnx.Module],
       mlp: Callable[[], nnx.Module],
       attention_bias: bool = True,
   ) -> nnx.List:
-    vision = self.config.vision
-    attention = lambda: vision_blocks.VisionAttention(
-        vision, init, tensor, self.mesh, attention_bias
-    )
+    attention = lambda: vision_blocks.VisionAttention(make, attention_bias)
     return nnx.List([
         vision_blocks.VisionBlock(norm, attention(), mlp())
-        for _ in range(vision.depth)
+        for _ in range(make.vision.depth)
     ])
 
   def __call__(
@@ -138,13 +130,10 @@ class PatchMerger(nnx.Module):
 
   def __init__(
       self,
-      vision: qwen_shapes.VisionConfig,
-      init: layers.Init,
-      tensor: str | None,
-      mesh: jax.sharding.Mesh | None,
+      make: vision_blocks.Make,
       norm: type[layers.RMSNorm] | type[layers.LayerNorm] = layers.RMSNorm,
   ):
-    self.mesh = mesh
+    vision, init, tensor, self.mesh = make
     wide = vision.hidden_size * vision.patches_per_token
     self.merge = vision.patches_per_token
     self.ln_q = norm(vision.hidden_size, init)
@@ -168,24 +157,17 @@ class Qwen2(_Tower):
 
   patch_bias = False
 
-  def _make_parts(
-      self,
-      vision: qwen_shapes.VisionConfig,
-      init: layers.Init,
-      tensor: str | None,
-  ) -> None:
+  def _make_parts(self, make: vision_blocks.Make) -> None:
+    vision, init, tensor, _ = make
     width = vision.hidden_size
     self.blocks = self._make_blocks(
-        init,
-        tensor,
+        make,
         functools.partial(layers.LayerNorm, width, init),
         lambda: vision_blocks.TwoLayerMLP(
             (width, vision.intermediate_size, width), init, tensor, quick_gelu
         ),
     )
-    self.merger = PatchMerger(
-        vision, init, tensor, self.mesh, layers.LayerNorm
-    )
+    self.merger = PatchMerger(make, layers.LayerNorm)
 
 
 def quick_gelu(x: jax.Array) -> jax.Array:
@@ -201,22 +183,17 @@ class Qwen2_5(_Tower):
 
   patch_bias = False
 
-  def _make_parts(
-      self,
-      vision: qwen_shapes.VisionConfig,
-      init: layers.Init,
-      tensor: str | None,
-  ) -> None:
+  def _make_parts(self, make: vision_blocks.Make) -> None:
+    vision, init, tensor, _ = make
     width = vision.hidden_size
     self.blocks = self._make_blocks(
-        init,
-        tensor,
+        make,
         functools.partial(layers.RMSNorm, width, init),
         lambda: layers.GatedMLP(
             width, vision.intermediate_size, init, tensor, bias=True
         ),
     )
-    self.merger = PatchMerger(vision, init, tensor, self.mesh)
+    self.merger = PatchMerger(make)
 
   def _merged(
       self,
@@ -262,15 +239,8 @@ class DeepMerger(vision_blocks.TwoLayerMLP):
   The norm is over a patch, or (deepstack) over the four together.
   """
 
-  def __init__(
-      self,
-      vision: qwen_shapes.VisionConfig,
-      init: layers.Init,
-      tensor: str | None,
-      mesh: jax.sharding.Mesh | None,
-      norm_after: bool,
-  ):
-    self.mesh = mesh
+  def __init__(self, make: vision_blocks.Make, norm_after: bool):
+    vision, init, tensor, self.mesh = make
     wide = vision.hidden_size * vision.patches_per_token
     self.merge = vision.patches_per_token
     self.norm_after = norm_after
@@ -294,19 +264,14 @@ class Qwen3(_Tower):
   Those are later added to the decoder's first layers.
   """
 
-  def _make_parts(
-      self,
-      vision: qwen_shapes.VisionConfig,
-      init: layers.Init,
-      tensor: str | None,
-  ) -> None:
+  def _make_parts(self, make: vision_blocks.Make) -> None:
+    vision, init, tensor, _ = make
     width = vision.hidden_size
     self.pos_embed = layers.Embedding(
         vision.num_position_embeddings, width, init, (None, "fsdp")
     )
     self.blocks = self._make_blocks(
-        init,
-        tensor,
+        make,
         functools.partial(layers.LayerNorm, width, init),
         lambda: vision_blocks.TwoLayerMLP(
             (width, vision.intermediate_size, width),
@@ -316,11 +281,11 @@ class Qwen3(_Tower):
             _QWEN3_LAYERS,
         ),
     )
-    merger = functools.partial(DeepMerger, vision, init, tensor, self.mesh)
-    self.merger = merger(norm_after=False)
-    self.deepstack_merger_list = nnx.List(
-        [merger(norm_after=True) for _ in vision.deepstack_visual_indexes]
-    )
+    self.merger = DeepMerger(make, norm_after=False)
+    self.deepstack_merger_list = nnx.List([
+        DeepMerger(make, norm_after=True)
+        for _ in vision.deepstack_visual_indexes
+    ])
 
   def _merged(
       self,
@@ -394,12 +359,8 @@ class Downsample(nnx.Module):
 class GatedMerger(layers.GatedMLP):
   """down(silu(gate(y)) * up(y)) with y = gelu(norm(proj(x)))."""
 
-  def __init__(
-      self,
-      vision: qwen_shapes.VisionConfig,
-      init: layers.Init,
-      tensor: str | None,
-  ):
+  def __init__(self, make: vision_blocks.Make):
+    vision, init, tensor, _ = make
     width = vision.out_hidden_size
     self.proj = layers.Linear(width, width, init, ("fsdp", tensor), False)
     self.post_projection_norm = layers.LayerNorm(width, init, 1e-5)
@@ -422,27 +383,22 @@ class Embeddings(nnx.Module):
 class Glm4v(_Tower):
   """RMS norms, learned positions, and a convolution that merges patches."""
 
-  def _make_parts(
-      self,
-      vision: qwen_shapes.VisionConfig,
-      init: layers.Init,
-      tensor: str | None,
-  ) -> None:
+  def _make_parts(self, make: vision_blocks.Make) -> None:
+    vision, init, tensor, _ = make
     width = vision.hidden_size
     norm = functools.partial(layers.RMSNorm, width, init, vision.rms_norm_eps)
     self.post_conv_layernorm = norm()
     self.embeddings = Embeddings(vision, init)
     # As wide inside as a vision token: `intermediate_size` is the merger's.
     self.blocks = self._make_blocks(
-        init,
-        tensor,
+        make,
         norm,
         lambda: layers.GatedMLP(width, vision.out_hidden_size, init, tensor),
         attention_bias=False,
     )
     self.post_layernorm = norm()
     self.downsample = Downsample(vision, init)
-    self.merger = GatedMerger(vision, init, tensor)
+    self.merger = GatedMerger(make)
 
   def _merged(
       self,

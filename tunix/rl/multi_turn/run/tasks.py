@@ -65,7 +65,8 @@ def make_tasks(config: TrainConfig) -> Any:
       raise ConfigError([
           f"task_source.path={path}: {error.strerror}; give a file of tasks"
       ]) from error
-    raise ConfigError([f"{where}: {error}"]) from error
+    wrong = source_lib.file_as_family(families) or error
+    raise ConfigError([f"{where}: {wrong}"]) from error
 
 
 def _listed(

@@ -27,6 +27,7 @@ from typing import Any, Mapping
 from agent_services.rollout_buffer import generating
 from agent_services.rollout_buffer import requests
 from agent_services.rollout_buffer import rights
+from agent_services.run_service import environments
 from agent_services.run_service import runs
 from agent_services.run_service import schemas
 from agent_services.runs import client as runs_client
@@ -35,7 +36,6 @@ from tunix.rl.multi_turn.core import data_urls
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.core import json_models
 from tunix.rl.multi_turn.core import trajectory
-from tunix.rl.multi_turn.environments import run_environments
 from tunix.rl.multi_turn.environments.gyms import registry as gyms
 from tunix.rl.multi_turn.trajectory_collector import recorded_sequences
 from tunix.rl.multi_turn.trajectory_collector import records
@@ -123,7 +123,7 @@ async def _episode(
   store = images_lib.ImageStore(capacity_bytes=_IMAGE_BYTES)
   try:
     agent = schemas.make_agent(body)
-    env = run_environments.make_environment(
+    env = environments.make_environment(
         body.env, instruction=body.task, parser=agent.tool_parser,
         max_steps=body.maxSteps, on_parse_error=body.agentConfig.onParseError,
         images=store, allowed_gyms=allowed["gyms"],

@@ -83,11 +83,23 @@ class Observation:
   info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   axtree: str = ""
 
+  @property
+  def pixels(self) -> np.ndarray:
+    """`screenshot` of a gym that shows one. Raises ValueError without one."""
+    if self.screenshot is None:
+      raise ValueError("the observation has no screenshot")
+    return self.screenshot
+
+  @property
+  def size(self) -> tuple[int, int]:
+    """(width, height) of the screenshot. Raises ValueError without one."""
+    height, width = np.shape(self.pixels)[:2]
+    return width, height
+
   def __repr__(self) -> str:
     size = "no screenshot"
     if self.screenshot is not None:
-      height, width = np.shape(self.screenshot)[:2]
-      size = f"{width}x{height}"
+      size = "{}x{}".format(*self.size)
     text = f", {_cut(self.text)!r}" if self.text else ""
     return f"Observation({size}{text}{', done' if self.done else ''})"
 
@@ -157,6 +169,9 @@ class TaskSet(Protocol):
   A `train_task` that raises StopIteration ends the run: what it gave before is
   trained on, and the last update may be of fewer groups.
   """
+
+  def families(self) -> tuple[str, ...]:
+    ...
 
   def train_task(self, family: str, index: int, seed: int) -> Task:
     ...

@@ -15,12 +15,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from typing import Any, Iterable, Mapping, Sequence, TypeVar
+from typing import Any, get_args, Iterable, Literal, Mapping, Sequence, TypeVar
 
 from tunix.rl.multi_turn.core import json_text
 from tunix.rl.multi_turn.environments.gyms import base
 
-DIFFICULTIES = ("easy", "medium", "hard")
+Difficulty = Literal["easy", "medium", "hard"]
+DIFFICULTIES: tuple[Difficulty, ...] = get_args(Difficulty)
 DEFAULT_FAMILY = "tasks"
 """Family of tasks that name none, and have neither tag nor category."""
 

@@ -399,6 +399,17 @@ def _split(
   return {"train": set(order[:cut]), "eval": set(order[cut:])}
 
 
+def file_as_family(families: Sequence[str]) -> str:
+  """Returns the fault of a file that is named as a family; "" without one."""
+  for family in families:
+    if family.endswith(".jsonl"):
+      return (
+          f"unknown task family {family!r}; a file of tasks is"
+          f" task_source.source=jsonl task_source.path={family}"
+      )
+  return ""
+
+
 # --- for trainers that read datasets ------------------------------------------
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any, Collection, Mapping
 
+from cua_gyms.genv import gym as genv_gym
 from tunix.rl.multi_turn.core import images as images_lib
 from tunix.rl.multi_turn.environments import cua_env
 from tunix.rl.multi_turn.environments.gyms import base
@@ -83,9 +84,6 @@ def _text(env: Mapping[str, Any], name: str) -> str:
 def _genv(
     env: Mapping[str, Any], instruction: str
 ) -> tuple[Any, base.Task]:
-  # Of the package cua_gyms, which the other kind does not need.
-  from tunix.rl.multi_turn.environments.gyms.genv import gym as genv_gym  # pylint: disable=g-import-not-at-top
-
   if not instruction:
     raise ValueError("task must be the instruction, got ''")
   gym = genv_gym.AttachedGym(
@@ -134,15 +132,17 @@ def _gym(
     raise ValueError(f"env.task: {error}") from None
   if instruction and not task.instruction:
     task = base.Task.from_json({**task.to_json(), "instruction": instruction})
-  size = env.get("width"), env.get("height")
-  if None in size:
-    raise ValueError(f"env.width and env.height must be pixels, got {size}")
+  width, height = env.get("width"), env.get("height")
+  if width is None or height is None:
+    raise ValueError(
+        f"env.width and env.height must be pixels, got {(width, height)}"
+    )
   if "family" in spec.set_by_run.values() and ":" in task.family:
     raise ValueError(
         f"env.task.family={task.family!r} is a path to code, which a request"
         " may not name; use one that is registered"
     )
-  facts = spec.options_of(task.family, size=size, concurrency=1)
+  facts = spec.options_of(task.family, size=(width, height), concurrency=1)
   try:
     return spec.make_gym({**facts, **settings}), task
   except TypeError as error:
