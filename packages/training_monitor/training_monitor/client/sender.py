@@ -91,7 +91,6 @@ class Sender:
         transport, self.spool.path, self.spool.header, config,
         ended=lambda: self._ended, counters=self.counters,
         complaints=self._complaints, health=self.health, on_reply=on_reply,
-        on_freed=self.spool.free,
     )  # pyformat: disable
 
   def _wake(self, pending: int) -> None:

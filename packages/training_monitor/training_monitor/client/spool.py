@@ -27,7 +27,7 @@ import os
 import pathlib
 import shutil
 import struct
-import threading
+import time
 from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 import uuid
 import weakref
@@ -181,7 +181,6 @@ class Spool:
     self._file = -1
     self._size = 0
     self._unsynced = False
-    self._counting = threading.Lock()
     if self.path.exists():
       self.lock = Lock(self.path)
     else:
@@ -193,21 +192,25 @@ class Spool:
       self.seq = last_frame(self.path, self.header)
       """Number of the last frame."""
       self.bytes = 0
+      """At most these lie on the disk: the reader frees some meanwhile."""
+      self._measure_at = 0.0
       self.measure()
     except BaseException:
       self.close()
       raise
 
   def measure(self) -> None:
-    """Counts the bytes that the spool takes on the disk."""
-    size = sum(_sizes(self.path)) + sum(_sizes(self.path / IMAGES))
-    with self._counting:
-      self.bytes = size
+    """Counts the bytes on the disk, in a tenth of the time at most."""
+    began = time.monotonic()
+    if began >= self._measure_at:
+      self.bytes = sum(_sizes(self.path)) + sum(_sizes(self.path / IMAGES))
+      now = time.monotonic()
+      self._measure_at = now + 10 * (now - began)
 
-  def free(self, size: int) -> None:
-    """Counts bytes as free, or fewer than 0 as taken. From any thread."""
-    with self._counting:
-      self.bytes -= size
+  def _has_room(self, size: int, most: float) -> bool:
+    if self.bytes + size > most:
+      self.measure()
+    return self.bytes + size <= most
 
   def append(self, records: Sequence[tuple[int, bytes]]) -> int:
     """Appends (kind, body) of records, in order.
@@ -225,7 +228,7 @@ class Spool:
     size = 0
     for number, (kind, body) in enumerate(records, self.seq + 1):
       part = frames_lib.packed(self.header.mark, kind, number, body)
-      if self.bytes + size + len(part) > self._max:
+      if not self._has_room(size + len(part), self._max):
         break
       parts.append(part)
       size += len(part)
@@ -243,7 +246,7 @@ class Spool:
     self.seq += num_frames
     self._size += num_bytes
     self._unsynced = True
-    self.free(-num_bytes)
+    self.bytes += num_bytes
     return num_frames
 
   def _write(self, view: memoryview) -> tuple[OSError | None, int]:
@@ -295,7 +298,7 @@ class Spool:
     raw = isinstance(image, np.ndarray)
     path = image_path(self.path, sha, RGB if raw else PNG)
     size = RGB_HEAD.size + image.nbytes if raw else len(image)
-    if self.bytes + size > self._max * _IMAGES_SHARE:
+    if not self._has_room(size, self._max * _IMAGES_SHARE):
       raise SpoolFull(f"{self.bytes} of {self._max} bytes are taken")
     partial = path.with_suffix(".part")
     try:
@@ -306,13 +309,11 @@ class Spool:
         unwritten = memoryview(image)
         while unwritten:
           unwritten = unwritten[file.write(unwritten) :]
-      exists = path.exists()
       partial.replace(path)
     except BaseException:
       partial.unlink(missing_ok=True)
       raise
-    if not exists:
-      self.free(-size)
+    self.bytes += size
 
   def close(self) -> None:
     """Lets the spool go. Idempotent."""
@@ -370,15 +371,9 @@ def last_frame(folder: pathlib.Path, header: Header) -> int:
   segments = frames_lib.segments(folder)
   if not segments:
     return read_ack(folder)
-  last = segments[-1][0] - 1
-  reader = frames_lib.FrameReader(folder, header.mark, ended=lambda: True)
-  try:
-    reader.skip_to_last()
-    while reader.next() is not None:
-      pass
-  finally:
-    reader.close()
-  return max(last, reader.seq)
+  first, path = segments[-1]
+  frames = frames_lib.parsed(path.read_bytes(), header.mark)
+  return max((frame.seq for frame, _ in frames), default=first - 1)
 
 
 def dead(folder: pathlib.Path) -> list[tuple[int, str, str]]:

@@ -41,7 +41,7 @@ class SpoolWriter:
   ):
     """Args:
 
-      spool: this owns it from now on, `free` and `measure` excepted.
+      spool: Owned by the writer from now on.
       encode: makes (kind, body) of an item's record, on the thread; an item
         for which it raises OSError is kept for another attempt.
       max_pending: items in memory.
@@ -141,6 +141,7 @@ class SpoolWriter:
         self._work.clear()
       try:
         self._round()
+        self.spool.measure()
         self._complaints.over("disk")
       except OSError as error:
         # Items stay in memory, which is bounded.
