@@ -285,7 +285,7 @@ class Shipper:
       try:
         locks[self._read(orphan, header, lambda: True)] = lock
       except Exception as error:  # pylint: disable=broad-except
-        self._unreadable(orphan, error)
+        spool_lib.put_aside(orphan, error)
         lock.release()
     return locks
 
@@ -301,17 +301,10 @@ class Shipper:
           continue
         orphan.close()
       except OSError as error:
-        self._unreadable(orphan.path, error)
+        spool_lib.put_aside(orphan.path, error)
       lock.release()
       del orphans[orphan]
     return worked
-
-  def _unreadable(self, path: pathlib.Path, error: Exception) -> None:
-    self._complaints.complain(
-        f"orphan {path}", f"the spool {path} cannot be read: {error}"
-    )
-    if not isinstance(error, OSError):
-      spool_lib.put_aside(path, error)
 
   # --- a round of a spool -----------------------------------------------------
 

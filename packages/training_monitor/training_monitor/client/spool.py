@@ -426,13 +426,13 @@ def claim_orphans(
     except (BlockingIOError, FileNotFoundError):
       continue  # Its owner lives, or has just deleted it.
     except OSError as error:
-      _unreadable(path, error)
+      put_aside(path, error)
       continue
     try:
       header = Header.read(path)
     except (OSError, ValueError) as error:
       lock.release()
-      _unreadable(path, error)
+      put_aside(path, error)
       continue
     waits = frames_lib.segments(path) or images(path)
     if header.target == target and waits:
@@ -466,14 +466,11 @@ def state_path(folder: pathlib.Path, first: int) -> pathlib.Path:
   return folder / f"{first:020d}.state"
 
 
-def _unreadable(path: pathlib.Path, error: Exception) -> None:
-  if path.exists():
-    _LOG.warning("the spool %s cannot be read: %s", path, error)
-    put_aside(path, error)
-
-
 def put_aside(path: pathlib.Path, error: Exception) -> None:
   """Gives a damaged spool another name: it would be met at every start."""
+  if not path.exists():
+    return
+  _LOG.warning("the spool %s cannot be read: %s", path, error)
   if isinstance(error, OSError) and not isinstance(
       error, (FileNotFoundError, NotADirectoryError)
   ):
