@@ -149,7 +149,7 @@ class Sender:
   def counts(self) -> dict[str, int]:
     """Records and screenshots that wait, and records that were refused."""
     return {
-        "entry": self.spool.seq - self.shipper.acked,
+        "entry": self.spool.seq - self.shipper.spool.acked,
         "image": len(spool_lib.images(self.spool.path)),
         "dead": len(spool_lib.dead(self.spool.path)),
     }

@@ -14,6 +14,7 @@ logged once and affects nothing else.
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 import pathlib
 import random
@@ -104,35 +105,21 @@ class Shipper:
     self._image_failures = 0
     self._images_failed = 0.0
     self._images_due = 0.0
-    self._reader = self._read(
-        path, header, ended, on_images_lost=on_images_lost
+    self._read = functools.partial(
+        spool_reader.SpoolReader,
+        counters=counters, complain=complaints.complain,
+    )  # pyformat: disable
+    self.spool = self._read(
+        path, header, ended=ended, on_images_lost=on_images_lost
     )
-    self.training: str | int | None = self._reader.training
+    """Reader of the program's spool."""
+    self.training: str | int | None = self.spool.training
     """Training that heartbeats are sent for."""
     self._orphans: dict[spool_reader.SpoolReader, spool_lib.Lock] | None = None
     self._thread = threading.Thread(
         target=self._run, name="monitor-send", daemon=True
     )
     self._thread.start()
-
-  def _read(
-      self, path: pathlib.Path, header: spool_lib.Header,
-      ended: Callable[[], bool], **options: Any,
-  ) -> spool_reader.SpoolReader:  # pyformat: disable
-    return spool_reader.SpoolReader(
-        path, header, ended=ended, counters=self._counters,
-        complain=self._complaints.complain, **options,
-    )  # pyformat: disable
-
-  @property
-  def path(self) -> pathlib.Path:
-    """Of the program's spool."""
-    return self._reader.path
-
-  @property
-  def acked(self) -> int:
-    """Number of the last record of the program's spool that the server has."""
-    return self._reader.acked
 
   def wake(self) -> None:
     """Wakes the thread: the spool has something new."""
@@ -182,9 +169,9 @@ class Shipper:
       orphan.close()
       lock.release()
     try:
-      self._reader.close()
+      self.spool.close()
     except OSError as error:
-      _LOG.warning("the spool %s: %s", self._reader.path, error)
+      _LOG.warning("the spool %s: %s", self.spool.path, error)
 
   # --- the thread -------------------------------------------------------------
 
@@ -201,13 +188,13 @@ class Shipper:
       failures = 0
       self._complaints.over("sending")
       with self._rounds:
-        self._settled = self.acked, self._reader.empty
+        self._settled = self.spool.acked, self.spool.empty
         self._idle += not worked
         self._rounds.notify_all()
       self._on_round(*self._settled)
       if not worked:
-        if self._reader.images_left:
-          self._reader.shrink(self._work.is_set)
+        if self.spool.images_left:
+          self.spool.shrink(self._work.is_set)
         self._work.wait(_IDLE_S)
         self._work.clear()
       elif worked < _PLENTY:
@@ -230,7 +217,7 @@ class Shipper:
     # Many trainers must not retry at the same moment.
     until = time.monotonic() + backoff(error, failures) * random.uniform(0.5, 1)
     # Screenshots become smaller meanwhile, so that more of them have room.
-    self._reader.shrink(
+    self.spool.shrink(
         lambda: self._hurried or time.monotonic() > until
     )
     self._pause(until - time.monotonic())
@@ -254,7 +241,7 @@ class Shipper:
   def _round(self) -> int:
     """Ships a round of each spool; returns how much was sent."""
     sent = self._counters["sent"]
-    worked = self._ship(self._reader)
+    worked = self._ship(self.spool)
     if not worked and self._orphans is None:
       self._orphans = self._claimed()
     worked += self._ship_orphans()
@@ -277,13 +264,13 @@ class Shipper:
   # --- orphans ----------------------------------------------------------------
 
   def _claimed(self) -> dict[spool_reader.SpoolReader, spool_lib.Lock]:
-    path, target = self._reader.path, self._reader.header.target
+    path, target = self.spool.path, self.spool.header.target
     locks = {}
     for orphan, header, lock in spool_lib.claim_orphans(
         path.parent, target, path
     ):
       try:
-        locks[self._read(orphan, header, lambda: True)] = lock
+        locks[self._read(orphan, header, ended=lambda: True)] = lock
       except Exception as error:  # pylint: disable=broad-except
         spool_lib.put_aside(orphan, error)
         lock.release()

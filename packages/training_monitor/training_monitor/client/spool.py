@@ -237,6 +237,7 @@ class Spool:
       raise SpoolFull(f"{self.bytes} of {self._max} bytes are taken")
     self._open()
     failure, written = self._write(memoryview(b"".join(parts)))
+    # Whole frames stay: a reader may have them already.
     num_frames = sum(end <= written for end in ends)
     num_bytes = ends[num_frames - 1] if num_frames else 0
     if failure is not None:

@@ -114,11 +114,11 @@ class _Uploader:
     self._ended = True
     delivered = self._shipper.drain(through, timeout_s)
     self._shipper.close()
-    self._report(self._shipper.acked, delivered)
+    self._report(self._shipper.spool.acked, delivered)
     if not delivered:
       _LOG.warning(
           "events wait in the spool %s for the monitor; the next run from there"
-          " delivers them", self._shipper.path,
+          " delivers them", self._shipper.spool.path,
       )  # pyformat: disable
 
 
