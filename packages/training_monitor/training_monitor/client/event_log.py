@@ -200,9 +200,7 @@ class EventLog:
     allowed_s = self._config.close_timeout_s + _GRACE_S
     deadline = time.monotonic() + allowed_s
     flushed = self._writer.close(allowed_s / 2)
-    self._direct({
-        "close": self._config.close_timeout_s, "through": self._spool.seq,
-    })  # pyformat: disable
+    self._direct({"close": self._config.close_timeout_s})
     self._end(max(1.0, deadline - time.monotonic()))
     self._delivered = flushed and self._is_delivered()
     self._spool.close()

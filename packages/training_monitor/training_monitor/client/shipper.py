@@ -99,8 +99,6 @@ class Shipper:
     self._hurried_until = 0.0
     self._settled = (0, False)
     """Arguments of `on_round` after the last round."""
-    self._idle = 0
-    """Rounds that had nothing to do."""
     self._beaten = time.monotonic()
     self._image_failures = 0
     self._images_failed = 0.0
@@ -130,12 +128,12 @@ class Shipper:
     self._hurried_until = time.monotonic() + seconds
     self._work.set()
 
-  def drain(self, through: int | None, timeout_s: float = 10.0) -> bool:
+  def drain(self, through: int, timeout_s: float = 10.0) -> bool:
     """Waits until the server has records and their screenshots.
 
     Args:
-      through: the last of the records; None for all, of orphans too.
-      timeout_s: how long.
+      through: Number of the last of the records.
+      timeout_s: Seconds to wait.
 
     Returns:
       False when time ran out.
@@ -143,12 +141,7 @@ class Shipper:
     deadline = time.monotonic() + timeout_s
     self.hurry(timeout_s)
     with self._rounds:
-      before = self._idle
-      while not self._settled[1] or (
-          self._idle == before
-          if through is None
-          else self._settled[0] < through
-      ):
+      while not self._settled[1] or self._settled[0] < through:
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0 or not self._thread.is_alive():
           return False
@@ -189,7 +182,6 @@ class Shipper:
       self._complaints.over("sending")
       with self._rounds:
         self._settled = self.spool.acked, self.spool.empty
-        self._idle += not worked
         self._rounds.notify_all()
       self._on_round(*self._settled)
       if not worked:

@@ -8,10 +8,10 @@ process runs at low priority instead.
 
 Standard input and output carry JSON lines. In: {"spool", "url", "token",
 "config"} first, then {"counters"} of the trainer, {"hurry": seconds} while it
-waits for the delivery, and {"close": seconds, "through": record} at the end.
-Out: {"ready"} or {"error": text} first, then {"log": text, "level": number} for
-each log record, {"lost": [hash]} for screenshots that are neither here nor at
-the server, and {"acked": record, "empty", "counters"} after a round that has
+waits for the delivery, and {"close": seconds} to deliver at the end. Out:
+{"ready"} or {"error": text} first, then {"log": text, "level": number} for each
+log record, {"lost": [hash]} for screenshots that are neither here nor at the
+server, and {"acked": record, "empty", "counters"} after a round that has
 changed them. The input ends when the trainer ends, however that happens: then
 this delivers for `close_timeout_s`, at most 5 s, and the spool keeps the rest.
 """
@@ -99,7 +99,7 @@ class _Uploader:
 
   def run(self) -> None:
     """Ships until the trainer closes it or ends."""
-    through, timeout_s = None, self._abandoned_s
+    timeout_s = self._abandoned_s
     for line in sys.stdin.buffer:
       message = orjson.loads(line)
       if "counters" in message:
@@ -108,17 +108,20 @@ class _Uploader:
       # A trainer that waits has everything on the disk.
       self._trainers = {**self._trainers, "pending": 0}
       if "close" in message:
-        through, timeout_s = message["through"], message["close"]
+        timeout_s = message["close"]
         break
       self._shipper.hurry(message["hurry"])
     self._ended = True
-    delivered = self._shipper.drain(through, timeout_s)
+    spool = self._shipper.spool
+    delivered = self._shipper.drain(
+        spool_lib.last_frame(spool.path, spool.header), timeout_s
+    )
     self._shipper.close()
-    self._report(self._shipper.spool.acked, delivered)
+    self._report(spool.acked, delivered)
     if not delivered:
       _LOG.warning(
           "events wait in the spool %s for the monitor; the next run from there"
-          " delivers them", self._shipper.spool.path,
+          " delivers them", spool.path,
       )  # pyformat: disable
 
 
