@@ -338,6 +338,7 @@ def test_screenshots_are_sent_once_each(server, tmp_path):
       file = spool_reader.encode_png(pixels)
       client.sender.put({}, {sha: file})
       assert client.drain(20)
+      assert client.sender.counts()["image"] == 0
     wrong = {"0" * 64: spool_reader.encode_png(pixels)}
     client.sender.put({}, wrong)
     assert client.drain(20)

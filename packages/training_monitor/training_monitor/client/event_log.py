@@ -110,8 +110,10 @@ class EventLog:
     """Message of a drain or of the end, for the next uploader, too."""
     self._reported: tuple[float, dict[str, int]] = (0.0, {})
     self._started = threading.Event()
+    self._problem: Exception | None = None
+    """Reason for which the last uploader is not ready."""
     self._refusal: Exception | None = None
-    """Reason for which the uploader has not started."""
+    """Reason for which the first uploader does not start."""
     self._closed = False
     self._finished = threading.Event()
     """Set when no uploader is to run any more."""
@@ -179,7 +181,7 @@ class EventLog:
       delivered = self._changed.wait_for(
           self._is_delivered, max(0.0, deadline - time.monotonic())
       )
-    self._order = None
+    self._direct({"hurry": 0.0})
     return delivered
 
   def _is_delivered(self) -> bool:
@@ -248,29 +250,29 @@ class EventLog:
     """Runs an uploader, and replaces one that ends before its time."""
     failures = 0
     while not self._finished.is_set():
-      self._refusal = OSError("the monitor's uploader did not start")
+      self._problem = OSError("the monitor's uploader did not start")
       try:
         status = self._run_uploader()
       except OSError as error:
-        self._refusal, status = error, 1
-      if self._refusal is None:
-        failures = 0
-      elif not self._started.is_set():
+        self._problem, status = error, 1
+      if not self._started.is_set():
+        self._refusal = self._problem
         self._started.set()
         return
-      else:
-        self._complaints.complain(
-            "uploader",
-            f"the monitor's uploader does not start: {self._refusal}",
-        )
       if self._finished.is_set() or self._closed and not status:
         return
-      failures += 1
-      if self._refusal is None:
+      if self._problem is None:
+        failures = 0
         _LOG.warning(
             "the monitor's uploader has ended; it is restarted, and training"
             " continues"
         )
+      else:
+        self._complaints.complain(
+            "uploader",
+            f"the monitor's uploader does not start: {self._problem}",
+        )
+      failures += 1
       self._finished.wait(min(_MAX_BACKOFF_S, 0.25 * 2 ** min(failures, 10)))
 
   def _run_uploader(self) -> int:
@@ -294,12 +296,12 @@ class EventLog:
       os.set_blocking(process.stdin.fileno(), False)
       with self._sending:
         self._process, self.pid = process, process.pid
+        self._write(self._begin)
+        if self._order is not None:
+          self._write(self._order)
       if self._finished.is_set():
         process.kill()
       self._reported = (0.0, {})
-      self._tell(self._begin)
-      if self._order is not None:
-        self._tell(self._order)
       for line in process.stdout:
         try:
           self._receive(orjson.loads(line))
@@ -312,14 +314,16 @@ class EventLog:
   def _tell(self, message: Mapping[str, Any]) -> None:
     """Sends the uploader a line, without waiting; without one, nothing."""
     with self._sending:
-      if self._process is None:
-        return
+      self._write(message)
+
+  def _write(self, message: Mapping[str, Any]) -> None:
+    if self._process is not None:
       try:
         os.write(
             self._process.stdin.fileno(), orjson.dumps(message) + b"\n"
         )
       except OSError:
-        pass
+        pass  # It has ended, or hangs.
 
   def _direct(self, order: dict[str, Any]) -> None:
     """Sends an order to this uploader, or to the next one if it ends."""
@@ -337,9 +341,9 @@ class EventLog:
         self._uploaded = message
         self._changed.notify_all()
     elif "error" in message:
-      self._refusal = ValueError(message["error"])
+      self._problem = ValueError(message["error"])
     elif "ready" in message:
-      self._refusal = None
+      self._problem = None
       self._complaints.over("uploader")
       self._started.set()
 

@@ -8,8 +8,7 @@ Numbers count from 1.
 Promises: the reader returns each frame once, in order, exactly as it was
 appended. A frame that is cut off at the end of a log whose writer lives is
 awaited, else it is left out. Damaged bytes are skipped up to the next whole
-frame, and the frames that were lost with them are counted. Holds one segment in
-memory.
+frame, and the frames that were lost with them are counted.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ SEGMENT = ".seg"
 MARK_BYTES = 8
 _HEAD = struct.Struct(f">{MARK_BYTES}sBQII")
 _CHECKED = struct.Struct(">BQI")
+_CHUNK = 1 << 20
 
 
 class Frame(NamedTuple):
@@ -149,14 +149,16 @@ class FrameReader:
   def _parse(self) -> bool:
     if self._file < 0:
       return False
-    size = os.fstat(self._file).st_size - self._offset
-    if size > 0:
-      start = self._offset
-      data = os.pread(self._file, size, start)
-      # The writer may replace an incomplete frame at the end: it is read anew.
-      for frame, end in parsed(data, self._mark):
-        self._frames.append(frame)
-        self._offset = start + end
+    start = self._offset
+    size = os.fstat(self._file).st_size - start
+    # The second attempt is for a large frame, and for one behind damage.
+    for most in (_CHUNK, size):
+      if size > 0 and not self._frames:
+        data = os.pread(self._file, min(size, most), start)
+        # The writer may replace an incomplete frame: it is read anew.
+        for frame, end in parsed(data, self._mark):
+          self._frames.append(frame)
+          self._offset = start + end
     return bool(self._frames)
 
   def _following(self) -> tuple[int, pathlib.Path] | None:

@@ -300,17 +300,17 @@ class Shipper:
     entries = spool.entries(_BATCH_BYTES)
     entries = entries[: batch_length(entries)]
     shown = spool.unsettled([sha for e in entries for sha in e.images])
-    taken = self._try_to_bring(spool, shown)
+    settled = self._try_to_bring(spool, shown)
     if entries:
       self._deliver(spool, entries)
-    if taken is None:
+    if settled is None:
       spool.images_left = True
       return sum(entry.seq <= spool.acked for entry in entries)
     # Until now the files kept a prune from deleting them as unreferenced.
-    waiting = {s for e in entries if e.seq > spool.acked for s in e.images}
-    spool.settle_images([sha for sha in taken if sha not in waiting])
-    left = spool.left_images(_PAGE) if self._images_welcome() else []
-    settled = self._try_to_bring(spool, left) or []
+    delivered = {s for e in entries if e.seq <= spool.acked for s in e.images}
+    spool.settle_images(delivered - set(shown).difference(settled))
+    older = spool.left_images(_PAGE) if self._images_welcome() else []
+    settled = self._try_to_bring(spool, older) or []
     spool.settle_images(settled)
     return len(entries) + len(settled)
 

@@ -272,9 +272,9 @@ class SpoolReader:
     if not self.images_left:
       return []
     waiting = {sha for entry in self._pending for sha in entry.images}
-    left = spool_lib.images(self.path) - waiting
-    self.images_left = bool(left)
-    return sorted(left)[:most]
+    remaining = spool_lib.images(self.path) - waiting
+    self.images_left = bool(remaining)
+    return sorted(remaining)[:most]
 
   def image(self, sha: str) -> bytes | None:
     """Returns a screenshot's file; counts a missing one and returns None.
