@@ -120,7 +120,7 @@ class EventLog:
     self._delivered = False
     self._process: subprocess.Popen[bytes] | None = None
     self.pid = 0
-    """Process id of the uploader."""
+    """Process id of the uploader that was ready last."""
     self._sending = threading.Lock()
     self._spool = spool_lib.Spool(
         pathlib.Path(run.spool_dir) / f"{run.name}{spool_lib.SUFFIX}",
@@ -295,7 +295,7 @@ class EventLog:
           pass
       os.set_blocking(process.stdin.fileno(), False)
       with self._sending:
-        self._process, self.pid = process, process.pid
+        self._process = process
         self._write(self._begin)
         if self._order is not None:
           self._write(self._order)
@@ -343,6 +343,7 @@ class EventLog:
     elif "error" in message:
       self._problem = ValueError(message["error"])
     elif "ready" in message:
+      self.pid = self._process.pid
       self._problem = None
       self._complaints.over("uploader")
       self._started.set()
