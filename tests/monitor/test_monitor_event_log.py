@@ -273,8 +273,9 @@ def test_what_waits_at_the_end_is_told_by_another_uploader(server, tmp_path):
   )
   start(log)
   assert log.drain(60)
-  os.kill(log.pid, signal.SIGKILL)
-  wait_for(lambda: log._uploader.ended.is_set())
+  first = log.pid
+  os.kill(first, signal.SIGKILL)
+  wait_for(lambda: not alive(first))
   play(log, 1, 2)
   log.on_event(events.RunFinished("completed"))
   assert log.close()

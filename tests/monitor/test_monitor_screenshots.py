@@ -17,7 +17,6 @@ import synthetic_run
 from training_monitor import app as app_lib
 from training_monitor.client import event_log
 from training_monitor.client import ingest_client
-from training_monitor.client import sender as sender_lib
 from training_monitor.client import spool as spool_lib
 from training_monitor.client import spool_reader
 from training_monitor.maintenance import pruning
@@ -50,7 +49,7 @@ def shown(count, seed=0):
     sha = images_lib.hash_pixels(pixels)
     task = {"task_id": f"t{n}", "description": f"sha256:{sha}"}
     file = spool_reader.encode_png(pixels)
-    yield sender_lib.Illustrated({"tasks": [task]}, {sha: file})
+    yield {"tasks": [task]}, {sha: file}
 
 
 class Front:
@@ -108,11 +107,11 @@ def test_a_screenshot_is_there_before_what_shows_it(server, tmp_path):
   with http_server.LoopbackServer(front) as url:
     waited = client_of(DEAD, tmp_path / "spool")
     for item in shown(350):  # More than are asked for at once.
-      waited.sender.put(item)
+      waited.sender.put(*item)
     assert waited.flush() and not waited.close(0.1)
     with client_of(url.url, tmp_path / "spool") as client:
       for item in shown(150, seed=1):
-        client.sender.put(item)
+        client.sender.put(*item)
         client.flush()
       assert client.drain(30)
     deadline = time.monotonic() + 60
@@ -129,7 +128,7 @@ def test_words_do_not_wait_for_a_disk_that_takes_no_pictures(server, tmp_path):
   with http_server.LoopbackServer(front) as url:
     with client_of(url.url, tmp_path / "spool") as client:
       for item in shown(1600):
-        client.sender.put(item)
+        client.sender.put(*item)
       assert client.flush(60)
       deadline = time.monotonic() + 30
       while client.sender.counts()["entry"]:
@@ -151,7 +150,7 @@ def test_words_do_not_wait_for_pictures_of_others(server, tmp_path):
   with http_server.LoopbackServer(front) as url:
     with client_of(url.url, tmp_path / "spool") as client:
       for item in shown(800):
-        client.sender.put(item)
+        client.sender.put(*item)
       assert client.flush(60)
       while client.sender.counts()["entry"]:
         time.sleep(0.01)
@@ -159,7 +158,7 @@ def test_words_do_not_wait_for_pictures_of_others(server, tmp_path):
       while client.sender.counts()["image"] == 800:
         time.sleep(0.01)
       before = len(front.asked)
-      client.sender.put(word)
+      client.sender.put(*word)
       assert client.flush()
       while client.sender.counts()["entry"]:
         time.sleep(0.001)
@@ -173,7 +172,7 @@ def test_a_picture_is_kept_until_its_words_have_gone(server, tmp_path):
   with http_server.LoopbackServer(front) as url:
     with client_of(url.url, tmp_path / "spool") as client:
       for item in shown(3):
-        client.sender.put(item)
+        client.sender.put(*item)
       while len(server.rows("monitor_screenshot", order=1)) < 3:
         time.sleep(0.01)
       pruning.prune(
@@ -191,10 +190,10 @@ def test_a_server_that_hangs_is_left_at_once(server, tmp_path, hangs):
   front = Front(server)
   with http_server.LoopbackServer(front) as url:
     client = client_of(url.url, tmp_path / "spool")
-    client.sender.put(next(shown(1)))  # The connection is one that was used.
+    client.sender.put(*next(shown(1)))  # The connection is one that was used.
     assert client.drain(20)
     front.hangs = hangs
-    client.sender.put(next(shown(1, seed=1)))
+    client.sender.put(*next(shown(1, seed=1)))
     before = len(front.asked)
     while not [p for p in front.asked[before:] if p.startswith(hangs)]:
       time.sleep(0.01)
@@ -310,7 +309,7 @@ def test_an_orphan_that_cannot_be_read_holds_up_no_other(server, tmp_path):
         DEAD, timeout_seconds=10, spool_dir=folder, target="the monitor",
         name=f"{n}",
     )  # pyformat: disable
-    orphan.sender.put(item)
+    orphan.sender.put(*item)
     assert orphan.flush() and not orphan.close(0.1)
   (folder / "0.spool" / spool_lib.HEADER).write_text('{"id": "00"}')
   with client_of(server.url, folder):
@@ -337,10 +336,11 @@ def test_screenshots_are_sent_once_each(server, tmp_path):
   with client_of(server.url, tmp_path / "spool") as client:
     for _ in range(3):
       file = spool_reader.encode_png(pixels)
-      client.sender.put(sender_lib.Illustrated({}, {sha: file}))
+      client.sender.put({}, {sha: file})
       assert client.drain(20)
+      assert client.sender.counts()["image"] == 0
     wrong = {"0" * 64: spool_reader.encode_png(pixels)}
-    client.sender.put(sender_lib.Illustrated({}, wrong))
+    client.sender.put({}, wrong)
     assert client.drain(20)
     assert client.sender.counters["dead_letters"] == 1
   (row,) = server.rows("monitor_screenshot", order="sha256")
@@ -355,7 +355,7 @@ def test_many_screenshots_are_few_requests(server, tmp_path):
     sha = images_lib.hash_pixels(pixels)
     images[sha] = spool_reader.encode_png(pixels if n != 4 else pixels[1:])
   with client_of(server.url, tmp_path / "spool") as client:
-    client.sender.put(sender_lib.Illustrated({}, images))
+    client.sender.put({}, images)
     assert client.drain(20)
     assert client.sender.counters["dead_letters"] == 1
     assert client.sender.counts()["image"] == 0
@@ -375,7 +375,7 @@ def test_a_screenshot_larger_than_the_server_takes_holds_up_none(tmp_path):
   limits = app_lib.IngestLimits(screenshot=20_000)
   with monitor_server.sqlite_server(tmp_path / "s", limits=limits) as server:
     with client_of(server.url, tmp_path / "spool") as client:
-      client.sender.put(sender_lib.Illustrated({}, images))
+      client.sender.put({}, images)
       assert client.drain(20)
       assert client.sender.counters["dead_letters"] == 1
     stored = {r["sha256"] for r in server.rows("monitor_screenshot", order=1)}

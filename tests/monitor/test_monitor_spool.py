@@ -4,6 +4,7 @@ import collections
 import errno
 import json
 import os
+import time
 
 from hypothesis import given
 from hypothesis import settings
@@ -196,10 +197,11 @@ def test_nothing_goes_in_beyond_the_bound(tmp_path):
   with pytest.raises(spool_lib.SpoolFull):
     spool.keep_image("a" * 64, bytes(10))
   assert spool.bytes <= 5000
-  spool.measure()
-  assert 4000 < spool.bytes <= 5000
-  spool.free(2000)
+  ((_, path),) = frames_lib.segments(spool.path)[:1]
+  path.unlink()  # The reader frees room by deleting segments.
+  time.sleep(0.05)  # Measuring takes a tenth of the time at most.
   assert spool.append([record]) == 1
+  assert spool.bytes <= 5000
   spool.close()
 
 

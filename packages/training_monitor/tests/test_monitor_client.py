@@ -22,7 +22,6 @@ from training_monitor.client import ingest_client
 from training_monitor.client import monitor_context as context
 from training_monitor.client import monitor_training_hooks as hooks
 from training_monitor.client import plain_json
-from training_monitor.client import sender as sender_lib
 from training_monitor.client import spool as spool_lib
 from training_monitor.client import transport
 from training_monitor.client import turn_rows
@@ -366,9 +365,7 @@ def test_images_stop_before_the_space_is_gone(tmp_path):
   client = client_of(DEAD, tmp_path / "spool", config=SMALL)
   for n in range(10):
     client.sender.put(
-        sender_lib.Illustrated(
-            {"tasks": [{"task_id": f"t{n}"}]}, {f"{n}": b"x" * 4000}
-        )
+        {"tasks": [{"task_id": f"t{n}"}]}, {f"{n}": b"x" * 4000}
     )
     client.flush()
   counts = client.sender.counts()

@@ -17,7 +17,6 @@ import httpx
 import monitor_server
 import pytest
 from training_monitor.client import ingest_client
-from training_monitor.client import sender as sender_lib
 from training_monitor.client import spool as spool_lib
 from training_monitor.core import monitor_settings as settings_lib
 from training_monitor.core import request_bodies
@@ -487,7 +486,7 @@ def test_images_that_do_not_fit_do_not_take_the_words_with_them(tmp_path):
       "http://127.0.0.1:9", tmp_path, config=SMALL
   ) as client:
     part = {"tasks": [{"task_id": "t"}]}
-    client.sender.put(sender_lib.Illustrated(part, {"a" * 64: bytes(30_000)}))
+    client.sender.put(part, {"a" * 64: bytes(30_000)})
     assert client.flush()
     assert client.sender.counts()["entry"] == 1
     assert client.sender.counters["dropped_images"] == 1

@@ -60,11 +60,13 @@ _TYPES: tuple[type[Any], ...] = (
     events.EnvironmentReady,
     events.CheckpointSaved,
 )
-_FIELDS = tuple(
+_FIELDS = {
     # `steps` first: the only field that needs an encoding of its own.
-    tuple(sorted((f.name for f in dataclasses.fields(k)), key="steps".__ne__))
-    for k in _TYPES
-)
+    kind: tuple(
+        sorted((f.name for f in dataclasses.fields(kind)), key="steps".__ne__)
+    )
+    for kind in _TYPES
+}
 _STEP = tuple(
     f.name
     for f in dataclasses.fields(trajectory_lib.Step)
@@ -79,24 +81,14 @@ RECORDED = frozenset(kind for kind in _TYPES if issubclass(kind, events.Event))
 """Types of events that the uploader takes."""
 
 
-class _Mark:
-  """First item of the list of an object of `_TYPES[number]`."""
-
-  __slots__ = ("number",)
-
-  def __init__(self, number: int):
-    self.number = number
-
-
 def _taking(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
   """Returns a function that reads the named attributes into a tuple."""
   take = operator.attrgetter(*names)
   return take if len(names) > 1 else lambda value: (take(value),)
 
 
-_MARKS = tuple(map(_Mark, range(len(_TYPES))))
 _TAKING = {
-    kind: (msgpack.ExtType(_TYPED, bytes([number])), _taking(_FIELDS[number]))
+    kind: (msgpack.ExtType(_TYPED, bytes([number])), _taking(_FIELDS[kind]))
     for number, kind in enumerate(_TYPES)
 }
 _OF_STEP = _taking(_STEP)
@@ -246,7 +238,7 @@ def unpack(data: bytes) -> Any:
 def _extension_back(code: int, data: bytes) -> Any:
   if code == _TYPED:
     (number,) = data
-    return _MARKS[number]
+    return _TYPES[number]
   if code == _NUMBER:
     return int(data, 16)
   if code == _IMAGE:
@@ -261,12 +253,12 @@ def _extension_back(code: int, data: bytes) -> Any:
 
 
 def _object_back(items: list[Any]) -> Any:
-  if not items or type(items[0]) is not _Mark:
+  if not items or not isinstance(items[0], type):
     return items
-  kind, values = _TYPES[items[0].number], items[1:]
+  kind, *values = items
   if kind is token_sequence.TokenSequence:
     return _sequence_back(*values)
-  named = dict(zip(_FIELDS[items[0].number], values, strict=True))
+  named = dict(zip(_FIELDS[kind], values, strict=True))
   if kind is trajectory_lib.Trajectory:
     named["status"] = trajectory_lib.TrajectoryStatus(named["status"])
     named["steps"] = list(_steps_back(named["steps"]))

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, Callable, Mapping
+from typing import Any, Mapping
 
 import orjson
 
@@ -102,17 +102,26 @@ class EventLog:
     self._known_images: set[str] = set()
     """Screenshots that the spool or the server has."""
     self._counters: collections.Counter[str] = collections.Counter()
-    self._uploaders: Mapping[str, int] = {}
-    """Counters of the uploader, as of its last answer."""
     self._complaints = complaints_lib.Complaints()
     self._changed = threading.Condition()
-    self._requests: dict[int, dict[str, Any]] = {}
-    self._answers: dict[int, bool] = {}
-    self._last_request = 0
+    self._uploaded: Mapping[str, Any] = {}
+    """The uploader's last report."""
+    self._order: dict[str, Any] | None = None
+    """Message of a drain or of the end, for the next uploader, too."""
     self._reported: tuple[float, dict[str, int]] = (0.0, {})
-    self._closing = threading.Event()
+    self._started = threading.Event()
+    self._problem: Exception | None = None
+    """Reason for which the last uploader is not ready."""
+    self._refusal: Exception | None = None
+    """Reason for which the first uploader does not start."""
+    self._closed = False
     self._finished = threading.Event()
+    """Set when no uploader is to run any more."""
     self._delivered = False
+    self._process: subprocess.Popen[bytes] | None = None
+    self.pid = 0
+    """Process id of the uploader that was ready last."""
+    self._sending = threading.Lock()
     self._spool = spool_lib.Spool(
         pathlib.Path(run.spool_dir) / f"{run.name}{spool_lib.SUFFIX}",
         run.target or run.url.rstrip("/"),
@@ -124,26 +133,20 @@ class EventLog:
         "spool": str(self._spool.path), "url": run.url, "token": run.token,
         "config": dataclasses.asdict(config),
     }  # pyformat: disable
-    try:
-      self._uploader = self._start()
-    except (OSError, ValueError):
+    self._supervisor = threading.Thread(
+        target=self._supervise, name="monitor-uploader", daemon=True
+    )
+    self._supervisor.start()
+    if not self._started.wait(config.start_timeout_s) or self._refusal:
+      self._end(0.0)
       spool_lib.remove(self._spool.path)
       self._spool.close()
-      raise
+      raise self._refusal or OSError("the monitor's uploader did not start")
     self._writer = spool_writer.SpoolWriter(
         self._spool, self._record, max_pending=config.max_pending,
         counters=self._counters, complaints=self._complaints,
         on_tick=self._report,
     )  # pyformat: disable
-    self._supervisor = threading.Thread(
-        target=self._supervise, name="monitor-uploader", daemon=True
-    )
-    self._supervisor.start()
-
-  @property
-  def pid(self) -> int:
-    """Process id of the uploader."""
-    return self._uploader.pid
 
   @property
   def dropped(self) -> int:
@@ -152,8 +155,10 @@ class EventLog:
 
   @property
   def counters(self) -> collections.Counter[str]:
-    """Counters of both processes; the uploader's as of its last answer."""
-    return self._counters + collections.Counter(self._uploaders)
+    """Counters of both processes; the uploader's as of its last report."""
+    return self._counters + collections.Counter(
+        self._uploaded.get("counters", {})
+    )
 
   def readings(self) -> dict[str, int]:
     """Returns the numbers of waiting and of dropped events."""
@@ -170,8 +175,20 @@ class EventLog:
   def drain(self, timeout_s: float = 10.0) -> bool:
     """Waits until everything is delivered; False when time ran out."""
     deadline = time.monotonic() + timeout_s
-    return self._writer.flush(timeout_s) and self._request(
-        "drain", deadline - time.monotonic()
+    if not self._writer.flush(timeout_s):
+      return False
+    self._direct({"hurry": timeout_s})
+    with self._changed:
+      delivered = self._changed.wait_for(
+          self._is_delivered, max(0.0, deadline - time.monotonic())
+      )
+    self._direct({"hurry": 0.0})
+    return delivered
+
+  def _is_delivered(self) -> bool:
+    return (
+        self._uploaded.get("empty", False)
+        and self._uploaded["acked"] >= self._spool.seq
     )
 
   def close(self) -> bool:
@@ -180,17 +197,15 @@ class EventLog:
     Returns:
       Whether everything was delivered.
     """
-    if self._closing.is_set():
+    if self._closed:
       return self._delivered
-    self._closing.set()
-    allowed = self._config.close_timeout_s + _GRACE_S
-    deadline = time.monotonic() + allowed
-    flushed = self._writer.close(allowed / 2)
-    delivered = self._request("close", deadline - time.monotonic())
-    self._delivered = flushed and delivered
-    self._finished.set()
-    self._uploader.end(max(1.0, deadline - time.monotonic()))
-    self._supervisor.join(_GRACE_S)
+    self._closed = True
+    allowed_s = self._config.close_timeout_s + _GRACE_S
+    deadline = time.monotonic() + allowed_s
+    flushed = self._writer.close(allowed_s / 2)
+    self._direct({"close": self._config.close_timeout_s})
+    self._end(max(1.0, deadline - time.monotonic()))
+    self._delivered = flushed and self._is_delivered()
     self._spool.close()
     self._complaints.report_losses(self.counters)
     if self._writer.pending:
@@ -231,78 +246,117 @@ class EventLog:
 
   # --- the uploader -----------------------------------------------------------
 
-  def _start(self) -> _UploaderProcess:
-    """Raises ValueError or OSError."""
-    return _UploaderProcess(
-        self._begin, self._config, self._spool.lock.fileno(), self._receive
-    )
-
   def _supervise(self) -> None:
-    """Replaces an uploader that ends before it is asked to."""
+    """Runs an uploader, and replaces one that ends before its time."""
     failures = 0
-    while True:
-      self._uploader.ended.wait()
-      if self._finished.is_set():
-        self._uploader.release()
+    while not self._finished.is_set():
+      self._problem = OSError("the monitor's uploader did not start")
+      try:
+        status = self._run_uploader()
+      except OSError as error:
+        self._problem, status = error, 1
+      if not self._started.is_set():
+        self._refusal = self._problem
+        self._started.set()
         return
-      if not failures:
+      if self._finished.is_set() or self._closed and not status:
+        return
+      if self._problem is None:
+        failures = 0
         _LOG.warning(
             "the monitor's uploader has ended; it is restarted, and training"
             " continues"
         )
-        self._uploader.release()
+      else:
+        self._complaints.complain(
+            "uploader",
+            f"the monitor's uploader does not start: {self._problem}",
+        )
       failures += 1
       self._finished.wait(min(_MAX_BACKOFF_S, 0.25 * 2 ** min(failures, 10)))
-      if self._finished.is_set():
-        return
-      try:
-        self._uploader = self._start()
-      except (OSError, ValueError) as error:
-        self._complaints.complain(
-            "uploader", f"the monitor's uploader does not start: {error}"
-        )
-        continue
-      if self._finished.is_set():
-        self._uploader.end(0.0)
-      failures = 0
-      self._complaints.over("uploader")
-      self._spool.measure()
-      self._reported = (0.0, {})
-      with self._changed:
-        for request in self._requests.values():
-          self._uploader.tell(request)
 
-  def _request(self, what: str, wait_s: float) -> bool:
-    """Asks the uploader to deliver the present records; returns its answer."""
-    wait_s = max(0.0, wait_s)
-    with self._changed:
-      self._last_request += 1
-      number = self._last_request
-      request = self._requests[number] = {
-          what: number, "through": self._spool.seq,
-          "timeout_s": min(wait_s, self._config.close_timeout_s)
-          if what == "close"
-          else wait_s,
-      }  # pyformat: disable
-      self._uploader.tell(request)
-      self._changed.wait_for(lambda: number in self._answers, wait_s)
-      del self._requests[number]
-      return self._answers.pop(number, False)
+  def _run_uploader(self) -> int:
+    """Returns the exit status of an uploader. Raises OSError."""
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "training_monitor", COMMAND],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=(self._spool.lock.fileno(),),
+        # Ctrl-C is for the run. A session of its own would make its niceness
+        # meaningless, see `run.monitor`.
+        process_group=0,
+    ) as process:
+      if hasattr(os, "setpriority"):
+        try:
+          os.setpriority(
+              os.PRIO_PROCESS, process.pid, self._config.uploader_niceness
+          )
+        except OSError:
+          pass
+      assert process.stdin is not None and process.stdout is not None
+      os.set_blocking(process.stdin.fileno(), False)
+      with self._sending:
+        self._process = process
+        self._write(self._begin)
+        if self._order is not None:
+          self._write(self._order)
+      if self._finished.is_set():
+        process.kill()
+      self._reported = (0.0, {})
+      for line in process.stdout:
+        try:
+          self._receive(orjson.loads(line))
+        except (ValueError, TypeError, KeyError):
+          _LOG.warning("%s", line.decode("utf-8", "replace").rstrip())
+      with self._sending:
+        self._process = None
+    return process.returncode
+
+  def _tell(self, message: Mapping[str, Any]) -> None:
+    """Sends the uploader a line, without waiting; without one, nothing."""
+    with self._sending:
+      self._write(message)
+
+  def _write(self, message: Mapping[str, Any]) -> None:
+    if self._process is not None and self._process.stdin is not None:
+      try:
+        os.write(
+            self._process.stdin.fileno(), orjson.dumps(message) + b"\n"
+        )
+      except OSError:
+        pass  # It has ended, or hangs.
+
+  def _direct(self, order: dict[str, Any]) -> None:
+    """Sends an order to this uploader, or to the next one if it ends."""
+    self._order = order
+    self._tell(order)
 
   def _receive(self, message: Mapping[str, Any]) -> None:
-    """Handles a message of the uploader, on the listening thread."""
-    if "lost" in message:
+    if "log" in message:
+      _LOG.log(message["level"], "%s", message["log"])
+    elif "lost" in message:
       # They are kept again with the next episode that shows them.
       self._known_images.difference_update(message["lost"])
-    elif "freed" in message:
-      self._spool.free(message["freed"])
-    elif "answer" in message:
-      if message["closed"]:
-        self._finished.set()
+    elif "acked" in message:
       with self._changed:
-        self._uploaders = message["counters"]
-        self._answers[message["answer"]] = bool(message["done"])
+        self._uploaded = message
         self._changed.notify_all()
+    elif "error" in message:
+      self._problem = ValueError(message["error"])
+    elif "ready" in message and self._process is not None:
+      self.pid = self._process.pid
+      self._problem = None
+      self._complaints.over("uploader")
+      self._started.set()
+
+  def _end(self, timeout_s: float) -> None:
+    """Waits for the uploader to end, and kills it when time runs out."""
+    self._supervisor.join(timeout_s)
+    self._finished.set()
+    with self._sending:
+      if self._process is not None:
+        self._process.kill()
+    self._supervisor.join(_GRACE_S)
 
   def _report(self, pending: int) -> None:
     """Reports this process's counters to the uploader."""
@@ -312,109 +366,6 @@ class EventLog:
     if counters == previous and now - at < _REPORT_S:
       return
     self._reported = now, counters
-    self._uploader.tell({"counters": {
-        **counters, "pending": pending,
-        "spool_bytes": self._spool.bytes,
+    self._tell({"counters": {
+        **counters, "pending": pending, "spool_bytes": self._spool.bytes,
     }})  # pyformat: disable
-
-
-class _UploaderProcess:
-  """One uploader process."""
-
-  def __init__(
-      self,
-      begin: Mapping[str, Any],
-      config: settings_lib.MonitorConfig,
-      lock: int,
-      on_message: Callable[[Mapping[str, Any]], None],
-  ):
-    """Starts it and waits for its first line.
-
-    Args:
-      begin: its first line.
-      config: its niceness, and how long it may take to start.
-      lock: file descriptor of the spool's lock, which it holds, too.
-      on_message: receives its messages, but those about its start and its log.
-
-    Raises:
-      ValueError: it refuses; its reason.
-      OSError: it does not start, or does not answer.
-    """
-    self._process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "training_monitor", COMMAND],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        pass_fds=(lock,),
-        # Ctrl-C is for the run. A session of its own would make its niceness
-        # meaningless, see `run.monitor`.
-        process_group=0,
-    )
-    stdin, stdout = self._process.stdin, self._process.stdout
-    assert stdin is not None and stdout is not None
-    self._stdin, self._stdout = stdin, stdout
-    self.pid = self._process.pid
-    self.ended = threading.Event()
-    """Set once it has ended, and all of its messages are received."""
-    self._on_message = on_message
-    self._lock = threading.Lock()
-    self._started = threading.Event()
-    self._first: Mapping[str, Any] = {}
-    if hasattr(os, "setpriority"):
-      try:
-        os.setpriority(os.PRIO_PROCESS, self.pid, config.uploader_niceness)
-      except OSError:
-        pass
-    os.set_blocking(self._stdin.fileno(), False)
-    threading.Thread(
-        target=self._listen, name="monitor-uploader-output", daemon=True
-    ).start()
-    self.tell(begin)
-    self._started.wait(config.start_timeout_s)
-    if not self._first or "error" in self._first:
-      self.end(_GRACE_S if self._first else 0.0)
-      self.release()
-      if not self._first:
-        raise OSError("the monitor's uploader did not start")
-      raise ValueError(self._first["error"])
-
-  def tell(self, message: Mapping[str, Any]) -> None:
-    """Sends it a line, without waiting; one that has ended gets none."""
-    with self._lock:
-      try:
-        os.write(
-            self._stdin.fileno(), orjson.dumps(message) + b"\n"
-        )
-      except (OSError, ValueError):
-        pass
-
-  def _listen(self) -> None:
-    for line in self._stdout:
-      try:
-        message = orjson.loads(line)
-        if "log" in message:
-          _LOG.log(message["level"], "%s", message["log"])
-        elif self._started.is_set():
-          self._on_message(message)
-        else:
-          self._first = message
-          self._started.set()
-      except (ValueError, TypeError, KeyError):
-        _LOG.warning("%s", line.decode("utf-8", "replace").rstrip())
-    self._started.set()
-    self._process.wait()
-    self.ended.set()
-
-  def end(self, timeout_s: float) -> None:
-    """Waits for the process to end, and kills it when time runs out."""
-    if not self.ended.wait(timeout_s):
-      self._process.kill()
-      self.ended.wait(_GRACE_S)
-
-  def release(self) -> None:
-    """Closes its pipes, once it has ended."""
-    with self._lock:
-      for pipe in (self._stdin, self._stdout):
-        try:
-          pipe.close()
-        except OSError:
-          pass

@@ -13,10 +13,11 @@ frame, and the frames that were lost with them are counted.
 
 from __future__ import annotations
 
+import collections
 import os
 import pathlib
 import struct
-from typing import Callable, NamedTuple
+from typing import Callable, Iterator, NamedTuple
 import zlib
 
 SEGMENT = ".seg"
@@ -35,9 +36,11 @@ class Frame(NamedTuple):
 
 
 def packed(mark: bytes, kind: int, seq: int, body: bytes) -> bytes:
-  checked = _CHECKED.pack(kind, seq, len(body))
-  check = zlib.crc32(body, zlib.crc32(checked))
-  return _HEAD.pack(mark, kind, seq, len(body), check) + body
+  return _HEAD.pack(mark, kind, seq, len(body), _check(kind, seq, body)) + body
+
+
+def _check(kind: int, seq: int, body: bytes) -> int:
+  return zlib.crc32(body, zlib.crc32(_CHECKED.pack(kind, seq, len(body))))
 
 
 def size_of(body: bytes) -> int:
@@ -45,13 +48,28 @@ def size_of(body: bytes) -> int:
   return _HEAD.size + len(body)
 
 
+def parsed(data: bytes, mark: bytes) -> Iterator[tuple[Frame, int]]:
+  """Yields the whole frames, each with the offset behind it."""
+  at = data.find(mark)
+  while 0 <= at <= len(data) - _HEAD.size:
+    _, kind, seq, size, check = _HEAD.unpack_from(data, at)
+    start = at + _HEAD.size
+    end = start + size
+    body = data[start:end] if end <= len(data) else None
+    if body is not None and _check(kind, seq, body) == check:
+      yield Frame(kind, seq, body), end
+      at = data.find(mark, end)
+    else:
+      at = data.find(mark, at + 1)
+
+
 def segments(folder: pathlib.Path) -> list[tuple[int, pathlib.Path]]:
   """Returns (number of the first frame, file) of a log's segments, in order."""
-  numbered = []
-  for path in folder.glob(f"*{SEGMENT}"):
-    if path.stem.isdigit():
-      numbered.append((int(path.stem), path))
-  return sorted(numbered)
+  return sorted(
+      (int(path.stem), path)
+      for path in folder.glob(f"*{SEGMENT}")
+      if path.stem.isdigit()
+  )
 
 
 def segment_path(folder: pathlib.Path, first: int) -> pathlib.Path:
@@ -82,24 +100,17 @@ class FrameReader:
     self._ended = ended
     self._on_segment = on_segment
     self._file = -1
-    self._first = 0
     self._offset = 0
-    """In the segment, of the first byte of `_data`."""
-    self._data = b""
-    self._at = 0
-    self._hopeless = 0
-    """Size of the segment when no frame was found in its rest."""
+    """In the segment, behind the last whole frame that was parsed."""
+    self._frames: collections.deque[Frame] = collections.deque()
     self._cut = False
     """Whether a frame that is cut off at the end is counted already."""
+    self.segment = 0
+    """First number of the segment that is read; 0 before the first one."""
     self.seq = 0
     """Number of the last frame that was read."""
     self.damaged = 0
     """Frames that were lost to damage; the last may count as one of many."""
-
-  @property
-  def segment(self) -> int:
-    """First number of the segment that is read; 0 before the first one."""
-    return self._first
 
   def next(self) -> Frame | None:
     """Returns the next frame; None while there is none.
@@ -107,27 +118,67 @@ class FrameReader:
     Raises:
       OSError: the disk's.
     """
-    while True:
-      if self._file < 0 and not self._open_next():
-        return None
-      frame = self._whole()
-      if frame is None:
-        # Asked first: what is appended before the end is read after it.
-        last = self._ended() or self._following() is not None
-        frame = self._whole() or self._behind_damage()
-        if frame is None and not (last and self._leave_segment()):
-          return None
-      if frame is None or frame.seq <= self.seq:
-        continue  # A write that failed half-way is repeated.
-      self.damaged += frame.seq - self.seq - 1
-      self.seq = frame.seq
-      return frame
+    while self._frames or self._more():
+      frame = self._frames.popleft()
+      if frame.seq > self.seq:  # Else a write that failed half-way, repeated.
+        self.damaged += frame.seq - self.seq - 1
+        self.seq = frame.seq
+        return frame
+    return None
 
-  def skip_to_last(self) -> None:
-    """Goes to the last segment; `on_segment` does not receive it."""
-    present = segments(self._folder)
-    if present:
-      self._open(present[-1])
+  def _more(self) -> bool:
+    """Parses what lies ahead; returns whether there are frames."""
+    while not self._parse():
+      # Checked first: what is appended before the end is read after it.
+      following = self._following()
+      last = following is not None or self._ended()
+      if self._parse():
+        break
+      if not last:
+        return False
+      if following is not None:
+        self._open(*following)
+      else:
+        size = os.fstat(self._file).st_size if self._file >= 0 else 0
+        if size > self._offset and not self._cut:
+          self._cut = True
+          self.damaged += 1
+        return False
+    return True
+
+  def _parse(self) -> bool:
+    if self._file < 0:
+      return False
+    start = self._offset
+    size = os.fstat(self._file).st_size - start
+    # The second attempt is for a large frame, and for one behind damage.
+    for most in (_CHUNK, size):
+      if size > 0 and not self._frames:
+        data = os.pread(self._file, min(size, most), start)
+        # The writer may replace an incomplete frame: it is read anew.
+        for frame, end in parsed(data, self._mark):
+          self._frames.append(frame)
+          self._offset = start + end
+    return bool(self._frames)
+
+  def _following(self) -> tuple[int, pathlib.Path] | None:
+    # The common case needs no listing.
+    direct = segment_path(self._folder, self.seq + 1)
+    if self.seq >= self.segment > 0 and direct.exists():
+      return self.seq + 1, direct
+    return next(
+        (s for s in segments(self._folder) if s[0] > self.segment), None
+    )
+
+  def _open(self, first: int, path: pathlib.Path) -> None:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    self.close()
+    begun, self.segment = self.segment > 0, first
+    self._file, self._offset = file, 0
+    if begun:
+      self._on_segment(first)
+    else:
+      self.seq = first - 1
 
   def sync(self) -> None:
     """Returns once the frames read so far are on the disk. Raises OSError."""
@@ -138,105 +189,3 @@ class FrameReader:
     if self._file >= 0:
       os.close(self._file)
       self._file = -1
-
-  # --- segments ---------------------------------------------------------------
-
-  def _leave_segment(self) -> bool:
-    """Moves to the next segment, if there is one; returns whether there is."""
-    if self._following() is not None:
-      return self._open_next()
-    if not self._cut and os.fstat(self._file).st_size > self._offset:
-      self._cut = True
-      self.damaged += 1
-    return False
-
-  def _following(self) -> tuple[int, pathlib.Path] | None:
-    if not self._first:
-      return next(iter(segments(self._folder)), None)
-    # The common case needs no listing.
-    direct = segment_path(self._folder, self.seq + 1)
-    if self.seq >= self._first and direct.exists():
-      return self.seq + 1, direct
-    later = [s for s in segments(self._folder) if s[0] > self._first]
-    return later[0] if later else None
-
-  def _open_next(self) -> bool:
-    following = self._following()
-    if following is None:
-      return False
-    begun = self._first > 0
-    last = self.seq
-    self._open(following)
-    if begun:
-      self.seq = last
-      self._on_segment(self._first)
-    return True
-
-  def _open(self, segment: tuple[int, pathlib.Path]) -> None:
-    file = os.open(segment[1], os.O_RDONLY | os.O_CLOEXEC)
-    self.close()
-    self._file, self._first = file, segment[0]
-    self._offset, self._data, self._at, self._hopeless = 0, b"", 0, 0
-    self.seq = self._first - 1
-
-  # --- frames -----------------------------------------------------------------
-
-  def _fill(self, size: int) -> bool:
-    """Reads until `size` bytes lie ahead; returns whether they do."""
-    while len(self._data) - self._at < size:
-      end = self._offset + len(self._data)
-      missing = size - (len(self._data) - self._at)
-      more = os.pread(self._file, max(missing, _CHUNK), end)
-      if not more:
-        return False
-      self._offset += self._at
-      self._data = self._data[self._at :] + more
-      self._at = 0
-    return True
-
-  def _whole(self) -> Frame | None:
-    """Returns the frame that begins here; None if it is incomplete."""
-    frame = self._parsed(0, self._fill) if self._fill(_HEAD.size) else None
-    if frame is None:
-      self._forget()
-    else:
-      self._at += size_of(frame.body)
-    return frame
-
-  def _forget(self) -> None:
-    """Drops the buffered bytes: the writer may replace an incomplete frame."""
-    self._offset += self._at
-    self._data, self._at = b"", 0
-
-  def _parsed(self, skip: int, fill: Callable[[int], bool]) -> Frame | None:
-    """Returns the frame `skip` bytes from here."""
-    mark, kind, seq, size, check = _HEAD.unpack_from(
-        self._data, self._at + skip
-    )
-    if mark != self._mark or not fill(skip + _HEAD.size + size):
-      return None
-    start = self._at + skip + _HEAD.size
-    body = self._data[start : start + size]
-    if zlib.crc32(body, zlib.crc32(_CHECKED.pack(kind, seq, size))) != check:
-      return None
-    return Frame(kind, seq, body)
-
-  def _behind_damage(self) -> Frame | None:
-    """Returns the next whole frame behind damaged bytes; None without one."""
-    size = os.fstat(self._file).st_size
-    if size <= self._offset or size == self._hopeless:
-      return None
-    self._fill(size - self._offset)
-    has = lambda count: len(self._data) - self._at >= count
-    at = self._at
-    while (at := self._data.find(self._mark, at + 1)) >= 0:
-      skip = at - self._at
-      if not has(skip + _HEAD.size):
-        break
-      frame = self._parsed(skip, has)
-      if frame is not None:
-        self._at = at + size_of(frame.body)
-        return frame
-    self._hopeless = size
-    self._forget()
-    return None

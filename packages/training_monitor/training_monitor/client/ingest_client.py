@@ -124,7 +124,7 @@ class IngestClient:
       item["id"] = reference
     else:
       item["client_id"] = reference
-    self.sender.training = reference
+    self.sender.shipper.training = reference
     return reference if self.sender.put({"training": item}) else None
 
   def post_task(self, payload, client_id=None) -> Reference | None:
@@ -269,7 +269,7 @@ class IngestClient:
 
   def _learn(self, reply: Mapping[str, Any]) -> None:
     with self._answered:
-      training = self.sender.training
+      training = self.sender.shipper.training
       if isinstance(training, str) and "training_id" in reply:
         self._ids["training", training] = reply["training_id"]
       for kind, plural in _PLURALS.items():

@@ -29,16 +29,6 @@ from training_monitor.core import monitor_settings as settings_lib
 _LOG = logging.getLogger(__name__)
 
 
-class Illustrated:
-  """A part of a batch with the files of its screenshots, by hash."""
-
-  __slots__ = ("part", "images")
-
-  def __init__(self, part: run_rows.Part, images: Mapping[str, bytes]):
-    self.part = part
-    self.images = images
-
-
 class Sender:
   """See the module docstring. Close it."""
 
@@ -81,41 +71,30 @@ class Sender:
     )
     self._ended = False
     self._undelivered = 0
-    self._ships = False
-    self._writer = spool_writer.SpoolWriter(
-        self.spool, self._record, max_pending=config.max_pending,
-        counters=self.counters, complaints=self._complaints,
-        on_tick=self._wake,
-    )  # pyformat: disable
-    self._shipper = shipper_lib.Shipper(
+    self.shipper = shipper_lib.Shipper(
         transport, self.spool.path, self.spool.header, config,
         ended=lambda: self._ended, counters=self.counters,
         complaints=self._complaints, health=self.health, on_reply=on_reply,
-        on_freed=self.spool.free,
     )  # pyformat: disable
-    self._ships = True
+    self._writer = spool_writer.SpoolWriter(
+        self.spool, self._record, max_pending=config.max_pending,
+        counters=self.counters, complaints=self._complaints,
+        on_tick=lambda pending: self.shipper.wake(),
+    )  # pyformat: disable
 
-  def _wake(self, pending: int) -> None:
-    del pending
-    if self._ships:
-      self._shipper.wake()
+  def put(
+      self, part: run_rows.Part, images: Mapping[str, bytes] | None = None
+  ) -> bool:
+    """Takes a part of a batch, and files of screenshots by their hashes.
 
-  @property
-  def training(self) -> str | int | None:
-    """Training that heartbeats are sent for."""
-    return self._shipper.training
+    Neither must change afterwards. Returns False when it was dropped.
+    """
+    return self._writer.put((part, images or {}))
 
-  @training.setter
-  def training(self, value: str | int | None) -> None:
-    self._shipper.training = value
-
-  def put(self, item: run_rows.Part | Illustrated) -> bool:
-    """Takes a part of a batch, which must not change; False: it is dropped."""
-    return self._writer.put(item)
-
-  def _record(self, item: run_rows.Part | Illustrated) -> tuple[int, bytes]:
-    images = item.images if isinstance(item, Illustrated) else {}
-    part = item.part if isinstance(item, Illustrated) else item
+  def _record(
+      self, item: tuple[run_rows.Part, Mapping[str, bytes]]
+  ) -> tuple[int, bytes]:
+    part, images = item
     body = plain_json.dumps(part)
     for sha, file in images.items():
       try:
@@ -132,7 +111,7 @@ class Sender:
   def drain(self, timeout_s: float = 10.0) -> bool:
     """Waits until everything is delivered; False when time ran out."""
     deadline = time.monotonic() + timeout_s
-    return self.flush(timeout_s) and self._shipper.drain(
+    return self.flush(timeout_s) and self.shipper.drain(
         self.spool.seq, deadline - time.monotonic()
     )
 
@@ -147,14 +126,14 @@ class Sender:
     deadline = time.monotonic() + timeout_s
     delivered = self._writer.close(timeout_s)
     self._ended = True
-    delivered &= self._shipper.drain(
+    delivered &= self.shipper.drain(
         self.spool.seq, max(0.0, deadline - time.monotonic())
     )
     waits = self.counts()
     waiting = max(1, waits["entry"] + waits["image"])
     self._undelivered = 0 if delivered else waiting
     self.counters["undelivered"] = self._undelivered
-    self._shipper.close()
+    self.shipper.close()
     self.spool.close()
     self._complaints.report_losses(self.counters)
     if not delivered:
@@ -169,7 +148,7 @@ class Sender:
   def counts(self) -> dict[str, int]:
     """Records and screenshots that wait, and records that were refused."""
     return {
-        "entry": self.spool.seq - self._shipper.acked,
+        "entry": self.spool.seq - self.shipper.spool.acked,
         "image": len(spool_lib.images(self.spool.path)),
         "dead": len(spool_lib.dead(self.spool.path)),
     }

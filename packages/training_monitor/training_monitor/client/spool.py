@@ -27,7 +27,7 @@ import os
 import pathlib
 import shutil
 import struct
-import threading
+import time
 from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 import uuid
 import weakref
@@ -188,7 +188,6 @@ class Spool:
     self._file = -1
     self._size = 0
     self._unsynced = False
-    self._counting = threading.Lock()
     if self.path.exists():
       self.lock = Lock(self.path)
     else:
@@ -200,21 +199,25 @@ class Spool:
       self.seq = last_frame(self.path, self.header)
       """Number of the last frame."""
       self.bytes = 0
+      """At most these lie on the disk: the reader frees some meanwhile."""
+      self._measure_at = 0.0
       self.measure()
     except BaseException:
       self.close()
       raise
 
   def measure(self) -> None:
-    """Counts the bytes that the spool takes on the disk."""
-    size = sum(_sizes(self.path)) + sum(_sizes(self.path / IMAGES))
-    with self._counting:
-      self.bytes = size
+    """Counts the bytes on the disk, in a tenth of the time at most."""
+    began = time.monotonic()
+    if began >= self._measure_at:
+      self.bytes = sum(_sizes(self.path)) + sum(_sizes(self.path / IMAGES))
+      now = time.monotonic()
+      self._measure_at = now + 10 * (now - began)
 
-  def free(self, size: int) -> None:
-    """Counts bytes as free, or fewer than 0 as taken. From any thread."""
-    with self._counting:
-      self.bytes -= size
+  def _has_room(self, size: int, most: float) -> bool:
+    if self.bytes + size > most:
+      self.measure()
+    return self.bytes + size <= most
 
   def append(self, records: Sequence[tuple[int, bytes]]) -> int:
     """Appends (kind, body) of records, in order.
@@ -232,7 +235,7 @@ class Spool:
     size = 0
     for number, (kind, body) in enumerate(records, self.seq + 1):
       part = frames_lib.packed(self.header.mark, kind, number, body)
-      if self.bytes + size + len(part) > self._max:
+      if not self._has_room(size + len(part), self._max):
         break
       parts.append(part)
       size += len(part)
@@ -241,6 +244,7 @@ class Spool:
       raise SpoolFull(f"{self.bytes} of {self._max} bytes are taken")
     self._open()
     failure, written = self._write(memoryview(b"".join(parts)))
+    # Whole frames stay: a reader may have them already.
     num_frames = sum(end <= written for end in ends)
     num_bytes = ends[num_frames - 1] if num_frames else 0
     if failure is not None:
@@ -250,7 +254,7 @@ class Spool:
     self.seq += num_frames
     self._size += num_bytes
     self._unsynced = True
-    self.free(-num_bytes)
+    self.bytes += num_bytes
     return num_frames
 
   def _write(self, view: memoryview) -> tuple[OSError | None, int]:
@@ -306,7 +310,7 @@ class Spool:
       kind, head, body = PNG, b"", memoryview(image)
     path = image_path(self.path, sha, kind)
     size = len(head) + len(body)
-    if self.bytes + size > self._max * _IMAGES_SHARE:
+    if not self._has_room(size, self._max * _IMAGES_SHARE):
       raise SpoolFull(f"{self.bytes} of {self._max} bytes are taken")
     partial = path.with_suffix(".part")
     try:
@@ -314,13 +318,11 @@ class Spool:
         file.write(head)
         while body:
           body = body[file.write(body) :]
-      exists = path.exists()
       partial.replace(path)
     except BaseException:
       partial.unlink(missing_ok=True)
       raise
-    if not exists:
-      self.free(-size)
+    self.bytes += size
 
   def close(self) -> None:
     """Lets the spool go. Idempotent."""
@@ -378,15 +380,9 @@ def last_frame(folder: pathlib.Path, header: Header) -> int:
   segments = frames_lib.segments(folder)
   if not segments:
     return read_ack(folder)
-  last = segments[-1][0] - 1
-  reader = frames_lib.FrameReader(folder, header.mark, ended=lambda: True)
-  try:
-    reader.skip_to_last()
-    while reader.next() is not None:
-      pass
-  finally:
-    reader.close()
-  return max(last, reader.seq)
+  first, path = segments[-1]
+  frames = frames_lib.parsed(path.read_bytes(), header.mark)
+  return max((frame.seq for frame, _ in frames), default=first - 1)
 
 
 def dead(folder: pathlib.Path) -> list[tuple[int, str, str]]:
@@ -439,13 +435,13 @@ def claim_orphans(
     except (BlockingIOError, FileNotFoundError):
       continue  # Its owner lives, or has just deleted it.
     except OSError as error:
-      _unreadable(path, error)
+      put_aside(path, error)
       continue
     try:
       header = Header.read(path)
     except (OSError, ValueError) as error:
       lock.release()
-      _unreadable(path, error)
+      put_aside(path, error)
       continue
     waits = frames_lib.segments(path) or images(path)
     if header.target == target and waits:
@@ -479,14 +475,11 @@ def state_path(folder: pathlib.Path, first: int) -> pathlib.Path:
   return folder / f"{first:020d}.state"
 
 
-def _unreadable(path: pathlib.Path, error: Exception) -> None:
-  if path.exists():
-    _LOG.warning("the spool %s cannot be read: %s", path, error)
-    put_aside(path, error)
-
-
 def put_aside(path: pathlib.Path, error: Exception) -> None:
   """Gives a damaged spool another name: it would be met at every start."""
+  if not path.exists():
+    return
+  _LOG.warning("the spool %s cannot be read: %s", path, error)
   if isinstance(error, OSError) and not isinstance(
       error, (FileNotFoundError, NotADirectoryError)
   ):

@@ -82,7 +82,6 @@ class SpoolReader:
     self._ended = ended
     self._counters = counters
     self._complain = complain
-    self._freed = 0
     self._on_images_lost = on_images_lost
     self._rows: run_rows.RunRows | None = None
     if header.run is not None:
@@ -98,22 +97,22 @@ class SpoolReader:
         path / spool_lib.ACK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600
     )
     self._pending: collections.deque[Entry] = collections.deque()
-    self._pending_bytes = 0
-    self._delivered: set[str] = set()
-    """Screenshots that the server has."""
-    self._absent: set[str] = set()
-    """Screenshots that neither the server nor the spool has."""
-    self._found = spool_lib.images(path)
-    """Screenshots from before, of which no entry was read yet."""
-    self._left: dict[str, None] = {}
-    """Screenshots whose entries went without them."""
+    self._settled: set[str] = set()
+    """Screenshots that the server has or refuses."""
     self._oldest = 0
+    self.images_left = bool(spool_lib.images(path))
+    """Whether screenshots wait whose entries the server may have."""
     self._restore()
 
   @property
   def training(self) -> str | None:
     """Client id of the training whose events these are."""
     return None if self._rows is None else self._rows.training
+
+  @property
+  def empty(self) -> bool:
+    """Whether the server has every record read so far, with screenshots."""
+    return not (self._pending or self.images_left)
 
   # --- entries ----------------------------------------------------------------
 
@@ -123,26 +122,26 @@ class SpoolReader:
     Raises:
       OSError: the disk's.
     """
-    while (
-        self._pending_bytes < max_bytes and len(self._pending) < _MOST_ENTRIES
-    ):
+    size = sum(len(entry.body) for entry in self._pending)
+    while size < max_bytes and len(self._pending) < _MOST_ENTRIES:
       frame = self._frames.next()
       if self._frames.damaged > self._damaged:
         self._report_damage()
       if frame is None:
-        self._caught_up()
         break
-      self._take(frame)
+      size += self._take(frame)
     if self._frames.seq > self._synced:
       self._frames.sync()
       self._synced = self._frames.seq
+    self._acknowledge(0)  # Records without rows.
     sizes = itertools.accumulate(len(entry.body) for entry in self._pending)
     return [
         entry for n, (entry, size) in enumerate(zip(self._pending, sizes))
         if not n or size <= max_bytes
     ]  # pyformat: disable
 
-  def _take(self, frame: frames_lib.Frame) -> None:
+  def _take(self, frame: frames_lib.Frame) -> int:
+    """Makes the entry of a record; returns its bytes."""
     sent = frame.seq <= self.acked
     try:
       entry = self._entry(frame, sent)
@@ -151,13 +150,11 @@ class SpoolReader:
       if not sent:
         self._counters["failed"] += 1
         self._complain("make", f"a record cannot be sent: {error!r}")
-      return
-    if entry is None:
-      return
-    if not sent:
-      self._found.difference_update(entry.images)
-      self._pending.append(entry)
-      self._pending_bytes += len(entry.body)
+      return 0
+    if entry is None or sent:
+      return 0
+    self._pending.append(entry)
+    return len(entry.body)
 
   def _entry(self, frame: frames_lib.Frame, sent: bool) -> Entry | None:
     if frame.kind == spool_lib.PART:
@@ -171,14 +168,6 @@ class SpoolReader:
     body = b"" if sent else plain_json.dumps(rows.part)
     return Entry(frame.seq, body, [*rows.images] if self.header.images else [])
 
-  def _caught_up(self) -> None:
-    """Settles screenshots and records without entries at the log's end."""
-    if self._found:
-      self._left.update(dict.fromkeys(sorted(self._found)))
-      self._found.clear()
-    if not self._pending and self._frames.seq > self.acked:
-      self._acknowledge(self._frames.seq)  # Records without rows.
-
   def _report_damage(self) -> None:
     lost = self._frames.damaged - self._damaged
     self._damaged = self._frames.damaged
@@ -190,15 +179,13 @@ class SpoolReader:
   def remove_through(self, seq: int) -> None:
     """Forgets the entries up to `seq`, which the server has."""
     while self._pending and self._pending[0].seq <= seq:
-      self._pending_bytes -= len(self._pending.popleft().body)
-    # Records without rows before the next entry are done with, too.
-    if self._pending:
-      seq = max(seq, self._pending[0].seq - 1)
-    else:
-      seq = max(seq, self._frames.seq)
+      self._pending.popleft()
     self._acknowledge(seq)
 
   def _acknowledge(self, seq: int) -> None:
+    # Records without rows before the next entry are done with, too.
+    before = self._pending[0].seq - 1 if self._pending else self._frames.seq
+    seq = max(seq, before)
     if seq <= self.acked:
       return
     self.acked = seq
@@ -222,7 +209,6 @@ class SpoolReader:
     )  # pyformat: disable
     for first, path in segments:
       if first < self._oldest:
-        self._freed += path.stat().st_size
         path.unlink()
         spool_lib.state_path(self.path, first).unlink(missing_ok=True)
 
@@ -242,7 +228,6 @@ class SpoolReader:
         file.write(line)
         file.flush()
         os.fsync(file.fileno())
-      self._freed -= len(line)
     except OSError as error:
       self._trouble(error)
     self.remove_through(entry.seq)
@@ -279,17 +264,19 @@ class SpoolReader:
 
   # --- screenshots ------------------------------------------------------------
 
-  def wanted(self, shas: Collection[str]) -> list[str]:
+  def unsettled(self, shas: Collection[str]) -> list[str]:
     """Returns the hashes that the server may lack, each once."""
-    return [s for s in dict.fromkeys(shas) if s not in self._delivered]
+    return [s for s in dict.fromkeys(shas) if s not in self._settled]
 
-  def left(self, most: int) -> list[str]:
-    """Returns screenshots whose entries went without them."""
-    return list(itertools.islice(self._left, most))
-
-  def leave(self, shas: Collection[str]) -> None:
-    """Remembers screenshots whose entries go without them."""
-    self._left.update(dict.fromkeys(shas))
+  def left_images(self, most: int) -> list[str]:
+    """Returns screenshots of which no entry waits."""
+    if not self.images_left:
+      return []
+    waiting = {sha for entry in self._pending for sha in entry.images}
+    remaining = spool_lib.images(self.path) - waiting
+    self._oldest = 0
+    self.images_left = bool(remaining)
+    return sorted(remaining)[:most]
 
   def image(self, sha: str) -> bytes | None:
     """Returns a screenshot's file; counts a missing one and returns None.
@@ -299,7 +286,6 @@ class SpoolReader:
     """
     file = self._encoded(sha)
     if file is None:
-      self._absent.add(sha)
       self._counters["images_missing"] += 1
       self._on_images_lost([sha])
     return file
@@ -325,30 +311,20 @@ class SpoolReader:
     except Exception as error:  # pylint: disable=broad-except
       # A power loss: the disk has its name, and not its pixels.
       self._complain("image", f"a screenshot is damaged: {error!r}")
-      self._delete_image(sha)
+      self._delete_images([sha])
       return None
     return encode_png(pixels)
 
-  def forget_images(self, shas: Collection[str]) -> None:
+  def settle_images(self, shas: Collection[str]) -> None:
     """Deletes screenshots that the server has or refuses."""
-    for sha in shas:
-      self._left.pop(sha, None)
-      if sha not in self._absent:
-        self._delete_image(sha)
-    if len(self._delivered) > _MOST_KNOWN:
-      self._delivered.clear()  # The server knows which it has.
-    self._delivered |= set(shas) - self._absent
-    self._absent.clear()
+    self._delete_images(shas)
+    if len(self._settled) > _MOST_KNOWN:
+      self._settled.clear()  # The server knows which it has.
+    self._settled.update(shas)
 
-  def _delete_image(self, sha: str) -> None:
-    for suffix in (spool_lib.RGB, spool_lib.PNG):
-      path = spool_lib.image_path(self.path, sha, suffix)
-      try:
-        size = path.stat().st_size
-        path.unlink()
-      except FileNotFoundError:
-        continue
-      self._freed += size
+  def _delete_images(self, shas: Collection[str]) -> None:
+    for sha, suffix in itertools.product(shas, (spool_lib.RGB, spool_lib.PNG)):
+      spool_lib.image_path(self.path, sha, suffix).unlink(missing_ok=True)
 
   def shrink(self, until: Callable[[], bool]) -> None:
     """Encodes screenshots that wait, which makes them smaller."""
@@ -357,7 +333,6 @@ class SpoolReader:
       if until():
         return
       try:
-        size = path.stat().st_size
         file = self._encoded(path.stem)
         if file is None:
           self._on_images_lost([path.stem])
@@ -366,26 +341,15 @@ class SpoolReader:
             path.with_suffix(spool_lib.PNG), file, durably=False
         )
         path.unlink()
-        self._freed += size - len(file)
       except OSError as error:
         self._trouble(error)
         return
-
-  def take_freed(self) -> int:
-    """Returns the bytes freed since the last call."""
-    freed, self._freed = self._freed, 0
-    return freed
 
   # --- the end ----------------------------------------------------------------
 
   def _trouble(self, error: OSError) -> None:
     self._counters["spool_failures"] += 1
     self._complain("disk", f"{self.path} cannot be written: {error}")
-
-  @property
-  def empty(self) -> bool:
-    """Whether the server has every record read so far, with screenshots."""
-    return not (self._pending or self._left or self._found)
 
   def close(self) -> None:
     """Closes the files. Deletes the spool if nothing waits in it."""

@@ -41,7 +41,7 @@ class SpoolWriter:
   ):
     """Args:
 
-      spool: this owns it from now on, `free` and `measure` excepted.
+      spool: Owned by the writer from now on.
       encode: makes (kind, body) of an item's record, on the thread; an item
         for which it raises OSError is kept for another attempt.
       max_pending: items in memory.
@@ -65,11 +65,11 @@ class SpoolWriter:
     """Items that are no longer pending."""
     self._synced = 0
     """Those of them that are on the disk."""
-    self._flushing = 0
+    self._sync_through = 0
+    """Those that a flush waits for."""
     self._work = threading.Event()
     self._hurried = -_TICK_S
     self._closing = threading.Event()
-    self._abandon = threading.Event()
     self._thread = threading.Thread(
         target=self._run, name="monitor-spool", daemon=True
     )
@@ -109,17 +109,12 @@ class SpoolWriter:
   def flush(self, timeout_s: float = 10.0) -> bool:
     """Waits until all items are on the disk; False when time ran out."""
     target, deadline = self._taken, time.monotonic() + timeout_s
-    with self._lock:
-      self._flushing += 1
-    try:
-      while self._synced < target and self._thread.is_alive():
-        if time.monotonic() > deadline:
-          break
-        self._work.set()
-        time.sleep(0.005)
-    finally:
-      with self._lock:
-        self._flushing -= 1
+    self._sync_through = target
+    while self._synced < target and self._thread.is_alive():
+      if time.monotonic() > deadline:
+        break
+      self._work.set()
+      time.sleep(0.005)
     return self._synced >= target
 
   def close(self, timeout_s: float = 10.0) -> bool:
@@ -127,7 +122,6 @@ class SpoolWriter:
     flushed = self.flush(timeout_s)
     with self._lock:
       self._closing.set()
-    self._abandon.set()
     self._work.set()
     self._thread.join(max(1.0, timeout_s))
     return flushed and not self.pending
@@ -135,12 +129,13 @@ class SpoolWriter:
   # --- the thread -------------------------------------------------------------
 
   def _run(self) -> None:
-    while not self._abandon.is_set():
+    while not self._closing.is_set():
       if len(self._pending) < _PLENTY and not self._made:
         self._work.wait(_TICK_S)
         self._work.clear()
       try:
         self._round()
+        self.spool.measure()
         self._complaints.over("disk")
       except OSError as error:
         # Items stay in memory, which is bounded.
@@ -148,7 +143,7 @@ class SpoolWriter:
         self._complaints.complain(
             "disk", f"{self.spool.path} cannot be written: {error}"
         )
-        self._abandon.wait(_RETRY_S)
+        self._closing.wait(_RETRY_S)
       self._on_tick(self.pending)
     with contextlib.suppress(OSError):  # What came too late for the flush.
       self._round()
@@ -171,7 +166,7 @@ class SpoolWriter:
           yielded = time.perf_counter()
       if self._made:
         self._append()
-    if self._flushing:
+    if self._synced < self._sync_through:
       self.spool.sync()
       self._synced = self._handled
 

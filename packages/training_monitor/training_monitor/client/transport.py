@@ -6,9 +6,9 @@ and importing httpx would take longer than the rest of its start.
 
 from __future__ import annotations
 
-import http.client
+import functools
+from http import client
 import socket
-import ssl
 import time
 from typing import Any
 from urllib import parse
@@ -68,13 +68,13 @@ class Transport:
       )
     if timeout_s <= 0:
       raise ValueError(f"timeout_s={timeout_s}: give more than 0")
-    self._url = url
-    self._host = url.hostname
-    self._port = port
+    kind = {"http": client.HTTPConnection, "https": client.HTTPSConnection}
+    self._connect = functools.partial(kind[url.scheme], url.hostname, port)
+    self._server = url.netloc
     self._prefix = url.path.rstrip("/")
     self._token = token
     self._timeout = timeout_s
-    self._connection: http.client.HTTPConnection | None = None
+    self._connection: client.HTTPConnection | None = None
     self._closed = False
 
   def post(
@@ -85,7 +85,38 @@ class Transport:
     Raises:
       TransportError: no answer in time, or another than 200.
     """
-    return self._request("POST", path, body, media_type)
+    headers = {
+        "content-type": media_type,
+        "user-agent": "tunix-multi-turn-monitor/1",
+    }
+    if self._token:
+      headers["authorization"] = f"Bearer {self._token}"
+    deadline = time.monotonic() + self._timeout
+    try:
+      response, data = self._exchange(path, body, headers, deadline)
+    except (OSError, client.HTTPException, AttributeError) as error:
+      # AttributeError: closed by another thread in the middle of it.
+      self._disconnect()
+      raise TransportError(
+          f"{self._server}: {type(error).__name__}: {error}"
+      ) from None
+    if response.will_close:
+      self._disconnect()
+    try:
+      reply = orjson.loads(data)
+    except orjson.JSONDecodeError:
+      reply = {}
+    if not isinstance(reply, dict):
+      reply = {}
+    if response.status == 200:
+      return reply
+    detail = reply.get("detail") or response.reason
+    raise TransportError(
+        f"{self._server} answered {response.status}: {detail}",
+        response.status,
+        _seconds(response.headers.get("retry-after")),
+        reply,
+    )
 
   def close(self) -> None:
     """Ends the request under way, from another thread, and those to come."""
@@ -102,83 +133,35 @@ class Transport:
           pass
       connection.close()
 
-  def _request(
-      self, method: str, path: str, body: bytes, media_type: str
-  ) -> dict[str, Any]:
+  def _exchange(
+      self, path: str, body: bytes, headers: dict[str, str], deadline: float
+  ) -> tuple[client.HTTPResponse, bytes]:
+    """Sends a request; returns the response and its body. Raises OSError."""
     if self._closed:
-      raise TransportError("the client is closing")
-    deadline = time.monotonic() + self._timeout
-    headers = {
-        "content-type": media_type,
-        "user-agent": "tunix-multi-turn-monitor/1",
-    }
-    if self._token:
-      headers["authorization"] = f"Bearer {self._token}"
-    fresh = self._connection is None
-    try:
-      connection = self._connected(deadline)
-      try:
-        connection.request(method, self._prefix + path, body, headers)
-        response = connection.getresponse()
-      except (http.client.RemoteDisconnected, BrokenPipeError,
-              ConnectionResetError):
-        # The server ends idle connections. A batch sent twice is applied once.
-        self._disconnect()
-        if fresh or self._closed:
-          raise
-        connection = self._connected(deadline)
-        connection.request(method, self._prefix + path, body, headers)
-        response = connection.getresponse()
-      data = self._read(connection, response, deadline)
-    except (OSError, http.client.HTTPException, AttributeError) as error:
-      # AttributeError: closed by another thread in the middle of it.
-      self._disconnect()
-      raise TransportError(
-          f"{self._url.netloc}: {type(error).__name__}: {error}"
-      ) from None
-    if response.will_close:
-      self._disconnect()
-    try:
-      reply = orjson.loads(data)
-    except orjson.JSONDecodeError:
-      reply = {}
-    if not isinstance(reply, dict):
-      reply = {}
-    if response.status == 200:
-      return reply
-    detail = reply.get("detail") or response.reason
-    raise TransportError(
-        f"{self._url.netloc} answered {response.status}: {detail}",
-        response.status,
-        _seconds(response.headers.get("retry-after")),
-        reply,
-    )
-
-  def _connected(self, deadline: float) -> http.client.HTTPConnection:
+      raise OSError("the client is closing")
     remaining_s = max(0.01, deadline - time.monotonic())
-    if self._connection is None:
-      host, port = self._host, self._port
-      if self._url.scheme == "https":
-        self._connection = http.client.HTTPSConnection(
-            host, port, timeout=remaining_s,
-            context=ssl.create_default_context(),
-        )  # pyformat: disable
-      else:
-        self._connection = http.client.HTTPConnection(
-            host, port, timeout=remaining_s
-        )
-      self._connection.connect()
-      self._connection.sock.setsockopt(
-          socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-      )
-    if self._connection.sock is not None:
-      self._connection.sock.settimeout(remaining_s)
-    return self._connection
+    connection = self._connection
+    fresh = connection is None
+    if connection is None:
+      connection = self._connection = self._connect(timeout=remaining_s)
+      connection.connect()
+      connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sock.settimeout(remaining_s)
+    try:
+      connection.request("POST", self._prefix + path, body, headers)
+      response = connection.getresponse()
+    except (client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
+      # The server ends idle connections. A batch sent twice is applied once.
+      self._disconnect()
+      if fresh:
+        raise
+      return self._exchange(path, body, headers, deadline)
+    return response, self._read(connection, response, deadline)
 
   def _read(
       self,
-      connection: http.client.HTTPConnection,
-      response: http.client.HTTPResponse,
+      connection: client.HTTPConnection,
+      response: client.HTTPResponse,
       deadline: float,
   ) -> bytes:
     parts: list[bytes] = []

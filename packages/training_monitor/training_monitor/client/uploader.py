@@ -7,13 +7,13 @@ holding the interpreter; the trainer's own interpreter would lose it. This
 process runs at low priority instead.
 
 Standard input and output carry JSON lines. In: {"spool", "url", "token",
-"config"} first, then {"counters"} of the trainer, and {"drain" or "close":
-number, "through": record, "timeout_s"}. Out: {"ready"} or {"error": text}
-first, then {"log": text, "level": number} for each log record, {"lost": [hash]}
-for screenshots that are neither here nor at the server, {"freed": bytes} of the
-spool, and {"answer": number, "done", "closed", "counters"} for each request.
-The input ends when the trainer ends, however that happens: then this delivers
-for `close_timeout_s`, at most 5 s, and the spool keeps the rest.
+"config"} first, then {"counters"} of the trainer, {"hurry": seconds} while it
+waits for the delivery, and {"close": seconds} to deliver at the end. Out:
+{"ready"} or {"error": text} first, then {"log": text, "level": number} for each
+log record, {"lost": [hash]} for screenshots that are neither here nor at the
+server, and {"acked": record, "empty", "counters"} after a round that has
+changed them. The input ends when the trainer ends, however that happens: then
+this delivers for `close_timeout_s`, at most 5 s, and the spool keeps the rest.
 """
 
 from __future__ import annotations
@@ -65,64 +65,63 @@ def send(**fields: Any) -> None:
 
 
 class _Uploader:
-  """Ships one spool, and does what the trainer asks."""
+  """Ships one spool, and follows the trainer's messages."""
 
   def __init__(self, begin: Mapping[str, Any]):
     """Raises ValueError, TypeError, KeyError or OSError."""
     config = settings_lib.MonitorConfig(**begin["config"])
     path = pathlib.Path(begin["spool"])
-    self._close_s = config.close_timeout_s
+    self._abandoned_s = min(config.close_timeout_s, _ABANDONED_S)
     self._ended = False
     self._counters: collections.Counter[str] = collections.Counter()
     self._trainers: Mapping[str, int] = {}
-    self._complaints = complaints_lib.Complaints()
+    self._sent: dict[str, Any] = {}
     self._shipper = shipper_lib.Shipper(
         transport_lib.Transport(
             begin["url"], begin["token"], config.timeout_s
         ),
         path, spool_lib.Header.read(path), config,
         ended=lambda: self._ended, counters=self._counters,
-        complaints=self._complaints, health=self._health,
-        on_freed=lambda size: send(freed=size),
-        on_images_lost=lambda shas: send(lost=shas),
+        complaints=complaints_lib.Complaints(),
+        health=lambda: dict(
+            self._counters + collections.Counter(self._trainers)
+        ),
+        on_round=self._report, on_images_lost=lambda shas: send(lost=shas),
     )  # pyformat: disable
 
-  def _health(self) -> dict[str, int]:
-    return dict(self._counters + collections.Counter(self._trainers))
+  def _report(self, acked: int, empty: bool) -> None:
+    report = {
+        "acked": acked, "empty": empty, "counters": dict(self._counters)
+    }  # pyformat: disable
+    if report != self._sent:
+      self._sent = report
+      send(**report)
 
-  def handle(self, message: Mapping[str, Any]) -> None:
-    """Does what a line asks for."""
-    if "counters" in message:
-      self._trainers = message["counters"]
-      return
-    number = message.get("drain") or message["close"]
-    self._ended = "close" in message
-    # Who asks has everything on the disk.
-    self._trainers = {**self._trainers, "pending": 0}
-    delivered = self._shipper.drain(message["through"], message["timeout_s"])
-    if self._ended:
-      self._close(delivered)
-    send(
-        answer=number, done=delivered, closed=self._ended,
-        counters=dict(self._counters),
-    )  # pyformat: disable
-
-  @property
-  def closed(self) -> bool:
-    return self._ended
-
-  def abandoned(self) -> None:
-    """Delivers for the last time, after the trainer's death."""
+  def run(self) -> None:
+    """Ships until the trainer closes it or ends."""
+    timeout_s = self._abandoned_s
+    for line in sys.stdin.buffer:
+      message = orjson.loads(line)
+      if "counters" in message:
+        self._trainers = message["counters"]
+        continue
+      # A trainer that waits has everything on the disk.
+      self._trainers = {**self._trainers, "pending": 0}
+      if "close" in message:
+        timeout_s = message["close"]
+        break
+      self._shipper.hurry(message["hurry"])
     self._ended = True
-    delivered = self._shipper.drain(None, min(self._close_s, _ABANDONED_S))
-    self._close(delivered)
-
-  def _close(self, delivered: bool) -> None:
+    spool = self._shipper.spool
+    delivered = self._shipper.drain(
+        spool_lib.last_frame(spool.path, spool.header), timeout_s
+    )
     self._shipper.close()
+    self._report(spool.acked, delivered)
     if not delivered:
       _LOG.warning(
           "events wait in the spool %s for the monitor; the next run from there"
-          " delivers them", self._shipper.path,
+          " delivers them", spool.path,
       )  # pyformat: disable
 
 
@@ -144,9 +143,5 @@ def main() -> int:
     send(error=_encodable(f"{error}" or type(error).__name__))
     return 2
   send(ready=True)
-  for line in sys.stdin.buffer:
-    uploader.handle(orjson.loads(line))
-    if uploader.closed:
-      return 0
-  uploader.abandoned()
+  uploader.run()
   return 0
