@@ -39,7 +39,7 @@ program itself. "request": anyone else, such as a client of a server or the
 author of a file of tasks."""
 
 
-_MEANT = {
+_SYNONYMS = {
     "bf16": "bfloat16",
     "float16": "bfloat16",
     "fp16": "bfloat16",
@@ -71,10 +71,10 @@ def nearest(word: Any, names: Iterable[str]) -> str:
   """Returns the name closest to `word` by meaning or spelling, or ""."""
   lower = {name.lower(): name for name in names}
   text = str(word).lower()
-  meant = _MEANT.get(text, "")
-  if meant in lower:
-    return lower[meant]
-  like = [n for n in lower if len(text) > 3 or n[:1] == text[:1]]
+  synonym = _SYNONYMS.get(text, "")
+  if synonym in lower:
+    return lower[synonym]
+  like = [n for n in lower if len(text) != 3 or n[:1] == text[:1]]
   match = difflib.get_close_matches(text, like, n=1, cutoff=_CUTOFF)
   if match:
     return lower[match[0]]
