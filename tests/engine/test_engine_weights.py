@@ -241,6 +241,42 @@ async def test_vision_follows_the_weights(make, model, store):
   )
 
 
+async def test_stale_prefix_and_vision_caches_between_sessions(
+    make, model, store
+):
+  """A later session with an equal prompt, and one whose image differs in its
+  pixels only, get what an engine without an earlier session gives them."""
+  params = scaled(model, 1.3)
+  params["vision"][...] = params["vision"][...] * -1.0
+  engine = make()
+  rng = np.random.default_rng(0)
+  images = [micro.picture(store, rng) for _ in range(2)]
+  prompts = []
+  for image in images:
+    tokens, spans = micro.with_image(np.array([3, 8], np.int32), (), image)
+    tokens = micro.with_text(tokens, np.random.default_rng(1), 24)
+    prompts.append(micro.prompt_of(tokens, spans))
+  np.testing.assert_array_equal(prompts[0].tokens, prompts[1].tokens)
+  greedy = Sampling(max_new_tokens=6, temperature=0.0)
+
+  async def check(policy, version, prompt, name):
+    got = await engine.generate(prompt, greedy, session=name)
+    fresh = make(policy)
+    alone = await fresh.generate(prompt, greedy, session=name)
+    assert set(got.versions.tolist()) == {version}
+    np.testing.assert_array_equal(got.tokens, alone.tokens)
+    np.testing.assert_allclose(got.logprobs, alone.logprobs, atol=1e-5)
+    return got.logprobs
+
+  old = await check(model, 0, prompts[0], "first")
+  other = await check(model, 0, prompts[1], "other image")
+  engine.update_weights(1, params)
+  new = await check(with_params(params), 1, prompts[0], "equal prompt")
+  await check(with_params(params), 1, prompts[1], "other image again")
+  for changed in (other, new):
+    assert np.abs(changed - old).max() > 1e-3
+
+
 async def test_a_pause_holds_requests_and_loses_none(make, model):
   engine = make()
   sampling = Sampling(max_new_tokens=30, temperature=0.0)

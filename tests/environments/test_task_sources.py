@@ -282,7 +282,7 @@ def test_a_list_is_gone_through_again_and_again():
     [
         ([0, 1], [1], (), "'f1' is for training and held out"),
         ([0], [], (), "no family has both"),
-        ([0], [1], ("g",), "did you mean 'f'"),
+        ([0], [1], ("g",), "known: f"),
     ],
 )
 def test_lists_that_make_no_run_are_refused(

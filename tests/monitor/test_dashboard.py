@@ -168,6 +168,26 @@ def test_curves_are_drawn_and_their_view_is_in_the_url(recorded, tab):
   page.wait_for_url("**/steps/1")
 
 
+def test_an_axis_of_steps_has_whole_ticks(recorded, tab):
+  server, _ = recorded
+  training, _ = ids(server)
+  tab.page.add_init_script("""
+    window.painted = [];
+    const fill = CanvasRenderingContext2D.prototype.fillText;
+    CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+      window.painted.push([String(text), y / this.canvas.height]);
+      return fill.apply(this, arguments);
+    };
+  """)
+  tab.go(f"/runs/{training}")
+  chromium.ready(tab.page)
+  # The lowest texts of a chart are its steps.
+  steps = tab.page.evaluate(
+      "window.painted.filter(([, y]) => y > 0.85).map(([text]) => text)"
+  )
+  assert "1" in steps and not [s for s in steps if not s.isdigit()], steps
+
+
 def test_a_drag_zooms_and_the_url_says_where(recorded, tab):
   server, _ = recorded
   training, _ = ids(server)

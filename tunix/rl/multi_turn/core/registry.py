@@ -25,11 +25,13 @@ from typing import (
   Iterable,
   Iterator,
   Literal,
+  Sequence,
   TypeVar,
 )  # pyformat: disable
 
 T = TypeVar("T")
 _OURS = ("tunix.rl.multi_turn", "tunix.rl.queue")
+_MOST_LISTED = 40
 
 Source = Literal["operator", "request"]
 """Who chose a name. "operator": the command line, a file that it names, or the
@@ -37,26 +39,72 @@ program itself. "request": anyone else, such as a client of a server or the
 author of a file of tasks."""
 
 
+_SYNONYMS = {
+    "bf16": "bfloat16",
+    "float16": "bfloat16",
+    "fp16": "bfloat16",
+    "fp32": "float32",
+    "hermes": "qwen",
+    "openai": "external",
+    "ppo": "gae",
+    "sglang": "external",
+    "vllm": "external",
+    "accuracy": "exact_match",
+    "android": "android_world",
+    "androidworld": "android_world",
+    "browsergym": "browser",
+    "em": "exact_match",
+    "gsm8k": "math",
+    "playwright": "browser",
+    "react": "tool",
+    "visualwebarena": "browser",
+    "web": "browser",
+    "webarena": "browser",
+}
+"""Names that other projects use -> the name here, where it is registered."""
+
+_CUTOFF = 0.6
+"""Least similarity of a hint; of three letters, the first is equal too."""
+
+
+def nearest(word: Any, names: Iterable[str]) -> str:
+  """Returns the name closest to `word` by meaning or spelling, or ""."""
+  lower = {name.lower(): name for name in names}
+  text = str(word).lower()
+  synonym = _SYNONYMS.get(text, "")
+  if synonym in lower:
+    return lower[synonym]
+  like = [n for n in lower if len(text) != 3 or n[:1] == text[:1]]
+  match = difflib.get_close_matches(text, like, n=1, cutoff=_CUTOFF)
+  if match:
+    return lower[match[0]]
+  # A name may be a part of a longer one: `calc`, `qwen2_5_vl`.
+  longer = [name for name in lower if len(text) > 2 and text in name]
+  return lower[min(longer, key=len)] if longer else ""
+
+
 def unknown_name(kind: str, name: Any, names: Iterable[str]) -> str:
-  """The message for a name that is not among `known`."""
+  """Returns the message for a name that is not among `names`."""
   names = sorted(names)
-  lower = {k.lower(): k for k in names}
-  match = difflib.get_close_matches(
-      str(name).lower(), lower, n=1, cutoff=0.0
-  )
-  near = [lower[word] for word in match]
   if str(name).endswith(".py"):
     module = str(name).removesuffix(".py").strip("./").replace("/", ".")
     return (
         f"unknown {kind} {name!r}; one of your own is module:name, here"
         f" {module}:NAME"
     )
-  if not near:
+  if not names:
     return f"unknown {kind} {name!r}; none is registered"
-  return (
-      f"unknown {kind} {name!r}; did you mean {near[0]!r}? Known:"
-      f" {', '.join(names)}"
-  )
+  near = nearest(name, names)
+  hint = f"did you mean {near!r}? Known" if near else "known"
+  return f"unknown {kind} {name!r}; {hint}: {listed(names)}"
+
+
+def listed(names: Sequence[str]) -> str:
+  """Joins names in one line; of many, only the first and their count."""
+  more = len(names) - _MOST_LISTED
+  if more <= 0:
+    return ", ".join(names)
+  return f"{', '.join(names[:_MOST_LISTED])} and {more} more"
 
 
 def import_module(name: str) -> Any:

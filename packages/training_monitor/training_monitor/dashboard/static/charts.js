@@ -7,6 +7,8 @@ const POINTS = 1200;
 // What a curve of many steps is smoothed by unless the URL has another weight.
 const SMOOTH = 0.6;
 const MANY = 40;
+// Distances of ticks of an axis of steps: whole ones only.
+const WHOLE = Array.from({ length: 10 }, (_, n) => [1, 2, 5].map((m) => m * 10 ** n)).flat();
 const sync = uPlot.sync("curves");
 let figures = [];
 let data = [];
@@ -262,7 +264,10 @@ function draw(figure) {
         : { range: (_, low, high) => (low === high ? [low - (low ? Math.abs(low) / 2 : 0), high + (Math.abs(high) / 2 || 1)] : uPlot.rangeNum(low, high, 0.08, true)) },
     },
     axes: [
-      { stroke: ink, grid, ticks: grid, size: 26, font: "11px system-ui, sans-serif", space: 60 },
+      {
+        stroke: ink, grid, ticks: grid, size: 26, font: "11px system-ui, sans-serif", space: 60,
+        ...(axis === "step" && { incrs: WHOLE }),
+      },
       {
         stroke: ink, grid, ticks: { show: false }, size: 48, font: "11px system-ui, sans-serif",
         space: 26, values: (_, ticks) => ticks.map((t) => (t === null ? "" : share ? `${Math.round(t * 100)} %` : short(t))),
