@@ -332,7 +332,7 @@ async def test_a_start_that_is_given_up_leaves_nothing(room):
         ({"width": 320, "height": 240, "zoom": 2}, "set zoom=3, or 0"),
         ({"width": 5000}, "at most 4096x4096"),
         ({"width": 0}, "width=0"),
-        ({"colour": 1}, "'colour'; did you mean"),
+        ({"heigth": 1}, "'heigth'; did you mean 'height'"),
     ],
 )
 def test_a_wrong_setting_is_named(settings, words):
