@@ -381,7 +381,7 @@ COMMANDS = [
      "http://"),
     ("train", "gym=genv gym.options.token_file=none", "token_file=none"),
     ("train", "gym=gbox gym.options.foo=3 tasks=[a]", "gym.options.foo=3",
-     "'box'"),
+     "box"),
     ("train", "gym=computer gym.options.foo=3 tasks=[a]", "gym.options.foo=3",
      "computer"),
     ("train", "gym=openenv gym.options.bas_url=3", "gym.options.bas_url=3",

@@ -261,7 +261,7 @@ def test_offered_actions_can_be_restricted():
   )
   assert "scroll" not in parser.get_tool_prompt()
   with pytest.raises(
-    tool_parser.GuiActionError, match="Known: left_click, type"
+    tool_parser.GuiActionError, match="known: left_click, type"
   ):
     parser.to_gui_action(use(action="wait"), 9, 9)
   with pytest.raises(ValueError, match="unknown computer_use action"):
