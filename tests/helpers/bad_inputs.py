@@ -46,6 +46,7 @@ SETTINGS = [
     ("dataset=gsm8k", "'dataset'", "did you mean 'task_source.path'"),
     ("lora=8", "'lora'", "did you mean 'policy.lora_rank'?"),
     ("trainer.save_freq=5", "did you mean 'checkpoint.every'?"),
+    ("actor_rollout_ref.model.path=x", "did you mean 'policy'?"),
     ("actor_rollout_ref.rollout.n=5", "did you mean 'collect.group_size'?"),
     ("zzz=1", "'zzz'; sections are run, environment", "`--help SECTION`"),
     # Names of other projects, and names that nothing here is like.
@@ -381,7 +382,7 @@ COMMANDS = [
      "http://"),
     ("train", "gym=genv gym.options.token_file=none", "token_file=none"),
     ("train", "gym=gbox gym.options.foo=3 tasks=[a]", "gym.options.foo=3",
-     "box"),
+     "known: base_url, box,"),
     ("train", "gym=computer gym.options.foo=3 tasks=[a]", "gym.options.foo=3",
      "computer"),
     ("train", "gym=openenv gym.options.bas_url=3", "gym.options.bas_url=3",

@@ -114,22 +114,27 @@ def test_what_happened_counts_once_however_often_the_disk_fails(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bad, lost", [("value", 0), ("not to be made", 1)])
 def test_an_end_that_cannot_be_told_takes_nothing_else_with_it(
-    lite, tmp_path, store
+    lite, tmp_path, store, bad, lost
 ):
   log, episode = begun(lite, tmp_path, store)
-  episode.steps[-1].info["evaluation"] = "fine"
+  if bad == "value":  # It is left out, and the rest of its row stored.
+    episode.task = {"max_turns": "many"}
+  else:
+    episode.steps[-1].info["evaluation"] = "fine"
   log.on_event(events.EpisodeFinished(episode, **NAMES))
   group = trajectory_lib.TrajectoryGroup("train-000001", "t", (episode,))
   log.on_event(events.GroupFinished(group, "accepted"))
   log.on_event(events.StepFinished(1, 1, {"loss": 0.5}, (group,)))
   assert log.close()
   counters = log.counters
-  assert counters["dead_letters"] + counters["failed"] == 1
+  assert counters["dead_letters"] + counters["failed"] == lost
   (step,) = lite.rows("step")
   assert step["loss"] == 0.5 and step["status"] == "completed"
   row = rollouts(lite)["train-000001.0"]
-  assert row["batch"] == 1 and row["status"] == "env_creation"
+  assert row["batch"] == 1 and row["max_turns"] is None
+  assert (row["status"] == "env_creation") == bool(lost), row["status"]
 
 
 def as_recorded(event):

@@ -71,16 +71,24 @@ class Sender:
     )
     self._ended = False
     self._undelivered = 0
+    self._ships = False
+    self._writer = spool_writer.SpoolWriter(
+        self.spool, self._record, max_pending=config.max_pending,
+        counters=self.counters, complaints=self._complaints,
+        on_tick=self._wake,
+    )  # pyformat: disable
     self.shipper = shipper_lib.Shipper(
         transport, self.spool.path, self.spool.header, config,
         ended=lambda: self._ended, counters=self.counters,
         complaints=self._complaints, health=self.health, on_reply=on_reply,
     )  # pyformat: disable
-    self._writer = spool_writer.SpoolWriter(
-        self.spool, self._record, max_pending=config.max_pending,
-        counters=self.counters, complaints=self._complaints,
-        on_tick=lambda pending: self.shipper.wake(),
-    )  # pyformat: disable
+    self._ships = True
+
+  def _wake(self, pending: int) -> None:
+    """Wakes the shipper after a round of the writer, which starts first."""
+    del pending
+    if self._ships:
+      self.shipper.wake()
 
   def put(
       self, part: run_rows.Part, images: Mapping[str, bytes] | None = None

@@ -150,6 +150,7 @@ _ELSEWHERE = {
     "max_tokens": ("sampling.max_new_tokens",),
     "mini_batch_size": ("learner.minibatches",),
     "model": ("policy",),
+    "model.path": ("policy",),
     "model_name": ("policy",),
     "model_name_or_path": ("policy",),
     "model_path": ("policy",),
@@ -212,6 +213,9 @@ def nearest_key(path: str, cls: type, aliases: Mapping[str, str]) -> str:
   all_sections, keys = sections(cls), leaves(cls)
   section, _, leaf = path.rpartition(".")
   is_elsewhere = section in _PLACES or section not in all_sections
+  last_two = ".".join(path.split(".")[-2:])
+  if last_two in _ELSEWHERE:
+    return _meant(_ELSEWHERE[last_two])
   if leaf in _ELSEWHERE and is_elsewhere:
     return _meant(_ELSEWHERE[leaf])
   by_leaf: dict[str, list[str]] = {}
