@@ -57,7 +57,9 @@ def test_every_configuration_is_loaded_and_documented():
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_an_example_is_checked_and_trains(tmp_path, path, capsys):
   for package in NEEDS.get(path.stem, ()):
-    pytest.importorskip(package)
+    # Not imported: the package of weights imports what `make weights` omits.
+    if importlib.util.find_spec(package) is None:
+      pytest.skip(f"{package} is not installed")
   config = config_lib.load_config([str(path)])
   few = [
       str(path), f"run.dir={tmp_path}", "name=r", *FEW,
