@@ -1,6 +1,7 @@
 """A spool: its log, its reader, and the state of rows between two starts."""
 
 import collections
+import contextlib
 import errno
 import json
 import os
@@ -219,6 +220,29 @@ def reader_of(spool, ended=True, **options):
 
 def parts(count):
   return [msgpack.packb([[], b"%d" % n]) for n in range(count)]
+
+
+def test_screenshots_may_go_while_the_bytes_are_counted(tmp_path, monkeypatch):
+  """The uploader, another process, deletes what the server has."""
+  spool = spool_lib.Spool(tmp_path / "x.spool", "t")
+  for name in "abc":
+    spool.keep_image(name * 64, bytes(1000))
+  scandir = os.scandir
+
+  @contextlib.contextmanager
+  def deleted_after_the_listing(folder):
+    with scandir(folder) as entries:
+      listed = list(entries)
+    for name in os.listdir(folder):
+      if name.startswith("b"):
+        os.unlink(os.path.join(folder, name))
+    yield listed
+
+  monkeypatch.setattr(spool_lib.os, "scandir", deleted_after_the_listing)
+  spool._measure_at = 0.0
+  spool.measure()
+  assert spool.bytes == 2000
+  spool.close()
 
 
 def test_what_is_acknowledged_is_forgotten_and_the_rest_comes_again(tmp_path):

@@ -19,6 +19,7 @@ three quarters of it. The lock ends with the last process that has it: then
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -498,9 +499,11 @@ def _names(folder: pathlib.Path) -> list[str]:
 
 
 def _sizes(folder: pathlib.Path) -> Iterator[int]:
+  """Yields the sizes of the files; the uploader may delete some meanwhile."""
   with os.scandir(folder) as entries:
     for entry in entries:
       if entry.name == DEAD or entry.name.endswith(
           (frames_lib.SEGMENT, RGB, PNG)
       ):
-        yield entry.stat().st_size
+        with contextlib.suppress(FileNotFoundError):
+          yield entry.stat().st_size

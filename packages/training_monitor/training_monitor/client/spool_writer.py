@@ -109,7 +109,8 @@ class SpoolWriter:
   def flush(self, timeout_s: float = 10.0) -> bool:
     """Waits until all items are on the disk; False when time ran out."""
     target, deadline = self._taken, time.monotonic() + timeout_s
-    self._sync_through = target
+    with self._lock:
+      self._sync_through = max(self._sync_through, target)
     while self._synced < target and self._thread.is_alive():
       if time.monotonic() > deadline:
         break
